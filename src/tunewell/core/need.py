@@ -1,0 +1,14 @@
+"""Optional dependencies: import them when they are used, or say how to get them."""
+
+import importlib
+from types import ModuleType
+
+from tunewell.core.errors import UserError
+
+
+def need(module: str, *, extra: str, purpose: str) -> ModuleType:
+    """Import an optional dependency; raise UserError with the command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise UserError(f"{purpose} needs `{module}`", fix=f'pip install "tunewell[{extra}]"') from error

@@ -1,0 +1,63 @@
+"""Write numbers the way a person reads them: thousands separated, units always."""
+
+import math
+
+_BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def count(number: int, noun: str | None = None, plural: str | None = None) -> str:
+    """Write a whole number, with its noun where one is given: `1,234 rows`, `1 row`."""
+    if noun is None:
+        return f"{number:,}"
+    return f"{number:,} {noun if abs(number) == 1 else plural or noun + 's'}"
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """Write a share of one as a percentage that says 0 or 100 only when it is exactly that.
+
+    percent(0.413) = 41.3%     percent(0.99999) = 99.9%     percent(0.00001) = under 0.1%
+    """
+    if not math.isfinite(share):
+        return "unknown"
+    step = 10.0**-digits
+    value = round(share * 100, digits)
+    if share < 1 and value >= 100:
+        value = 100 - step
+    if share > 0 and value < step:
+        return f"under {step:.{digits}f}%"
+    return f"{value:,.{digits}f}%"
+
+
+def size_bytes(number: int) -> str:
+    """Write a size with binary units: `4.0 MiB`."""
+    value = float(number)
+    for unit in _BINARY:
+        # 1,023.95 would be written 1,024.0, which belongs to the next unit.
+        if abs(value) < 1023.95 or unit == _BINARY[-1]:
+            return (
+                f"{count(number)} {unit if abs(number) != 1 else 'byte'}" if unit == "bytes" else f"{value:,.1f} {unit}"
+            )
+        value /= 1024
+    raise AssertionError("the last unit takes every size")
+
+
+def duration(seconds: float) -> str:
+    """Write a time in its two largest units: `12 ms`, `3.4 s`, `1 m 15 s`, `1 h 50 m`, `2 d 3 h`."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 0:
+        return "-" + duration(-seconds)
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} m {whole % 60:02d} s"
+    minutes = round(seconds / 60)
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60:02d} m"
+    hours = round(seconds / 3600)
+    return f"{hours // 24:,} d {hours % 24} h"
