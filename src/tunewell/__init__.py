@@ -1,0 +1,44 @@
+"""Fine-tune a language model on your own conversations, and know that it worked."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tunewell.core.errors import UserError
+    from tunewell.data.corpus.reader import open_corpus
+    from tunewell.workflows.prepare import prepare
+
+    __version__: str
+
+__all__ = ["UserError", "__version__", "open_corpus", "prepare"]
+
+_HOMES = {
+    "UserError": "tunewell.core.errors",
+    "open_corpus": "tunewell.data.corpus.reader",
+    "prepare": "tunewell.workflows.prepare",
+}
+"""Where each name lives; it is imported when it is first asked for, so that `import tunewell` costs nothing."""
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        value = _version()
+    elif name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+    else:
+        raise AttributeError(f"module 'tunewell' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("tunewell")
+    except PackageNotFoundError:
+        return "0+source"

@@ -1,0 +1,79 @@
+"""`tunewell explain KEY`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from tunewell.config.explain import Explanation
+    from tunewell.config.load import Loaded
+
+
+def command(
+    key: Annotated[
+        str | None, typer.Argument(help="A key or a group of keys, like `packing.context_length` or `packing`.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="Config file; `tunewell.yaml` of this folder if not given.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what a config key means, what it takes and where it is set."""
+    from dataclasses import asdict
+
+    from tunewell.cli.render import definitions, emit, emit_json
+    from tunewell.config.explain import explain, explain_all
+
+    if key is None:
+        listed = explain_all()
+        if json:
+            emit_json({"keys": dict(listed)})
+        else:
+            emit(definitions(listed))
+        return
+    found = explain(key, _loaded(config))
+    if json:
+        emit_json(asdict(found))
+    else:
+        emit(_page(found))
+
+
+def _loaded(config: Path | None) -> "Loaded | None":
+    from tunewell.config.load import load_config
+    from tunewell.core.errors import UserError
+
+    try:
+        loaded = load_config(config)
+    except UserError:
+        if config is not None:
+            raise
+        # A config with a mistake in it is when an explanation is needed most.
+        return None
+    return loaded if loaded.file else None
+
+
+def _page(found: "Explanation") -> str:
+    from tunewell.cli.render import definitions, fold
+
+    lines = [found.key, fold(found.doc, indent="  ")]
+    if found.keys:
+        lines += ["", definitions([(f"  {name}", doc) for name, doc in found.keys])]
+    facts = [("takes", found.type)]
+    if not found.keys:
+        facts.append(("default", _shown(found.default)))
+    if found.origin is not None and not found.keys:
+        facts.append(
+            ("now", _shown(found.value) + (f"   ({found.origin})" if found.origin != "default" else "   (the default)"))
+        )
+    if found.aliases:
+        facts.append(("also read", ", ".join(found.aliases)))
+    return "\n".join([*lines, "", definitions(facts)])
+
+
+def _shown(value: Any) -> str:
+    import json
+
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

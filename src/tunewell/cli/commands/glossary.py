@@ -1,0 +1,22 @@
+"""`tunewell glossary [WORD]`."""
+
+from typing import Annotated
+
+import typer
+
+
+def command(
+    word: Annotated[
+        list[str] | None, typer.Argument(help="The word, or the id of a drop reason; all of them if not given.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what a word or the reason for a dropped row means."""
+    from tunewell.cli.render import definitions, emit, emit_json
+    from tunewell.config.glossary import look_up, words
+
+    found = dict([look_up(" ".join(word))]) if word else words()
+    if json:
+        emit_json(found)
+    else:
+        emit(definitions(list(found.items())))

@@ -1,0 +1,170 @@
+"""The command line: find the command, run it, and turn whatever goes wrong into words and an exit code.
+
+Exit codes: 0 good, 1 a bug or the machine, 2 something the person can mend, 130 interrupted. Only the module of the
+command that was asked for is built into a parser, so that `tunewell --help` answers at once.
+"""
+
+import difflib
+import importlib
+import io
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tunewell.cli.render import emit, emit_error, emit_json, table
+from tunewell.core.errors import UserError
+
+COMMANDS: tuple[tuple[str, str], ...] = (
+    ("init", "tunewell.cli.commands.init"),
+    ("inspect", "tunewell.cli.commands.inspect"),
+    ("prepare", "tunewell.cli.commands.prepare"),
+    ("explain", "tunewell.cli.commands.explain"),
+    ("glossary", "tunewell.cli.commands.glossary"),
+    ("schema", "tunewell.cli.commands.schema"),
+)
+"""Every command in the order a person meets them, and the module whose `command` function it is."""
+
+EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED, EXIT_PIPE = 1, 2, 130, 141
+
+
+def run() -> None:
+    """Run the command line of this process and leave with its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        # A row may hold text the terminal cannot show; that must not end a command.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    code = main(sys.argv[1:])
+    if code == EXIT_PIPE:
+        # The reader has gone: whatever is still buffered would raise again while Python shuts down.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit code, whatever happens in it."""
+    wants_json = "--json" in arguments
+    try:
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+    except UserError as error:
+        return _report(error, wants_json=wants_json)
+    except BrokenPipeError:
+        return EXIT_PIPE
+    except KeyboardInterrupt:
+        sys.stderr.write("\ninterrupted\n")
+        return EXIT_INTERRUPTED
+    except Exception as error:  # noqa: BLE001  the boundary: every bug ends here, with its traceback kept
+        return _crash(error, arguments, wants_json=wants_json)
+    return code
+
+
+def _dispatch(arguments: Sequence[str]) -> int:
+    name = arguments[0] if arguments else "--help"
+    if name in dict(COMMANDS):
+        return _run_command(name, arguments[1:])
+    if name in ("--help", "-h", "help"):
+        emit(_help())
+    elif name == "--version":
+        from tunewell import __version__
+
+        emit(f"tunewell {__version__}")
+    else:
+        raise _unknown(name)
+    return 0
+
+
+def _unknown(name: str) -> UserError:
+    kind = "option" if name.startswith("-") else "command"
+    close = difflib.get_close_matches(name, [*dict(COMMANDS), "--help", "--version"], n=1, cutoff=0.5)
+    return UserError(
+        f"there is no {kind} `{name}`", fix=f"did you mean `tunewell {close[0]}`?" if close else "see `tunewell --help`"
+    )
+
+
+def _help() -> str:
+    summaries = [(f"  {name}", (_function(name).__doc__ or "").strip().partition("\n")[0]) for name, _ in COMMANDS]
+    return "\n".join(
+        [
+            "Fine-tune a language model on your own conversations, and know that it worked.",
+            "",
+            "usage: tunewell COMMAND [OPTIONS]",
+            "",
+            table(summaries),
+            "",
+            "`tunewell COMMAND --help` shows the options of a command, `tunewell --version` the version.",
+        ]
+    )
+
+
+def _function(name: str) -> Callable[..., Any]:
+    return importlib.import_module(dict(COMMANDS)[name]).command
+
+
+def _run_command(name: str, arguments: Sequence[str]) -> int:
+    import typer
+    from typer.main import get_command
+
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command(name)(_function(name))
+    parser = get_command(app)
+    # UsageError, which typer exports only as the parent of this class.
+    usage_error = typer.BadParameter.__mro__[1]
+    try:
+        # Not `parser.main`: it would turn an interrupt and a closed pipe into plain exits before they get here.
+        with parser.make_context(f"tunewell {name}", list(arguments)) as context:
+            parser.invoke(context)
+    except typer.Exit as leave:
+        return leave.exit_code
+    except typer.Abort:
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        if not isinstance(error, usage_error):
+            raise
+        message = str(getattr(error, "format_message", error.__str__)())
+        raise UserError(message[:1].lower() + message[1:].rstrip("."), fix=f"see `tunewell {name} --help`") from None
+    return 0
+
+
+def _report(error: UserError, *, wants_json: bool) -> int:
+    if wants_json:
+        emit_json({"error": {"what": error.what, "where": error.where, "fix": error.fix}})
+    emit_error(error)
+    return EXIT_USER
+
+
+def _crash(error: Exception, arguments: Sequence[str], *, wants_json: bool) -> int:
+    story = "".join(traceback.format_exception(error))
+    summary = f"{type(error).__name__}: {error}".partition("\n")[0]
+    try:
+        handle, name = tempfile.mkstemp(prefix="tunewell-crash-", suffix=".log")
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(_circumstances(arguments) + story)
+        where = str(Path(name))
+    except OSError:
+        sys.stderr.write(story)
+        where = "above"
+    if wants_json:
+        emit_json(
+            {
+                "error": {
+                    "what": f"this is a bug in tunewell or a fault of the machine: {summary}",
+                    "where": where,
+                    "fix": None,
+                }
+            }
+        )
+    sys.stderr.write(f"error: this is a bug in tunewell or a fault of the machine ({summary}); traceback: {where}\n")
+    return EXIT_BUG
+
+
+def _circumstances(arguments: Sequence[str]) -> str:
+    import platform
+
+    from tunewell import __version__
+
+    machine = f"Python {platform.python_version()}, {platform.platform()}"
+    return f"tunewell {__version__}, {machine}\narguments: {list(arguments)}\n\n"

@@ -1,0 +1,154 @@
+"""Say what a key means, what it takes and where it is set; describe all keys to an editor."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from tunewell.config.keys import (
+    Key,
+    Steps,
+    alias_places,
+    all_keys,
+    nearest,
+    parse_key,
+    plain_name,
+    without_alias,
+    write_key,
+)
+from tunewell.config.load import Loaded
+from tunewell.config.schema import ALIASES, Branch, Config
+from tunewell.core.errors import UserError
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What there is to know about one key, or about a group of keys."""
+
+    key: str
+    type: str
+    default: Any
+    doc: str
+    aliases: tuple[str, ...]
+    allowed: tuple[str, ...]
+    keys: tuple[tuple[str, str], ...]
+    """For a group: the keys directly inside it, each with its doc."""
+    value: Any = None
+    """What it is in the current config, where one was given."""
+    origin: str | None = None
+    """Where the current config sets it."""
+
+
+def explain(name: str, loaded: Loaded | None = None) -> Explanation:
+    """Explain a key, a group of keys or another tool's name for a key.
+
+    The last word of a key is enough where only one key ends in it: `context_length`. Raises UserError with the nearest
+    keys where there is none.
+    """
+    steps = _find(name)
+    key = all_keys()[plain_name(steps)]
+    return Explanation(
+        key=key.name,
+        type=key.takes,
+        default=key.default,
+        doc=key.doc,
+        aliases=key.aliases,
+        allowed=key.allowed,
+        keys=tuple((child, all_keys()[child].doc) for child in key.children),
+        value=_value_at(loaded.config, steps) if loaded else None,
+        origin=_origin(loaded, steps, key) if loaded else None,
+    )
+
+
+def explain_all() -> tuple[tuple[str, str], ...]:
+    """List every key that holds a value, with its doc."""
+    return tuple((key.name, key.doc) for key in all_keys().values() if not key.is_branch)
+
+
+def json_schema() -> dict[str, Any]:
+    """Describe a config file to an editor: JSON Schema draft 7, without references, every key with its description."""
+    raw = Config.model_json_schema()
+    schema = _inlined(raw, raw.get("$defs", {}))
+    sources = schema["properties"]["data"]["properties"]["sources"]
+    one = {"anyOf": [{"type": "string", "minLength": 1}, sources.pop("items")]}
+    sources.pop("type")
+    sources["anyOf"] = [*one["anyOf"], {"type": "array", "items": one}]
+    for alias, key in ALIASES.items():
+        for place in alias_places(alias):
+            properties = _group_of(schema, place)
+            target = _group_of(schema, tuple(key.split(".")))[key.rpartition(".")[2]]
+            same = {word: value for word, value in target.items() if word != "default"}
+            properties[alias] = same | {"description": f"Read as `{key}`. {target['description']}", "deprecated": True}
+    return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "tunewell.yaml", **schema}
+
+
+def _find(name: str) -> Steps:
+    # `data.sources[].share` is how people write "of every source".
+    steps = without_alias(parse_key(re.sub(r"\[\s*\]", "", name.strip())))
+    if plain_name(steps) in all_keys():
+        return steps
+    endings = [key for key in all_keys() if key.endswith(f".{plain_name(steps)}")]
+    if len(endings) == 1:
+        return parse_key(endings[0])
+    guesses = endings or nearest(plain_name(steps))
+    fix = (
+        f"did you mean {' or '.join(f'`{guess}`' for guess in guesses)}?"
+        if guesses
+        else "`tunewell explain` lists every key"
+    )
+    raise UserError(f"there is no key `{name}`" if not endings else f"several keys end in `{name}`", fix=fix)
+
+
+def _value_at(config: Config, steps: Steps) -> Any:
+    here: Any = config
+    for step in steps:
+        if isinstance(here, tuple) and isinstance(step, str):
+            return [_plain(_value_at(entry, steps[steps.index(step) :])) for entry in here]
+        if isinstance(here, tuple) and isinstance(step, int):
+            here = here[step] if step < len(here) else None
+        else:
+            here = getattr(here, str(step)) if isinstance(here, Branch) else None
+    return _plain(here)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(entry) for entry in value]
+    return value.model_dump(mode="json") if isinstance(value, Branch) else value
+
+
+def _origin(loaded: Loaded, steps: Steps, key: Key) -> str:
+    if key.name.startswith("data.sources.") and not any(isinstance(step, int) for step in steps):
+        places = [
+            loaded.origin(write_key((*steps[:2], number, *steps[2:])))
+            for number in range(len(loaded.config.data.sources))
+        ]
+        return ", ".join(dict.fromkeys(places)) or "default"
+    return loaded.origin(write_key(steps))
+
+
+def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
+    if isinstance(node, list):
+        return [_inlined(entry, definitions) for entry in node]
+    if not isinstance(node, dict):
+        return node
+    target = definitions[node["$ref"].rpartition("/")[2]] if "$ref" in node else {}
+    merged = {**target, **{word: value for word, value in node.items() if word not in ("$ref", "$defs")}}
+    # Titles only repeat the key; the defaults of groups repeat the defaults of their keys.
+    dropped = {"title"} | ({"default"} if "properties" in merged else set())
+    if "description" in merged:
+        merged["description"] = " ".join(merged["description"].split())
+    return {
+        word: (
+            {key: _inlined(inner, definitions) for key, inner in value.items()}
+            if word == "properties"
+            else _inlined(value, definitions)
+        )
+        for word, value in merged.items()
+        if word not in dropped
+    }
+
+
+def _group_of(schema: dict[str, Any], steps: Steps) -> dict[str, Any]:
+    for step in steps[:-1]:
+        schema = schema["properties"][str(step)]
+    return schema["properties"]

@@ -1,0 +1,52 @@
+"""The words of tunewell and the reasons for dropping a row, read from `glossary.md` beside this file."""
+
+import difflib
+import re
+from functools import cache
+from importlib.resources import files
+
+from tunewell.core.errors import UserError
+
+_ENTRY = re.compile(r"^- \*\*(.+?)\*\*: (.+?)(?=^- |^#|^$|\Z)", re.MULTILINE | re.DOTALL)
+
+
+def glossary_text() -> str:
+    """Read the whole glossary as Markdown."""
+    return files("tunewell.config").joinpath("glossary.md").read_text(encoding="utf-8")
+
+
+@cache
+def words() -> dict[str, str]:
+    """List every word, reasons included, with its meaning in one line."""
+    return {word.strip("`"): " ".join(meaning.split()) for word, meaning in _ENTRY.findall(glossary_text())}
+
+
+@cache
+def reasons() -> dict[str, str]:
+    """List the ids a row can be dropped under, each with its rule in one line."""
+    return {
+        word.strip("`"): " ".join(rule.split())
+        for word, rule in _ENTRY.findall(glossary_text())
+        if word.startswith("`")
+    }
+
+
+def look_up(word: str) -> tuple[str, str]:
+    """Find a word whatever its case, hyphens and plural; raise UserError with the nearest words if it is not there."""
+    by_form = {_form(known): known for known in words()}
+    if (known := by_form.get(_form(word))) is not None:
+        return known, words()[known]
+    close = [by_form[form] for form in difflib.get_close_matches(_form(word), by_form, n=3, cutoff=0.6)]
+    fix = (
+        f"did you mean {' or '.join(f'`{guess}`' for guess in close)}?"
+        if close
+        else "`tunewell glossary` lists every word"
+    )
+    raise UserError(f"the glossary has no word `{word}`", fix=fix)
+
+
+def _form(word: str) -> str:
+    bare = re.sub(r"[\W_]+", "", word.lower())
+    if bare.endswith(("ies", "ches")):
+        return bare[:-3] + "y" if bare.endswith("ies") else bare[:-2]
+    return bare[:-1] if bare.endswith("s") and not bare.endswith("ss") else bare

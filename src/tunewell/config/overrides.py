@@ -1,0 +1,67 @@
+"""Put a value from the command line into the tree of the file."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from tunewell.config.keys import plain_name, write_key
+from tunewell.config.yaml_reader import Steps
+from tunewell.core.errors import UserError
+from tunewell.core.units import count
+
+_ALWAYS_PATHS = ("corpus", "data.sources.path", "data.sources.map", "data.held_out")
+
+
+def place(tree: dict[str, Any], steps: Steps, value: Any) -> None:
+    """Set the value at the end of a way, making groups where there are none yet.
+
+    Raises UserError where the way leads through a single value or past the end of a list.
+    """
+    here: Any = tree
+    for number, step in enumerate(steps):
+        _check_step(here, step, steps[:number])
+        if number == len(steps) - 1:
+            here[step] = value
+        else:
+            here = here.setdefault(step, {}) if isinstance(here, dict) else here[step]
+
+
+def _check_step(here: Any, step: str | int, so_far: Steps) -> None:
+    way = write_key(so_far)
+    if isinstance(here, dict) and isinstance(step, str):
+        return
+    if not isinstance(here, list):
+        raise UserError(f"`{way}` has no `{step}` inside it", fix=f"`tunewell explain {plain_name(so_far)}`")
+    if isinstance(step, str):
+        raise UserError(f"`{way}` is a list", fix=f"say which entry: `{way}[0].{step}`")
+    if step >= len(here):
+        there = count(len(here), "entry", "entries")
+        raise UserError(f"`{way}[{step}]` is not there: `{way}` has {there}, counted from 0")
+
+
+def seen_from(base: Path, name: str, value: Any) -> Any:
+    """Rewrite relative paths typed in the current folder so that they hold from the config's folder."""
+    if base == Path():
+        return value
+    if isinstance(value, dict):
+        return {key: seen_from(base, f"{name}.{key}", inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [seen_from(base, name, inner) for inner in value]
+    return _relative(value, base) if isinstance(value, str) and _is_path(name, value) else value
+
+
+def _is_path(name: str, value: str) -> bool:
+    if not value or "://" in value or value.startswith("~") or Path(value).is_absolute():
+        return False
+    if name == "model":
+        return value.endswith((".gguf", ".model")) or Path(value).exists()
+    if name in ("template.name", "data.sources.template"):
+        return value.endswith(".jinja")
+    return name in _ALWAYS_PATHS
+
+
+def _relative(value: str, base: Path) -> str:
+    try:
+        return os.path.relpath(value, base)
+    except ValueError:  # another drive, on Windows
+        return str(Path(value).absolute())

@@ -1,0 +1,254 @@
+"""Every key of `tunewell.yaml`: its type, its range, its default and what it means, declared once.
+
+The YAML file, `--set KEY=VALUE`, `tunewell explain KEY` and the JSON Schema for editors all come from here.
+A number stays a number: the text `"5"`, the word `yes` and `true` are refused where a number is asked for.
+"""
+
+import re
+from datetime import date
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, Strict, field_validator, model_validator
+
+Auto = Literal["auto"]
+Whole = Annotated[int, Strict()]
+Real = Annotated[float, Strict()]
+Flag = Annotated[bool, Strict()]
+Text = Annotated[str, Field(min_length=1)]
+LearnFrom = Literal["responses", "last_response", "everything"]
+Role = Literal["system", "user", "assistant", "tool"]
+Format = Literal["auto", "alpaca", "dolly", "question_answer", "prompt_completion", "messages", "sharegpt", "text"]
+
+ALIASES: dict[str, str] = {
+    "max_length": "packing.context_length",
+    "max_seq_length": "packing.context_length",
+    "sequence_len": "packing.context_length",
+    "cutoff_len": "packing.context_length",
+    "lr": "train.learning_rate",
+    "num_train_epochs": "train.epochs",
+    "num_epochs": "train.epochs",
+    "lora_r": "method.rank",
+    "lora_rank": "method.rank",
+    "lora_alpha": "method.alpha",
+    "base_model": "model",
+    "model_name_or_path": "model",
+    "model_name": "model",
+}
+"""What other tools call our keys; read at the top of the file and in the key's own branch."""
+
+
+class Branch(BaseModel):
+    """A group of keys: frozen, and closed to keys it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+def as_sources(value: Any) -> Any:
+    """Spell out the short forms of `data.sources`: one path, or a list of paths, each with an optional `#500`."""
+    entries = [value] if isinstance(value, str | dict) else value
+    return [_as_source(entry) for entry in entries] if isinstance(entries, list | tuple) else entries
+
+
+def _as_source(entry: Any) -> Any:
+    if not isinstance(entry, str):
+        return entry
+    if limited := re.fullmatch(r"(.+)#(\d{1,18})", entry, flags=re.DOTALL):
+        return {"path": limited[1], "limit": int(limited[2])}
+    return {"path": entry}
+
+
+class Source(Branch):
+    """One place rows come from."""
+
+    path: Text
+    """A file, a folder or a glob, from the config file's folder. As a bare string it may end in `#500`, a limit."""
+    format: Format = "auto"
+    """How a row is laid out. `auto`: detected from the rows and printed."""
+    columns: dict[str, str] = {}
+    """Our field to the name it has in your rows, e.g. `{question: Frage, answer: Antwort}`."""
+    map: str | None = None
+    """A function of yours that turns a row into another, `file.py:function`. It runs with your rights."""
+    map_batch: Annotated[Whole, Field(ge=1)] | None = None
+    """Rows handed to the `map` function at a time, as a list. `null`: one row at a time."""
+    limit: Annotated[Whole, Field(ge=1)] | None = None
+    """Rows read from this source, from its beginning. `null`: all of them."""
+    share: Annotated[Real, Field(gt=0, le=1)] | None = None
+    """Share of the training documents that come from this source, 0 to 1. `null`: what is there, once."""
+    template: Text | None = None
+    """The template for this source, in place of `template.name`."""
+    learn_from: LearnFrom | None = None
+    """What is learned from this source, in place of `template.learn_from`."""
+    learn_roles: tuple[Role, ...] | None = None
+    """Whose turns are learned from this source, in place of `template.learn_roles`."""
+    system: str | None = None
+    """System message put before the conversations of this source that have none."""
+    text_rows: Literal["line", "paragraph", "file"] = "line"
+    """How a `.txt` file is cut into rows: at every line, at empty lines, or not at all."""
+    encoding: Text = "auto"
+    """Character encoding of text files, e.g. `cp1252`. `auto`: UTF-8, or what the byte order mark says."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_short_form(cls, value: Any) -> Any:
+        return _as_source(value)
+
+    @field_validator("map")
+    @classmethod
+    def _name_file_and_function(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r".+\.py:[^\W\d]\w*", value):
+            raise ValueError(f"must name a file and a function in it, like `rows.py:convert`, not {value!r}")
+        return value
+
+    @field_validator("encoding")
+    @classmethod
+    def _know_the_encoding(cls, value: str) -> str:
+        try:
+            "".encode("utf-8" if value == "auto" else value)
+        except (LookupError, ValueError):
+            raise ValueError(
+                f"must be `auto` or an encoding Python knows, like `utf-8` or `cp1252`, not {value!r}"
+            ) from None
+        return value
+
+    @model_validator(mode="after")
+    def _batch_needs_a_function(self) -> "Source":
+        if self.map_batch is not None and self.map is None:
+            raise ValueError("has `map_batch` without `map`: name the function the batches are for")
+        return self
+
+
+class Clean(Branch):
+    """Which rows are left out. Every one is counted and listed in `dropped.jsonl`."""
+
+    exact_duplicate: Literal["drop", "keep"] = "drop"
+    """A row whose conversation is the same as an earlier one's."""
+    answer_in_held_out: Literal["drop", "keep"] = "drop"
+    """A training row that asks a question of the held-out rows; keeping it makes held-out figures worthless."""
+    bad_rows: Literal["drop", "error"] = "drop"
+    """A row that cannot be read or is no conversation: drop and count it, or stop."""
+    bad_text: Literal["drop", "replace", "error"] = "drop"
+    """A row with a NUL, half a surrogate pair or bytes that are no text: drop it, put U+FFFD there, or stop."""
+    max_row_bytes: Annotated[Whole, Field(ge=1)] = 4 * 1024 * 1024
+    """Size of a row in bytes above which it is dropped as `too_large`. 4,194,304 is 4 MiB."""
+    max_nesting: Annotated[Whole, Field(ge=1, le=500)] = 64
+    """Lists and objects inside one another above which a row is dropped as `too_large`."""
+    min_reply_chars: Annotated[Whole, Field(ge=0)] = 0
+    """Characters in all replies of a row below which it is dropped as `too_short`. 0: none is."""
+    drop_urls: Flag = False
+    """Drop rows that contain a web address (`has_url`)."""
+
+
+class Data(Branch):
+    """The rows: where they come from, which are held out, which are left out."""
+
+    sources: tuple[Source, ...] = ()
+    """Where rows come from: one path, a list of paths, or a list of groups of keys."""
+    held_out: Annotated[Real, Field(ge=0, lt=0.5)] | Text = 0.05
+    """Share of the rows kept from training to judge it by, chosen by a hash of the content; or a file of such rows."""
+    max_repeats: Annotated[Whole, Field(ge=1)] = 4
+    """How often one document may be used to reach its source's `share`."""
+    clean: Clean = Clean()
+    """Which rows are left out."""
+
+    @field_validator("sources", mode="before")
+    @classmethod
+    def _read_short_forms(cls, value: Any) -> Any:
+        return as_sources(value)
+
+    @field_validator("held_out")
+    @classmethod
+    def _catch_numbers_in_quotes(cls, value: float | str) -> float | str:
+        if isinstance(value, str) and re.fullmatch(r"[\d.]+\s*%?", value):
+            raise ValueError(f"must be a number like 0.05 without quotes or percent sign, or a file, not {value!r}")
+        return value
+
+    @model_validator(mode="after")
+    def _shares_fit(self) -> "Data":
+        shares = [source.share for source in self.sources if source.share is not None]
+        total = round(sum(shares), 9)
+        everywhere = len(shares) == len(self.sources)
+        if total > 1:
+            raise ValueError(f"has shares that add up to {total:g}; together they can be 1 at most")
+        if shares and everywhere and total != 1:
+            raise ValueError(f"has a share on every source, and they add up to {total:g} instead of 1")
+        if shares and not everywhere and total == 1:
+            raise ValueError("has shares that add up to 1, which leaves nothing for the sources without one")
+        return self
+
+
+class Template(Branch):
+    """How a conversation becomes text, and which of it is learned."""
+
+    name: Text = "auto"
+    """`auto`: the model's own; or a built-in name (`chatml`, `llama3`, ...), or a `.jinja` file."""
+    learn_from: LearnFrom = "responses"
+    """`responses`: everything the assistant says; `last_response`: its last turn; `everything`: the whole text."""
+    learn_roles: tuple[Role, ...] = ("assistant",)
+    """Whose turns are learned."""
+    add_missing_tokens: Flag = False
+    """Add the template's markers to the tokenizer where it lacks them; their embeddings start untrained."""
+    date: str = "2025-01-01"
+    """The day a template sees when it asks for today's date, so that equal rows give equal tokens."""
+    arguments: dict[str, Any] = {}
+    """Values handed to the template, e.g. `{enable_thinking: false}`."""
+
+    @field_validator("date")
+    @classmethod
+    def _is_a_day(cls, value: str) -> str:
+        try:
+            date.fromisoformat(value)
+        except ValueError:
+            raise ValueError(f"must be a day like 2025-01-31, not {value!r}") from None
+        return value
+
+
+class Packing(Branch):
+    """How documents are laid into sequences."""
+
+    context_length: Annotated[Whole, Field(ge=2)] | Auto = "auto"
+    """Tokens in one packed sequence. `auto`: the longest document rounded up to 128, at least 1,024 and within the
+    model's limit."""
+    long_documents: Literal["error", "split", "drop"] = "error"
+    """What to do with a document that does not fit. A drop is counted as `too_long`, what a split adds as `pieces`."""
+
+
+class Method(Branch):
+    """What of the model is trained."""
+
+    kind: Literal["lora", "full"] = "lora"
+    """`lora`: small added matrices; `full`: every weight."""
+    rank: Annotated[Whole, Field(ge=1)] = 16
+    """Rank of the added matrices: higher learns more and needs more memory."""
+    alpha: Annotated[Whole, Field(ge=1)] = 32
+    """Strength of the added matrices; their output is scaled by alpha / rank."""
+
+
+class Train(Branch):
+    """How long and how fast is learned."""
+
+    epochs: Annotated[Real, Field(gt=0)] = 3.0
+    """How often the training documents are seen."""
+    learning_rate: Annotated[Real, Field(gt=0, le=1)] = 2e-4
+    """Peak step size of the optimizer."""
+
+
+class Config(Branch):
+    """A whole `tunewell.yaml`."""
+
+    model: Text | None = None
+    """The model: a folder, a hub id, a `.gguf` file, a SentencePiece `.model` file, or `package:NAME`, which looks
+    inside an installed Python package."""
+    corpus: Text = "corpus"
+    """The folder `tunewell prepare` writes."""
+    seed: Annotated[Whole, Field(ge=0, lt=2**32)] = 0
+    """Start of every random choice; equal seeds and equal rows give equal bytes."""
+    data: Data = Data()
+    """The rows: where they come from, which are held out, which are left out."""
+    template: Template = Template()
+    """How a conversation becomes text, and which of it is learned."""
+    packing: Packing = Packing()
+    """How documents are laid into sequences."""
+    method: Method = Method()
+    """What of the model is trained."""
+    train: Train = Train()
+    """How long and how fast is learned."""

@@ -1,0 +1,52 @@
+"""The glossary as data."""
+
+import pytest
+
+from tunewell.config.glossary import look_up, reasons, words
+from tunewell.core.errors import UserError
+
+REASONS = [
+    "unparsable", "not_a_conversation", "empty_question", "empty_reply", "exact_duplicate", "bad_text", "too_large",
+    "too_long", "nothing_to_learn", "mask_uncertain", "answer_in_held_out", "too_short", "has_url", "dropped_by_map",
+    "not_sampled",
+]  # fmt: skip
+WORDS = [
+    "row", "rows read", "rows in", "document", "sequence", "shard", "corpus", "manifest", "ledger", "held out",
+    "pieces", "repeats", "template", "marker", "control token", "end of turn", "supervised token", "context token",
+    "boundary token", "padding", "packing efficiency", "step", "micro-batch", "run",
+]  # fmt: skip
+
+
+def test_every_reason_has_one_rule():
+    """The ids are a contract with everyone who reads `prepare --json`."""
+    assert list(reasons()) == REASONS
+    assert all(len(rule) > 20 and "\n" not in rule for rule in reasons().values())
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_every_word_of_the_house_is_there(word):
+    """One word per idea works only when the word is written down."""
+    assert len(words()[word]) > 20
+
+
+@pytest.mark.parametrize(
+    ("asked", "word"),
+    [
+        ("Rows", "row"),
+        ("micro batches", "micro-batch"),
+        ("held_out", "held out"),
+        ("Boundary-Tokens", "boundary token"),
+        ("too long", "too_long"),
+        ("replies", "reply"),
+    ],
+)
+def test_a_word_is_found_however_it_is_written(asked, word):
+    """Case, hyphens and plurals are not what a person wants to think about."""
+    assert look_up(asked)[0] == word
+
+
+def test_an_unknown_word_names_the_nearest():
+    """A dead end must show the way."""
+    with pytest.raises(UserError, match="no word") as caught:
+        look_up("shrad")
+    assert caught.value.fix == "did you mean `shard` or `share`?"

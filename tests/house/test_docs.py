@@ -1,0 +1,47 @@
+"""What is written down agrees with what is declared."""
+
+import re
+from pathlib import Path
+
+import tunewell
+from tunewell.config.glossary import glossary_text, reasons, words
+from tunewell.config.keys import all_keys
+
+PACKAGE = Path(tunewell.__file__).parent
+DOCS = PACKAGE.parents[1] / "docs"
+
+
+def test_every_key_has_a_doc():
+    """A key nobody explained is a key nobody can set."""
+    assert [name for name, key in all_keys().items() if len(key.doc) < 10] == []
+
+
+def test_docs_are_sentences():
+    """The first letter and the last full stop are what makes a list of keys readable."""
+    odd = [name for name, key in all_keys().items() if not key.doc.endswith(".") or key.doc[0].islower()]
+    assert odd == []
+
+
+def test_the_glossary_in_the_docs_is_the_one_that_ships():
+    """One source: src/tunewell/config/glossary.md; copy it to docs/glossary.md after a change."""
+    assert (DOCS / "glossary.md").read_text(encoding="utf-8") == glossary_text()
+
+
+def test_every_entry_of_the_glossary_is_read():
+    """A line the parser misses is a word that cannot be looked up."""
+    assert glossary_text().count("\n- ") == len(words())
+
+
+def test_every_reason_in_the_code_is_in_the_glossary():
+    """The ids are a contract: none may be invented on the side."""
+    used = set()
+    for file in (PACKAGE / "data").rglob("*.py"):
+        used |= set(re.findall(r'Rejected\(\s*"(\w+)"', file.read_text(encoding="utf-8")))
+    assert used <= set(reasons())
+
+
+def test_every_key_named_in_the_glossary_exists():
+    """A renamed key must be renamed in the words too."""
+    groups = {name.partition(".")[0] for name in all_keys()}
+    named = [name for name in re.findall(r"`((?:\w+\.)+\w+)", glossary_text()) if name.partition(".")[0] in groups]
+    assert named and [name for name in named if name not in all_keys()] == []

@@ -1,0 +1,68 @@
+"""The wheel works where nothing else is installed, and without torch."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import tunewell
+
+ROOT = Path(tunewell.__file__).parents[2]
+UV = Path(sys.executable).with_name("uv")
+
+
+def call(*command: object, cwd: Path) -> str:
+    # PYTHONPATH would put the checkout in front of the wheel.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, cwd=cwd, timeout=300, env=env
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory) -> Path:
+    """A venv with nothing but the wheel and what it asks for, at the pinned versions."""
+    folder = tmp_path_factory.mktemp("wheel")
+    call(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT, cwd=folder)
+    (wheel,) = folder.glob("tunewell-*.whl")
+    call(UV, "venv", "--quiet", "--python", sys.executable, folder / "venv", cwd=folder)
+    python = folder / "venv" / "bin" / "python"
+    call(
+        UV, "pip", "install", "--quiet", "--python", python, "--constraint", ROOT / "constraints.txt", wheel, cwd=folder
+    )
+    return folder / "venv" / "bin"
+
+
+@pytest.mark.slow
+def test_the_wheel_runs_from_a_bare_venv(bare, tmp_path):
+    """A data file left out of the wheel, or a dependency only the developers have, shows here and nowhere else."""
+    assert call(bare / "tunewell", "--version", cwd=tmp_path).startswith("tunewell 0.")
+    assert call(bare / "tunewell", "glossary", "unparsable", cwd=tmp_path).startswith("unparsable ")
+    assert "packing.context_length" in call(bare / "tunewell", "explain", cwd=tmp_path)
+    assert '"$schema"' in call(bare / "tunewell", "schema", cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_the_wheel_brings_no_framework(bare, tmp_path):
+    """`prepare` and `inspect` are promised without torch; here it is provably absent."""
+    check = "import importlib.util as u; print([n for n in ('torch', 'transformers', 'datasets') if u.find_spec(n)])"
+    assert call(bare / "python", "-c", check, cwd=tmp_path) == "[]\n"
+    assert find_spec("torch"), "the developers' venv has torch, so its absence above means something"
+
+
+@pytest.mark.slow
+def test_every_module_of_the_wheel_imports_without_torch(bare, tmp_path):
+    """What the torch-free rooms import at their top must be among the declared dependencies."""
+    walk = (
+        "import importlib, pkgutil, tunewell;"
+        "names = [m.name for m in pkgutil.walk_packages(tunewell.__path__, 'tunewell.')];"
+        "[importlib.import_module(name) for name in names]; print(len(names))"
+    )
+    assert int(call(bare / "python", "-c", walk, cwd=tmp_path)) > 20
+    where = call(bare / "python", "-c", "import tunewell; print(tunewell.__file__)", cwd=tmp_path)
+    assert Path(where).is_relative_to(bare.parent)
