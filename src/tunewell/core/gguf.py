@@ -1,0 +1,128 @@
+"""Read what a GGUF file says about itself: its metadata, never its tensors."""
+
+import mmap
+import struct
+from pathlib import Path
+from typing import Any
+
+from tunewell.core.errors import UserError
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+# type number -> struct code; 8 is a string, 9 an array
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+# Real files stay far below: the largest vocabularies have about 300,000 tokens and 500,000 merges.
+_MAX_PAIRS = 100_000
+_MAX_ITEMS = 20_000_000
+_MAX_KEY_BYTES = 65_535
+_MAX_DEPTH = 4
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """Read every key and value of a GGUF file's header; arrays come back as lists.
+
+    Raises UserError for a file that is missing, cut short, not GGUF, or written for big-endian machines.
+    """
+    return _read(path)[0]
+
+
+def tensor_count(path: Path) -> int:
+    """Count the tensors a GGUF file announces; 0 for a file that carries a vocabulary only."""
+    return _read(path)[1]
+
+
+def _read(path: Path) -> tuple[dict[str, Any], int]:
+    try:
+        with path.open("rb") as file:
+            if path.stat().st_size == 0:
+                raise _Damaged("is empty")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _Reader(data).read()
+    except _Damaged as damage:
+        raise UserError(f"`{path.name}` {damage}", where=str(path), fix="download or convert the model again") from None
+    except OSError as error:
+        raise UserError(f"`{path.name}` cannot be read: {error.strerror}", where=str(path)) from None
+
+
+class _Damaged(Exception):
+    """What is wrong with the file, as the end of a sentence that starts with its name."""
+
+
+class _Reader:
+    """Walk over the bytes once; strings and numbers are checked against the end before they are touched."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data = data
+        self.size = len(data)
+        self.at = 0
+
+    def read(self) -> tuple[dict[str, Any], int]:
+        if self.data[:4] != _MAGIC:
+            raise _Damaged("is not a GGUF file: it does not start with `GGUF`")
+        self.at = 4
+        version = self.scalar("I")
+        if version not in _VERSIONS:
+            swapped = int.from_bytes(int(version).to_bytes(4, "little"), "big")
+            if swapped in _VERSIONS:
+                raise _Damaged("was written for big-endian machines, which tunewell does not read")
+            raise _Damaged(f"has GGUF version {version}; tunewell reads versions 2 and 3")
+        num_tensors, num_pairs = self.scalar("Q"), self.scalar("Q")
+        if num_pairs > _MAX_PAIRS or num_tensors > _MAX_ITEMS:
+            raise _Damaged(f"claims {num_pairs:,} metadata keys and {num_tensors:,} tensors: it is damaged")
+        pairs: dict[str, Any] = {}
+        for _ in range(num_pairs):
+            key = self.strings(1, _MAX_KEY_BYTES)[0]
+            if key in pairs:
+                raise _Damaged(f"names the key `{key[:80]}` twice: it is damaged")
+            pairs[key] = self.value(self.scalar("I"))
+        return pairs, num_tensors
+
+    def take(self, num_bytes: int) -> int:
+        start = self.at
+        if num_bytes > self.size - start:
+            raise _Damaged("is cut short: its header ends in the middle of a value")
+        self.at = start + num_bytes
+        return start
+
+    def scalar(self, code: str) -> Any:
+        return struct.unpack_from(f"<{code}", self.data, self.take(struct.calcsize(f"<{code}")))[0]
+
+    def value(self, kind: int, depth: int = 0) -> Any:
+        if kind in _SCALARS:
+            return self.scalar(_SCALARS[kind])
+        if kind == _STRING:
+            return self.strings(1, self.size)[0]
+        if kind == _ARRAY and depth < _MAX_DEPTH:
+            return self.array(depth)
+        raise _Damaged(f"has a value of unknown type {kind}: it is damaged")
+
+    def array(self, depth: int) -> list[Any]:
+        kind, length = self.scalar("I"), self.scalar("Q")
+        if length > _MAX_ITEMS:
+            raise _Damaged(f"has a list of {length:,} values: it is damaged")
+        if kind == _STRING:
+            return self.strings(length, self.size)
+        if code := _SCALARS.get(kind):
+            layout = f"<{length}{code}"
+            return list(struct.unpack_from(layout, self.data, self.take(struct.calcsize(layout))))
+        return [self.value(kind, depth + 1) for _ in range(length)]
+
+    def strings(self, count: int, longest: int) -> list[str]:
+        """Read length-prefixed strings in one tight loop: a vocabulary is a hundred thousand of them."""
+        data, size, at = self.data, self.size, self.at
+        length_at = struct.Struct("<Q").unpack_from
+        texts: list[str] = []
+        try:
+            for _ in range(count):
+                (length,) = length_at(data, at)
+                end = at + 8 + length
+                if end > size or length > longest:
+                    raise _Damaged("is cut short or damaged: a text in its header is longer than the file allows")
+                texts.append(data[at + 8 : end].decode("utf-8", "surrogateescape"))
+                at = end
+        except struct.error:
+            raise _Damaged("is cut short: its header ends in the middle of a value") from None
+        self.at = at
+        return texts

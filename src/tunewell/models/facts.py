@@ -1,0 +1,158 @@
+"""What a model is, read from its small files: no torch, no weights."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tunewell.core.gguf import read_metadata, tensor_count
+from tunewell.core.model_files import ModelFiles, Origin, locate
+
+# Attention with separate q, k, v and o, a gated feed-forward block, two norms a layer.
+_LLAMA_SHAPED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+# Tensors of one such layer in a GGUF file; qwen2 adds three biases and qwen3 two norms.
+_GGUF_LAYER_TENSORS = {"llama": 9, "qwen2": 12, "qwen3": 11}
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model's name and sizes; None where its files do not say, or where no formula here fits."""
+
+    name: str
+    architecture: str | None
+    context_limit: int | None
+    """The longest sequence the model was made for, after any rope scaling."""
+    vocab_size: int | None
+    """Rows of the embedding table, which may exceed the tokenizer's vocabulary."""
+    num_layers: int | None
+    hidden_size: int | None
+    num_parameters: int | None
+    origin: Origin
+
+
+def read_facts(model: str | Path) -> ModelFacts:
+    """Read a model's facts from its `config.json` or its GGUF file; all None for a tokenizer alone.
+
+    Raises UserError when there is no such model or a file is damaged.
+    """
+    files = locate(model)
+    config = files.read_object("config.json")
+    if config:
+        return _from_config(files, config)
+    if files.gguf is not None:
+        return _from_gguf(files, files.gguf)
+    return ModelFacts(_name(files), None, None, None, None, None, None, files.origin)
+
+
+def _from_config(files: ModelFiles, config: dict[str, Any]) -> ModelFacts:
+    nested = config.get("text_config")
+    # A model that also sees or hears keeps its language model's sizes one level down.
+    text = config | nested if isinstance(nested, dict) else config
+    architectures = config.get("architectures")
+    named = architectures[0] if isinstance(architectures, list) and architectures else config.get("model_type")
+    layers, hidden = _count(text, "num_hidden_layers", "n_layer"), _count(text, "hidden_size", "n_embd")
+    return ModelFacts(
+        name=_name(files),
+        architecture=named if isinstance(named, str) else None,
+        context_limit=_count(text, *_CONTEXT_KEYS),
+        vocab_size=_count(text, "vocab_size"),
+        num_layers=layers,
+        hidden_size=hidden,
+        num_parameters=None if isinstance(nested, dict) else _parameters(_shape_of_config(text)),
+        origin=files.origin,
+    )
+
+
+def _from_gguf(files: ModelFiles, path: Path) -> ModelFacts:
+    metadata = read_metadata(path)
+    architecture = metadata.get("general.architecture")
+    own = {key.removeprefix(f"{architecture}."): value for key, value in metadata.items()}
+    name, tokens = metadata.get("general.name"), metadata.get("tokenizer.ggml.tokens") or []
+    vocab_size = _count(own, "vocab_size") or len(tokens) or None
+    return ModelFacts(
+        name=name if isinstance(name, str) and name else path.stem,
+        architecture=architecture if isinstance(architecture, str) else None,
+        context_limit=_count(own, "context_length"),
+        vocab_size=vocab_size,
+        num_layers=_count(own, "block_count"),
+        hidden_size=_count(own, "embedding_length"),
+        num_parameters=_count(metadata, "general.parameter_count")
+        or _parameters(_shape_of_gguf(architecture, own, vocab_size, tensor_count(path))),
+        origin=files.origin,
+    )
+
+
+@dataclass(frozen=True)
+class _Shape:
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    feed_forward: int
+    is_tied: bool
+    extra_per_layer: int
+
+
+def _parameters(shape: _Shape | None) -> int | None:
+    if shape is None:
+        return None
+    query, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    attention = shape.hidden * (2 * query + 2 * keys)
+    layer = attention + 3 * shape.hidden * shape.feed_forward + 2 * shape.hidden + shape.extra_per_layer
+    tables = shape.vocab * shape.hidden * (1 if shape.is_tied else 2)
+    return tables + shape.layers * layer + shape.hidden
+
+
+def _shape_of_config(config: dict[str, Any]) -> _Shape | None:
+    kind = config.get("model_type")
+    heads, hidden = _count(config, "num_attention_heads"), _count(config, "hidden_size")
+    vocab, layers = _count(config, "vocab_size"), _count(config, "num_hidden_layers")
+    feed_forward = _count(config, "intermediate_size")
+    has_odd_biases = kind != "qwen2" and (config.get("attention_bias") or config.get("mlp_bias"))
+    if kind not in _LLAMA_SHAPED or has_odd_biases or not (heads and hidden and vocab and layers and feed_forward):
+        return None
+    kv_heads = _count(config, "num_key_value_heads") or heads
+    # transformers gives Qwen3 heads of 128 unless told otherwise, whatever the hidden size.
+    head_size = _count(config, "head_dim") or (128 if kind == "qwen3" else hidden // heads)
+    extra = _extra_per_layer(kind, heads, kv_heads, head_size)
+    tied = bool(config.get("tie_word_embeddings", False))
+    return _Shape(vocab, hidden, layers, heads, kv_heads, head_size, feed_forward, tied, extra)
+
+
+def _shape_of_gguf(kind: Any, own: dict[str, Any], vocab: int | None, num_tensors: int) -> _Shape | None:
+    heads, hidden = _count(own, "attention.head_count"), _count(own, "embedding_length")
+    layers, feed_forward = _count(own, "block_count"), _count(own, "feed_forward_length")
+    per_layer = _GGUF_LAYER_TENSORS.get(kind)
+    if not (per_layer and heads and hidden and vocab and layers and feed_forward) or own.get("expert_count"):
+        return None
+    # Embedding and last norm, and an output table where that is not the embedding again.
+    num_tables = num_tensors - per_layer * layers
+    if num_tables not in (2, 3):
+        return None
+    kv_heads = _count(own, "attention.head_count_kv") or heads
+    head_size = _count(own, "attention.key_length") or hidden // heads
+    extra = _extra_per_layer(kind, heads, kv_heads, head_size)
+    return _Shape(vocab, hidden, layers, heads, kv_heads, head_size, feed_forward, num_tables == 2, extra)
+
+
+def _extra_per_layer(kind: Any, heads: int, kv_heads: int, head_size: int) -> int:
+    if kind == "qwen2":
+        return (heads + 2 * kv_heads) * head_size
+    return 2 * head_size if kind == "qwen3" else 0
+
+
+def _count(values: dict[str, Any], *keys: str) -> int | None:
+    """Take the first of the keys that holds a positive whole number."""
+    found = (values.get(key) for key in keys)
+    return next((value for value in found if type(value) is int and value > 0), None)
+
+
+def _name(files: ModelFiles) -> str:
+    if files.origin == "hub":
+        return files.source
+    if files.origin == "package":
+        return files.source.removeprefix("package:")
+    path = Path(files.source).expanduser()
+    return path.resolve().name if path.is_dir() else path.stem
