@@ -1,14 +1,20 @@
-"""Write files whole or not at all, and know them by their hash."""
+"""Write files whole or not at all, know them by their hash, and say plainly when the disk is full."""
 
+import errno
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tunewell.core.errors import UserError
+from tunewell.core.units import size_bytes
+
 _HASH_BLOCK_BYTES = 1 << 20
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def sha256_file(path: Path) -> str:
@@ -45,6 +51,17 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def sync_tree(folder: Path) -> None:
+    """Make everything below a folder survive a power cut, whoever wrote it (Arrow, SQLite)."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+    sync_folder(folder)
+
+
 def write_atomic(path: Path, data: bytes | str) -> None:
     """Replace a file in one move: a reader sees the old bytes or the new ones, never a part."""
     staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -59,25 +76,69 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     sync_folder(path.parent)
 
 
-def sync_files(paths: Iterable[Path]) -> None:
-    """Flush files that were written by others (Arrow, SQLite) to the disk."""
-    for path in paths:
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
-
-
 def publish_folder(staged: Path, final: Path) -> None:
-    """Put a finished folder in its place; an old one there is moved aside first, then deleted.
+    """Put a finished folder in its place; an old one is moved aside first, and deleted when the new one is there.
 
-    A crash between the two moves leaves no `final`, which readers report as missing, never as whole.
+    When anything fails the old one is back in its place. A crash between the two moves leaves no `final`, which readers
+    report as missing; `undo_publish` brings the old one back.
     """
+    undo_publish(final)
     sync_folder(staged)
-    old = final.with_name(f".{final.name}.old")
-    if old.exists():
-        shutil.rmtree(old)
     if final.exists():
-        final.rename(old)
-    staged.rename(final)
+        final.rename(_aside(final))
+    try:
+        staged.rename(final)
+    except BaseException:
+        undo_publish(final)
+        raise
     sync_folder(final.parent)
-    if old.exists():
-        shutil.rmtree(old)
+    undo_publish(final)
+
+
+def undo_publish(final: Path) -> None:
+    """Clean up after a publish that was cut short: the old folder goes back if nothing took its place, else away."""
+    aside, trash = _aside(final), final.with_name(f".{final.name}.trash")
+    if aside.exists() and not final.exists():
+        aside.rename(final)
+    # What is being deleted has a name of its own: a half-deleted folder is never taken for one to bring back.
+    if trash.exists():
+        shutil.rmtree(trash)
+    if aside.exists():
+        aside.rename(trash)
+        shutil.rmtree(trash)
+
+
+def publish_was_cut_short(final: Path) -> bool:
+    """Tell whether `undo_publish` has something to do."""
+    return _aside(final).exists() or final.with_name(f".{final.name}.trash").exists()
+
+
+def _aside(final: Path) -> Path:
+    return final.with_name(f".{final.name}.old")
+
+
+def refuse_full_disk(folder: Path, needed: int) -> None:
+    """Raise UserError if less than `needed` bytes are free where `folder` lies."""
+    if shutil.disk_usage(folder).free < needed:
+        raise _no_room(folder, needed)
+
+
+@contextmanager
+def told_when_full(folder: Path, needed: Callable[[], int]) -> Iterator[None]:
+    """Turn a disk that fills up in the body into a UserError; `needed` says how many bytes another try would write."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise _no_room(folder, needed()) from error
+
+
+def _no_room(folder: Path, needed: int) -> UserError:
+    free = shutil.disk_usage(folder).free
+    missing = max(needed - free, 1 << 20)  # a disk may refuse to write while a little is free
+    return UserError(
+        f"the disk is full: about {size_bytes(missing)} are missing",
+        where=f"{size_bytes(needed)} have to be written to `{folder}`, {size_bytes(free)} are free",
+        fix=f"free {size_bytes(missing)} and run it again: it goes on where it stopped; or name another `--out`",
+    )

@@ -1,0 +1,198 @@
+"""Open a corpus: documents one by one, or packed sequences as a Hugging Face dataset."""
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from tunewell.core.errors import UserError
+from tunewell.core.files import sha256_file
+from tunewell.core.need import need
+from tunewell.data.corpus.arrow import to_numpy
+from tunewell.records.manifest import MANIFEST, Manifest, SplitRecord, read_manifest
+
+Ids = npt.NDArray[np.int32]
+_COLUMNS = ("input_ids", "labels", "seq_lengths")
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document: `labels` are as long as `input_ids`, unshifted, and -100 where nothing is learned.
+
+    Fields can be read as attributes or, like a row of a dataset, by name.
+    """
+
+    input_ids: list[int]
+    labels: list[int]
+    source: str
+    row: int
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.keys():
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def keys(self) -> tuple[str, ...]:
+        return ("input_ids", "labels", "source", "row")
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Some sequences of a shard: their ids and labels end to end, and where each sequence begins."""
+
+    ids: Ids
+    labels: Ids
+    bounds: Ids
+
+
+class Split:
+    """The documents of one split, memory-mapped."""
+
+    def __init__(self, folder: Path, record: SplitRecord | None, sources: list[str], check: Callable[[], None]) -> None:
+        self.folder = folder
+        self._record = record
+        self._sources = sources
+        self._check = check
+        self._shards: dict[int, tuple[npt.NDArray[np.int64], list[_Batch]]] = {}
+
+    def __len__(self) -> int:
+        return self._record.documents if self._record else 0
+
+    def __iter__(self) -> Iterator[Document]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: SupportsIndex) -> Document:
+        number = operator.index(index)
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"there are {len(self)} documents")
+        number %= len(self)
+        ids, labels = self.arrays(number)
+        source = self._sources[int(self.index["source"][number])]
+        return Document(ids.tolist(), labels.tolist(), source, int(self.index["row"][number]))
+
+    def arrays(self, index: int) -> tuple[Ids, Ids]:
+        """Give a document's ids and labels as views of the mapped shard, without copying."""
+        sequence = int(self.index["sequence"][index])
+        shard = _place(self._first_sequences, sequence)
+        firsts, batches = self._shard(shard)
+        sequence -= int(self._first_sequences[shard])
+        batch = _place(firsts, sequence)
+        found = batches[batch]
+        begin = int(found.bounds[sequence - firsts[batch]]) + int(self.index["start"][index])
+        end = begin + int(self.index["length"][index])
+        return found.ids[begin:end], found.labels[begin:end]
+
+    @cached_property
+    def index(self) -> dict[str, npt.NDArray[Any]]:
+        """Give the columns of the index: source, row, sequence, start, length, supervised, piece_start."""
+        if self._record is None:
+            return {}
+        table = self._mapped("documents.arrow", pa.ipc.open_file)
+        return {name: to_numpy(table[name]) for name in table.column_names}
+
+    @cached_property
+    def _first_sequences(self) -> npt.NDArray[np.int64]:
+        return _firsts([shard.sequences for shard in self._record.shards] if self._record else [])
+
+    def _shard(self, number: int) -> tuple[npt.NDArray[np.int64], list[_Batch]]:
+        if number not in self._shards:
+            assert self._record is not None
+            table = self._mapped(self._record.shards[number].file, pa.ipc.open_stream)
+            batches = [
+                _Batch(to_numpy(batch["input_ids"].values), to_numpy(batch["labels"].values), _bounds(batch))
+                for batch in table.to_batches()
+            ]
+            self._shards[number] = (_firsts([len(batch.bounds) - 1 for batch in batches]), batches)
+        return self._shards[number]
+
+    def _mapped(self, name: str, read: Callable[[Any], Any]) -> pa.Table:
+        """Map an Arrow file; its pages are read when they are looked at and go when memory is short."""
+        path = self.folder / name
+        self._check()
+        try:
+            return read(pa.memory_map(str(path))).read_all()
+        except (OSError, pa.ArrowInvalid) as error:
+            raise _damaged(path) from error
+
+    def as_dataset(self) -> Any:
+        """Give the packed sequences as a `datasets.Dataset` with `input_ids`, `labels`, `seq_lengths`."""
+        datasets = need("datasets", extra="datasets", purpose="a corpus as a dataset")
+        if self._record is None:
+            numbers = datasets.List(datasets.Value("int32"))
+            features = datasets.Features(dict.fromkeys(_COLUMNS, numbers))
+            return datasets.Dataset.from_dict({name: [] for name in _COLUMNS}, features=features)
+        self._check()
+        return datasets.load_from_disk(str(self.folder))
+
+
+class Corpus(Split):
+    """A corpus: its training documents, `held_out` beside them, and the manifest that vouches for both."""
+
+    def __init__(self, folder: Path) -> None:
+        stamp = _stamp(folder)
+        self.path = folder
+        self.manifest: Manifest = read_manifest(folder)
+
+        def check() -> None:
+            if _stamp(folder) != stamp:
+                raise UserError(f"the corpus `{folder}` was replaced while it was open", fix="open it again")
+
+        sources = [source.name for source in self.manifest.sources]
+        super().__init__(folder / "train", self.manifest.splits.get("train"), sources, check)
+        self.held_out = Split(folder / "held_out", self.manifest.splits.get("held_out"), sources, check)
+
+    def verify(self) -> None:
+        """Hash every file against the manifest; raise UserError naming the first that differs."""
+        self._check_sizes()
+        for name, record in self.manifest.files.items():
+            if sha256_file(self.path / name) != record.sha256:
+                raise _damaged(self.path / name)
+
+    def _check_sizes(self) -> None:
+        for name, record in self.manifest.files.items():
+            path = self.path / name
+            if not path.is_file() or path.stat().st_size != record.bytes:
+                raise _damaged(path)
+
+
+def open_corpus(path: str | Path, *, verify: bool = False) -> Corpus:
+    """Open a corpus that `tunewell prepare` wrote; raise UserError if it is not there, not whole or damaged.
+
+    That every file is there in its size is always checked; `verify=True` also hashes every byte.
+    """
+    corpus = Corpus(Path(path))
+    corpus.verify() if verify else corpus._check_sizes()
+    return corpus
+
+
+def _damaged(path: Path) -> UserError:
+    state = "is not what its manifest says" if path.is_file() else "is missing"
+    return UserError(
+        f"the corpus is damaged: `{path}` {state}", fix="run `tunewell prepare` again; it makes the file anew"
+    )
+
+
+def _stamp(folder: Path) -> tuple[int, int, int] | None:
+    try:
+        stat = (folder / MANIFEST).stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _bounds(batch: pa.RecordBatch) -> Ids:
+    return to_numpy(batch["input_ids"].offsets)
+
+
+def _firsts(sizes: list[int]) -> npt.NDArray[np.int64]:
+    return np.cumsum(sizes, dtype=np.int64) - np.asarray(sizes, dtype=np.int64)
+
+
+def _place(firsts: npt.NDArray[np.int64], number: int) -> int:
+    return int(np.searchsorted(firsts, number, side="right")) - 1

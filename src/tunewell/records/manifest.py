@@ -1,0 +1,180 @@
+"""The corpus on disk: what its manifest says, read and written; no logic."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tunewell.core.errors import UserError
+from tunewell.core.files import stable_json, write_atomic
+
+FORMAT = "tunewell-corpus"
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+CORPUS_NAMES = frozenset(
+    {MANIFEST, "README.md", "dataset_dict.json", "dropped.jsonl", "held_out", "tokenizer", "train"}
+)
+"""What lies in a corpus, and nothing else does."""
+
+
+class DamagedManifest(UserError):
+    """A manifest that cannot be read: cut off, or edited into nonsense."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class SourceRecord(_Record):
+    """One source file and what became of its rows."""
+
+    name: str
+    sha256: str
+    bytes: int
+    rows: int
+    documents: int
+    held_out: int
+    dropped: dict[str, int]
+    formats: dict[str, int]
+
+
+class TokenCounts(_Record):
+    """Where the tokens of the training sequences went; `total` is the sum of the other three."""
+
+    total: int
+    supervised: int
+    context: int
+    padding: int
+
+
+class PackingRecord(_Record):
+    """How full the sequences are."""
+
+    context_length: int
+    because: str
+    sequences: int
+    efficiency: float
+    documents_per_sequence: float
+
+
+class LengthRecord(_Record):
+    """How long the training documents are, in tokens, and what padding each to the context would have cost."""
+
+    mean: float
+    median: float
+    p95: float
+    p99: float
+    max: int
+    padding_waste: float
+    """Share of computed tokens that padding every document to the context length would waste."""
+    histogram: list[tuple[int, int, int]]
+    """(from, to, documents): from is included, to is not."""
+
+
+class ShardRecord(_Record):
+    """One file of packed sequences."""
+
+    file: str
+    bytes: int
+    sha256: str
+    sequences: int
+
+
+class FileRecord(_Record):
+    """What a file must be for the corpus to be whole."""
+
+    bytes: int
+    sha256: str
+
+
+class SplitRecord(_Record):
+    """One split and its shards; `documents` counts pieces and repeats too."""
+
+    documents: int
+    sequences: int
+    tokens: int
+    supervised: int
+    shards: list[ShardRecord]
+
+
+class TokenizerRecord(_Record):
+    """Which tokenizer made the ids."""
+
+    source: str
+    kind: str
+    sha256: str
+    vocab_size: int
+    special_tokens: dict[str, str]
+    added_by_us: list[str]
+
+
+class TemplateRecord(_Record):
+    """Which template rendered the conversations, and what is learned from them."""
+
+    name: str
+    sha256: str
+    learn_from: str
+    learn_roles: list[str]
+    date: str | None = None
+    """What the template was told the date is, if it asks."""
+    end_of_turn: str = ""
+
+
+class Manifest(_Record):
+    """Everything that is to be known about a corpus; written last, so its presence means that the corpus is whole."""
+
+    format: str = FORMAT
+    format_version: int = FORMAT_VERSION
+    made_by: str
+    inputs_sha256: str
+    """Of rows, settings, tokenizer and template: equal inputs need no second prepare."""
+    corpus_sha256: str
+    """Of all shards: what the order of training depends on."""
+    rows_read: int
+    rows_in: int
+    documents: int
+    held_out: int
+    pieces: int
+    repeats: int
+    dropped: dict[str, int]
+    notes: dict[str, int]
+    boundary_tokens: int
+    tokens: TokenCounts
+    packing: PackingRecord
+    lengths: LengthRecord
+    sources: list[SourceRecord]
+    mix: list[str] = Field(default_factory=list)
+    tokenizer: TokenizerRecord
+    templates: list[TemplateRecord]
+    config: dict[str, Any]
+    splits: dict[str, SplitRecord]
+    files: dict[str, FileRecord]
+    """Every other file of the corpus."""
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest in one move."""
+    write_atomic(folder / MANIFEST, stable_json(manifest.model_dump(mode="json")))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read a corpus's manifest; raise UserError when the folder is no whole corpus, DamagedManifest when it was one."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        what = f"`{folder}` is not a finished corpus" if folder.is_dir() else f"there is no corpus `{folder}`"
+        raise UserError(what, where=f"looked for `{path}`", fix="run `tunewell prepare`")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        is_ours = isinstance(raw, dict) and raw.get("format") == FORMAT
+        if is_ours and raw.get("format_version", 0) > FORMAT_VERSION:
+            raise UserError(f"`{folder}` was made by a newer tunewell", fix="pip install --upgrade tunewell")
+        if is_ours:
+            return Manifest.model_validate(raw)
+    except (ValueError, TypeError) as error:
+        raise DamagedManifest(
+            f"the manifest of `{folder}` is damaged",
+            where=f"{path}: {str(error).splitlines()[0]}",
+            fix="run `tunewell prepare` again; it makes the corpus anew",
+        ) from error
+    raise UserError(f"`{path}` is not tunewell's", fix="give the folder that `tunewell prepare` made")
