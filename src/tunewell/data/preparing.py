@@ -1,0 +1,183 @@
+"""From a block of rows to a part: convert, clean, lay out, encode, and account for every row."""
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tunewell.core.errors import UserError
+from tunewell.core.files import sha256_text
+from tunewell.data.cleaning import CleanOptions, Digests, clean
+from tunewell.data.encoding import Encoded, Encoder, Layout
+from tunewell.data.formats import Converter
+from tunewell.data.masking import Masker
+from tunewell.data.parts import Part, digest_rows
+from tunewell.data.row_functions import RowFunction
+from tunewell.data.sources.blocks import Block, ReadOptions, parse_item
+from tunewell.data.types import Rejected
+
+PIPELINE_VERSION = 1
+"""Raised whenever the same rows would give other tokens, so that no old part is taken for a new one."""
+_DETAIL_CHARS = 300
+
+
+@dataclass
+class Recipe:
+    """Everything that decides what the rows of one source become."""
+
+    source: str
+    read: ReadOptions
+    converter: Converter
+    cleaning: CleanOptions
+    masker: Masker | None
+    encoder: Encoder
+    row_function: RowFunction | None = None
+    bad_rows: str = "drop"
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The config values behind all this, for the cache key."""
+
+    def key(self) -> str:
+        """Hash what decides the tokens, the rows themselves apart."""
+        template = self.masker.template.sha256 if self.masker else "no template"
+        function = self.row_function.sha256 if self.row_function else ""
+        settings = json.dumps(self.settings, sort_keys=True, default=str)
+        return sha256_text(str(PIPELINE_VERSION), settings, template, self.encoder.tokenizer.sha256, function)
+
+
+@dataclass
+class Laid:
+    """A block after all that Python does to it: ready for the tokenizer."""
+
+    status: list[int]
+    layouts: list[Layout]
+    digests: list[Digests]
+    reasons: list[str]
+    details: list[str]
+    formats: Counter[str]
+    notes: Counter[str]
+    numbers: list[int]
+
+    def reason_code(self, reason: str) -> int:
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+        return self.reasons.index(reason) + 1
+
+
+def lay_out_block(block: Block, recipe: Recipe) -> Laid:
+    """Parse, map, convert, clean and lay out the rows of a block; a row that fails says why."""
+    laid = Laid([], [], [], [], [], Counter(), Counter(), block.numbers)
+    values: list[Any] = []
+    for item in block.items:
+        try:
+            values.append(parse_item(item, recipe.read))
+        except Rejected as rejected:
+            values.append(rejected)
+    if recipe.row_function:
+        whole = [index for index, value in enumerate(values) if not isinstance(value, Rejected)]
+        numbers = [block.numbers[index] for index in whole]
+        mapped = recipe.row_function.apply([values[index] for index in whole], numbers, recipe.source)
+        for index, value in zip(whole, mapped, strict=True):
+            values[index] = Rejected("dropped_by_map") if value is None else value
+    for number, value in zip(block.numbers, values, strict=True):
+        try:
+            if isinstance(value, Rejected):
+                raise value
+            _lay_out_row(value, recipe, laid)
+        except Rejected as rejected:
+            _stop_if_asked(rejected, recipe, number)
+            laid.status.append(laid.reason_code(rejected.reason))
+            laid.details.append(_short(rejected.detail))
+        else:
+            laid.status.append(0)
+    return laid
+
+
+def _short(detail: str) -> str:
+    """Keep a ledger readable when a row of megabytes is quoted in its own refusal."""
+    return detail if len(detail) <= _DETAIL_CHARS else f"{detail[:_DETAIL_CHARS]}..."
+
+
+_MENDABLE = {"unparsable", "not_a_conversation", "too_large", "mask_uncertain"}
+
+
+def _stop_if_asked(rejected: Rejected, recipe: Recipe, number: int) -> None:
+    is_bad_row = rejected.reason in _MENDABLE and recipe.bad_rows == "error"
+    is_bad_text = rejected.reason == "bad_text" and recipe.cleaning.bad_text == "error"
+    if is_bad_row or is_bad_text:
+        key = "data.clean.bad_text" if is_bad_text else "data.clean.bad_rows"
+        raise UserError(
+            f"{rejected.reason}: {_short(rejected.detail)}".rstrip(": "),
+            where=f"{recipe.source} row {number}",
+            fix=f"mend the row, or set `{key}: drop` to leave such rows out and count them",
+        )
+
+
+def _lay_out_row(value: Any, recipe: Recipe, laid: Laid) -> None:
+    conversation, format_name = recipe.converter.convert(value)
+    digests = clean(conversation, recipe.cleaning)
+    if conversation.text is not None:
+        layout = Layout(None, [conversation.text])
+    else:
+        if recipe.masker is None:
+            raise UserError(
+                f"{recipe.source} holds conversations, but the model has no chat template",
+                fix="choose one with `template.name`; `alpaca` works with any tokenizer that has an end token",
+            )
+        plan, words = recipe.masker.lay_out(conversation)
+        if not plan.learned_turns:
+            raise Rejected(
+                "nothing_to_learn", "every reply has weight 0" if not plan.lost_turns else "no reply is rendered"
+            )
+        if plan.lost_turns:
+            laid.notes["replies_not_rendered"] += plan.lost_turns
+        layout = Layout(plan, words)
+    laid.formats[format_name] += 1
+    laid.layouts.append(layout)
+    laid.digests.append(digests)
+
+
+def finish_block(laid: Laid, encoded: Encoded) -> Part:
+    """Join what Python knows of the rows with what the tokenizer made of them."""
+    starts = np.cumsum(encoded.lengths) - encoded.lengths
+    num_learned = np.zeros(len(starts), dtype=np.int64)
+    full = encoded.lengths > 0
+    if full.any():
+        num_learned[full] = np.add.reduceat(encoded.learned.astype(np.int64), starts[full])
+    keep = num_learned > 0
+    if not keep.all():
+        details: list[str] = []
+        dropped = iter(laid.details)
+        document = 0
+        for index, code in enumerate(laid.status):
+            if code:
+                details.append(next(dropped))
+                continue
+            if not keep[document]:
+                failure = encoded.failed.get(document, Rejected("nothing_to_learn", "no token of it would be learned"))
+                laid.status[index] = laid.reason_code(failure.reason)
+                details.append(failure.detail)
+            document += 1
+        laid.details = details
+    token_kept = np.repeat(keep, encoded.lengths)
+    digests = [own for own, is_kept in zip(laid.digests, keep.tolist(), strict=True) if is_kept]
+    return Part(
+        status=np.asarray(laid.status, dtype=np.uint8),
+        whole=digest_rows([own.whole for own in digests]),
+        question=digest_rows([own.question for own in digests]),
+        lengths=encoded.lengths[keep],
+        boundary=encoded.boundary[keep],
+        tokens=encoded.tokens[token_kept],
+        learned=encoded.learned[token_kept],
+        reasons=laid.reasons,
+        details=laid.details,
+        formats=dict(laid.formats),
+        notes=dict(laid.notes),
+    )
+
+
+def part_name(block: Block, key: str) -> str:
+    """Name the part of a block: the same rows under the same settings have the same name."""
+    return hashlib.sha256(f"{block.digest}:{key}".encode()).hexdigest()[:40] + ".npz"

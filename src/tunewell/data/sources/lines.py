@@ -1,0 +1,140 @@
+"""Read a file line by line in bounded memory, whatever its encoding and however long a line is."""
+
+import codecs
+import gzip
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import IO, cast
+
+import pyarrow as pa
+
+from tunewell.core.errors import UserError
+from tunewell.data.sources.files import SourceFile
+
+_BLOCK_BYTES = 1 << 20
+_BOMS = (  # UTF-32's first: its little-endian mark begins with UTF-16's
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+_ZEROS: dict[
+    tuple[bool, ...], str
+] = {  # which of a file's first four bytes are zero, when it begins with two ASCII characters and has no mark
+    (False, True, True, True): "utf-32-le",
+    (True, True, True, False): "utf-32-be",
+    (False, True, False, True): "utf-16-le",
+    (True, False, True, False): "utf-16-be",
+}
+
+
+def _escape(error: UnicodeError) -> tuple[str, int]:
+    """Let a byte that does not decode through as half a character, which cleaning finds and judges."""
+    if not isinstance(error, UnicodeDecodeError):
+        raise error
+    return chr(0xDC00 | 0x80 | error.object[error.start]), error.end
+
+
+# Python's own `surrogateescape` does this for ASCII-based encodings only; UTF-16 and the like need a handler of theirs.
+codecs.register_error("tunewell-escape", _escape)
+
+
+class TooLong:
+    """Stands for a line that was longer than allowed and was not kept."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+
+    def __repr__(self) -> str:
+        return f"TooLong({self.num_bytes})"
+
+
+def read_bytes(file: SourceFile) -> Iterator[bytes]:
+    """Yield a file's bytes in blocks, decompressed; UserError when the compressed data is damaged or cut short."""
+    try:
+        with _opened(file) as stream:
+            while block := stream.read(_BLOCK_BYTES):
+                yield block
+    except (EOFError, OSError, zlib.error) as error:
+        if file.compression is None or (isinstance(error, OSError) and error.errno is not None):
+            raise
+        raise UserError(
+            f"`{file.name}` cannot be decompressed: {error}", fix="it may be cut short; copy or download it again"
+        ) from error
+
+
+def _opened(file: SourceFile) -> IO[bytes]:
+    if file.compression == "gzip":
+        return cast(IO[bytes], gzip.open(file.path, "rb"))
+    if file.compression == "zstd":
+        # Not the zstandard package: its reader takes a file that was cut short for a whole one.
+        return cast(IO[bytes], pa.input_stream(str(file.path), compression="zstd"))
+    return file.path.open("rb")
+
+
+def encoding_of(file: SourceFile, wanted: str) -> str:
+    """Tell a file's encoding: the one asked for, or what its first bytes say, or UTF-8."""
+    if wanted != "auto":
+        try:
+            return codecs.lookup(wanted).name
+        except LookupError as error:
+            raise UserError(f"`{wanted}` is no encoding Python knows", fix="try `utf-8` or `latin-1`") from error
+    start = next(read_bytes(file), b"")
+    marked = next((name for mark, name in _BOMS if start.startswith(mark)), None)
+    found = marked or _ZEROS.get(tuple(byte == 0 for byte in start[:4]), "utf-8")
+    # A first line of UTF-16 with UTF-8 behind it, as some shells append, would turn all rows behind it into one.
+    is_mixed = file.format != "txt" and b"\0" not in start[-len(start) // 4 :]
+    return "utf-8" if is_mixed else found
+
+
+def read_utf8(file: SourceFile, encoding: str) -> Iterator[bytes]:
+    """Yield a file's text in blocks of UTF-8 without a byte order mark; bytes that are no text come as no UTF-8."""
+    is_first = True
+    for block in read_bytes(file) if encoding in ("utf-8", "utf-8-sig") else _recoded(file, encoding):
+        yield block.removeprefix(codecs.BOM_UTF8) if is_first else block
+        is_first = False
+
+
+def _recoded(file: SourceFile, encoding: str) -> Iterator[bytes]:
+    decoder = codecs.getincrementaldecoder(encoding)(errors="tunewell-escape")
+    for block in read_bytes(file):
+        if text := decoder.decode(block):
+            yield text.encode("utf-8", "surrogatepass")
+    if text := decoder.decode(b"", final=True):
+        yield text.encode("utf-8", "surrogatepass")
+
+
+def read_lines(
+    file: SourceFile, *, encoding: str, max_bytes: int, keep_ends: bool = False
+) -> Iterator[bytes | TooLong]:
+    """Yield each line as UTF-8 bytes, without its end unless asked; bytes that are not valid come as they are.
+
+    A line over `max_bytes` is passed over without being held in memory and comes as `TooLong`.
+    """
+    return split_lines(read_utf8(file, encoding), max_bytes=max_bytes, keep_ends=keep_ends)
+
+
+def split_lines(blocks: Iterable[bytes], *, max_bytes: int, keep_ends: bool = False) -> Iterator[bytes | TooLong]:
+    """Cut blocks into lines at `\\n` and `\\r\\n`, wherever the blocks themselves are cut."""
+    held: list[bytes] = []
+    num_held = 0
+    for block in blocks:
+        *whole, rest = block.split(b"\n")
+        for part in whole:
+            num_bytes = num_held + len(part)
+            if num_bytes > max_bytes:
+                yield TooLong(num_bytes)
+            else:
+                line = b"".join([*held, part]) if held else part
+                yield line + b"\n" if keep_ends else line.removesuffix(b"\r")
+            held, num_held = [], 0
+        num_held += len(rest)
+        if num_held > max_bytes:
+            held = []
+        elif rest:
+            held.append(rest)
+    if num_held > max_bytes:
+        yield TooLong(num_held)
+    elif held:
+        yield b"".join(held) if keep_ends else b"".join(held).removesuffix(b"\r")

@@ -1,0 +1,160 @@
+"""Read records out of the formats that are not one JSON object a line."""
+
+import csv
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from tunewell.core.errors import UserError
+from tunewell.data.json_rows import text_of
+from tunewell.data.sources.files import SourceFile
+from tunewell.data.sources.json_files import read_rows
+from tunewell.data.sources.lines import TooLong, encoding_of, read_lines
+from tunewell.data.sources.tables import arrow_rows, parquet_rows
+from tunewell.data.types import Rejected
+
+_DELIMITERS = ",;\t|"
+
+Record = Any
+"""A parsed record, JSON as bytes, or `Rejected` where this one could not be read."""
+
+
+def read_records(file: SourceFile, *, text_rows: str, encoding: str, max_bytes: int) -> Iterator[tuple[int, Record]]:
+    """Yield each record of a file with its number; one that cannot be read comes as the `Rejected` that says why.
+
+    Records are counted from 1; rows of a `.txt` have the number of the line they begin on.
+    """
+    if file.format == "parquet":
+        return enumerate(parquet_rows(file), start=1)
+    if file.format == "arrow":
+        return enumerate(arrow_rows(file), start=1)
+    encoding = encoding_of(file, encoding)
+    if file.format == "json":
+        return enumerate(_json_rows(file, encoding, max_bytes), start=1)
+    if file.format in ("csv", "tsv"):
+        return enumerate(_csv_rows(file, encoding, max_bytes), start=1)
+    return _text_rows(file, text_rows, encoding, max_bytes)
+
+
+def too_large(num_bytes: int, max_bytes: int) -> Rejected:
+    """Say that a row was passed over for its size."""
+    return Rejected("too_large", f"{num_bytes:,} bytes; a row may have {max_bytes:,}")
+
+
+def _json_rows(file: SourceFile, encoding: str, max_bytes: int) -> Iterator[Record]:
+    for row in read_rows(file, encoding=encoding, max_bytes=max_bytes):
+        yield too_large(row.num_bytes, max_bytes) if isinstance(row, TooLong) else row
+
+
+class _RecordTooLarge(Exception):
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+
+
+class _CsvLines:
+    """Hands lines to the csv module, and stops it where a record grows beyond its limit."""
+
+    def __init__(self, file: SourceFile, encoding: str, max_bytes: int) -> None:
+        self._lines = read_lines(file, encoding=encoding, max_bytes=max_bytes, keep_ends=True)
+        self._waiting: list[str] = []
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self.num_lines = 0
+
+    def begin_record(self) -> None:
+        self._num_bytes = 0
+
+    def put_back(self, line: str) -> None:
+        self._waiting.insert(0, line)
+        self.num_lines -= 1
+
+    def __iter__(self) -> "_CsvLines":
+        return self
+
+    def __next__(self) -> str:
+        if not self._waiting:
+            line = next(self._lines)
+            self._num_bytes += line.num_bytes if isinstance(line, TooLong) else len(line)
+            if isinstance(line, TooLong):
+                self.num_lines += 1
+            if self._num_bytes > self._max_bytes or isinstance(line, TooLong):
+                raise _RecordTooLarge(self._num_bytes)
+            # Files that end their lines with a bare `\r`; inside quotes csv puts the halves together again.
+            self._waiting = re.split(r"(?<=\r)(?!\n)", text_of(line)) if b"\r" in line[:-2] else [text_of(line)]
+        self.num_lines += 1
+        return self._waiting.pop(0)
+
+
+def _csv_rows(file: SourceFile, encoding: str, max_bytes: int) -> Iterator[Record]:
+    # The module's own limit is one for the whole process and lower than ours.
+    csv.field_size_limit(max(max_bytes, csv.field_size_limit()))
+    lines = _CsvLines(file, encoding, max_bytes)
+    reader, names = _csv_head(file, lines)
+    while True:
+        lines.begin_record()
+        first_line = lines.num_lines + 1
+        try:
+            values = next(reader)
+        except StopIteration:
+            return
+        except _RecordTooLarge as record:
+            yield too_large(record.num_bytes, max_bytes)
+            continue
+        except csv.Error as error:
+            yield Rejected("unparsable", f"{error} (line {first_line})")
+            continue
+        if not values or (len(values) == 1 < len(names) and not values[0].strip()):
+            continue
+        if len(values) == len(names):
+            yield dict(zip(names, values, strict=True))
+        else:
+            yield Rejected("unparsable", f"{len(values)} values for {len(names)} columns (line {first_line})")
+
+
+def _csv_head(file: SourceFile, lines: _CsvLines) -> tuple[Iterator[list[str]], list[str]]:
+    """Read the names of the columns, and tell by them what stands between values."""
+    try:
+        head = next((line for line in lines if line.strip()), "")
+        delimiters = "\t" if file.format == "tsv" else _DELIMITERS
+        delimiter = max(delimiters, key=lambda mark: len(next(csv.reader([head], delimiter=mark), [])))
+        lines.put_back(head)
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        names = [name.strip() for name in next(reader, [])]
+    except (_RecordTooLarge, csv.Error) as error:
+        raise UserError(f"the first line of `{file.name}` cannot be read as names of columns: {error}") from error
+    if not any(names) or len(set(names)) != len(names):
+        raise UserError(
+            f"the first line of `{file.name}` must name its columns, each once",
+            where=f"it reads {head.strip()[:80]!r}" if head.strip() else "it is empty",
+        )
+    return reader, names
+
+
+def _text_rows(file: SourceFile, text_rows: str, encoding: str, max_bytes: int) -> Iterator[tuple[int, Record]]:
+    """Cut a text file into lines, paragraphs (blank lines between) or not at all."""
+    held: list[str] = []
+    num_held = first = 0
+
+    def finished() -> Iterator[tuple[int, Record]]:
+        if num_held > max_bytes:
+            yield first, too_large(num_held, max_bytes)
+        elif held:
+            yield first, {"text": "\n".join(held).rstrip("\n")}
+
+    for number, line in enumerate(read_lines(file, encoding=encoding, max_bytes=max_bytes), start=1):
+        is_blank = not isinstance(line, TooLong) and not line.strip()
+        if is_blank and (text_rows != "file" or not num_held):
+            if text_rows == "paragraph":
+                yield from finished()
+                held, num_held = [], 0
+            continue
+        first = first if num_held else number
+        num_held += (line.num_bytes if isinstance(line, TooLong) else len(line)) + bool(num_held)
+        if num_held > max_bytes:
+            held = []
+        elif not isinstance(line, TooLong):
+            held.append(text_of(line))
+        if text_rows == "line":
+            yield from finished()
+            held, num_held = [], 0
+    yield from finished()

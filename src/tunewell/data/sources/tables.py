@@ -1,0 +1,122 @@
+"""Read the rows of Parquet and Arrow files as JSON would give them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tunewell.core.errors import UserError
+from tunewell.data.json_rows import text_of
+from tunewell.data.sources.files import SourceFile
+from tunewell.data.types import Rejected
+
+_BATCH_ROWS = 1024
+_STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
+
+
+def parquet_rows(file: SourceFile) -> Iterator[Any]:
+    """Yield each row of a Parquet file; raise UserError when the file is damaged."""
+    try:
+        with pq.ParquetFile(file.path) as parquet:
+            _check_names(parquet.schema_arrow, file)
+            for batch in parquet.iter_batches(batch_size=_BATCH_ROWS):
+                yield from _batch_rows(batch)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: the name of a column
+        raise _damaged(file, "Parquet", error) from error
+
+
+def arrow_rows(file: SourceFile) -> Iterator[Any]:
+    """Yield each row of an Arrow file, stream or not; raise UserError when the file is damaged."""
+    try:
+        with pa.memory_map(str(file.path)) as mapped:
+            for batch in _arrow_batches(mapped):
+                _check_names(batch.schema, file)
+                for start in range(0, batch.num_rows, _BATCH_ROWS):
+                    yield from _batch_rows(batch.slice(start, _BATCH_ROWS))
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: the name of a column
+        raise _damaged(file, "Arrow", error) from error
+
+
+def _arrow_batches(mapped: pa.MemoryMappedFile) -> Iterator[pa.RecordBatch]:
+    if mapped.read(6) == b"ARROW1":
+        whole = pa.ipc.open_file(mapped)
+        yield from (whole.get_batch(index) for index in range(whole.num_record_batches))
+        return
+    # A stream that was cut between two batches reads as a shorter one; only its last bytes tell.
+    mapped.seek(max(0, mapped.size() - len(_STREAM_END)))
+    if mapped.read() != _STREAM_END:
+        raise pa.ArrowInvalid("its end is missing")
+    mapped.seek(0)
+    yield from pa.ipc.open_stream(mapped)
+
+
+def _check_names(schema: pa.Schema, file: SourceFile) -> None:
+    twice = next((name for name in schema.names if schema.names.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"`{file.name}` has two columns called `{twice}`", fix="rename one of them")
+
+
+def _damaged(file: SourceFile, kind: str, error: Exception) -> Exception:
+    if isinstance(error, OSError) and error.errno is not None:
+        return error
+    text = str(error).partition("\n")[0].rstrip(". ")
+    return UserError(f"`{file.name}` is not a whole {kind} file: {text}", fix="copy or download it again")
+
+
+def _batch_rows(batch: pa.RecordBatch) -> Iterator[Any]:
+    """Give rows as JSON would: inside a cell, a field that Arrow had to fill with null for its neighbours is absent."""
+    nested = [field.name for field in batch.schema if pa.types.is_nested(field.type)]
+    try:
+        # Without this, lengths that damage made wrong are read beyond the file, which kills the process.
+        batch.validate(full=True)
+        rows: list[Any] = batch.to_pylist()
+    except (ValueError, OverflowError):  # text that is no UTF-8, a date beyond the calendar
+        rows = list(_rows_one_by_one(batch))
+    for row in rows:
+        if isinstance(row, dict):
+            for name in nested:
+                row[name] = _without_nulls(row[name])
+        yield row
+
+
+def _rows_one_by_one(batch: pa.RecordBatch) -> Iterator[Any]:
+    """Read texts as bytes, so that one that is no text costs one row and not the file."""
+    columns = [column.view(_as_bytes(column.type)) for column in batch.columns]
+    bare = pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
+    bare.validate(full=True)
+    for index in range(bare.num_rows):
+        try:
+            (row,) = bare.slice(index, 1).to_pylist()
+        except (ValueError, OverflowError) as error:
+            yield Rejected("unparsable", str(error))
+        else:
+            yield _as_text(row)
+
+
+def _as_bytes(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_string(kind):
+        return pa.binary()
+    if pa.types.is_large_string(kind):
+        return pa.large_binary()
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_as_bytes(field.type)) for field in kind.fields])
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_as_bytes(kind.value_type)))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(_as_bytes(kind.value_type)))
+    return kind
+
+
+def _as_text(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return text_of(value)
+    if isinstance(value, dict):
+        return {key: _as_text(inner) for key, inner in value.items()}
+    return [_as_text(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

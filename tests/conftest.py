@@ -1,0 +1,30 @@
+"""What tests of several folders share."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# A busy machine is slow at times; that is no failure of what is tested.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
+
+# Test folders are no packages, so a helper in one of them is only importable from another by its folder.
+sys.path.append(str(Path(__file__).parent / "data"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny byte-level tokenizer and a ChatML template."""
+    from tiny import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "tiny-model")
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real data beside the checkout; for tests marked `shared`."""
+    root = Path(__file__).parents[1]
+    return Path(os.environ.get("TUNEWELL_SHARED", root.parent / "shared")) / "data"
