@@ -1,0 +1,489 @@
+"""The mask is exactly the replies and their ends, whatever a template does; where that is in doubt, it is refused."""
+
+import itertools
+import random
+
+import pytest
+from chat_references import CHATML_MARKERS, MARKERS, TOOLS, Features, Ours, conversations, messages_of, train_bpe
+
+from tunewell.core.errors import UserError
+from tunewell.data.masking import REPLIES, LearnRule, Masker, Plan
+from tunewell.data.template_flow import only_puts_words_out
+from tunewell.data.templates import BUILTIN_NAMES, ChatTemplate, builtin_template
+from tunewell.data.tokenizer import AddedFacts, LoadedTokenizer, load_tokenizer
+from tunewell.data.types import Conversation, Rejected
+
+ADDED = {text: AddedFacts(number, True, False, False, False, False) for number, text in enumerate(MARKERS)}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> LoadedTokenizer:
+    return load_tokenizer(train_bpe(tmp_path_factory.mktemp("bpe")))
+
+
+def masker_for(source: str, rule: LearnRule = REPLIES, added=ADDED) -> Masker:
+    return Masker(ChatTemplate(source, special_tokens={"bos_token": "<s>", "eos_token": "</s>"}), added, rule)
+
+
+def learned_spans(plan: Plan, words: list[str]) -> list[tuple[int, int]]:
+    """Give the learned stretches of the rendered text, in characters."""
+    spans: list[tuple[int, int]] = []
+    at = 0
+    for piece in plan.pieces:
+        text = piece.text if piece.slot < 0 else plan.trims[piece.slot](words[piece.slot])
+        if piece.is_learned and text:
+            begin = spans.pop()[0] if spans and spans[-1][1] == at else at
+            spans.append((begin, at + len(text)))
+        at += len(text)
+    return spans
+
+
+# The oracle knows nothing of stand-ins: it renders the row twice and sees where the texts part.
+
+
+def region_of(template: ChatTemplate, row: Conversation, index: int) -> tuple[int, int] | str | None:
+    """Find where a message stands by changing it: its place, None if it is not rendered, or why that is unclear."""
+    text = template.render(row.messages, row.tools)
+    content = row.messages[index]["content"]
+    found: set[tuple[int, int]] = set()
+    for other in ("\ue001", "\ue002\ue003\ue004"):
+        changed = [{**message, "content": other} if n == index else message for n, message in enumerate(row.messages)]
+        second = template.render(changed, row.tools)
+        if second == text:
+            return None
+        if second.count(other) != 1:
+            return "it is rendered more than once, or not as it is"
+        begin = second.index(other)
+        rest = len(second) - begin - len(other)
+        if text[:begin] != second[:begin] or (rest and text[-rest:] != second[-rest:]):
+            return "other text depends on it"
+        found.add((begin, len(text) - rest))
+    if len(found) != 1:
+        return "its place depends on it"
+    [(begin, end)] = found
+    shown = text[begin:end]
+    if shown not in content or shown.strip() != content.strip():
+        return "its words are changed"
+    return begin, end
+
+
+def oracle(template: ChatTemplate, row: Conversation, end_marker: str) -> list[tuple[int, int]] | str:
+    text = template.render(row.messages, row.tools)
+    spans = []
+    for index, message in enumerate(row.messages):
+        if message["role"] != "assistant":
+            continue
+        region = region_of(template, row, index)
+        if isinstance(region, str):
+            return region
+        if region is not None:
+            spans.append((region[0], text.index(end_marker, region[1]) + len(end_marker)))
+    return sorted(spans)
+
+
+ROWS = [
+    *conversations(30, seed=3, features=Features()),
+    messages_of(("user", "is this bad?"), ("assistant", "not bad at all")),
+    messages_of(("user", "x"), ("assistant", 'say "x"\nand "y"')),
+    messages_of(("user", "hi"), ("assistant", "hi")),
+    messages_of(("user", "a"), ("assistant", "a"), ("user", "a"), ("assistant", "a")),
+    messages_of(("user", "q"), ("assistant", "one two three four five six seven eight nine ten eleven twelve " * 3)),
+]
+
+
+def outcomes(source: str, rows: list[Conversation] = ROWS) -> tuple[int, int]:
+    """Check every row against the oracle; count those that were laid out and those that were refused."""
+    masker = masker_for(source)
+    num_done = num_refused = 0
+    for row in rows:
+        try:
+            plan, words = masker.lay_out(row)
+        except Rejected as rejected:
+            assert rejected.reason == "mask_uncertain"
+            num_refused += 1
+            continue
+        assert plan.fill(words) == masker.template.render(row.messages, row.tools)
+        assert learned_spans(plan, words) == oracle(masker.template, row, masker.end_marker)
+        num_done += 1
+    return num_done, num_refused
+
+
+def turns(reply: str, question: str = "m.content", before: str = "", each: str = "messages") -> str:
+    """Write a template that renders questions and replies as the two expressions say."""
+    return (
+        f"{before}{{% for m in {each} %}}{{{{ '<|im_start|>' + m.role + '\n' }}}}"
+        f"{{% if m.role == 'assistant' %}}{{{{ {reply} }}}}{{% else %}}{{{{ {question} }}}}{{% endif %}}"
+        "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+
+
+FOLLOWED = {
+    "as it is": turns("m.content"),
+    "trimmed": turns("m.content | trim"),
+    "line ends trimmed": turns("m.content.strip('\n')"),
+    "left side trimmed": turns("m.content.lstrip()"),
+    "spaces and line ends trimmed": turns("m.content.rstrip(' \n')"),
+    "earlier turns dropped": turns("m.content", each="messages[-2:]"),
+    "last three turns kept": turns("m.content", each="messages[-3:]"),
+    "date inserted": turns("m.content", before="{{ strftime_now('%d %B %Y') + '\n' }}"),
+    "question in small letters": turns("m.content", "m.content | lower"),
+    "question as JSON": turns("m.content", "m.content | tojson"),
+    "question shown twice": turns("m.content", "m.content + ' (' + m.content + ')'"),
+    "question told again in the header": turns("'about ' + loop.previtem.content[:9] + ': ' + m.content"),
+    "header glued to the words": turns("m.content").replace("+ '\n' }}", "}}"),
+    "text before the end": turns("m.content + ' END'"),
+    "generation block": turns("m.content").replace(
+        "{{ m.content }}{% else %}", "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}", 1
+    ),
+    "markers that are plain text": builtin_template("zephyr"),
+    "no generation prompt": builtin_template("instruct"),
+    "system last": turns("m.content", each="(messages | rejectattr('role', 'equalto', 'system') | list)")
+    + "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}",
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_every_row_is_followed_through_a_template_that(name):
+    num_done, num_refused = outcomes(FOLLOWED[name])
+    assert (num_done, num_refused) == (len(ROWS), 0)
+
+
+IN_DOUBT = {
+    "replaces text": turns("m.content | replace('bad', 'good')"),
+    "branches on the words": turns("('[long] ' if m.content | length > 100 else '') + m.content"),
+    "looks for a word": turns("m.content + ('!' if 'x' in m.content else '')"),
+    "cuts long replies": turns("m.content[:40]"),
+    "trims spaces only": turns("m.content.strip(' ')"),
+    "drops a reply by its words": turns("m.content", each="(messages if 'x' not in messages[-1].content else [])"),
+    "writes questions in capitals": turns("m.content", "m.content | upper"),  # two letters for some
+    "replaces text in questions": turns("m.content", "m.content | replace('bad', 'good')"),
+}
+
+
+@pytest.mark.parametrize("name", IN_DOUBT)
+def test_a_row_is_refused_only_where_it_is_in_doubt_by_a_template_that(name):
+    num_done, num_refused = outcomes(IN_DOUBT[name])
+    assert num_done > 0
+    assert num_refused > 0
+
+
+NEVER = {
+    "repeats a reply": turns("m.content + m.content"),
+    "repeats a reply elsewhere": turns("m.content") + "{{ messages[-1].content + '</s>' }}",
+    "writes replies as JSON": turns("m.content | tojson"),
+    "indents replies": turns("m.content | indent(2)"),
+    "turns the order round": turns("m.content", each="messages[::-1]"),
+    "tells the length of a reply": turns("(m.content | length) ~ ': ' + m.content"),
+}
+
+
+@pytest.mark.parametrize("name", NEVER)
+def test_no_row_is_laid_out_by_a_template_that(name):
+    assert outcomes(NEVER[name]) == (0, len(ROWS))
+
+
+def test_a_template_that_cannot_be_learned_is_refused_before_any_row():
+    for source, complaint in {
+        turns("m.content | upper"): "does not render the words",
+        turns("m.content | reverse"): "does not render the words",
+        turns("m.content", each="messages[:1]"): "does not render the words",
+        turns("m.content").replace("<|im_end|>", ""): "ends a reply with no token",
+        turns("m.content").replace(
+            "'<|im_end|>\n'", "'' if loop.last else '<|im_end|>\n'"
+        ): "ends a reply with no token",
+        turns("m.content").replace("<|im_end|>", "<|unknown|>"): "ends a reply with no token",
+        "{{ raise_exception('no') }}": "cannot render one question and one answer",
+    }.items():
+        with pytest.raises(UserError, match=complaint):
+            masker_for(source)
+
+
+def test_a_reply_that_only_the_next_header_ends_is_in_doubt():
+    """Learning `<|im_start|>` as the end of a reply would teach the model to ask the next question itself."""
+    for header in ("'<|im_start|>' + m.role + '\n'", "'<|im_start|>\n'"):
+        source = turns("m.content").replace("'<|im_end|>\n'", "'</s>' if loop.last else ''")
+        source = source.replace("'<|im_start|>' + m.role + '\n'", header)
+        masker = masker_for(source)
+        assert masker.end_marker == "</s>"
+        masker.lay_out(messages_of(("user", "q"), ("assistant", "a")))
+        with pytest.raises(Rejected, match="not followed by"):
+            masker.lay_out(messages_of(("user", "q"), ("assistant", "a"), ("user", "q"), ("assistant", "a")))
+
+
+def test_another_end_between_turns_than_at_the_end_is_learned(tokenizer):
+    source = turns("m.content").replace("'<|im_end|>\n'", "'<|im_end|>' if loop.last else '<|eot_id|>'")
+    row = messages_of(("user", "q"), ("assistant", "one"), ("user", "q"), ("assistant", "two"))
+    assert Ours(tokenizer, source).learned_text(row) == "one<|eot_id|>two<|im_end|>"
+
+
+def test_a_space_that_the_generation_prompt_leaves_to_the_model_is_learned(tokenizer):
+    """`ASSISTANT: yes`, prompted by `ASSISTANT:`: the token ` yes` is the model's own, and often the whole reply."""
+    source = (
+        "{% for m in messages %}{{ m.role | upper + ': ' + m.content + ('</s>' if m.role == 'assistant' else '\n') }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+    )
+    row = messages_of(("user", "q"), ("assistant", "yes"), ("user", "q"), ("assistant", "the boy"))
+    ours = Ours(tokenizer, source)
+    assert ours.learned_text(row) == " yes</s> the boy</s>"
+    assert ours.documents([row])[0][2] == 0
+
+
+def test_random_templates_never_give_a_mask_that_the_oracle_denies():
+    """Pieces that templates are made of, put together at random."""
+    draw = random.Random(8)
+    replies = ["m.content", "m.content | trim", "m.content.strip('\n')", "m.content | capitalize", "m.content | tojson"]
+    replies += [
+        "m.content or 'none'",
+        "m['content'] | string",
+        "(m.content if m.content is string else 'x')",
+        "m.content.rstrip()",
+    ]
+    replies += ["m.content.lstrip('\n') | trim", "m.content + ('' if m.content else 'x')", "m.get('content')"]
+    replies += ["m.content | replace('a', 'e')", "m.content[:25]", "m.content + m.content", "' ' + m.content"]
+    questions = ["m.content", "m.content | trim", "m.content | upper", "''", "m.content + m.content"]
+    headers = [
+        "'<|im_start|>' + m.role + '\n'",
+        "m.role + ': '",
+        "'<s>'",
+        "('<s>' if loop.first else '\n\n') + m.role + ':'",
+    ]
+    ends = [
+        "'<|im_end|>\n'",
+        "'</s>'",
+        "' </s>' if m.role == 'assistant' else '\n'",
+        "'' if loop.last else '</s>'",
+        "'\n'",
+    ]
+    lists = ["messages", "messages[-2:]", "messages[::-1]", "messages[1:]", "messages[:3]"]
+    grid = list(itertools.product(replies, questions, headers, ends, lists))
+    num_done = num_refused = num_templates = 0
+    for reply, question, header, end, each in draw.sample(grid, 200):
+        source = (
+            f"{{% for m in {each} %}}{{{{ {header} }}}}{{% if m.role == 'assistant' %}}{{{{ {reply} }}}}"
+            f"{{% else %}}{{{{ {question} }}}}{{% endif %}}{{{{ {end} }}}}{{% endfor %}}"
+        )
+        try:
+            done, refused = outcomes(source, ROWS[20:])
+        except UserError:
+            continue
+        num_templates += 1
+        num_done += done
+        num_refused += refused
+    assert num_templates > 20
+    assert num_done > 100
+    assert num_refused > 100
+
+
+@pytest.mark.parametrize(
+    ("source", "is_proven"),
+    [
+        *((builtin_template(name), True) for name in BUILTIN_NAMES),
+        (turns("m.content | trim"), True),
+        (turns("m.content.strip('\n')"), True),
+        (turns("m.content or m.reasoning_content"), True),
+        (turns("m.content if m.content is string else m.content[0].text"), False),
+        (
+            "{% if messages[0].content is string %}{{ messages[0].content }}{% else %}{{ messages | list }}{% endif %}",
+            True,
+        ),
+        (
+            "{% set n = namespace() %}{% for m in messages %}{% set n.x = m.role %}{{ m.content + n.x }}{% endfor %}",
+            True,
+        ),
+        (
+            "{% set ns = namespace(x='') %}{% for m in messages %}{% set ns.x = m.content %}{{ ns.x }}{% endfor %}",
+            False,
+        ),
+        (
+            "{% set s = messages[0].content %}{% for m in messages %}{{ m.content + s }}{% set s = '' %}{% endfor %}",
+            True,
+        ),
+        ("{% set s = messages[0].content %}{{ s | trim | trim }}", False),
+        ("{{ messages[0].content.strip(' ') }}", False),
+        ("{{ messages | map(attribute='content') | join }}", False),
+        ("{{ messages[0] }}", False),
+        ("{{ messages[0].items() }}", False),
+        ("{{ messages[0][messages[0].role] }}", False),
+        ("{% for m in messages %}{{ loop.previtem.role }}{% endfor %}", False),
+        ("{% for m in messages if m.content %}{{ m.content }}{% endfor %}", True),
+        ("{% for m in messages if m.content == 'x' %}{{ m.content }}{% endfor %}", False),
+        ("{% if 'x' in messages[0].content %}x{% endif %}", False),
+        ("{% if 'x' in messages[0] %}x{% endif %}", True),
+        ("{% if messages[0].content == '' %}x{% endif %}", True),
+        ("{% if messages[0] == messages[1] %}x{% endif %}", False),
+        ("{% if messages[0].content | length > 3 %}x{% endif %}", False),
+        ("{{ 'x' * messages[0].content }}", False),
+        ("{{ [messages[0].content] | join }}", False),
+        ("{{ raise_exception(messages[0].content) }}", False),
+        ("{% macro f(m) %}{{ m.content | upper }}{% endmacro %}{{ f(messages[0]) }}", False),
+        ("{% set x %}{{ messages[0].content }}{% endset %}{{ x | upper }}", False),
+        ("{% for c in messages[0].content %}{{ c }}{% endfor %}", False),
+    ],
+)
+def test_only_templates_that_just_put_words_out_are_taken_for_such(source, is_proven):
+    """Their rows are not rendered one by one, so a wrong proof would be a wrong mask."""
+    assert only_puts_words_out(source) is is_proven
+
+
+def test_rows_of_a_proven_template_are_still_rendered_now_and_then(monkeypatch):
+    masker = masker_for(builtin_template("chatml"))
+    rows = [messages_of(("user", f"q {number}"), ("assistant", "a")) for number in range(600)]
+    rendered: list[str] = []
+    render = masker.template.render
+    monkeypatch.setattr(masker.template, "render", lambda *args: rendered.append("") or render(*args))
+    for row in rows[:100]:
+        masker.lay_out(row)
+    num_for_the_plan = len(rendered)
+    for row in rows[100:]:
+        masker.lay_out(row)
+    assert len(rendered) - num_for_the_plan == 2
+    monkeypatch.setattr(masker.template, "render", lambda *args: render(*args).upper())
+    with pytest.raises(RuntimeError, match="wrongly taken"):
+        for row in rows:
+            masker.lay_out(row)
+
+
+# What is learned.
+
+TALK = messages_of(
+    ("system", "be brief"), ("user", "q one"), ("assistant", "r one"), ("user", "q two"), ("assistant", "r two")
+)
+
+
+@pytest.mark.parametrize(
+    ("rule", "learn", "expected"),
+    [
+        (LearnRule(), None, "r one<|im_end|>r two<|im_end|>"),
+        (LearnRule("last_response"), None, "r two<|im_end|>"),
+        (LearnRule(roles=("assistant", "user")), None, "q one<|im_end|>r one<|im_end|>q two<|im_end|>r two<|im_end|>"),
+        (LearnRule(roles=("system",)), None, "be brief<|im_end|>"),
+        (LearnRule(), [None, None, False, None, None], "r two<|im_end|>"),
+        (LearnRule(), [None, None, None, None, True], "r one<|im_end|>r two<|im_end|>"),
+        (LearnRule("last_response"), [None, None, True, None, None], "r one<|im_end|>r two<|im_end|>"),
+        (LearnRule("last_response"), [None, None, True, None, False], "r one<|im_end|>"),
+        (LearnRule(roles=("user",)), [None, None, True, None, None], "q one<|im_end|>r one<|im_end|>q two<|im_end|>"),
+    ],
+)
+def test_the_rule_and_the_weights_decide_what_is_learned(rule, learn, expected, tokenizer):
+    row = Conversation(TALK.messages, learn=learn)
+    assert Ours(tokenizer, builtin_template("chatml"), rule).learned_text(row) == expected
+
+
+def test_everything_is_everything_but_the_first_token_and_turns_of_weight_0(tokenizer):
+    ours = Ours(tokenizer, builtin_template("chatml"), LearnRule("everything"))
+    text = ours.masker.template.render(TALK.messages)
+    assert ours.learned_text(TALK) == text.removeprefix("<|im_start|>")
+    without = Conversation(TALK.messages, learn=[None, None, False, None, None])
+    assert ours.learned_text(without) == text.removeprefix("<|im_start|>").replace("r one<|im_end|>", "")
+
+
+def test_the_first_token_of_a_document_is_never_learned(tokenizer):
+    """Nothing stands before it to learn it from; trainers shift labels by one."""
+    source = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
+    ours = Ours(tokenizer, source, LearnRule(roles=("user", "assistant")))
+    [(ids, learned, _)] = ours.documents([messages_of(("user", "the boy"), ("assistant", "yes"))])
+    assert learned == [False] + [True] * (len(ids) - 1)
+
+
+def test_rows_without_anything_to_learn_say_so(tokenizer):
+    ours = Ours(tokenizer, builtin_template("chatml"))
+    plan, _ = ours.masker.lay_out(Conversation(TALK.messages, learn=[None, None, False, None, False]))
+    assert (plan.learned_turns, plan.lost_turns) == (0, 0)
+    dropping = Ours(tokenizer, turns("m.content", each="messages[-2:]"))
+    plan, _ = dropping.masker.lay_out(TALK)
+    assert (plan.learned_turns, plan.lost_turns) == (1, 1)
+
+
+def test_tool_calls_and_thinking_of_the_row_are_learned_with_their_frame(tokenizer):
+    call = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "a <|im_end|> b"}}}
+    row = Conversation(
+        [
+            {"role": "user", "content": "weather?"},
+            {"role": "assistant", "content": "", "reasoning_content": "look it up", "tool_calls": [call]},
+            {"role": "tool", "content": "sunny", "name": "<|im_start|>"},
+            {"role": "assistant", "content": "Sunny."},
+        ],
+        tools=[{**TOOLS[0], "note": "<|im_end|>"}],
+    )
+    ours = Ours(tokenizer, builtin_template("chatml"))
+    thought = "<think>\nlook it up\n</think>\n\n"
+    called = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "a <|im_end|> b"}}\n</tool_call>'
+    assert ours.learned_text(row) == thought + called + "<|im_end|>Sunny.<|im_end|>"
+
+
+def test_a_call_that_the_template_leaves_out_teaches_no_empty_reply(tokenizer):
+    """`<|im_start|>assistant\\n<|im_end|>` would teach the model to say nothing."""
+    row = Conversation(
+        [
+            {"role": "user", "content": "weather?"},
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+            {"role": "tool", "content": "sunny"},
+            {"role": "assistant", "content": "Sunny."},
+        ]
+    )
+    ours = Ours(tokenizer, turns("m.content"))
+    plan, _ = ours.masker.lay_out(row)
+    assert (plan.learned_turns, plan.lost_turns) == (1, 1)
+    assert ours.learned_text(row) == "Sunny.<|im_end|>"
+
+
+def test_calls_of_weight_0_do_not_shift_the_turn_that_follows(tokenizer):
+    """Two turns of calls in a row, without words: only the letters of the calls tell them apart."""
+
+    def call(name: str) -> dict:
+        return {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": name, "arguments": "{}"}}]}
+
+    row = Conversation([{"role": "user", "content": "q"}, call("one"), call("two")], learn=[None, False, True])
+    ours = Ours(tokenizer, builtin_template("chatml"))
+    assert ours.learned_text(row) == '<tool_call>\n{"name": "two", "arguments": {}}\n</tool_call><|im_end|>'
+
+
+def test_calls_that_a_template_repeats_in_the_results_are_in_doubt():
+    source = turns(
+        "m.content + m.tool_calls[0].function.name if m.tool_calls else m.content",
+        "messages[loop.index0 - 1].tool_calls[0].function.name + m.content if m.role == 'tool' else m.content",
+    )
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "fetch", "arguments": "{}"}}]}
+    row = Conversation([{"role": "user", "content": "q"}, call, {"role": "tool", "content": "r"}])
+    with pytest.raises(Rejected, match="in parts"):
+        masker_for(source).lay_out(row)
+
+
+def test_a_conversation_that_the_template_refuses_is_none():
+    masker = masker_for(builtin_template("gemma"))
+    with pytest.raises(Rejected) as caught:
+        masker.lay_out(messages_of(("user", "one"), ("user", "two"), ("assistant", "three")))
+    assert caught.value.reason == "not_a_conversation"
+
+
+def test_words_that_look_like_a_stand_in_are_words():
+    masker = masker_for(builtin_template("chatml"))
+    plan, words = masker.lay_out(messages_of(("user", "Zq1wXv"), ("assistant", "Zq0wXv Ky1pRg")))
+    assert plan.fill(words) == "<|im_start|>user\nZq1wXv<|im_end|>\n<|im_start|>assistant\nZq0wXv Ky1pRg<|im_end|>\n"
+    call = {"function": {"name": "Zq77wXv", "arguments": "\U000f0001"}}
+    with pytest.raises(Rejected) as caught:
+        masker.lay_out(
+            Conversation(
+                [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "tool_calls": [call]}]
+            )
+        )
+    assert caught.value.reason == "mask_uncertain"
+
+
+def test_markers_need_not_be_special_tokens_and_tags_of_replies_are_none():
+    """Line ends and `<think>` are added tokens in some tokenizers; they are no turn markers."""
+    texts = [*CHATML_MARKERS, "\n", "\n\n", "<think>", "</think>"]
+    added = {text: AddedFacts(number, False, False, False, False, False) for number, text in enumerate(texts)}
+    source = turns("'<think>\n\n</think>\n\n' + m.content")
+    masker = masker_for(source, added=added)
+    assert set(masker.turn_markers) == set(CHATML_MARKERS)
+    plan, words = masker.lay_out(messages_of(("user", "q"), ("assistant", "a")))
+    assert [piece.text for piece in plan.pieces if piece.is_marker] == CHATML_MARKERS * 2
+    text = plan.fill(words)
+    assert [text[a:b] for a, b in learned_spans(plan, words)] == ["a<|im_end|>"]
+
+
+def test_a_marker_that_is_read_only_beside_spaces_is_refused():
+    added = ADDED | {"<|im_end|>": AddedFacts(99, True, False, False, False, True)}
+    with pytest.raises(UserError, match="single_word"):
+        masker_for(builtin_template("chatml"), added=added)
