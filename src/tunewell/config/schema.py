@@ -144,7 +144,8 @@ class Data(Branch):
     sources: tuple[Source, ...] = ()
     """Where rows come from: one path, a list of paths, or a list of groups of keys."""
     held_out: Annotated[Real, Field(ge=0, lt=0.5)] | Text = 0.05
-    """Share of the rows kept from training to judge it by, chosen by a hash of the content; or a file of such rows."""
+    """Share of the rows kept from training to judge it by, chosen by a hash of the content; or a file of
+    such rows, read like the first source."""
     max_repeats: Annotated[Whole, Field(ge=1)] = 4
     """How often one document may be used to reach its source's `share`."""
     clean: Clean = Clean()

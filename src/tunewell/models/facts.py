@@ -67,10 +67,11 @@ def _from_gguf(files: ModelFiles, path: Path) -> ModelFacts:
     metadata = read_metadata(path)
     architecture = metadata.get("general.architecture")
     own = {key.removeprefix(f"{architecture}."): value for key, value in metadata.items()}
-    name, tokens = metadata.get("general.name"), metadata.get("tokenizer.ggml.tokens") or []
+    tokens = metadata.get("tokenizer.ggml.tokens") or []
     vocab_size = _count(own, "vocab_size") or len(tokens) or None
     return ModelFacts(
-        name=name if isinstance(name, str) and name else path.stem,
+        # Not the file's own `general.name`: converters leave their training folder's name there.
+        name=path.stem,
         architecture=architecture if isinstance(architecture, str) else None,
         context_limit=_count(own, "context_length"),
         vocab_size=vocab_size,

@@ -1,0 +1,5 @@
+"""Run the command line with `python -m tunewell`."""
+
+from tunewell.cli.main import run
+
+run()

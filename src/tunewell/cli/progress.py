@@ -1,0 +1,68 @@
+"""Show on stderr how far a long command is: a bar in a terminal, a line now and then elsewhere."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from tunewell.core.units import count, duration
+
+if TYPE_CHECKING:
+    from tunewell.data.corpus.build import Progress
+
+_LINE_SECONDS = 5.0
+
+
+@contextmanager
+def shown_progress() -> Iterator[Callable[["Progress"], None]]:
+    """Give a function that shows progress; bars only in a real terminal, and not under `CI`."""
+    if sys.stderr.isatty() and not os.environ.get("CI") and os.environ.get("TERM") != "dumb":
+        with _bar() as show:
+            yield show
+    else:
+        yield _lines()
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[["Progress"], None]]:
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+    from tunewell.cli.render import err_console
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
+    tasks: dict[str, TaskID] = {}
+    started = time.monotonic()
+    with Progress(*columns, console=err_console(), transient=True) as bars:
+
+        def show(progress: "Progress") -> None:
+            if progress.stage not in tasks:
+                tasks[progress.stage] = bars.add_task(progress.stage, total=progress.total, speed="")
+            speed = (
+                f"{count(int(progress.rows / max(time.monotonic() - started, 1e-9)))} rows/s" if progress.rows else ""
+            )
+            bars.update(tasks[progress.stage], completed=progress.done, total=progress.total, speed=speed)
+
+        yield show
+
+
+def _lines() -> Callable[["Progress"], None]:
+    started = last = time.monotonic()
+
+    def show(progress: "Progress") -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last < _LINE_SECONDS:
+            return
+        last = now
+        elapsed = now - started
+        words = [progress.stage]
+        if progress.rows:
+            words.append(f"{count(progress.rows)} rows, {count(int(progress.rows / elapsed))} rows/s")
+        if progress.total:
+            share = min(1.0, progress.done / progress.total)
+            words.append(f"{share:.0%}, {duration(elapsed * (1 - share) / max(share, 1e-9))} left")
+        sys.stderr.write("  ".join(words) + "\n")
+
+    return show

@@ -1,0 +1,63 @@
+"""Epochs, rate and rank to start from, for this many rows and this model, each with its reason."""
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from tunewell.core.units import count
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Chosen(Generic[T]):
+    """A value we chose, and why."""
+
+    value: T
+    because: str
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """What a first run is begun with."""
+
+    epochs: Chosen[float]
+    learning_rate: Chosen[float]
+    rank: Chosen[int]
+    alpha: Chosen[int]
+
+
+_EPOCHS = ((500, 8), (2_000, 5), (10_000, 3), (100_000, 2))
+_RANKS = ((1_000, 16), (20_000, 32))
+_RATES = ((500_000_000, 1e-3), (2_000_000_000, 5e-4))
+
+
+def starting_point(num_rows: int, num_parameters: int | None) -> StartingPoint:
+    """Choose from the number of training rows and the size of the model; where the size is unknown, carefully."""
+    epochs = next((epochs for limit, epochs in _EPOCHS if num_rows < limit), 1)
+    rank = next((rank for limit, rank in _RANKS if num_rows < limit), 64)
+    rate = next((rate for limit, rate in _RATES if (num_parameters or limit) < limit), 2e-4)
+    return StartingPoint(
+        epochs=Chosen(epochs, _why_epochs(num_rows, epochs)),
+        learning_rate=Chosen(rate, _why_rate(num_parameters)),
+        rank=Chosen(rank, _why_rank(num_rows, rank)),
+        alpha=Chosen(2 * rank, "twice the rank, so the adapter's scale stays the same when you change the rank"),
+    )
+
+
+def _why_epochs(num_rows: int, epochs: int) -> str:
+    if epochs == 1:
+        return f"{count(num_rows, 'row')} are enough to be seen once"
+    return f"{count(num_rows, 'row')} need to be seen {epochs} times; the held-out loss shows when that is too often"
+
+
+def _why_rate(num_parameters: int | None) -> str:
+    if num_parameters is None:
+        return "the size of the model is not known; 2e-4 suits LoRA on models of several billion parameters"
+    size = f"{num_parameters / 1e6:,.3g} M" if num_parameters < 1e9 else f"{num_parameters / 1e9:,.1f} B"
+    return f"LoRA on {size} parameters; small models take, and need, higher rates than large ones"
+
+
+def _why_rank(num_rows: int, rank: int) -> str:
+    if rank == 16:
+        return f"{count(num_rows, 'row')} hold little that a larger adapter could store"
+    return f"{count(num_rows, 'row')} hold more than rank 16 stores well"

@@ -1,0 +1,194 @@
+"""`tunewell init`: look at the rows and the model, and write a config that a person can read."""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import yaml
+
+from tunewell.config.load import FILE_NAME, Loaded
+from tunewell.config.schema import Config
+from tunewell.core.errors import UserError
+from tunewell.core.files import write_atomic
+from tunewell.core.units import count
+from tunewell.data.corpus.build import Progress
+from tunewell.data.sources.blocks import ReadOptions, read_blocks
+from tunewell.data.sources.files import SourceFile, find_files, split_limit
+from tunewell.data.templates import builtin_template, markers_of
+from tunewell.data.tokenizer import LoadedTokenizer, load_tokenizer
+from tunewell.models.facts import ModelFacts, read_facts
+from tunewell.planning.starting_point import StartingPoint, starting_point
+from tunewell.records.manifest import Manifest
+from tunewell.workflows.prepare import prepare
+
+_SAMPLE_ROWS = 1000
+_HELD_OUT_NAMES = ("held_out", "heldout", "held-out", "validation", "valid", "val", "eval", "dev")
+_BY_FIT = ("chatml", "llama3", "gemma", "alpaca")
+"""Built-in templates in the order they are tried for a model that has none of its own."""
+
+
+@dataclass(frozen=True)
+class InitResult:
+    """What was found and written."""
+
+    path: Path
+    text: str
+    sample: Manifest
+    facts: ModelFacts
+    num_rows: int
+    held_out: str | None
+    template: str
+    start: StartingPoint
+
+    def as_json(self) -> dict[str, Any]:
+        """Give the object that `init --json` prints."""
+        return {
+            "config": str(self.path),
+            "rows": self.num_rows,
+            "formats": sorted({name for source in self.sample.sources for name in source.formats}),
+            "template": self.template,
+            "held_out": self.held_out,
+            "lengths": self.sample.lengths.model_dump(exclude={"histogram"}),
+            "dropped_in_sample": self.sample.dropped,
+            "epochs": self.start.epochs.value,
+            "learning_rate": self.start.learning_rate.value,
+            "rank": self.start.rank.value,
+        }
+
+
+def init(
+    data: str,
+    *,
+    model: str,
+    out: Path | None = None,
+    is_overwriting: bool = False,
+    progress: Callable[[Progress], None] = lambda progress: None,
+) -> InitResult:
+    """Write `tunewell.yaml` for this data and this model; raise UserError if one is there or the rows are unusable."""
+    path = out or Path(FILE_NAME)
+    if path.exists() and not is_overwriting:
+        raise UserError(f"there is a `{path}` already", fix="use `--force` to replace it, or `--out` for another name")
+    plain, limit = split_limit(data)
+    files = find_files(plain, base=Path())
+    template = _fitting_template(load_tokenizer(model))
+    sample = _sample(data, model, template, progress)
+    num_rows = min(_count_rows(files), limit or 1 << 62)
+    facts = read_facts(model)
+    held_out = _held_out_beside(files)
+    result = InitResult(
+        path, "", sample, facts, num_rows, held_out, template, starting_point(num_rows, facts.num_parameters)
+    )
+    text = _config_text(result, data, model)
+    write_atomic(path, text)
+    return replace(result, text=text)
+
+
+def _fitting_template(tokenizer: LoadedTokenizer) -> str:
+    """Keep the model's own template, or find a built-in whose markers the tokenizer has."""
+    if tokenizer.chat_template:
+        return "auto"
+    for name in _BY_FIT:
+        needed = markers_of(builtin_template(name), tokenizer.special_tokens)
+        if all(marker in tokenizer.added for marker in needed) and "eos_token" in tokenizer.special_tokens:
+            return name
+    return "auto"
+
+
+def _sample(data: str, model: str, template: str, progress: Callable[[Progress], None]) -> Manifest:
+    """Prepare the first rows in a temporary folder: the only way to know what they are is to do it."""
+    with tempfile.TemporaryDirectory(prefix="tunewell-init-") as folder:
+        plain, limit = split_limit(data)
+        source = {"path": plain, "limit": min(limit or _SAMPLE_ROWS, _SAMPLE_ROWS)}
+        tree = {
+            "model": model,
+            "corpus": str(Path(folder) / "corpus"),
+            "data": {"sources": [source], "held_out": 0.0},
+            "template": {"name": template},
+            "packing": {"long_documents": "split"},
+        }
+        return prepare(Loaded(Config.model_validate(tree), Path(), None, {}), progress=progress).manifest
+
+
+def _count_rows(files: list[SourceFile]) -> int:
+    total = 0
+    for file in files:
+        if file.format == "parquet":
+            total += pq.read_metadata(file.path).num_rows
+        else:
+            total += sum(len(block) for block in read_blocks(file, ReadOptions(1 << 22, 64)))
+    return total
+
+
+def _held_out_beside(files: list[SourceFile]) -> str | None:
+    """Find a file beside the data that is plainly meant for validation."""
+    if len(files) != 1:
+        return None
+    path = files[0].path
+    endings = "".join(path.suffixes[-2:]) if files[0].compression else path.suffix
+    for name in _HELD_OUT_NAMES:
+        found = path.with_name(name + endings)
+        if found.is_file() and found != path:
+            return found.as_posix()
+    return None
+
+
+def _config_text(result: InitResult, data: str, model: str) -> str:
+    """Write the config with the reasons beside the values."""
+    sample, start, facts = result.sample, result.start, result.facts
+    formats = ", ".join(sorted({name for source in sample.sources for name in source.formats})) or "none"
+    dropped = sum(sample.dropped.values())
+    fate = f"{count(dropped)} would be dropped ({', '.join(sample.dropped)})" if dropped else "none would be dropped"
+    size = f", {count(facts.num_parameters)} parameters" if facts.num_parameters else ""
+    held_out = result.held_out or 0.05
+    why_held_out = (
+        "found beside the data: asked after training, never learned"
+        if result.held_out
+        else "5% of the rows, chosen by a hash of their content: never learned, and the same ones when rows are added"
+    )
+    own = (
+        "the model's own"
+        if result.template == "auto"
+        else f"the model has no template; its tokens fit `{result.template}`"
+    )
+    lengths = sample.lengths
+    return f"""\
+# Written by `tunewell init`. Every key: `tunewell explain`; one: `tunewell explain packing.context_length`.
+
+model: {_scalar(model)}   # {facts.architecture or "unknown architecture"}{size}
+
+data:
+  sources: {_scalar(data)}   # {count(result.num_rows)} rows, read as: {formats}
+  held_out: {_scalar(held_out)}   # {why_held_out}
+  # Of the first {count(sample.rows_in)} rows {fate}; rows that repeat another are dropped too.
+
+template:
+  name: {result.template}   # {own}
+  learn_from: responses   # the replies and their end marker; questions are given, not learned
+
+packing:
+  context_length: auto   # longest document in the first rows: {count(lengths.max)} tokens, mean {lengths.mean:.0f}
+  long_documents: error   # or: split, drop
+
+method:
+  kind: lora
+  rank: {start.rank.value}   # {start.rank.because}
+  alpha: {start.alpha.value}   # {start.alpha.because}
+
+train:
+  epochs: {start.epochs.value:g}   # {start.epochs.because}
+  learning_rate: {_rate(start.learning_rate.value)}   # {start.learning_rate.because}
+
+seed: 0
+"""
+
+
+def _scalar(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**9).splitlines()[0]
+
+
+def _rate(value: float) -> str:
+    mantissa, _, exponent = f"{value:.0e}".partition("e")
+    return f"{mantissa}e{int(exponent)}"

@@ -1,0 +1,121 @@
+"""`tunewell inspect`: see a corpus, or rows before they become one, down to the single token."""
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tunewell.config.load import Loaded
+from tunewell.core.errors import UserError
+from tunewell.data.corpus.build import Progress
+from tunewell.data.corpus.reader import Corpus, open_corpus
+from tunewell.data.token_text import token_texts
+from tunewell.data.tokenizer import load_tokenizer
+from tunewell.records.manifest import MANIFEST, Manifest
+from tunewell.workflows.prepare import prepare
+
+
+@dataclass(frozen=True)
+class TokenView:
+    """One token: its id, its text, whether it is learned."""
+
+    id: int
+    text: str
+    is_learned: bool
+
+
+@dataclass(frozen=True)
+class DocumentView:
+    """One document, token by token."""
+
+    index: int
+    source: str
+    row: int
+    tokens: list[TokenView]
+
+    @property
+    def num_learned(self) -> int:
+        return sum(token.is_learned for token in self.tokens)
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What there is to see."""
+
+    path: str
+    is_corpus: bool
+    manifest: Manifest
+    documents: list[DocumentView]
+
+    def as_json(self) -> dict[str, Any]:
+        """Give the object that `inspect --json` prints."""
+        manifest = self.manifest.model_dump(mode="json", exclude={"files", "splits", "config"})
+        documents = [
+            {
+                "document": view.index,
+                "source": view.source,
+                "row": view.row,
+                "tokens": [{"id": token.id, "text": token.text, "learned": token.is_learned} for token in view.tokens],
+            }
+            for view in self.documents
+        ]
+        return {"path": self.path, "corpus": self.is_corpus, **manifest, "shown": documents}
+
+
+def inspect(
+    path: str | None,
+    loaded: Loaded,
+    *,
+    wanted: Sequence[int] = (0, 1),
+    is_held_out: bool = False,
+    progress: Callable[[Progress], None] = lambda progress: None,
+) -> Inspection:
+    """Look at a corpus, or prepare rows in a temporary folder and look at that.
+
+    `path` is a corpus or data; None means the corpus of the config. Raises UserError when there is neither.
+    """
+    target = loaded.base / path if path else loaded.path(loaded.config.corpus)
+    if (target / MANIFEST).is_file():
+        return _look(open_corpus(target), str(path or loaded.config.corpus), True, wanted, is_held_out)
+    if path is None and not loaded.config.data.sources:
+        raise UserError(
+            f"there is no corpus `{loaded.config.corpus}` and no data is named",
+            fix="name a corpus or a file: `tunewell inspect chats.jsonl --model MODEL`",
+        )
+    with _prepared(path, loaded, progress) as corpus:
+        shown = path or ", ".join(source.path for source in loaded.config.data.sources)
+        return _look(corpus, shown, False, wanted, is_held_out)
+
+
+@contextmanager
+def _prepared(path: str | None, loaded: Loaded, progress: Callable[[Progress], None]) -> Iterator[Corpus]:
+    with tempfile.TemporaryDirectory(prefix="tunewell-inspect-") as folder:
+        changes: dict[str, Any] = {"corpus": str(Path(folder) / "corpus")}
+        if path is not None:
+            source = loaded.config.data.sources[0] if loaded.config.data.sources else None
+            first = {"path": path} if source is None else source.model_dump() | {"path": path, "share": None}
+            changes["data"] = loaded.config.data.model_dump() | {"sources": [first]}
+        config = type(loaded.config).model_validate(loaded.config.model_dump() | changes)
+        yield open_corpus(prepare(replace(loaded, config=config), progress=progress).corpus)
+
+
+def _look(corpus: Corpus, path: str, is_corpus: bool, wanted: Sequence[int], is_held_out: bool) -> Inspection:
+    split = corpus.held_out if is_held_out else corpus
+    tokenizer = load_tokenizer(corpus.path / "tokenizer") if wanted and len(split) else None
+    views = []
+    for index in wanted:
+        if index >= len(split):
+            if index > 1:
+                raise UserError(f"there is no document {index}; the last is {len(split) - 1}")
+            continue
+        document = split[index]
+        assert tokenizer is not None
+        texts = token_texts(tokenizer, document.input_ids)
+        tokens = [
+            TokenView(token, text, label != -100)
+            for token, text, label in zip(document.input_ids, texts, document.labels, strict=True)
+        ]
+        views.append(DocumentView(index, document.source, document.row, tokens))
+    return Inspection(path, is_corpus, corpus.manifest, views)

@@ -1,0 +1,46 @@
+"""Console blocks in the README and the guides are replayed: what they show is what the commands print."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
+_BLOCK = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_TIME = re.compile(r"\b\d+(\.\d+)? (ms|s)\b")
+
+
+def _blocks(page: Path) -> list[tuple[str, str]]:
+    """List (command, shown output) of a page."""
+    found = []
+    for block in _BLOCK.findall(page.read_text(encoding="utf-8")):
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, _, output = part.partition("\n")
+            found.append((command, output))
+    return found
+
+
+def _same(text: str) -> str:
+    return "\n".join(line.rstrip() for line in _TIME.sub("N s", text).strip().splitlines())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_console_blocks_of_a_page_show_what_the_commands_print(page, tmp_path):
+    """Guards against a manual that lies: every command must still run and, where output is shown, print it."""
+    for name in ("train.jsonl", "held_out.jsonl"):
+        shutil.copy(ROOT / "examples" / "college" / name, tmp_path / name)
+    environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "120", "CI": "1"}
+    blocks = [(command, output) for command, output in _blocks(page) if command.startswith("tunewell ")]
+    assert blocks, "a page without a console block shows nothing"
+    for command, output in blocks:
+        arguments = [sys.executable, "-m", "tunewell", *shlex.split(command)[1:]]
+        done = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+        if output.strip():
+            assert _same(done.stdout) == _same(output), command

@@ -1,0 +1,92 @@
+"""`tunewell init`: the config it writes can be used as it is."""
+
+import json
+
+import pytest
+
+from tunewell.cli.main import main
+from tunewell.config.load import load_config
+from tunewell.core.errors import UserError
+from tunewell.workflows.init import init
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _rows(path, number=30):
+    lines = [json.dumps({"question": f"What is {n} plus {n}?", "answer": f"It is {2 * n}."}) for n in range(number)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def test_the_config_it_writes_loads_and_prepares(folder, tiny_model, capsys):
+    """Guards against comments or quoting that break the YAML."""
+    _rows(folder / "my rows: all #1.jsonl")
+    init("my rows: all #1.jsonl", model=str(tiny_model))
+    loaded = load_config()
+    assert loaded.config.data.sources[0].path == "my rows: all #1.jsonl"
+    assert loaded.config.train.learning_rate == 1e-3 or loaded.config.train.learning_rate == 2e-4
+    assert main(["prepare", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows_in"] == 30
+
+
+def test_reasons_stand_beside_the_numbers(folder, tiny_model):
+    """Guards the promise that a person can read why."""
+    _rows(folder / "rows.jsonl")
+    text = init("rows.jsonl", model=str(tiny_model)).text
+    for key in ("rank:", "epochs:", "learning_rate:", "held_out:", "context_length:"):
+        line = next(line for line in text.splitlines() if line.strip().startswith(key))
+        assert "#" in line, line
+
+
+def test_a_validation_file_beside_the_data_is_held_out(folder, tiny_model):
+    """Guards against training on the file that people keep for validation."""
+    _rows(folder / "train.jsonl")
+    _rows(folder / "valid.jsonl", 3)
+    assert init("train.jsonl", model=str(tiny_model)).held_out == "valid.jsonl"
+    assert load_config().config.data.held_out == "valid.jsonl"
+
+
+def test_a_config_that_is_there_is_not_replaced(folder, tiny_model):
+    """Guards a config that someone has edited."""
+    _rows(folder / "rows.jsonl")
+    (folder / "tunewell.yaml").write_text("seed: 7\n", encoding="utf-8")
+    with pytest.raises(UserError, match="already"):
+        init("rows.jsonl", model=str(tiny_model))
+    assert (folder / "tunewell.yaml").read_text(encoding="utf-8") == "seed: 7\n"
+    init("rows.jsonl", model=str(tiny_model), is_overwriting=True)
+    assert load_config().config.seed == 0
+
+
+def test_a_model_without_a_template_gets_one_that_fits(folder, tiny_model, tmp_path_factory):
+    """Guards base models: `auto` would leave them without any template."""
+    bare = tmp_path_factory.mktemp("bare")
+    for path in tiny_model.iterdir():
+        if path.name == "tokenizer_config.json":
+            config = json.loads(path.read_text(encoding="utf-8"))
+            config.pop("chat_template", None)
+            (bare / path.name).write_text(json.dumps(config), encoding="utf-8")
+        elif path.suffix != ".jinja":
+            (bare / path.name).write_bytes(path.read_bytes())
+    _rows(folder / "rows.jsonl")
+    assert init("rows.jsonl", model=str(bare)).template == "chatml"
+
+
+def test_limits_and_counts_are_those_of_the_data(folder, tiny_model):
+    """Guards the row count in the config, which epochs are chosen by."""
+    _rows(folder / "rows.jsonl", 40)
+    assert init("rows.jsonl", model=str(tiny_model)).num_rows == 40
+    assert init("rows.jsonl#7", model=str(tiny_model), is_overwriting=True).num_rows == 7
+    assert load_config().config.data.sources[0].limit == 7
+
+
+def test_json_has_what_the_screen_has(folder, tiny_model, capsys):
+    """Guards scripts that read `init --json`."""
+    _rows(folder / "rows.jsonl")
+    assert main(["init", "rows.jsonl", "--model", str(tiny_model), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["rows"] == 30
+    assert found["formats"] == ["question_answer"]
+    assert found["epochs"] == 8
