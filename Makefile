@@ -46,8 +46,9 @@ contracts: setup
 demo: setup ## init, inspect and prepare on the bundled example
 	@$(BIN)/python examples/college/demo.py
 
-bench: setup ## prepare against the bare tokenizer and TRL, in one run
+bench: setup ## the README's tables: prepare and packing, each against its peers in one run
 	$(BIN)/python benchmarks/prepare.py
+	$(BIN)/python benchmarks/packing.py
 
 clean: ## remove the venv and every build product
 	rm -rf $(VENV) build dist demo .tunewell .pytest_cache .ruff_cache .hypothesis

@@ -44,9 +44,7 @@ def main() -> int:
         depth = len(path.relative_to(FOLDER).parts)
         if depth <= 2 and not any(part.startswith(".") for part in path.relative_to(FOLDER).parts):
             say("  " * depth + path.name + ("/" if path.is_dir() else ""))
-    say(
-        '\nNext: open it with `tunewell.open_corpus("demo/corpus")`, or hand it to TRL as `demo/corpus/README.md` shows.'
-    )
+    say('\nNext: open it with `tunewell.open_corpus("demo/corpus")`, or hand it to TRL: see `demo/corpus/README.md`.')
     return 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import sentencepiece
 from tokenizer_references import random_texts
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from tunewell.data.encoding import Encoded, Encoder, Layout
 from tunewell.data.masking import REPLIES, LearnRule, Masker
@@ -271,6 +271,7 @@ def _trained_bpe() -> str:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=True)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=1500, initial_alphabet=alphabet, show_progress=False)
     words = [

@@ -200,7 +200,8 @@ def test_a_template_that_cannot_be_learned_is_refused_before_any_row():
 
 def test_a_reply_that_only_the_next_header_ends_is_in_doubt():
     """Learning `<|im_start|>` as the end of a reply would teach the model to ask the next question itself."""
-    for header in ("'<|im_start|>' + m.role + '\n'", "'<|im_start|>\n'"):
+    headers = ["'<|im_start|>' + m.role + '\n'", "'<|im_start|>\n'", "'<s>' if m.role == 'user' else '<|im_start|>'"]
+    for header in headers:
         source = turns("m.content").replace("'<|im_end|>\n'", "'</s>' if loop.last else ''")
         source = source.replace("'<|im_start|>' + m.role + '\n'", header)
         masker = masker_for(source)
@@ -208,6 +209,13 @@ def test_a_reply_that_only_the_next_header_ends_is_in_doubt():
         masker.lay_out(messages_of(("user", "q"), ("assistant", "a")))
         with pytest.raises(Rejected, match="not followed by"):
             masker.lay_out(messages_of(("user", "q"), ("assistant", "a"), ("user", "q"), ("assistant", "a")))
+
+
+def test_the_end_of_a_turn_without_words_is_not_taken_for_that_of_the_reply_before():
+    source = turns("m.content").replace("'<|im_end|>\n'", "'<|im_end|>' if loop.last or m.role != 'assistant' else ''")
+    masker = masker_for(source)
+    with pytest.raises(Rejected, match="not followed by"):
+        masker.lay_out(messages_of(("user", "q"), ("assistant", "a"), ("tool", ""), ("assistant", "b")))
 
 
 def test_another_end_between_turns_than_at_the_end_is_learned(tokenizer):
@@ -411,6 +419,57 @@ def test_tool_calls_and_thinking_of_the_row_are_learned_with_their_frame(tokeniz
     assert ours.learned_text(row) == thought + called + "<|im_end|>Sunny.<|im_end|>"
 
 
+# Like Qwen's: an empty frame of thoughts before the last reply, unless the row has thoughts of its own.
+THINKING = turns(
+    "('<think>\n' + (m.reasoning_content or '').strip('\n') + '\n</think>\n\n' if loop.last else '') + m.content"
+    " + ('<call>' + m.tool_calls[0].function.name + '</call>' if m.tool_calls else '')"
+)
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ({"content": "Yes."}, "Yes."),
+        ({"content": "Yes.", "reasoning_content": "\nhm\n"}, "<think>\nhm\n</think>\n\nYes."),
+        ({"content": "Yes.", "reasoning_content": ""}, "Yes."),
+        ({"content": "", "tool_calls": [{"function": {"name": "f"}}]}, "<call>f</call>"),
+        ({"content": "Yes.", "tool_calls": [{"function": {"name": "f"}}]}, "Yes.<call>f</call>"),
+        (
+            {"content": "", "thinking": "hm", "tool_calls": [{"function": {"name": "f"}}]},
+            "<think>\nhm\n</think>\n\n<call>f</call>",
+        ),
+    ],
+)
+def test_a_frame_that_the_template_adds_on_its_own_is_given_and_not_learned(reply, expected, tokenizer):
+    row = Conversation([{"role": "user", "content": "q"}, {"role": "assistant", **reply}])
+    assert Ours(tokenizer, THINKING).learned_text(row) == expected + "<|im_end|>"
+
+
+def test_thinking_that_the_row_wrote_into_its_reply_is_learned_with_its_frame(tokenizer):
+    """Templates take it out and put it back in a frame of their own; an empty one that the row wrote counts as well."""
+    written = "m.content.split('</think>')[0].split('<think>')[-1].strip('\n') if '</think>' in m.content else ''"
+    thought = f"(m.reasoning_content if m.reasoning_content is string else {written})"
+    words = "m.content.split('</think>')[-1].lstrip('\n')"
+    source = turns(f"('<think>\n' + {thought} + '\n</think>\n\n' if loop.last else '') + {words}")
+    ours = Ours(tokenizer, source)
+    for reply, expected in {
+        "<think>\nhm\n</think>\n\nYes.": "<think>\nhm\n</think>\n\nYes.",
+        "<think>hm</think>Yes.": "<think>\nhm\n</think>\n\nYes.",
+        "<think>\n\n</think>\n\nYes.": "<think>\n\n</think>\n\nYes.",
+        "Yes.": "Yes.",
+    }.items():
+        assert ours.learned_text(messages_of(("user", "q"), ("assistant", reply))) == expected + "<|im_end|>"
+        earlier = messages_of(("user", "q"), ("assistant", reply), ("user", "q"), ("assistant", "No."))
+        assert ours.learned_text(earlier) == "Yes.<|im_end|>No.<|im_end|>"
+
+
+def test_thinking_that_the_template_drops_is_not_learned():
+    masker = masker_for(turns("m.content.split('</think>')[-1]"))
+    plan, words = masker.lay_out(messages_of(("user", "q"), ("assistant", "<think>\nhm\n</think>\n\nYes.")))
+    text = plan.fill(words)
+    assert [text[a:b] for a, b in learned_spans(plan, words)] == ["\n\nYes.<|im_end|>"]
+
+
 def test_a_call_that_the_template_leaves_out_teaches_no_empty_reply(tokenizer):
     """`<|im_start|>assistant\\n<|im_end|>` would teach the model to say nothing."""
     row = Conversation(
@@ -460,14 +519,12 @@ def test_words_that_look_like_a_stand_in_are_words():
     masker = masker_for(builtin_template("chatml"))
     plan, words = masker.lay_out(messages_of(("user", "Zq1wXv"), ("assistant", "Zq0wXv Ky1pRg")))
     assert plan.fill(words) == "<|im_start|>user\nZq1wXv<|im_end|>\n<|im_start|>assistant\nZq0wXv Ky1pRg<|im_end|>\n"
-    call = {"function": {"name": "Zq77wXv", "arguments": "\U000f0001"}}
-    with pytest.raises(Rejected) as caught:
-        masker.lay_out(
-            Conversation(
-                [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "tool_calls": [call]}]
-            )
-        )
-    assert caught.value.reason == "mask_uncertain"
+    for name in ("Zq77wXv", "Zq0wXv", "\U000f0000"):
+        call = {"function": {"name": name, "arguments": "{}"}}
+        reply = {"role": "assistant", "content": "a", "tool_calls": [call]}
+        with pytest.raises(Rejected) as caught:
+            masker.lay_out(Conversation([{"role": "user", "content": "q"}, reply]))
+        assert caught.value.reason == "mask_uncertain"
 
 
 def test_markers_need_not_be_special_tokens_and_tags_of_replies_are_none():

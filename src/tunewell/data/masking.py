@@ -135,13 +135,13 @@ class Masker:
         self, conversation: Conversation, text: str, plan: Plan | Rejected
     ) -> tuple[Plan, list[str]]:
         """Lay out a row that the template does something to: it takes thinking out of replies, or rewrites context."""
-        versions = [(conversation, frozenset())]
-        if (apart := stand_ins.with_thinking_apart(conversation)) is not None:
-            versions.append(apart)
-            words, shape = stand_ins.take_words(apart[0])
-            plan = self._plans.get((shape, apart[1])) or self._remember((shape, apart[1]), *apart)
-            if isinstance(plan, Plan) and plan.fill(words) == text:
-                return plan, words
+        versions = stand_ins.with_thinking_apart(conversation)
+        for version, in_thought in versions:
+            words, shape = stand_ins.take_words(version)
+            own = self._plans.get((shape, in_thought)) or self._remember((shape, in_thought), version, in_thought)
+            if isinstance(own, Plan) and own.fill(words) == text:
+                return own, words
+        versions.insert(0, (conversation, frozenset()))
         for version, in_thought in versions:
             # Only what is learned has to be followed word by word; the rest may be anything, as it is in this row.
             wanted, refused = self._wanted_turns(version)

@@ -134,9 +134,17 @@ def _lay_out_row(value: Any, recipe: Recipe, laid: Laid) -> None:
         if plan.lost_turns:
             laid.notes["replies_not_rendered"] += plan.lost_turns
         layout = Layout(plan, words)
+    if (lost := recipe.encoder.tokenizer.lost_bytes) and _has_any(layout.words, bytes(lost)):
+        laid.notes["rows_with_characters_the_tokenizer_cannot_write"] += 1
     laid.formats[format_name] += 1
     laid.layouts.append(layout)
     laid.digests.append(digests)
+
+
+def _has_any(words: list[str], wanted: bytes) -> bool:
+    """Whether a word has one of some bytes: a tokenizer without a token for a byte leaves it out silently."""
+    texts = [word.encode() for word in words]
+    return any(len(text.translate(None, wanted)) != len(text) for text in texts)
 
 
 def finish_block(laid: Laid, encoded: Encoded) -> Part:

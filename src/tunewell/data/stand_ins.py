@@ -14,8 +14,8 @@ import orjson
 
 from tunewell.data.types import Conversation, Message, Rejected
 
-REASONING = ("reasoning_content", "thinking", "reasoning")
-_SLOT_FIELDS = ("content", *REASONING)
+REASONING = frozenset(("reasoning_content", "thinking", "reasoning"))
+_SLOT_FIELDS = REASONING | {"content"}
 PLAIN, SPACED = ("Zq", "wXv"), ("Ky", "pRg")
 # Each white space that templates trim apart from the others, the ones trimmed most often farthest out.
 _LEAD, _TRAIL = "\n\n \t\r\x0b", "\x0c\r\t \n\n"
@@ -186,7 +186,7 @@ def disguised(
     for index, message in enumerate(messages):
         # Equal messages stay equal: some templates look for the last one by comparing.
         letter = chr(_FIRST_DISGUISE + first_of.setdefault(_frozen(message), index))
-        copy = {key: value if key in ("role", *_SLOT_FIELDS) else blot(value) for key, value in message.items()}
+        copy = {key: value if key == "role" or key in _SLOT_FIELDS else blot(value) for key, value in message.items()}
         if isinstance(copy.get("tool_calls"), list):
             copy["tool_calls"] = [_disguised_call(call, letter) for call in copy["tool_calls"]]
         if only is not None and index not in only:
@@ -233,19 +233,21 @@ def is_same_but_hidden(text: str, safe: str) -> bool:
     return text[at:] == safe[at:]
 
 
-def with_thinking_apart(conversation: Conversation) -> tuple[Conversation, frozenset[int]] | None:
+def with_thinking_apart(conversation: Conversation) -> list[tuple[Conversation, frozenset[int]]]:
     """Move thinking that is written into replies (`<think>...</think>`) to its own field, as templates do.
 
-    Also names the messages that had it; None when there are none.
+    Gives the ways to do it, with line ends around it taken off and as they are, each with the messages that had it.
     """
-    messages, found = [], set()
-    for index, message in enumerate(conversation.messages):
-        content = message["content"]
-        if message["role"] == "assistant" and "</think>" in content and not any(key in message for key in REASONING):
-            thinking, _, rest = content.rpartition("</think>")
-            thinking = thinking.rpartition("<think>")[2] if "<think>" in thinking else thinking
-            messages.append({**message, "content": rest.lstrip("\n"), "reasoning_content": thinking.strip("\n")})
-            found.add(index)
-        else:
-            messages.append(message)
-    return (Conversation(messages, conversation.tools, None, conversation.learn), frozenset(found)) if found else None
+    found = {
+        index: message["content"].rpartition("</think>")
+        for index, message in enumerate(conversation.messages)
+        if message["role"] == "assistant" and "</think>" in message["content"] and REASONING.isdisjoint(message)
+    }
+    versions = []
+    for characters in ("\n", "") if found else ():
+        messages = list(conversation.messages)
+        for index, (before, _, rest) in found.items():
+            thinking = before.rpartition("<think>")[2].strip(characters)
+            messages[index] = {**messages[index], "content": rest.lstrip(characters), "reasoning_content": thinking}
+        versions.append((Conversation(messages, conversation.tools, None, conversation.learn), frozenset(found)))
+    return versions

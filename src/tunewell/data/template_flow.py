@@ -142,7 +142,7 @@ class _Flow:
         if of == "loop" and name in _LOOP_COUNTS:
             return "shape"
         if of == "message" and isinstance(name, str) and not hasattr(dict, name):
-            return "words" if name in ("content", *REASONING) else "shape"
+            return "words" if name == "content" or name in REASONING else "shape"
         if of == "messages" and isinstance(node, nodes.Getitem) and self._need(node.arg, frozenset(("shape",))):
             return "messages" if isinstance(node.arg, nodes.Slice) else "message"
         return None
