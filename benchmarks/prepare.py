@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -161,6 +162,8 @@ def main() -> None:
         for number in range(wanted.rounds):
             order = list(CONTENDERS) if number % 2 == 0 else list(reversed(CONTENDERS))
             for contender in order:
+                # `datasets` switches the tokenizer's threads off for its forks and leaves them off for us.
+                os.putenv("TOKENIZERS_PARALLELISM", "true")
                 seconds[contender].append(CONTENDERS[contender](contest))
     print(f"\n{wanted.rows:,} rows of {origin}, median of {wanted.rounds} rounds.\n")
     print(report(wanted.rows, seconds))

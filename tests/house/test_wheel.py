@@ -1,5 +1,6 @@
 """The wheel works where nothing else is installed, and without torch."""
 
+import json
 import os
 import subprocess
 import sys
@@ -45,6 +46,17 @@ def test_the_wheel_runs_from_a_bare_venv(bare, tmp_path):
     assert call(bare / "tunewell", "glossary", "unparsable", cwd=tmp_path).startswith("unparsable ")
     assert "packing.context_length" in call(bare / "tunewell", "explain", cwd=tmp_path)
     assert '"$schema"' in call(bare / "tunewell", "schema", cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_the_wheel_prepares_a_corpus_without_torch(bare, tmp_path, tiny_model):
+    """The whole path, from rows to a corpus, on what `pip install` brings and nothing else."""
+    rows = [{"question": f"What is {n}?", "answer": f"It is {n}."} for n in range(50)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    call(bare / "tunewell", "init", "rows.jsonl", "--model", tiny_model, cwd=tmp_path)
+    report = json.loads(call(bare / "tunewell", "prepare", "--json", cwd=tmp_path))
+    assert report["rows_in"] == 50 == report["documents"] + report["held_out"]
+    assert "It is" in call(bare / "tunewell", "inspect", "corpus", cwd=tmp_path).replace("[", "").replace("]", "")
 
 
 @pytest.mark.slow

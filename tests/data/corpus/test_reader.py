@@ -206,3 +206,15 @@ def test_a_dataset_without_datasets_says_what_to_install(corpus, monkeypatch):
     with pytest.raises(UserError) as caught:
         corpus.as_dataset()
     assert "tunewell[datasets]" in (caught.value.fix or "")
+
+
+def test_a_corpus_in_memory_is_the_same_and_needs_its_files_no_more(tiny_model, tmp_path):
+    """Guards `in_memory`, which is asked for where disks are slow: a page that is still read from disk defeats it."""
+    folder = prepare_in(tmp_path, tiny_model, rows_file(tmp_path / "rows.jsonl", 60)).corpus
+    mapped = [(document.input_ids, document.labels) for document in open_corpus(folder)]
+    held_out = [document.input_ids for document in open_corpus(folder).held_out]
+    corpus = open_corpus(folder, in_memory=True)
+    for path in folder.rglob("*.arrow"):
+        path.write_bytes(b"")
+    assert [(document.input_ids, document.labels) for document in corpus] == mapped
+    assert [document.input_ids for document in corpus.held_out] == held_out

@@ -59,6 +59,7 @@ class Split:
         self._record = record
         self._sources = sources
         self._check = check
+        self._is_in_memory = False
         self._shards: dict[int, tuple[npt.NDArray[np.int64], list[_Batch]]] = {}
 
     def __len__(self) -> int:
@@ -116,7 +117,8 @@ class Split:
         path = self.folder / name
         self._check()
         try:
-            return read(pa.memory_map(str(path))).read_all()
+            source = pa.BufferReader(path.read_bytes()) if self._is_in_memory else pa.memory_map(str(path))
+            return read(source).read_all()
         except (OSError, pa.ArrowInvalid) as error:
             raise _damaged(path) from error
 
@@ -128,7 +130,17 @@ class Split:
             features = datasets.Features(dict.fromkeys(_COLUMNS, numbers))
             return datasets.Dataset.from_dict({name: [] for name in _COLUMNS}, features=features)
         self._check()
-        return datasets.load_from_disk(str(self.folder))
+        return datasets.load_from_disk(str(self.folder), keep_in_memory=self._is_in_memory)
+
+    def load_in_memory(self) -> None:
+        """Read everything into memory now: for disks on which mapped files are slow, like Windows' under WSL."""
+        self._is_in_memory = True
+        self.__dict__.pop("index", None)
+        self._shards.clear()
+        if self._record is not None:
+            _ = self.index
+            for number in range(len(self._record.shards)):
+                self._shard(number)
 
 
 class Corpus(Split):
@@ -161,13 +173,17 @@ class Corpus(Split):
                 raise _damaged(path)
 
 
-def open_corpus(path: str | Path, *, verify: bool = False) -> Corpus:
+def open_corpus(path: str | Path, *, verify: bool = False, in_memory: bool = False) -> Corpus:
     """Open a corpus that `tunewell prepare` wrote; raise UserError if it is not there, not whole or damaged.
 
-    That every file is there in its size is always checked; `verify=True` also hashes every byte.
+    That every file is there in its size is always checked; `verify=True` also hashes every byte. Shards are mapped;
+    `in_memory=True` reads them once and for all, which is faster on disks where mapping is slow.
     """
     corpus = Corpus(Path(path))
     corpus.verify() if verify else corpus._check_sizes()
+    if in_memory:
+        corpus.load_in_memory()
+        corpus.held_out.load_in_memory()
     return corpus
 
 
