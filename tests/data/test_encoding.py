@@ -375,7 +375,8 @@ def test_plain_text_is_learned_whole_with_its_end():
     assert tokenizer.backend.decode(first.tolist()[:-1], skip_special_tokens=False) == "the <s> boy"
     assert first[-1] == second[-1] == end
     assert tokenizer.added["<s>"].id not in first
-    assert encoded.learned.tolist() == [False] + [True] * (len(first) - 1) + [False, True]
+    assert encoded.learned.tolist() == [False] + [True] * (len(first) - 1) + [False, False]
+    assert encoded.failed[1].reason == "nothing_to_learn"  # only its end would be learned
 
 
 def test_a_reply_that_a_boundary_token_swallows_is_dropped_with_that_reason():

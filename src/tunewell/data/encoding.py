@@ -177,9 +177,7 @@ class Encoder:
         only_ends = (num_learned > 0) & (num_learned <= np.asarray(batch.num_learned_markers, dtype=np.int64))
         for document in np.flatnonzero(only_ends).tolist():
             learned[starts[document] : starts[document] + lengths[document]] = False
-            failed[document] = Rejected(
-                "nothing_to_learn", "the template's text runs into the reply, only its end is left"
-            )
+            failed[document] = Rejected("nothing_to_learn", "only its end would be learned")
         return Encoded(tokens, learned, lengths, boundary, failed)
 
     def _in_parts(self, batch: Batch, document: int) -> Mask:

@@ -75,7 +75,7 @@ class Converter:
 
     def convert(self, row: Any) -> tuple[Conversation, str]:
         """Make a conversation of a row and name its format; raise Rejected with the reason when it is none."""
-        if isinstance(row, str) and self._format in ("auto", "text"):
+        if isinstance(row, str) and self._format == "text":
             row = {"text": row}
         if isinstance(row, list) and self._format in ("auto", "messages", "sharegpt"):
             row = {"messages": row}

@@ -17,7 +17,7 @@ from tunewell.data.masking import Masker
 from tunewell.data.parts import Part, digest_rows
 from tunewell.data.row_functions import RowFunction
 from tunewell.data.sources.blocks import Block, ReadOptions, parse_item
-from tunewell.data.types import Rejected
+from tunewell.data.types import Conversation, Rejected
 
 PIPELINE_VERSION = 1
 """Raised whenever the same rows would give other tokens, so that no old part is taken for a new one."""
@@ -133,12 +133,27 @@ def _lay_out_row(value: Any, recipe: Recipe, laid: Laid) -> None:
             )
         if plan.lost_turns:
             laid.notes["replies_not_rendered"] += plan.lost_turns
+        if conversation.tools or any(len(message) > 2 for message in conversation.messages):
+            _judge_tools(conversation, recipe.masker, laid)
         layout = Layout(plan, words)
     if (lost := recipe.encoder.tokenizer.lost_bytes) and _has_any(layout.words, bytes(lost)):
-        laid.notes["rows_with_characters_the_tokenizer_cannot_write"] += 1
+        laid.notes["characters_not_written"] += 1
     laid.formats[format_name] += 1
     laid.layouts.append(layout)
     laid.digests.append(digests)
+
+
+def _judge_tools(conversation: Conversation, masker: Masker, laid: Laid) -> None:
+    """Note tool data that the template does not show; refuse a row that would teach an empty reply for it."""
+    template = masker.template
+    calls = [message for message in conversation.messages if message.get("tool_calls")]
+    if conversation.tools and "tools" not in template.variables:
+        laid.notes["tools_not_rendered"] += 1
+    if not calls or "tool_calls" in template.source:
+        return
+    if masker.rule.learn_from == "everything" and not all(message["content"].strip() for message in calls):
+        raise Rejected("nothing_to_learn", "the template does not show its tool calls: an empty reply would be learned")
+    laid.notes["tool_calls_not_rendered"] += 1
 
 
 def _has_any(words: list[str], wanted: bytes) -> bool:

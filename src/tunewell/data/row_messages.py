@@ -111,5 +111,5 @@ def read_text(value: Any, name: str) -> str:
 
 def kind_of(value: Any) -> str:
     """Say in a person's words what a JSON value is."""
-    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "missing"}
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)

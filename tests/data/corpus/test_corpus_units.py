@@ -123,7 +123,7 @@ def test_which_documents_are_sampled_does_not_depend_on_the_order_of_rows():
 def test_a_source_without_documents_leaves_its_share_to_the_others():
     """Otherwise the figures on screen would speak of documents that are not there."""
     mix = mix_sources(np.zeros(10, dtype=np.int32), np.arange(10, dtype=np.uint64), {0: 0.25, 1: 0.75}, 4)
-    assert mix.because == {0: "10 of 10 documents (100%) from 10"}
+    assert mix.because == {1: "no documents; its share goes to the others", 0: "10 of 10 documents (100%) from 10"}
 
 
 @pytest.mark.parametrize(("copies", "expected", "repeats"), [([1, 1], [0, 1], 0), ([3, 0], [0, 0, 0], 2)])

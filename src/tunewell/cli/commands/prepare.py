@@ -81,8 +81,9 @@ def corpus_rows(manifest: "Manifest") -> list[list[str]]:
         ],
         [
             "padding",
-            "none",
-            f"padding each document to {count(packing.context_length)} would waste {percent(lengths.padding_waste)}",
+            count(tokens.padding),
+            f"empty slots at the ends of sequences; padding each document to {count(packing.context_length)} "
+            f"would waste {percent(lengths.padding_waste)}",
         ],
     ]
     if manifest.pieces:
@@ -99,7 +100,8 @@ def corpus_rows(manifest: "Manifest") -> list[list[str]]:
             ]
         )
     for note, number in manifest.notes.items():
-        rows.append(["note", count(number), note.replace("_", " ")])
+        words = note.replace("_", " ")
+        rows.append(["note", count(number), f"{words}; see `tunewell glossary '{words}'`"])
     return rows
 
 

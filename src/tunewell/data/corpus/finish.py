@@ -35,7 +35,7 @@ class Finish:
         """Write everything, the manifest last; raise UserError when no document is left or one is too long."""
         documents, order = self._documents, self._order
         self._refuse_nothing()
-        context = choose_context(int(documents.lengths.max()), order.context_length, order.context_limit)
+        context = choose_context(self._longest(), order.context_length, order.context_limit)
         self._judge_long(context)
         self._refuse_nothing()
         mix = self._mix()
@@ -50,6 +50,13 @@ class Finish:
         (self._corpus / "dataset_dict.json").write_text(stable_json({"splits": list(splits)}), encoding="utf-8")
         order.save_tokenizer(self._corpus / "tokenizer")
         return self._conclude(splits, context, mix)
+
+    def _longest(self) -> int:
+        """Tell the longest document that is kept: one that the policy drops must not lengthen every sequence."""
+        lengths, limit = self._documents.lengths, self._order.context_limit
+        if self._order.long_documents == "drop" and limit is not None and (lengths <= limit).any():
+            lengths = lengths[lengths <= limit]
+        return int(lengths.max())
 
     def _refuse_useless_held_out(self) -> None:
         """Stop when a held-out file was named and none of its rows can be used: nobody wants that silently."""
@@ -101,7 +108,9 @@ class Finish:
         raise UserError(
             f"nothing is left to train on: {count(rows, 'row')} came in and no document came out",
             where=where,
-            fix="look at the first rows with `tunewell inspect DATA --model MODEL`; "
+            fix="the files are empty or hold blank lines only"
+            if not rows
+            else "look at the first rows with `tunewell inspect DATA --model MODEL`; "
             "`tunewell glossary REASON` explains a reason",
         )
 

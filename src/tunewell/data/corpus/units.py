@@ -91,7 +91,7 @@ def mix_sources(
     allowed = min((counts[index] * max_repeats / wanted[index] for index in filled), default=0.0)
     total = min(all_kept, allowed)
     copies = np.zeros(len(source), dtype=np.int64)
-    because = {}
+    because = {index: "no documents; its share goes to the others" for index in shares if not counts[index]}
     for index in filled:
         own = np.flatnonzero(source == index)
         times, extra = divmod(round(total * wanted[index]), counts[index])
