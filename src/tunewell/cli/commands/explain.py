@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tunewell.cli.options import AsJson, ConfigFile
+
 if TYPE_CHECKING:
     from tunewell.config.explain import Explanation
     from tunewell.config.load import Loaded
@@ -14,10 +16,8 @@ def command(
     key: Annotated[
         str | None, typer.Argument(help="A key or a group of keys, like `packing.context_length` or `packing`.")
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", help="Config file; `tunewell.yaml` of this folder if not given.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    config: ConfigFile = None,
+    json: AsJson = False,
 ) -> None:
     """Say what a config key means, what it takes and where it is set."""
     from dataclasses import asdict

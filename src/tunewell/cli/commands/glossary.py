@@ -4,12 +4,14 @@ from typing import Annotated
 
 import typer
 
+from tunewell.cli.options import AsJson
+
 
 def command(
     word: Annotated[
         list[str] | None, typer.Argument(help="The word, or the id of a drop reason; all of them if not given.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Say what a word or the reason for a dropped row means."""
     from tunewell.cli.render import definitions, emit, emit_json

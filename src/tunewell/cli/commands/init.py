@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tunewell.cli.options import AsJson
+
 if TYPE_CHECKING:
     from tunewell.workflows.init import InitResult
 
@@ -14,7 +16,7 @@ def command(
     model: Annotated[str, typer.Option(help="Folder, `.gguf` file, hub id or `package:NAME`.")],
     out: Annotated[Path | None, typer.Option(help="Where to write the config; `tunewell.yaml` if not given.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a config that is there.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Look at rows and a model, and write a config with the reasons in it."""
     from tunewell.cli.progress import shown_progress

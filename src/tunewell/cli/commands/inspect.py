@@ -1,9 +1,10 @@
 """`tunewell inspect`."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from tunewell.cli.options import AsJson, ConfigFile, Sets
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,12 +17,8 @@ _BAR_WIDTH = 40
 
 def command(
     path: Annotated[str | None, typer.Argument(help="A corpus, or a file, folder or glob of rows.")] = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", help="Config file; `tunewell.yaml` of this folder if not given.")
-    ] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set any key of the config; may be repeated.")
-    ] = None,
+    config: ConfigFile = None,
+    set_: Sets = None,
     model: Annotated[str | None, typer.Option(help="Model whose tokenizer and template are used on rows.")] = None,
     show: Annotated[int, typer.Option(min=0, help="How many documents to show token by token.")] = 2,
     document: Annotated[
@@ -29,7 +26,7 @@ def command(
     ] = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="List each token on a line, with its id.")] = False,
     held_out: Annotated[bool, typer.Option("--held-out", help="Show documents of the held-out part.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Look at rows or a corpus: lengths, ledger, and token by token what is learned."""
     from tunewell.cli.progress import shown_progress

@@ -5,22 +5,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tunewell.cli.options import AsJson, ConfigFile, Sets
+
 if TYPE_CHECKING:
     from tunewell.records.manifest import Manifest
     from tunewell.workflows.prepare import PrepareResult
 
 
 def command(
-    config: Annotated[
-        Path | None, typer.Option("--config", help="Config file; `tunewell.yaml` of this folder if not given.")
-    ] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set any key of the config; may be repeated.")
-    ] = None,
+    config: ConfigFile = None,
+    set_: Sets = None,
     model: Annotated[str | None, typer.Option(help="Model whose tokenizer and template are used.")] = None,
     data: Annotated[list[str] | None, typer.Option(help="File, folder or glob of rows; may be repeated.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write the corpus to.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Turn rows into a corpus: cleaned, rendered, masked, tokenised, packed."""
     from tunewell.cli.progress import shown_progress
