@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tunewell.core.errors import UserError
@@ -158,6 +158,7 @@ def test_members_do_not_depend_on_where_blocks_are_cut(rows, indent, size):
 
 
 @given(data=st.text(alphabet='[]{},:"\\ab1 \n', max_size=60), level=st.integers(0, 2), size=st.integers(1, 9))
+@example(data='"\\\n[', level=1, size=1)
 @settings(max_examples=300)
 def test_no_text_breaks_the_splitter(data, level, size):
     """Whatever stands in the file, it gives members or a UserError, the same for every cut into blocks."""

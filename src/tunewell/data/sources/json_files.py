@@ -21,7 +21,7 @@ from tunewell.data.sources.lines import TooLong, read_utf8
 _STRING = re.compile(rb'[^"\\\n]*+(?:\\[^\n][^"\\\n]*+)*+')
 _STRUCTURE = re.compile(rb'["\[\]{},:]')
 _OPENS = {ord("["): ord("]"), ord("{"): ord("}")}
-_QUOTE, _BACKSLASH, _COMMA, _BRACE = b'"\\,{'
+_QUOTE, _BACKSLASH, _COMMA, _BRACE, _LINE_END = b'"\\,{\n'
 _CONVERSATION_LISTS = {b'"messages"', b'"conversations"', b'"conversation"'}
 _HEAD_BYTES = 4096
 _MAX_OPEN = 10_000
@@ -159,6 +159,9 @@ class _Splitter:
     def _pass_string(self, block: bytes, at: int) -> int:
         if self._is_escaped:
             self._is_escaped = False
+            if block[at] == _LINE_END:  # a line end ends a broken string, escaped or not, wherever the block is cut
+                self._is_in_string = False
+                return at + 1
             at += 1
         at = _STRING.match(block, at).end()  # type: ignore[union-attr]
         if at < len(block):
