@@ -6,6 +6,7 @@ import orjson
 import tokenizers
 
 from tunewell.data.items import Place
+from tunewell.data.word_table import word_table
 
 Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
 _FORMS: tuple[Form, ...] = get_args(Form)
@@ -18,6 +19,9 @@ class TextBackends:
         config = orjson.loads(backend.to_str())
         # A post-processor would trim offsets to the letters of a token, and these must cover its spaces too.
         config |= {"truncation": None, "padding": None, "post_processor": None}
+        if all(token["special"] for token in config["added_tokens"]):
+            # Nothing looks for special tokens in these copies; without them, nothing looks for their absence either.
+            config["added_tokens"] = []
         self.keeps_text = config["normalizer"] is None or config["normalizer"].get("normalizers") == []
         """Whether text is encoded just as it is."""
         self.form: Form | None = _form(config["normalizer"])
@@ -35,6 +39,8 @@ class TextBackends:
             if key not in made:
                 made[key] = _as_text(config | parts)
             self._by_place[place] = made[key]
+        self.words = word_table(config) if len(made) == 1 and (self.keeps_text or self.form) else None
+        """A quicker way for ASCII text, where there is one; every Unicode form leaves ASCII as it is."""
 
     def __getitem__(self, place: Place) -> tokenizers.Tokenizer:
         return self._by_place[place]

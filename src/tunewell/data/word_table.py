@@ -1,0 +1,110 @@
+"""Encode ASCII text word by word from a table: conversations repeat their words, and looking one up is cheap.
+
+A tokenizer first cuts a text into words and then each word into tokens, whatever stands beside it. So the ids of a
+word need to be found once. Cutting is done here for the patterns of the GPT-2, Llama 3 and Qwen families, in ASCII
+alone, where `re` and the tokenizer's own expressions mean the same; any other text goes through the tokenizer.
+"""
+
+import re
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import orjson
+import tokenizers
+
+_LONGEST_WORD = 64
+_MOST_WORDS = 400_000
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# Where digits are cut out first, a run of spaces before one ends its piece: it has nothing to leave a space to.
+_GPT2_WITHOUT_DIGITS = r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"  # fmt: skip
+_DIGITS: tuple[dict[str, Any], ...] = (
+    {"type": "Digits", "individual_digits": True},
+    {"type": "Split", "pattern": {"Regex": r"\p{N}"}, "behavior": "Isolated", "invert": False},
+)
+# Escapes, classes that begin with "not", groups that capture (`findall` would give the group), and single letters.
+_PARTS = re.compile(r"\\[pP]\{\^?\w+\}|\\.|\[\^?|&&|\(\?|.", re.DOTALL)
+_SAME_IN_PYTHON = {r"\s", r"\S", r"\r", r"\n", r"\t", r"\/", r"\-", r"\.", r"\'"}
+_ASCII_CLASSES = {r"\p{L}": "A-Za-z", r"\p{N}": "0-9"}
+
+
+class WordTable:
+    """The ids of every word met so far."""
+
+    def __init__(self, cut: re.Pattern[str], backend: tokenizers.Tokenizer) -> None:
+        """Take the pattern that cuts ASCII text into words, and a tokenizer that takes its text for one word."""
+        self._cut = cut
+        self._ids = _Ids(backend)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int] | None]:
+        """Give the ids of ASCII texts; None where the pattern does not cover a text."""
+        findall, ids_of = self._cut.findall, self._ids.__getitem__
+        ids: list[list[int] | None] = []
+        for text in texts:
+            words = findall(text)
+            covers = sum(map(len, words)) == len(text)
+            ids.append(list(chain.from_iterable(map(ids_of, words))) if covers else None)
+        return ids
+
+
+class _Ids(dict[str, list[int]]):
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+
+    def __missing__(self, word: str) -> list[int]:
+        [encoding] = self._backend.encode_batch_fast([word], add_special_tokens=False)
+        ids = encoding.ids
+        if len(word) <= _LONGEST_WORD:
+            if len(self) >= _MOST_WORDS:
+                self.clear()
+            self[word] = ids
+        return ids
+
+
+def word_table(config: dict[str, Any]) -> WordTable | None:
+    """Make a table for a tokenizer, from its configuration; None where it cuts text in a way not known here."""
+    if config["added_tokens"] or config["model"]["type"] != "BPE" or config["model"].get("dropout"):
+        return None
+    cut = _pattern(config["pre_tokenizer"])
+    if cut is None:
+        return None
+    whole = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    backend = tokenizers.Tokenizer.from_str(orjson.dumps(config | {"pre_tokenizer": whole}).decode())
+    return WordTable(cut, backend)
+
+
+def _pattern(step: dict[str, Any] | None) -> re.Pattern[str] | None:
+    steps = [] if step is None else step["pretokenizers"] if step["type"] == "Sequence" else [step]
+    if not steps or steps[-1]["type"] != "ByteLevel" or steps[-1]["add_prefix_space"]:
+        return None
+    *before, last = steps
+    if last["use_regex"] and not before:
+        return _in_ascii(_GPT2)
+    if last["use_regex"] and len(before) == 1 and before[0] in _DIGITS:
+        return _in_ascii(_GPT2_WITHOUT_DIGITS)
+    if not last["use_regex"] and len(before) == 1 and before[0]["type"] == "Split":
+        [split] = before
+        if split["behavior"] == "Isolated" and not split["invert"] and "Regex" in split["pattern"]:
+            return _in_ascii(split["pattern"]["Regex"])
+    return None
+
+
+def _in_ascii(pattern: str) -> re.Pattern[str] | None:
+    """Translate an expression of the tokenizer's into one of Python's for ASCII text; None for what may differ."""
+    parts: list[str] = []
+    in_class = False
+    for part in _PARTS.findall(pattern):
+        if part in _ASCII_CLASSES:
+            part = _ASCII_CLASSES[part] if in_class else f"[{_ASCII_CLASSES[part]}]"
+        elif part[0] == "\\" and part not in _SAME_IN_PYTHON:
+            return None
+        elif part[0] == "[":
+            if in_class:
+                return None
+            in_class = True
+        elif part == "]":
+            in_class = False
+        elif part == "&&" or part == "(":
+            return None
+        parts.append(part)
+    return re.compile("".join(parts), re.ASCII)
