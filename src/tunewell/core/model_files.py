@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from tunewell.core.errors import UserError
 
-Origin = Literal["folder", "file", "package", "hub"]
+Origin = Literal["folder", "file", "package", "hub", "preset"]
 
 # What a tokenizer and a model's facts are read from; weights are never fetched here.
 SMALL_FILES = (
@@ -26,6 +26,8 @@ SMALL_FILES = (
     "config.json",
 )
 SENTENCEPIECE_FILE = "tokenizer.model"
+WEIGHT_SUFFIXES = frozenset({".pt", ".pth", ".bin", ".safetensors"})
+"""Of checkpoints that other code wrote; what lies beside one is taken for its own."""
 # A tokenizer.json of a 256,000-token vocabulary has about 35 MB.
 _MAX_JSON_BYTES = 512 << 20
 _REACH_SECONDS = 5
@@ -79,6 +81,11 @@ def locate(model: str | Path) -> ModelFiles:
     asks the hub, whose local cache answers when there is no network.
     """
     source = str(model)
+    if source.startswith("preset:"):
+        raise UserError(
+            f"`{source}` starts from nothing, so it has no files and no tokenizer",
+            fix="name a tokenizer with `tokenizer:`: a folder, a `tokenizer.json` or a SentencePiece `.model` file",
+        )
     if isinstance(model, str) and model.startswith("package:"):
         return _in_package(source, model.removeprefix("package:"))
     path = Path(model).expanduser()
@@ -106,6 +113,10 @@ def _from_file(source: str, path: Path, origin: Origin = "file") -> ModelFiles:
         # Only a file with the usual name can be said to belong to its neighbours.
         small = beside if path.name == "tokenizer.json" else {}
         return ModelFiles(source, origin, small | {"tokenizer.json": path})
+    if path.suffix in WEIGHT_SUFFIXES:
+        pieces = path.parent / SENTENCEPIECE_FILE
+        is_pieces = "tokenizer.json" not in beside and pieces.is_file()
+        return ModelFiles(source, origin, beside, sentencepiece=pieces if is_pieces else None)
     raise UserError(
         f"`{path.name}` is no file that tunewell reads a model from",
         where=str(path),
@@ -196,7 +207,7 @@ def _on_hub(repository: str) -> ModelFiles:
             small[name] = Path(cached)
         if cached is not None or problem is not None:
             continue
-        problem = _hub_is_out_of_reach()
+        problem = hub_is_out_of_reach()
         try:
             if problem is None:
                 small[name] = Path(hf_hub_download(repository, name))
@@ -216,7 +227,7 @@ def _on_hub(repository: str) -> ModelFiles:
     return ModelFiles(repository, "hub", small, sentencepiece=sentencepiece)
 
 
-def _hub_is_out_of_reach() -> str | None:
+def hub_is_out_of_reach() -> str | None:
     """Say why the hub cannot be reached, within seconds: its own library retries for half a minute first."""
     from huggingface_hub import constants
 

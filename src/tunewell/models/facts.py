@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.core.gguf import read_metadata, tensor_count
-from tunewell.core.model_files import ModelFiles, Origin, locate
+from tunewell.core.model_files import WEIGHT_SUFFIXES, ModelFiles, Origin, locate
+from tunewell.models.key_map import find_key_map
+from tunewell.models.presets import PREFIX, find_preset, is_preset
 
 # Attention with separate q, k, v and o, a gated feed-forward block, two norms a layer.
 _LLAMA_SHAPED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -30,18 +32,38 @@ class ModelFacts:
     origin: Origin
 
 
-def read_facts(model: str | Path) -> ModelFacts:
+def read_facts(model: str | Path, *, vocab_size: int | None = None) -> ModelFacts:
     """Read a model's facts from its `config.json` or its GGUF file; all None for a tokenizer alone.
 
+    A preset has the vocabulary of a tokenizer, so it has parameters only when `vocab_size` says how large that is.
     Raises UserError when there is no such model or a file is damaged.
     """
+    if is_preset(str(model)):
+        return _from_preset(str(model), str(model).removeprefix(PREFIX), vocab_size, "preset")
     files = locate(model)
+    path = Path(model).expanduser()
+    if files.origin == "file" and path.suffix in WEIGHT_SUFFIXES and (shape := find_key_map(path).model):
+        return _from_preset(shape, _name(files), vocab_size, files.origin)
     config = files.read_object("config.json")
     if config:
         return _from_config(files, config)
     if files.gguf is not None:
         return _from_gguf(files, files.gguf)
     return ModelFacts(_name(files), None, None, None, None, None, None, files.origin)
+
+
+def _from_preset(shape: str, name: str, vocab_size: int | None, origin: Origin) -> ModelFacts:
+    preset = find_preset(shape)
+    return ModelFacts(
+        name=name,
+        architecture="LlamaForCausalLM",
+        context_limit=preset.context_length,
+        vocab_size=vocab_size,
+        num_layers=preset.num_layers,
+        hidden_size=preset.hidden_size,
+        num_parameters=None if vocab_size is None else preset.num_parameters(vocab_size),
+        origin=origin,
+    )
 
 
 def _from_config(files: ModelFiles, config: dict[str, Any]) -> ModelFacts:

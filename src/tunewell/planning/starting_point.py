@@ -1,19 +1,9 @@
 """Epochs, rate and rank to start from, for this many rows and this model, each with its reason."""
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from tunewell.core.units import count
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Chosen(Generic[T]):
-    """A value we chose, and why."""
-
-    value: T
-    because: str
+from tunewell.records.plan import Chosen
 
 
 @dataclass(frozen=True)
@@ -26,7 +16,7 @@ class StartingPoint:
     alpha: Chosen[int]
 
 
-_EPOCHS = ((500, 8), (2_000, 5), (10_000, 3), (100_000, 2))
+_EPOCHS = ((2_000, 5), (10_000, 3), (100_000, 2))
 _RANKS = ((1_000, 16), (20_000, 32))
 _RATES = ((500_000_000, 1e-3), (2_000_000_000, 5e-4))
 
@@ -37,17 +27,19 @@ def starting_point(num_rows: int, num_parameters: int | None) -> StartingPoint:
     rank = next((rank for limit, rank in _RANKS if num_rows < limit), 64)
     rate = next((rate for limit, rate in _RATES if (num_parameters or limit) < limit), 2e-4)
     return StartingPoint(
-        epochs=Chosen(epochs, _why_epochs(num_rows, epochs)),
-        learning_rate=Chosen(rate, _why_rate(num_parameters)),
-        rank=Chosen(rank, _why_rank(num_rows, rank)),
-        alpha=Chosen(2 * rank, "twice the rank, so the adapter's scale stays the same when you change the rank"),
+        epochs=Chosen[float](value=epochs, because=_why_epochs(num_rows, epochs)),
+        learning_rate=Chosen[float](value=rate, because=_why_rate(num_parameters)),
+        rank=Chosen[int](value=rank, because=_why_rank(num_rows, rank)),
+        alpha=Chosen[int](value=2 * rank, because="twice the rank: keep that when you change the rank"),
     )
 
 
 def _why_epochs(num_rows: int, epochs: int) -> str:
     if epochs == 1:
         return f"{count(num_rows, 'row')} are enough to be seen once"
-    return f"{count(num_rows, 'row')} need to be seen {epochs} times; the held-out loss shows when that is too often"
+    return (
+        f"{count(num_rows, 'row')} to be seen {epochs} times in a first run; the held-out loss shows if more would help"
+    )
 
 
 def _why_rate(num_parameters: int | None) -> str:

@@ -173,13 +173,15 @@ packing:
   long_documents: error   # or: split, drop
 
 method:
-  kind: lora
+  kind: lora   # small added matrices; or full: every weight, at about a tenth of the rate
   rank: {start.rank.value}   # {start.rank.because}
   alpha: {start.alpha.value}   # {start.alpha.because}
 
 train:
   epochs: {start.epochs.value:g}   # {start.epochs.because}
   learning_rate: {_rate(start.learning_rate.value)}   # {start.learning_rate.because}
+  schedule: cosine   # the rate falls to zero at the end; or: linear, constant
+  batch_tokens: auto   # what one step learns from; `train` prints what it chose, and why
 
 seed: 0
 """

@@ -12,6 +12,7 @@ from tunewell.data.encoding import Encoder
 from tunewell.data.masking import LearnRule, Masker
 from tunewell.data.templates import BUILTIN_NAMES, ChatTemplate, TemplateFailed, builtin_template, markers_of
 from tunewell.data.tokenizer import LoadedTokenizer, load_tokenizer
+from tunewell.models.presets import find_preset, is_preset
 from tunewell.records.manifest import TemplateRecord
 
 
@@ -30,11 +31,13 @@ class TextToTokens:
 
     @classmethod
     def load(cls, loaded: Loaded) -> "TextToTokens":
-        """Load the model's tokenizer and every template that the config names, and check that they fit."""
+        """Load the model's tokenizer, or the one named beside it, and every template named; check that they fit."""
         config = loaded.config
         assert config.model is not None
-        model = str(loaded.path(config.model)) if loaded.path(config.model).exists() else config.model
-        tokenizer = load_tokenizer(model)
+        model = _place(config.model, loaded)
+        if is_preset(model):
+            find_preset(model)
+        tokenizer = load_tokenizer(_place(config.tokenizer, loaded) if config.tokenizer else model)
         names = dict.fromkeys([config.template.name, *(s.template for s in config.data.sources if s.template)])
         sources = {name: _source_of(name, tokenizer, loaded) for name in names}
         templates = {
@@ -87,6 +90,11 @@ class TextToTokens:
         """Save the tokenizer with the template that the documents were rendered by."""
         template = self.templates.get(self.default_name)
         self.tokenizer.save(folder, template.source if template else None)
+
+
+def _place(name: str, loaded: Loaded) -> str:
+    """Find a model or a tokenizer from the config's folder; a name that is no path there stays as it is."""
+    return str(loaded.path(name)) if loaded.path(name).exists() else name
 
 
 def _source_of(name: str, tokenizer: LoadedTokenizer, loaded: Loaded) -> str | None:

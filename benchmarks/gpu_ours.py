@@ -1,0 +1,172 @@
+"""Train one case with tunewell's engine; `gpu.py` starts this in a fresh process.
+
+    python benchmarks/gpu_ours.py 1.1b ours-compiled
+
+The loop is the one of `tunewell train`, with fp32 masters, clipping, an event for every step on disk, and a checkpoint
+in every window. Only the weights are drawn instead of read, and the documents are in memory.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from clock import Clock, Marks
+from gpu_peers import LOG_STEPS, random_model
+from loads import ALPHA, CASES, LEARNING_RATE, LONGEST, RANK, Case, Documents, draw_documents
+
+from tunewell.config.schema import Config
+from tunewell.models import adapters, attention
+from tunewell.records.events import EventLog
+from tunewell.records.plan import Plan
+from tunewell.training.batches import DataOrder
+from tunewell.training.checkpoints import Checkpoints
+from tunewell.training.engine import Run
+from tunewell.training.engine import train as take_steps
+from tunewell.training.leak_probe import probe_leaks
+from tunewell.training.step import Learner
+
+CONTENDERS = {"ours-eager": "off", "ours-compiled": "on", "ours-auto": "auto"}
+MATMUL_SIZE = 8192
+BASE = "drawn at random"
+
+
+class NoDocuments:
+    """Nothing is held out."""
+
+    index: dict[str, Any] = {}  # noqa: RUF012
+
+    def __len__(self) -> int:
+        return 0
+
+    def arrays(self, index: int) -> Any:
+        """Give nothing: there is nothing."""
+        raise IndexError(index)
+
+
+def plan_of(case: Case, config: Config) -> Plan:
+    """Write the plan that `tunewell train` would make of these settings."""
+    has_gpu = torch.cuda.is_available()
+    chosen = {
+        "device": "cuda:0" if has_gpu else "cpu",
+        "precision": "bf16" if has_gpu else "fp32",
+        "attention": "flash" if has_gpu else "sdpa",
+        "threads": torch.get_num_threads(),
+        "method": "lora",
+        "learning_rate": LEARNING_RATE,
+        "schedule": "constant",
+        "warmup_steps": 0,
+        # One more than is timed: the last step is told of at once, the others when the next is under way.
+        "num_steps": case.num_steps + 1,
+        "epochs": 1.0,
+        "batch_tokens": case.step_tokens,
+        "batch_documents": None,
+        "micro_batch_tokens": case.step_tokens,
+        "compile": config.train.compile,
+        "evaluate_every": case.num_steps + 1,
+        "save_every": case.window_steps,
+    }
+    known = {"made_by": "benchmarks/gpu.py", "model": BASE, "corpus": "in memory", "corpus_sha256": "0" * 64}
+    return Plan.model_validate(
+        known
+        | {"tokenizer_sha256": "0" * 64, "template_sha256s": [], "seed": 0, "config": config.model_dump(mode="json")}
+        | {name: {"value": value, "because": "the benchmark says so"} for name, value in chosen.items()}
+    )
+
+
+def put_together(case: Case, documents: Documents, *, model: Any, compiling: str, marks: Marks, folder: Path) -> Run:
+    """Lay out a run as `tunewell train` does."""
+    config = Config.model_validate(
+        {
+            "method": {"rank": RANK, "alpha": ALPHA},
+            "train": {"learning_rate": LEARNING_RATE, "schedule": "constant", "compile": compiling},
+            "evaluate": {"samples": 0},
+        }
+    )
+    plan = plan_of(case, config)
+    adapter = adapters.add_lora(model, config.method, seed=0)
+
+    def trained() -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        files = {adapters.WEIGHTS: adapters.adapter_tensors(model, adapter)}
+        return files, {adapters.CONFIG: adapters.adapter_config(adapter, BASE)}
+
+    return Run(
+        plan=plan,
+        config=config,
+        learner=Learner(model, config.train, plan.precision.value, LONGEST),
+        order=DataOrder(documents.index["length"].astype("int64"), 0, plan.corpus_sha256, case.step_tokens),
+        documents=documents,
+        held_out=NoDocuments(),
+        checkpoints=Checkpoints(folder / "checkpoints", keep=2, on_trouble=marks.noted),
+        events=EventLog(folder / "events.jsonl"),
+        samples=EventLog(folder / "samples.jsonl"),
+        watcher=marks,
+        trained=trained,
+        restore=lambda tensors: None,
+    )
+
+
+def ours(case: Case, compiling: str, started_at: float) -> None:
+    """Train the case and report; the clock is read when the engine has read a step's numbers."""
+    attention.register()
+    # The engine tells of a step when its numbers have arrived, so it is done by then.
+    clock = Clock(case.marks, started_at, is_waiting=False)
+    marks = Marks(clock)
+    documents = draw_documents(case)
+    model = random_model(case.shape, attention.FLASH if torch.cuda.is_available() else attention.SDPA)
+    with tempfile.TemporaryDirectory() as name:
+        clock.call()
+        run = put_together(case, documents, model=model, compiling=compiling, marks=marks, folder=Path(name))
+        probe_leaks(run.learner, documents)
+        ending = take_steps(run)
+        saved = sorted(path.name for path in (Path(name) / "checkpoints").iterdir())
+        run.events.close()
+        run.samples.close()
+    peak = clock.peak()  # before the product below takes memory of its own
+    clock.report(
+        **peak,
+        losses=as_logged(marks.losses),
+        grad_norms=marks.grad_norms,
+        notes=marks.notes,
+        ending=ending.reason,
+        checkpoints=saved,
+        seconds=run.seconds,
+        matmul_flops=matmul_rate(),
+    )
+
+
+def as_logged(losses: list[float]) -> list[tuple[int, float]]:
+    """Give the first loss, then means over as many steps as TRL logs."""
+    ends = range(LOG_STEPS, len(losses) + 1, LOG_STEPS)
+    return [(1, losses[0])] + [(end, statistics.mean(losses[max(1, end - LOG_STEPS) : end])) for end in ends]
+
+
+def matmul_rate() -> float | None:
+    """Measure the rate of one large bf16 product, the most that this GPU can be asked for."""
+    if not torch.cuda.is_available():
+        return None
+    a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(5):
+        a @ b
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(20):
+        a @ b
+    torch.cuda.synchronize()
+    return 20 * 2.0 * MATMUL_SIZE**3 / (time.perf_counter() - started)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train one case with tunewell and print what was measured.")
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("contender", choices=CONTENDERS)
+    parser.add_argument("--started-at", type=float, default=time.time())
+    wanted = parser.parse_args()
+    ours(CASES[wanted.case], CONTENDERS[wanted.contender], wanted.started_at)
+
+
+if __name__ == "__main__":
+    main()

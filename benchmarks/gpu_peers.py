@@ -1,0 +1,118 @@
+"""Train one case with TRL, in the setting that is fastest for it; `gpu.py` starts this in a fresh process.
+
+    python benchmarks/gpu_peers.py 1.1b trl-liger
+
+Best-fit packing without padding, flash kernel, fused AdamW, nothing recomputed, workers for the data, no checkpoints.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+import warnings
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+warnings.filterwarnings("ignore")
+
+from clock import Clock  # noqa: E402
+from loads import ALPHA, CASES, LEARNING_RATE, LINEARS, LONGEST, RANK, Shape, draw_documents  # noqa: E402
+
+CONTENDERS = ("trl", "trl-liger")
+LOG_STEPS = 5
+
+
+def word_tokenizer(vocabulary: int) -> Any:
+    """Make a tokenizer that has so many words; TRL asks for one, and nothing is tokenised."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"t{number}": number for number in range(vocabulary)}, unk_token="t3"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="t1", eos_token="t2", pad_token="t0", unk_token="t3"
+    )
+
+
+def random_model(shape: Shape, attention: str) -> Any:
+    """Draw a model's weights on the device: bf16 on a GPU, fp32 elsewhere."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    has_gpu = torch.cuda.is_available()
+    with torch.device("cuda" if has_gpu else "cpu"):
+        return AutoModelForCausalLM.from_config(
+            shape.config(), dtype=torch.bfloat16 if has_gpu else torch.float32, attn_implementation=attention
+        )
+
+
+def train(case_name: str, contender: str, started_at: float) -> None:
+    """Train the case and report; the clock is read in TRL's own callback."""
+    import torch
+    from peft import LoraConfig
+    from transformers import TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    case = CASES[case_name]
+    has_gpu = torch.cuda.is_available()
+    clock = Clock(case.marks, started_at)
+    model = random_model(case.shape, "flash_attention_2" if has_gpu else "sdpa")
+    dataset = draw_documents(case).as_dataset()
+    adapter = LoraConfig(
+        r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, task_type="CAUSAL_LM", target_modules=list(LINEARS)
+    )
+    config = SFTConfig(
+        tempfile.mkdtemp(),
+        max_steps=case.num_steps,
+        per_device_train_batch_size=case.step_tokens // LONGEST,
+        packing=True,
+        max_length=LONGEST,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        optim="adamw_torch_fused" if has_gpu else "adamw_torch",
+        max_grad_norm=1.0,
+        bf16=has_gpu,
+        use_cpu=not has_gpu,
+        use_liger_kernel=contender == "trl-liger",
+        gradient_checkpointing=False,
+        dataloader_num_workers=4 if has_gpu else 0,
+        logging_steps=LOG_STEPS,
+        logging_first_step=True,
+        disable_tqdm=True,
+        report_to=[],
+        save_strategy="no",
+    )
+
+    class Marks(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            clock.step(state.global_step, trainer._total_train_tokens)
+
+    clock.call()
+    trainer = SFTTrainer(
+        model,
+        args=config,
+        train_dataset=dataset,
+        processing_class=word_tokenizer(case.shape.vocabulary),
+        peft_config=adapter,
+        callbacks=[Marks()],
+    )
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    clock.report(
+        losses=[[entry["step"], entry["loss"]] for entry in logs],
+        grad_norms=[float(entry["grad_norm"]) for entry in logs],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train one case with TRL and print what was measured.")
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("contender", choices=CONTENDERS)
+    parser.add_argument("--started-at", type=float, default=time.time())
+    wanted = parser.parse_args()
+    train(wanted.case, wanted.contender, wanted.started_at)
+
+
+if __name__ == "__main__":
+    main()

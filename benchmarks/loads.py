@@ -1,0 +1,154 @@
+"""What the training benchmarks train on: model shapes, documents, and the arithmetic that a token costs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+RANK, ALPHA = 16, 32
+LEARNING_RATE = 5e-4
+LONGEST = 1024
+PROMPT_SHARE = 0.4
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama-like model, in the numbers its speed depends on."""
+
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    is_tied: bool
+
+    @property
+    def linears(self) -> list[tuple[int, int]]:
+        """Give the inputs and outputs of one layer's linear maps."""
+        keys = self.hidden // self.heads * self.kv_heads
+        attention = [(self.hidden, self.hidden), (self.hidden, keys), (self.hidden, keys), (self.hidden, self.hidden)]
+        return [*attention, (self.hidden, self.inner), (self.hidden, self.inner), (self.inner, self.hidden)]
+
+    def config(self) -> Any:
+        """Give the model's configuration for transformers."""
+        from transformers import LlamaConfig
+
+        return LlamaConfig(
+            hidden_size=self.hidden,
+            intermediate_size=self.inner,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            vocab_size=self.vocabulary,
+            tie_word_embeddings=self.is_tied,
+            max_position_embeddings=4096,
+            rms_norm_eps=1e-5,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=0,
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    """A shape, and how long it is trained: a warm-up, then windows that are timed."""
+
+    shape: Shape
+    step_tokens: int
+    """Real tokens of the documents that one optimizer step learns from."""
+    warmup_steps: int
+    window_steps: int
+    windows: int = 3
+
+    @property
+    def num_steps(self) -> int:
+        return self.warmup_steps + self.windows * self.window_steps
+
+    @property
+    def marks(self) -> list[int]:
+        """Give the steps after which the clock is read."""
+        return [self.warmup_steps + number * self.window_steps for number in range(self.windows + 1)]
+
+
+CASES = {
+    "23m": Case(Shape(384, 1024, 8, 6, 6, 32_768, True), 32_768, warmup_steps=30, window_steps=60),
+    "135m": Case(Shape(576, 1536, 30, 9, 3, 49_152, True), 16_384, warmup_steps=20, window_steps=30),
+    "1.1b": Case(Shape(2048, 5632, 22, 32, 4, 32_000, False), 16_384, warmup_steps=9, window_steps=12),
+    "8b": Case(Shape(4096, 14_336, 32, 32, 8, 128_256, False), 16_384, warmup_steps=4, window_steps=5),
+    # Small enough for a laptop's CPU: to see that the scripts run, not how fast.
+    "smoke": Case(Shape(64, 128, 2, 4, 2, 512, True), 2_048, warmup_steps=2, window_steps=3),
+}
+
+
+class Documents:
+    """Documents in memory, as the engine wants them: `len()`, `arrays(i)`, and the columns of `index`."""
+
+    def __init__(self, ids: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64]) -> None:
+        self.ids, self.bounds = ids, np.concatenate([[0], np.cumsum(lengths)])
+        prompts = (lengths * PROMPT_SHARE).astype(np.int64)
+        within = np.arange(len(ids)) - np.repeat(self.bounds[:-1], lengths)
+        self.labels = np.where(within < np.repeat(prompts, lengths), np.int32(-100), ids)
+        self.index = {"length": lengths.astype(np.int32), "supervised": (lengths - prompts).astype(np.int32)}
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def arrays(self, index: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Give a document's ids and its labels, which are unshifted and -100 where nothing is learned."""
+        here = slice(self.bounds[index], self.bounds[index + 1])
+        return self.ids[here], self.labels[here]
+
+    def as_dataset(self) -> Any:
+        """Give the documents as a `datasets.Dataset`, one row each, for TRL."""
+        import datasets
+        import pyarrow as pa
+
+        bounds = pa.array(self.bounds.astype(np.int32))
+        columns = {"input_ids": self.ids, "labels": self.labels}
+        lists = {name: pa.ListArray.from_arrays(bounds, pa.array(values)) for name, values in columns.items()}
+        return datasets.Dataset(pa.table(lists))
+
+
+def draw_documents(case: Case, *, steps: int | None = None) -> Documents:
+    """Draw documents for a run and a tenth more: log-normal lengths, mean about 185, at most 1,024.
+
+    Low ids are more frequent than high ones, so that there is something to learn and a loss can be seen to fall.
+    """
+    random = np.random.default_rng(_SEED)
+    number = int(case.step_tokens * (steps or case.num_steps) / 185 * 1.1) + 64
+    lengths = np.clip(random.lognormal(np.log(150), 0.66, number).astype(np.int64), 16, LONGEST)
+    drawn = random.random(int(lengths.sum())) ** 2
+    return Documents((10 + drawn * (case.shape.vocabulary - 20)).astype(np.int32), lengths)
+
+
+def flops_per_token(shape: Shape, *, rank: int, supervised: float, mean_length: float) -> dict[str, float]:
+    """Count the multiplications and additions that one token of a LoRA step needs, nothing computed twice.
+
+        4 N_b      frozen linear maps: the output, and the gradient of the input
+        4 N_h p    the head, on the share p of tokens that are learned
+        6 N_l      the adapters: the output, the gradient of the input, and their own
+        3 A        attention, causal: A = 2 s q L forward, twice that backward
+
+    `mean_length` s is the length of the document that the mean token sits in: the sum of squared lengths over the sum.
+    """
+    body = shape.layers * sum(inputs * outputs for inputs, outputs in shape.linears)
+    adapters = shape.layers * rank * sum(inputs + outputs for inputs, outputs in shape.linears)
+    return {
+        "4 N_b": 4.0 * body,
+        "4 N_h p": 4.0 * shape.hidden * shape.vocabulary * supervised,
+        "6 N_l": 6.0 * adapters,
+        "3 A": 3.0 * 2 * mean_length * shape.hidden * shape.layers,
+    }
+
+
+def flops_of(shape: Shape, index: dict[str, npt.NDArray[Any]], *, rank: int = RANK) -> dict[str, float]:
+    """Count what a token of these documents needs, in parts."""
+    lengths = index["length"].astype(np.float64)
+    supervised = float(index["supervised"].sum() / lengths.sum())
+    return flops_per_token(
+        shape, rank=rank, supervised=supervised, mean_length=float((lengths**2).sum() / lengths.sum())
+    )

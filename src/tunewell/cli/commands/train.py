@@ -1,0 +1,158 @@
+"""`tunewell train`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tunewell.cli.options import AsJson, ConfigFile, Sets
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tunewell.training.watching import Start
+    from tunewell.workflows.train import TrainResult
+
+_CURVE_WIDTH, _CURVE_MARGIN = 60, 14
+_NO_BREAK = "\N{NO-BREAK SPACE}"
+
+
+def command(
+    config: ConfigFile = None,
+    set_: Sets = None,
+    model: Annotated[str | None, typer.Option(help="Model to train.")] = None,
+    data: Annotated[list[str] | None, typer.Option(help="File, folder or glob of rows; may be repeated.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write the run to.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Start of every random choice.")] = None,
+    device: Annotated[str | None, typer.Option(help="Where to train: `cpu`, `cuda`, `cuda:1`, `mps`.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in that folder.")] = False,
+    allow_change: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Go on although this differs from the run's beginning; may be repeated."),
+    ] = None,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Read weights from a `.pt` file; only from people you trust.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Train a model on a corpus, which is prepared first where that has not been done."""
+    from tunewell.cli.render import emit, emit_json
+    from tunewell.cli.training_screen import is_first_process, shown_training
+    from tunewell.config.load import load_config
+
+    sets = [*flags_as_sets(run=out, device=device), *(set_ or ())]
+    loaded = load_config(config, sets, model=model, data=data, seed=seed)
+    with shown_training() as watcher:
+        watcher.doing("starting torch")
+        # Seconds go by before torch is there: not at a prompt that says nothing.
+        from tunewell.workflows.train import train
+
+        result = train(
+            loaded,
+            is_resuming=resume,
+            allowed_changes=allow_change or (),
+            allow_pickle=allow_pickle,
+            watcher=watcher,
+        )
+    if is_first_process() and json:
+        emit_json(result.as_json())
+    elif is_first_process():
+        emit(screen(result, watcher.run.start))
+    if result.exit_code:
+        raise typer.Exit(result.exit_code)
+
+
+def flags_as_sets(**values: Path | str | None) -> list[str]:
+    """Spell flags as `KEY="VALUE"`, quoted so that spaces, colons and `5` stay the text they are."""
+    import json
+
+    return [f"{key}={json.dumps(str(value), ensure_ascii=False)}" for key, value in values.items() if value is not None]
+
+
+def screen(result: "TrainResult", start: "Start | None") -> str:
+    """Say what was trained, how it went, what was made and what to do next."""
+    from tunewell.cli.render import table
+    from tunewell.cli.training_words import one_line
+    from tunewell.core.units import count
+
+    parts = []
+    if result.status != "finished":
+        reason = f": {one_line(result.reason)}" if result.reason else ""
+        parts.append(f"{result.status} at step {count(result.steps)} of {count(result.num_steps)}{reason}")
+    parts.append(_folded(report_rows(result, start)))
+    if curve := _curve(result):
+        parts += ["", curve, ""]
+    if result.artefacts:
+        parts.append(table([["wrote", f"`{path}`", meaning] for path, meaning in result.artefacts]))
+    if result.next_command:
+        parts.append(f"{'to go on' if result.status == 'interrupted' else 'next'}: `{result.next_command}`")
+    return "\n".join(parts)
+
+
+def report_rows(result: "TrainResult", start: "Start | None") -> list[tuple[str, str, str]]:
+    """Tell a run in a few lines: label, number, detail; what has no number is only words."""
+    from tunewell.cli.training_words import loss_words, method_words, model_words, one_line, speed_words
+    from tunewell.core.units import count, duration, size_bytes
+
+    rows = []
+    if start is not None:
+        rows.append(("trained", "", f"{model_words(start.plan.model)}: {method_words(start)}"))
+    ending = one_line(result.reason) if result.status == "finished" else ""
+    rows.append(("steps", f"{count(result.steps)} of {count(result.num_steps)}", ending))
+    rows.append(("tokens", count(result.tokens), f"{count(result.supervised_tokens)} of them learned"))
+    change = f"{loss_words(result.first_loss)} -> {loss_words(result.last_loss)}"
+    rows.append(("loss", change, "first step -> last step"))
+    if result.held_out_last is not None:
+        change = f"{loss_words(result.held_out_first)} -> {loss_words(result.held_out_last)}"
+        rows.append(("held-out", change, _best(result)))
+    memory = f"at most {size_bytes(result.peak_memory_bytes)} of memory" if result.peak_memory_bytes else ""
+    rows.append(("speed", speed_words(result.tokens_per_second), memory))
+    stages = ", ".join(_unbroken(name, seconds) for name, seconds in result.stages.items() if seconds >= 0.0005)
+    rows.append(("time", duration(result.seconds), stages))
+    notes = dict.fromkeys([*(start.notes if start else ()), *result.notes])
+    return [*rows, *(("note", "", one_line(note)) for note in notes)]
+
+
+def _best(result: "TrainResult") -> str:
+    from tunewell.cli.training_words import loss_words
+    from tunewell.core.units import count
+
+    if result.held_out_best is None or result.best_step is None:
+        return ""
+    return f"best {loss_words(result.held_out_best)} at step {count(result.best_step)}"
+
+
+def _unbroken(stage: str, seconds: float) -> str:
+    """Join a stage and its time with spaces at which no line is folded."""
+    from tunewell.core.units import duration
+
+    return f"{stage} {duration(seconds)}".replace(" ", _NO_BREAK)
+
+
+def _curve(result: "TrainResult") -> str:
+    import sys
+
+    from tunewell.cli.curves import draw_curve
+    from tunewell.cli.render import width
+
+    if len(result.losses) < 2:
+        return ""
+    is_utf8 = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") == "utf8"
+    room = min(max(width() - _CURVE_MARGIN, 10), _CURVE_WIDTH)
+    return draw_curve(result.losses, result.held_out, width=room, is_ascii=not is_utf8)
+
+
+def _folded(rows: "Sequence[tuple[str, str, str]]") -> str:
+    """Align the rows, and fold what would leave the screen under itself."""
+    import textwrap
+
+    from tunewell.cli.render import width
+
+    label_width, number_width = (max(len(row[column]) for row in rows) + 3 for column in (0, 1))
+    lines = []
+    for label, number, words in rows:
+        lead = label.ljust(label_width) + (number.ljust(number_width) if number else "")
+        room = max(width() - len(lead), 20)
+        folded = textwrap.wrap(words, room, break_long_words=False, break_on_hyphens=False) or [""]
+        lines += [(lead + folded[0]).rstrip(), *(" " * len(lead) + more for more in folded[1:])]
+    return "\n".join(lines).replace(_NO_BREAK, " ")

@@ -1,0 +1,111 @@
+"""How many CPU threads are fastest here and now: measured, since on a busy machine more can be slower."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from tunewell.core.units import count
+from tunewell.hardware.facts import physical_cores, usable_cores
+from tunewell.records.plan import Chosen
+
+Shape = tuple[int, int, int]
+_ROUNDS = 5
+_PASS_FLOPS = 1e9
+"""Work of one pass over the shapes: some 10 ms on two cores, so that a window holds several."""
+_MIN_ROWS = 32
+_NEAR_ENOUGH = 0.95
+_SECONDS = 1.0
+
+
+class _Product(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+    out: torch.Tensor
+
+    @property
+    def flops(self) -> float:
+        rows, inner = self.left.shape
+        return 2.0 * rows * inner * self.right.shape[1]
+
+
+def measure_threads(
+    shapes: Sequence[Shape], *, candidates: Sequence[int] | None = None, seconds: float = _SECONDS
+) -> Chosen[int]:
+    """Multiply fp32 matrices of these shapes (rows, inner, columns) with each number of threads and choose the fastest.
+
+    Fewer threads are preferred where they are within 5%. It takes about `seconds`; one pass with each number is made
+    however long that takes. torch's own number of threads is left as it was: the caller sets it.
+    """
+    counts = sorted(set(candidates or thread_candidates(usable_cores(), physical_cores())))
+    if len(counts) == 1:
+        return Chosen[int](value=counts[0], because=f"{count(counts[0], 'core')} can be used")
+    before = torch.get_num_threads()
+    try:
+        rates = _rates(_products(shapes), counts, seconds)
+    finally:
+        torch.set_num_threads(before)
+    return fastest(rates)
+
+
+def thread_candidates(num_cores: int, num_physical: int | None) -> list[int]:
+    """List the numbers of threads worth measuring: all up to four, then one, half, one a physical core, and all."""
+    if num_cores <= 4:
+        return list(range(1, num_cores + 1))
+    physical = min(num_physical or num_cores, num_cores)
+    return sorted({1, num_cores // 2, physical, num_cores})
+
+
+def _products(shapes: Sequence[Shape]) -> list[_Product]:
+    """Make the matrices, with rows cut down evenly so that a pass over all shapes is short."""
+    distinct = list(dict.fromkeys(shapes))
+    work = sum(2.0 * rows * inner * columns for rows, inner, columns in distinct)
+    share = min(1.0, _PASS_FLOPS / work)
+    products = []
+    for rows, inner, columns in distinct:
+        kept = min(rows, max(_MIN_ROWS, int(rows * share)))
+        products.append(_Product(torch.ones(kept, inner), torch.ones(inner, columns), torch.empty(kept, columns)))
+    return products
+
+
+def _rates(products: list[_Product], counts: Sequence[int], seconds: float) -> dict[int, float]:
+    """Measure FLOP/s by number of threads: windows in turn, so that what else the machine does hits all alike."""
+    window = seconds / (len(counts) * _ROUNDS)
+    deadline = time.perf_counter() + seconds
+    rates: dict[int, list[float]] = {threads: [] for threads in counts}
+    for _ in range(_ROUNDS):
+        for threads in counts:
+            torch.set_num_threads(threads)
+            _multiply(products[0])  # wakes the threads
+            rates[threads].append(_rate_in_window(products, window))
+        if time.perf_counter() > deadline:
+            break
+    return {threads: statistics.median(measured) for threads, measured in rates.items()}
+
+
+def _rate_in_window(products: list[_Product], window_seconds: float) -> float:
+    flops, start = 0.0, time.perf_counter()
+    while True:
+        for product in products:
+            _multiply(product)
+            flops += product.flops
+        passed = time.perf_counter() - start
+        if passed >= window_seconds:
+            return flops / passed
+
+
+def _multiply(product: _Product) -> None:
+    torch.mm(product.left, product.right, out=product.out)
+
+
+def fastest(rates: dict[int, float]) -> Chosen[int]:
+    """Choose from FLOP/s by number of threads: the fewest that are within 5% of the best."""
+    best = max(rates.values())
+    chosen = min(threads for threads, rate in rates.items() if rate >= _NEAR_ENOUGH * best)
+    others = [f"{threads} gave {rates[threads] / 1e9:,.3g}" for threads in rates if threads != chosen]
+    because = f"{count(chosen, 'thread')} gave {rates[chosen] / 1e9:,.3g} GFLOP/s, {', '.join(others)}"
+    if rates[chosen] < best:
+        because += "; the fewest within 5% of the fastest"
+    return Chosen[int](value=chosen, because=because)

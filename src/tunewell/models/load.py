@@ -1,0 +1,169 @@
+"""Load a model to be trained, wherever it comes from, and account for every weight."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+
+from tunewell.core.errors import UserError
+from tunewell.core.model_files import WEIGHT_SUFFIXES, hub_is_out_of_reach, locate
+from tunewell.models import attention as packed_attention
+from tunewell.models.foreign import fit_weights, read_foreign_weights, turn_rotary_pairs
+from tunewell.models.gguf_settings import read_gguf_config
+from tunewell.models.gguf_weights import read_gguf_weights
+from tunewell.models.key_map import find_key_map
+from tunewell.models.placement import verify_placement
+from tunewell.models.presets import find_preset, is_preset, llama_settings
+from tunewell.models.pretrained import from_files, from_tensors, named, read_config, refuse_folder, skeleton, wanted
+from tunewell.models.quiet import quiet
+from tunewell.models.support import refuse_unsupported, text_part
+from tunewell.models.vocabulary import Vocabulary, fit_vocabulary, read_vocabulary
+
+
+@dataclass(frozen=True)
+class LoadOrder:
+    """Which model, and how it is wanted."""
+
+    model: str
+    """A folder, a hub id, a `.gguf` file, `package:NAME`, `preset:NAME`, or a checkpoint of other code."""
+    tokenizer_folder: Path
+    """The tokenizer the corpus was made with."""
+    device: torch.device
+    dtype: torch.dtype
+    attention: str = packed_attention.SDPA
+    added_tokens: tuple[str, ...] = ()
+    """Tokens that were added to the tokenizer for the template's sake."""
+    longest_document: int = 0
+    """Tokens of the longest document that will be trained on."""
+    seed: int = 0
+    """Of the first weights of a preset."""
+    allow_pickle: bool = False
+    key_map: Path | None = None
+    """How a checkpoint of other code names its weights; by default the `.keys.json` beside it."""
+
+    def how(self) -> dict[str, Any]:
+        """Say to transformers where and how the model is wanted."""
+        return wanted(self.device, self.dtype, self.attention)
+
+    def refuse(self, config: PreTrainedConfig) -> list[str]:
+        """Refuse a model that would not be trained as it is meant; give what there is to say of one that will be."""
+        return refuse_unsupported(config, longest_document=self.longest_document, attention=self.attention)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model on its device, in eval mode, with nothing yet to be trained."""
+
+    model: PreTrainedModel
+    notes: list[str] = field(default_factory=list)
+    was_resized: bool = False
+    """Whether rows were added to the embedding and the head, which must then be trained."""
+    new_token_ids: list[int] = field(default_factory=list)
+    """Ids of the tokens that were added to the tokenizer; nothing is known of them yet, resized or not."""
+
+
+def load_model(order: LoadOrder) -> LoadedModel:
+    """Load a model, refuse what would not be trained as it is meant, and check that it lies where it should.
+
+    Raises UserError for a model that is not there, not whole, not supported, or not the tokenizer's.
+    """
+    packed_attention.register()
+    vocabulary = read_vocabulary(order.tokenizer_folder, order.added_tokens)
+    with quiet():
+        model, notes = _load(order, vocabulary)
+        was_resized = fit_vocabulary(model, vocabulary, order.model)
+    if was_resized:
+        number = len(vocabulary.new_ids)
+        notes.append(
+            f"{number} new token{'' if number == 1 else 's'}: embedding and head now have {vocabulary.size:,} rows, "
+            "the new ones begin as the mean of the others"
+        )
+    # Documents are never padded: the padding token (in SmolLM2 the one that ends every turn) learns as others do.
+    embedding: Any = model.get_input_embeddings()
+    embedding.padding_idx = None
+    model.eval().requires_grad_(False)
+    verify_placement(model, device=order.device, dtype=order.dtype)
+    return LoadedModel(model, notes, was_resized, vocabulary.new_ids)
+
+
+def _load(order: LoadOrder, vocabulary: Vocabulary) -> tuple[PreTrainedModel, list[str]]:
+    if is_preset(order.model):
+        return _from_preset(order, vocabulary)
+    files = locate(order.model)
+    path = Path(order.model).expanduser()
+    if files.origin == "file" and path.suffix in WEIGHT_SUFFIXES:
+        return _from_foreign(path, order)
+    if files.origin == "hub":
+        return _from_transformers(order.model, order)
+    folder = next((file.parent for file in [*files.small.values(), files.gguf] if file is not None), path)
+    if files.gguf is None and any(next(folder.glob(kind), None) for kind in ("*.safetensors*", "*.bin")):
+        return _from_transformers(str(folder), order)
+    gguf = files.gguf or _only_gguf(folder)
+    if gguf is None:
+        raise UserError(
+            f"`{order.model}` has no weights",
+            where=str(folder),
+            fix="give a folder with `model.safetensors`, a `.gguf` file, a hub id, or `preset:NAME`",
+        )
+    return _from_gguf(gguf, order)
+
+
+def _only_gguf(folder: Path) -> Path | None:
+    found = sorted(folder.glob("*.gguf")) if folder.is_dir() else []
+    return found[0] if len(found) == 1 else None
+
+
+def _from_preset(order: LoadOrder, vocabulary: Vocabulary) -> tuple[PreTrainedModel, list[str]]:
+    preset = find_preset(order.model)
+    config = LlamaConfig(**llama_settings(preset, vocabulary.size, vocabulary.special_ids))
+    notes = order.refuse(config)
+    # Drawn on the CPU in fp32 whatever the device, so that a seed means the same model everywhere.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(order.seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=order.attention)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(order.dtype)
+    model.config.dtype = order.dtype
+    return model.to(order.device), [*notes, "the weights are random: this model has learned nothing yet"]
+
+
+def _from_gguf(path: Path, order: LoadOrder) -> tuple[PreTrainedModel, list[str]]:
+    config = read_gguf_config(path)
+    notes = order.refuse(config)
+    model = from_tensors(config, read_gguf_weights(path, config), source=order.model, how=order.how())
+    return model, [*notes, f"the weights of `{path.name}` were dequantised"]
+
+
+def _from_foreign(path: Path, order: LoadOrder) -> tuple[PreTrainedModel, list[str]]:
+    key_map = find_key_map(path, order.key_map)
+    weights = read_foreign_weights(path, key_map, allow_pickle=order.allow_pickle)
+    if key_map.model is not None:
+        table = weights.get("model.embed_tokens.weight")
+        num_rows = 1 if table is None else len(table)
+        config: PreTrainedConfig = LlamaConfig(**llama_settings(find_preset(key_map.model), num_rows, {}))
+    else:
+        config = read_config(str(path.parent), is_local=True)
+    notes = order.refuse(config)
+    if key_map.interleaved_rotary:
+        weights = turn_rotary_pairs(weights, config)
+    fit_weights(weights, skeleton(config), path)
+    return from_tensors(config, weights, source=order.model, how=order.how()), notes
+
+
+def _from_transformers(place: str, order: LoadOrder) -> tuple[PreTrainedModel, list[str]]:
+    is_folder = Path(place).is_dir()
+    is_local = is_folder or hub_is_out_of_reach() is not None
+    if is_folder:
+        refuse_folder(Path(place), allow_pickle=order.allow_pickle)
+    config = read_config(place, is_local=is_local)
+    notes = order.refuse(config)
+    part = text_part(config)
+    model, unused = from_files(
+        place, config, part=part, allow_pickle=order.allow_pickle, is_local=is_local, how=order.how()
+    )
+    if unused:
+        what = f"the text part of `{config.model_type}` is trained; " if part is not None else ""
+        notes.append(f"{what}{len(unused):,} weights in its files are not part of the model: {named(unused)}")
+    return model, notes

@@ -1,0 +1,74 @@
+"""Models that start from nothing: Llama-shaped, in a few sizes, with the vocabulary of any tokenizer."""
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from tunewell.core.errors import UserError
+
+PREFIX = "preset:"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The shape of a model; its vocabulary comes from the tokenizer."""
+
+    hidden_size: int
+    feed_forward: int
+    num_layers: int
+    num_heads: int
+    context_length: int
+    is_tied: bool
+
+    def num_parameters(self, vocab_size: int) -> int:
+        """Count the parameters with a vocabulary of so many tokens."""
+        layer = 4 * self.hidden_size**2 + 3 * self.hidden_size * self.feed_forward + 2 * self.hidden_size
+        tables = vocab_size * self.hidden_size * (1 if self.is_tied else 2)
+        return tables + self.num_layers * layer + self.hidden_size
+
+
+# The numbers in the names are parameters with a vocabulary of 32,768.
+PRESETS = {
+    "tiny-1m": Preset(32, 96, 4, 4, 1024, True),
+    "tiny-23m": Preset(256, 1024, 6, 4, 1024, False),
+    "small-84m": Preset(512, 2048, 12, 8, 2048, False),
+    "base-277m": Preset(768, 3072, 24, 12, 2048, False),
+}
+
+
+def is_preset(model: str) -> bool:
+    """Tell whether a model is named as a preset."""
+    return model.startswith(PREFIX)
+
+
+def find_preset(model: str) -> Preset:
+    """Look up `preset:NAME`; raise UserError with the known names when there is none."""
+    name = model.removeprefix(PREFIX)
+    if name in PRESETS:
+        return PRESETS[name]
+    near = get_close_matches(name, PRESETS, n=1)
+    known = ", ".join(f"`{PREFIX}{known}`" for known in PRESETS)
+    hint = f"did you mean `{PREFIX}{near[0]}`? There are {known}" if near else f"choose one of {known}"
+    raise UserError(f"there is no preset `{name}`", fix=hint)
+
+
+def llama_settings(preset: Preset, vocab_size: int, special_ids: dict[str, int]) -> dict[str, Any]:
+    """Give the settings of the Llama model that a preset describes; `special_ids` names bos, eos and pad."""
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": vocab_size,
+        "hidden_size": preset.hidden_size,
+        "intermediate_size": preset.feed_forward,
+        "num_hidden_layers": preset.num_layers,
+        "num_attention_heads": preset.num_heads,
+        "num_key_value_heads": preset.num_heads,
+        "head_dim": preset.hidden_size // preset.num_heads,
+        "max_position_embeddings": preset.context_length,
+        "tie_word_embeddings": preset.is_tied,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "bos_token_id": special_ids.get("bos_token"),
+        "eos_token_id": special_ids.get("eos_token"),
+        "pad_token_id": special_ids.get("pad_token"),
+    }

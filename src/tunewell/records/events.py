@@ -1,0 +1,196 @@
+"""What happened in a run, one JSON object a line: written at once, cut back on resume, read without a torn last line.
+
+{"step": 1, "loss": 2.31, "grad_norm": 0.9, ...}
+{"step": 2, "loss": "nan", "grad_norm": "inf", ...}      JSON has no word for these, so they are strings
+"""
+
+import json
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tunewell.core.errors import UserError
+from tunewell.core.files import sync_folder, write_all, write_atomic
+from tunewell.core.redact import redact
+from tunewell.core.units import count
+
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class EventLog:
+    """A file of events that a crash can shorten but not spoil: each is one line, given to the system in one write.
+
+    With `on_trouble`, a write that fails (a full disk) is told once, and its events are kept and written with the next
+    that can be; without it the OSError is raised. Secrets are taken out of every text.
+    """
+
+    def __init__(self, path: Path, *, on_trouble: Callable[[str], None] | None = None) -> None:
+        self.path = path
+        self._on_trouble = on_trouble
+        self._waiting = b""
+        self._guard = threading.Lock()  # the thread that saves checkpoints may have something to say too
+        self._handle = self._open()
+        _cut_torn_line(self._handle)
+
+    def append(self, event: dict[str, Any]) -> None:
+        """Write an event; it survives the end of this process, and a power cut after the next `sync`."""
+        line = json.dumps(plain(event), ensure_ascii=False, allow_nan=False)
+        # Half a surrogate pair has no UTF-8; its escape is JSON.
+        data = line.encode("utf-8", "backslashreplace") + b"\n"
+        with self._guard:
+            try:
+                self._write(self._waiting + data)
+                self._waiting = b""
+            except OSError as error:
+                if self._on_trouble is None:
+                    raise
+                if not self._waiting:
+                    self._on_trouble(f"`{self.path.name}` cannot be written ({error.strerror}); its lines are kept")
+                self._waiting += data
+
+    def sync(self) -> None:
+        """Make everything written so far survive a power cut."""
+        with self._guard:
+            try:
+                self._write(self._waiting)
+                self._waiting = b""
+                os.fsync(self._handle)
+            except OSError as error:
+                if self._on_trouble is None:
+                    raise
+                if not self._waiting:
+                    self._on_trouble(f"`{self.path.name}` cannot be flushed to the disk ({error.strerror})")
+
+    def truncate_to(self, step: int) -> int:
+        """Drop every line of a later step, and damaged ones, which are told; give the number of lines dropped.
+
+        A line without a `step` belongs to the step of the line before it.
+        """
+        with self._guard:
+            lines = (self.path.read_bytes() + self._waiting).split(b"\n")[:-1]
+            events = [_parse(line) for line in lines]
+            kept, at = [], 0
+            for line, event in zip(lines, events, strict=True):
+                at = _step_of(event, at)
+                if event is not None and at <= step:
+                    kept.append(line)
+            if len(kept) < len(lines):
+                write_atomic(self.path, b"".join(line + b"\n" for line in kept))
+                self._waiting = b""
+                os.close(self._handle)
+                self._handle = self._open()
+            if self._on_trouble and (damaged := events.count(None)):
+                self._on_trouble(f"{count(damaged, 'damaged line')} of `{self.path.name}` left out")
+            return len(lines) - len(kept)
+
+    def close(self) -> None:
+        """Flush and close the file; a second call does nothing."""
+        if self._handle >= 0:
+            self.sync()
+            os.close(self._handle)
+            self._handle = -1
+
+    def __enter__(self) -> "EventLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> int:
+        is_new = not self.path.exists()
+        handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
+        if is_new:
+            sync_folder(self.path.parent)
+        return handle
+
+    def _write(self, data: bytes) -> None:
+        before = os.fstat(self._handle).st_size
+        try:
+            write_all(self._handle, data)
+        except OSError:
+            os.ftruncate(self._handle, before)  # the disk may have taken a part, and half a line must not stay
+            raise
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Read every event; a last line that was cut off is left out.
+
+    Raises UserError for a file that is not there, and for any other damage, naming the line.
+    """
+    if not path.is_file():
+        raise UserError(f"there is no `{path.name}`", where=f"looked for `{path}`")
+    return list(_read(path))
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines[:-1], start=1):
+        event = _parse(line)
+        if event is not None:
+            yield event
+        elif number < len(lines) - 1:
+            raise UserError(f"line {number:,} of `{path.name}` is damaged", where=str(path))
+
+
+def as_number(value: float | str) -> float:
+    """Read a number of an event back: `"nan"`, `"inf"` and `"-inf"` are numbers too; other texts are a ValueError."""
+    if not isinstance(value, str):
+        return value
+    if value not in _NOT_FINITE:
+        raise ValueError(f"{value!r} is no number")
+    return _NOT_FINITE[value]
+
+
+def with_numbers(value: Any) -> Any:
+    """Undo what `plain` did to numbers that are not finite, all the way down."""
+    if isinstance(value, str):
+        return _NOT_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {key: with_numbers(entry) for key, entry in value.items()}
+    return [with_numbers(entry) for entry in value] if isinstance(value, list) else value
+
+
+def plain(value: Any) -> Any:
+    """Make a value fit for JSON: no secrets, no numbers and no keys that JSON has no word for; a copy."""
+    return _finite(redact(value))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(float(value))
+    if isinstance(value, dict):
+        return {str(key): _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return value
+
+
+def _cut_torn_line(handle: int) -> None:
+    """Shorten a file to its last whole line, so that the next one does not continue half of another."""
+    size = end = os.fstat(handle).st_size
+    while end > 0:
+        start = max(end - 65_536, 0)
+        os.lseek(handle, start, os.SEEK_SET)
+        found = os.read(handle, end - start).rfind(b"\n")
+        if found >= 0:
+            end = start + found + 1
+            break
+        end = start
+    if end < size:
+        os.ftruncate(handle, end)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) else None
+
+
+def _step_of(event: dict[str, Any] | None, before: int) -> int:
+    step = event.get("step") if event else None
+    return step if isinstance(step, int) else before

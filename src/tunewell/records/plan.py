@@ -1,0 +1,82 @@
+"""What a run will do, value by value, each with its reason: `plan.json`, read and written; no logic."""
+
+import json
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from tunewell.core.errors import UserError
+from tunewell.core.files import stable_json, write_atomic
+
+FORMAT = "tunewell-plan"
+FORMAT_VERSION = 1
+PLAN = "plan.json"
+
+T = TypeVar("T")
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Chosen(_Record, Generic[T]):
+    """A value, and why it is this one."""
+
+    value: T
+    because: str
+
+
+class Plan(_Record):
+    """A run, decided. Everything that `train` needs to know beside the corpus and the model's files."""
+
+    format: str = FORMAT
+    format_version: int = FORMAT_VERSION
+    made_by: str
+    model: str
+    corpus: str
+    corpus_sha256: str
+    tokenizer_sha256: str
+    template_sha256s: list[str]
+    seed: int
+    config: dict[str, Any]
+    """The whole config as it was read, secrets left out."""
+
+    device: Chosen[str]
+    precision: Chosen[Literal["fp32", "bf16", "fp16"]]
+    attention: Chosen[Literal["sdpa", "flash"]]
+    threads: Chosen[int]
+
+    method: Chosen[Literal["lora", "full"]]
+    learning_rate: Chosen[float]
+    schedule: Chosen[Literal["cosine", "linear", "constant"]]
+    warmup_steps: Chosen[int]
+    num_steps: Chosen[int]
+    epochs: Chosen[float]
+    """What `num_steps` comes to, over all documents."""
+    batch_tokens: Chosen[int | None]
+    batch_documents: Chosen[int | None]
+    """One of the two bounds a step; the other is None."""
+    micro_batch_tokens: Chosen[int]
+    compile: Chosen[Literal["auto", "on", "off"]]
+    evaluate_every: Chosen[int]
+    save_every: Chosen[int]
+
+
+def write_plan(folder: Path, plan: Plan) -> None:
+    """Write the plan in one move."""
+    write_atomic(folder / PLAN, stable_json(plan.model_dump(mode="json")))
+
+
+def read_plan(folder: Path) -> Plan:
+    """Read a run's plan; raise UserError when there is none or it cannot be read."""
+    path = folder / PLAN
+    if not path.is_file():
+        raise UserError(f"there is no plan in `{folder}`", where=f"looked for `{path}`", fix="run `tunewell train`")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        if raw.get("format_version", 0) > FORMAT_VERSION:
+            raise UserError(f"`{path}` was made by a newer tunewell", fix="pip install --upgrade tunewell")
+        return Plan.model_validate(raw)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"`{path}` is damaged", where=str(error).splitlines()[0]) from error

@@ -1,0 +1,204 @@
+"""Which documents a step learns from, in which order, and how they are laid into micro-batches.
+
+corpus        permutation(seed, epoch, corpus hash)        a pure function: any step can be named without a replay
+step k        the next documents up to `batch_tokens`      fixed, however much of it fits into memory at once
+micro-batch   documents of a step, laid end to end         their sum is the step, whatever the split
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.int64]
+
+
+class Documents(Protocol):
+    """Documents to learn from, as a split of a corpus gives them."""
+
+    def __len__(self) -> int: ...
+
+    def arrays(self, index: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Give a document's ids and labels."""
+        ...
+
+    index: Any
+    """`length` and `supervised` of every document, by name."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The documents of one optimizer step."""
+
+    number: int
+    """Counted from 0."""
+    epoch: int
+    documents: Numbers
+    seen: float
+    """Epochs seen once it is done."""
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash the documents in their order: equal runs have equal ones."""
+        return hashlib.sha256(self.documents.astype("<i8").tobytes()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class DataOrder:
+    """The order in which a run sees its documents, as a function of a few numbers."""
+
+    lengths: Numbers
+    seed: int
+    corpus_sha256: str
+    batch_tokens: int | None = None
+    batch_documents: int | None = None
+
+    def permutation(self, epoch: int) -> Numbers:
+        """Give the order of all documents in an epoch."""
+        key = hashlib.sha256(f"{self.seed}/{epoch}/{self.corpus_sha256}".encode()).digest()
+        return np.random.Generator(np.random.PCG64(int.from_bytes(key[:16], "little"))).permutation(len(self.lengths))
+
+    def steps_of_epoch(self, epoch: int) -> list[Numbers]:
+        """Cut an epoch into steps, the last of which may be short; a document that is larger than a step is one."""
+        order = self.permutation(epoch)
+        if self.batch_documents is not None:
+            return [order[at : at + self.batch_documents] for at in range(0, len(order), self.batch_documents)]
+        assert self.batch_tokens is not None
+        return [order[a:b] for a, b in _next_fit(self.lengths[order], self.batch_tokens)]
+
+    def num_steps(self, epochs: float) -> int:
+        """Count the steps of so many epochs; of a part of an epoch, those that begin within it."""
+        whole, part = int(epochs), epochs - int(epochs)
+        total = sum(len(self.steps_of_epoch(epoch)) for epoch in range(whole))
+        if part > 0:
+            begins = np.cumsum([0] + [len(step) for step in self.steps_of_epoch(whole)])[:-1]
+            total += int(np.sum(begins < part * len(self.lengths)))
+        return max(1, total)
+
+    def step(self, number: int) -> Step:
+        """Give the documents of a step, counted from 0 over all epochs."""
+        epoch, before = 0, 0
+        while True:
+            steps = self._cut(epoch)
+            if number < before + len(steps):
+                documents = steps[number - before]
+                done = sum(len(step) for step in steps[: number - before + 1])
+                return Step(number, epoch, documents, epoch + done / len(self.lengths))
+            before += len(steps)
+            epoch += 1
+
+    def _cut(self, epoch: int) -> list[Numbers]:
+        cuts: dict[int, list[Numbers]] = self.__dict__.setdefault("_cuts", {})
+        if epoch not in cuts:
+            cuts[epoch] = self.steps_of_epoch(epoch)
+        return cuts[epoch]
+
+
+def _next_fit(lengths: Numbers, budget: int) -> list[tuple[int, int]]:
+    """Cut a row of documents where the next would not fit, keeping their order."""
+    ends = np.cumsum(lengths)
+    cuts, begin = [], 0
+    while begin < len(lengths):
+        room = budget + (int(ends[begin - 1]) if begin else 0)
+        end = max(begin + 1, int(np.searchsorted(ends, room, side="right")))
+        cuts.append((begin, end))
+        begin = end
+    return cuts
+
+
+def micro_batches(documents: Numbers, lengths: Numbers, budget: int, *, most: int | None = None) -> list[Numbers]:
+    """Lay a step's documents into micro-batches of at most `budget` tokens and `most` documents, longest first.
+
+    Documents of equal length come to stand together, which attention needs; sums do not depend on the order.
+    """
+    order = documents[np.lexsort((documents, -lengths[documents]))]
+    groups: list[list[int]] = []
+    room: list[int] = []
+    for document in order.tolist():
+        size = int(lengths[document])
+        at = next(
+            (i for i, free in enumerate(room) if free >= size and (most is None or len(groups[i]) < most)), len(groups)
+        )
+        if at == len(groups):
+            groups.append([])
+            room.append(max(budget, size))
+        groups[at].append(document)
+        room[at] -= size
+    return [np.asarray(group, dtype=np.int64) for group in groups]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Documents laid end to end, as the model takes them."""
+
+    input_ids: npt.NDArray[np.int64]
+    position_ids: npt.NDArray[np.int64]
+    lengths: tuple[int, ...]
+    """Of the documents, then of the filling where there is any."""
+    rows: npt.NDArray[np.int64]
+    """Positions whose next token is learned."""
+    targets: npt.NDArray[np.int64]
+    """That next token."""
+    documents: tuple[int, ...]
+    num_tokens: int
+    """Without filling."""
+
+
+@dataclass(frozen=True)
+class FixedShape:
+    """Shapes that a compiled model keeps: every micro-batch is filled up to so many tokens in so many documents."""
+
+    tokens: int
+    documents: int
+    longest: int
+
+    def fits(self, batch: MicroBatch) -> bool:
+        """Whether a batch has room in this shape, with the documents that the filling makes."""
+        spare = self.tokens - batch.num_tokens
+        return spare >= 0 and len(batch.lengths) + -(-spare // self.longest) <= self.documents
+
+
+def lay_out(split: Documents, documents: Sequence[int] | Numbers) -> MicroBatch:
+    """Read documents and lay them end to end; the shift by one happens here, within each document."""
+    ids, rows, targets, at = [], [], [], 0
+    for document in documents:
+        own_ids, labels = split.arrays(int(document))
+        learned = np.flatnonzero(labels[1:] != -100)
+        ids.append(own_ids)
+        rows.append(learned + at)
+        targets.append(labels[learned + 1])
+        at += len(own_ids)
+    lengths = tuple(len(own) for own in ids)
+    return MicroBatch(
+        input_ids=np.concatenate(ids).astype(np.int64),
+        position_ids=np.concatenate([np.arange(length) for length in lengths]).astype(np.int64),
+        lengths=lengths,
+        rows=np.concatenate(rows).astype(np.int64),
+        targets=np.concatenate(targets).astype(np.int64),
+        documents=tuple(int(document) for document in documents),
+        num_tokens=at,
+    )
+
+
+def fill(batch: MicroBatch, shape: FixedShape) -> MicroBatch:
+    """Fill a batch up to a fixed shape: the filling is documents of its own, and none of it is learned."""
+    spare = shape.tokens - batch.num_tokens
+    filling = [min(shape.longest, spare - at) for at in range(0, spare, shape.longest)]
+    positions = [batch.position_ids, *(np.arange(length) for length in filling)]
+    return replace(
+        batch,
+        input_ids=np.concatenate([batch.input_ids, np.zeros(spare, np.int64)]),
+        position_ids=np.concatenate(positions).astype(np.int64),
+        lengths=(*batch.lengths, *filling),
+    )
+
+
+def bounds_of(batch: MicroBatch, num_documents: int | None = None) -> npt.NDArray[np.int32]:
+    """Give where documents begin and end, followed by empty documents up to a fixed number of them."""
+    ends = np.cumsum((0, *batch.lengths), dtype=np.int32)
+    spare = 0 if num_documents is None else num_documents + 1 - len(ends)
+    return np.concatenate([ends, np.full(spare, ends[-1], np.int32)])

@@ -1,0 +1,93 @@
+"""Look at held-out documents: their loss, and what the model answers to their questions."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tunewell.training.batches import Documents, lay_out, micro_batches
+from tunewell.training.step import Learner
+from tunewell.training.watching import Sample
+
+Answer = Callable[[list[list[int]]], list[tuple[list[int], bool]]]
+"""From the ids of questions to the ids of answers, and whether each ended by itself."""
+Spell = Callable[[list[int]], str]
+_TO_COMPARE = 8
+"""Prompts that are held side by side to see what they have in common."""
+
+
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """The mean loss over the supervised tokens of some documents."""
+
+    loss: float
+    tokens: int
+    documents: int
+
+
+def held_out_loss(learner: Learner, split: Documents, *, budget: int, most: int | None) -> HeldOutLoss:
+    """Compute the loss of the first documents of a split; processes that train together share the work."""
+    number = len(split) if most is None else min(most, len(split))
+    chosen = np.arange(number, dtype=np.int64)
+    lengths = np.asarray(split.index["length"], dtype=np.int64)
+    learner.model.eval()
+    total = torch.zeros((), dtype=torch.float64 if learner.device.type != "mps" else torch.float32)
+    tokens = 0
+    for place, group in enumerate(micro_batches(chosen, lengths, budget)):
+        batch = lay_out(split, group)
+        tokens += len(batch.rows)
+        if place % learner.world.size == learner.world.rank:
+            with torch.no_grad():
+                total += learner.loss_sum(batch).double().cpu()
+    learner.world.add_up([total])
+    return HeldOutLoss(float(total) / max(1, tokens), tokens, number)
+
+
+def ask(split: Documents, *, number: int, step: int, answer: Answer, spell: Spell) -> list[Sample]:
+    """Answer the questions of the first held-out documents: the prompt is what comes before the first learned token."""
+    questions: list[tuple[int, list[int], list[int]]] = []
+    for document in range(min(max(number, _TO_COMPARE), len(split))):
+        ids, labels = split.arrays(document)
+        learned = np.flatnonzero(labels != -100)
+        if not len(learned):
+            continue
+        begin = int(learned[0])
+        # Of several turns, the reference is the first: it ends where learning first stops.
+        gap = np.flatnonzero(labels[begin:] == -100)
+        end = begin + int(gap[0]) if len(gap) else len(ids)
+        questions.append((document, ids[:begin].tolist(), ids[begin:end].tolist()))
+    if not questions:
+        return []
+    asked, questions = [spell(prompt) for _, prompt, _ in questions], questions[:number]
+    answers = answer([prompt for _, prompt, _ in questions])
+    return [
+        Sample(step, document, prompt, question, spell(ids).strip(), spell(reference).strip(), ended)
+        for (document, _, reference), (ids, ended), prompt, question in zip(
+            questions, answers, asked, _without_frame(asked), strict=False
+        )
+    ]
+
+
+def _without_frame(prompts: list[str]) -> list[str]:
+    """Leave out what all prompts begin and end with: the system's words, and the markers around the question."""
+    if len(set(prompts)) < 2:
+        return prompts
+    begin = _num_common(prompts)
+    end = _num_common([prompt[begin:][::-1] for prompt in prompts])
+    return [_whole_words(prompt, begin, len(prompt) - end) for prompt in prompts]
+
+
+def _num_common(texts: list[str]) -> int:
+    """Count the letters that all texts begin with."""
+    first, last = min(texts), max(texts)
+    return next((at for at, letter in enumerate(first) if letter != last[at]), len(first))
+
+
+def _whole_words(prompt: str, begin: int, end: int) -> str:
+    """Widen a stretch to whole words: questions may begin and end alike."""
+    while begin > 0 and prompt[begin - 1].isalnum():
+        begin -= 1
+    while end < len(prompt) and not prompt[end].isspace() and prompt[end] != "<":
+        end += 1
+    return prompt[begin:end].strip()

@@ -1,0 +1,51 @@
+"""Asked to stop from outside: finish the step, save, leave; asked twice: leave at once."""
+
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+_EXIT_CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 143}
+"""128 and the signal's number, which is what shells and schedulers look for; SIGUSR1 announces a SIGTERM."""
+
+
+class Signals:
+    """While it is entered, the first SIGTERM, SIGINT or SIGUSR1 sets `asked`; the second ends the process at once.
+
+    with Signals() as signals:
+        while not signals.asked: ...
+    """
+
+    def __init__(self) -> None:
+        self.asked: str | None = None
+        """The name of the signal that came, for example `SIGTERM`."""
+        self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def exit_code(self) -> int | None:
+        """What the process should exit with; None while nothing was asked."""
+        return None if self.asked is None else _EXIT_CODES[self.asked]
+
+    def __enter__(self) -> "Signals":
+        # Python lets only the main thread set handlers; elsewhere signals are the business of whoever runs that thread.
+        if threading.current_thread() is threading.main_thread():
+            for name in _EXIT_CODES:
+                if hasattr(signal, name):  # Windows has no SIGUSR1
+                    number = signal.Signals[name]
+                    self._before[number] = signal.signal(number, self._take)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            # None is a handler that was not set from Python, and cannot be set again from here.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before.clear()
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if self.asked is None:
+            self.asked = name
+            return
+        # Nothing is lost: events are with the system already, and a checkpoint is whole or absent.
+        os._exit(_EXIT_CODES[name])

@@ -1,0 +1,63 @@
+"""The processes that train together: one, or as many as `torchrun` started."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among those that train together."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes what the run leaves behind."""
+        return self.rank == 0
+
+    @classmethod
+    def join(cls, device: torch.device) -> "World":
+        """Join the others where a launcher has set `RANK` and `WORLD_SIZE`; else be alone."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size <= 1:
+            return cls()
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        return cls(dist.get_rank(), dist.get_world_size())
+
+    def wait(self) -> None:
+        """Go on when all others are here too."""
+        if self.size > 1:
+            dist.barrier()
+
+    def share(self, parts: Sequence[T]) -> list[T]:
+        """Take this process's share; together the shares are everything, each part once."""
+        return list(parts[self.rank :: self.size])
+
+    def add_up(self, tensors: list[Tensor]) -> None:
+        """Replace tensors by their sums over all processes, in one exchange."""
+        if self.size == 1 or not tensors:
+            return
+        flat = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
+        dist.all_reduce(flat)
+        at = 0
+        for tensor in tensors:
+            tensor.copy_(flat[at : at + tensor.numel()].view_as(tensor))
+            at += tensor.numel()
+
+    def any(self, flag: bool) -> bool:
+        """Whether any process says so; all get the same answer."""
+        if self.size == 1:
+            return flag
+        told = torch.tensor(float(flag), device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        return bool(told.item())

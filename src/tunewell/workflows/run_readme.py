@@ -1,0 +1,92 @@
+"""The page in a run's folder: what was trained, on what, why with these numbers, how to use it and how to repeat it."""
+
+from pathlib import Path
+from typing import Any
+
+from tunewell.core.files import write_atomic
+from tunewell.core.redact import redact
+from tunewell.core.units import count, duration
+from tunewell.records.manifest import Manifest
+from tunewell.records.plan import Chosen, Plan
+
+_USE_ADAPTER = """```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({model!r}), {path!r})
+```"""
+_USE_MODEL = """```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained({path!r})
+```"""
+
+
+def run_readme(folder: Path, *, plan: Plan, manifest: Manifest, result: dict[str, Any]) -> None:
+    """Write `README.md` into a run's folder."""
+    held_out = result["held_out"]
+    lines = [
+        f"# A run of {plan.made_by}",
+        "",
+        f"`{plan.model}` was trained by {plan.method.value} on {count(manifest.documents, 'document')} "
+        f"(corpus {manifest.corpus_sha256[:16]}); it {result['status']}: {result['reason']}.",
+        "",
+        "| | first | last |",
+        "|---|---|---|",
+        f"| loss | {_number(result['first_loss'])} | {_number(result['last_loss'])} |",
+        f"| held-out loss | {_number(held_out['first'])} | {_number(held_out['last'])} |",
+        "",
+        f"{count(result['steps'], 'step')}, {count(result['tokens'])} tokens, {duration(result['seconds'])}, "
+        f"{result['tokens_per_second']:,.0f} tokens/s while training.",
+        "",
+        "![loss](loss.png)",
+        "",
+        "## What lies here",
+        "",
+        *[
+            f"- `{Path(path).relative_to(folder) if Path(path).is_relative_to(folder) else path}`: {what}"
+            for path, what in result["artefacts"].items()
+        ],
+        "- `samples.jsonl`: answers to held-out questions, at every look",
+        "- `plan.json`, `config.yaml`: what was decided and what was asked for",
+        "",
+        "## Use it",
+        "",
+        *_use(folder, plan, result),
+        "",
+        "## Why these numbers",
+        "",
+        "| | value | because |",
+        "|---|---|---|",
+        *[f"| {name.replace('_', ' ')} | {value.value} | {value.because} |" for name, value in _choices(plan)],
+        "",
+        "## Repeat it",
+        "",
+        "```",
+        "tunewell train --config config.yaml --out another-run",
+        "```",
+        "",
+        *(
+            ["## What was said on the way", "", *[f"- {note}" for note in result["notes"]], ""]
+            if result["notes"]
+            else []
+        ),
+    ]
+    write_atomic(folder / "README.md", redact("\n".join(lines)))
+
+
+def _use(folder: Path, plan: Plan, result: dict[str, Any]) -> list[str]:
+    paths = [path for path, _ in result["artefacts"].items() if "checkpoints" in path]
+    if not paths:
+        return ["No checkpoint was written."]
+    text = _USE_ADAPTER if plan.method.value == "lora" else _USE_MODEL
+    return text.format(model=plan.model, path=paths[0]).splitlines()
+
+
+def _choices(plan: Plan) -> list[tuple[str, Chosen[Any]]]:
+    fields = [(name, getattr(plan, name)) for name in type(plan).model_fields]
+    return [(name, value) for name, value in fields if isinstance(value, Chosen)]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

@@ -1,0 +1,379 @@
+"""`tunewell train`: from a config to a trained adapter or model, in a run folder that can vouch for it."""
+
+import math
+import shlex
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from tunewell.config.load import FILE_NAME, Loaded, load_config
+from tunewell.core.errors import UserError
+from tunewell.core.redact import redact
+from tunewell.data.corpus.reader import Corpus, open_corpus
+from tunewell.hardware.probe import memory_in_use, probe_device
+from tunewell.hardware.threads import measure_threads
+from tunewell.models.facts import ModelFacts, read_facts
+from tunewell.planning.order import PlanOrder
+from tunewell.planning.training import choose_batch, plan_training
+from tunewell.records.events import as_number, plain, read_events
+from tunewell.records.outcome import HeldOutLosses, Outcome, Status, write_outcome
+from tunewell.records.plan import Plan, read_plan, write_plan
+from tunewell.records.rundir import RunDir
+from tunewell.training.batches import DataOrder
+from tunewell.training.engine import OPTIMIZER, Ending, Run, resume
+from tunewell.training.engine import train as take_steps
+from tunewell.training.saved import compare_identity
+from tunewell.training.watching import HeldOutEvent, Sample, Start, StepEvent, Unwatched, Watcher
+from tunewell.training.world import World
+from tunewell.workflows.loss_picture import draw_losses
+from tunewell.workflows.prepare import prepare
+from tunewell.workflows.run_readme import run_readme
+from tunewell.workflows.training_parts import Parts, identity_of, probe, put_together, start_of
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run came to."""
+
+    run: Path
+    status: Status
+    reason: str
+    exit_code: int
+    steps: int
+    num_steps: int
+    tokens: int
+    supervised_tokens: int
+    seconds: float
+    stages: dict[str, float]
+    tokens_per_second: float
+    peak_memory_bytes: int | None
+    losses: list[tuple[int, float]]
+    held_out: list[tuple[int, float]]
+    best_step: int | None
+    artefacts: list[tuple[str, str]]
+    next_command: str
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def first_loss(self) -> float | None:
+        return self.losses[0][1] if self.losses else None
+
+    @property
+    def last_loss(self) -> float | None:
+        return self.losses[-1][1] if self.losses else None
+
+    @property
+    def held_out_first(self) -> float | None:
+        return self.held_out[0][1] if self.held_out else None
+
+    @property
+    def held_out_last(self) -> float | None:
+        return self.held_out[-1][1] if self.held_out else None
+
+    @property
+    def held_out_best(self) -> float | None:
+        return min((loss for _, loss in self.held_out if math.isfinite(loss)), default=None)
+
+    def as_json(self) -> dict[str, Any]:
+        """Give the object that `train --json` prints."""
+        told = {
+            "run": str(self.run),
+            "status": self.status,
+            "reason": self.reason,
+            "steps": self.steps,
+            "num_steps": self.num_steps,
+            "tokens": self.tokens,
+            "supervised_tokens": self.supervised_tokens,
+            "first_loss": self.first_loss,
+            "last_loss": self.last_loss,
+            "held_out": {
+                "first": self.held_out_first,
+                "last": self.held_out_last,
+                "best": self.held_out_best,
+                "best_step": self.best_step,
+            },
+            "tokens_per_second": round(self.tokens_per_second, 2),
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "seconds": round(self.seconds, 3),
+            "stages": {name: round(seconds, 3) for name, seconds in self.stages.items()},
+            "artefacts": dict(self.artefacts),
+            "notes": self.notes,
+            "next": self.next_command,
+        }
+        return plain(told)
+
+
+class _Notebook:
+    """A watcher that remembers what the report needs, and passes everything on."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        self._stage: tuple[str, float] | None = None
+        self.losses: list[tuple[int, float]] = []
+        self.held_out: list[tuple[int, float]] = []
+        self.notes: list[str] = []
+
+    def doing(self, stage: str) -> None:
+        self._watcher.doing(stage)
+
+    def begun(self, start: Start) -> None:
+        self._watcher.begun(start)
+
+    def stepped(self, event: StepEvent) -> None:
+        self.losses.append((event.step, event.loss))
+        self._watcher.stepped(event)
+
+    def looked(self, event: HeldOutEvent, samples: list[Sample]) -> None:
+        self.held_out.append((event.step, event.loss))
+        self._watcher.looked(event, samples)
+
+    def noted(self, message: str) -> None:
+        self.notes.append(message)
+        self._watcher.noted(message)
+
+
+def train(
+    config: Loaded | str | Path | None = None,
+    *,
+    sets: Sequence[str] = (),
+    is_resuming: bool = False,
+    allowed_changes: Sequence[str] = (),
+    allow_pickle: bool = False,
+    watcher: Watcher | None = None,
+) -> TrainResult:
+    """Train what a config describes, preparing the corpus first where that has not been done.
+
+    Raises UserError for whatever the person can mend, before the first step; afterwards a checkpoint is kept.
+    """
+    started = time.perf_counter()
+    loaded = config if isinstance(config, Loaded) else load_config(Path(config) if config else None, sets)
+    notebook = _Notebook(watcher or Unwatched())
+    stages: dict[str, float] = {}
+    facts = probe_device(loaded.config.device)
+    world = World.join(torch.device(facts.name))
+    folder = loaded.path(loaded.config.run)
+    with ExitStack() as held:
+        # Before anything that takes long: a folder that cannot be used is better known now.
+        run_dir = None
+        if world.is_first:
+            run_dir = held.enter_context(RunDir.reopen(folder) if is_resuming else RunDir.begin(folder))
+        world.wait()
+        with _timed(stages, "prepare"):
+            notebook.doing("preparing the corpus")
+            corpus = _corpus(loaded, world)
+        with _timed(stages, "plan"):
+            plan, order = _plan(loaded, corpus, facts)
+            if is_resuming:
+                plan = _plan_to_resume(folder, plan, allowed_changes, notebook)
+        torch.set_num_threads(plan.threads.value)
+        if run_dir is not None and not is_resuming:
+            write_plan(folder, plan)
+            run_dir.write("config.yaml", _as_yaml(loaded))
+        with _timed(stages, "load"):
+            notebook.doing("loading the model")
+            parts = Parts(loaded, plan, corpus, order, folder, world, notebook, allow_pickle)
+            run = put_together(parts)
+        if is_resuming:
+            _resume(run, plan, allowed_changes, notebook)
+        with _timed(stages, "check"):
+            notebook.doing("checking that packed documents do not see each other")
+            probe(parts, run)
+        since = _Since(started, run.progress.tokens)
+        notebook.begun(start_of(parts, run))
+        ending = take_steps(run)
+        result = _result(loaded, run, ending, notebook=notebook, stages=stages, since=since)
+        if world.is_first:
+            _leave_behind(run, result, plan, corpus)
+        run.events.close()
+        return result
+
+
+@dataclass(frozen=True)
+class _Since:
+    """Where this sitting of a run began."""
+
+    started: float
+    tokens: int
+
+
+class _timed:
+    """Add the seconds spent inside to a stage."""
+
+    def __init__(self, stages: dict[str, float], name: str) -> None:
+        self._stages, self._name = stages, name
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._stages[self._name] = self._stages.get(self._name, 0.0) + time.perf_counter() - self._began
+
+
+def _corpus(loaded: Loaded, world: World) -> Corpus:
+    """Make the corpus or find it made; where no data is named, the corpus that is there is trained on."""
+    if loaded.config.data.sources and world.is_first:
+        prepare(loaded)
+    world.wait()
+    return open_corpus(loaded.path(loaded.config.corpus), verify=True)
+
+
+def _plan(loaded: Loaded, corpus: Corpus, device: Any) -> tuple[Plan, DataOrder]:
+    config = loaded.config
+    if config.model is None:
+        raise UserError("no model is named", fix="add `model:` to the config or `--model` to the command")
+    model = str(loaded.path(config.model)) if loaded.path(config.model).exists() else config.model
+    facts = read_facts(model)
+    threads = None
+    if device.kind == "cpu" and config.train.threads == "auto":
+        threads = measure_threads(_shapes(facts))
+    planned = PlanOrder(loaded, corpus.manifest, device, facts.num_parameters, threads)
+    batch = choose_batch(planned)
+    order = DataOrder(
+        lengths=corpus.index["length"].astype("int64"),
+        seed=config.seed,
+        corpus_sha256=corpus.manifest.corpus_sha256,
+        batch_tokens=batch.tokens.value,
+        batch_documents=batch.documents.value,
+    )
+    num_steps = config.train.max_steps or order.num_steps(config.train.epochs)
+    epochs = round(order.step(num_steps - 1).seen, 4)
+    return plan_training(planned, batch=batch, num_steps=num_steps, epochs=epochs), order
+
+
+def _shapes(facts: ModelFacts) -> list[tuple[int, int, int]]:
+    """Give matrix products like the model's own, to measure threads by."""
+    width = facts.hidden_size or 512
+    return [(512, width, width), (512, width, 3 * width), (512, 3 * width, width)]
+
+
+def _plan_to_resume(folder: Path, plan: Plan, allowed: Sequence[str], notebook: _Notebook) -> Plan:
+    """Go on as the run began: what was measured then is not measured again, or the numbers would differ."""
+    before = read_plan(folder)
+    same = {name: getattr(before, name) for name in ("threads", "micro_batch_tokens", "compile") if name not in allowed}
+    if before.device.value != plan.device.value:
+        notebook.noted(f"the run began on {before.device.value} and goes on on {plan.device.value}")
+        same.pop("threads", None)
+    return plan.model_copy(update=same)
+
+
+def _resume(run: Run, plan: Plan, allowed: Sequence[str], notebook: _Notebook) -> None:
+    saved = run.checkpoints.newest()
+    if saved is None:
+        notebook.noted("there is no whole checkpoint yet: the run begins anew")
+        for log in (run.events, run.samples):
+            log.truncate_to(-1)
+        return
+    state = run.checkpoints.load(saved, needs=[OPTIMIZER, *run.trained()[0]])
+    changed = compare_identity(state.identity, identity_of(plan, run.config), set(allowed))
+    for line in changed:
+        notebook.noted(f"changed on resume: {line}")
+        run.events.append({"kind": "change", "step": state.step, "change": line})
+    resume(run, state)
+    for event in read_events(run.events.path):
+        if event["kind"] == "step":
+            notebook.losses.append((event["step"], as_number(event["loss"])))
+        elif event["kind"] == "held_out":
+            notebook.held_out.append((event["step"], as_number(event["loss"])))
+    notebook.noted(f"going on after step {state.step}")
+
+
+def _result(
+    loaded: Loaded, run: Run, ending: Ending, *, notebook: _Notebook, stages: dict[str, float], since: _Since
+) -> TrainResult:
+    folder = run.checkpoints.folder
+    seconds = run.seconds["train"]
+    tokens = run.progress.tokens - since.tokens
+    newest, best = run.checkpoints.newest(), run.checkpoints.best()
+    artefacts = []
+    if best is not None and newest is not None and best.step != newest.step:
+        artefacts.append((str(best.path), f"the best by held-out loss, step {best.step}"))
+    if newest is not None:
+        artefacts.append((str(newest.path), f"the newest, step {newest.step}"))
+    if notebook.losses:
+        artefacts += [(str(folder.parent / "loss.png"), "the loss curve")]
+    artefacts += [(str(folder.parent / "events.jsonl"), "every step in raw numbers")]
+    asked = f"tail -n {max(1, run.config.evaluate.samples)} {folder.parent / 'samples.jsonl'}"
+    return TrainResult(
+        run=folder.parent,
+        status=ending.status,
+        reason=ending.reason,
+        exit_code=ending.exit_code,
+        steps=run.progress.step,
+        num_steps=run.plan.num_steps.value,
+        tokens=run.progress.tokens,
+        supervised_tokens=run.progress.supervised_tokens,
+        seconds=time.perf_counter() - since.started,
+        stages={**stages, **run.seconds},
+        tokens_per_second=tokens / seconds if seconds else 0.0,
+        peak_memory_bytes=memory_in_use(run.learner.device),
+        losses=notebook.losses,
+        held_out=notebook.held_out,
+        best_step=run.progress.best_step,
+        artefacts=artefacts,
+        next_command=asked if ending.status == "finished" else _resume_command(loaded),
+        notes=notebook.notes,
+    )
+
+
+def _leave_behind(run: Run, result: TrainResult, plan: Plan, corpus: Corpus) -> None:
+    """Write what tells the story of the run to whoever finds its folder."""
+    write_outcome(
+        result.run,
+        Outcome(
+            made_by=plan.made_by,
+            status=result.status,
+            reason=result.reason,
+            steps=result.steps,
+            planned_steps=result.num_steps,
+            first_loss=result.first_loss,
+            last_loss=result.last_loss,
+            held_out=HeldOutLosses(first=result.held_out_first, last=result.held_out_last, best=result.held_out_best),
+            best_step=result.best_step,
+            seconds=result.seconds,
+            tokens=result.tokens,
+            supervised_tokens=result.supervised_tokens,
+            artefacts={what: _from_run(path, result.run) for path, what in result.artefacts},
+            notes=result.notes,
+        ),
+    )
+    if result.losses:
+        try:
+            draw_losses(
+                result.run / "loss.png", losses=result.losses, held_out=result.held_out, title=Path(plan.model).name
+            )
+        except (UserError, OSError) as error:
+            # The training is done and saved; a missing picture is no reason to call it failed.
+            result.notes.append(f"the loss curve could not be drawn: {error}")
+    run_readme(result.run, plan=plan, manifest=corpus.manifest, result=result.as_json())
+
+
+def _resume_command(loaded: Loaded) -> str:
+    """Give the command that goes on with this run, with whatever was said on the command line the first time."""
+    words = ["tunewell", "train", "--resume"]
+    if loaded.file is not None and loaded.file != Path(FILE_NAME):
+        words += ["--config", str(loaded.file)]
+    flags = {"--model": loaded.config.model, "--seed": str(loaded.config.seed)}
+    for origin in dict.fromkeys(loaded.origins.values()):
+        if origin.startswith("--set "):
+            words += ["--set", origin.removeprefix("--set ")]
+        elif flags.get(origin):
+            words += [origin, str(flags[origin])]
+        elif origin == "--data":
+            words += [word for source in loaded.config.data.sources for word in ("--data", source.path)]
+    return shlex.join(words)
+
+
+def _from_run(path: str, run: Path) -> str:
+    return Path(path).relative_to(run).as_posix() if Path(path).is_relative_to(run) else path
+
+
+def _as_yaml(loaded: Loaded) -> str:
+    """Write the config down: every key that was set, wherever it was set."""
+    config = loaded.config.model_dump(mode="json", exclude_unset=True)
+    return yaml.safe_dump(redact(config), sort_keys=False, allow_unicode=True)

@@ -1,0 +1,216 @@
+"""Put a run together: the model with its method, the optimizer, the log, the checkpoints, the questions it is asked."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tunewell.config.load import Loaded
+from tunewell.config.schema import Config, Method
+from tunewell.core.units import count
+from tunewell.data.corpus.reader import Corpus
+from tunewell.data.tokenizer import load_tokenizer
+from tunewell.models import adapters, attention
+from tunewell.models.generate import generate, stop_ids_of
+from tunewell.models.load import LoadOrder, load_model
+from tunewell.models.placement import verify_placement
+from tunewell.models.support import head_facts
+from tunewell.records.events import EventLog
+from tunewell.records.plan import Plan
+from tunewell.training.batches import DataOrder
+from tunewell.training.checkpoints import Checkpoints
+from tunewell.training.engine import Run
+from tunewell.training.held_out import ask
+from tunewell.training.leak_probe import probe_leaks
+from tunewell.training.loss import HeadShape
+from tunewell.training.step import Learner
+from tunewell.training.watching import Sample, Start, Watcher
+from tunewell.training.world import World
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_MODEL = "model.safetensors"
+_IDENTITY = (
+    *("precision", "attention", "method", "learning_rate", "schedule", "warmup_steps", "num_steps"),
+    *("batch_tokens", "batch_documents", "micro_batch_tokens"),
+)
+"""What of a plan must be the same for a run to go on."""
+
+
+@dataclass
+class Parts:
+    """What a run is put together from."""
+
+    loaded: Loaded
+    plan: Plan
+    corpus: Corpus
+    order: DataOrder
+    folder: Path
+    world: World
+    watcher: Watcher
+    allow_pickle: bool = False
+
+    @property
+    def config(self) -> Config:
+        return self.loaded.config
+
+    @property
+    def model(self) -> str:
+        """Name the model as it can be found from here."""
+        path = self.loaded.path(self.plan.model)
+        return str(path) if path.exists() else self.plan.model
+
+
+def put_together(parts: Parts) -> Run:
+    """Load the model, put the method on it, verify where everything lies, and lay out the rest of a run."""
+    attention.register()
+    config, plan, device = parts.config, parts.plan, torch.device(parts.plan.device.value)
+    is_lora = plan.method.value == "lora"
+    dtype = _DTYPES[plan.precision.value] if is_lora else torch.float32
+    longest = int(parts.corpus.index["length"].max())
+    found = load_model(
+        LoadOrder(
+            parts.model,
+            parts.corpus.path / "tokenizer",
+            device,
+            dtype,
+            attention=attention.FLASH if plan.attention.value == "flash" else attention.SDPA,
+            added_tokens=tuple(parts.corpus.manifest.tokenizer.added_by_us),
+            longest_document=longest,
+            seed=plan.seed,
+            allow_pickle=parts.allow_pickle,
+        )
+    )
+    model = found.model
+    for note in found.notes:
+        parts.watcher.noted(note)
+    adapter = None
+    if is_lora:
+        method = _with_new_rows(config.method, model) if found.new_token_ids else config.method
+        adapter = adapters.add_lora(model, method, seed=plan.seed)
+    else:
+        adapters.train_everything(model)
+    verify_placement(model, device=device, dtype=dtype)
+    if config.train.recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    samples = EventLog(parts.folder / "samples.jsonl", on_trouble=parts.watcher.noted)
+    head = head_facts(model)
+    learner = Learner(
+        model,
+        config.train,
+        plan.precision.value,
+        longest,
+        seed=plan.seed,
+        head=HeadShape(head.softcap, head.scale),
+        world=parts.world,
+    )
+    return Run(
+        plan=plan,
+        config=config,
+        learner=learner,
+        order=parts.order,
+        documents=parts.corpus,
+        held_out=parts.corpus.held_out,
+        checkpoints=Checkpoints(
+            parts.folder / "checkpoints", keep=config.checkpoints.keep, on_trouble=parts.watcher.noted
+        ),
+        events=EventLog(parts.folder / "events.jsonl", on_trouble=parts.watcher.noted),
+        samples=samples,
+        watcher=parts.watcher,
+        trained=partial(_trained, model, adapter, plan.model),
+        restore=partial(_restore, model, adapter is not None),
+        ask=_asker(parts, learner, samples),
+        identity=identity_of(plan, config),
+    )
+
+
+def start_of(parts: Parts, run: Run) -> Start:
+    """Say what is about to be trained."""
+    own = sum(parameter.numel() for parameter in run.learner.parameters.values())
+    everything = sum(parameter.numel() for parameter in run.learner.model.parameters())
+    return Start(parts.plan, own, everything, run.progress.step)
+
+
+def probe(parts: Parts, run: Run) -> None:
+    """Prove that documents do not see each other, and note by how much."""
+    found = probe_leaks(run.learner, run.documents)
+    parts.watcher.noted(
+        f"{count(found.num_documents, 'document')} packed and alone differ by {found.packed_from_alone:.0e}, "
+        f"ours and transformers' attention by {found.alone_from_stock:.0e}"
+    )
+
+
+def identity_of(plan: Plan, config: Config) -> dict[str, Any]:
+    """Name everything that must be the same for a run to go on as if it had never stopped."""
+    chosen = {name: getattr(plan, name).value for name in _IDENTITY}
+    method = config.method.model_dump(mode="json", exclude={"kind"}) if plan.method.value == "lora" else {}
+    train = config.train.model_dump(
+        mode="json",
+        include={"min_rate_share", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"},
+    )
+    return {
+        "model": plan.model,
+        "data": plan.corpus_sha256,
+        "tokenizer": plan.tokenizer_sha256,
+        "template": ",".join(plan.template_sha256s),
+        "seed": plan.seed,
+        **chosen,
+        **method,
+        **train,
+    }
+
+
+def _with_new_rows(method: Method, model: nn.Module) -> Method:
+    """Train the embedding and the head too, where tokens were added that nothing has ever learned."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+    names = [name.rpartition(".")[2] for name, module in model.named_modules() if module is embedding or module is head]
+    return method.model_copy(update={"modules_to_save": tuple(dict.fromkeys([*method.modules_to_save, *names]))})
+
+
+def _trained(
+    model: Any, adapter: adapters.Adapter | None, base: str
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
+    if adapter is not None:
+        return {adapters.WEIGHTS: adapters.adapter_tensors(model, adapter)}, {
+            adapters.CONFIG: adapters.adapter_config(adapter, base)
+        }
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {_MODEL: tensors}, {"config.json": model.config.to_json_string(use_diff=True)}
+
+
+def _restore(model: Any, is_lora: bool, tensors: dict[str, dict[str, Tensor]]) -> None:
+    if is_lora:
+        adapters.load_tensors(model, tensors[adapters.WEIGHTS], where="checkpoint")
+        return
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[_MODEL][name])
+
+
+def _asker(parts: Parts, learner: Learner, log: EventLog) -> Any:
+    """Make the function that answers held-out questions and writes them down."""
+    tokenizer = load_tokenizer(parts.corpus.path / "tokenizer")
+    stops = stop_ids_of(tokenizer, parts.corpus.manifest)
+    evaluate = parts.config.evaluate
+
+    def answer(prompts: list[list[int]]) -> list[tuple[list[int], bool]]:
+        done = generate(
+            learner.model, prompts, max_new_tokens=evaluate.sample_tokens, stop_ids=stops, pad_id=min(stops)
+        )
+        return [(one.ids, one.ended) for one in done]
+
+    def asked(step: int) -> list[Sample]:
+        samples = ask(
+            parts.corpus.held_out,
+            number=evaluate.samples,
+            step=step,
+            answer=answer,
+            spell=partial(tokenizer.backend.decode, skip_special_tokens=False),
+        )
+        for sample in samples:
+            log.append(sample.__dict__)
+        return samples
+
+    return asked

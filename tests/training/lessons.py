@@ -1,0 +1,89 @@
+"""Tiny models and documents that tests of training share."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from tunewell.config.schema import Method, Train
+from tunewell.models import adapters, attention
+from tunewell.training.batches import MicroBatch, lay_out, micro_batches
+from tunewell.training.step import Learner
+
+VOCABULARY = 131
+# Models this small gain nothing from a second thread, and wait for it on a busy machine.
+torch.set_num_threads(1)
+
+
+class RandomDocuments:
+    """Documents of random ids; the first third of each is given, the rest is learned."""
+
+    def __init__(self, number: int = 24, *, longest: int = 40, seed: int = 0) -> None:
+        draw = np.random.default_rng(seed)
+        self.rows = []
+        for _ in range(number):
+            ids = draw.integers(0, VOCABULARY, int(draw.integers(3, longest + 1))).astype(np.int32)
+            labels = ids.copy()
+            labels[: max(1, len(ids) // 3)] = -100
+            self.rows.append((ids, labels))
+        self.index: dict[str, Any] = {
+            "length": np.array([len(ids) for ids, _ in self.rows]),
+            "supervised": np.array([int((labels != -100).sum()) for _, labels in self.rows]),
+        }
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def arrays(self, index: int) -> tuple[Any, Any]:
+        return self.rows[index]
+
+    def batches(self, chosen: Sequence[int], budget: int) -> list[MicroBatch]:
+        lengths = self.index["length"].astype(np.int64)
+        return [lay_out(self, group) for group in micro_batches(np.asarray(chosen), lengths, budget)]
+
+
+def tiny_llama(*, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A Llama of some 40,000 parameters with our attention."""
+    attention.register()
+    torch.manual_seed(seed)
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCABULARY,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**{**shape, **changes}))
+    model.set_attn_implementation(attention.SDPA)
+    return model.eval()
+
+
+def lora_learner(
+    model: PreTrainedModel | None = None, *, train: Train | None = None, method: Method | None = None, **more: Any
+) -> Learner:
+    """A tiny model with an adapter whose B is not zero, so that every gradient is there to be seen."""
+    model = model or tiny_llama()
+    adapters.add_lora(model, method or Method(rank=4, alpha=8), seed=1)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in adapters.trainable(model).items():
+            if name.endswith("lora_B"):
+                parameter.normal_(std=0.1)
+    return Learner(model, train or Train(), "fp32", 40, **more)
+
+
+def gradients(learner: Learner) -> dict[str, torch.Tensor]:
+    """Take the gradients away and give them."""
+    found = {name: p.grad.clone() for name, p in learner.parameters.items() if p.grad is not None}
+    learner.model.zero_grad(set_to_none=True)
+    return found
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The relative Frobenius distance."""
+    return float((a - b).norm() / b.norm().clamp_min(1e-12))

@@ -1,0 +1,93 @@
+"""The order of data is a pure function, and no cut of a step loses or doubles a document."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lessons import RandomDocuments
+
+from tunewell.training.batches import DataOrder, FixedShape, bounds_of, fill, lay_out, micro_batches
+
+lengths_of_documents = st.lists(st.integers(2, 50), min_size=1, max_size=60).map(np.array)
+
+
+def _order(lengths: np.ndarray, **more: int | None) -> DataOrder:
+    return DataOrder(lengths, 7, "abc", **{"batch_tokens": 64, **more})  # pyright: ignore[reportArgumentType]
+
+
+@given(lengths_of_documents)
+def test_every_epoch_sees_every_document_once(lengths: np.ndarray) -> None:
+    order = _order(lengths)
+    for epoch in range(3):
+        seen = np.concatenate(order.steps_of_epoch(epoch))
+        assert sorted(seen.tolist()) == list(range(len(lengths)))
+
+
+@given(lengths_of_documents)
+def test_a_step_holds_no_more_tokens_than_asked_unless_one_document_does(lengths: np.ndarray) -> None:
+    for step in _order(lengths, batch_tokens=40).steps_of_epoch(0):
+        assert lengths[step].sum() <= 40 or len(step) == 1
+
+
+@given(lengths_of_documents)
+def test_steps_by_number_are_the_steps_of_the_epochs_in_turn(lengths: np.ndarray) -> None:
+    """Resume names a step by its number alone; it must be the step the unbroken run takes there."""
+    order = _order(lengths)
+    whole = [step for epoch in range(3) for step in order.steps_of_epoch(epoch)]
+    fresh = _order(lengths)
+    for number in reversed(range(len(whole))):
+        assert fresh.step(number).documents.tolist() == whole[number].tolist()
+    assert fresh.step(len(whole) - 1).seen == pytest.approx(3.0)
+
+
+def test_order_depends_on_seed_epoch_and_corpus_and_on_nothing_else() -> None:
+    lengths = np.full(50, 5)
+    base = DataOrder(lengths, 1, "abc", batch_documents=4)
+    assert base.step(3).sha256 == DataOrder(lengths, 1, "abc", batch_documents=4).step(3).sha256
+    others = [DataOrder(lengths, 2, "abc", batch_documents=4), DataOrder(lengths, 1, "abd", batch_documents=4)]
+    assert len({order.step(3).sha256 for order in [base, *others]} | {base.step(16).sha256}) == 4
+
+
+def test_a_part_of_an_epoch_has_the_steps_that_begin_in_it() -> None:
+    order = DataOrder(np.full(40, 5), 0, "x", batch_documents=4)
+    assert [order.num_steps(epochs) for epochs in (0.01, 0.5, 1.0, 1.05, 2.5)] == [1, 5, 10, 11, 25]
+
+
+@given(lengths_of_documents, st.integers(2, 120))
+def test_micro_batches_hold_each_document_of_the_step_once_within_the_budget(lengths: np.ndarray, budget: int) -> None:
+    groups = micro_batches(np.arange(len(lengths)), lengths, budget)
+    assert sorted(np.concatenate(groups).tolist()) == list(range(len(lengths)))
+    for group in groups:
+        assert lengths[group].sum() <= budget or len(group) == 1
+        assert (np.diff(lengths[group]) <= 0).all(), "equal lengths must stand together"
+
+
+def test_targets_are_the_next_token_of_the_same_document() -> None:
+    """A shift over the packed row would pair the end of one document with the beginning of the next."""
+    documents = RandomDocuments(6)
+    batch = lay_out(documents, [3, 1, 4])
+    at, pairs = 0, []
+    for document in (3, 1, 4):
+        ids, labels = documents.arrays(document)
+        pairs += [(at + i, int(labels[i + 1])) for i in range(len(ids) - 1) if labels[i + 1] != -100]
+        assert batch.position_ids[at : at + len(ids)].tolist() == list(range(len(ids)))
+        at += len(ids)
+    assert list(zip(batch.rows.tolist(), batch.targets.tolist(), strict=True)) == pairs
+
+
+def test_filling_is_documents_of_its_own_and_is_not_learned() -> None:
+    documents = RandomDocuments(6)
+    batch = lay_out(documents, [0, 1, 2])
+    shape = FixedShape(batch.num_tokens + 100, 16, 40)
+    assert shape.fits(batch)
+    filled = fill(batch, shape)
+    assert len(filled.input_ids) == len(filled.position_ids) == sum(filled.lengths) == shape.tokens
+    assert filled.lengths[3:] == (40, 40, 20) and filled.rows is batch.rows
+    bounds = bounds_of(filled, shape.documents)
+    assert len(bounds) == 17 and (np.diff(bounds) >= 0).all() and bounds[-1] == shape.tokens
+
+
+def test_a_batch_whose_filling_needs_too_many_documents_does_not_fit() -> None:
+    batch = lay_out(RandomDocuments(6), [0, 1, 2])
+    assert not FixedShape(batch.num_tokens + 100, 5, 40).fits(batch)
+    assert not FixedShape(batch.num_tokens - 1, 50, 40).fits(batch)

@@ -1,0 +1,168 @@
+"""On CUDA: flash and SDPA, eager and compiled, are what plain transformers computes in fp32, to bf16's rounding."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lessons import RandomDocuments, gradients
+from tiny_runs import make_plan, make_run
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from tunewell.config.schema import Method, Train
+from tunewell.core.errors import UserError
+from tunewell.models import adapters, attention
+from tunewell.training.batches import DataOrder, lay_out
+from tunewell.training.compiling import Compiler
+from tunewell.training.engine import resume, train
+from tunewell.training.leak_probe import probe_leaks
+from tunewell.training.step import Learner
+
+pytestmark = pytest.mark.gpu
+NUMBER = 50
+SHAPES: dict[str, Any] = {
+    # SmolLM2-135M's, with weights drawn at random.
+    "135m": lambda: LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=576,
+            intermediate_size=1536,
+            num_hidden_layers=30,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            vocab_size=49152,
+            tie_word_embeddings=True,
+        )
+    ),
+    "windows": lambda: MistralForCausalLM(
+        MistralConfig(
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=1000,
+            sliding_window=64,
+        )
+    ),
+}
+
+
+def _documents() -> RandomDocuments:
+    return RandomDocuments(NUMBER, longest=400)
+
+
+def _learner(shape: str, *, way: str, dtype: torch.dtype) -> Learner:
+    attention.register()
+    torch.manual_seed(0)
+    model = SHAPES[shape]().to("cuda", dtype)
+    model.set_attn_implementation(way)
+    adapters.add_lora(model, Method(rank=16), seed=1)
+    draw = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in adapters.trainable(model).items():
+            if name.endswith("lora_B"):
+                parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.02)
+    return Learner(model, Train(), "fp32" if dtype == torch.float32 else "bf16", 400)
+
+
+def _reference(shape: str, documents: RandomDocuments) -> tuple[float, dict[str, torch.Tensor]]:
+    """Plain transformers in fp32, document by document."""
+    learner = _learner(shape, way=attention.SDPA, dtype=torch.float32)
+    total = torch.zeros((), device="cuda")
+    with attention.stock_attention(learner.model):
+        for document in range(len(documents)):
+            ids, labels = (torch.tensor(row, device="cuda")[None].long() for row in documents.arrays(document))
+            loss = learner.model(input_ids=ids, labels=labels).loss * int((labels[:, 1:] != -100).sum())
+            loss.backward()
+            total += loss.detach()
+    return total.item(), gradients(learner)
+
+
+def _compare(learner: Learner, documents: RandomDocuments, reference: Any) -> None:
+    wanted_loss, wanted = reference
+    loss = learner.loss_sum(lay_out(documents, range(len(documents))))
+    loss.backward()
+    assert loss.item() == pytest.approx(wanted_loss, rel=2e-2)
+    for name, gradient in gradients(learner).items():
+        cosine = torch.nn.functional.cosine_similarity(gradient.flatten(), wanted[name].flatten(), 0)
+        assert cosine >= 0.999, (name, cosine.item())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("way", [attention.SDPA, attention.FLASH])
+def test_a_packed_step_in_bf16_is_the_fp32_step_of_transformers(shape: str, way: str) -> None:
+    documents = _documents()
+    _compare(_learner(shape, way=way, dtype=torch.bfloat16), documents, _reference(shape, documents))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_compiled_step_is_the_fp32_step_of_transformers(shape: str) -> None:
+    documents = _documents()
+    learner = _learner(shape, way=attention.FLASH, dtype=torch.bfloat16)
+    order = DataOrder(documents.index["length"], 0, "x", batch_documents=NUMBER)
+    Compiler("on", 100).run(learner, order, budget=int(documents.index["length"].sum()) + 300)
+    assert learner.shape is not None and learner.shape.tokens > documents.index["length"].sum()
+    _compare(learner, documents, _reference(shape, documents))
+
+
+@pytest.mark.parametrize("way", [attention.SDPA, attention.FLASH])
+def test_the_probe_passes_in_bf16_and_sees_a_planted_leak(way: str) -> None:
+    learner = _learner("windows", way=way, dtype=torch.bfloat16)
+    documents = _documents()
+    assert probe_leaks(learner, documents).longest > 64
+    honest = learner.hidden
+    learner.hidden = lambda batch: honest(replace(batch, lengths=(sum(batch.lengths),)))  # pyright: ignore
+    learner.longest = 4000
+    with pytest.raises(UserError, match="gives other logits"):
+        probe_leaks(learner, documents)
+
+
+def test_a_run_resumed_on_cuda_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Flash's backward adds in any order, so the numbers are near, not equal."""
+
+    def run(name: str, steps: int) -> Any:
+        made = make_run(tmp_path / name, config={"method": {"rank": 4}}, plan={"num_steps": 12, "device": "cuda:0"})
+        model = made.learner.model.to("cuda", torch.bfloat16)
+        for parameter in adapters.trainable(model).values():
+            parameter.data = parameter.data.float()
+        model.set_attn_implementation(attention.FLASH)
+        made.learner = Learner(model, made.config.train, "bf16", 40)
+        made.plan = make_plan(num_steps=steps, device="cuda:0")
+        return made
+
+    straight = run("straight", 12)
+    train(straight)
+    train(run("broken", 4))
+    resumed = run("broken", 12)
+    resume(resumed, resumed.checkpoints.load(resumed.checkpoints.newest()))
+    train(resumed)
+    losses = [[event.loss for event in made.watcher.steps] for made in (straight, resumed)]
+    assert losses[0][4:] == pytest.approx(losses[1], rel=3e-2)
+
+
+def test_full_training_in_bf16_keeps_fp32_weights_and_learns() -> None:
+    attention.register()
+    torch.manual_seed(0)
+    model = SHAPES["windows"]().to("cuda")
+    model.set_attn_implementation(attention.FLASH)
+    adapters.train_everything(model)
+    learner = Learner(model, Train(), "bf16", 400)
+    documents = _documents()
+    batches = documents.batches(range(12), 4000)
+    losses = [learner.take_step(batches, number=number, rate=1e-3).read()[0] for number in range(20)]
+    assert losses[-1] < 0.85 * losses[0], losses
+    assert all(parameter.dtype == torch.float32 for parameter in learner.parameters.values())
+
+
+def test_nothing_waits_for_the_device_within_a_step() -> None:
+    """A sync would be an error in this mode; the numbers are read afterwards."""
+    learner = _learner("windows", way=attention.FLASH, dtype=torch.bfloat16)
+    batches = _documents().batches(range(12), 4000)
+    learner.take_step(batches, number=0, rate=1e-3).read()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        numbers = learner.take_step(batches, number=1, rate=1e-3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert numbers.read()[0] > 0

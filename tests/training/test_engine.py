@@ -1,0 +1,137 @@
+"""A run resumed is the run never stopped; it looks, saves and ends when its plan says so."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import Remembering, make_run
+
+from tunewell.records.events import read_events
+from tunewell.training.engine import Run, resume, train
+from tunewell.training.optim import optimizer_tensors
+
+TIMES = ("seconds", "memory_bytes")
+
+
+def _state(run: Run) -> dict[str, torch.Tensor]:
+    weights = {name: parameter.detach() for name, parameter in run.learner.parameters.items()}
+    return {**weights, **optimizer_tensors(run.learner.optimizer, run.learner.parameters)}
+
+
+def _log(folder: Path) -> list[dict[str, Any]]:
+    events = read_events(folder / "events.jsonl")
+    return [{key: value for key, value in event.items() if key not in TIMES} for event in events]
+
+
+class _Asking(Remembering):
+    """Asks the run to stop after a step."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self._at = at
+
+    def stepped(self, event: Any) -> None:
+        super().stepped(event)
+        if event.step == self._at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("at", [1, 4, 7, 11])
+def test_a_run_that_was_asked_to_stop_and_resumed_is_the_run_never_stopped(tmp_path: Path, at: int) -> None:
+    """Weights, optimizer and log, bit for bit, with dropout on and over the end of an epoch."""
+    straight = make_run(tmp_path / "straight")
+    assert train(straight).status == "finished"
+    broken = make_run(tmp_path / "broken")
+    broken.watcher = _Asking(at)
+    ending = train(broken)
+    assert (ending.status, ending.exit_code) == ("interrupted", 143)
+    resumed = make_run(tmp_path / "broken")
+    saved = resumed.checkpoints.newest()
+    assert saved is not None and saved.step == at
+    resume(resumed, resumed.checkpoints.load(saved))
+    assert train(resumed).status == "finished"
+    expected = _state(straight)
+    for name, tensor in _state(resumed).items():
+        assert torch.equal(tensor, expected[name]), name
+    assert _log(tmp_path / "broken") == _log(tmp_path / "straight")
+
+
+def test_one_event_a_step_with_raw_numbers(tmp_path: Path) -> None:
+    train(make_run(tmp_path / "run"))
+    steps = [event for event in read_events(tmp_path / "run" / "events.jsonl") if event["kind"] == "step"]
+    assert [event["step"] for event in steps] == list(range(1, 13))
+    for event in steps:
+        wanted = {"step", "loss", "grad_norm", "learning_rate", "tokens", "supervised_tokens", "seconds"}
+        assert wanted <= event.keys() and event["tokens"] > event["supervised_tokens"] > 0
+    assert steps[0]["learning_rate"] == pytest.approx(5e-3) and steps[1]["learning_rate"] == pytest.approx(1e-2)
+
+
+def test_the_held_out_rows_are_looked_at_before_at_intervals_and_at_the_end(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", plan={"num_steps": 10})
+    train(run)
+    assert isinstance(run.watcher, Remembering)
+    assert [look.step for look in run.watcher.looks] == [0, 4, 8, 10]
+    assert run.progress.best_loss == min(look.loss for look in run.watcher.looks)
+
+
+def test_early_stopping_counts_looks_without_gain(tmp_path: Path) -> None:
+    """Random ids cannot be learned from other random ids: the held-out loss soon rises."""
+    run = make_run(
+        tmp_path / "run",
+        config={"evaluate": {"patience": 2}},
+        plan={"num_steps": 400, "evaluate_every": 2, "learning_rate": 0.05, "schedule": "constant"},
+    )
+    ending = train(run)
+    assert ending.status == "finished" and "2 looks" in ending.reason
+    assert run.progress.step < 400 and run.progress.looks_without_gain == 2
+    saved = run.checkpoints.newest()
+    assert saved is not None and saved.step == run.progress.step
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path / "run", plan={"num_steps": 40, "evaluate_every": 4, "learning_rate": 0.05, "schedule": "constant"}
+    )
+    train(run)
+    best, newest = run.checkpoints.best(), run.checkpoints.newest()
+    assert best is not None and newest is not None
+    assert newest.step == 40 and (run.progress.best_step == 0 or best.step == run.progress.best_step)
+
+
+def test_a_step_that_is_not_finite_is_logged_as_it_is(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", plan={"num_steps": 2, "save_every": 9, "evaluate_every": 9})
+    run.learner.model.get_output_embeddings().weight.data[3] = float("nan")
+    train(run)
+    steps = [event for event in read_events(tmp_path / "run" / "events.jsonl") if event["kind"] == "step"]
+    assert [event["loss"] for event in steps] == ["nan", "nan"]
+    assert all(event["was_skipped"] for event in steps)
+
+
+def test_quarantined_documents_are_left_out_and_the_steps_stay(tmp_path: Path) -> None:
+    plain, without = make_run(tmp_path / "plain"), make_run(tmp_path / "without")
+    left_out = int(plain.order.step(0).documents[0])
+    without.progress.quarantine = [left_out]
+    train(plain)
+    train(without)
+    first, second = (read_events(tmp_path / name / "events.jsonl")[1] for name in ("plain", "without"))
+    assert first["batch_sha256"] == second["batch_sha256"]
+    assert first["tokens"] - second["tokens"] == int(plain.order.lengths[left_out])
+
+
+GOLDEN = [5.26102, 5.44207, 5.452, 5.35504, 5.48784, 4.56553, 4.421, 4.54989, 4.52534, 4.69156, 4.1901, 4.30977]
+
+
+def test_the_loss_curve_of_a_tiny_run_is_the_one_that_was_recorded(tmp_path: Path) -> None:
+    """Any change to batches, order, loss, optimizer or schedule that changes results shows here first."""
+    run = make_run(tmp_path / "run", config={"method": {"rank": 4}})
+    train(run)
+    assert isinstance(run.watcher, Remembering)
+    losses = [event.loss for event in run.watcher.steps]
+    assert losses == pytest.approx(GOLDEN, rel=1e-3)
+    again = make_run(tmp_path / "again", config={"method": {"rank": 4}})
+    train(again)
+    assert isinstance(again.watcher, Remembering)
+    assert [event.loss for event in again.watcher.steps] == losses

@@ -1,0 +1,155 @@
+"""A step is its documents: no cut into micro-batches, no packing and no number of processes changes it."""
+
+import numpy as np
+import pytest
+import torch
+from lessons import RandomDocuments, distance, gradients, lora_learner, tiny_llama
+
+from tunewell.config.schema import Method, Train
+from tunewell.models.adapters import train_everything
+from tunewell.models.attention import stock_attention
+from tunewell.training.batches import FixedShape, lay_out
+from tunewell.training.optim import load_optimizer, optimizer_tensors
+from tunewell.training.step import Learner
+
+CHOSEN = list(range(11))
+# Adam divides a gradient by its own size: with the usual 1e-8 here, rounding of one that is nearly zero becomes a step.
+TRAIN = Train(adam_epsilon=1e-4)
+
+
+def _loss_alone(learner: Learner, documents: RandomDocuments, chosen: list[int]) -> torch.Tensor:
+    """The sum of the loss that plain transformers gives document by document."""
+    total = torch.zeros(())
+    with stock_attention(learner.model):
+        for document in chosen:
+            ids, labels = (torch.tensor(row)[None].long() for row in documents.arrays(document))
+            number = int((labels[:, 1:] != -100).sum())
+            total = total + learner.model(input_ids=ids, labels=labels).loss * number
+    return total
+
+
+def test_a_packed_step_is_what_transformers_gives_document_by_document() -> None:
+    learner, documents = lora_learner(), RandomDocuments()
+    theirs = _loss_alone(learner, documents, CHOSEN)
+    theirs.backward()
+    wanted = gradients(learner)
+    ours = learner.loss_sum(lay_out(documents, CHOSEN))
+    ours.backward()
+    assert float(ours) == pytest.approx(float(theirs), rel=1e-5)
+    for name, gradient in gradients(learner).items():
+        assert distance(gradient, wanted[name]) < 1e-4, name
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("budget", [1, 40, 97, 10_000])
+def test_any_cut_into_micro_batches_makes_the_same_step(kind: str, budget: int) -> None:
+    """1 means one document at a time: packed equals not packed, and the last short micro-batch weighs what it holds."""
+    documents = RandomDocuments()
+
+    def after(budget: int) -> tuple[tuple, dict[str, torch.Tensor]]:
+        if kind == "lora":
+            learner = lora_learner(train=TRAIN)
+        else:
+            model = tiny_llama()
+            train_everything(model)
+            learner = Learner(model, TRAIN, "fp32", 40)
+        numbers = [
+            learner.take_step(documents.batches(chosen, budget), number=number, rate=1e-3).read()
+            for number, chosen in enumerate([CHOSEN, list(range(11, 22)), [22, 23]])
+        ]
+        return numbers, {name: p.detach().clone() for name, p in learner.parameters.items()}
+
+    numbers, weights = after(budget)
+    wanted_numbers, wanted = after(400)
+    np.testing.assert_allclose(numbers, wanted_numbers, rtol=1e-5)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, wanted[name], rtol=1e-6, atol=1e-6)
+
+
+def test_filling_up_to_a_fixed_shape_changes_nothing() -> None:
+    learner, documents = lora_learner(), RandomDocuments()
+    plain = learner.loss_sum(lay_out(documents, CHOSEN))
+    plain.backward()
+    wanted = gradients(learner)
+    learner.shape = FixedShape(640, 64, 40)
+    filled = learner.loss_sum(lay_out(documents, CHOSEN))
+    filled.backward()
+    assert float(filled) == pytest.approx(float(plain), rel=1e-6)
+    for name, gradient in gradients(learner).items():
+        assert distance(gradient, wanted[name]) < 1e-5, name
+
+
+@pytest.mark.parametrize("spoil", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_changes_nothing_at_all(spoil: str) -> None:
+    """Planted NaN: the update must be a no-op, the optimizer's count of steps included."""
+    learner, documents = lora_learner(), RandomDocuments()
+    learner.take_step(documents.batches(CHOSEN, 64), number=0, rate=1e-3)
+    weights = {name: p.detach().clone() for name, p in learner.parameters.items()}
+    memory = {name: t.clone() for name, t in optimizer_tensors(learner.optimizer, learner.parameters).items()}
+    if spoil == "loss":
+        head = learner.model.get_output_embeddings()
+        kept = head.weight.detach().clone()
+        head.weight.data[5] = float("nan")
+    else:
+        first = next(iter(learner.parameters.values()))
+        handle = first.register_hook(lambda gradient: gradient * float("inf"))
+    loss, norm, was_skipped, _ = learner.take_step(documents.batches(CHOSEN, 64), number=1, rate=1e-3).read()
+    assert was_skipped and not (np.isfinite(loss) and np.isfinite(norm))
+    for name, weight in weights.items():
+        assert torch.equal(learner.parameters[name], weight), name
+    for name, tensor in optimizer_tensors(learner.optimizer, learner.parameters).items():
+        assert torch.equal(tensor, memory[name]), name
+    if spoil == "loss":
+        head.weight.data.copy_(kept)
+    else:
+        handle.remove()
+    assert not learner.take_step(documents.batches(CHOSEN, 64), number=2, rate=1e-3).read()[2]
+
+
+def test_clipping_is_torch_clipping() -> None:
+    documents = RandomDocuments()
+    ours, theirs = lora_learner(train=Train(max_grad_norm=0.5, adam_epsilon=1e-4)), lora_learner()
+    ours.take_step(documents.batches(CHOSEN, 100), number=0, rate=1e-2)
+    optimizer = torch.optim.AdamW(theirs.parameters.values(), lr=1e-2, weight_decay=0.0, eps=1e-4)
+    batch = lay_out(documents, CHOSEN)
+    (theirs.loss_sum(batch) / len(batch.rows)).backward()
+    torch.nn.utils.clip_grad_norm_(theirs.parameters.values(), 0.5)
+    optimizer.step()
+    for name, parameter in ours.parameters.items():
+        torch.testing.assert_close(parameter, theirs.parameters[name], rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_step_draws_depends_on_its_number_only() -> None:
+    """Dropout after a resume must be that of the unbroken run."""
+    documents = RandomDocuments()
+
+    def learner() -> Learner:
+        return lora_learner(method=Method(rank=4, dropout=0.3))
+
+    straight, resumed = learner(), learner()
+    batches = documents.batches(CHOSEN, 64)
+    straight.take_step(batches, number=0, rate=1e-3)
+    torch.manual_seed(999)
+    for name, parameter in resumed.parameters.items():
+        parameter.data.copy_(straight.parameters[name])
+    load_optimizer(resumed.optimizer, resumed.parameters, optimizer_tensors(straight.optimizer, straight.parameters))
+    second = straight.take_step(batches, number=1, rate=1e-3).read()
+    assert resumed.take_step(batches, number=1, rate=1e-3).read() == second
+    assert resumed.take_step(batches, number=1, rate=1e-3).read() != second
+    for name, parameter in resumed.parameters.items():
+        assert parameter.shape == straight.parameters[name].shape
+
+
+def test_under_fp16_an_overflow_halves_the_scale_and_skips_the_step() -> None:
+    model = tiny_llama().half()
+    learner = lora_learner(model)
+    learner.precision = "fp16"
+    learner = Learner(model, Train(), "fp16", 40)
+    documents = RandomDocuments()
+    first = learner.scaler.scale.item()
+    learner.scaler.scale.fill_(2.0**60)
+    *_, was_skipped, scale = learner.take_step(documents.batches(CHOSEN, 100), number=0, rate=1e-3).read()
+    assert was_skipped and scale == 2.0**59
+    learner.scaler.scale.fill_(first)
+    loss, norm, was_skipped, scale = learner.take_step(documents.batches(CHOSEN, 100), number=1, rate=1e-3).read()
+    assert not was_skipped and np.isfinite([loss, norm]).all() and scale == first

@@ -1,0 +1,103 @@
+"""Whole runs in this process on a tiny model: what tests of the engine share."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lessons import RandomDocuments, tiny_llama
+
+from tunewell.config.schema import Config
+from tunewell.models import adapters
+from tunewell.records.events import EventLog
+from tunewell.records.plan import Chosen, Plan
+from tunewell.training.batches import DataOrder
+from tunewell.training.checkpoints import Checkpoints
+from tunewell.training.engine import Run
+from tunewell.training.step import Learner
+from tunewell.training.watching import HeldOutEvent, Sample, StepEvent, Unwatched
+
+
+class Remembering(Unwatched):
+    """A watcher that keeps everything."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepEvent] = []
+        self.looks: list[HeldOutEvent] = []
+        self.notes: list[str] = []
+
+    def stepped(self, event: StepEvent) -> None:
+        self.steps.append(event)
+
+    def looked(self, event: HeldOutEvent, samples: list[Sample]) -> None:
+        self.looks.append(event)
+
+    def noted(self, message: str) -> None:
+        self.notes.append(message)
+
+
+def make_plan(**values: Any) -> Plan:
+    """A plan of twelve steps, with any value replaced."""
+    chosen = {
+        "device": "cpu",
+        "precision": "fp32",
+        "attention": "sdpa",
+        "threads": 1,
+        "method": "lora",
+        "learning_rate": 1e-2,
+        "schedule": "cosine",
+        "warmup_steps": 2,
+        "num_steps": 12,
+        "epochs": 1.0,
+        "batch_tokens": None,
+        "batch_documents": 5,
+        "micro_batch_tokens": 64,
+        "compile": "off",
+        "evaluate_every": 4,
+        "save_every": 4,
+    } | values
+    return Plan(
+        made_by="test",
+        model="tiny",
+        corpus="corpus",
+        corpus_sha256="c",
+        tokenizer_sha256="t",
+        template_sha256s=[],
+        seed=0,
+        config={},
+        **{name: Chosen(value=value, because="") for name, value in chosen.items()},
+    )
+
+
+def make_run(folder: Path, *, config: dict[str, Any] | None = None, plan: dict[str, Any] | None = None) -> Run:
+    """Put a run together in a folder, new or to be resumed."""
+    settings = Config.model_validate({"method": {"rank": 4, "dropout": 0.2}, **(config or {})})
+    decided = make_plan(**(plan or {}))
+    model = tiny_llama()
+    adapter = adapters.add_lora(model, settings.method, seed=0)
+    documents = RandomDocuments(23)
+    watcher = Remembering()
+    folder.mkdir(exist_ok=True)
+
+    def trained() -> Any:
+        return {adapters.WEIGHTS: adapters.adapter_tensors(model, adapter)}, {adapters.CONFIG: "{}"}
+
+    def restore(tensors: Any) -> None:
+        adapters.load_tensors(model, tensors[adapters.WEIGHTS], where="checkpoint")
+
+    return Run(
+        plan=decided,
+        config=settings,
+        learner=Learner(model, settings.train, "fp32", 40),
+        order=DataOrder(documents.index["length"], 0, "c", batch_documents=decided.batch_documents.value),
+        documents=documents,
+        held_out=RandomDocuments(5, seed=9),
+        checkpoints=Checkpoints(
+            folder / "checkpoints", keep=settings.checkpoints.keep, on_trouble=partial(watcher.noted)
+        ),
+        events=EventLog(folder / "events.jsonl"),
+        samples=EventLog(folder / "samples.jsonl"),
+        watcher=watcher,
+        trained=trained,
+        restore=restore,
+        identity={"seed": 0},
+    )
