@@ -267,7 +267,7 @@ def main() -> None:
         if threads is None:
             measured = ask(folder, "--contender", "threads")
             threads = measured["threads"]
-            print(f"{threads} threads: {measured['because']}", flush=True)
+            print(f"Threads: {measured['because']}.", flush=True)
         results: dict[str, list[dict[str, Any]]] = {contender: [] for contender in NAMES}
         for number in range(wanted.rounds):
             for contender in list(NAMES) if number % 2 == 0 else list(reversed(NAMES)):
@@ -276,7 +276,7 @@ def main() -> None:
                 results[contender].append(result)
                 print(f"{contender}: {statistics.median(result['tokens_per_second']):.1f} tokens/s", flush=True)
         corpus, _ = documents_in_order(folder)
-        print(f"\n{origin}, {len(corpus)} documents, {threads} threads, {wanted.rounds} rounds.\n")
+        print(f"\n{origin}, {len(corpus)} documents. Threads: {threads}. Rounds: {wanted.rounds}.\n")
         print(report(results))
         print("\n" + against_products(results["ours"], flops_of(shape_of(folder), corpus.index, rank=RANK)))
 

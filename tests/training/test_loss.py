@@ -54,3 +54,14 @@ def test_a_frozen_head_costs_no_gradient() -> None:
     weight = torch.randn(11, 8)
     learned_rows_loss(hidden, torch.arange(5), weight_VH=weight).backward()
     assert hidden.grad is not None and weight.grad is None
+
+
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_the_form_for_the_compiler_computes_the_same(softcap: float | None) -> None:
+    torch.manual_seed(0)
+    logits, targets = torch.randn(40, 30) * 3, torch.randint(0, 30, (40,))
+    targets[7] = -100
+    for ours, theirs in zip(
+        loss.loss_and_slope_fused(logits, targets, softcap), loss.loss_and_slope(logits, targets, softcap), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

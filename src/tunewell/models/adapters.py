@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -94,7 +95,8 @@ def adapter_tensors(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tenso
     tensors = {_peft_name(name): parameter.detach() for name, parameter in trainable(model).items()}
     if adapter.is_tied:
         names = {module: name for name, module in model.named_modules()}
-        for own in (model.get_input_embeddings(), model.get_output_embeddings()):
+        ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+        for own in ends:
             if names[own].rpartition(".")[2] in adapter.modules_to_save:
                 tensors.setdefault(_peft_name(f"{names[own]}.weight"), own.weight.detach().clone())
     return tensors
@@ -205,7 +207,7 @@ def _train_whole(model: PreTrainedModel, name: str) -> None:
         own.float().requires_grad_(True)
         if dtype != torch.float32 and isinstance(own, nn.Embedding):
             own.__class__ = Fp32Embedding
-            own.answer_dtype = dtype
+            own.__dict__["answer_dtype"] = dtype
         elif dtype != torch.float32 and isinstance(own, nn.Linear):
             own.__class__ = Fp32Linear
     if tied:

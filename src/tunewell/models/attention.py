@@ -162,7 +162,9 @@ def register() -> None:
 def stock_attention(model: PreTrainedModel) -> Iterator[None]:
     """Let a model attend as transformers does by default, uncompiled: for generating, and for checking ours."""
     before: Any = model.config._attn_implementation
-    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    # transformers' own sdpa knows no softcap, and some versions leave it out without a word.
+    has_softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    model.set_attn_implementation("sdpa" if model._supports_sdpa and not has_softcap else "eager")
     try:
         with torch.compiler.set_stance("force_eager"):
             yield

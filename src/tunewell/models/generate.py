@@ -76,18 +76,20 @@ def generate(
     """
     if not all(prompts):
         raise ValueError("a prompt has no tokens")
-    answers: dict[int, Generated] = {}
+    # What a prompt that fills the whole context gets.
+    answers = [Generated([], False)] * len(prompts)
     was_training = model.training
     model.eval()
     try:
         with quiet(), stock_attention(model), _without_own_settings(model), _seeded(decoding.seed):
             for batch, room in _batches(prompts, max_new_tokens, _limit(model), decoding.batch_tokens):
                 settings = _settings(room, stop_ids, pad_id, decoding)
-                rows = _answer([prompts[index] for index in batch], model, settings) if room > 0 else [[]] * len(batch)
-                answers |= {index: _cut(row, stop_ids) for index, row in zip(batch, rows, strict=True)}
+                rows = _answer([prompts[index] for index in batch], model, settings)
+                for index, row in zip(batch, rows, strict=True):
+                    answers[index] = _cut(row, stop_ids)
     finally:
         model.train(was_training)
-    return [answers[index] for index in range(len(prompts))]
+    return answers
 
 
 def _batches(
@@ -97,8 +99,10 @@ def _batches(
     waiting: list[int] = []
     for index in sorted(range(len(prompts)), key=lambda index: len(prompts[index])):
         length = len(prompts[index]) + max_new_tokens
+        room = limit - len(prompts[index])
         if length > limit:
-            yield [index], limit - len(prompts[index])
+            if room > 0:
+                yield [index], room
             continue
         if waiting and (len(waiting) + 1) * length > batch_tokens:
             yield waiting, max_new_tokens

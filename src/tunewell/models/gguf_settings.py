@@ -53,6 +53,9 @@ def _config_of(metadata: dict[str, Any], names: set[str]) -> PreTrainedConfig:
     settings = {name: metadata[key] for key, name in keys.items() if name is not None and key in metadata}
     settings.setdefault("vocab_size", len(metadata.get("tokenizer.ggml.tokens") or ()))
     settings.pop("unk_token_id", None)
+    if kind == "qwen3" and f"{kind}.attention.key_length" in metadata:
+        # transformers takes 128 for granted.
+        settings["head_dim"] = metadata[f"{kind}.attention.key_length"]
     return AutoConfig.for_model(kind, tie_word_embeddings="output.weight" not in names, **settings)
 
 

@@ -57,6 +57,8 @@ def from_files(
     how: dict[str, Any],
 ) -> tuple[PreTrainedModel, list[str]]:
     """Load a folder or a hub id, or its text part, and name the weights in its files that are no part of that."""
+    # A part is made twice, so it goes to the device the second time only.
+    first = how if part is None else {key: value for key, value in how.items() if key != "device_map"}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             place,
@@ -67,7 +69,7 @@ def from_files(
             trust_remote_code=False,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
-            **how,
+            **first,
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"the weights of `{place}` cannot be loaded: {_first_line(error)}") from error

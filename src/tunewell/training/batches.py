@@ -164,23 +164,23 @@ class FixedShape:
 
 def lay_out(split: Documents, documents: Sequence[int] | Numbers) -> MicroBatch:
     """Read documents and lay them end to end; the shift by one happens here, within each document."""
-    ids, rows, targets, at = [], [], [], 0
-    for document in documents:
-        own_ids, labels = split.arrays(int(document))
-        learned = np.flatnonzero(labels[1:] != -100)
-        ids.append(own_ids)
-        rows.append(learned + at)
-        targets.append(labels[learned + 1])
-        at += len(own_ids)
-    lengths = tuple(len(own) for own in ids)
+    read = [split.arrays(int(document)) for document in documents]
+    ids = np.concatenate([own for own, _ in read]).astype(np.int64)
+    labels = np.concatenate([own for _, own in read])
+    lengths = np.array([len(own) for own, _ in read])
+    ends = np.cumsum(lengths)
+    following = np.full(len(ids), -100, dtype=np.int64)
+    following[:-1] = labels[1:]
+    following[ends - 1] = -100
+    rows = np.flatnonzero(following != -100)
     return MicroBatch(
-        input_ids=np.concatenate(ids).astype(np.int64),
-        position_ids=np.concatenate([np.arange(length) for length in lengths]).astype(np.int64),
-        lengths=lengths,
-        rows=np.concatenate(rows).astype(np.int64),
-        targets=np.concatenate(targets).astype(np.int64),
+        input_ids=ids,
+        position_ids=np.arange(len(ids)) - np.repeat(ends - lengths, lengths),
+        lengths=tuple(lengths.tolist()),
+        rows=rows,
+        targets=following[rows],
         documents=tuple(int(document) for document in documents),
-        num_tokens=at,
+        num_tokens=len(ids),
     )
 
 

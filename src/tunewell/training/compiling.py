@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from tunewell.training.batches import DataOrder, FixedShape, micro_batches
-from tunewell.training.loss import loss_and_slope
+from tunewell.training.loss import loss_and_slope_fused
 from tunewell.training.step import Learner
 
 # Measured on an H200 (torch 2.11): 20 to 60 s for models of 0.02 to 8 B parameters; a third of the time is saved.
 _COMPILE_SECONDS = 60.0
 _SAVED_SHARE = 0.3
 _TIMED_STEPS = 3
+_FIRST_CUT = 4
 _ROOM = 32
 
 
@@ -30,6 +31,15 @@ class Compiler:
     is_done: bool = False
     _seconds: float = 0.0
     _timed: int = 0
+
+    def budget(self, device: torch.device, wanted: int, longest: int) -> int:
+        """Give the size of micro-batches: while it is still open whether to compile, small ones.
+
+        Uncompiled layers keep more for the way back, and the first steps should not be what decides how much memory a
+        run needs.
+        """
+        is_open = not self.is_done and self.wish != "off" and device.type == "cuda" and self._timed <= _TIMED_STEPS
+        return max(wanted // _FIRST_CUT, min(longest, wanted)) if is_open else wanted
 
     def is_due(self, device: torch.device, *, step: int, seconds: float) -> bool:
         """Whether to compile after this step; the first steps are not counted, since they warm things up."""
@@ -45,6 +55,10 @@ class Compiler:
         mean = self._seconds / (self._timed - 1)
         return (self.num_steps - step) * mean * _SAVED_SHARE > 2 * _COMPILE_SECONDS
 
+    def most_documents(self, learner: Learner) -> int | None:
+        """Give how many documents a micro-batch may have so that it fits the compiled shape with its filling."""
+        return None if learner.shape is None else learner.shape.documents - 1
+
     def run(self, learner: Learner, order: DataOrder, *, budget: int) -> str:
         """Compile the layers and the loss for one shape; give what was done in words."""
         self.is_done = True
@@ -53,7 +67,7 @@ class Compiler:
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         for layer in layers:
             layer.compile(fullgraph=True, dynamic=False)
-        learner.slope = torch.compile(loss_and_slope, dynamic=True)
+        learner.slope = torch.compile(loss_and_slope_fused, dynamic=False)
         return (
             f"compiling {len(layers)} layers for {learner.shape.tokens:,} tokens in {learner.shape.documents} documents"
         )

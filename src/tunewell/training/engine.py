@@ -95,7 +95,8 @@ def train(run: Run) -> Ending:
         if progress.last_look < 0:
             _look(run, journal)
         while progress.step < plan.num_steps.value:
-            seconds = _take(run, journal)
+            budget = compiler.budget(run.learner.device, plan.micro_batch_tokens.value, run.learner.longest)
+            seconds = _take(run, journal, budget=budget, most=compiler.most_documents(run.learner))
             if compiler.is_due(run.learner.device, step=progress.step, seconds=seconds):
                 journal.flush()
                 run.watcher.noted(compiler.run(run.learner, run.order, budget=plan.micro_batch_tokens.value))
@@ -122,13 +123,13 @@ def train(run: Run) -> Ending:
     return Ending("finished", f"all {plan.num_steps.value} steps were taken")
 
 
-def _take(run: Run, journal: "_Journal") -> float:
+def _take(run: Run, journal: "_Journal", *, budget: int, most: int | None) -> float:
     """Take one step and hand its numbers to the journal, which reads them once the next step is under way."""
     started = time.perf_counter()
     plan, progress = run.plan, run.progress
     step = run.order.step(progress.step)
     kept = step.documents[~np.isin(step.documents, progress.quarantine)] if progress.quarantine else step.documents
-    groups = micro_batches(kept, run.order.lengths, plan.micro_batch_tokens.value)
+    groups = micro_batches(kept, run.order.lengths, budget, most=most)
     batches = [lay_out(run.documents, group) for group in groups]
     rate = rate_at(
         step.number,

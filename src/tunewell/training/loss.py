@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Logits of one chunk stay below this: 256 rows of a 49k vocabulary on a CPU's caches and memory, 8k rows on a GPU.
-_CPU_BYTES, _GPU_BYTES = 64 * 2**20, 2 * 2**30
+# Logits of one chunk, in fp32, stay below this: 256 rows of a 49k vocabulary on a CPU, 2,048 on a GPU.
+_CPU_BYTES, _GPU_BYTES = 64 * 2**20, 512 * 2**20
+COMPILED_ROWS = 2048
+"""Rows of a chunk where `loss_and_slope` is compiled, for this one shape."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,23 @@ def loss_and_slope(logits_RV: Tensor, targets_R: Tensor, softcap: float | None) 
     total = ((lse_R1 - z_RV.gather(-1, at_R1))[:, 0] * keep_R).sum()
     dz_RV = torch.exp(z_RV - lse_R1)
     dz_RV = dz_RV.scatter_add(-1, at_R1, dz_RV.new_full(at_R1.shape, -1.0)) * keep_R[:, None]
+    if bent_RV is not None:
+        dz_RV = dz_RV * (1 - bent_RV * bent_RV)
+    return total, dz_RV.to(logits_RV.dtype)
+
+
+def loss_and_slope_fused(logits_RV: Tensor, targets_R: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Compute the same in a form that a compiler makes two passes of: nothing in fp32 is ever written to memory."""
+    z_RV = logits_RV.float()
+    bent_RV = None if softcap is None else torch.tanh(z_RV / softcap)
+    if bent_RV is not None and softcap is not None:
+        z_RV = bent_RV * softcap
+    keep_R = targets_R != -100
+    at_R1 = targets_R.clamp_min(0)[:, None]
+    lse_R1 = torch.logsumexp(z_RV, -1, keepdim=True)
+    total = ((lse_R1 - z_RV.gather(-1, at_R1))[:, 0] * keep_R).sum()
+    is_target_RV = torch.arange(z_RV.shape[1], device=z_RV.device)[None, :] == at_R1
+    dz_RV = (torch.exp(z_RV - lse_R1) - is_target_RV.float()) * keep_R[:, None]
     if bent_RV is not None:
         dz_RV = dz_RV * (1 - bent_RV * bent_RV)
     return total, dz_RV.to(logits_RV.dtype)
@@ -98,10 +117,14 @@ def learned_rows_loss(
     weight_VH: Tensor,
     bias_V: Tensor | None = None,
     head: HeadShape | None = None,
-    slope: Callable[[Tensor, Tensor, float | None], tuple[Tensor, Tensor]] = loss_and_slope,
+    slope: Callable[[Tensor, Tensor, float | None], tuple[Tensor, Tensor]] | None = None,
 ) -> Tensor:
-    """Sum the loss of rows of hidden states against their targets; `slope` may be a compiled `loss_and_slope`."""
-    how = _How(chunk_rows(weight_VH.shape[0], hidden_RH.device), head or HeadShape(), slope)
+    """Sum the loss of rows of hidden states against their targets.
+
+    `slope` may be a compiled `loss_and_slope_fused`; the number of rows must then be a multiple of COMPILED_ROWS.
+    """
+    rows = chunk_rows(weight_VH.shape[0], hidden_RH.device) if slope is None else COMPILED_ROWS
+    how = _How(rows, head or HeadShape(), slope or loss_and_slope)
     total = _LearnedRowsLoss.apply(hidden_RH, weight_VH, bias_V, targets_R, how)
     assert isinstance(total, Tensor)
     return total

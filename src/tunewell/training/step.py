@@ -15,7 +15,7 @@ from tunewell.models.adapters import trainable
 from tunewell.models.attention import FLASH, runs_of
 from tunewell.models.lora import LoraLinear
 from tunewell.training.batches import FixedShape, MicroBatch, bounds_of, fill
-from tunewell.training.loss import HeadShape, learned_rows_loss, loss_and_slope
+from tunewell.training.loss import COMPILED_ROWS, HeadShape, learned_rows_loss
 from tunewell.training.optim import Scaler, make_optimizer, update
 from tunewell.training.world import World
 
@@ -53,7 +53,8 @@ class Learner:
     world: World = field(default_factory=World)
     shape: FixedShape | None = None
     """Set once the layers are compiled."""
-    slope: Callable[..., tuple[Tensor, Tensor]] = loss_and_slope
+    slope: Callable[..., tuple[Tensor, Tensor]] | None = None
+    """A compiled `loss_and_slope_fused`, then too."""
 
     def __post_init__(self) -> None:
         self.parameters: dict[str, nn.Parameter] = trainable(self.model)
@@ -71,7 +72,8 @@ class Learner:
     def take_step(self, batches: Sequence[MicroBatch], *, number: int, rate: float) -> Numbers:
         """Learn from a step's documents: the loss is its sum over all supervised tokens, however they are cut."""
         num_supervised = sum(len(batch.rows) for batch in batches)
-        self.model.train()
+        if not self.model.training:
+            self.model.train()
         total = torch.zeros((), device=self.device)
         for place, batch in self.world.share(list(enumerate(batches))):
             if self.is_drawing:
@@ -87,10 +89,15 @@ class Learner:
     def loss_sum(self, batch: MicroBatch) -> Tensor:
         """Sum the loss over a micro-batch's supervised tokens."""
         hidden_TH = self.hidden(batch)
-        hidden_RH = hidden_TH[self._tensor(batch.rows)].to(self._casts_to or hidden_TH.dtype)
+        rows, targets = batch.rows, batch.targets
+        if self.slope is not None:
+            spare = -len(rows) % COMPILED_ROWS
+            rows, targets = np.pad(rows, (0, spare)), np.pad(targets, (0, spare), constant_values=-100)
+        # Not by brackets: the gradient of those sorts its rows first.
+        hidden_RH = torch.index_select(hidden_TH, 0, self._tensor(rows)).to(self._casts_to or hidden_TH.dtype)
         return learned_rows_loss(
             hidden_RH,
-            self._tensor(batch.targets),
+            self._tensor(targets),
             weight_VH=self.head_module.weight,
             bias_V=getattr(self.head_module, "bias", None),
             head=self.head,
@@ -99,13 +106,17 @@ class Learner:
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """Give the last hidden states of documents laid end to end; filling, where there is any, comes last."""
+        room, stance = None, nullcontext()
         if self.shape is not None and self.shape.fits(batch):
-            batch = fill(batch, self.shape)
+            batch, room = fill(batch, self.shape), self.shape.documents
+        elif self.shape is not None:
+            # Compiling again for a shape that may come once would cost more than it saves.
+            stance = torch.compiler.set_stance("force_eager")
         layout: dict[str, Any] = {"packed_runs": runs_of(batch.lengths)}
         if self.is_flash:
-            bounds = bounds_of(batch, None if self.shape is None else self.shape.documents)
+            bounds = bounds_of(batch, room)
             layout = {"packed_bounds": self._tensor(bounds), "packed_longest": self.longest}
-        with self.casting():
+        with self.casting(), stance:
             out = self.body(
                 input_ids=self._tensor(batch.input_ids)[None],
                 position_ids=self._tensor(batch.position_ids)[None],

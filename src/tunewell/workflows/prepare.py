@@ -133,7 +133,7 @@ def plan_order(loaded: Loaded, progress: Callable[[Progress], None] = lambda pro
         inputs_sha256=sha256_text(*inputs),
         config=settings,
         tokenizer=TokenizerRecord(
-            source=Path(tools.model).name if Path(tools.model).is_absolute() else str(config.model),
+            source=_named_source(tools, str(config.tokenizer or config.model)),
             kind=tools.tokenizer.kind,
             sha256=tools.tokenizer.sha256,
             vocab_size=tools.tokenizer.vocab_size,
@@ -191,6 +191,11 @@ def _with_distinct_names(found: list[tuple[int, SourceFile]]) -> list[tuple[int,
         name = file.name if seen[file.name] == 1 else f"{file.name} ({seen[file.name]})"
         renamed.append((index, SourceFile(file.path, name, file.format, file.compression)))
     return renamed
+
+
+def _named_source(tools: TextToTokens, name: str) -> str:
+    """Name where the tokenizer came from, without the place that it has on this machine."""
+    return Path(tools.model).name if Path(tools.model).is_absolute() or Path(name).is_absolute() else name
 
 
 def _shares(loaded: Loaded) -> dict[int, float]:

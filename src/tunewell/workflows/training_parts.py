@@ -197,7 +197,7 @@ def _asker(parts: Parts, learner: Learner, log: EventLog) -> Any:
 
     def answer(prompts: list[list[int]]) -> list[tuple[list[int], bool]]:
         done = generate(
-            learner.model, prompts, max_new_tokens=evaluate.sample_tokens, stop_ids=stops, pad_id=min(stops)
+            learner.model, prompts, max_new_tokens=evaluate.sample_tokens, stop_ids=stops, pad_id=min(stops, default=0)
         )
         return [(one.ids, one.ended) for one in done]
 

@@ -70,13 +70,14 @@ def test_loading_says_nothing_and_leaves_the_talk_of_transformers_as_it_was(fold
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_folder_needs_no_network(folder, tiny_model, monkeypatch):
+def test_what_is_on_this_machine_needs_no_network(folder, tiny_model, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("the network was asked")
 
     monkeypatch.setattr(socket, "socket", refuse)
     monkeypatch.setattr(socket, "create_connection", refuse)
-    load_model(order(folder, tiny_model))
+    for source in (folder, folder / "model.safetensors", "preset:tiny-1m"):
+        load_model(order(source, tiny_model))
 
 
 def test_nothing_is_invented_for_a_missing_weight(folder, tiny_model):
