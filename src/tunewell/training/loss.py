@@ -34,7 +34,10 @@ def chunk_rows(vocab_size: int, device: torch.device) -> int:
 
 
 def loss_and_slope(logits_RV: Tensor, targets_R: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Give the summed loss of some rows and its gradient by their logits; a target of -100 counts for nothing."""
+    """Give the summed loss of some rows and its gradient by their logits, which are overwritten.
+
+    A target of -100 counts for nothing.
+    """
     z_RV = logits_RV.float()
     bent_RV = None if softcap is None else torch.tanh(z_RV / softcap)
     if bent_RV is not None and softcap is not None:
@@ -43,10 +46,11 @@ def loss_and_slope(logits_RV: Tensor, targets_R: Tensor, softcap: float | None) 
     at_R1 = targets_R.clamp_min(0)[:, None]
     lse_R1 = torch.logsumexp(z_RV, -1, keepdim=True)
     total = ((lse_R1 - z_RV.gather(-1, at_R1))[:, 0] * keep_R).sum()
-    dz_RV = torch.exp(z_RV - lse_R1)
-    dz_RV = dz_RV.scatter_add(-1, at_R1, dz_RV.new_full(at_R1.shape, -1.0)) * keep_R[:, None]
+    # In place from here on: the logits are not needed again, and each pass over them costs as much as the next.
+    dz_RV = z_RV.sub_(lse_R1).exp_()
+    dz_RV.scatter_add_(-1, at_R1, dz_RV.new_full(at_R1.shape, -1.0)).mul_(keep_R[:, None])
     if bent_RV is not None:
-        dz_RV = dz_RV * (1 - bent_RV * bent_RV)
+        dz_RV.mul_(1 - bent_RV * bent_RV)
     return total, dz_RV.to(logits_RV.dtype)
 
 
