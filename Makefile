@@ -33,7 +33,8 @@ test: setup ## the default tests; those on shared data too, where it lies beside
 	 else echo "no $(SHARED)/data: the tests marked 'shared' are not run"; fi
 
 test-all: test ## the default tests, then the slow ones
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	@if [ -d "$(SHARED)/data" ]; then $(BIN)/python -m pytest -m "slow and not gpu"; \
+	 else $(BIN)/python -m pytest -m "slow and not gpu and not shared"; fi
 
 test-old: setup ## the default tests with the oldest transformers that is supported, in a venv of its own
 	@test -x $(OLD)/bin/python || $(PYTHON) -m venv $(OLD)
@@ -59,7 +60,7 @@ types: setup
 contracts: setup
 	$(BIN)/lint-imports
 
-demo: setup ## init, inspect and prepare on the bundled example
+demo: setup ## init, inspect, prepare and train on the bundled example
 	@$(BIN)/python examples/college/demo.py
 
 bench: setup ## the README's tables: prepare and packing, each against its peers in one run

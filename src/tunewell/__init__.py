@@ -7,15 +7,17 @@ if TYPE_CHECKING:
     from tunewell.core.errors import UserError
     from tunewell.data.corpus.reader import open_corpus
     from tunewell.workflows.prepare import prepare
+    from tunewell.workflows.train import train
 
     __version__: str
 
-__all__ = ["UserError", "__version__", "open_corpus", "prepare"]
+__all__ = ["UserError", "__version__", "open_corpus", "prepare", "train"]
 
 _HOMES = {
     "UserError": "tunewell.core.errors",
     "open_corpus": "tunewell.data.corpus.reader",
     "prepare": "tunewell.workflows.prepare",
+    "train": "tunewell.workflows.train",
 }
 """Where each name lives; it is imported when it is first asked for, so that `import tunewell` costs nothing."""
 

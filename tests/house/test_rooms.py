@@ -12,7 +12,7 @@ import tunewell
 
 PACKAGE = Path(tunewell.__file__).parent
 ROOT = PACKAGE.parents[1]
-TORCH_FREE = ["core", "config", "records", "data", "models/facts.py"]
+TORCH_FREE = ["core", "config", "records", "data", "planning", "models/facts.py", "hardware/facts.py"]
 
 
 def modules_of(room: str) -> list[str]:

@@ -83,7 +83,8 @@ class _LowRank(torch.autograd.Function):
         [dy_TN] = grads
         x_TK, w_NK, a_RK, b_NR, xa_TR = ctx.saved_tensors
         dxa_TR = (dy_TN @ b_NR) * ctx.scale
-        db_NR = dy_TN.T @ xa_TR
+        # The other way round: a product with so few columns is two to five times slower than one with so few rows.
+        db_NR = (xa_TR.T @ dy_TN).T
         da_RK = dxa_TR.T @ x_TK
         dx_TK = (dy_TN @ w_NK).addmm_(dxa_TR, a_RK) if ctx.needs_input_grad[0] else None
         return dx_TK, None, None, da_RK, db_NR, None

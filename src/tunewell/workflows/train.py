@@ -16,6 +16,7 @@ from tunewell.config.load import FILE_NAME, Loaded, load_config
 from tunewell.core.errors import UserError
 from tunewell.core.redact import redact
 from tunewell.data.corpus.reader import Corpus, open_corpus
+from tunewell.hardware.allocator import keep_freed_memory
 from tunewell.hardware.probe import memory_in_use, probe_device
 from tunewell.hardware.threads import measure_threads
 from tunewell.models.facts import ModelFacts, read_facts
@@ -31,6 +32,7 @@ from tunewell.training.engine import train as take_steps
 from tunewell.training.saved import compare_identity
 from tunewell.training.watching import HeldOutEvent, Sample, Start, StepEvent, Unwatched, Watcher
 from tunewell.training.world import World
+from tunewell.workflows.data_change import refuse_change, remember
 from tunewell.workflows.loss_picture import draw_losses
 from tunewell.workflows.prepare import prepare
 from tunewell.workflows.run_readme import run_readme
@@ -172,15 +174,18 @@ def train(
             if is_resuming:
                 plan = _plan_to_resume(folder, plan, allowed_changes, notebook)
         torch.set_num_threads(plan.threads.value)
+        if facts.kind == "cpu":
+            keep_freed_memory(facts.free_bytes)
         if run_dir is not None and not is_resuming:
             write_plan(folder, plan)
             run_dir.write("config.yaml", _as_yaml(loaded))
+            remember(folder, corpus)
         with _timed(stages, "load"):
             notebook.doing("loading the model")
             parts = Parts(loaded, plan, corpus, order, folder, world, notebook, allow_pickle)
             run = put_together(parts)
         if is_resuming:
-            _resume(run, plan, allowed_changes, notebook)
+            _resume(run, plan, allowed_changes, notebook, corpus)
         with _timed(stages, "check"):
             notebook.doing("checking that packed documents do not see each other")
             probe(parts, run)
@@ -262,7 +267,7 @@ def _plan_to_resume(folder: Path, plan: Plan, allowed: Sequence[str], notebook: 
     return plan.model_copy(update=same)
 
 
-def _resume(run: Run, plan: Plan, allowed: Sequence[str], notebook: _Notebook) -> None:
+def _resume(run: Run, plan: Plan, allowed: Sequence[str], notebook: _Notebook, corpus: Corpus) -> None:
     saved = run.checkpoints.newest()
     if saved is None:
         notebook.noted("there is no whole checkpoint yet: the run begins anew")
@@ -270,6 +275,8 @@ def _resume(run: Run, plan: Plan, allowed: Sequence[str], notebook: _Notebook) -
             log.truncate_to(-1)
         return
     state = run.checkpoints.load(saved, needs=[OPTIMIZER, *run.trained()[0]])
+    if state.identity.get("data") != plan.corpus_sha256 and "data" not in allowed:
+        refuse_change(run.checkpoints.folder.parent, corpus)
     changed = compare_identity(state.identity, identity_of(plan, run.config), set(allowed))
     for line in changed:
         notebook.noted(f"changed on resume: {line}")

@@ -1,0 +1,52 @@
+"""Let freed memory stay with the process, in large pages: a training step frees and takes the same gigabyte again.
+
+By default the C library gives large blocks back to the system as soon as they are free, and the system hands them out
+again page by page, each set to zero first. On two cores that took a sixth of a step of a 135 M model (2026-11-15, glibc
+2.36). Results do not change.
+"""
+
+import ctypes
+import mmap
+import sys
+
+_MMAP_MAX, _TRIM_THRESHOLD, _ARENA_MAX = -4, -1, -8
+_MADV_HUGEPAGE = 14
+_RESERVED_BYTES = 8 * 2**30
+
+
+def keep_freed_memory(free_bytes: int | None) -> bool:
+    """Set up the C library's allocator for training on a CPU; False where there is none that we know.
+
+    Address space is reserved at once, at most half of what is free; memory is taken when it is used.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "gnu_get_libc_version"):
+        return False
+    is_set = all(
+        [
+            library.mallopt(_ARENA_MAX, 1),
+            library.mallopt(_MMAP_MAX, 0),
+            library.mallopt(_TRIM_THRESHOLD, -1),
+        ]
+    )
+    if is_set and free_bytes is not None:
+        _use_large_pages(library, min(_RESERVED_BYTES, free_bytes // 2))
+    return bool(is_set)
+
+
+def _use_large_pages(library: ctypes.CDLL, num_bytes: int) -> None:
+    """Grow the heap once and ask for large pages in it; what is not granted is as it was."""
+    library.sbrk.restype = library.malloc.restype = ctypes.c_void_p
+    library.malloc.argtypes, library.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
+    library.sbrk.argtypes = [ctypes.c_ssize_t]
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    block = library.malloc(num_bytes)
+    if not block:
+        return
+    library.free(block)
+    page = mmap.PAGESIZE
+    begin, end = -(-block // page) * page, library.sbrk(0) // page * page
+    if 0 < end - begin <= 2 * num_bytes:
+        library.madvise(begin, end - begin, _MADV_HUGEPAGE)

@@ -1,0 +1,157 @@
+"""SIGKILL at any step and at any write of a run: what comes after is bit for bit the run that nobody disturbed.
+
+Each run is a forked child of this process, so that a kill is real and torch is imported once. Five kills are tried by
+default; `make faults` tries every one.
+"""
+
+import hashlib
+import os
+import signal
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+from tiny_runs import Remembering, make_run
+from write_faults import kill_this_process_at
+
+from tunewell.records.events import read_events
+from tunewell.training.engine import resume, train
+from tunewell.training.optim import optimizer_tensors
+
+STEPS = 40
+# 23 documents in steps of 2 are 12 steps an epoch, so 40 steps are over three epochs; dropout is on.
+PLANS: dict[int, dict[str, Any]] = {
+    1: {"num_steps": STEPS, "batch_documents": 2, "micro_batch_tokens": 10_000, "save_every": 3, "evaluate_every": 6},
+    3: {"num_steps": STEPS, "batch_documents": 2, "micro_batch_tokens": 1, "save_every": 3, "evaluate_every": 6},
+}
+TIMES = ("seconds", "memory_bytes")
+
+
+class _Killer(Remembering):
+    """Kills its own process once a step's event is on disk."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self._at = at
+
+    def stepped(self, event: Any) -> None:
+        if event.step == self._at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _in_child(act: Callable[[], None]) -> int:
+    """Run something in a forked child; give its exit code, or minus the signal that ended it."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            act()
+            code = 0
+        finally:
+            os._exit(code)
+    status = os.waitpid(child, 0)[1]
+    return os.waitstatus_to_exitcode(status)
+
+
+def _begin_or_go_on(folder: Path, accumulation: int, *, kill_at: int | None = None) -> None:
+    run = make_run(folder, plan=PLANS[accumulation])
+    saved = run.checkpoints.newest()
+    if saved is None:
+        run.events.truncate_to(-1)
+    else:
+        resume(run, run.checkpoints.load(saved))
+    if kill_at is not None:
+        run.watcher = _Killer(kill_at)
+    assert train(run).status == "finished"
+    (folder / "state").write_text(_digest(run))
+
+
+def _digest(run: Any) -> str:
+    digest = hashlib.sha256()
+    tensors = {**run.learner.parameters, **optimizer_tensors(run.learner.optimizer, run.learner.parameters)}
+    for name in sorted(tensors):
+        digest.update(name.encode() + tensors[name].detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _log(folder: Path) -> list[dict[str, Any]]:
+    events = read_events(folder / "events.jsonl")
+    return [{key: value for key, value in event.items() if key not in TIMES} for event in events]
+
+
+@cache
+def _undisturbed(accumulation: int) -> Path:
+    folder = Path(mkdtemp(prefix="tunewell-undisturbed-")) / "run"
+    assert _in_child(lambda: _begin_or_go_on(folder, accumulation)) == 0
+    return folder
+
+
+def _assert_same(folder: Path, accumulation: int) -> None:
+    whole = _undisturbed(accumulation)
+    assert (folder / "state").read_text() == (whole / "state").read_text()
+    assert _log(folder) == _log(whole)
+
+
+def _kill_at_step(tmp_path: Path, accumulation: int, step: int) -> None:
+    folder = tmp_path / f"{accumulation}-{step}"
+    assert _in_child(lambda: _begin_or_go_on(folder, accumulation, kill_at=step)) == -signal.SIGKILL
+    assert _in_child(lambda: _begin_or_go_on(folder, accumulation)) == 0
+    _assert_same(folder, accumulation)
+
+
+@pytest.mark.parametrize(("accumulation", "step"), [(1, 1), (3, 12), (1, 25), (3, 33), (1, 40)])
+def test_a_run_killed_at_a_step_ends_as_if_it_had_not_been(tmp_path: Path, accumulation: int, step: int) -> None:
+    _kill_at_step(tmp_path, accumulation, step)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("accumulation", PLANS)
+@pytest.mark.parametrize("step", range(1, STEPS + 1))
+def test_a_run_killed_at_every_step_ends_as_if_it_had_not_been(tmp_path: Path, accumulation: int, step: int) -> None:
+    _kill_at_step(tmp_path, accumulation, step)
+
+
+def _kill_at_write(tmp_path: Path, call: int) -> bool:
+    """Kill a run before its so-manyth change of the disk; say whether it came so far."""
+    folder = tmp_path / f"write-{call}"
+
+    def disturbed() -> None:
+        kill_this_process_at(call)
+        _begin_or_go_on(folder, 1)
+
+    code = _in_child(disturbed)
+    if code == 0:
+        return False
+    assert code == -signal.SIGKILL
+    assert _in_child(lambda: _begin_or_go_on(folder, 1)) == 0
+    _assert_same(folder, 1)
+    return True
+
+
+@pytest.mark.parametrize("call", [3, 21, 40, 71, 104])
+def test_a_run_killed_at_a_write_ends_as_if_it_had_not_been(tmp_path: Path, call: int) -> None:
+    assert _kill_at_write(tmp_path, call)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("block", range(12))
+def test_a_run_killed_at_every_write_ends_as_if_it_had_not_been(tmp_path: Path, block: int) -> None:
+    """The writes of a run: events, and of each checkpoint every file, fsync, rename and removal."""
+    calls = range(block, 3_000, 12)
+    tried = 0
+    for call in calls:
+        if not _kill_at_write(tmp_path, call):
+            break
+        tried += 1
+    assert tried > 5
+
+
+def test_a_run_killed_twice_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
+    folder = tmp_path / "twice"
+    for step in (8, 17):
+        assert _in_child(lambda step=step: _begin_or_go_on(folder, 1, kill_at=step)) == -signal.SIGKILL
+    assert _in_child(lambda: _begin_or_go_on(folder, 1)) == 0
+    _assert_same(folder, 1)

