@@ -29,7 +29,7 @@ from setting import MODEL, setting, table, write_rows
 
 RANK, ALPHA = 8, 16
 LEARNING_RATE = 2e-4
-STEP_DOCUMENTS = 4
+STEP_DOCUMENTS = 5
 CONTEXT = 1024
 WARMUP_STEPS = 1
 WINDOW_STEPS = {"ours": 3, "trl-padded": 2, "trl-packed": 1}
@@ -104,7 +104,7 @@ def trl(folder: Path, clock: Clock, name: str) -> None:
     is_packed = name == "trl-packed"
     corpus, order = documents_in_order(folder)
     num_steps = clock.marks[-1]
-    # A row of 1,024 tokens holds about as many documents as a step has, five.
+    # A row of 1,024 tokens holds about as many documents as a step has.
     number = min(len(corpus), num_steps * (7 if is_packed else STEP_DOCUMENTS))
     documents = [corpus[int(index)] for index in order.permutation(0)[:number]]
     dataset = datasets.Dataset.from_list([{"input_ids": d.input_ids, "labels": d.labels} for d in documents])

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -71,6 +72,14 @@ def test_a_run_leaves_behind_what_it_promises(project: Path) -> None:
     assert [sample["step"] for sample in samples] == [0, 0, 3, 3, 6, 6]
     assert all(sample["question"] in sample["prompt"] and sample["reference"] for sample in samples)
     assert "first step" not in done.stdout and "step 1/6" in done.stderr.replace("  ", " ")
+
+
+def test_the_config_in_the_run_folder_repeats_the_run(project: Path) -> None:
+    assert _train(project).returncode == 0
+    line = [sys.executable, "-m", "tunewell", "train", "--config", "run/config.yaml", "--out", "again"]
+    done = subprocess.run(line, cwd=project, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert _losses(project / "again") == _losses(project / "run")
 
 
 def test_a_full_model_loads_in_transformers_as_it_was_saved(project: Path) -> None:
@@ -161,6 +170,26 @@ def test_the_library_does_the_same(project: Path, monkeypatch: pytest.MonkeyPatc
     result = tunewell.train(sets=[*SETTINGS, "train.max_steps=2", "device=cpu"])
     assert result.status == "finished" and result.steps == 2
     assert read_plan(project / "run").num_steps.value == 2
+
+
+def test_two_processes_train_one_run(project: Path) -> None:
+    """As `torchrun` starts them: the same losses as one process has, and one run folder."""
+    assert _train(project, "--out", "alone").returncode == 0
+    line = [sys.executable, "-m", "tunewell", "train", "--out", "together"]
+    for setting in (*SETTINGS, "train.micro_batch_tokens=40"):
+        line += ["--set", setting]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "CI": "1"}
+    started = [
+        subprocess.Popen(line, cwd=project, env=os.environ | meeting | {"RANK": str(rank)}, stdout=subprocess.DEVNULL)
+        for rank in range(2)
+    ]
+    assert [process.wait(180) for process in started] == [0, 0]
+    assert _losses(project / "together") == [
+        (step, pytest.approx(loss, rel=1e-4)) for step, loss in _losses(project / "alone")
+    ]
+    assert len(list((project / "together" / "checkpoints").iterdir())) == 2
 
 
 def test_what_cannot_work_is_said_before_anything_is_loaded(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

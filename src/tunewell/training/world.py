@@ -24,6 +24,12 @@ class World:
         """Whether this process writes what the run leaves behind."""
         return self.rank == 0
 
+    @staticmethod
+    def take_place() -> None:
+        """Take the GPU that a launcher has meant for this process, before anyone asks which one is there."""
+        if "LOCAL_RANK" in os.environ and torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+
     @classmethod
     def join(cls, device: torch.device) -> "World":
         """Join the others where a launcher has set `RANK` and `WORLD_SIZE`; else be alone."""

@@ -15,6 +15,13 @@ from transformers import AutoModelForCausalLM
 
 model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({model!r}), {path!r})
 ```"""
+_USE_ADAPTER_ON_GGUF = """```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+base = AutoModelForCausalLM.from_pretrained("the folder of the .gguf file", gguf_file="its name")
+model = PeftModel.from_pretrained(base, {path!r})
+```"""
 _USE_MODEL = """```python
 from transformers import AutoModelForCausalLM
 
@@ -63,7 +70,7 @@ def run_readme(folder: Path, *, plan: Plan, manifest: Manifest, result: dict[str
         "## Repeat it",
         "",
         "```",
-        "tunewell train --config config.yaml --out another-run",
+        f"tunewell train --config {folder / 'config.yaml'} --out another-run",
         "```",
         "",
         *(
@@ -79,7 +86,8 @@ def _use(folder: Path, plan: Plan, result: dict[str, Any]) -> list[str]:
     paths = [path for path, _ in result["artefacts"].items() if "checkpoints" in path]
     if not paths:
         return ["No checkpoint was written."]
-    text = _USE_ADAPTER if plan.method.value == "lora" else _USE_MODEL
+    is_gguf = plan.model.startswith("package:") or plan.model.endswith(".gguf")
+    text = _USE_MODEL if plan.method.value == "full" else _USE_ADAPTER_ON_GGUF if is_gguf else _USE_ADAPTER
     return text.format(model=plan.model, path=paths[0]).splitlines()
 
 

@@ -1,20 +1,16 @@
 """`tunewell train`: from a config to a trained adapter or model, in a run folder that can vouch for it."""
 
-import math
-import shlex
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
-from tunewell.config.load import FILE_NAME, Loaded, load_config
+from tunewell.config.load import Loaded, load_config
 from tunewell.core.errors import UserError
-from tunewell.core.redact import redact
 from tunewell.data.corpus.reader import Corpus, open_corpus
 from tunewell.hardware.allocator import keep_freed_memory
 from tunewell.hardware.probe import memory_in_use, probe_device
@@ -22,122 +18,23 @@ from tunewell.hardware.threads import measure_threads
 from tunewell.models.facts import ModelFacts, read_facts
 from tunewell.planning.order import PlanOrder
 from tunewell.planning.training import choose_batch, plan_training
-from tunewell.records.events import as_number, plain, read_events
-from tunewell.records.outcome import HeldOutLosses, Outcome, Status, write_outcome
+from tunewell.records.events import as_number, read_events
+from tunewell.records.outcome import HeldOutLosses, Outcome, write_outcome
 from tunewell.records.plan import Plan, read_plan, write_plan
 from tunewell.records.rundir import RunDir
 from tunewell.training.batches import DataOrder
 from tunewell.training.engine import OPTIMIZER, Ending, Run, resume
 from tunewell.training.engine import train as take_steps
-from tunewell.training.saved import compare_identity
-from tunewell.training.watching import HeldOutEvent, Sample, Start, StepEvent, Unwatched, Watcher
+from tunewell.training.saved import compare_identity, find_newest, load_state
+from tunewell.training.watching import Unwatched, Watcher
 from tunewell.training.world import World
 from tunewell.workflows.data_change import refuse_change, remember
 from tunewell.workflows.loss_picture import draw_losses
 from tunewell.workflows.prepare import prepare
+from tunewell.workflows.run_config import config_of_run, resume_command
 from tunewell.workflows.run_readme import run_readme
+from tunewell.workflows.train_result import Notebook, TrainResult
 from tunewell.workflows.training_parts import Parts, identity_of, probe, put_together, start_of
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """What a run came to."""
-
-    run: Path
-    status: Status
-    reason: str
-    exit_code: int
-    steps: int
-    num_steps: int
-    tokens: int
-    supervised_tokens: int
-    seconds: float
-    stages: dict[str, float]
-    tokens_per_second: float
-    peak_memory_bytes: int | None
-    losses: list[tuple[int, float]]
-    held_out: list[tuple[int, float]]
-    best_step: int | None
-    artefacts: list[tuple[str, str]]
-    next_command: str
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def first_loss(self) -> float | None:
-        return self.losses[0][1] if self.losses else None
-
-    @property
-    def last_loss(self) -> float | None:
-        return self.losses[-1][1] if self.losses else None
-
-    @property
-    def held_out_first(self) -> float | None:
-        return self.held_out[0][1] if self.held_out else None
-
-    @property
-    def held_out_last(self) -> float | None:
-        return self.held_out[-1][1] if self.held_out else None
-
-    @property
-    def held_out_best(self) -> float | None:
-        return min((loss for _, loss in self.held_out if math.isfinite(loss)), default=None)
-
-    def as_json(self) -> dict[str, Any]:
-        """Give the object that `train --json` prints."""
-        told = {
-            "run": str(self.run),
-            "status": self.status,
-            "reason": self.reason,
-            "steps": self.steps,
-            "num_steps": self.num_steps,
-            "tokens": self.tokens,
-            "supervised_tokens": self.supervised_tokens,
-            "first_loss": self.first_loss,
-            "last_loss": self.last_loss,
-            "held_out": {
-                "first": self.held_out_first,
-                "last": self.held_out_last,
-                "best": self.held_out_best,
-                "best_step": self.best_step,
-            },
-            "tokens_per_second": round(self.tokens_per_second, 2),
-            "peak_memory_bytes": self.peak_memory_bytes,
-            "seconds": round(self.seconds, 3),
-            "stages": {name: round(seconds, 3) for name, seconds in self.stages.items()},
-            "artefacts": dict(self.artefacts),
-            "notes": self.notes,
-            "next": self.next_command,
-        }
-        return plain(told)
-
-
-class _Notebook:
-    """A watcher that remembers what the report needs, and passes everything on."""
-
-    def __init__(self, watcher: Watcher) -> None:
-        self._watcher = watcher
-        self._stage: tuple[str, float] | None = None
-        self.losses: list[tuple[int, float]] = []
-        self.held_out: list[tuple[int, float]] = []
-        self.notes: list[str] = []
-
-    def doing(self, stage: str) -> None:
-        self._watcher.doing(stage)
-
-    def begun(self, start: Start) -> None:
-        self._watcher.begun(start)
-
-    def stepped(self, event: StepEvent) -> None:
-        self.losses.append((event.step, event.loss))
-        self._watcher.stepped(event)
-
-    def looked(self, event: HeldOutEvent, samples: list[Sample]) -> None:
-        self.held_out.append((event.step, event.loss))
-        self._watcher.looked(event, samples)
-
-    def noted(self, message: str) -> None:
-        self.notes.append(message)
-        self._watcher.noted(message)
 
 
 def train(
@@ -155,8 +52,9 @@ def train(
     """
     started = time.perf_counter()
     loaded = config if isinstance(config, Loaded) else load_config(Path(config) if config else None, sets)
-    notebook = _Notebook(watcher or Unwatched())
+    notebook = Notebook(watcher or Unwatched())
     stages: dict[str, float] = {}
+    World.take_place()
     facts = probe_device(loaded.config.device)
     world = World.join(torch.device(facts.name))
     folder = loaded.path(loaded.config.run)
@@ -178,14 +76,14 @@ def train(
             keep_freed_memory(facts.free_bytes)
         if run_dir is not None and not is_resuming:
             write_plan(folder, plan)
-            run_dir.write("config.yaml", _as_yaml(loaded))
+            run_dir.write("config.yaml", config_of_run(loaded))
             remember(folder, corpus)
         with _timed(stages, "load"):
             notebook.doing("loading the model")
             parts = Parts(loaded, plan, corpus, order, folder, world, notebook, allow_pickle)
             run = put_together(parts)
         if is_resuming:
-            _resume(run, plan, allowed_changes, notebook, corpus)
+            _resume(loaded, run, allowed_changes, notebook=notebook, corpus=corpus)
         with _timed(stages, "check"):
             notebook.doing("checking that packed documents do not see each other")
             probe(parts, run)
@@ -257,7 +155,7 @@ def _shapes(facts: ModelFacts) -> list[tuple[int, int, int]]:
     return [(512, width, width), (512, width, 3 * width), (512, 3 * width, width)]
 
 
-def _plan_to_resume(folder: Path, plan: Plan, allowed: Sequence[str], notebook: _Notebook) -> Plan:
+def _plan_to_resume(folder: Path, plan: Plan, allowed: Sequence[str], notebook: Notebook) -> Plan:
     """Go on as the run began: what was measured then is not measured again, or the numbers would differ."""
     before = read_plan(folder)
     same = {name: getattr(before, name) for name in ("threads", "micro_batch_tokens", "compile") if name not in allowed}
@@ -267,16 +165,19 @@ def _plan_to_resume(folder: Path, plan: Plan, allowed: Sequence[str], notebook: 
     return plan.model_copy(update=same)
 
 
-def _resume(run: Run, plan: Plan, allowed: Sequence[str], notebook: _Notebook, corpus: Corpus) -> None:
-    saved = run.checkpoints.newest()
+def _resume(loaded: Loaded, run: Run, allowed: Sequence[str], *, notebook: Notebook, corpus: Corpus) -> None:
+    """Put a run back to its newest whole checkpoint; raise UserError where it would not be the same run."""
+    plan = run.plan
+    folder = loaded.path(loaded.config.run) / "checkpoints"
+    saved = find_newest(folder, on_trouble=notebook.noted)
     if saved is None:
         notebook.noted("there is no whole checkpoint yet: the run begins anew")
         for log in (run.events, run.samples):
             log.truncate_to(-1)
         return
-    state = run.checkpoints.load(saved, needs=[OPTIMIZER, *run.trained()[0]])
+    state = load_state(saved, needs=[OPTIMIZER, *run.trained()[0]])
     if state.identity.get("data") != plan.corpus_sha256 and "data" not in allowed:
-        refuse_change(run.checkpoints.folder.parent, corpus)
+        refuse_change(folder.parent, corpus)
     changed = compare_identity(state.identity, identity_of(plan, run.config), set(allowed))
     for line in changed:
         notebook.noted(f"changed on resume: {line}")
@@ -291,7 +192,7 @@ def _resume(run: Run, plan: Plan, allowed: Sequence[str], notebook: _Notebook, c
 
 
 def _result(
-    loaded: Loaded, run: Run, ending: Ending, *, notebook: _Notebook, stages: dict[str, float], since: _Since
+    loaded: Loaded, run: Run, ending: Ending, *, notebook: Notebook, stages: dict[str, float], since: _Since
 ) -> TrainResult:
     folder = run.checkpoints.folder
     seconds = run.seconds["train"]
@@ -323,7 +224,7 @@ def _result(
         held_out=notebook.held_out,
         best_step=run.progress.best_step,
         artefacts=artefacts,
-        next_command=asked if ending.status == "finished" else _resume_command(loaded),
+        next_command=asked if ending.status == "finished" else resume_command(loaded),
         notes=notebook.notes,
     )
 
@@ -360,27 +261,5 @@ def _leave_behind(run: Run, result: TrainResult, plan: Plan, corpus: Corpus) -> 
     run_readme(result.run, plan=plan, manifest=corpus.manifest, result=result.as_json())
 
 
-def _resume_command(loaded: Loaded) -> str:
-    """Give the command that goes on with this run, with whatever was said on the command line the first time."""
-    words = ["tunewell", "train", "--resume"]
-    if loaded.file is not None and loaded.file != Path(FILE_NAME):
-        words += ["--config", str(loaded.file)]
-    flags = {"--model": loaded.config.model, "--seed": str(loaded.config.seed)}
-    for origin in dict.fromkeys(loaded.origins.values()):
-        if origin.startswith("--set "):
-            words += ["--set", origin.removeprefix("--set ")]
-        elif flags.get(origin):
-            words += [origin, str(flags[origin])]
-        elif origin == "--data":
-            words += [word for source in loaded.config.data.sources for word in ("--data", source.path)]
-    return shlex.join(words)
-
-
 def _from_run(path: str, run: Path) -> str:
     return Path(path).relative_to(run).as_posix() if Path(path).is_relative_to(run) else path
-
-
-def _as_yaml(loaded: Loaded) -> str:
-    """Write the config down: every key that was set, wherever it was set."""
-    config = loaded.config.model_dump(mode="json", exclude_unset=True)
-    return yaml.safe_dump(redact(config), sort_keys=False, allow_unicode=True)

@@ -1,5 +1,6 @@
 """Put a run together: the model with its method, the optimizer, the log, the checkpoints, the questions it is asked."""
 
+import tempfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -95,7 +96,9 @@ def put_together(parts: Parts) -> Run:
     verify_placement(model, device=device, dtype=dtype)
     if config.train.recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    samples = EventLog(parts.folder / "samples.jsonl", on_trouble=parts.watcher.noted)
+    # Of processes that train together only the first writes into the run's folder.
+    folder = parts.folder if parts.world.is_first else Path(tempfile.mkdtemp(prefix="tunewell-rank-"))
+    samples = EventLog(folder / "samples.jsonl", on_trouble=parts.watcher.noted)
     head = head_facts(model)
     learner = Learner(
         model,
@@ -113,10 +116,8 @@ def put_together(parts: Parts) -> Run:
         order=parts.order,
         documents=parts.corpus,
         held_out=parts.corpus.held_out,
-        checkpoints=Checkpoints(
-            parts.folder / "checkpoints", keep=config.checkpoints.keep, on_trouble=parts.watcher.noted
-        ),
-        events=EventLog(parts.folder / "events.jsonl", on_trouble=parts.watcher.noted),
+        checkpoints=Checkpoints(folder / "checkpoints", keep=config.checkpoints.keep, on_trouble=parts.watcher.noted),
+        events=EventLog(folder / "events.jsonl", on_trouble=parts.watcher.noted),
         samples=samples,
         watcher=parts.watcher,
         trained=partial(_trained, model, adapter, plan.model),
