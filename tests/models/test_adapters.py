@@ -151,6 +151,24 @@ def test_a_tied_head_and_embedding_stay_one_when_trained() -> None:
     assert sum("lora" not in name for name in adapters.trainable(model)) == 1
 
 
+@pytest.mark.parametrize("names", [("embed_tokens",), ("lm_head",), ("embed_tokens", "lm_head")])
+def test_a_tied_head_and_embedding_are_trained_in_fp32_beside_a_16_bit_model(names: tuple[str, ...]) -> None:
+    model = tiny_llama(tie_word_embeddings=True).to(torch.bfloat16)
+    adapters.add_lora(model, Method(rank=2, modules_to_save=names), seed=0)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    with stock_attention(model):
+        assert _logits(model).dtype == torch.bfloat16
+
+
+def test_a_layer_that_is_trained_as_a_whole_gets_no_matrices_and_others_are_refused_in_16_bit() -> None:
+    model = tiny_llama()
+    adapters.add_lora(model, Method(rank=2, modules_to_save=("mlp",)), seed=0)
+    names = [name for name in adapters.trainable(model) if ".mlp." in name]
+    assert names and not any("lora" in name for name in names)
+    with pytest.raises(UserError, match="16-bit"):
+        adapters.add_lora(tiny_llama().bfloat16(), Method(rank=2, modules_to_save=("mlp",)), seed=0)
+
+
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 def test_whole_modules_are_trained_in_fp32_beside_a_16_bit_model(kind: torch.dtype) -> None:
     model = tiny_llama().to(kind)

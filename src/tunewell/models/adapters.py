@@ -186,7 +186,10 @@ def load_tensors(model: PreTrainedModel, tensors: dict[str, Tensor], *, where: s
 
 def _put_on(model: PreTrainedModel, adapter: Adapter, linears: Iterable[str]) -> None:
     model.requires_grad_(False)
+    saved = [f".{end}." for end in adapter.modules_to_save]
     for name in linears:
+        if any(end in f".{name}." for end in saved):
+            continue  # trained as a whole, so there is nothing to put beside it
         base = model.get_submodule(name)
         assert isinstance(base, nn.Linear)
         wrapped = LoraLinear(base, rank=adapter.rank, scale=adapter.scale, dropout=adapter.dropout)
@@ -202,8 +205,14 @@ def _train_whole(model: PreTrainedModel, name: str) -> None:
     """Train a module in fp32; where the head and the embedding are one, they stay one."""
     module = model.get_submodule(name)
     tied = _is_tied(model) and module in (model.get_input_embeddings(), model.get_output_embeddings())
+    # Once, before anything is widened: what is tied has one tensor, which the first of the two widens for both.
+    dtype = next(module.parameters()).dtype
+    if dtype != torch.float32 and not isinstance(module, nn.Embedding | nn.Linear):
+        raise UserError(
+            f"`{name}` cannot be trained as a whole beside a 16-bit model: only embeddings and linear layers can",
+            fix="take it out of `method.modules_to_save`, or set `train.precision: fp32`",
+        )
     for own in [model.get_input_embeddings(), model.get_output_embeddings()] if tied else [module]:
-        dtype = next(own.parameters()).dtype
         own.float().requires_grad_(True)
         if dtype != torch.float32 and isinstance(own, nn.Embedding):
             own.__class__ = Fp32Embedding

@@ -64,6 +64,8 @@ def refuse_unsupported(config: PreTrainedConfig, *, longest_document: int, atten
     _refuse_lengths(text, longest_document)
     if attention == FLASH and getattr(text, "attn_logit_softcapping", None) is not None:
         raise _refusal(text, "the flash kernel knows no softcap on attention", "set `train.attention: sdpa`")
+    if attention == FLASH and (getattr(text, "attention_dropout", 0.0) or 0.0) > 0:
+        raise _refusal(text, "the flash kernel drops nothing of its attention", "set `train.attention: sdpa`")
     return _notes(text)
 
 

@@ -91,9 +91,14 @@ def choose_threads(order: PlanOrder) -> Chosen[int]:
     return Chosen[int](value=cores, because=f"{count(cores, 'core')} can be used; not measured")
 
 
-def choose_compile(order: PlanOrder) -> Chosen[Compile]:
-    """Say whether layers are compiled; raise UserError where that was asked for without CUDA."""
+def choose_compile(order: PlanOrder, attention: Attention) -> Chosen[Compile]:
+    """Say whether layers are compiled; raise UserError where that was asked for and cannot be."""
     wanted, is_cuda = order.config.train.compile, order.device.kind == "cuda"
+    if is_cuda and attention == "sdpa":
+        obstacle = "attention document by document has another shape in each micro-batch"
+        if wanted == "on":
+            raise _refused(order, "train.compile", "layers cannot be compiled here", obstacle)
+        return Chosen[Compile](value="off", because=obstacle)
     if wanted == "on" and not is_cuda:
         raise _refused(
             order, "train.compile", "layers are compiled for CUDA only", f"this run is on {order.device.label}"

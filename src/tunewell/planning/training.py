@@ -94,6 +94,7 @@ def plan_training(order: PlanOrder, *, batch: Batch, num_steps: int, epochs: flo
     if config.model is None:
         raise UserError("no model is named", fix="set `model` in the config, or use `--model`")
     precision = choose_precision(order)
+    attention = choose_attention(order, precision.value)
     evaluate_every = _evaluate_every(order, num_steps)
     return Plan(
         made_by=f"tunewell {version('tunewell')}",
@@ -106,7 +107,7 @@ def plan_training(order: PlanOrder, *, batch: Batch, num_steps: int, epochs: flo
         config=redact(config.model_dump(mode="json")),
         device=choose_device(order),
         precision=precision,
-        attention=choose_attention(order, precision.value),
+        attention=attention,
         threads=choose_threads(order),
         method=Chosen[Method](value=config.method.kind, because=order.why("method.kind")),
         learning_rate=Chosen[float](value=config.train.learning_rate, because=order.why("train.learning_rate")),
@@ -117,7 +118,7 @@ def plan_training(order: PlanOrder, *, batch: Batch, num_steps: int, epochs: flo
         batch_tokens=batch.tokens,
         batch_documents=batch.documents,
         micro_batch_tokens=_micro_batch(order, batch),
-        compile=choose_compile(order),
+        compile=choose_compile(order, attention.value),
         evaluate_every=evaluate_every,
         save_every=_save_every(order, num_steps, evaluate_every.value),
     )

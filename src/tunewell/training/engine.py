@@ -1,5 +1,6 @@
 """The loop: steps, looks at held-out rows, checkpoints, until the plan is spent or someone asks it to stop."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -92,40 +93,49 @@ def train(run: Run) -> Ending:
     journal = _Journal(run)
     compiler = Compiler(plan.compile.value, plan.num_steps.value)
     with Signals() as signals:
-        if progress.last_look < 0:
-            _look(run, journal)
-        while progress.step < plan.num_steps.value:
+        _look_if_due(run, journal)
+        while progress.step < plan.num_steps.value and not _is_out_of_patience(run):
             budget = compiler.budget(run.learner.device, plan.micro_batch_tokens.value, run.learner.longest)
-            seconds = _take(run, journal, budget=budget, most=compiler.most_documents(run.learner))
-            if compiler.is_due(run.learner.device, step=progress.step, seconds=seconds):
+            _take(run, journal, budget=budget, most=compiler.most_documents(run.learner))
+            if compiler.is_due(run.learner.device, step=progress.step, seconds=journal.last_seconds):
                 journal.flush()
                 run.watcher.noted(compiler.run(run.learner, run.order, budget=plan.micro_batch_tokens.value))
             is_last = progress.step == plan.num_steps.value
             is_better = False
-            if is_last or progress.step % plan.evaluate_every.value == 0:
+            # Before the look, which may take longer than whoever asked is willing to wait.
+            is_asked = run.learner.world.any(signals.asked is not None)
+            if not is_asked and (is_last or progress.step % plan.evaluate_every.value == 0):
                 journal.flush()
                 is_better = _look(run, journal)
-            is_asked = run.learner.world.any(signals.asked is not None)
             is_spent = _is_out_of_patience(run)
             if is_last or is_asked or is_spent or is_better or progress.step % plan.save_every.value == 0:
                 journal.flush()
                 _save(run, is_better=is_better, wait=is_last or is_asked or is_spent)
                 journal.restart_clock()
-            if is_asked and not is_last:
+            if is_asked:
                 return Ending(
                     "interrupted", f"asked to stop by {signals.asked or 'another process'}", signals.exit_code or 143
                 )
-            if is_spent and not is_last:
-                looks = run.config.evaluate.patience
-                return Ending("finished", f"the held-out loss was not better in {looks} looks")
+    if run.progress.step < plan.num_steps.value:
+        looks = run.config.evaluate.patience
+        return Ending("finished", f"the held-out loss was not better in {looks} looks")
     if run.checkpoints.trouble:
         run.watcher.noted(f"the last checkpoint is not on disk: {run.checkpoints.trouble}")
     return Ending("finished", f"all {plan.num_steps.value} steps were taken")
 
 
-def _take(run: Run, journal: "_Journal", *, budget: int, most: int | None) -> float:
+def _look_if_due(run: Run, journal: "_Journal") -> None:
+    """Look before the first step, and after a resume where the run was stopped before a look that was due."""
+    progress, plan = run.progress, run.plan
+    is_due = progress.step % plan.evaluate_every.value == 0 or progress.step == plan.num_steps.value
+    if progress.last_look < 0 or (is_due and progress.last_look != progress.step):
+        if _look(run, journal):
+            _save(run, is_better=True, wait=True)
+        journal.restart_clock()
+
+
+def _take(run: Run, journal: "_Journal", *, budget: int, most: int | None) -> None:
     """Take one step and hand its numbers to the journal, which reads them once the next step is under way."""
-    started = time.perf_counter()
     plan, progress = run.plan, run.progress
     step = run.order.step(progress.step)
     kept = step.documents[~np.isin(step.documents, progress.quarantine)] if progress.quarantine else step.documents
@@ -146,9 +156,6 @@ def _take(run: Run, journal: "_Journal", *, budget: int, most: int | None) -> fl
     progress.tokens += tokens
     progress.supervised_tokens += supervised
     journal.take(_Late(step, numbers, rate, tokens, supervised))
-    seconds = time.perf_counter() - started
-    run.seconds["train"] += seconds
-    return seconds
 
 
 class _Journal:
@@ -158,6 +165,7 @@ class _Journal:
         self._run = run
         self._late: _Late | None = None
         self._clock = time.perf_counter()
+        self.last_seconds = 0.0
 
     def take(self, late: _Late) -> None:
         """Remember a step, and write the one before it; on a device without a queue, write it at once."""
@@ -181,6 +189,8 @@ class _Journal:
         loss, norm, was_skipped, scale = late.numbers.read()
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
+        self.last_seconds = seconds
+        self._run.seconds["train"] += seconds
         event = StepEvent(
             step=late.step.number + 1,
             epoch=round(late.step.seen, 6),
@@ -211,7 +221,7 @@ def _look(run: Run, journal: _Journal) -> bool:
     found = held_out_loss(
         run.learner, run.held_out, budget=run.plan.micro_batch_tokens.value, most=evaluate.max_documents
     )
-    is_best = progress.best_loss is None or found.loss < progress.best_loss
+    is_best = math.isfinite(found.loss) and (progress.best_loss is None or found.loss < progress.best_loss)
     if is_best:
         progress.best_loss, progress.best_step = found.loss, progress.step
     progress.looks_without_gain = 0 if is_best else progress.looks_without_gain + 1

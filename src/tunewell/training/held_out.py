@@ -32,14 +32,15 @@ def held_out_loss(learner: Learner, split: Documents, *, budget: int, most: int 
     chosen = np.arange(number, dtype=np.int64)
     lengths = np.asarray(split.index["length"], dtype=np.int64)
     learner.model.eval()
-    total = torch.zeros((), dtype=torch.float64 if learner.device.type != "mps" else torch.float32)
+    wide = torch.float32 if learner.device.type == "mps" else torch.float64
+    total = torch.zeros((), dtype=wide, device=learner.device)
     tokens = 0
     for place, group in enumerate(micro_batches(chosen, lengths, budget)):
         batch = lay_out(split, group)
         tokens += len(batch.rows)
         if place % learner.world.size == learner.world.rank:
             with torch.no_grad():
-                total += learner.loss_sum(batch).double().cpu()
+                total += learner.loss_sum(batch).to(wide)
     learner.world.add_up([total])
     return HeldOutLoss(float(total) / max(1, tokens), tokens, number)
 

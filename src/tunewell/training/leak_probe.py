@@ -18,6 +18,7 @@ from tunewell.training.step import Learner
 # Relative distance of logits: rounding of fp32 kernels is near 1e-6, of 16-bit ones near 1e-2; a leak is near 1.
 _BOUNDS = {"fp32": 1e-4, "bf16": 6e-2, "fp16": 2e-2}
 _NUM_DOCUMENTS = 5
+_ENDS = 32
 # A document longer than this is cut for the probe, unless it is the one that a window bites on.
 _MOST_TOKENS = 1024
 
@@ -39,8 +40,9 @@ def probe_leaks(learner: Learner, documents: Documents) -> Probe:
     bound = _BOUNDS[learner.precision]
     with torch.no_grad():
         try:
-            packed = _logits(learner, _joined(parts)).split([part.num_tokens for part in parts])
-            alone = [_logits(learner, part) for part in parts]
+            together = learner.hidden(_joined(parts))[: sum(part.num_tokens for part in parts)]
+            packed = [_logits(learner, own) for own in together.split([part.num_tokens for part in parts])]
+            alone = [_logits(learner, learner.hidden(part)[: part.num_tokens]) for part in parts]
         except (NotImplementedError, TypeError) as error:
             raise UserError(
                 f"packed documents cannot be kept apart in this model (`{learner.model.config.model_type}`): {error}",
@@ -107,16 +109,17 @@ def _joined(parts: list[MicroBatch]) -> MicroBatch:
     )
 
 
-def _logits(learner: Learner, batch: MicroBatch) -> Tensor:
-    hidden_TH = learner.hidden(batch)[: batch.num_tokens]
+def _logits(learner: Learner, hidden_TH: Tensor) -> Tensor:
+    """Give the logits of a document's first and last tokens: all of them would be gigabytes for large vocabularies."""
+    if len(hidden_TH) > 2 * _ENDS:
+        hidden_TH = torch.cat([hidden_TH[:_ENDS], hidden_TH[-_ENDS:]])
     return learner.head_module(hidden_TH.to(learner.head_module.weight.dtype)).float()
 
 
 def _stock_logits(learner: Learner, part: MicroBatch) -> Tensor:
     ids = torch.from_numpy(part.input_ids)[None].to(learner.device)
     with learner.casting():
-        hidden_TH = learner.body(input_ids=ids, use_cache=False).last_hidden_state[0]
-    return learner.head_module(hidden_TH.to(learner.head_module.weight.dtype)).float()
+        return _logits(learner, learner.body(input_ids=ids, use_cache=False).last_hidden_state[0])
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

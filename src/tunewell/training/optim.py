@@ -77,6 +77,8 @@ def update(
     shrink = torch.ones_like(norm) if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for group in optimizer.param_groups:
         group["lr"] = rate
+    if norm.device.type == "mps":
+        return _update_in_python(optimizer, grads, Update(norm, found_inf), shrink / scaler.scale)
     # The attributes by which torch's own scaler talks to a fused optimizer: gradients are divided by `grad_scale`, and
     # the update is left out where `found_inf` is 1.
     optimizer.grad_scale = scaler.scale / shrink  # pyright: ignore[reportAttributeAccessIssue]
@@ -85,6 +87,16 @@ def update(
     optimizer.zero_grad(set_to_none=True)
     scaler.update(found_inf)
     return Update(norm, found_inf)
+
+
+def _update_in_python(optimizer: torch.optim.AdamW, grads: list[Tensor], done: Update, factor: Tensor) -> Update:
+    """Clip and step where the fused kernel takes the attributes and does nothing with them: on Apple GPUs."""
+    if not bool(done.found_inf):
+        for grad in grads:
+            grad.mul_(factor)
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return done
 
 
 def optimizer_tensors(optimizer: torch.optim.AdamW, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:

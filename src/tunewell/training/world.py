@@ -53,7 +53,8 @@ class World:
         """Replace tensors by their sums over all processes, in one exchange."""
         if self.size == 1 or not tensors:
             return
-        flat = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
+        wide = torch.float64 if all(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+        flat = torch.cat([tensor.reshape(-1).to(wide) for tensor in tensors])
         dist.all_reduce(flat)
         at = 0
         for tensor in tensors:

@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 
 from tunewell.config.load import FILE_NAME, Loaded
+from tunewell.config.schema import Source
 from tunewell.core.redact import redact
 
 
@@ -36,9 +37,13 @@ def config_of_run(loaded: Loaded) -> str:
     return yaml.safe_dump(redact(config), sort_keys=False, allow_unicode=True)
 
 
-def resume_command(loaded: Loaded) -> str:
+def _spelled(source: Source) -> str:
+    return source.path if source.limit is None else f"{source.path}#{source.limit}"
+
+
+def resume_command(loaded: Loaded, *, allow_pickle: bool = False) -> str:
     """Give the command that goes on with this run, with whatever was said on the command line the first time."""
-    words = ["tunewell", "train", "--resume"]
+    words = ["tunewell", "train", "--resume", *(["--allow-pickle"] if allow_pickle else [])]
     if loaded.file is not None and loaded.file != Path(FILE_NAME):
         words += ["--config", str(loaded.file)]
     flags = {"--model": loaded.config.model, "--seed": str(loaded.config.seed)}
@@ -48,5 +53,5 @@ def resume_command(loaded: Loaded) -> str:
         elif flags.get(origin):
             words += [origin, str(flags[origin])]
         elif origin == "--data":
-            words += [word for source in loaded.config.data.sources for word in ("--data", source.path)]
+            words += [word for source in loaded.config.data.sources for word in ("--data", _spelled(source))]
     return shlex.join(words)

@@ -6,6 +6,7 @@ from typing import Any
 from tunewell.core.files import write_atomic
 from tunewell.core.redact import redact
 from tunewell.core.units import count, duration
+from tunewell.records.events import as_number
 from tunewell.records.manifest import Manifest
 from tunewell.records.plan import Chosen, Plan
 
@@ -96,5 +97,5 @@ def _choices(plan: Plan) -> list[tuple[str, Chosen[Any]]]:
     return [(name, value) for name, value in fields if isinstance(value, Chosen)]
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+def _number(value: float | str | None) -> str:
+    return "-" if value is None else f"{as_number(value):.4f}"

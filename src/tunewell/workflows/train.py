@@ -75,19 +75,19 @@ def train(
         if facts.kind == "cpu":
             keep_freed_memory(facts.free_bytes)
         if run_dir is not None and not is_resuming:
-            write_plan(folder, plan)
-            run_dir.write("config.yaml", config_of_run(loaded))
-            remember(folder, corpus)
+            _write_down(run_dir, loaded, plan, corpus)
         with _timed(stages, "load"):
             notebook.doing("loading the model")
             parts = Parts(loaded, plan, corpus, order, folder, world, notebook, allow_pickle)
             run = put_together(parts)
         if is_resuming:
-            _resume(loaded, run, allowed_changes, notebook=notebook, corpus=corpus)
+            is_changed = _resume(loaded, run, allowed_changes, notebook=notebook, corpus=corpus)
+            if run_dir is not None and is_changed:
+                _write_down(run_dir, loaded, plan, corpus)
         with _timed(stages, "check"):
             notebook.doing("checking that packed documents do not see each other")
             probe(parts, run)
-        since = _Since(started, run.progress.tokens)
+        since = _Since(started, run.progress.tokens, allow_pickle)
         notebook.begun(start_of(parts, run))
         ending = take_steps(run)
         result = _result(loaded, run, ending, notebook=notebook, stages=stages, since=since)
@@ -103,6 +103,7 @@ class _Since:
 
     started: float
     tokens: int
+    allow_pickle: bool
 
 
 class _timed:
@@ -157,16 +158,27 @@ def _shapes(facts: ModelFacts) -> list[tuple[int, int, int]]:
 
 def _plan_to_resume(folder: Path, plan: Plan, allowed: Sequence[str], notebook: Notebook) -> Plan:
     """Go on as the run began: what was measured then is not measured again, or the numbers would differ."""
-    before = read_plan(folder)
-    same = {name: getattr(before, name) for name in ("threads", "micro_batch_tokens", "compile") if name not in allowed}
+    before, wishes = read_plan(folder), plan.config["train"]
+    measured = [name for name in ("threads", "micro_batch_tokens", "compile") if wishes[name] == "auto"]
+    same = {name: getattr(before, name) for name in measured if name not in allowed}
     if before.device.value != plan.device.value:
         notebook.noted(f"the run began on {before.device.value} and goes on on {plan.device.value}")
         same.pop("threads", None)
     return plan.model_copy(update=same)
 
 
-def _resume(loaded: Loaded, run: Run, allowed: Sequence[str], *, notebook: Notebook, corpus: Corpus) -> None:
-    """Put a run back to its newest whole checkpoint; raise UserError where it would not be the same run."""
+def _write_down(run_dir: RunDir, loaded: Loaded, plan: Plan, corpus: Corpus) -> None:
+    """Write what the run does, what was asked for, and what it learns from."""
+    write_plan(run_dir.path, plan)
+    run_dir.write("config.yaml", config_of_run(loaded))
+    remember(run_dir.path, corpus)
+
+
+def _resume(loaded: Loaded, run: Run, allowed: Sequence[str], *, notebook: Notebook, corpus: Corpus) -> bool:
+    """Put a run back to its newest whole checkpoint; raise UserError where it would not be the same run.
+
+    Says whether it now does something else than was written down when it began.
+    """
     plan = run.plan
     folder = loaded.path(loaded.config.run) / "checkpoints"
     saved = find_newest(folder, on_trouble=notebook.noted)
@@ -174,7 +186,7 @@ def _resume(loaded: Loaded, run: Run, allowed: Sequence[str], *, notebook: Noteb
         notebook.noted("there is no whole checkpoint yet: the run begins anew")
         for log in (run.events, run.samples):
             log.truncate_to(-1)
-        return
+        return True
     state = load_state(saved, needs=[OPTIMIZER, *run.trained()[0]])
     if state.identity.get("data") != plan.corpus_sha256 and "data" not in allowed:
         refuse_change(folder.parent, corpus)
@@ -189,6 +201,7 @@ def _resume(loaded: Loaded, run: Run, allowed: Sequence[str], *, notebook: Noteb
         elif event["kind"] == "held_out":
             notebook.held_out.append((event["step"], as_number(event["loss"])))
     notebook.noted(f"going on after step {state.step}")
+    return bool(changed)
 
 
 def _result(
@@ -206,7 +219,8 @@ def _result(
     if notebook.losses:
         artefacts += [(str(folder.parent / "loss.png"), "the loss curve")]
     artefacts += [(str(folder.parent / "events.jsonl"), "every step in raw numbers")]
-    asked = f"tail -n {max(1, run.config.evaluate.samples)} {folder.parent / 'samples.jsonl'}"
+    log = "samples.jsonl" if run.config.evaluate.samples and len(run.held_out) else "events.jsonl"
+    asked = f"tail -n {max(1, run.config.evaluate.samples)} {folder.parent / log}"
     return TrainResult(
         run=folder.parent,
         status=ending.status,
@@ -224,7 +238,7 @@ def _result(
         held_out=notebook.held_out,
         best_step=run.progress.best_step,
         artefacts=artefacts,
-        next_command=asked if ending.status == "finished" else resume_command(loaded),
+        next_command=asked if ending.status == "finished" else resume_command(loaded, allow_pickle=since.allow_pickle),
         notes=notebook.notes,
     )
 

@@ -70,7 +70,8 @@ def put_together(parts: Parts) -> Run:
     config, plan, device = parts.config, parts.plan, torch.device(parts.plan.device.value)
     is_lora = plan.method.value == "lora"
     dtype = _DTYPES[plan.precision.value] if is_lora else torch.float32
-    longest = int(parts.corpus.index["length"].max())
+    held_out = parts.corpus.held_out
+    longest = max(int(split.index["length"].max()) for split in (parts.corpus, held_out) if len(split))
     found = load_model(
         LoadOrder(
             parts.model,
