@@ -199,6 +199,13 @@ def test_what_cannot_work_is_said_before_anything_is_loaded(project: Path, monke
     assert not (project / "run" / "plan.json").exists()
 
 
+def test_nothing_to_train_on_is_said_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="nothing to train on") as refused:
+        tunewell.train()
+    assert "tunewell init" in str(refused.value.fix) and not list(tmp_path.iterdir())
+
+
 def test_two_runs_in_one_folder_are_kept_apart(project: Path) -> None:
     longer = ("train.max_steps=400", "evaluate.samples=0")
     line = [sys.executable, "-m", "tunewell", "train"]

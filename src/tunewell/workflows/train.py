@@ -19,6 +19,7 @@ from tunewell.models.facts import ModelFacts, read_facts
 from tunewell.planning.order import PlanOrder
 from tunewell.planning.training import choose_batch, plan_training
 from tunewell.records.events import as_number, read_events
+from tunewell.records.manifest import MANIFEST
 from tunewell.records.outcome import HeldOutLosses, Outcome, write_outcome
 from tunewell.records.plan import Plan, read_plan, write_plan
 from tunewell.records.rundir import RunDir
@@ -52,6 +53,7 @@ def train(
     """
     started = time.perf_counter()
     loaded = config if isinstance(config, Loaded) else load_config(Path(config) if config else None, sets)
+    _refuse_nothing(loaded)
     notebook = Notebook(watcher or Unwatched())
     stages: dict[str, float] = {}
     World.take_place()
@@ -119,6 +121,18 @@ class _timed:
         self._stages[self._name] = self._stages.get(self._name, 0.0) + time.perf_counter() - self._began
 
 
+def _refuse_nothing(loaded: Loaded) -> None:
+    """Say what is missing before a folder is made or anything is loaded."""
+    config = loaded.config
+    fix = "begin with `tunewell init DATA --model MODEL`, or add `--data` and `--model` to the command"
+    if not config.data.sources and not (loaded.path(config.corpus) / MANIFEST).is_file():
+        raise UserError(
+            f"there is nothing to train on: no data is named and there is no corpus `{config.corpus}`", fix=fix
+        )
+    if config.model is None:
+        raise UserError("no model is named", fix=fix)
+
+
 def _corpus(loaded: Loaded, world: World) -> Corpus:
     """Make the corpus or find it made; where no data is named, the corpus that is there is trained on."""
     if loaded.config.data.sources and world.is_first:
@@ -129,8 +143,7 @@ def _corpus(loaded: Loaded, world: World) -> Corpus:
 
 def _plan(loaded: Loaded, corpus: Corpus, device: Any) -> tuple[Plan, DataOrder]:
     config = loaded.config
-    if config.model is None:
-        raise UserError("no model is named", fix="add `model:` to the config or `--model` to the command")
+    assert config.model is not None
     model = str(loaded.path(config.model)) if loaded.path(config.model).exists() else config.model
     facts = read_facts(model)
     threads = None
