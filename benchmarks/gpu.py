@@ -102,7 +102,7 @@ def pool(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def complaints(case: str, found: dict[str, dict[str, Any]]) -> list[str]:
-    """List what makes a case's figures void: a loss off its start, one that does not fall, a gradient of nothing."""
+    """List what makes a case's figures void: a loss off its start, one that rises or ends elsewhere, no gradient."""
     good = {name: result for name, result in found.items() if "error" not in result}
     starts = {name: result["losses"][0][1] for name, result in good.items()}
     wrong = [f"{name}: {result['error']}" for name, result in found.items() if "error" in result]
@@ -115,10 +115,14 @@ def complaints(case: str, found: dict[str, dict[str, Any]]) -> list[str]:
             wrong.append(f"{name}: starts at a loss of {starts[name]:.3f}, a guess costs {least:.3f}")
         if not all(norm > 0 for norm in norms):
             wrong.append(f"{name}: a gradient is zero")
-        if case in BARS and losses[-1] >= losses[0]:
-            wrong.append(f"{name}: the loss does not fall ({losses[0]:.3f} to {losses[-1]:.3f})")
+        # In so few steps the loss of a large model moves less than the documents differ.
+        if case in BARS and losses[-1] > 1.001 * losses[0]:
+            wrong.append(f"{name}: the loss rises ({losses[0]:.3f} to {losses[-1]:.3f})")
     if starts and max(starts.values()) > 1.02 * min(starts.values()):
         wrong.append(f"starts differ: {', '.join(f'{name} {loss:.3f}' for name, loss in starts.items())}")
+    ends = {name: result["losses"][-1][1] for name, result in good.items()}
+    if case in BARS and ends and max(ends.values()) > 1.02 * min(ends.values()):
+        wrong.append(f"ends differ: {', '.join(f'{name} {loss:.3f}' for name, loss in ends.items())}")
     return [f"{case}, {text}" for text in wrong]
 
 
