@@ -17,6 +17,7 @@ import pytest
 from transformers.utils import chat_template_utils
 
 from tunewell.core.errors import UserError
+from tunewell.data.template_inputs import as_template_sees
 from tunewell.data.templates import BUILTIN_NAMES, ChatTemplate, TemplateFailed, builtin_template, markers_of
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -170,11 +171,17 @@ def frozen_clock(monkeypatch):
     monkeypatch.setattr(chat_template_utils, "datetime", FrozenClock)
 
 
+MAKES_PLAIN = hasattr(chat_template_utils, "_plain_template_data")
+"""Whether this transformers takes classes and numpy values apart before it renders; 5.17 does not yet."""
+
+
 def theirs(
     source: str, messages: Any, tools: Any, *, prompt: bool = False, marked: bool = False, **variables: Any
 ) -> Any:
     """Render with transformers, as `apply_chat_template` calls it; a refusal becomes its exception."""
     try:
+        if not MAKES_PLAIN:
+            messages, tools, _ = as_template_sees(messages, tools)
         texts, spans = chat_template_utils.render_jinja_template(
             [messages],
             tools,
