@@ -96,7 +96,7 @@ def put_together(case: Case, documents: Documents, *, model: Any, compiling: str
     return Run(
         plan=plan,
         config=config,
-        learner=Learner(model, config.train, plan.precision.value, LONGEST),
+        learner=Learner(model, plan.precision.value, LONGEST, settings=config.train),
         order=DataOrder(documents.index["length"].astype("int64"), 0, plan.corpus_sha256, case.step_tokens),
         documents=documents,
         held_out=NoDocuments(),

@@ -103,7 +103,7 @@ def test_training_agrees_with_a_peft_loop_over_twenty_steps() -> None:
         name.replace(".weight", ".default.weight"): t for name, t in adapters.adapter_tensors(model, adapter).items()
     }
     assert not theirs.load_state_dict(begun, strict=False).unexpected_keys
-    learner = Learner(model, Train(weight_decay=0.01), "fp32", 40)
+    learner = Learner(model, "fp32", 40, settings=Train(weight_decay=0.01))
     own = [parameter for parameter in theirs.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(own, lr=1e-3, weight_decay=0.01)
     for number in range(20):

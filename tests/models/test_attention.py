@@ -36,7 +36,7 @@ def _learner(name: str) -> Learner:
     attention.register()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(MODELS[name](), attn_implementation=attention.SDPA)
-    return Learner(model, Train(), "fp32", 40)
+    return Learner(model, "fp32", 40, settings=Train())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -71,7 +71,7 @@ class _Shifted(Learner):
 def test_the_probe_refuses_planted_leaks(fault: type[Learner]) -> None:
     model = tiny_llama()
     with pytest.raises(UserError, match="packed with others gives other logits"):
-        probe_leaks(fault(model, Train(), "fp32", 40), RandomDocuments())
+        probe_leaks(fault(model, "fp32", 40, settings=Train()), RandomDocuments())
 
 
 def test_the_probe_refuses_a_model_that_hands_no_layout_on() -> None:

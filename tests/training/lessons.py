@@ -74,7 +74,7 @@ def lora_learner(
         for name, parameter in adapters.trainable(model).items():
             if name.endswith("lora_B"):
                 parameter.normal_(std=0.1)
-    return Learner(model, train or Train(), "fp32", 40, **more)
+    return Learner(model, "fp32", 40, settings=train or Train(), **more)
 
 
 def gradients(learner: Learner) -> dict[str, torch.Tensor]:

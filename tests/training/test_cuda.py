@@ -63,7 +63,7 @@ def _learner(shape: str, *, way: str, dtype: torch.dtype) -> Learner:
         for name, parameter in adapters.trainable(model).items():
             if name.endswith("lora_B"):
                 parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.02)
-    return Learner(model, Train(), "fp32" if dtype == torch.float32 else "bf16", 400)
+    return Learner(model, "fp32" if dtype == torch.float32 else "bf16", 400, settings=Train())
 
 
 def _reference(shape: str, documents: RandomDocuments) -> tuple[float, dict[str, torch.Tensor]]:
@@ -127,7 +127,7 @@ def test_a_run_resumed_on_cuda_goes_on_where_it_was(tmp_path: Path) -> None:
         for parameter in adapters.trainable(model).values():
             parameter.data = parameter.data.float()
         model.set_attn_implementation(attention.FLASH)
-        made.learner = Learner(model, made.config.train, "bf16", 40)
+        made.learner = Learner(model, "bf16", 40, settings=made.config.train)
         made.plan = make_plan(num_steps=steps, device="cuda:0")
         return made
 
@@ -147,7 +147,7 @@ def test_full_training_in_bf16_keeps_fp32_weights_and_learns() -> None:
     model = SHAPES["windows"]().to("cuda")
     model.set_attn_implementation(attention.FLASH)
     adapters.train_everything(model)
-    learner = Learner(model, Train(), "bf16", 400)
+    learner = Learner(model, "bf16", 400, settings=Train())
     documents = _documents()
     batches = documents.batches(range(12), 4000)
     losses = [learner.take_step(batches, number=number, rate=1e-3).read()[0] for number in range(20)]

@@ -34,7 +34,7 @@ def _learner(corpus: Corpus) -> Learner:
         for name, parameter in adapters.trainable(model).items():
             if name.endswith("lora_B"):
                 parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.02)
-    return Learner(model, Train(), "fp32", longest)
+    return Learner(model, "fp32", longest, settings=Train())
 
 
 @pytest.mark.slow

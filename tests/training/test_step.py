@@ -52,7 +52,7 @@ def test_any_cut_into_micro_batches_makes_the_same_step(kind: str, budget: int) 
         else:
             model = tiny_llama()
             train_everything(model)
-            learner = Learner(model, TRAIN, "fp32", 40)
+            learner = Learner(model, "fp32", 40, settings=TRAIN)
         numbers = [
             learner.take_step(documents.batches(chosen, budget), number=number, rate=1e-3).read()
             for number, chosen in enumerate([CHOSEN, list(range(11, 22)), [22, 23]])
@@ -144,7 +144,7 @@ def test_under_fp16_an_overflow_halves_the_scale_and_skips_the_step() -> None:
     model = tiny_llama().half()
     learner = lora_learner(model)
     learner.precision = "fp16"
-    learner = Learner(model, Train(), "fp16", 40)
+    learner = Learner(model, "fp16", 40, settings=Train())
     documents = RandomDocuments()
     first = learner.scaler.scale.item()
     learner.scaler.scale.fill_(2.0**60)

@@ -87,7 +87,7 @@ def make_run(folder: Path, *, config: dict[str, Any] | None = None, plan: dict[s
     return Run(
         plan=decided,
         config=settings,
-        learner=Learner(model, settings.train, "fp32", 40),
+        learner=Learner(model, "fp32", 40, settings=settings.train),
         order=DataOrder(documents.index["length"], 0, "c", batch_documents=decided.batch_documents.value),
         documents=documents,
         held_out=RandomDocuments(5, seed=9),

@@ -3,7 +3,8 @@
 import difflib
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,19 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> Adapter:
     _put_on(model, adapter, wanted)
     load_tensors(model, load_file(folder / WEIGHTS), where=str(folder / WEIGHTS))
     return adapter
+
+
+@contextmanager
+def switched_off(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model compute as if it had no matrices; modules that were trained as a whole stay as they are."""
+    modules = _lora_modules(model).values()
+    for module in modules:
+        module.is_on = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.is_on = True
 
 
 def load_tensors(model: PreTrainedModel, tensors: dict[str, Tensor], *, where: str) -> None:

@@ -21,6 +21,7 @@ class LoraLinear(nn.Module):
         self.base_layer = base
         self.scale = scale
         self.dropout = dropout
+        self.is_on = True
         device = base.weight.device
         self.lora_A = nn.Parameter(torch.empty(rank, base.in_features, device=device, dtype=torch.float32))
         self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank, device=device, dtype=torch.float32))
@@ -52,6 +53,8 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.base_layer.weight, self.base_layer.bias
+        if not self.is_on:
+            return F.linear(x, weight, bias)
         a, b = self.lora_A.to(weight.dtype), self.lora_B.to(weight.dtype)
         if self.dropout and self.training:
             seen = F.dropout(x, self.dropout)

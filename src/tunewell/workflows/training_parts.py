@@ -103,9 +103,9 @@ def put_together(parts: Parts) -> Run:
     head = head_facts(model)
     learner = Learner(
         model,
-        config.train,
         plan.precision.value,
         longest,
+        settings=config.train,
         seed=plan.seed,
         head=HeadShape(head.softcap, head.scale),
         world=parts.world,

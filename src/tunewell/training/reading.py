@@ -1,0 +1,109 @@
+"""Read packed documents with a model: its hidden states, and the loss of the tokens that are learned."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tunewell.models.attention import FLASH, runs_of
+from tunewell.training.batches import FixedShape, MicroBatch, bounds_of, fill
+from tunewell.training.loss import COMPILED_ROWS, HeadShape, chunk_rows, learned_rows_loss
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Reader:
+    """A model that reads packed documents, in the precision that was chosen."""
+
+    model: PreTrainedModel
+    precision: str
+    longest: int
+    """Tokens of the longest document it will meet."""
+    head: HeadShape = field(default_factory=HeadShape)
+    shape: FixedShape | None = None
+    """Set once the layers are compiled."""
+    slope: Callable[..., tuple[Tensor, Tensor]] | None = None
+    """A compiled `loss_and_slope_fused`, then too."""
+
+    def __post_init__(self) -> None:
+        self.device = next(self.model.parameters()).device
+        self.body: nn.Module = self.model.base_model
+        self.head_module: Any = self.model.get_output_embeddings()
+        self.is_flash = self.model.config._attn_implementation == FLASH
+        is_all_fp32 = all(parameter.dtype == torch.float32 for parameter in self.model.parameters())
+        # A frozen model is loaded in its precision; one that is trained as a whole is kept in fp32 and cast as it goes.
+        self._casts_to = _AUTOCAST.get(self.precision) if is_all_fp32 else None
+
+    def loss_sum(self, batch: MicroBatch) -> Tensor:
+        """Sum the loss over a micro-batch's supervised tokens."""
+        hidden_TH = self.hidden(batch)
+        rows, targets = batch.rows, batch.targets
+        if self.slope is not None:
+            spare = -len(rows) % COMPILED_ROWS
+            rows, targets = np.pad(rows, (0, spare)), np.pad(targets, (0, spare), constant_values=-100)
+        # Not by brackets: the gradient of those sorts its rows first.
+        hidden_RH = torch.index_select(hidden_TH, 0, self._tensor(rows)).to(self._casts_to or hidden_TH.dtype)
+        return learned_rows_loss(
+            hidden_RH,
+            self._tensor(targets),
+            weight_VH=self.head_module.weight,
+            bias_V=getattr(self.head_module, "bias", None),
+            head=self.head,
+            slope=self.slope,
+        )
+
+    def hidden(self, batch: MicroBatch) -> Tensor:
+        """Give the last hidden states of documents laid end to end; filling, where there is any, comes last."""
+        room, stance = None, nullcontext()
+        if self.shape is not None and self.shape.fits(batch):
+            batch, room = fill(batch, self.shape), self.shape.documents
+        elif self.shape is not None:
+            # Compiling again for a shape that may come once would cost more than it saves.
+            stance = torch.compiler.set_stance("force_eager")
+        layout: dict[str, Any] = {"packed_runs": runs_of(batch.lengths)}
+        if self.is_flash:
+            bounds = bounds_of(batch, room)
+            layout = {"packed_bounds": self._tensor(bounds), "packed_longest": self.longest}
+        with self.casting(), stance:
+            out = self.body(
+                input_ids=self._tensor(batch.input_ids)[None],
+                position_ids=self._tensor(batch.position_ids)[None],
+                use_cache=False,
+                **layout,
+            )
+        return out.last_hidden_state[0]
+
+    def casting(self) -> Any:
+        """Compute in the precision that was chosen, where the model itself is kept in fp32."""
+        if self._casts_to is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self._casts_to)
+
+    @torch.no_grad()
+    def row_losses(self, batch: MicroBatch) -> npt.NDArray[np.float64]:
+        """Give the loss of every supervised token of a micro-batch, in the order of `batch.targets`."""
+        hidden_TH = self.hidden(batch)
+        hidden_RH = torch.index_select(hidden_TH, 0, self._tensor(batch.rows)).to(self._casts_to or hidden_TH.dtype)
+        targets_R, losses = self._tensor(batch.targets), []
+        weight, bias = self.head_module.weight.to(hidden_RH.dtype), getattr(self.head_module, "bias", None)
+        bias = None if bias is None else bias.to(hidden_RH.dtype)
+        rows = chunk_rows(weight.shape[0], self.device)
+        for hidden, targets in zip(hidden_RH.split(rows), targets_R.split(rows), strict=True):
+            logits = torch.nn.functional.linear(hidden, weight, bias).float() * self.head.scale
+            if self.head.softcap is not None:
+                logits = torch.tanh(logits / self.head.softcap) * self.head.softcap
+            losses.append(logits.logsumexp(-1) - logits.gather(-1, targets[:, None])[:, 0])
+        return torch.cat(losses).double().cpu().numpy() if losses else np.zeros(0)
+
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(values)
+        if self.device.type != "cuda":
+            return tensor.to(self.device)
+        return tensor.pin_memory().to(self.device, non_blocking=True)
