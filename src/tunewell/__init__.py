@@ -8,16 +8,18 @@ if TYPE_CHECKING:
     from tunewell.data.corpus.reader import open_corpus
     from tunewell.workflows.prepare import prepare
     from tunewell.workflows.train import train
+    from tunewell.workflows.validate import validate
 
     __version__: str
 
-__all__ = ["UserError", "__version__", "open_corpus", "prepare", "train"]
+__all__ = ["UserError", "__version__", "open_corpus", "prepare", "train", "validate"]
 
 _HOMES = {
     "UserError": "tunewell.core.errors",
     "open_corpus": "tunewell.data.corpus.reader",
     "prepare": "tunewell.workflows.prepare",
     "train": "tunewell.workflows.train",
+    "validate": "tunewell.workflows.validate",
 }
 """Where each name lives; it is imported when it is first asked for, so that `import tunewell` costs nothing."""
 

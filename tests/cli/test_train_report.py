@@ -51,6 +51,7 @@ class Result:
     losses: list[tuple[int, float]] = field(default_factory=lambda: LOSSES)
     held_out: list[tuple[int, float]] = field(default_factory=lambda: [(0, 2.1169), (90, 0.9285), (95, 0.9369)])
     notes: list[str] = field(default_factory=lambda: ["the disk was full at step 40; the checkpoint before stays"])
+    validation: None = None
 
     def as_json(self):
         return {**asdict(self), "run": str(self.run)}

@@ -32,6 +32,7 @@ SETTINGS = [
     "evaluate.sample_tokens=4",
     "checkpoints.every_steps=2",
     "data.held_out=0.2",
+    "verdict.after_training=false",  # judged in test_validate
 ]
 
 

@@ -53,13 +53,16 @@ def load_config(
     data: str | Sequence[str | Path] | None = None,
     out: str | Path | None = None,
     seed: int | None = None,
+    has_file: bool = True,
 ) -> Loaded:
     """Load `path`, or `tunewell.yaml` of the current folder where there is one, and put flags and `--set` over it.
+
+    Without `has_file` no file is looked for: flags and `--set` are all there is.
 
     Of two `--set` for one key the later counts. Relative paths in the file start from the file's folder, those in flags
     and `--set` from the current folder. Raises UserError with every problem found.
     """
-    file = _find(path)
+    file = _find(path) if has_file else None
     draft = _Draft(base=file.parent if file else Path())
     if file:
         _read_file(draft, file)

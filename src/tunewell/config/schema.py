@@ -317,6 +317,36 @@ class Checkpoints(Branch):
     """Newest checkpoints kept, two at least. The best by held-out loss is kept beside them."""
 
 
+class VerdictRules(Branch):
+    """How a trained model is judged, and what it takes to pass."""
+
+    after_training: Flag = True
+    """Judge the model at the end of `train`."""
+    questions: Annotated[Whole, Field(ge=0)] = 100
+    """Held-out questions that are asked, the first ones. 0: none, the losses alone decide."""
+    answer_tokens: Annotated[Whole, Field(ge=1)] | Auto = "auto"
+    """Longest answer in tokens. `auto`: one and a half times the longest reference, from 32 to 512."""
+    max_documents: Annotated[Whole, Field(ge=1)] | None = 500
+    """Held-out documents whose loss is computed, the first ones. `null`: all."""
+    batch_size: Annotated[Whole, Field(ge=1)] | Auto = "auto"
+    """Questions answered at once. `auto`: as many as fit into 8,192 tokens."""
+    min_gain: Annotated[Real, Field(ge=0, lt=1)] = 0.05
+    """Share by which the held-out loss must be lower than the base model's. Less is WEAK, none at all is FAIL: rows
+    that were not trained on are where learning shows."""
+    min_right: Annotated[Real, Field(ge=0, le=1)] = 0.5
+    """Share of the questions with a short reference that must be answered right. Less is WEAK: a model that is wrong
+    more often than not is of no use as a source of facts."""
+    max_faults: Annotated[Real, Field(ge=0, le=1)] = 0.1
+    """Share of the answers that may be empty, loop, echo or never end. More is WEAK, half of them is FAIL: one in ten
+    is what a reader forgives."""
+    max_rise: Annotated[Real, Field(ge=0)] = 0.15
+    """Share by which the held-out loss may rise above its lowest while the training loss falls. More is WEAK: what was
+    learned since is the rows by heart."""
+    max_forgetting: Annotated[Real, Field(ge=0)] = 0.5
+    """Share by which the loss on everyday text may rise above the base model's. More is WEAK, doubled is FAIL: a
+    model that has lost its language answers nothing new."""
+
+
 class Config(Branch):
     """A whole `tunewell.yaml`."""
 
@@ -347,3 +377,5 @@ class Config(Branch):
     """How a run is watched on held-out rows."""
     checkpoints: Checkpoints = Checkpoints()
     """What is kept of a run while it goes on."""
+    verdict: VerdictRules = VerdictRules()
+    """How a trained model is judged, and what it takes to pass."""

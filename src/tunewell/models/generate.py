@@ -82,7 +82,7 @@ def generate(
     model.eval()
     try:
         with quiet(), stock_attention(model), _without_own_settings(model), _seeded(decoding.seed):
-            for batch, room in _batches(prompts, max_new_tokens, _limit(model), decoding.batch_tokens):
+            for batch, room in _batches(prompts, max_new_tokens, context_limit(model), decoding.batch_tokens):
                 settings = _settings(room, stop_ids, pad_id, decoding)
                 rows = _answer([prompts[index] for index in batch], model, settings)
                 for index, row in zip(batch, rows, strict=True):
@@ -143,7 +143,8 @@ def _cut(row: list[int], stop_ids: Sequence[int]) -> Generated:
     return Generated(row if end is None else row[:end], end is not None)
 
 
-def _limit(model: PreTrainedModel) -> int:
+def context_limit(model: PreTrainedModel) -> int:
+    """Say how many tokens a model reads and writes at most; a number beyond all use where it sets none."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 62
 
 

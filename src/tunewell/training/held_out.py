@@ -45,28 +45,48 @@ def held_out_loss(learner: Learner, split: Documents, *, budget: int, most: int 
     return HeldOutLoss(float(total) / max(1, tokens), tokens, number)
 
 
-def ask(split: Documents, *, number: int, step: int, answer: Answer, spell: Spell) -> list[Sample]:
-    """Answer the questions of the first held-out documents: the prompt is what comes before the first learned token."""
-    questions: list[tuple[int, list[int], list[int]]] = []
+@dataclass(frozen=True)
+class Question:
+    """What a held-out document asks, and what it says should be answered."""
+
+    document: int
+    ids: list[int]
+    """Of the prompt: everything before the first learned token."""
+    reference_ids: list[int]
+    prompt: str
+    text: str
+    """The prompt without what all prompts have in common."""
+    reference: str
+
+
+def questions_of(split: Documents, *, number: int, spell: Spell) -> list[Question]:
+    """Give the questions of the first held-out documents; one that is learned from its first token on asks nothing."""
+    found: list[tuple[int, list[int], list[int]]] = []
     for document in range(min(max(number, _TO_COMPARE), len(split))):
         ids, labels = split.arrays(document)
         learned = np.flatnonzero(labels != -100)
-        if not len(learned):
+        if not len(learned) or learned[0] <= 1:
             continue
         begin = int(learned[0])
         # Of several turns, the reference is the first: it ends where learning first stops.
         gap = np.flatnonzero(labels[begin:] == -100)
         end = begin + int(gap[0]) if len(gap) else len(ids)
-        questions.append((document, ids[:begin].tolist(), ids[begin:end].tolist()))
-    if not questions:
-        return []
-    asked, questions = [spell(prompt) for _, prompt, _ in questions], questions[:number]
-    answers = answer([prompt for _, prompt, _ in questions])
+        found.append((document, ids[:begin].tolist(), ids[begin:end].tolist()))
+    prompts = [spell(prompt) for _, prompt, _ in found]
+    made = zip(found, prompts, _without_frame(prompts), strict=True)
     return [
-        Sample(step, document, prompt, question, spell(ids).strip(), spell(reference).strip(), ended)
-        for (document, _, reference), (ids, ended), prompt, question in zip(
-            questions, answers, asked, _without_frame(asked), strict=False
-        )
+        Question(document, ids, reference, prompt, text, spell(reference).strip())
+        for (document, ids, reference), prompt, text in made
+    ][:number]
+
+
+def ask(split: Documents, *, number: int, step: int, answer: Answer, spell: Spell) -> list[Sample]:
+    """Answer the questions of the first held-out documents."""
+    questions = questions_of(split, number=number, spell=spell)
+    answers = answer([question.ids for question in questions]) if questions else []
+    return [
+        Sample(step, own.document, own.prompt, own.text, spell(ids).strip(), own.reference, ended)
+        for own, (ids, ended) in zip(questions, answers, strict=True)
     ]
 
 

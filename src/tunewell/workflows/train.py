@@ -1,9 +1,11 @@
 """`tunewell train`: from a config to a trained adapter or model, in a run folder that can vouch for it."""
 
+import gc
+import shlex
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from tunewell.workflows.run_config import config_of_run, resume_command
 from tunewell.workflows.run_readme import run_readme
 from tunewell.workflows.train_result import Notebook, TrainResult
 from tunewell.workflows.training_parts import Parts, identity_of, probe, put_together, start_of
+from tunewell.workflows.validate import ValidateOrder, validate
 
 
 def train(
@@ -47,14 +50,35 @@ def train(
     allow_pickle: bool = False,
     watcher: Watcher | None = None,
 ) -> TrainResult:
-    """Train what a config describes, preparing the corpus first where that has not been done.
+    """Train what a config describes, preparing the corpus first where that has not been done, and judge the result.
 
     Raises UserError for whatever the person can mend, before the first step; afterwards a checkpoint is kept.
     """
-    started = time.perf_counter()
     loaded = config if isinstance(config, Loaded) else load_config(Path(config) if config else None, sets)
     _refuse_nothing(loaded)
     notebook = Notebook(watcher or Unwatched())
+    sitting = _Sitting(loaded, is_resuming, allowed_changes, allow_pickle)
+    result, is_first = _train(sitting, notebook)
+    if not (is_first and result.status == "finished" and loaded.config.verdict.after_training):
+        return result
+    return _judged(result, sitting, notebook)
+
+
+@dataclass(frozen=True)
+class _Sitting:
+    """What was asked for this time."""
+
+    loaded: Loaded
+    is_resuming: bool
+    allowed_changes: Sequence[str]
+    allow_pickle: bool
+
+
+def _train(sitting: "_Sitting", notebook: Notebook) -> tuple[TrainResult, bool]:
+    """Train; also say whether this process speaks for the run."""
+    started = time.perf_counter()
+    loaded, is_resuming, allowed_changes = sitting.loaded, sitting.is_resuming, sitting.allowed_changes
+    allow_pickle = sitting.allow_pickle
     stages: dict[str, float] = {}
     World.take_place()
     facts = probe_device(loaded.config.device)
@@ -96,7 +120,31 @@ def train(
         if world.is_first:
             _leave_behind(run, result, plan, corpus)
         run.events.close()
-        return result
+        return result, world.is_first
+
+
+def _judged(result: TrainResult, sitting: "_Sitting", notebook: Notebook) -> TrainResult:
+    """Judge what was trained, as it lies on disk; a judgement that fails does not undo the training."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    began = time.perf_counter()
+    order = ValidateOrder(device=sitting.loaded.config.device, allow_pickle=sitting.allow_pickle)
+    try:
+        found = validate(result.run, order=order, progress=lambda stage, done, of: notebook.doing(f"judging: {stage}"))
+    except (UserError, RuntimeError, OSError) as error:
+        notebook.noted(f"the model is trained and saved, but could not be judged: {error}")
+        return replace(result, next_command=f"tunewell validate {shlex.quote(str(result.run))}")
+    seconds = time.perf_counter() - began
+    return replace(
+        result,
+        validation=found,
+        exit_code=result.exit_code or found.exit_code,
+        seconds=result.seconds + seconds,
+        stages={**result.stages, "judge": seconds},
+        artefacts=[*result.artefacts, (str(found.page), "the verdict with its evidence, to read or to send")],
+        next_command=found.report.next,
+    )
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 from tunewell.records.events import plain
 from tunewell.records.outcome import Status
 from tunewell.training.watching import HeldOutEvent, Sample, Start, StepEvent, Watcher
+from tunewell.workflows.validate import Validation
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class TrainResult:
     artefacts: list[tuple[str, str]]
     next_command: str
     notes: list[str] = field(default_factory=list)
+    validation: Validation | None = None
+    """What judging it came to; None where it was not judged."""
 
     @property
     def first_loss(self) -> float | None:
@@ -78,6 +81,8 @@ class TrainResult:
             "artefacts": dict(self.artefacts),
             "notes": self.notes,
             "next": self.next_command,
+            "verdict": None if self.validation is None else self.validation.report.verdict,
+            "reasons": [] if self.validation is None else [r.model_dump() for r in self.validation.report.reasons],
         }
         return plain(told)
 

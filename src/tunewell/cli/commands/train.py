@@ -33,14 +33,17 @@ def command(
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Read weights from a `.pt` file; only from people you trust.")
     ] = False,
+    no_validate: Annotated[bool, typer.Option("--no-validate", help="Do not judge the model at the end.")] = False,
     json: AsJson = False,
 ) -> None:
-    """Train a model on a corpus, which is prepared first where that has not been done."""
+    """Train a model on a corpus, which is prepared first where that has not been done, and judge it."""
     from tunewell.cli.render import emit, emit_json
     from tunewell.cli.training_screen import is_first_process, shown_training
     from tunewell.config.load import load_config
 
     sets = [*flags_as_sets(run=out, device=device), *(set_ or ())]
+    if no_validate:
+        sets.append("verdict.after_training=false")
     loaded = load_config(config, sets, model=model, data=data, seed=seed)
     with shown_training() as watcher:
         watcher.doing("starting torch")
@@ -82,10 +85,15 @@ def screen(result: "TrainResult", start: "Start | None") -> str:
     parts.append(_folded(report_rows(result, start)))
     if curve := _curve(result):
         parts += ["", curve, ""]
+    if result.validation is not None:
+        from tunewell.cli.verdict_screen import verdict_screen
+
+        parts += [verdict_screen(result.validation.report), ""]
     if result.artefacts:
         parts.append(table([["wrote", f"`{path}`", meaning] for path, meaning in result.artefacts]))
     if result.next_command:
-        parts.append(f"{'to go on' if result.status == 'interrupted' else 'next'}: `{result.next_command}`")
+        command = result.next_command if "`" in result.next_command else f"`{result.next_command}`"
+        parts.append(f"{'to go on' if result.status == 'interrupted' else 'next'}: {command}")
     return "\n".join(parts)
 
 

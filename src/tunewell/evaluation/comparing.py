@@ -1,0 +1,157 @@
+"""Hold two reports side by side: what got better, what got worse, and what was done differently."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tunewell.records.events import plain
+from tunewell.records.report import Exchange, Report
+
+_SHOWN_CHANGES = 100
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of both runs; None where one of them has none."""
+
+    name: str
+    other: float | None
+    this: float | None
+    is_lower_better: bool
+
+
+@dataclass(frozen=True)
+class AnswerChange:
+    """A question to which the two answer differently."""
+
+    question: str
+    reference: str
+    other: str
+    this: str
+    other_right: bool | None
+    this_right: bool | None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A setting or a hash that is not the same."""
+
+    name: str
+    other: str
+    this: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs side by side."""
+
+    this: str
+    other: str
+    verdicts: tuple[str, str]
+    """The other's, then this one's."""
+    figures: list[Figure]
+    num_both: int
+    """Questions that both were asked."""
+    became_right: int
+    became_wrong: int
+    changed: list[AnswerChange] = field(default_factory=list)
+    """At most a hundred, those whose answer became right or wrong first."""
+    config: list[Difference] = field(default_factory=list)
+    data: list[Difference] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Give the object that `validate --against --json` adds to its own."""
+        return plain(asdict(self))
+
+
+def compare(this: Report, other: Report, *, configs: tuple[Mapping[str, Any], Mapping[str, Any]]) -> Comparison:
+    """Compare a report with another one; `configs` are theirs, this one's first."""
+    before = {exchange.question: exchange for exchange in other.exchanges}
+    pairs = [(before[own.question], own) for own in this.exchanges if own.question in before]
+    became_right = [pair for pair in pairs if pair[1].tuned.right and not pair[0].tuned.right]
+    became_wrong = [pair for pair in pairs if pair[0].tuned.right and not pair[1].tuned.right]
+    reworded = [
+        pair
+        for pair in pairs
+        if pair[0].tuned.text != pair[1].tuned.text and pair[0].tuned.right == pair[1].tuned.right
+    ]
+    return Comparison(
+        this=this.subject.name,
+        other=other.subject.name,
+        verdicts=(other.verdict, this.verdict),
+        figures=_figures(this, other),
+        num_both=len(pairs),
+        became_right=len(became_right),
+        became_wrong=len(became_wrong),
+        changed=[_change(*pair) for pair in [*became_wrong, *became_right, *reworded][:_SHOWN_CHANGES]],
+        config=differences(_flat(configs[0]), _flat(configs[1])),
+        data=differences(_data(this), _data(other)),
+    )
+
+
+def differences(this: Mapping[str, Any], other: Mapping[str, Any]) -> list[Difference]:
+    """List what two tables do not have in common; what one of them lacks is shown as nothing."""
+    names = sorted(this.keys() | other.keys())
+    return [
+        Difference(name, _shown(other.get(name)), _shown(this.get(name)))
+        for name in names
+        if this.get(name) != other.get(name)
+    ]
+
+
+def _figures(this: Report, other: Report) -> list[Figure]:
+    def loss(report: Report, name: str) -> float | None:
+        pair = getattr(report, name)
+        return None if pair is None else pair.tuned
+
+    def share(report: Report, name: str) -> float | None:
+        tally = report.tuned_tally
+        return None if tally is None or not tally.judged else getattr(tally, name) / tally.judged
+
+    def faults(report: Report) -> float | None:
+        tally = report.tuned_tally
+        faulty = sum(1 for exchange in report.exchanges if exchange.tuned.faults)
+        return None if tally is None or not tally.asked else faulty / tally.asked
+
+    def f1(report: Report) -> float | None:
+        return None if report.tuned_tally is None else report.tuned_tally.f1
+
+    found = [
+        Figure("held-out loss", loss(other, "held_out"), loss(this, "held_out"), True),
+        Figure("everyday loss", loss(other, "everyday"), loss(this, "everyday"), True),
+        Figure("right", share(other, "right"), share(this, "right"), False),
+        Figure("F1", f1(other), f1(this), False),
+        Figure("faulty answers", faults(other), faults(this), True),
+    ]
+    return [figure for figure in found if figure.other is not None or figure.this is not None]
+
+
+def _change(before: Exchange, now: Exchange) -> AnswerChange:
+    return AnswerChange(
+        now.question, now.reference, before.tuned.text, now.tuned.text, before.tuned.right, now.tuned.right
+    )
+
+
+def _data(report: Report) -> dict[str, Any]:
+    told: dict[str, Any] = {name: digest for name, digest in report.hashes.items() if "safetensors" not in name}
+    ledger = report.ledger
+    if ledger is not None:
+        told |= {"rows": ledger.rows, "documents": ledger.documents, "held out": ledger.held_out}
+        told |= {f"dropped: {name}": number for name, number in ledger.dropped.items()}
+        told |= {f"source {source['name']}": source["rows"] for source in ledger.sources}
+    return told
+
+
+def _flat(tree: Mapping[str, Any], front: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{front}{key}.")
+        else:
+            found[f"{front}{key}"] = value
+    return found
+
+
+def _shown(value: Any) -> str:
+    text = "nothing" if value is None else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

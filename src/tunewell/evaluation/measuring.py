@@ -1,0 +1,114 @@
+"""Measure a model on documents and questions: losses, answers, logits, weights that are no numbers."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel
+
+from tunewell.models.attention import stock_attention
+from tunewell.models.generate import Decoding, Generated, generate
+from tunewell.models.quiet import quiet
+from tunewell.training.batches import Documents, lay_out, micro_batches
+from tunewell.training.reading import Reader
+
+_BATCH_TOKENS = 4096
+"""Read at once: enough to fill a GPU, little enough for a laptop's memory."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The loss of each document, summed over its supervised tokens."""
+
+    documents: npt.NDArray[np.int64]
+    sums: npt.NDArray[np.float64]
+    tokens: npt.NDArray[np.int64]
+
+    def mean(self, chosen: npt.NDArray[np.bool_] | None = None) -> float:
+        """Give the mean over the supervised tokens of all documents, or of some."""
+        sums, tokens = (self.sums, self.tokens) if chosen is None else (self.sums[chosen], self.tokens[chosen])
+        return float(sums.sum() / tokens.sum()) if tokens.sum() else math.nan
+
+
+def measure_losses(
+    reader: Reader, split: Documents, *, most: int | None, progress: Callable[[int, int], None] = lambda done, of: None
+) -> Measured:
+    """Give the loss of the first documents of a split, each as if it were read alone."""
+    number = len(split) if most is None else min(most, len(split))
+    lengths = np.asarray(split.index["length"], dtype=np.int64)
+    sums, tokens = np.zeros(number), np.zeros(number, dtype=np.int64)
+    reader.model.eval()
+    num_read = 0
+    for group in micro_batches(np.arange(number, dtype=np.int64), lengths, _BATCH_TOKENS):
+        batch = lay_out(split, group)
+        losses = reader.row_losses(batch)
+        # Which of the batch's documents each supervised token belongs to.
+        owners = np.searchsorted(np.cumsum(batch.lengths), batch.rows, side="right")
+        sums[group] = np.bincount(owners, weights=losses, minlength=len(group))
+        tokens[group] = np.bincount(owners, minlength=len(group))
+        num_read += len(group)
+        progress(num_read, number)
+    return Measured(np.arange(number), sums, tokens)
+
+
+class Texts:
+    """Plain texts as documents: everything after the first token counts."""
+
+    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
+        self._rows = [np.asarray(row, dtype=np.int32) for row in rows if len(row) > 1]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def arrays(self, index: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Give a text's ids and labels."""
+        labels = self._rows[index].copy()
+        labels[0] = -100
+        return self._rows[index], labels
+
+    @cached_property
+    def index(self) -> dict[str, Any]:
+        """Give the lengths."""
+        lengths = np.array([len(row) for row in self._rows], dtype=np.int64)
+        return {"length": lengths, "supervised": lengths - 1}
+
+
+def bad_weights(model: PreTrainedModel) -> dict[str, int]:
+    """Name the tensors that hold values which are not finite, and count those."""
+    found: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        num_bad = parameter.numel() - int(torch.isfinite(parameter).sum())
+        if num_bad:
+            found[name] = num_bad
+    return found
+
+
+@torch.no_grad()
+def next_logits(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
+    """Give the logits of what would come after each prompt, read alone."""
+    rows = []
+    with quiet(), stock_attention(model):
+        for prompt in prompts:
+            out: Any = model(input_ids=torch.tensor([list(prompt)], device=model.device), use_cache=False)
+            rows.append(out.logits[0, -1].float().cpu().numpy())
+    return np.stack(rows)
+
+
+def answer_all(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    stop_ids: Sequence[int],
+    pad_id: int,
+    batch_size: int | None = None,
+) -> list[Generated]:
+    """Answer prompts greedily, in batches: the same tokens that each prompt alone would get."""
+    longest = max((len(prompt) for prompt in prompts), default=0) + max_new_tokens
+    decoding = Decoding() if batch_size is None else Decoding(batch_tokens=batch_size * longest)
+    return generate(model, prompts, max_new_tokens=max_new_tokens, stop_ids=stop_ids, pad_id=pad_id, decoding=decoding)

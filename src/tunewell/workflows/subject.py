@@ -1,0 +1,187 @@
+"""Find what is to be asked, judged or served: a run's best checkpoint, an adapter, or a model as it is."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tunewell.config.load import FILE_NAME, Loaded, load_config
+from tunewell.core.errors import UserError
+from tunewell.models.adapters import CONFIG, WEIGHTS
+from tunewell.records.checkpoint import CheckpointManifest, checkpoint_name, checkpoint_step, verify
+from tunewell.records.manifest import MANIFEST, read_manifest
+from tunewell.records.plan import PLAN, Plan, read_plan
+from tunewell.training.saved import Saved, find_best, find_newest, saved_steps
+
+_RUN_CONFIG = "config.yaml"
+_CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True)
+class FoundSubject:
+    """What was found, and all it takes to load it."""
+
+    name: str
+    """As a person would call it."""
+    kind: Literal["run", "adapter", "model"]
+    place: Path | None
+    """The run's or the adapter's folder; None for a model that is no path."""
+    model: str
+    """What is loaded first: the base of an adapter, or the model itself."""
+    adapter: Path | None
+    base: str | None
+    """The model it was made from; None where that is not known."""
+    loaded: Loaded
+    """The config it was made with; for what is no run, one that names the model alone."""
+    added_tokens: tuple[str, ...] = ()
+    """Tokens that the corpus's tokenizer has beyond the model's."""
+    plan: Plan | None = None
+    step: int | None = None
+    because: str = ""
+    """Why this checkpoint."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def corpus(self) -> Path | None:
+        """Give the run's corpus, where it still is."""
+        folder = self.loaded.path(self.loaded.config.corpus)
+        return folder if self.kind == "run" and (folder / MANIFEST).is_file() else None
+
+    def as_base(self) -> "FoundSubject":
+        """Give what this was made from, to be loaded in its place with the same tokenizer and template."""
+        assert self.base is not None
+        return replace(self, name=self.base, model=self.base, adapter=None, base=None)
+
+
+def find_subject(
+    place: str | Path | None,
+    *,
+    checkpoint: str = "best",
+    base: str | None = None,
+    template: str | None = None,
+    sets: Sequence[str] = (),
+) -> FoundSubject:
+    """Find a run, an adapter or a model; None means the run of the config in the current folder.
+
+    `checkpoint` is `best`, `last` or a step. `base` names the model an adapter or a tuned model was made from, where
+    that is not written beside it. Raises UserError when there is nothing to load.
+    """
+    if place is None:
+        place = _run_of_config()
+    path = Path(place).expanduser()
+    if checkpoint_step(path.name) is not None and (path.parent.parent / PLAN).is_file():
+        path, checkpoint = path.parent.parent, str(checkpoint_step(path.name))
+    if (path / PLAN).is_file():
+        return _of_run(path, checkpoint, base, sets)
+    if (path / CONFIG).is_file():
+        return _of_adapter(path, base, template, sets)
+    if (path / _CHECKPOINTS).is_dir():
+        raise UserError(f"`{path}` holds checkpoints but no `{PLAN}`", fix="name one of its checkpoint folders")
+    name = path.name if path.exists() else str(place)
+    found = str(path) if path.exists() else str(place)
+    loaded = _config_of(found, template, sets, tokenizer=None)
+    return FoundSubject(name, "model", path if path.exists() else None, found, None, base, loaded)
+
+
+def _run_of_config() -> Path:
+    loaded = load_config()
+    run = loaded.path(loaded.config.run)
+    if not (run / PLAN).is_file():
+        where = f"`{FILE_NAME}` names the run `{loaded.config.run}`" if loaded.file else f"no `{FILE_NAME}` is here"
+        raise UserError("there is no run here", where=where, fix="name a run or a model, or run `tunewell train`")
+    return run
+
+
+def _of_run(run: Path, checkpoint: str, base: str | None, sets: Sequence[str]) -> FoundSubject:
+    plan = read_plan(run)
+    loaded = load_config(run / _RUN_CONFIG, sets)
+    notes: list[str] = []
+    saved, because = _choose(run / _CHECKPOINTS, checkpoint, notes.append)
+    is_lora = plan.method.value == "lora"
+    made_from = base or _seen(loaded, loaded.config.model or plan.model)
+    own, added = _with_corpus_tokenizer(loaded, plan, notes)
+    return FoundSubject(
+        name=f"{run.resolve().name}, step {saved.step}",
+        kind="run",
+        place=run,
+        model=made_from if is_lora else str(saved.path),
+        adapter=saved.path if is_lora else None,
+        base=made_from,
+        loaded=own,
+        added_tokens=added,
+        plan=plan,
+        step=saved.step,
+        because=because,
+        notes=notes,
+    )
+
+
+def _choose(folder: Path, wanted: str, on_trouble: Callable[[str], None]) -> tuple[Saved, str]:
+    if wanted not in ("best", "last"):
+        return _numbered(folder, wanted)
+    best = find_best(folder, on_trouble=on_trouble) if wanted == "best" else None
+    if best is not None:
+        return best, "the best by held-out loss"
+    newest = find_newest(folder, on_trouble=on_trouble)
+    if newest is None:
+        raise UserError(
+            "the run has no checkpoint yet", where=str(folder), fix="let it train on: `tunewell train --resume`"
+        )
+    return newest, "the newest" if wanted == "last" else "the newest; no step has a held-out loss"
+
+
+def _numbered(folder: Path, wanted: str) -> tuple[Saved, str]:
+    steps = saved_steps(folder)
+    if not wanted.isdecimal() or int(wanted) not in steps:
+        there = ", ".join(map(str, sorted(steps))) or "none"
+        raise UserError(f"there is no checkpoint `{wanted}`", where=f"{folder}: steps {there}", fix="or `best`, `last`")
+    path = folder / checkpoint_name(int(wanted))
+    manifest: CheckpointManifest = verify(path)
+    return Saved(path, manifest), "as asked"
+
+
+def _with_corpus_tokenizer(loaded: Loaded, plan: Plan, notes: list[str]) -> tuple[Loaded, tuple[str, ...]]:
+    """Take the tokenizer that the corpus was made with, where it is still the run's."""
+    folder = loaded.path(loaded.config.corpus)
+    if not (folder / MANIFEST).is_file():
+        notes.append(f"the corpus `{loaded.config.corpus}` is gone; tokenizer and template are the model's own")
+        return loaded, ()
+    tokenizer = read_manifest(folder).tokenizer
+    if tokenizer.sha256 != plan.tokenizer_sha256:
+        notes.append("the corpus was made anew with another tokenizer since; the model's own is used")
+        return loaded, ()
+    config = loaded.config.model_copy(update={"tokenizer": str(folder / "tokenizer")})
+    return replace(loaded, config=config), tuple(tokenizer.added_by_us)
+
+
+def _seen(loaded: Loaded, name: str) -> str:
+    path = loaded.path(name)
+    return str(path) if path.exists() else name
+
+
+def _of_adapter(folder: Path, base: str | None, template: str | None, sets: Sequence[str]) -> FoundSubject:
+    if not (folder / WEIGHTS).is_file():
+        raise UserError(
+            f"the adapter in `{folder}` has no `{WEIGHTS}`",
+            fix="older ones are pickles: load it with PEFT and save it again",
+        )
+    try:
+        written: Any = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"`{folder / CONFIG}` is damaged", where=str(error)) from error
+    made_from = base or written
+    if not made_from:
+        raise UserError(f"the adapter in `{folder}` does not say what it was made from", fix="add `--base MODEL`")
+    if base is None and not Path(made_from).exists() and (folder / made_from).exists():
+        made_from = str(folder / made_from)
+    has_own = (folder / "tokenizer.json").is_file()
+    loaded = _config_of(made_from, template, sets, tokenizer=str(folder) if has_own else None)
+    return FoundSubject(folder.name, "adapter", folder, made_from, folder, made_from, loaded)
+
+
+def _config_of(model: str, template: str | None, sets: Sequence[str], *, tokenizer: str | None) -> Loaded:
+    """Make a config that names a model and little else; what lies in the current folder has no say in it."""
+    named = {"tokenizer": tokenizer, "template.name": template}
+    flags = [f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
+    return load_config(None, [*flags, *sets], model=model, has_file=False)

@@ -1,0 +1,27 @@
+"""Rows of a file as documents to judge a model on, in a corpus that is gone when the judgement is made."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from tunewell.config.load import Loaded
+from tunewell.config.schema import Config
+from tunewell.data.corpus.reader import Corpus, open_corpus
+from tunewell.workflows.prepare import prepare
+
+
+@contextmanager
+def prepared(loaded: Loaded, data: str) -> Iterator[Corpus]:
+    """Prepare a file with the tokenizer and the template of a config; every row of it is to be judged on."""
+    path, _, limit = data.rpartition("#") if data.rpartition("#")[2].isdecimal() else (data, "", "")
+    source = {"path": str(Path(path).absolute()), **({"limit": int(limit)} if limit else {})}
+    sources = loaded.config.data.sources
+    if len({own.template for own in sources}) == 1 and sources[0].template:
+        source["template"] = sources[0].template
+    with tempfile.TemporaryDirectory(prefix="tunewell-validate-") as folder:
+        tree = loaded.config.model_dump() | {"corpus": str(Path(folder) / "corpus")}
+        tree["data"] = loaded.config.data.model_dump() | {"sources": [source], "held_out": 0.0}
+        config = Config.model_validate(tree)
+        yield open_corpus(prepare(replace(loaded, config=config)).corpus)

@@ -1,0 +1,135 @@
+"""A loaded model that can be spoken to: with its tokenizer, the template it was trained with, and where answers end."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from tunewell.config.schema import Source
+from tunewell.data.encoding import Encoder
+from tunewell.data.masking import Masker
+from tunewell.data.tokenizer import LoadedTokenizer
+from tunewell.hardware.facts import DeviceFacts
+from tunewell.hardware.probe import probe_device
+from tunewell.models import adapters
+from tunewell.models.load import LoadOrder, load_model
+from tunewell.workflows.subject import FoundSubject
+from tunewell.workflows.text_to_tokens import TextToTokens
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Voice:
+    """A model in eval mode, adapter on, and everything it takes to ask it something."""
+
+    subject: FoundSubject
+    model: PreTrainedModel
+    tokenizer: LoadedTokenizer
+    masker: Masker | None
+    """None where there is no chat template: plain text is continued then."""
+    encoder: Encoder
+    stop_ids: list[int]
+    pad_id: int
+    device: DeviceFacts
+    precision: str
+    notes: list[str] = field(default_factory=list)
+    adapter: adapters.Adapter | None = None
+    _base: PreTrainedModel | None = None
+
+    @property
+    def can_switch(self) -> bool:
+        """Whether the model itself answers as its base when its matrices are switched off."""
+        return self.adapter is not None and not self.adapter.modules_to_save
+
+    @property
+    def has_base(self) -> bool:
+        """Whether what this was made from is at hand."""
+        return self.can_switch or self._base is not None
+
+    @contextmanager
+    def as_base(self) -> Iterator[PreTrainedModel]:
+        """Give the model this one was made from; needs `has_base`."""
+        if self._base is not None:
+            yield self._base
+            return
+        with adapters.switched_off(self.model):
+            yield self.model
+
+    def spell(self, ids: list[int]) -> str:
+        """Turn ids into text, markers included."""
+        return self.tokenizer.backend.decode(ids, skip_special_tokens=False)
+
+
+def open_voice(
+    subject: FoundSubject, *, device: str = "auto", with_base: bool = False, allow_pickle: bool = False
+) -> Voice:
+    """Load a subject; `with_base` also loads what it was made from where its matrices cannot just be switched off."""
+    facts = probe_device(device)
+    text = TextToTokens.load(subject.loaded)
+    precision = _precision(subject, facts)
+    with tempfile.TemporaryDirectory(prefix="tunewell-tokenizer-") as folder:
+        text.save(Path(folder))
+        added = subject.added_tokens or text.tokenizer.added_by_us
+
+        def load(model: str) -> tuple[PreTrainedModel, list[str]]:
+            order = LoadOrder(
+                model,
+                Path(folder),
+                torch.device(facts.name),
+                _DTYPES[precision],
+                added_tokens=added,
+                allow_pickle=allow_pickle,
+            )
+            found = load_model(order)
+            return found.model, found.notes
+
+        model, notes = load(subject.model)
+        adapter = None if subject.adapter is None else adapters.load_adapter(model, subject.adapter)
+        model.requires_grad_(False)
+        masker = text.masker(_source(subject))
+        stops = _stop_ids(text.tokenizer, masker, model)
+        voice = Voice(
+            subject,
+            model.eval(),
+            text.tokenizer,
+            masker,
+            text.encoder(masker),
+            stops,
+            min(stops, default=0),
+            facts,
+            precision,
+            [*subject.notes, *notes],
+            adapter,
+        )
+        if with_base and subject.base is not None and not voice.can_switch:
+            voice._base = load(subject.base)[0]
+    return voice
+
+
+def _source(subject: FoundSubject) -> Source:
+    """Give the source whose template is spoken: the only one, or what the config says for all."""
+    sources = subject.loaded.config.data.sources
+    return sources[0] if len({source.template for source in sources}) == 1 else Source(path="chat")
+
+
+def _precision(subject: FoundSubject, facts: DeviceFacts) -> str:
+    """Compute as in training where that can be done here, else as `train` would choose."""
+    if subject.plan is not None and subject.plan.device.value.partition(":")[0] == facts.kind:
+        return subject.plan.precision.value
+    return "bf16" if facts.kind == "cuda" and facts.has_bf16 else "fp32"
+
+
+def _stop_ids(tokenizer: LoadedTokenizer, masker: Masker | None, model: PreTrainedModel) -> list[int]:
+    """List the ids at which an answer ends: the template's ends of a turn, the end of a text, the makers' own."""
+    texts = {tokenizer.special_tokens.get("eos_token", "")}
+    if masker is not None:
+        texts |= {masker.end_marker, *masker.frame.ends}
+    found = {tokenizer.backend.token_to_id(text) for text in texts if text}
+    own = getattr(model.generation_config, "eos_token_id", None)
+    found |= set(own if isinstance(own, list) else [own])
+    return sorted(number for number in found if number is not None)
