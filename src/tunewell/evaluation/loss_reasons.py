@@ -108,7 +108,7 @@ def over_fitted_or_not_learned(facts: Facts, rules: VerdictRules) -> Iterator[Re
             what=f"The held-out loss is only {percent(gain)} lower than the base model's ({figures}); "
             f"{percent(rules.min_gain)} is asked for.",
             example=_worst_source(facts),
-            next=f"train longer (`train.epochs: {2 * facts.epochs:g}`)"
+            next=f"train longer (`train.epochs: {2 * facts.epochs:.3g}`)"
             if facts.epochs
             else "train longer (twice the `train.epochs`), or on more rows",
         )

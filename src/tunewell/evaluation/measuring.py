@@ -4,11 +4,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from tunewell.models.attention import stock_attention
@@ -59,8 +61,9 @@ def measure_losses(
 class Texts:
     """Plain texts as documents: everything after the first token counts."""
 
-    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
-        self._rows = [np.asarray(row, dtype=np.int32) for row in rows if len(row) > 1]
+    def __init__(self, rows: Sequence[Sequence[int]], *, longest: int) -> None:
+        # A model without positions for a whole text is asked for its beginning.
+        self._rows = [np.asarray(row[:longest], dtype=np.int32) for row in rows if len(row) > 1]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -85,6 +88,19 @@ def bad_weights(model: PreTrainedModel) -> dict[str, int]:
         num_bad = parameter.numel() - int(torch.isfinite(parameter).sum())
         if num_bad:
             found[name] = num_bad
+    return found
+
+
+def bad_weights_in(folder: Path) -> dict[str, int]:
+    """Do the same for the files of a model that cannot be loaded; a folder without such files gives nothing."""
+    found: dict[str, int] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - the file is no mapping
+                tensor = opened.get_tensor(name)
+                num_bad = tensor.numel() - int(torch.isfinite(tensor).sum()) if tensor.is_floating_point() else 0
+                if num_bad:
+                    found[name] = num_bad
     return found
 
 

@@ -50,7 +50,7 @@ class Outcome(_Record):
     seconds: float
     """Of this sitting."""
     tokens: int
-    """Trained on in this sitting."""
+    """Trained on, like `steps` in all sittings."""
     supervised_tokens: int = 0
     signal: str | None = None
     """Which one interrupted it."""

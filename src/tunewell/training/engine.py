@@ -74,6 +74,8 @@ class Ending:
     status: Status
     reason: str
     exit_code: int = 0
+    signal: str | None = None
+    """Which one interrupted it."""
 
 
 @dataclass
@@ -113,9 +115,8 @@ def train(run: Run) -> Ending:
                 _save(run, is_better=is_better, wait=is_last or is_asked or is_spent)
                 journal.restart_clock()
             if is_asked:
-                return Ending(
-                    "interrupted", f"asked to stop by {signals.asked or 'another process'}", signals.exit_code or 143
-                )
+                reason = f"asked to stop by {signals.asked or 'another process'}"
+                return Ending("interrupted", reason, signals.exit_code or 143, signals.asked)
     if run.progress.step < plan.num_steps.value:
         looks = run.config.evaluate.patience
         return Ending("finished", f"the held-out loss was not better in {looks} looks")

@@ -128,7 +128,14 @@ def _choose(folder: Path, wanted: str, on_trouble: Callable[[str], None]) -> tup
         raise UserError(
             "the run has no checkpoint yet", where=str(folder), fix="let it train on: `tunewell train --resume`"
         )
-    return newest, "the newest" if wanted == "last" else "the newest; no step has a held-out loss"
+    return newest, "the newest" if wanted == "last" else _why_not_best(newest.manifest.progress.get("best_step"))
+
+
+def _why_not_best(best: int | None) -> str:
+    if best is None:
+        return "the newest; no step has a held-out loss"
+    # Before the first step the base model is looked at, which is not saved.
+    return "the newest; by held-out loss none is better than the base" if best == 0 else "the newest; the best is gone"
 
 
 def _numbered(folder: Path, wanted: str) -> tuple[Saved, str]:

@@ -26,6 +26,7 @@ from tunewell.records.outcome import HeldOutLosses, Outcome, write_outcome
 from tunewell.records.plan import Plan, read_plan, write_plan
 from tunewell.records.rundir import RunDir
 from tunewell.training.batches import DataOrder
+from tunewell.training.checkpoints import room_warning
 from tunewell.training.engine import OPTIMIZER, Ending, Run, resume
 from tunewell.training.engine import train as take_steps
 from tunewell.training.saved import compare_identity, find_newest, load_state
@@ -113,6 +114,7 @@ def _train(sitting: "_Sitting", notebook: Notebook) -> tuple[TrainResult, bool]:
         with _timed(stages, "check"):
             notebook.doing("checking that packed documents do not see each other")
             probe(parts, run)
+        _warn(loaded, corpus, run, notebook)
         since = _Since(started, run.progress.tokens, allow_pickle)
         notebook.begun(start_of(parts, run))
         ending = take_steps(run)
@@ -189,6 +191,18 @@ def _corpus(loaded: Loaded, world: World) -> Corpus:
     return open_corpus(loaded.path(loaded.config.corpus), verify=True)
 
 
+def _warn(loaded: Loaded, corpus: Corpus, run: Run, notebook: Notebook) -> None:
+    """Say before the first step what will not work as it may be meant."""
+    config = loaded.config
+    if config.evaluate.patience is not None and not len(corpus.held_out):
+        notebook.noted("`evaluate.patience` has no effect: there are no held-out rows to look at")
+    # Weights as they are saved, and the optimizer's two numbers for each.
+    size = sum(3 * 4 * parameter.numel() for parameter in run.learner.parameters.values())
+    folder = run.checkpoints.folder
+    if warning := room_warning(folder.parent, checkpoint_bytes=size, keep=config.checkpoints.keep):
+        notebook.noted(warning)
+
+
 def _plan(loaded: Loaded, corpus: Corpus, device: Any) -> tuple[Plan, DataOrder]:
     config = loaded.config
     assert config.model is not None
@@ -254,6 +268,7 @@ def _resume(loaded: Loaded, run: Run, allowed: Sequence[str], *, notebook: Noteb
     changed = compare_identity(state.identity, identity_of(plan, run.config), set(allowed))
     for line in changed:
         notebook.noted(f"changed on resume: {line}")
+        notebook.changes.append(line)
         run.events.append({"kind": "change", "step": state.step, "change": line})
     resume(run, state)
     for event in read_events(run.events.path):
@@ -277,8 +292,6 @@ def _result(
         artefacts.append((str(best.path), f"the best by held-out loss, step {best.step}"))
     if newest is not None:
         artefacts.append((str(newest.path), f"the newest, step {newest.step}"))
-    if notebook.losses:
-        artefacts += [(str(folder.parent / "loss.png"), "the loss curve")]
     artefacts += [(str(folder.parent / "events.jsonl"), "every step in raw numbers")]
     log = "samples.jsonl" if run.config.evaluate.samples and len(run.held_out) else "events.jsonl"
     asked = f"tail -n {max(1, run.config.evaluate.samples)} {folder.parent / log}"
@@ -301,11 +314,21 @@ def _result(
         artefacts=artefacts,
         next_command=asked if ending.status == "finished" else resume_command(loaded, allow_pickle=since.allow_pickle),
         notes=notebook.notes,
+        signal=ending.signal,
+        changes=notebook.changes,
     )
 
 
 def _leave_behind(run: Run, result: TrainResult, plan: Plan, corpus: Corpus) -> None:
     """Write what tells the story of the run to whoever finds its folder."""
+    if result.losses:
+        picture = result.run / "loss.png"
+        try:
+            draw_losses(picture, losses=result.losses, held_out=result.held_out, title=Path(plan.model).name)
+            result.artefacts.append((str(picture), "the loss curve"))
+        except (UserError, OSError) as error:
+            # The training is done and saved; a missing picture is no reason to call it failed.
+            result.notes.append(f"the loss curve could not be drawn: {error}")
     write_outcome(
         result.run,
         Outcome(
@@ -323,16 +346,10 @@ def _leave_behind(run: Run, result: TrainResult, plan: Plan, corpus: Corpus) -> 
             supervised_tokens=result.supervised_tokens,
             artefacts={what: _from_run(path, result.run) for path, what in result.artefacts},
             notes=result.notes,
+            signal=result.signal,
+            allowed_changes=result.changes,
         ),
     )
-    if result.losses:
-        try:
-            draw_losses(
-                result.run / "loss.png", losses=result.losses, held_out=result.held_out, title=Path(plan.model).name
-            )
-        except (UserError, OSError) as error:
-            # The training is done and saved; a missing picture is no reason to call it failed.
-            result.notes.append(f"the loss curve could not be drawn: {error}")
     run_readme(result.run, plan=plan, manifest=corpus.manifest, result=result.as_json())
 
 

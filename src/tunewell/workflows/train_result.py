@@ -33,6 +33,10 @@ class TrainResult:
     artefacts: list[tuple[str, str]]
     next_command: str
     notes: list[str] = field(default_factory=list)
+    signal: str | None = None
+    """Which one interrupted it."""
+    changes: list[str] = field(default_factory=list)
+    """What differed from the checkpoint on resume and was allowed."""
     validation: Validation | None = None
     """What judging it came to; None where it was not judged."""
 
@@ -96,6 +100,7 @@ class Notebook:
         self.losses: list[tuple[int, float]] = []
         self.held_out: list[tuple[int, float]] = []
         self.notes: list[str] = []
+        self.changes: list[str] = []
 
     def doing(self, stage: str) -> None:
         self._watcher.doing(stage)

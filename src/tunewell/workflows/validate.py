@@ -17,17 +17,28 @@ from transformers import PreTrainedModel
 from tunewell.config.schema import VerdictRules
 from tunewell.core.errors import UserError
 from tunewell.core.files import write_atomic
+from tunewell.core.units import count
 from tunewell.data.corpus.reader import Corpus, Split, open_corpus
 from tunewell.evaluation.behaviour import Answer, faults_of
 from tunewell.evaluation.everyday import everyday_texts
 from tunewell.evaluation.matching import is_short, match
-from tunewell.evaluation.measuring import Measured, Texts, answer_all, bad_weights, measure_losses, next_logits
+from tunewell.evaluation.measuring import (
+    Measured,
+    Texts,
+    answer_all,
+    bad_weights,
+    bad_weights_in,
+    measure_losses,
+    next_logits,
+)
 from tunewell.evaluation.report_markdown import report_markdown
 from tunewell.evaluation.report_page import report_page
 from tunewell.evaluation.verdict import Facts, judge, tally
 from tunewell.integrations.lm_eval_tasks import run_tasks
-from tunewell.models.generate import Generated
+from tunewell.models.generate import Generated, context_limit
 from tunewell.models.support import head_facts
+from tunewell.records.events import plain
+from tunewell.records.manifest import Manifest
 from tunewell.records.plan import Chosen
 from tunewell.records.report import Change, Exchange, LossPair, Report, Said, write_report
 from tunewell.training.held_out import Question, questions_of
@@ -36,7 +47,7 @@ from tunewell.training.reading import Reader
 from tunewell.workflows.report_parts import Background, make_report
 from tunewell.workflows.subject import FoundSubject, find_subject
 from tunewell.workflows.validate_data import prepared
-from tunewell.workflows.voice import Voice, open_voice
+from tunewell.workflows.voice import Voice, open_voice, open_without_model
 
 PAGE, MARKDOWN = "report.html", "report.md"
 EXIT_CODES = {"PASS": 0, "WEAK": 3, "FAIL": 4}
@@ -106,7 +117,8 @@ def validate(
     folder = order.out or (subject.place if subject.kind == "run" and subject.place else Path("report"))
     with _documents(subject, order) as material:
         sitting = _Sitting(subject, order, material, progress)
-        report = sitting.judge()
+        # Rows and answers may hold secrets too, and pages are sent to others.
+        report = Report.model_validate(plain(sitting.judge().model_dump(mode="python")))
     folder.mkdir(parents=True, exist_ok=True)
     write_report(folder, report)
     write_atomic(folder / PAGE, report_page(report))
@@ -121,16 +133,17 @@ class _Material:
     corpus: Corpus | None
     split: Split | None
     name: str
+    notes: Sequence[str] = ()
 
 
 @contextmanager
 def _documents(subject: FoundSubject, order: ValidateOrder) -> Iterator[_Material]:
     if order.data is not None:
         with prepared(subject.loaded, str(order.data)) as corpus:
-            yield _Material(corpus, corpus, str(order.data))
+            yield _Material(corpus, corpus, str(order.data), _dropped(corpus.manifest))
     elif order.corpus is not None:
         corpus = open_corpus(order.corpus)
-        yield _Material(corpus, corpus.held_out, f"the held-out rows of {order.corpus}")
+        yield _Material(corpus, corpus.held_out if len(corpus.held_out) else None, f"the held-out rows of {order.corpus}")
     elif subject.corpus is not None:
         corpus = open_corpus(subject.corpus)
         _refuse_other_rows(subject, corpus)
@@ -142,6 +155,15 @@ def _documents(subject: FoundSubject, order: ValidateOrder) -> Iterator[_Materia
         )
     else:
         raise UserError(f"there is nothing to judge `{subject.name}` on", fix="name a file of rows with `--data`")
+
+
+def _dropped(manifest: Manifest) -> list[str]:
+    """Tell of rows that are not judged on; what was dropped from a run's own corpus is in its ledger."""
+    number = sum(manifest.dropped.values())
+    if not number:
+        return []
+    kinds = ", ".join(f"{many} {kind}" for kind, many in manifest.dropped.items())
+    return [f"{count(number)} of {count(manifest.rows_in, 'row')} could not be judged on: {kinds}"]
 
 
 def _refuse_other_rows(subject: FoundSubject, corpus: Corpus) -> None:
@@ -171,19 +193,20 @@ class _Sitting:
         self.subject, self.order, self.material, self.progress = subject, order, material, progress
         self.rules: VerdictRules = subject.loaded.config.verdict
         self.seconds: dict[str, float] = {}
-        self.notes: list[str] = []
+        self.notes: list[str] = list(material.notes)
         self.lm_eval: dict[str, Any] = {}
+        self.questions: list[Question] = []
+        self.answer_tokens = _answer_tokens(self.rules, 0)
 
     def judge(self) -> Report:
         """Measure the tuned model and its base, and make the report of it."""
         base = _Side()
         with self._timed("load"):
-            voice = self._open(self.subject)
-            bad = bad_weights(voice.model)
-        self._prepare_questions(voice)
+            voice, bad = self._open_and_check()
         if bad:
             self.notes.append("nothing else was measured: with such weights every number is noise")
             return self._report(voice, base, None, bad)
+        self._prepare_questions(voice)
         tuned = self._measure(voice, voice.model, "tuned")
         if self.order.lm_eval:
             with self._timed("lm-eval"):
@@ -192,7 +215,7 @@ class _Sitting:
             with voice.as_base() as model:
                 base = self._measure(voice, model, "base")
         elif self.subject.base is not None:
-            base, voice = self._measure_apart(voice)
+            base = self._measure_apart(voice)
         return self._report(voice, base, tuned, bad)
 
     def _run_tasks(self, voice: Voice) -> None:
@@ -205,34 +228,42 @@ class _Sitting:
         self.progress(f"loading {subject.name}", 0, 0)
         return open_voice(subject, device=self.order.device, allow_pickle=self.order.allow_pickle)
 
-    def _measure_apart(self, voice: Voice) -> tuple[_Side, Voice]:
+    def _open_and_check(self) -> tuple[Voice, dict[str, int]]:
+        """Load what is judged; where that is refused because of values that are not finite, do without."""
+        try:
+            voice = self._open(self.subject)
+        except UserError:
+            bad = bad_weights_in(Path(self.subject.model))
+            if not bad:
+                raise
+            return open_without_model(self.subject, device=self.order.device), bad
+        return voice, bad_weights(voice.model)
+
+    def _measure_apart(self, voice: Voice) -> _Side:
         """Measure a base that is another model, once the tuned one has made room for it."""
-        bare = replace(voice, model=None)  # type: ignore[arg-type]
-        del voice
+        voice.model = None  # type: ignore[assignment]
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         with self._timed("load"):
             other = self._open(self.subject.as_base())
-        return self._measure(other, other.model, "base"), bare
+        return self._measure(other, other.model, "base")
 
     def _prepare_questions(self, voice: Voice) -> None:
         split = self.material.split
-        self.questions: list[Question] = []
         if split is not None and self.rules.questions and voice.masker is not None:
             self.questions = questions_of(split, number=self.rules.questions, spell=voice.spell)
         longest = max((len(question.reference_ids) for question in self.questions), default=0)
         self.answer_tokens = _answer_tokens(self.rules, longest)
         front = _bos(voice)
         rows = [front + voice.tokenizer.backend.encode(text, add_special_tokens=False).ids for text in everyday_texts()]
-        self.everyday = Texts(rows)
+        self.everyday = Texts(rows, longest=context_limit(voice.model))
 
     def _measure(self, voice: Voice, model: PreTrainedModel, who: str) -> _Side:
         side = _Side()
         split = self.material.split
-        head = head_facts(model)
         lengths = [0 if split is None else int(split.index["length"].max()), int(self.everyday.index["length"].max())]
-        reader = Reader(model, voice.precision, max(lengths), head=HeadShape(head.softcap, head.scale))
+        reader = Reader(model, voice.precision, max(lengths), head=self._head(model))
         with self._timed("losses"):
             self.progress(f"{who}: everyday text", 0, 0)
             side.everyday = measure_losses(reader, self.everyday, most=None)
@@ -259,6 +290,16 @@ class _Sitting:
             elif len(self.everyday):
                 side.logits = next_logits(model, [self.everyday.arrays(index)[0].tolist() for index in range(4)])
         return side
+
+    def _head(self, model: PreTrainedModel) -> HeadShape:
+        try:
+            facts = head_facts(model)
+        except UserError:
+            # A head that overflows looks like one that is not known; its losses will say so.
+            if np.isfinite(next_logits(model, [self.everyday.arrays(0)[0].tolist()])).all():
+                raise
+            return HeadShape()
+        return HeadShape(facts.softcap, facts.scale)
 
     def _report(self, voice: Voice, base: _Side, tuned: _Side | None, bad: dict[str, int]) -> Report:
         held_out, by_source, everyday = None, [], None
@@ -362,6 +403,9 @@ def _pair(name: str, base: Measured | None, tuned: Measured | None, chosen: Any 
 def _change(base: Any, tuned: Any) -> Change | None:
     if base is None or tuned is None:
         return None
+    # Of tokens that only one of the two knows nothing can be compared.
+    both = min(base.shape[-1], tuned.shape[-1])
+    base, tuned = base[:, :both], tuned[:, :both]
     same = int((base.argmax(-1) == tuned.argmax(-1)).sum())
     return Change(largest=float(np.abs(base - tuned).max()), prompts=len(base), same_first_token=same)
 

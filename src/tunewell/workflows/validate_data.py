@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tunewell.config.load import Loaded
 from tunewell.config.schema import Config
+from tunewell.core.errors import UserError
 from tunewell.data.corpus.reader import Corpus, open_corpus
 from tunewell.workflows.prepare import prepare
 
@@ -24,4 +25,8 @@ def prepared(loaded: Loaded, data: str) -> Iterator[Corpus]:
         tree = loaded.config.model_dump() | {"corpus": str(Path(folder) / "corpus")}
         tree["data"] = loaded.config.data.model_dump() | {"sources": [source], "held_out": 0.0}
         config = Config.model_validate(tree)
-        yield open_corpus(prepare(replace(loaded, config=config)).corpus)
+        try:
+            made = prepare(replace(loaded, config=config))
+        except UserError as error:
+            raise UserError(f"`{data}` cannot be judged on: {error.what}", where=error.where, fix=error.fix) from error
+        yield open_corpus(made.corpus)

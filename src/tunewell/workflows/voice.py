@@ -69,9 +69,8 @@ def open_voice(
     subject: FoundSubject, *, device: str = "auto", with_base: bool = False, allow_pickle: bool = False
 ) -> Voice:
     """Load a subject; `with_base` also loads what it was made from where its matrices cannot just be switched off."""
-    facts = probe_device(device)
     text = TextToTokens.load(subject.loaded)
-    precision = _precision(subject, facts)
+    voice = _voice(subject, text, device)
     with tempfile.TemporaryDirectory(prefix="tunewell-tokenizer-") as folder:
         text.save(Path(folder))
         added = subject.added_tokens or text.tokenizer.added_by_us
@@ -80,35 +79,47 @@ def open_voice(
             order = LoadOrder(
                 model,
                 Path(folder),
-                torch.device(facts.name),
-                _DTYPES[precision],
+                torch.device(voice.device.name),
+                _DTYPES[voice.precision],
                 added_tokens=added,
+                seed=subject.loaded.config.seed,
                 allow_pickle=allow_pickle,
             )
             found = load_model(order)
             return found.model, found.notes
 
         model, notes = load(subject.model)
-        adapter = None if subject.adapter is None else adapters.load_adapter(model, subject.adapter)
+        voice.adapter = None if subject.adapter is None else adapters.load_adapter(model, subject.adapter)
         model.requires_grad_(False)
-        masker = text.masker(_source(subject))
-        stops = _stop_ids(text.tokenizer, masker, model)
-        voice = Voice(
-            subject,
-            model.eval(),
-            text.tokenizer,
-            masker,
-            text.encoder(masker),
-            stops,
-            min(stops, default=0),
-            facts,
-            precision,
-            [*subject.notes, *notes],
-            adapter,
-        )
+        voice.model = model.eval()
+        voice.stop_ids = _stop_ids(text.tokenizer, voice.masker, model)
+        voice.pad_id = min(voice.stop_ids, default=0)
+        voice.notes += notes
         if with_base and subject.base is not None and not voice.can_switch:
             voice._base = load(subject.base)[0]
     return voice
+
+
+def open_without_model(subject: FoundSubject, *, device: str = "auto") -> Voice:
+    """Give all that can be told of a subject whose weights cannot be loaded; its `model` is None."""
+    return _voice(subject, TextToTokens.load(subject.loaded), device)
+
+
+def _voice(subject: FoundSubject, text: TextToTokens, device: str) -> Voice:
+    facts = probe_device(device)
+    masker = text.masker(_source(subject))
+    return Voice(
+        subject,
+        None,  # type: ignore[arg-type]
+        text.tokenizer,
+        masker,
+        text.encoder(masker),
+        [],
+        0,
+        facts,
+        _precision(subject, facts),
+        list(subject.notes),
+    )
 
 
 def _source(subject: FoundSubject) -> Source:

@@ -68,13 +68,12 @@ def command(
 
 def closing(found: "Validation") -> str:
     """Say what was made and what to do next."""
-    from tunewell.cli.render import table
+    from tunewell.cli.verdict_screen import hanging, lined
 
     rows = [["wrote", f"`{found.page}`", "the whole story on one page, to read or to send"]]
-    rows.append(
-        ["wrote", f"`{found.folder / 'report.json'}`", "the same for a program; `report.md` for a pull request"]
-    )
-    return f"{table(rows)}\nnext: {found.report.next}"
+    told = "the same for a program; `report.md` for a pull request"
+    rows.append(["wrote", f"`{found.folder / 'report.json'}`", told])
+    return f"{lined(rows)}\n{hanging('next: ', found.report.next)}"
 
 
 def as_json(found: "Validation") -> dict[str, object]:
