@@ -17,9 +17,7 @@ def report_with(answers: list[bool | None], *, name: str, said: str = "") -> Rep
         )
         for exchange, right in zip(whole.exchanges, answers, strict=False)
     ]
-    return whole.model_copy(
-        update={"exchanges": marked, "subject": whole.subject.model_copy(update={"name": name})}
-    )
+    return whole.model_copy(update={"exchanges": marked, "subject": whole.subject.model_copy(update={"name": name})})
 
 
 def test_questions_that_both_were_asked_are_matched_by_their_words() -> None:

@@ -61,16 +61,23 @@ def models() -> dict[str, tuple[Any, Any]]:
     return {"bare": (bare, plain), "adapter": (learner.model, tuned)}
 
 
+@pytest.fixture(scope="module")
+def answers(models: Any) -> dict[str, list[tuple[list[int], bool]]]:
+    """What plain transformers answers to each prompt alone."""
+    return {
+        kind: [by_transformers(theirs, prompt) for prompt in prompts_of(40)] for kind, (_, theirs) in models.items()
+    }
+
+
 @pytest.mark.parametrize("batch_size", [1, 8, None])
 @pytest.mark.parametrize("kind", ["bare", "adapter"])
-def test_answers_are_those_of_transformers_token_for_token(models: Any, kind: str, batch_size: int | None) -> None:
+def test_answers_are_those_of_transformers_token_for_token(
+    models: Any, answers: Any, kind: str, batch_size: int | None
+) -> None:
     """Forty prompts of many lengths; in a batch each is answered as if it were alone."""
-    ours, theirs = models[kind]
+    ours, expected = models[kind][0], answers[kind]
     prompts = prompts_of(40)
-    found = answer_all(
-        ours, prompts, max_new_tokens=NEW_TOKENS, stop_ids=STOPS, pad_id=STOPS[0], batch_size=batch_size
-    )
-    expected = [by_transformers(theirs, prompt) for prompt in prompts]
+    found = answer_all(ours, prompts, max_new_tokens=NEW_TOKENS, stop_ids=STOPS, pad_id=STOPS[0], batch_size=batch_size)
     assert [(answer.ids, answer.ended) for answer in found] == expected
     assert len({ended for _, ended in expected}) == 2, "some must end and some must not"
 

@@ -88,9 +88,16 @@ def new_model(tokenizer: Path, *, seed: int = 0) -> PreTrainedModel:
     """Make a Llama of some 170,000 parameters."""
     torch.manual_seed(seed)
     size = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).get_vocab_size()
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    ids = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
-    config = LlamaConfig(vocab_size=size, num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.08, **shape, **ids)
+    shape: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    ids: dict[str, Any] = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
+    config = LlamaConfig(
+        vocab_size=size, num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.08, **shape, **ids
+    )
     return LlamaForCausalLM(config)
 
 

@@ -105,7 +105,7 @@ def goes_round(folder: Path, base: Path, project: Path) -> Report:
 
 def never_applied(folder: Path, base: Path, project: Path) -> Report:
     """PEFT begins with matrices that change nothing."""
-    get_peft_model(copy_of(base), LoraConfig(r=4, target_modules="all-linear")).save_pretrained(folder / "adapter")
+    get_peft_model(copy_of(base), LoraConfig(r=4, target_modules="all-linear")).save_pretrained(str(folder / "adapter"))
     saved = load_file(folder / "adapter" / "adapter_model.safetensors")
     assert all(not tensor.any() for name, tensor in saved.items() if "lora_B" in name)
     return judged(folder / "adapter", data=project / "held.jsonl", out=folder / "report").report
@@ -123,7 +123,7 @@ def by_heart(folder: Path, base: Path, project: Path) -> Report:
     """A run of ours from nothing, on rows that have nothing in common."""
     write_jsonl(folder / "rows.jsonl", chance_rows(16))
     write_jsonl(folder / "held.jsonl", chance_rows(12, seed=5))
-    wishes = {"train.max_steps": 80, "evaluate.every_steps": 16, "train.learning_rate": 5e-3, "method.kind": "full"}
+    wishes = {"train.max_steps": 60, "evaluate.every_steps": 12, "train.learning_rate": 5e-3, "method.kind": "full"}
     result = run_of(folder, save_model(new_model(base), folder / "empty", base), sets=wishes)
     assert result.last_loss is not None and result.last_loss < 0.1
     assert result.held_out_last is not None and result.held_out_best is not None
@@ -210,7 +210,7 @@ def test_a_checkpoint_is_chosen_by_its_name(lora: TrainResult) -> None:
 def test_an_adapter_of_peft_is_judged_against_its_base(lora: TrainResult, base: Path, tmp_path: Path) -> None:
     """What we trained, loaded and saved by PEFT, gets the verdict that the run got."""
     ours = lora.run / "checkpoints" / "step-000060"
-    PeftModel.from_pretrained(copy_of(base), ours).save_pretrained(tmp_path / "adapter")
+    PeftModel.from_pretrained(copy_of(base), ours).save_pretrained(str(tmp_path / "adapter"))
     held_out = write_jsonl(tmp_path / "held.jsonl", HELD_OUT)
     found = judged(tmp_path / "adapter", data=held_out, out=tmp_path / "report").report
     of_run = judged(lora.run, checkpoint="last", out=tmp_path / "run").report
@@ -235,7 +235,9 @@ def test_a_model_is_judged_with_and_without_a_base(full: TrainResult, base: Path
 
 def test_nan_in_an_adapter_and_in_its_base_are_told(lora: TrainResult, base: Path, tmp_path: Path) -> None:
     held_out = write_jsonl(tmp_path / "held.jsonl", HELD_OUT)
-    PeftModel.from_pretrained(copy_of(base), lora.run / "checkpoints" / "step-000060").save_pretrained(tmp_path / "a")
+    PeftModel.from_pretrained(copy_of(base), lora.run / "checkpoints" / "step-000060").save_pretrained(
+        str(tmp_path / "a")
+    )
     tensors = load_file(tmp_path / "a" / "adapter_model.safetensors")
     next(tensor for name, tensor in tensors.items() if "lora_B" in name)[0, :2] = torch.inf
     save_file(tensors, tmp_path / "a" / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -248,6 +250,7 @@ def test_a_threshold_changes_the_verdict(lora: TrainResult, tmp_path: Path) -> N
     strict = judged(lora.run, sets=["verdict.min_right=1.0", "verdict.max_forgetting=0"], out=tmp_path)
     assert strict.report.verdict == "WEAK" and strict.exit_code == 3
     assert strict.report.thresholds["min_right"].value == 1.0
+    assert strict.report.ledger is not None and strict.report.ledger.rows == len(TRAINED) + 10 + len(HELD_OUT)
     few = judged(lora.run, sets=["verdict.questions=3", "verdict.batch_size=1"], out=tmp_path).report
     assert few.tuned_tally is not None and few.tuned_tally.asked == 3
     none = judged(lora.run, sets=["verdict.questions=0"], out=tmp_path).report
@@ -407,7 +410,7 @@ def test_runs_on_other_rows_or_tokens_are_compared_with_a_word_about_it(
     order = ValidateOrder(device="cpu", out=tmp_path / "report")
     rows = validate_against(lora.run, other, order=order, progress=lambda *_: None)
     assert "may have trained on" in rows.notes[0] and rows.comparison.num_both == 18
-    assert "corpus" in {one.name for one in rows.comparison.data}
+    assert {"corpus", "rows", "documents"} <= {one.name for one in rows.comparison.data}
     strange = {"tokenizer": str(tiny_model), "method.kind": "full"}
     foreign = run_of(tmp_path, "preset:tiny-1m", out="foreign", sets=FAST | few | strange).run
     tokens = validate_against(lora.run, foreign, order=order, progress=lambda *_: None)

@@ -32,7 +32,10 @@ def write_run(folder: Path, steps: list[int], *, best: int | None = None, progre
 def test_of_a_run_the_best_is_taken_the_newest_or_the_one_that_was_named(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [2, 4, 6], best=4, progress=4)
     assert (find_subject(run).step, find_subject(run).because) == (4, "the best by held-out loss")
-    assert (find_subject(run, checkpoint="last").step, find_subject(run, checkpoint="last").because) == (6, "the newest")
+    assert (find_subject(run, checkpoint="last").step, find_subject(run, checkpoint="last").because) == (
+        6,
+        "the newest",
+    )
     assert find_subject(run, checkpoint="2").step == 2 and find_subject(run).name == "run, step 4"
     assert find_subject(run / "checkpoints" / checkpoint_name(6)).step == 6
     for nonsense in ("3", "nonsense", "-1", "\u00b2"):
@@ -109,7 +112,7 @@ def test_where_there_is_no_run_that_is_said(tmp_path: Path, monkeypatch: pytest.
         find_subject(None)
     assert "tunewell train" in (error.value.fix or "")
     (tmp_path / "half" / "checkpoints" / checkpoint_name(3)).mkdir(parents=True)
-    with pytest.raises(UserError, match="no `plan.json`"):
+    with pytest.raises(UserError, match=r"no `plan\.json`"):
         find_subject(tmp_path / "half")
     (tmp_path / "young").mkdir()
     write_plan(tmp_path / "young", make_plan())

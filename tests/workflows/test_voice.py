@@ -3,17 +3,19 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from parrots import END, write_parrot, write_random
 from tunewell.core.errors import UserError
+from tunewell.evaluation.measuring import next_logits
 from tunewell.workflows.subject import find_subject
 from tunewell.workflows.voice import open_voice, open_without_model
 
-IDS = torch.tensor([[7, 8, 9, 10, 11]])
+PROMPTS = [[7, 8, 9, 10, 11], [12, 13]]
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +32,12 @@ def peft_adapter(folder: Path, model: Path, **more) -> Path:
         for parameter in tuned.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
-    tuned.save_pretrained(folder)
+    tuned.save_pretrained(str(folder))
     return folder
 
 
-def logits(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=IDS, use_cache=False).logits
+def logits(model: PreTrainedModel) -> np.ndarray:
+    return next_logits(model, PROMPTS)
 
 
 def test_a_voice_is_frozen_in_eval_mode_and_stops_at_the_end_of_a_turn(model: Path) -> None:
@@ -59,8 +60,8 @@ def test_switched_off_an_adapter_is_its_base(model: Path, tmp_path: Path) -> Non
     assert voice.can_switch and voice.has_base
     own = AutoModelForCausalLM.from_pretrained(model)
     with voice.as_base() as base:
-        assert base is voice.model and torch.allclose(logits(base), logits(own), atol=1e-5)
-    assert not torch.allclose(logits(voice.model), logits(own), atol=1e-2)
+        assert base is voice.model and np.allclose(logits(base), logits(own), atol=1e-5)
+    assert not np.allclose(logits(voice.model), logits(own), atol=1e-2)
 
 
 def test_an_adapter_with_a_whole_module_of_its_own_needs_its_base_apart(model: Path, tmp_path: Path) -> None:
@@ -70,12 +71,12 @@ def test_an_adapter_with_a_whole_module_of_its_own_needs_its_base_apart(model: P
     assert not voice.can_switch and voice.has_base
     with voice.as_base() as base:
         assert base is not voice.model
-        assert torch.allclose(logits(base), logits(AutoModelForCausalLM.from_pretrained(model)), atol=1e-5)
+        assert np.allclose(logits(base), logits(AutoModelForCausalLM.from_pretrained(model)), atol=1e-5)
 
 
 def test_all_but_the_model_is_known_of_one_that_cannot_be_loaded(model: Path) -> None:
     voice = open_without_model(find_subject(model), device="cpu")
-    assert voice.model is None and voice.tokenizer.vocab_size == 512 and voice.precision == "fp32"
+    assert voice.model is None and voice.tokenizer.vocab_size == 500 and voice.precision == "fp32"
 
 
 def test_a_model_that_is_not_there_is_said(tmp_path: Path) -> None:

@@ -115,8 +115,8 @@ def _exchanges(report: "Report") -> str:
     for exchange in shown:
         rows = [["  should be", "", exchange.reference]]
         if exchange.base is not None:
-            rows.append(["  base", _mark(exchange.base.right), exchange.base.text or "(nothing)"])
-        rows.append(["  tuned", _mark(exchange.tuned.right), exchange.tuned.text or "(nothing)"])
+            rows.append(["  base", _mark(exchange.base.right, exchange.base.faults), exchange.base.text or "(nothing)"])
+        rows.append(["  tuned", _mark(exchange.tuned.right, exchange.tuned.faults), exchange.tuned.text or "(nothing)"])
         blocks.append(f"{_short(exchange.question, width())}\n{_cut_table(rows)}")
     return "\n".join(blocks)
 
@@ -185,8 +185,9 @@ def _folded_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = ())
     return "\n".join(hanging(front[:-1], row[-1]) for front, row in zip(fronts, rows, strict=True))
 
 
-def _mark(is_right: bool | None) -> str:
-    return "" if is_right is None else "right" if is_right else "wrong"
+def _mark(is_right: bool | None, faults: Sequence[str] = ()) -> str:
+    said = [] if is_right is None else ["right" if is_right else "wrong"]
+    return ", ".join([*said, *(fault.replace("_", " ") for fault in faults[:1])])
 
 
 def _right(tally: "Tally | None") -> str:

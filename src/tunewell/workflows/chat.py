@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from transformers import PreTrainedModel
 
 from tunewell.core.errors import UserError
@@ -16,13 +15,11 @@ from tunewell.core.files import write_atomic
 from tunewell.core.units import count
 from tunewell.data.prompting import prompt_ids, text_ids
 from tunewell.data.types import Message
-from tunewell.hardware.threads import measure_threads
 from tunewell.models.generate import Decoding, context_limit
 from tunewell.models.streaming import Speller, stream
 from tunewell.workflows.voice import Voice
 
 _MAX_SEED = 2**63 - 1
-_MEASURING_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
@@ -230,14 +227,3 @@ class Chat:
                 lead = ""
         if more := speller.finish():
             yield more.removeprefix(lead)
-
-
-def use_fastest_threads(voice: Voice) -> None:
-    """On a CPU, let torch use as many threads as are fastest here and now, one token at a time.
-
-    Beside other work two threads that wait for each other were ten times slower than one (two cores, load 5).
-    """
-    if voice.model.device.type == "cpu":
-        shapes = {tuple(parameter.shape) for parameter in voice.model.parameters() if parameter.dim() == 2}
-        products = [(1, inner, columns) for columns, inner in sorted(shapes)]
-        torch.set_num_threads(measure_threads(products, seconds=_MEASURING_SECONDS).value)

@@ -14,11 +14,10 @@ from tunewell import __version__
 from tunewell.config.schema import VerdictRules
 from tunewell.core.cores import num_cores
 from tunewell.core.units import count, size_bytes
-from tunewell.data.corpus.reader import Corpus
 from tunewell.evaluation.verdict import Facts, Verdict, thresholds_with_reasons
 from tunewell.records.checkpoint import read_manifest as read_checkpoint
 from tunewell.records.events import as_number, read_events
-from tunewell.records.manifest import Manifest
+from tunewell.records.manifest import read_manifest
 from tunewell.records.plan import Chosen, Plan
 from tunewell.records.report import Curve, Ledger, Report, Subject
 from tunewell.workflows.subject import FoundSubject
@@ -41,13 +40,13 @@ class Background:
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, found: FoundSubject, voice: Voice, corpus: Corpus | None) -> "Background":
+    def of(cls, found: FoundSubject, voice: Voice) -> "Background":
         """Gather what lies in the run's folder and what is known of the machine."""
         is_run = found.kind == "run" and found.place is not None
         return cls(
             subject=_subject(found),
             curve=_curve(found.place) if is_run and found.place else Curve(),
-            ledger=_ledger(corpus.manifest) if is_run and corpus is not None else None,
+            ledger=_ledger(found),
             plan=_plan(found.plan) if found.plan else {},
             machine=_machine(voice),
             hashes=_hashes(found),
@@ -122,7 +121,11 @@ def _curve(run: Path) -> Curve:
     return Curve(train=train, held_out=held_out, best_step=min(finite)[1] if finite else None)
 
 
-def _ledger(manifest: Manifest) -> Ledger:
+def _ledger(found: FoundSubject) -> Ledger | None:
+    """Tell of the rows that were trained on, whatever it is judged on; None where they are gone or others."""
+    manifest = None if found.corpus is None else read_manifest(found.corpus)
+    if manifest is None or found.plan is None or manifest.corpus_sha256 != found.plan.corpus_sha256:
+        return None
     return Ledger(
         rows=manifest.rows_in,
         documents=manifest.documents,

@@ -130,7 +130,6 @@ def validate(
 class _Material:
     """What a model is judged on."""
 
-    corpus: Corpus | None
     split: Split | None
     name: str
     notes: Sequence[str] = ()
@@ -140,14 +139,14 @@ class _Material:
 def _documents(subject: FoundSubject, order: ValidateOrder) -> Iterator[_Material]:
     if order.data is not None:
         with prepared(subject.loaded, str(order.data)) as corpus:
-            yield _Material(corpus, corpus, str(order.data), _dropped(corpus.manifest))
+            yield _Material(corpus, str(order.data), _dropped(corpus.manifest))
     elif order.corpus is not None:
         corpus = open_corpus(order.corpus)
-        yield _Material(corpus, corpus.held_out if len(corpus.held_out) else None, f"the held-out rows of {order.corpus}")
+        yield _Material(corpus.held_out if len(corpus.held_out) else None, f"the held-out rows of {order.corpus}")
     elif subject.corpus is not None:
         corpus = open_corpus(subject.corpus)
         _refuse_other_rows(subject, corpus)
-        yield _Material(corpus, corpus.held_out if len(corpus.held_out) else None, "the held-out rows of the run")
+        yield _Material(corpus.held_out if len(corpus.held_out) else None, "the held-out rows of the run")
     elif subject.kind == "run":
         raise UserError(
             f"the corpus `{subject.loaded.config.corpus}` of the run is gone",
@@ -311,7 +310,7 @@ class _Sitting:
             exchanges = self._exchanges(voice, base, tuned)
         asked = [exchange.tuned for exchange in exchanges]
         asked_base = [exchange.base for exchange in exchanges if exchange.base is not None]
-        background = Background.of(self.subject, voice, self.material.corpus)
+        background = Background.of(self.subject, voice)
         facts = Facts(
             bad_weights=bad,
             change=_change(base.logits, None if tuned is None else tuned.logits),

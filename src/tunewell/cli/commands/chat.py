@@ -46,7 +46,7 @@ def command(
         raise UserError("`--json` is for scripts", fix="add `--prompt TEXT`, or send the questions through a pipe")
     with loading("loading the model"):
         # Seconds go by before torch is there: not at a prompt that says nothing.
-        from tunewell.workflows.chat import Chat, Manner, use_fastest_threads
+        from tunewell.workflows.chat import Chat, Manner
         from tunewell.workflows.subject import find_subject
         from tunewell.workflows.voice import open_voice
 
@@ -55,7 +55,6 @@ def command(
         if with_base and subject.base is None:
             raise UserError("what this model was made from is not known", fix="name it with `--base MODEL`")
         voice = open_voice(subject, device=device, with_base=with_base, allow_pickle=allow_pickle)
-        use_fastest_threads(voice)
         chat = Chat(voice, system, manner)
     if prompt is not None:
         _once(chat, sys.stdin.read().rstrip("\n") if prompt == "-" else prompt, with_base=with_base, json=json)
