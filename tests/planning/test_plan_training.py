@@ -63,9 +63,9 @@ def test_a_small_corpus_on_a_cpu():
         "warmup_steps": 3,
         "num_steps": 95,
         "epochs": 5.0,
-        "batch_tokens": 512,
+        "batch_tokens": 256,
         "batch_documents": None,
-        "micro_batch_tokens": 512,
+        "micro_batch_tokens": 256,
         "compile": "off",
         "evaluate_every": 10,
         "save_every": 10,
@@ -155,32 +155,32 @@ def test_flash_is_not_chosen_for_fp32():
 @pytest.mark.parametrize(
     ("tokens", "longest", "batch"),
     [
-        (100, 50, 512),
-        (8_929, 70, 512),
-        (12_799, 70, 512),
-        (12_800, 70, 640),
-        (100_000, 70, 4_992),
+        (100, 50, 256),
+        (8_929, 70, 256),
+        (15_359, 70, 256),
+        (15_360, 70, 384),
+        (100_000, 70, 2_432),
         (10_000_000, 70, 16_384),
         (8_929, 3_001, 3_001),
         (10_000_000, 20_000, 20_000),
     ],
 )
-def test_a_step_takes_a_twentieth_of_an_epoch_within_bounds(tokens, longest, batch):
+def test_a_step_takes_a_fortieth_of_an_epoch_within_bounds(tokens, longest, batch):
     """Guards small corpora against two steps an epoch, and large ones against steps that never end."""
     found = choose_batch(_order(manifest=_manifest(tokens=tokens, longest=longest)))
     assert (found.tokens.value, found.documents.value) == (batch, None)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_an_epoch_that_is_said_to_have_twenty_steps_has_them(seed):
+def test_an_epoch_that_is_said_to_have_forty_steps_has_them(seed):
     """Guards the reason: the data order itself counts the steps."""
     drawn = np.random.default_rng(seed)
     lengths = drawn.integers(10, 600, size=int(drawn.integers(50, 900)))
     found = choose_batch(_order(manifest=_manifest(tokens=int(lengths.sum()), longest=int(lengths.max()))))
-    if "at least 20 steps" in found.tokens.because:
-        assert DataOrder(lengths, seed, "x", batch_tokens=found.tokens.value).num_steps(1) >= 20
+    if "at least 40 steps" in found.tokens.because:
+        assert DataOrder(lengths, seed, "x", batch_tokens=found.tokens.value).num_steps(1) >= 40
     else:
-        assert found.tokens.value in (512, lengths.max())
+        assert found.tokens.value in (256, lengths.max())
 
 
 def test_documents_can_bound_a_step_in_place_of_tokens():

@@ -274,7 +274,7 @@ class Train(Branch):
     max_grad_norm: Annotated[Real, Field(gt=0)] | None = 1.0
     """Gradients longer than this are shortened to it. `null`: never."""
     batch_tokens: Annotated[Whole, Field(ge=1)] | Auto = "auto"
-    """Tokens of the documents that one optimizer step learns from. `auto`: a twentieth of an epoch, at least 512
+    """Tokens of the documents that one optimizer step learns from. `auto`: a fortieth of an epoch, at least 256
     and at most 16,384."""
     batch_documents: Annotated[Whole, Field(ge=1)] | None = None
     """Documents that one optimizer step learns from, in place of `batch_tokens`."""
