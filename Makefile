@@ -60,7 +60,7 @@ types: setup
 contracts: setup
 	$(BIN)/lint-imports
 
-demo: setup ## init, inspect, prepare and train on the bundled example
+demo: setup ## the whole story on the bundled example: init, inspect, prepare, train, validate, chat
 	@$(BIN)/python examples/college/demo.py
 
 bench: setup ## the README's tables: prepare and packing, each against its peers in one run

@@ -55,6 +55,9 @@ HEALTHY = Facts(
 )
 
 
+KNOWN_BEFORE = [asked(GOOD, base=GOOD)] * 40
+
+
 def with_answers(*saids, **others):
     return replace(HEALTHY, exchanges=[asked(said) for said in saids], **others)
 
@@ -113,14 +116,20 @@ SICK = {
     ),
     "over-fitted, best judged": (OVER_FITTED, "WEAK", "over_fitted"),
     "over-fitted, above the base": (
-        replace(OVER_FITTED, held_out=loss(1.0, 1.3), judged_step=100),
+        replace(OVER_FITTED, held_out=loss(1.0, 1.3), judged_step=100, exchanges=KNOWN_BEFORE),
         "FAIL",
         "over_fitted",
     ),
     "forgets": (replace(HEALTHY, everyday=loss(3.1, 6.4)), "FAIL", "forgets"),
     "forgets a little": (replace(HEALTHY, everyday=loss(3.1, 5.0)), "WEAK", "forgets"),
-    "learns nothing": (replace(HEALTHY, held_out=loss(2.0, 2.0)), "FAIL", "not_learned"),
-    "gets worse": (replace(HEALTHY, held_out=loss(2.0, 2.6)), "FAIL", "not_learned"),
+    "learns nothing": (replace(HEALTHY, held_out=loss(2.0, 2.0), exchanges=KNOWN_BEFORE), "FAIL", "not_learned"),
+    "gets worse": (replace(HEALTHY, held_out=loss(2.0, 2.6), exchanges=KNOWN_BEFORE), "FAIL", "not_learned"),
+    "gets worse in words, better in answers": (replace(HEALTHY, held_out=loss(2.0, 2.6)), "WEAK", "not_learned"),
+    "one source gets worse": (
+        replace(HEALTHY, by_source=[loss(2.0, 0.1), loss(2.0, 2.4)]),
+        "WEAK",
+        "little_gain",
+    ),
     "gains little": (replace(HEALTHY, held_out=loss(2.0, 1.95)), "WEAK", "little_gain"),
     "few right": (with_answers(*[WRONG] * 25, *[GOOD] * 15), "WEAK", "few_right"),
     "base is better": (

@@ -164,12 +164,18 @@ def test_a_saved_conversation_can_be_learned_from(parrot, endless, tiny_model, t
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     assert [len(row.get("messages", ())) for row in rows] == [0, 5, 3]
     assert rows[1]["messages"][0] == {"role": "system", "content": "Be kind."}
+    with file.open("a", encoding="utf-8") as others:
+        others.write('{"question": "by another hand?", "answer": "yes"}\n')
+    "".join(chat.say("four"))
+    chat.save(file)
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert [len(row.get("messages", ())) for row in rows] == [0, 5, 0, 5], "what others added since is kept"
     cut = Chat(endless, manner=Manner(length=5))
     "".join(cut.say("four"))
     cut.save(tmp_path / "cut.jsonl")
     assert json.loads((tmp_path / "cut.jsonl").read_text())["messages"][-1]["weight"] == 0
     told = prepare(tmp_path, tiny_model, file, tmp_path / "cut.jsonl", sets=["data.held_out=0"])
-    assert told["documents"] == 3, told
+    assert told["documents"] == 4, told
     with pytest.raises(UserError, match="cannot be written"):
         chat.save(tmp_path)
 

@@ -299,7 +299,7 @@ class Evaluate(Branch):
     every_steps: Annotated[Whole, Field(ge=1)] | Auto = "auto"
     """Steps between two looks at the held-out rows. `auto`: ten looks in a run. The end is always looked at."""
     max_documents: Annotated[Whole, Field(ge=1)] | None = 200
-    """Held-out documents looked at each time, the first ones. `null`: all."""
+    """Held-out documents looked at each time, spread evenly over them. `null`: all."""
     patience: Annotated[Whole, Field(ge=1)] | None = None
     """Looks without a better held-out loss after which training ends early. `null`: never."""
     samples: Annotated[Whole, Field(ge=0)] = 4
@@ -323,11 +323,11 @@ class VerdictRules(Branch):
     after_training: Flag = True
     """Judge the model at the end of `train`."""
     questions: Annotated[Whole, Field(ge=0)] = 100
-    """Held-out questions that are asked, the first ones. 0: none, the losses alone decide."""
+    """Held-out questions that are asked, spread evenly over the rows. 0: none, the losses alone decide."""
     answer_tokens: Annotated[Whole, Field(ge=1)] | Auto = "auto"
     """Longest answer in tokens. `auto`: one and a half times the longest reference, from 32 to 512."""
     max_documents: Annotated[Whole, Field(ge=1)] | None = 500
-    """Held-out documents whose loss is computed, the first ones. `null`: all."""
+    """Held-out documents whose loss is computed, spread evenly over them. `null`: all."""
     batch_size: Annotated[Whole, Field(ge=1)] | Auto = "auto"
     """Questions answered at once. `auto`: as many as fit into 8,192 tokens."""
     min_gain: Annotated[Real, Field(ge=0, lt=1)] = 0.05

@@ -108,6 +108,14 @@ def few_right(facts: Facts, rules: VerdictRules) -> Iterator[Reason]:
         )
 
 
+def answers_got_better(facts: Facts) -> bool:
+    """Say whether more questions are answered right than by the base model, by more than chance."""
+    pairs = [(exchange.tuned, exchange.base) for exchange in facts.exchanges if exchange.base is not None]
+    won = sum(bool(tuned.right and not base.right) for tuned, base in pairs)
+    lost = sum(bool(base.right and not tuned.right) for tuned, base in pairs)
+    return _is_beyond_chance(won, lost)
+
+
 def no_better_than_base(facts: Facts) -> Iterator[Reason]:
     """Speak of a base model that answers better, by more than chance."""
     pairs = [(exchange, exchange.base) for exchange in facts.exchanges if exchange.base is not None]

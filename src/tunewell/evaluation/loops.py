@@ -50,7 +50,8 @@ def is_loop(text: str, *, ids: Sequence[int], ended: bool, reference: str) -> bo
     """Say whether an answer goes round in circles, in a way its reference does not."""
     said = words_of(_COUNTER.sub("", text))
     longest = _longest_run(said)
-    wanted = _longest_run(words_of(_COUNTER.sub("", reference)))
+    # A reference far longer than the answer tells no more than its beginning, and takes the square of its length.
+    wanted = _longest_run(words_of(_COUNTER.sub("", reference))[: max(200, 2 * len(said))])
     if wanted and longest and wanted.times >= 3 and 2 * wanted.times >= longest.times:
         return False
     if ended:

@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Iterator
+from typing import Literal
 
 from tunewell.config.schema import VerdictRules
 from tunewell.core.units import count, percent
-from tunewell.evaluation.evidence import Facts, level_for, rate_times, short_text, shown
+from tunewell.evaluation.answer_reasons import answers_got_better
+from tunewell.evaluation.evidence import FEW, Facts, level_for, rate_times, short_text, shown
 from tunewell.records.report import LossPair, Reason
 
 SAME_LOGITS = 1e-4
@@ -94,7 +96,7 @@ def over_fitted_or_not_learned(facts: Facts, rules: VerdictRules) -> Iterator[Re
     if worse:
         yield Reason(
             code="not_learned",
-            level=level_for("FAIL", held_out.documents),
+            level=_level(facts, held_out.documents),
             what=f"The held-out loss is not lower than the base model's: {figures}.",
             example=_worst_source(facts),
             next=f"run `tunewell inspect {facts.corpus}` to see whether the replies are learned; if the training loss "
@@ -111,6 +113,16 @@ def over_fitted_or_not_learned(facts: Facts, rules: VerdictRules) -> Iterator[Re
             next=f"train longer (`train.epochs: {2 * facts.epochs:.3g}`)"
             if facts.epochs
             else "train longer (twice the `train.epochs`), or on more rows",
+        )
+    elif sources := [pair for pair in facts.by_source if pair.documents >= FEW and not _is_lower(pair)]:
+        worst = sources[0]
+        yield Reason(
+            code="little_gain",
+            level="WEAK",
+            what=f"The held-out loss fell as a whole, but not on {count(len(sources), 'source')}: "
+            f"`{short_text(worst.name)}` {shown(worst.base or 0.0)} -> {shown(worst.tuned)} "
+            f"on {count(worst.documents, 'document')}.",
+            next="look at its rows with `tunewell inspect`, or give it a larger `share` in `data.sources`",
         )
 
 
@@ -156,6 +168,11 @@ def not_enough_evidence(facts: Facts) -> Iterator[Reason]:
         )
 
 
+def _level(facts: Facts, number: int) -> Literal["WEAK", "FAIL"]:
+    """Fail a loss that got worse, unless the answers got better: the references are then worded otherwise."""
+    return "WEAK" if answers_got_better(facts) else level_for("FAIL", number)
+
+
 def _is_lower(pair: LossPair) -> bool:
     return pair.base is not None and (pair.tuned < pair.base or pair.tuned < TINY_LOSS)
 
@@ -181,7 +198,7 @@ def _over_fitted(facts: Facts, rules: VerdictRules, *, is_worse: bool) -> Reason
     documents = facts.held_out.documents if facts.held_out else 0
     return Reason(
         code="over_fitted",
-        level=level_for("FAIL", documents) if is_worse else "WEAK",
+        level=_level(facts, documents) if is_worse else "WEAK",
         what=f"While the training loss fell from {shown(first)} to {shown(last)}, the held-out loss rose from its "
         f"lowest, {shown(lowest)} at step {best:,}, to {shown(final)} at step {final_step:,} ({which}).{above}",
         next=_stop_earlier(facts, best, final_step),

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from tunewell.models.attention import stock_attention
 from tunewell.models.generate import Decoding, Generated, generate
 from tunewell.models.quiet import quiet
 from tunewell.training.batches import Documents, lay_out, micro_batches
+from tunewell.training.held_out import spread
 from tunewell.training.reading import Reader
 
 _BATCH_TOKENS = 4096
@@ -40,22 +41,24 @@ class Measured:
 def measure_losses(
     reader: Reader, split: Documents, *, most: int | None, progress: Callable[[int, int], None] = lambda done, of: None
 ) -> Measured:
-    """Give the loss of the first documents of a split, each as if it were read alone."""
-    number = len(split) if most is None else min(most, len(split))
+    """Give the loss of some documents of a split, spread evenly, each as if it were read alone."""
+    chosen = spread(len(split), most)
+    number = len(chosen)
     lengths = np.asarray(split.index["length"], dtype=np.int64)
     sums, tokens = np.zeros(number), np.zeros(number, dtype=np.int64)
     reader.model.eval()
     num_read = 0
-    for group in micro_batches(np.arange(number, dtype=np.int64), lengths, _BATCH_TOKENS):
+    for group in micro_batches(chosen, lengths, _BATCH_TOKENS):
         batch = lay_out(split, group)
         losses = reader.row_losses(batch)
         # Which of the batch's documents each supervised token belongs to.
         owners = np.searchsorted(np.cumsum(batch.lengths), batch.rows, side="right")
-        sums[group] = np.bincount(owners, weights=losses, minlength=len(group))
-        tokens[group] = np.bincount(owners, minlength=len(group))
+        places = np.searchsorted(chosen, group)
+        sums[places] = np.bincount(owners, weights=losses, minlength=len(group))
+        tokens[places] = np.bincount(owners, minlength=len(group))
         num_read += len(group)
         progress(num_read, number)
-    return Measured(np.arange(number), sums, tokens)
+    return Measured(chosen, sums, tokens)
 
 
 class Texts:
@@ -95,12 +98,15 @@ def bad_weights_in(folder: Path) -> dict[str, int]:
     """Do the same for the files of a model that cannot be loaded; a folder without such files gives nothing."""
     found: dict[str, int] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - the file is no mapping
-                tensor = opened.get_tensor(name)
-                num_bad = tensor.numel() - int(torch.isfinite(tensor).sum()) if tensor.is_floating_point() else 0
-                if num_bad:
-                    found[name] = num_bad
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - the file is no mapping
+                    tensor = opened.get_tensor(name)
+                    num_bad = tensor.numel() - int(torch.isfinite(tensor).sum()) if tensor.is_floating_point() else 0
+                    if num_bad:
+                        found[name] = num_bad
+        except (SafetensorError, OSError):
+            return {}  # damaged, which whoever loads it says better
     return found
 
 
@@ -110,7 +116,8 @@ def next_logits(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> npt
     rows = []
     with quiet(), stock_attention(model):
         for prompt in prompts:
-            out: Any = model(input_ids=torch.tensor([list(prompt)], device=model.device), use_cache=False)
+            ids = torch.tensor([list(prompt)], device=model.device)
+            out: Any = model(input_ids=ids, use_cache=False, logits_to_keep=1)
             rows.append(out.logits[0, -1].float().cpu().numpy())
     return np.stack(rows)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tunewell.training.batches import Documents, lay_out, micro_batches
@@ -17,6 +18,12 @@ _TO_COMPARE = 8
 """Prompts that are held side by side to see what they have in common."""
 
 
+def spread(total: int, most: int | None) -> npt.NDArray[np.int64]:
+    """Choose documents evenly from first to last: they lie source by source, and the first would be of one alone."""
+    number = total if most is None else min(most, total)
+    return np.unique(np.linspace(0, total - 1, number).round().astype(np.int64)) if number else np.zeros(0, np.int64)
+
+
 @dataclass(frozen=True)
 class HeldOutLoss:
     """The mean loss over the supervised tokens of some documents."""
@@ -27,9 +34,8 @@ class HeldOutLoss:
 
 
 def held_out_loss(learner: Learner, split: Documents, *, budget: int, most: int | None) -> HeldOutLoss:
-    """Compute the loss of the first documents of a split; processes that train together share the work."""
-    number = len(split) if most is None else min(most, len(split))
-    chosen = np.arange(number, dtype=np.int64)
+    """Compute the loss of some documents of a split, spread evenly; processes that train together share the work."""
+    chosen = spread(len(split), most)
     lengths = np.asarray(split.index["length"], dtype=np.int64)
     learner.model.eval()
     wide = torch.float32 if learner.device.type == "mps" else torch.float64
@@ -42,7 +48,7 @@ def held_out_loss(learner: Learner, split: Documents, *, budget: int, most: int 
             with torch.no_grad():
                 total += learner.loss_sum(batch).to(wide)
     learner.world.add_up([total])
-    return HeldOutLoss(float(total) / max(1, tokens), tokens, number)
+    return HeldOutLoss(float(total) / max(1, tokens), tokens, len(chosen))
 
 
 @dataclass(frozen=True)
@@ -60,9 +66,9 @@ class Question:
 
 
 def questions_of(split: Documents, *, number: int, spell: Spell) -> list[Question]:
-    """Give the questions of the first held-out documents; one that is learned from its first token on asks nothing."""
+    """Give the questions of some held-out documents; one that is learned from its first token on asks nothing."""
     found: list[tuple[int, list[int], list[int]]] = []
-    for document in range(min(max(number, _TO_COMPARE), len(split))):
+    for document in spread(len(split), max(number, _TO_COMPARE)).tolist():
         ids, labels = split.arrays(document)
         learned = np.flatnonzero(labels != -100)
         if not len(learned) or learned[0] <= 1:
@@ -74,14 +80,15 @@ def questions_of(split: Documents, *, number: int, spell: Spell) -> list[Questio
         found.append((document, ids[:begin].tolist(), ids[begin:end].tolist()))
     prompts = [spell(prompt) for _, prompt, _ in found]
     made = zip(found, prompts, _without_frame(prompts), strict=True)
-    return [
+    questions = [
         Question(document, ids, reference, prompt, text, spell(reference).strip())
         for (document, ids, reference), prompt, text in made
-    ][:number]
+    ]
+    return [questions[place] for place in spread(len(questions), number).tolist()]
 
 
 def ask(split: Documents, *, number: int, step: int, answer: Answer, spell: Spell) -> list[Sample]:
-    """Answer the questions of the first held-out documents."""
+    """Answer the questions of some held-out documents."""
     questions = questions_of(split, number=number, spell=spell)
     answers = answer([question.ids for question in questions]) if questions else []
     return [

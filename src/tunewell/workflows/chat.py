@@ -74,7 +74,7 @@ class Chat:
     base_answer: Answer | None = None
     _prompt: list[int] = field(default_factory=list)
     _unfinished: set[int] = field(default_factory=set)
-    _saved: tuple[Path, int] | None = None
+    _saved: tuple[Path, bytes] | None = None
 
     def __post_init__(self) -> None:
         self.set_system(self.system)
@@ -139,12 +139,14 @@ class Chat:
         try:
             old = path.read_bytes() if path.exists() else b""
             if self._saved is not None and self._saved[0] == path.resolve():
-                old = old[: self._saved[1]]
+                # Only what was saved from here: others may have added to the file since.
+                old = old.replace(self._saved[1], b"", 1)
             old += b"\n" if old and not old.endswith(b"\n") else b""
-            write_atomic(path, old + json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+            line = json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+            write_atomic(path, old + line)
         except OSError as error:
             raise UserError(f"`{path}` cannot be written: {error.strerror or error}") from error
-        self._saved = (path.resolve(), len(old))
+        self._saved = (path.resolve(), line)
         return num_answers
 
     def _clear_answer(self) -> None:

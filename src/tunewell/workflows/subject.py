@@ -72,6 +72,8 @@ def find_subject(
     path = Path(place).expanduser()
     if checkpoint_step(path.name) is not None and (path.parent.parent / PLAN).is_file():
         path, checkpoint = path.parent.parent, str(checkpoint_step(path.name))
+    if template is not None and (path / PLAN).is_file():
+        raise UserError("a run has its own template", fix="leave out `--template`")
     if (path / PLAN).is_file():
         return _of_run(path, checkpoint, base, sets)
     if (path / CONFIG).is_file():

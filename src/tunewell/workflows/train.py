@@ -41,6 +41,9 @@ from tunewell.workflows.train_result import Notebook, TrainResult
 from tunewell.workflows.training_parts import Parts, identity_of, probe, put_together, start_of
 from tunewell.workflows.validate import ValidateOrder, validate
 
+_NOT_JUDGED = 3
+"""Exit code of a run whose model could not be judged: as for WEAK, since nothing proves it good."""
+
 
 def train(
     config: Loaded | str | Path | None = None,
@@ -134,9 +137,10 @@ def _judged(result: TrainResult, sitting: "_Sitting", notebook: Notebook) -> Tra
     order = ValidateOrder(device=sitting.loaded.config.device, allow_pickle=sitting.allow_pickle)
     try:
         found = validate(result.run, order=order, progress=lambda stage, done, of: notebook.doing(f"judging: {stage}"))
-    except (UserError, RuntimeError, OSError) as error:
-        notebook.noted(f"the model is trained and saved, but could not be judged: {error}")
-        return replace(result, next_command=f"tunewell validate {shlex.quote(str(result.run))}")
+    except Exception as error:  # noqa: BLE001  the training is done and saved, whatever happens to the judging of it
+        notebook.noted(f"the model is trained and saved, but could not be judged: {type(error).__name__}: {error}")
+        again = f"tunewell validate {shlex.quote(str(result.run))}"
+        return replace(result, exit_code=result.exit_code or _NOT_JUDGED, next_command=again)
     seconds = time.perf_counter() - began
     return replace(
         result,
@@ -293,8 +297,6 @@ def _result(
     if newest is not None:
         artefacts.append((str(newest.path), f"the newest, step {newest.step}"))
     artefacts += [(str(folder.parent / "events.jsonl"), "every step in raw numbers")]
-    log = "samples.jsonl" if run.config.evaluate.samples and len(run.held_out) else "events.jsonl"
-    asked = f"tail -n {max(1, run.config.evaluate.samples)} {folder.parent / log}"
     return TrainResult(
         run=folder.parent,
         status=ending.status,
@@ -312,7 +314,9 @@ def _result(
         held_out=notebook.held_out,
         best_step=run.progress.best_step,
         artefacts=artefacts,
-        next_command=asked if ending.status == "finished" else resume_command(loaded, allow_pickle=since.allow_pickle),
+        next_command=f"tunewell validate {shlex.quote(str(folder.parent))}"
+        if ending.status == "finished"
+        else resume_command(loaded, allow_pickle=since.allow_pickle),
         notes=notebook.notes,
         signal=ending.signal,
         changes=notebook.changes,

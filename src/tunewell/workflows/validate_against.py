@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
 from tunewell.evaluation.comparing import Comparison, compare
 from tunewell.records.manifest import read_manifest
@@ -27,10 +28,14 @@ def validate_against(
     place: str | Path | None, other: str | Path, *, order: ValidateOrder, progress: Progress
 ) -> Against:
     """Judge a run and another on the first one's rows where both read the same tokens, else each on its own."""
-    this = validate(place, order=order, progress=progress)
     mine = find_subject(place, checkpoint=order.checkpoint, base=order.base, sets=order.sets)
     theirs = find_subject(other, sets=order.sets)
+    if order.data is None and theirs.kind != "run":
+        raise UserError(
+            f"`{other}` is no run, so it has no rows to be compared on", fix="name a file of rows with `--data`"
+        )
     same, notes = _same_rows(order, mine, theirs)
+    this = validate(place, order=order, progress=progress)
     folder = this.folder / "against"
     judged = validate(other, order=replace(same, checkpoint="best", base=None, out=folder), progress=progress)
     comparison = compare(this.report, judged.report, configs=(_config(mine), _config(theirs)))
@@ -44,10 +49,11 @@ def _same_rows(order: ValidateOrder, mine: FoundSubject, theirs: FoundSubject) -
     manifest = read_manifest(mine.corpus)
     if theirs.corpus is not None and read_manifest(theirs.corpus).corpus_sha256 == manifest.corpus_sha256:
         return replace(order, corpus=mine.corpus), []
-    if theirs.plan is not None and theirs.plan.tokenizer_sha256 == manifest.tokenizer.sha256:
+    plan, templates = theirs.plan, [template.sha256 for template in manifest.templates]
+    if plan is not None and plan.tokenizer_sha256 == manifest.tokenizer.sha256 and plan.template_sha256s == templates:
         note = "the two learned from other rows; both are judged on the held-out rows of the first"
         return replace(order, corpus=mine.corpus), [f"{note}, which the other may have trained on"]
-    return order, ["the two read other tokens, so each is judged on its own held-out rows"]
+    return order, ["the two read other tokens or templates, so each is judged on its own held-out rows"]
 
 
 def _config(subject: FoundSubject) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from tunewell.workflows.prepare import prepare
 def prepared(loaded: Loaded, data: str) -> Iterator[Corpus]:
     """Prepare a file with the tokenizer and the template of a config; every row of it is to be judged on."""
     path, _, limit = data.rpartition("#") if data.rpartition("#")[2].isdecimal() else (data, "", "")
-    source = {"path": str(Path(path).absolute()), **({"limit": int(limit)} if limit else {})}
     sources = loaded.config.data.sources
-    if len({own.template for own in sources}) == 1 and sources[0].template:
-        source["template"] = sources[0].template
+    # Read as the rows of the run are: the same columns, the same system prompt.
+    source = sources[0].model_dump(exclude_unset=True, exclude={"path", "limit", "share"}) if sources else {}
+    source |= {"path": str(Path(path).absolute()), **({"limit": int(limit)} if limit else {})}
     with tempfile.TemporaryDirectory(prefix="tunewell-validate-") as folder:
         tree = loaded.config.model_dump() | {"corpus": str(Path(folder) / "corpus")}
         tree["data"] = loaded.config.data.model_dump() | {"sources": [source], "held_out": 0.0}

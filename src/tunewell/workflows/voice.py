@@ -17,11 +17,13 @@ from tunewell.hardware.facts import DeviceFacts
 from tunewell.hardware.probe import probe_device
 from tunewell.hardware.threads import measure_threads
 from tunewell.models import adapters
+from tunewell.models.generate import stop_ids_of
 from tunewell.models.load import LoadOrder, load_model
+from tunewell.records.manifest import read_manifest
 from tunewell.workflows.subject import FoundSubject
 from tunewell.workflows.text_to_tokens import TextToTokens
 
-_MEASURING_SECONDS = 0.3
+_MEASURING_SECONDS, _MOST_MEASURED = 0.3, 64_000_000
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -96,6 +98,10 @@ def open_voice(
         voice.model = model.eval()
         _use_fastest_threads(model)
         voice.stop_ids = _stop_ids(text.tokenizer, voice.masker, model)
+        if subject.corpus is not None:
+            # Sources may have templates of their own, which end turns otherwise.
+            known = stop_ids_of(text.tokenizer, read_manifest(subject.corpus))
+            voice.stop_ids = sorted({*voice.stop_ids, *known})
         voice.pad_id = min(voice.stop_ids, default=0)
         voice.notes += notes
         if with_base and subject.base is not None and not voice.can_switch:
@@ -131,7 +137,11 @@ def _use_fastest_threads(model: PreTrainedModel) -> None:
     Beside other work two threads that wait for each other were ten times slower than one (two cores, load 5).
     """
     if model.device.type == "cpu":
-        shapes = {tuple(parameter.shape) for parameter in model.parameters() if parameter.dim() == 2}
+        shapes = {
+            tuple(parameter.shape)
+            for parameter in model.parameters()
+            if parameter.dim() == 2 and parameter.numel() < _MOST_MEASURED
+        }
         products = [(1, inner, columns) for columns, inner in sorted(shapes)]
         torch.set_num_threads(measure_threads(products, seconds=_MEASURING_SECONDS).value)
 
