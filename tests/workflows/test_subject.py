@@ -13,6 +13,7 @@ from tunewell.records.checkpoint import checkpoint_name
 from tunewell.records.plan import write_plan
 from tunewell.training.checkpoints import Checkpoints
 from tunewell.workflows.subject import find_subject
+from tunewell.workflows.validate import validate
 
 
 def write_run(folder: Path, steps: list[int], *, best: int | None = None, progress: int | None = None) -> Path:
@@ -119,3 +120,11 @@ def test_where_there_is_no_run_that_is_said(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "young" / "config.yaml").write_text("model: somewhere\n")
     with pytest.raises(UserError, match="no checkpoint yet"):
         find_subject(tmp_path / "young")
+
+
+def test_what_is_not_there_is_named_at_once_and_nothing_is_made(tmp_path, monkeypatch):
+    """Guards a typing error: it is no question of rows, and leaves no empty folder behind."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="no model `nowhere`"):
+        validate("nowhere")
+    assert not list(tmp_path.iterdir())

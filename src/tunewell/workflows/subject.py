@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 from tunewell.config.load import FILE_NAME, Loaded, load_config
 from tunewell.core.errors import UserError
+from tunewell.core.model_files import locate
 from tunewell.models.adapters import CONFIG, WEIGHTS
+from tunewell.models.presets import is_preset
 from tunewell.records.checkpoint import CheckpointManifest, checkpoint_name, checkpoint_step, verify
 from tunewell.records.manifest import MANIFEST, read_manifest
 from tunewell.records.plan import PLAN, Plan, read_plan
@@ -80,6 +82,8 @@ def find_subject(
         return _of_adapter(path, base, template, sets)
     if (path / _CHECKPOINTS).is_dir():
         raise UserError(f"`{path}` holds checkpoints but no `{PLAN}`", fix="name one of its checkpoint folders")
+    if not is_preset(str(place)):
+        locate(str(place))  # says at once what is not there
     name = path.name if path.exists() else str(place)
     found = str(path) if path.exists() else str(place)
     loaded = _config_of(found, template, sets, tokenizer=None)

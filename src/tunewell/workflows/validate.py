@@ -67,6 +67,7 @@ def validate(
         sitting = Sitting(subject, order, material, progress)
         # Rows and answers may hold secrets too, and pages are sent to others.
         report = Report.model_validate(plain(sitting.judge().model_dump(mode="python")))
+    folder.mkdir(parents=True, exist_ok=True)
     write_report(folder, report)
     write_atomic(folder / PAGE, report_page(report))
     write_atomic(folder / MARKDOWN, report_markdown(report))
@@ -74,17 +75,16 @@ def validate(
 
 
 def _refuse_early(folder: Path, order: ValidateOrder) -> None:
-    """Refuse what would only be found out after minutes of measuring."""
+    """Refuse what would only be found out after minutes of measuring; nothing is made yet."""
     if order.lm_eval:
         need("lm_eval", extra="lm-eval", purpose="`validate --lm-eval`")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
         raise UserError(
-            f"`{folder}` cannot be made: {error.strerror}", fix="name another folder with `--out`"
-        ) from error
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"nothing can be written into `{folder}`", fix="name another folder with `--out`")
+            f"no report can be written into `{folder}`",
+            where=f"`{there}` is {'not writable' if there.is_dir() else 'no folder'}",
+            fix="name another folder with `--out`",
+        )
 
 
 @contextmanager
