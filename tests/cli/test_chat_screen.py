@@ -65,14 +65,14 @@ class Terminal:
     def leave(self, key: str = "") -> int:
         """Press a key, read the rest, and give the exit code.
 
-        Where nothing happens the space bar is pressed too: a signal that comes just before the line editor begins to
-        wait is noticed only with the next key.
+        Where nothing happens the key is pressed again, as a person does: a signal that comes between the prompt and
+        the moment the line editor begins to wait is noticed only with the next one.
         """
         self.type(key)
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        shown, deadline = self.raw, time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline and self._take():
-            if not select.select([self._file], [], [], 3)[0]:
-                self.type(" ")
+            if self.raw == shown and not select.select([self._file], [], [], 5)[0]:
+                self.type(key)
         os.close(self._file)
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
