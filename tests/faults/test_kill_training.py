@@ -7,7 +7,6 @@ default; `make faults` tries every one.
 import hashlib
 import os
 import signal
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -17,6 +16,7 @@ import pytest
 from tiny_runs import Remembering, make_run
 from write_faults import kill_this_process_at
 
+from forked import in_child
 from tunewell.records.events import read_events
 from tunewell.training.engine import resume, train
 from tunewell.training.optim import optimizer_tensors
@@ -40,20 +40,6 @@ class _Killer(Remembering):
     def stepped(self, event: Any) -> None:
         if event.step == self._at:
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _in_child(act: Callable[[], None]) -> int:
-    """Run something in a forked child; give its exit code, or minus the signal that ended it."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            act()
-            code = 0
-        finally:
-            os._exit(code)
-    status = os.waitpid(child, 0)[1]
-    return os.waitstatus_to_exitcode(status)
 
 
 def _begin_or_go_on(folder: Path, accumulation: int, *, kill_at: int | None = None) -> None:
@@ -85,7 +71,7 @@ def _log(folder: Path) -> list[dict[str, Any]]:
 @cache
 def _undisturbed(accumulation: int) -> Path:
     folder = Path(mkdtemp(prefix="tunewell-undisturbed-")) / "run"
-    assert _in_child(lambda: _begin_or_go_on(folder, accumulation)) == 0
+    assert in_child(lambda: _begin_or_go_on(folder, accumulation)) == 0
     return folder
 
 
@@ -97,8 +83,8 @@ def _assert_same(folder: Path, accumulation: int) -> None:
 
 def _kill_at_step(tmp_path: Path, accumulation: int, step: int) -> None:
     folder = tmp_path / f"{accumulation}-{step}"
-    assert _in_child(lambda: _begin_or_go_on(folder, accumulation, kill_at=step)) == -signal.SIGKILL
-    assert _in_child(lambda: _begin_or_go_on(folder, accumulation)) == 0
+    assert in_child(lambda: _begin_or_go_on(folder, accumulation, kill_at=step)) == -signal.SIGKILL
+    assert in_child(lambda: _begin_or_go_on(folder, accumulation)) == 0
     _assert_same(folder, accumulation)
 
 
@@ -122,11 +108,11 @@ def _kill_at_write(tmp_path: Path, call: int) -> bool:
         kill_this_process_at(call)
         _begin_or_go_on(folder, 1)
 
-    code = _in_child(disturbed)
+    code = in_child(disturbed)
     if code == 0:
         return False
     assert code == -signal.SIGKILL
-    assert _in_child(lambda: _begin_or_go_on(folder, 1)) == 0
+    assert in_child(lambda: _begin_or_go_on(folder, 1)) == 0
     _assert_same(folder, 1)
     return True
 
@@ -152,6 +138,6 @@ def test_a_run_killed_at_every_write_ends_as_if_it_had_not_been(tmp_path: Path, 
 def test_a_run_killed_twice_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     folder = tmp_path / "twice"
     for step in (8, 17):
-        assert _in_child(lambda step=step: _begin_or_go_on(folder, 1, kill_at=step)) == -signal.SIGKILL
-    assert _in_child(lambda: _begin_or_go_on(folder, 1)) == 0
+        assert in_child(lambda step=step: _begin_or_go_on(folder, 1, kill_at=step)) == -signal.SIGKILL
+    assert in_child(lambda: _begin_or_go_on(folder, 1)) == 0
     _assert_same(folder, 1)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import tunewell
 from corpora import write_rows
+from forked import Command, run_command
 from tunewell.core.errors import UserError
 from tunewell.records.events import read_events
 from tunewell.records.plan import read_plan
@@ -47,15 +48,17 @@ def project(tmp_path: Path, tiny_model: Path) -> Path:
     return tmp_path
 
 
+def _arguments(*arguments: str, sets: tuple[str, ...] = ()) -> list[str]:
+    return ["train", *arguments, *(part for setting in (*SETTINGS, *sets) for part in ("--set", setting))]
+
+
 def _train(project: Path, *arguments: str, sets: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "tunewell", "train", *arguments]
-    for setting in (*SETTINGS, *sets):
-        line += ["--set", setting]
-    return subprocess.run(line, cwd=project, capture_output=True, text=True, check=False, env=os.environ | {"CI": "1"})
+    return run_command(*_arguments(*arguments, sets=sets), cwd=project)
 
 
 def test_a_run_leaves_behind_what_it_promises(project: Path) -> None:
-    done = _train(project, "--json")
+    line = [sys.executable, "-m", "tunewell", *_arguments("--json")]
+    done = subprocess.run(line, cwd=project, capture_output=True, text=True, check=False, env=os.environ | {"CI": "1"})
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["steps"] == told["num_steps"] == 6 and told["status"] == "finished"
@@ -77,8 +80,7 @@ def test_a_run_leaves_behind_what_it_promises(project: Path) -> None:
 
 def test_the_config_in_the_run_folder_repeats_the_run(project: Path) -> None:
     assert _train(project).returncode == 0
-    line = [sys.executable, "-m", "tunewell", "train", "--config", "run/config.yaml", "--out", "again"]
-    done = subprocess.run(line, cwd=project, capture_output=True, text=True, check=False)
+    done = run_command("train", "--config", "run/config.yaml", "--out", "again", cwd=project)
     assert done.returncode == 0, done.stderr
     assert _losses(project / "again") == _losses(project / "run")
 
@@ -146,18 +148,15 @@ def test_a_signal_saves_within_a_step_and_resume_ends_as_if_there_had_been_none(
 ) -> None:
     longer = ("train.max_steps=60", "evaluate.every_steps=1000", "checkpoints.every_steps=1000", "evaluate.samples=0")
     assert _train(project, "--out", "whole", sets=longer).returncode == 0
-    line = [sys.executable, "-m", "tunewell", "train"]
-    for setting in (*SETTINGS, *longer):
-        line += ["--set", setting]
-    process = subprocess.Popen(line, cwd=project, stderr=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    process = Command(*_arguments(sets=longer), cwd=project)
     log = project / "run" / "events.jsonl"
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not (log.is_file() and len(log.read_bytes().splitlines()) > 8):
         time.sleep(0.01)
     process.send_signal(number)
-    told, _ = process.communicate(timeout=60)
-    assert process.returncode == code
-    assert "tunewell train --resume" in told
+    done = process.wait(60)
+    assert done.returncode == code
+    assert "tunewell train --resume" in done.stdout
     assert _train(project, "--resume", sets=longer).returncode == 0
     assert _losses(project / "run") == _losses(project / "whole")
 
@@ -176,17 +175,12 @@ def test_the_library_does_the_same(project: Path, monkeypatch: pytest.MonkeyPatc
 def test_two_processes_train_one_run(project: Path) -> None:
     """As `torchrun` starts them: the same losses as one process has, and one run folder."""
     assert _train(project, "--out", "alone").returncode == 0
-    line = [sys.executable, "-m", "tunewell", "train", "--out", "together"]
-    for setting in (*SETTINGS, "train.micro_batch_tokens=40"):
-        line += ["--set", setting]
+    arguments = _arguments("--out", "together", sets=("train.micro_batch_tokens=40",))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "CI": "1"}
-    started = [
-        subprocess.Popen(line, cwd=project, env=os.environ | meeting | {"RANK": str(rank)}, stdout=subprocess.DEVNULL)
-        for rank in range(2)
-    ]
-    assert [process.wait(180) for process in started] == [0, 0]
+        meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    started = [Command(*arguments, cwd=project, env=meeting | {"RANK": str(rank)}) for rank in range(2)]
+    assert [process.wait().returncode for process in started] == [0, 0]
     assert _losses(project / "together") == [
         (step, pytest.approx(loss, rel=1e-4)) for step, loss in _losses(project / "alone")
     ]
@@ -209,10 +203,7 @@ def test_nothing_to_train_on_is_said_and_leaves_nothing_behind(tmp_path: Path, m
 
 def test_two_runs_in_one_folder_are_kept_apart(project: Path) -> None:
     longer = ("train.max_steps=400", "evaluate.samples=0")
-    line = [sys.executable, "-m", "tunewell", "train"]
-    for setting in (*SETTINGS, *longer):
-        line += ["--set", setting]
-    first = subprocess.Popen(line, cwd=project, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    first = Command(*_arguments(sets=longer), cwd=project)
     try:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and not (project / "run" / "plan.json").is_file():
@@ -220,7 +211,7 @@ def test_two_runs_in_one_folder_are_kept_apart(project: Path) -> None:
         second = _train(project, "--resume", sets=longer)
         assert second.returncode == 2 and str(first.pid) in second.stderr
     finally:
-        first.kill()
+        first.send_signal(signal.SIGKILL)
         first.wait()
     taken_over = _train(project, "--resume", sets=("train.max_steps=400", "evaluate.samples=0", "checkpoints.keep=2"))
     assert taken_over.returncode == 0, taken_over.stderr

@@ -60,6 +60,8 @@ def converse(chat: "Chat", *, with_base: bool) -> None:
     """Talk with a person at a terminal until they leave."""
     introduce(chat, with_base=with_base)
     _edit_lines()
+    # Whoever started this may have had Ctrl-C ignored, as shells do for what runs in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     while (text := _read_message()) is not None:
         command = split_command(text)
         if command is not None and command[0] == "/quit":

@@ -1,0 +1,85 @@
+"""Commands in forked children of the test process: real processes, without seconds of imports for each."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def in_child(act: Callable[[], None]) -> int:
+    """Run something in a forked child; give its exit code, or minus the signal that ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(_fork(act), 0)[1])
+
+
+class Command:
+    """`tunewell ARGUMENTS` in a child; what it prints goes to files, and `wait` gives it."""
+
+    def __init__(self, *arguments: str, cwd: Path, env: dict[str, str] | None = None) -> None:
+        self._out, self._err = (tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(2))  # noqa: SIM115  kept open
+        self.arguments = arguments
+
+        def act() -> None:
+            os.chdir(cwd)
+            os.environ.update({"CI": "1", **(env or {})})
+            _run(arguments, self._out.fileno(), self._err.fileno())
+
+        self.pid = _fork(act)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, timeout: float = 180) -> "subprocess.CompletedProcess[str]":
+        """Wait for its end; kill it where that does not come in time."""
+        deadline = time.monotonic() + timeout
+        while True:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                break
+            if time.monotonic() > deadline:
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+                raise TimeoutError(f"tunewell {' '.join(self.arguments)}\n{self._told(self._err)}")
+            time.sleep(0.01)
+        code = os.waitstatus_to_exitcode(status)
+        return subprocess.CompletedProcess(self.arguments, code, self._told(self._out), self._told(self._err))
+
+    @staticmethod
+    def _told(file: "tempfile._TemporaryFileWrapper[str]") -> str:
+        file.seek(0)
+        return file.read()
+
+
+def run_command(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
+    """Run a command to its end."""
+    return Command(*arguments, cwd=cwd, env=env).wait()
+
+
+def _run(arguments: tuple[str, ...], out: int, err: int) -> None:
+    import torch
+
+    from tunewell.cli import main as frame
+
+    torch.set_num_threads(1)  # OpenMP's threads do not live on in a forked child
+    for number, name in ((out, "stdout"), (err, "stderr")):
+        os.dup2(number, 1 if name == "stdout" else 2)
+        setattr(sys, name, open(1 if name == "stdout" else 2, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
+    code = frame.main(arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _fork(act: Callable[[], None]) -> int:
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            act()
+            code = 0
+        finally:
+            os._exit(code)
+    return child
