@@ -21,12 +21,14 @@ from loads import ALPHA, CASES, LEARNING_RATE, LONGEST, RANK, Case, Documents, d
 from tunewell.config.schema import Config
 from tunewell.models import adapters, attention
 from tunewell.records.events import EventLog
+from tunewell.records.healing import HEALING
 from tunewell.records.plan import Plan
 from tunewell.training.batches import DataOrder
 from tunewell.training.checkpoints import Checkpoints
 from tunewell.training.engine import Run
 from tunewell.training.engine import train as take_steps
 from tunewell.training.leak_probe import probe_leaks
+from tunewell.training.remedies import Remedies
 from tunewell.training.step import Learner
 
 CONTENDERS = {"ours-eager": "off", "ours-compiled": "on", "ours-auto": "auto"}
@@ -103,9 +105,11 @@ def put_together(case: Case, documents: Documents, *, model: Any, compiling: str
         checkpoints=Checkpoints(folder / "checkpoints", keep=2, on_trouble=marks.noted),
         events=EventLog(folder / "events.jsonl"),
         samples=EventLog(folder / "samples.jsonl"),
+        remedies=Remedies(folder / HEALING),
         watcher=marks,
         trained=trained,
         restore=lambda tensors: None,
+        begin_again=lambda: None,
     )
 
 

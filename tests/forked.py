@@ -16,10 +16,14 @@ def in_child(act: Callable[[], None]) -> int:
 
 
 class Command:
-    """`tunewell ARGUMENTS` in a child; what it prints goes to files, and `wait` gives it."""
+    """`tunewell ARGUMENTS` in a child; what it prints goes to files, and `wait` gives it.
+
+    A training goes without its supervisor, which would start it in a process of its own.
+    """
 
     def __init__(self, *arguments: str, cwd: Path, env: dict[str, str] | None = None) -> None:
         self._out, self._err = (tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(2))  # noqa: SIM115  kept open
+        arguments = (*arguments, "--no-supervisor") if arguments[0] == "train" else arguments
         self.arguments = arguments
 
         def act() -> None:

@@ -16,6 +16,7 @@ from tunewell.cli import main as frame
 from tunewell.cli.commands.train import flags_as_sets, screen
 from tunewell.cli.main import COMMANDS, main
 from tunewell.config.load import load_config
+from tunewell.records.healing import HealingEntry
 
 LOSSES = [(step, 2.0 - step / 100) for step in range(1, 96)]
 
@@ -51,6 +52,8 @@ class Result:
     losses: list[tuple[int, float]] = field(default_factory=lambda: LOSSES)
     held_out: list[tuple[int, float]] = field(default_factory=lambda: [(0, 2.1169), (90, 0.9285), (95, 0.9369)])
     notes: list[str] = field(default_factory=lambda: ["the disk was full at step 40; the checkpoint before stays"])
+    healing: list[HealingEntry] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
     validation: None = None
 
     def as_json(self):
@@ -159,7 +162,7 @@ def test_flags_reach_the_config_and_the_workflow(trained, monkeypatch, tmp_path,
     calls = trained(Result())
     arguments = ["--out", "my run: 5", "--device", "cuda:1", "--seed", "7", "--model", "m", "--data", "a.jsonl"]
     arguments += ["--resume", "--allow-change", "seed", "--allow-change", "device", "--allow-pickle"]
-    assert main(["train", *arguments, "--set", "train.max_steps=3"]) == 0
+    assert main(["train", *arguments, "--no-supervisor", "--set", "train.max_steps=3"]) == 0
     ((loaded, how),) = calls
     config = loaded.config
     assert (config.run, config.device, config.seed, config.model) == ("my run: 5", "cuda:1", 7, "m")
@@ -170,11 +173,52 @@ def test_flags_reach_the_config_and_the_workflow(trained, monkeypatch, tmp_path,
     assert "step 1/3  loss" in shown.err and "step 1/3" not in shown.out
 
 
+def test_flags_survive_the_supervisor(trained, monkeypatch, tmp_path):
+    """The run is started by a line that is spelled anew: what was typed must be what it gets."""
+    monkeypatch.chdir(tmp_path)
+    calls = trained(Result())
+    lines = []
+
+    def supervise(line, **how):
+        lines.append((line(False, "7,8,9"), line(True, "7,8,9"), how["folder"]))
+        return 3
+
+    monkeypatch.setattr("tunewell.workflows.supervise.supervise", supervise)
+    arguments = ["--out", "my run: 5", "--device", "cpu", "--seed", "7", "--model", "-m", "--data", "a b.jsonl"]
+    arguments += ["--data", "--x.jsonl", "--allow-change", "seed", "--allow-pickle", "--no-validate"]
+    arguments += ["--set", 'train.schedule="linear"', "--set", "train.max_steps=3"]
+    assert main(["train", *arguments]) == 3 and not calls
+    first, again, folder = lines[0]
+    assert folder.name == "my run: 5" and again == [*first[:-2], "--resume", *first[-2:]]
+    assert first[1:4] == ["-m", "tunewell", "train"] and first[-2:] == ["--supervised", "7,8,9"]
+    assert main([*first[3:-2], "--no-supervisor"]) == 0
+    ((loaded, how),) = calls
+    config = loaded.config
+    assert (config.run, config.device, config.seed, config.model) == ("my run: 5", "cpu", 7, "-m")
+    assert [source.path for source in config.data.sources] == ["a b.jsonl", "--x.jsonl"]
+    assert (config.train.schedule, config.train.max_steps, config.verdict.after_training) == ("linear", 3, False)
+    assert how["allow_pickle"] and list(how["allowed_changes"]) == ["seed"] and not how["is_resuming"]
+
+
+def test_what_was_healed_is_told_with_its_cost_and_what_to_change():
+    entries = [
+        HealingEntry(7, "nan-gradients", "fault", "skip", "it broke", {"rows": ["a.jsonl row 3"]}, documents=[2]),
+        HealingEntry(9, "out-of-memory", "warning", "split", "taken again"),
+        HealingEntry(9, "out-of-memory", "warning", "split", "from now on", micro_batch_tokens=512),
+        HealingEntry(11, "throughput-cliff", "note", "none", "slower"),
+    ]
+    text = screen(replace(Result(), healing=entries, advice=["set `train.micro_batch_tokens: 512`"]), None)
+    assert "healed      step 7: it broke" in text and "slower" not in text
+    whole = "in all: 1 update left out, 1 document left out, 1 step taken again in smaller parts"
+    assert whole in " ".join(text.split())
+    assert "next time   set `train.micro_batch_tokens: 512`" in text
+
+
 def test_without_flags_nothing_is_allowed(trained, monkeypatch, tmp_path):
     """Resuming, changing and unpickling are asked for, never assumed."""
     monkeypatch.chdir(tmp_path)
     calls = trained(Result())
-    assert main(["train"]) == 0
+    assert main(["train", "--no-supervisor"]) == 0
     ((_, how),) = calls
     assert not how["is_resuming"] and not how["allow_pickle"] and list(how["allowed_changes"]) == []
 
@@ -183,14 +227,14 @@ def test_the_exit_code_is_the_runs(trained, monkeypatch, tmp_path):
     """143 tells a scheduler that the run was asked to stop and can go on."""
     monkeypatch.chdir(tmp_path)
     trained(replace(Result(), status="interrupted", exit_code=143))
-    assert main(["train"]) == 143
+    assert main(["train", "--no-supervisor"]) == 143
 
 
 def test_json_is_the_only_thing_on_stdout(trained, monkeypatch, tmp_path, capsys):
     """A program reads it."""
     monkeypatch.chdir(tmp_path)
     trained(Result())
-    assert main(["train", "--json"]) == 0
+    assert main(["train", "--no-supervisor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == 388_213
 
 

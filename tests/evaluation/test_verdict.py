@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunewell.config.keys import all_keys
-from tunewell.config.schema import VerdictRules
+from tunewell.config.rules import VerdictRules
 from tunewell.evaluation.evidence import FEW
 from tunewell.evaluation.verdict import CODES, Facts, judge, tally, thresholds_with_reasons
 from tunewell.records.report import Change, Exchange, LossPair, Said

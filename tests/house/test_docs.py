@@ -43,5 +43,7 @@ def test_every_reason_in_the_code_is_in_the_glossary():
 def test_every_key_named_in_the_glossary_exists():
     """A renamed key must be renamed in the words too."""
     groups = {name.partition(".")[0] for name in all_keys()}
+    files = ("jsonl", "json", "yaml")
     named = [name for name in re.findall(r"`((?:\w+\.)+\w+)", glossary_text()) if name.partition(".")[0] in groups]
+    named = [name for name in named if name.rpartition(".")[2] not in files]
     assert named and [name for name in named if name not in all_keys()] == []

@@ -102,7 +102,11 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path) -> None:
 
 
 def test_a_step_that_is_not_finite_is_logged_as_it_is(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", plan={"num_steps": 2, "save_every": 9, "evaluate_every": 9})
+    run = make_run(
+        tmp_path / "run",
+        config={"healing": {"on": False}},
+        plan={"num_steps": 2, "save_every": 9, "evaluate_every": 9},
+    )
     run.learner.model.get_output_embeddings().weight.data[3] = float("nan")
     train(run)
     steps = [event for event in read_events(tmp_path / "run" / "events.jsonl") if event["kind"] == "step"]
@@ -113,7 +117,7 @@ def test_a_step_that_is_not_finite_is_logged_as_it_is(tmp_path: Path) -> None:
 def test_quarantined_documents_are_left_out_and_the_steps_stay(tmp_path: Path) -> None:
     plain, without = make_run(tmp_path / "plain"), make_run(tmp_path / "without")
     left_out = int(plain.order.step(0).documents[0])
-    without.progress.quarantine = [left_out]
+    without.remedies.quarantine = {left_out: 0}
     train(plain)
     train(without)
     first, second = (read_events(tmp_path / name / "events.jsonl")[1] for name in ("plain", "without"))

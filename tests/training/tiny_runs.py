@@ -4,15 +4,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from lessons import RandomDocuments, tiny_llama
 
 from tunewell.config.schema import Config
 from tunewell.models import adapters
 from tunewell.records.events import EventLog
+from tunewell.records.healing import HEALING, HealingEntry, read_healing
 from tunewell.records.plan import Chosen, Plan
 from tunewell.training.batches import DataOrder
 from tunewell.training.checkpoints import Checkpoints
 from tunewell.training.engine import Run
+from tunewell.training.injection import plant
+from tunewell.training.readings import About
+from tunewell.training.remedies import Remedies
 from tunewell.training.step import Learner
 from tunewell.training.watching import HeldOutEvent, Sample, StepEvent, Unwatched
 
@@ -24,12 +29,19 @@ class Remembering(Unwatched):
         self.steps: list[StepEvent] = []
         self.looks: list[HeldOutEvent] = []
         self.notes: list[str] = []
+        self.healing: list[HealingEntry] = []
 
     def stepped(self, event: StepEvent) -> None:
         self.steps.append(event)
 
     def looked(self, event: HeldOutEvent, samples: list[Sample]) -> None:
         self.looks.append(event)
+
+    def healed(self, entry: HealingEntry) -> None:
+        self.healing.append(entry)
+
+    def rewound(self, step: int) -> None:
+        self.steps = [event for event in self.steps if event.step <= step]
 
     def noted(self, message: str) -> None:
         self.notes.append(message)
@@ -68,12 +80,19 @@ def make_plan(**values: Any) -> Plan:
     )
 
 
-def make_run(folder: Path, *, config: dict[str, Any] | None = None, plan: dict[str, Any] | None = None) -> Run:
+def make_run(
+    folder: Path,
+    *,
+    config: dict[str, Any] | None = None,
+    plan: dict[str, Any] | None = None,
+    faults: str | None = None,
+    seed: int = 0,
+) -> Run:
     """Put a run together in a folder, new or to be resumed."""
     settings = Config.model_validate({"method": {"rank": 4, "dropout": 0.2}, **(config or {})})
     decided = make_plan(**(plan or {}))
-    model = tiny_llama()
-    adapter = adapters.add_lora(model, settings.method, seed=0)
+    model = tiny_llama(seed=seed)
+    adapter = adapters.add_lora(model, settings.method, seed=seed)
     documents = RandomDocuments(23)
     watcher = Remembering()
     folder.mkdir(exist_ok=True)
@@ -81,14 +100,26 @@ def make_run(folder: Path, *, config: dict[str, Any] | None = None, plan: dict[s
     def trained() -> Any:
         return {adapters.WEIGHTS: adapters.adapter_tensors(model, adapter)}, {adapters.CONFIG: "{}"}
 
+    first = {name: tensor.clone() for name, tensor in adapters.adapter_tensors(model, adapter).items()}
+    remedies = Remedies(folder / HEALING)
+    remedies.take_over(read_healing(folder))
+
+    def begin_again(own: Any) -> None:
+        with torch.no_grad():
+            fresh = dict(tiny_llama(seed=seed).named_parameters())
+            for name, parameter in model.named_parameters():
+                if (before := fresh.get(name.replace(".base_layer.", "."))) is not None:
+                    parameter.copy_(before)
+        adapters.load_tensors(model, own, where="beginning")
+
     def restore(tensors: Any) -> None:
         adapters.load_tensors(model, tensors[adapters.WEIGHTS], where="checkpoint")
 
     return Run(
         plan=decided,
         config=settings,
-        learner=Learner(model, "fp32", 40, settings=settings.train),
-        order=DataOrder(documents.index["length"], 0, "c", batch_documents=decided.batch_documents.value),
+        learner=Learner(model, "fp32", 40, settings=settings.train, faults=plant(faults, is_allowed=True)),
+        order=DataOrder(documents.index["length"], seed, "c", batch_documents=decided.batch_documents.value),
         documents=documents,
         held_out=RandomDocuments(5, seed=9),
         checkpoints=Checkpoints(
@@ -96,8 +127,11 @@ def make_run(folder: Path, *, config: dict[str, Any] | None = None, plan: dict[s
         ),
         events=EventLog(folder / "events.jsonl"),
         samples=EventLog(folder / "samples.jsonl"),
+        remedies=remedies,
         watcher=watcher,
         trained=trained,
         restore=restore,
+        begin_again=lambda: begin_again(first),
+        about=About(vocab_size=131, precision="fp32", device="cpu", max_grad_norm=settings.train.max_grad_norm),
         identity={"seed": 0},
     )

@@ -9,6 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tunewell.records.healing import HealingEntry
     from tunewell.training.watching import HeldOutEvent, Sample, Start, StepEvent
 
 RECENT_STEPS = 40
@@ -30,6 +31,7 @@ class RunSoFar:
     best: "HeldOutEvent | None" = None
     sample: "Sample | None" = None
     notes: list[str] = field(default_factory=list)
+    healing: "list[HealingEntry]" = field(default_factory=list)
     num_skipped: int = 0
 
     def __post_init__(self) -> None:
@@ -63,6 +65,18 @@ class RunSoFar:
         if samples:
             self.sample = samples[0]
         self.doing("")
+
+    def healed(self, entry: "HealingEntry") -> None:
+        """Remember what went wrong and what was done about it."""
+        self.healing.append(entry)
+        self.heard = self.clock()
+
+    def rewound(self, step: int) -> None:
+        """Forget the steps that are taken again."""
+        kept = [event for event in self.recent if event.step <= step]
+        self.recent.clear()
+        self.recent.extend(kept)
+        self.last = kept[-1] if kept else None
 
     def noted(self, message: str) -> None:
         """Remember a note."""

@@ -7,10 +7,19 @@ from typing import TYPE_CHECKING
 
 from tunewell.cli.lasting_stream import LastingStream
 from tunewell.cli.run_so_far import RunSoFar
-from tunewell.cli.training_words import loss_words, method_words, model_words, norm_words, one_line, speed_words
+from tunewell.cli.training_words import (
+    healing_line,
+    loss_words,
+    method_words,
+    model_words,
+    norm_words,
+    one_line,
+    speed_words,
+)
 from tunewell.core.units import count, duration, size_bytes
 
 if TYPE_CHECKING:
+    from tunewell.records.healing import HealingEntry
     from tunewell.training.watching import HeldOutEvent, Sample, Start, StepEvent
 
 _SHORTEST_WAIT, _LONGEST_WAIT = 10.0, 60.0
@@ -70,6 +79,16 @@ class PlainLines:
         for sample in samples[:1]:
             self._write(f"  asked: {_cut(one_line(sample.question))}")
             self._write(f"  said:  {_cut(one_line(sample.answer))}")
+
+    def healed(self, entry: "HealingEntry") -> None:
+        """Write what went wrong and what was done about it."""
+        self.run.healed(entry)
+        self._write(healing_line(entry))
+
+    def rewound(self, step: int) -> None:
+        """Count the steps from there again; what happened is told by itself."""
+        self.run.rewound(step)
+        self._wrote_step = min(self._wrote_step, step)
 
     def noted(self, message: str) -> None:
         """Write a note."""

@@ -11,6 +11,7 @@ from rich.text import Text
 from tunewell.cli.run_so_far import RECENT_STEPS, RunSoFar
 from tunewell.cli.training_words import (
     change_words,
+    healing_line,
     loss_words,
     method_words,
     model_words,
@@ -144,6 +145,9 @@ def _news(run: RunSoFar, *, encoding: str) -> list[Row]:
     if run.stage and waited >= 1:
         now = f"{now}, {duration(waited)}"
     rows = [Row("now", now)]
+    if run.healing:
+        label, _, words = healing_line(run.healing[-1]).partition(": ")
+        rows.append(Row(label, one_line(words, encoding=encoding), style="bold yellow"))
     if run.notes:
         rows.append(Row("note", one_line(run.notes[-1], encoding=encoding)))
     if run.sample is not None:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 from tunewell.cli.lasting_stream import LastingStream
 from tunewell.cli.run_so_far import RunSoFar
 from tunewell.cli.training_lines import PlainLines
-from tunewell.cli.training_words import one_line
+from tunewell.cli.training_words import healing_line, one_line
 
 if TYPE_CHECKING:
     from rich.live import Live
 
+    from tunewell.records.healing import HealingEntry
     from tunewell.training.watching import HeldOutEvent, Sample, Start, StepEvent
 
 _REFRESHES_PER_SECOND = 2
@@ -35,6 +36,8 @@ def shown_training() -> Iterator["LivePanel | PlainLines"]:
     except BaseException:
         screen.close()
         if is_live:
+            for entry in screen.run.healing:
+                stream.write(f"{healing_line(entry)}\n")
             for note in screen.run.notes:
                 stream.write(f"note: {one_line(note)}\n")
         raise
@@ -71,6 +74,14 @@ class LivePanel:
     def looked(self, event: "HeldOutEvent", samples: "Sequence[Sample]") -> None:
         """Show the held-out loss and the first sample at the next refresh."""
         self._hear(lambda: self.run.looked(event, samples))
+
+    def healed(self, entry: "HealingEntry") -> None:
+        """Show what went wrong and what was done about it at the next refresh."""
+        self._hear(lambda: self.run.healed(entry))
+
+    def rewound(self, step: int) -> None:
+        """Show the steps that are left."""
+        self._hear(lambda: self.run.rewound(step))
 
     def noted(self, message: str) -> None:
         """Show a note at the next refresh."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tunewell.core.units import count
 
 if TYPE_CHECKING:
+    from tunewell.records.healing import HealingEntry
     from tunewell.training.watching import Start
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -55,6 +56,12 @@ def size_of_model(number: int) -> str:
             value = number / limit
             return f"{value:.1f} {unit}" if value < 99.95 else f"{value:,.0f} {unit}"
     return count(number)
+
+
+def healing_line(entry: "HealingEntry") -> str:
+    """Say in one plain line what went wrong and what was done about it."""
+    label = "stopped" if entry.action == "stop" else "warning" if entry.action == "none" else "healed"
+    return f"{label}: step {count(entry.step)}: {one_line(entry.words)}"
 
 
 def model_words(model: str) -> str:

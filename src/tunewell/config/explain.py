@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from tunewell.config.branch import Branch
 from tunewell.config.keys import (
     Key,
     Steps,
@@ -16,7 +17,7 @@ from tunewell.config.keys import (
     write_key,
 )
 from tunewell.config.load import Loaded
-from tunewell.config.schema import ALIASES, Branch, Config
+from tunewell.config.schema import ALIASES, Config
 from tunewell.core.errors import UserError
 
 

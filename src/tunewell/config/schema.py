@@ -8,13 +8,11 @@ import re
 from datetime import date
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-Auto = Literal["auto"]
-Whole = Annotated[int, Strict()]
-Real = Annotated[float, Strict()]
-Flag = Annotated[bool, Strict()]
-Text = Annotated[str, Field(min_length=1)]
+from tunewell.config.branch import Auto, Branch, Flag, Real, Text, Whole
+from tunewell.config.rules import Healing, VerdictRules
+
 LearnFrom = Literal["responses", "last_response", "everything"]
 Role = Literal["system", "user", "assistant", "tool"]
 Format = Literal["auto", "alpaca", "dolly", "question_answer", "prompt_completion", "messages", "sharegpt", "text"]
@@ -50,12 +48,6 @@ ALIASES: dict[str, str] = {
 """What other tools call our keys; read at the top of the file and in the key's own branch."""
 
 
-class Branch(BaseModel):
-    """A group of keys: frozen, and closed to keys it does not know."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-
-
 def as_sources(value: Any) -> Any:
     """Spell out the short forms of `data.sources`: one path, or a list of paths, each with an optional `#500`."""
     entries = [value] if isinstance(value, str | dict) else value
@@ -77,7 +69,7 @@ class Source(Branch):
     """A file, a folder or a glob, from the config file's folder. As a bare string it may end in `#500`, a limit."""
     format: Format = "auto"
     """How a row is laid out. `auto`: detected from the rows and printed."""
-    columns: dict[str, str] = {}
+    columns: dict[str, str] = {}  # noqa: RUF012  pydantic copies it
     """Our field to the name it has in your rows, e.g. `{question: Frage, answer: Antwort}`."""
     map: str | None = None
     """A function of yours that turns a row into another, `file.py:function`. It runs with your rights."""
@@ -204,7 +196,7 @@ class Template(Branch):
     """Add the template's markers to the tokenizer where it lacks them; their embeddings start untrained."""
     date: str = "2025-01-01"
     """The day a template sees when it asks for today's date, so that equal rows give equal tokens."""
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}  # noqa: RUF012  pydantic copies it
     """Values handed to the template, e.g. `{enable_thinking: false}`."""
 
     @field_validator("date")
@@ -317,36 +309,6 @@ class Checkpoints(Branch):
     """Newest checkpoints kept, two at least. The best by held-out loss is kept beside them."""
 
 
-class VerdictRules(Branch):
-    """How a trained model is judged, and what it takes to pass."""
-
-    after_training: Flag = True
-    """Judge the model at the end of `train`."""
-    questions: Annotated[Whole, Field(ge=0)] = 100
-    """Held-out questions that are asked, spread evenly over the rows. 0: none, the losses alone decide."""
-    answer_tokens: Annotated[Whole, Field(ge=1)] | Auto = "auto"
-    """Longest answer in tokens. `auto`: one and a half times the longest reference, from 32 to 512."""
-    max_documents: Annotated[Whole, Field(ge=1)] | None = 500
-    """Held-out documents whose loss is computed, spread evenly over them. `null`: all."""
-    batch_size: Annotated[Whole, Field(ge=1)] | Auto = "auto"
-    """Questions answered at once. `auto`: as many as fit into 8,192 tokens."""
-    min_gain: Annotated[Real, Field(ge=0, lt=1)] = 0.05
-    """Share by which the held-out loss must be lower than the base model's. Less is WEAK, none at all is FAIL: rows
-    that were not trained on are where learning shows."""
-    min_right: Annotated[Real, Field(ge=0, le=1)] = 0.5
-    """Share of the questions with a short reference that must be answered right. Less is WEAK: a model that is wrong
-    more often than not is of no use as a source of facts."""
-    max_faults: Annotated[Real, Field(ge=0, le=1)] = 0.1
-    """Share of the answers that may be empty, loop, echo or never end. More is WEAK, half of them is FAIL: one in ten
-    is what a reader forgives."""
-    max_rise: Annotated[Real, Field(ge=0)] = 0.15
-    """Share by which the held-out loss may rise above its lowest while the training loss falls. More is WEAK: what was
-    learned since is the rows by heart."""
-    max_forgetting: Annotated[Real, Field(ge=0)] = 0.5
-    """Share by which the loss on everyday text may rise above the base model's. More is WEAK, doubled is FAIL: a
-    model that has lost its language answers nothing new."""
-
-
 class Config(Branch):
     """A whole `tunewell.yaml`."""
 
@@ -377,5 +339,7 @@ class Config(Branch):
     """How a run is watched on held-out rows."""
     checkpoints: Checkpoints = Checkpoints()
     """What is kept of a run while it goes on."""
+    healing: Healing = Healing()
+    """What is done about a run that goes wrong, and how often."""
     verdict: VerdictRules = VerdictRules()
     """How a trained model is judged, and what it takes to pass."""

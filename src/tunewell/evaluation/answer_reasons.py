@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from tunewell.config.schema import VerdictRules
+from tunewell.config.rules import VerdictRules
 from tunewell.core.units import count, percent
 from tunewell.evaluation.evidence import FEW, Facts, asked_and_said, level_for, rate_times, tally
 from tunewell.records.report import Exchange, Reason, Said

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
-from tunewell.config.schema import VerdictRules
+from tunewell.config.rules import VerdictRules
 from tunewell.core.units import count, percent
 from tunewell.evaluation.answer_reasons import answers_got_better
 from tunewell.evaluation.evidence import FEW, Facts, level_for, rate_times, short_text, shown

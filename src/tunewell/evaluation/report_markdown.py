@@ -34,6 +34,7 @@ def report_markdown(report: Report) -> str:
         *_and_more(len(report.reasons) - _MOST_REASONS, "reason"),
         *_answers(report),
         *_rows(report),
+        *_healing(report),
         *_notes(report),
         *_repeat(report),
         f"<sub>{escaped(report.made_by)}, {escaped(report.made_at)}; everything is in `report.html`</sub>",
@@ -141,6 +142,11 @@ def _rows(report: Report) -> list[str]:
         f"Data: {count(ledger.rows, 'row')} = {count(ledger.documents, 'document')} + {count(ledger.held_out)} held out"
         f" + {count(dropped)} dropped.{end}"
     ]
+
+
+def _healing(report: Report) -> list[str]:
+    lines = [f"- {prose(line)}" for line in (*report.healing, *(f"next time: {line}" for line in report.advice))]
+    return ["Healed while it was trained:", "\n".join(lines)] if lines else []
 
 
 def _notes(report: Report) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
-from tunewell.config.schema import VerdictRules
+from tunewell.config.rules import VerdictRules
 from tunewell.core.units import count, duration, percent
 from tunewell.evaluation.report_answers import sorted_answers
 from tunewell.evaluation.report_curve import can_draw, curve_words, draw_curve, is_log

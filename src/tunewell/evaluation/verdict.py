@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from tunewell.config.schema import VerdictRules
+from tunewell.config.rules import VerdictRules
 from tunewell.evaluation import answer_reasons, loss_reasons
 from tunewell.evaluation.answer_reasons import right_of
 from tunewell.evaluation.evidence import Facts, shown, tally

@@ -18,8 +18,8 @@ def run_tasks(model: PreTrainedModel, tokenizer_folder: Path, tasks: Sequence[st
     Raises UserError where lm-eval is not installed, does not know a task, or cannot get its data.
     """
     need("lm_eval", extra="lm-eval", purpose="`validate --lm-eval`")
-    from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
+    from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]  an extra
+    from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
 
     tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_folder)
     if tokenizer.pad_token is None:

@@ -24,18 +24,20 @@ def verify_placement(
             f"the model was to be on {device} with frozen parameters in {_short(dtype)} and trained ones in "
             f"{_short(trainable_dtype)}, but {_listed(wrong)}"
         )
-    if broken := _not_finite(model):
+    if broken := not_finite_names(model):
+        listed = _listed([f"`{name}` holds a NaN or an infinity" for name in broken])
         raise UserError(
-            f"the model's weights are damaged: {_listed(broken)}",
+            f"the model's weights are damaged: {listed}",
             fix="get the model again; a run that diverged may have written this one",
         )
 
 
-def _not_finite(model: nn.Module) -> list[str]:
+def not_finite_names(model: nn.Module) -> list[str]:
+    """Name every parameter and buffer that holds a NaN or an infinity."""
     tensors = [(name, tensor) for name, tensor in _tensors(model) if tensor.is_floating_point() and tensor.numel()]
     # All verdicts are read back at once: on a GPU each reading waits for the work before it.
     fine = torch.stack([_is_finite(tensor) for _, tensor in tensors]).tolist() if tensors else []
-    return [f"`{name}` holds a NaN or an infinity" for (name, _), ok in zip(tensors, fine, strict=True) if not ok]
+    return [name for (name, _), is_fine in zip(tensors, fine, strict=True) if not is_fine]
 
 
 def _is_finite(tensor: Tensor) -> Tensor:

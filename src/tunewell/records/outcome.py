@@ -58,6 +58,10 @@ class Outcome(_Record):
     """What was made, and where, seen from the run folder."""
     allowed_changes: list[str] = Field(default_factory=list)
     """What differed from the checkpoint and was allowed with `--allow-change`, line by line."""
+    healing: list[str] = Field(default_factory=list)
+    """What went wrong, what was done about it and what that cost, line by line; `healing.jsonl` has the numbers."""
+    advice: list[str] = Field(default_factory=list)
+    """What to change next time."""
     notes: list[str] = Field(default_factory=list)
     """What a person should know: checkpoints that could not be saved, damage that was passed over."""
 

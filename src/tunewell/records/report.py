@@ -172,6 +172,10 @@ class Report(_Record):
     seconds: dict[str, float] = Field(default_factory=dict)
     """By stage."""
     lm_eval: dict[str, Any] = Field(default_factory=dict)
+    healing: list[str] = Field(default_factory=list)
+    """What went wrong while it was trained, what was done about it and what that cost, line by line."""
+    advice: list[str] = Field(default_factory=list)
+    """What to change so that the next run need not be healed."""
     notes: list[str] = Field(default_factory=list)
     next: str = ""
 

@@ -93,6 +93,14 @@ class Checkpoints:
         self._best = saved.manifest.best_step
         return state
 
+    def leave(self, step: int) -> None:
+        """Remove what was saved after a step: the run goes another way from there."""
+        self.wait()
+        for later in saved_steps(self.folder):
+            if later > step:
+                self._remove(later)
+        self._best = newest_best_step(self.folder)
+
     def _save(self, snapshot: Snapshot, is_best: bool) -> None:
         snapshot.wait()
         name = checkpoint_name(snapshot.step)

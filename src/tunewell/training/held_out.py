@@ -34,18 +34,22 @@ class HeldOutLoss:
 
 
 def held_out_loss(learner: Learner, split: Documents, *, budget: int, most: int | None) -> HeldOutLoss:
-    """Compute the loss of some documents of a split, spread evenly; processes that train together share the work."""
+    """Compute the loss of some documents of a split, spread evenly; processes that train together share the work.
+
+    Raises OutOfMemory, in all of them, where it does not fit in one.
+    """
     chosen = spread(len(split), most)
     lengths = np.asarray(split.index["length"], dtype=np.int64)
     learner.model.eval()
     wide = torch.float32 if learner.device.type == "mps" else torch.float64
     total = torch.zeros((), dtype=wide, device=learner.device)
     tokens = 0
-    for place, group in enumerate(micro_batches(chosen, lengths, budget)):
-        batch = lay_out(split, group)
-        tokens += len(batch.rows)
-        if place % learner.world.size == learner.world.rank:
-            with torch.no_grad():
+    with learner.fitting_everywhere(), torch.no_grad():
+        for place, group in enumerate(micro_batches(chosen, lengths, budget)):
+            batch = lay_out(split, group)
+            tokens += len(batch.rows)
+            if place % learner.world.size == learner.world.rank:
+                learner.faults.before_look(batch)
                 total += learner.loss_sum(batch).to(wide)
     learner.world.add_up([total])
     return HeldOutLoss(float(total) / max(1, tokens), tokens, len(chosen))

@@ -1,5 +1,6 @@
 """AdamW over what is trained, with clipping and the guard against non-finite numbers folded into its one kernel."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -61,37 +62,57 @@ class Update:
     """What an update was, still on the device."""
 
     grad_norm: Tensor
-    found_inf: Tensor
+    was_skipped: Tensor
+    """1 where nothing was changed."""
+
+
+def prepare(optimizer: torch.optim.AdamW) -> None:
+    """Make the optimizer's memory before its first step, which would make it half-way through: whole, or not yet."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and not optimizer.state[parameter]:
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
 
 
 def update(
-    optimizer: torch.optim.AdamW, *, rate: float, max_norm: float | None, loss: Tensor, scaler: Scaler
+    optimizer: torch.optim.AdamW,
+    *,
+    rate: float,
+    max_norm: float | None,
+    loss: Tensor,
+    scaler: Scaler,
+    norm_limit: float = math.inf,
 ) -> Update:
-    """Clip and step; where the loss or a gradient is not finite, nothing at all is changed.
+    """Clip and step; where the loss or a gradient is not finite, or beyond the limit, nothing at all is changed.
 
     Nothing here waits for the device: the factor and the verdict are tensors that the optimizer's kernel reads.
     """
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads, foreach=True) / scaler.scale
     found_inf = (~(torch.isfinite(norm) & torch.isfinite(loss))).float()
+    was_skipped = torch.maximum(found_inf, (norm > norm_limit).float())
     shrink = torch.ones_like(norm) if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for group in optimizer.param_groups:
         group["lr"] = rate
     if norm.device.type == "mps":
-        return _update_in_python(optimizer, grads, Update(norm, found_inf), shrink / scaler.scale)
+        return _update_in_python(optimizer, grads, Update(norm, was_skipped), shrink / scaler.scale)
     # The attributes by which torch's own scaler talks to a fused optimizer: gradients are divided by `grad_scale`, and
     # the update is left out where `found_inf` is 1.
     optimizer.grad_scale = scaler.scale / shrink  # pyright: ignore[reportAttributeAccessIssue]
-    optimizer.found_inf = found_inf  # pyright: ignore[reportAttributeAccessIssue]
+    optimizer.found_inf = was_skipped  # pyright: ignore[reportAttributeAccessIssue]
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     scaler.update(found_inf)
-    return Update(norm, found_inf)
+    return Update(norm, was_skipped)
 
 
 def _update_in_python(optimizer: torch.optim.AdamW, grads: list[Tensor], done: Update, factor: Tensor) -> Update:
     """Clip and step where the fused kernel takes the attributes and does nothing with them: on Apple GPUs."""
-    if not bool(done.found_inf):
+    if not bool(done.was_skipped):
         for grad in grads:
             grad.mul_(factor)
         optimizer.step()

@@ -1,7 +1,7 @@
 """Read packed documents with a model: its hidden states, and the loss of the tokens that are learned."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,8 @@ class Reader:
     head: HeadShape = field(default_factory=HeadShape)
     shape: FixedShape | None = None
     """Set once the layers are compiled."""
+    alive: Callable[[], None] = lambda: None
+    """Called whenever something is about to be computed."""
     slope: Callable[..., tuple[Tensor, Tensor]] | None = None
     """A compiled `loss_and_slope_fused`, then too."""
 
@@ -38,6 +40,7 @@ class Reader:
         self.head_module: Any = self.model.get_output_embeddings()
         self.is_flash = self.model.config._attn_implementation == FLASH
         is_all_fp32 = all(parameter.dtype == torch.float32 for parameter in self.model.parameters())
+        self._is_uncompiled = False
         # A frozen model is loaded in its precision; one that is trained as a whole is kept in fp32 and cast as it goes.
         self._casts_to = _AUTOCAST.get(self.precision) if is_all_fp32 else None
 
@@ -61,8 +64,9 @@ class Reader:
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """Give the last hidden states of documents laid end to end; filling, where there is any, comes last."""
+        self.alive()
         room, stance = None, nullcontext()
-        if self.shape is not None and self.shape.fits(batch):
+        if self.shape is not None and self.shape.fits(batch) and not self._is_uncompiled:
             batch, room = fill(batch, self.shape), self.shape.documents
         elif self.shape is not None:
             # Compiling again for a shape that may come once would cost more than it saves.
@@ -79,6 +83,22 @@ class Reader:
                 **layout,
             )
         return out.last_hidden_state[0]
+
+    @contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """Run the layers one by one and at the size a batch has: compiled ones skip hooks and fill batches up."""
+        before, self._is_uncompiled = self._is_uncompiled, True
+        slope, self.slope = self.slope, None
+        try:
+            yield
+        finally:
+            self._is_uncompiled, self.slope = before, slope
+
+    def uncompile(self) -> None:
+        """Let go of what was compiled, for good."""
+        for module in self.model.modules():
+            module._compiled_call_impl = None
+        self.shape = self.slope = None
 
     def casting(self) -> Any:
         """Compute in the precision that was chosen, where the model itself is kept in fp32."""

@@ -46,21 +46,25 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted((step for step in steps if step is not None), reverse=True)
 
 
-def find_newest(folder: Path, *, on_trouble: Callable[[str], None]) -> Saved | None:
-    """Give the newest whole checkpoint, every byte verified; damaged ones are told and passed over.
+def find_newest(
+    folder: Path, *, on_trouble: Callable[[str], None], not_after: int | None = None, is_needed: bool = True
+) -> Saved | None:
+    """Give the newest whole checkpoint, of at most so many steps, every byte verified; damaged ones are passed over.
 
-    None if there has been no checkpoint. Raises UserError if there are some and none is whole: starting again from
-    nothing would look like going on.
+    They are told. None if there has been no checkpoint. Raises UserError if there are some and none is whole, unless
+    it is not needed: starting again from nothing would look like going on.
     """
     damaged = []
     for step in saved_steps(folder):
+        if not_after is not None and step > not_after:
+            continue
         path = folder / checkpoint_name(step)
         try:
             return Saved(path, verify(path))
         except DamagedCheckpoint as damage:
             damaged.append(damage.what)
             on_trouble(f"{damage.what}; passed over")
-    if damaged:
+    if damaged and is_needed:
         raise UserError(
             "no checkpoint is whole, so the run cannot go on",
             where="; ".join(damaged),

@@ -1,6 +1,8 @@
 """One optimizer step: forward and backward over its micro-batches, one update, and its numbers, read later."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +13,12 @@ from transformers import PreTrainedModel
 
 from tunewell.config.schema import Train
 from tunewell.models.adapters import trainable
+from tunewell.models.attention import SDPA
 from tunewell.models.lora import LoraLinear
 from tunewell.training.batches import MicroBatch
-from tunewell.training.optim import Scaler, make_optimizer, update
+from tunewell.training.injection import NoFaults
+from tunewell.training.memory_limits import OutOfMemory, is_out_of_memory
+from tunewell.training.optim import Scaler, make_optimizer, prepare, update
 from tunewell.training.reading import Reader
 from tunewell.training.world import World
 
@@ -23,7 +28,7 @@ class Numbers:
     """The numbers of a step on their way from the device; reading them before they are there waits."""
 
     values: Tensor
-    """Loss sum, gradient norm, whether the update was left out, the scaler's factor."""
+    """Mean loss, gradient norm, whether the update was left out, the scaler's factor."""
     arrived: Any
     """An event to wait for, on CUDA; None elsewhere."""
 
@@ -42,6 +47,7 @@ class Learner(Reader):
     settings: Train = field(default_factory=Train)
     seed: int = 0
     world: World = field(default_factory=World)
+    faults: NoFaults = field(default_factory=NoFaults)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,22 +56,89 @@ class Learner(Reader):
         self.scaler = Scaler.make(self.precision, self.device)
         self.is_drawing = _is_drawing(self.model)
 
-    def take_step(self, batches: Sequence[MicroBatch], *, number: int, rate: float) -> Numbers:
-        """Learn from a step's documents: the loss is its sum over all supervised tokens, however they are cut."""
+    def take_step(
+        self, batches: Sequence[MicroBatch], *, number: int, rate: float, norm_limit: float = math.inf
+    ) -> Numbers:
+        """Learn from a step's documents: the loss is its sum over all supervised tokens, however they are cut.
+
+        Where a number is not finite, or the gradient longer than `norm_limit`, nothing is changed. Raises OutOfMemory,
+        in all processes that train together, where it did not fit in one of them; nothing is changed then either.
+        """
         num_supervised = sum(len(batch.rows) for batch in batches)
-        if not self.model.training:
-            self.model.train()
-        total = torch.zeros((), device=self.device)
-        for place, batch in self.world.share(list(enumerate(batches))):
-            if self.is_drawing:
-                torch.manual_seed(_mix(self.seed, number, place))
-            loss = self.loss_sum(batch)
-            (loss * (self.scaler.scale / max(1, num_supervised))).backward()
-            total += loss.detach()
-        self._gather(total)
-        done = update(self.optimizer, rate=rate, max_norm=self.settings.max_grad_norm, loss=total, scaler=self.scaler)
-        values = torch.stack([total / max(1, num_supervised), done.grad_norm, done.found_inf, self.scaler.scale])
+        self.faults.before_step(number, self.model)
+        with self.fitting_everywhere():
+            if not self.model.training:
+                self.model.train()
+            total = torch.zeros((), device=self.device)
+            share = self.faults.loss_factor(number) / max(1, num_supervised)
+            for place, batch in self.world.share(list(enumerate(batches))):
+                loss = self.compute(batch, number=number, place=place)
+                self.faults.before_backward(number)
+                (loss * (self.scaler.scale * share)).backward()
+                total += loss.detach()
+        with self.fitting_everywhere():
+            self._gather(total)
+            prepare(self.optimizer)
+            self.faults.before_update(number, self.optimizer)
+        done = update(
+            self.optimizer,
+            rate=rate,
+            max_norm=self.settings.max_grad_norm,
+            loss=total,
+            scaler=self.scaler,
+            norm_limit=norm_limit,
+        )
+        values = torch.stack([total / max(1, num_supervised), done.grad_norm, done.was_skipped, self.scaler.scale])
         return self._send(values)
+
+    def compute(self, batch: MicroBatch, *, number: int, place: int) -> Tensor:
+        """Sum the loss of one micro-batch of a step, drawing what that step and place draw."""
+        self.faults.before_forward(number, batch)
+        if self.is_drawing:
+            torch.manual_seed(_mix(self.seed, number, place))
+        return self.loss_sum(batch)
+
+    def drop_gradients(self) -> None:
+        """Forget what was learned since the last update."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def recompute(self, is_on: bool) -> None:
+        """Keep only each layer's input and compute the rest again on the way back, or stop doing so."""
+        if is_on:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        else:
+            self.model.gradient_checkpointing_disable()
+
+    def change(self, *, precision: str | None, device: str | None) -> None:
+        """Go on in fp32, or on another device, with the weights and the optimizer's memory as they are."""
+        self.uncompile()
+        model: Any = self.model
+        if precision is not None:
+            assert precision == "fp32"
+            self.precision = precision
+            model.float()
+            if self.is_flash:
+                model.set_attn_implementation(SDPA)
+        if device is not None:
+            model.to(device)
+            for state in self.optimizer.state.values():
+                state |= {key: value.to(device) for key, value in state.items()}
+        super().__post_init__()
+        self.scaler = Scaler.make(self.precision, self.device)
+
+    @contextmanager
+    def fitting_everywhere(self) -> Iterator[None]:
+        """Raise OutOfMemory in every process where memory was short in one: the others must not wait for it."""
+        trouble = None
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            trouble = str(error).splitlines()[0]
+        if self.world.any(trouble is not None):
+            self.drop_gradients()
+            raise OutOfMemory(trouble or "in another process") from None
 
     def _gather(self, total: Tensor) -> None:
         if self.world.size == 1:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tunewell.records.healing import HealingEntry
 from tunewell.records.plan import Plan
 
 
@@ -88,6 +89,12 @@ class Watcher(Protocol):
     def looked(self, event: HeldOutEvent, samples: list[Sample]) -> None:
         """Give the held-out loss, and answers where some were asked for."""
 
+    def healed(self, entry: HealingEntry) -> None:
+        """Say what went wrong and what was done about it."""
+
+    def rewound(self, step: int) -> None:
+        """Say that the run went back: what was after this step is taken again."""
+
     def noted(self, message: str) -> None:
         """Say something that a person should know, in one plain line."""
 
@@ -105,6 +112,12 @@ class Unwatched:
         """Ignore it."""
 
     def looked(self, event: HeldOutEvent, samples: list[Sample]) -> None:
+        """Ignore it."""
+
+    def healed(self, entry: HealingEntry) -> None:
+        """Ignore it."""
+
+    def rewound(self, step: int) -> None:
         """Ignore it."""
 
     def noted(self, message: str) -> None:

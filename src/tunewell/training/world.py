@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ class World:
 
     rank: int = 0
     size: int = 1
+    hosts: Any = None
+    """A way to talk that does not wait for a GPU's queue, where the processes have GPUs."""
 
     @property
     def is_first(self) -> bool:
@@ -38,7 +40,8 @@ class World:
             return cls()
         if not dist.is_initialized():
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        return cls(dist.get_rank(), dist.get_world_size())
+        hosts = dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else None
+        return cls(dist.get_rank(), dist.get_world_size(), hosts)
 
     def wait(self) -> None:
         """Go on when all others are here too."""
@@ -65,6 +68,14 @@ class World:
         """Whether any process says so; all get the same answer."""
         if self.size == 1:
             return flag
-        told = torch.tensor(float(flag), device="cuda" if dist.get_backend() == "nccl" else "cpu")
-        dist.all_reduce(told, dist.ReduceOp.MAX)
+        told = torch.tensor(float(flag))
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.hosts)
         return bool(told.item())
+
+    def from_first(self, value: T) -> T:
+        """Give what the first process has, whatever this one has."""
+        if self.size == 1:
+            return value
+        told = [value]
+        dist.broadcast_object_list(told, src=0, group=self.hosts)
+        return told[0]

@@ -11,15 +11,17 @@ from typing import Any
 import torch
 
 from tunewell import __version__
-from tunewell.config.schema import VerdictRules
+from tunewell.config.rules import VerdictRules
 from tunewell.core.cores import num_cores
 from tunewell.core.units import count, size_bytes
 from tunewell.evaluation.verdict import Facts, Verdict, thresholds_with_reasons
 from tunewell.records.checkpoint import read_manifest as read_checkpoint
 from tunewell.records.events import as_number, read_events
+from tunewell.records.healing import HealingEntry, read_healing
 from tunewell.records.manifest import read_manifest
 from tunewell.records.plan import Chosen, Plan
 from tunewell.records.report import Curve, Ledger, Report, Subject
+from tunewell.workflows.healing_story import advice, story
 from tunewell.workflows.subject import FoundSubject
 from tunewell.workflows.voice import Voice
 
@@ -37,6 +39,7 @@ class Background:
     machine: dict[str, str] = field(default_factory=dict)
     hashes: dict[str, str] = field(default_factory=dict)
     repeat: list[str] = field(default_factory=list)
+    healing: list[HealingEntry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @classmethod
@@ -51,6 +54,7 @@ class Background:
             machine=_machine(voice),
             hashes=_hashes(found),
             repeat=_repeat(found),
+            healing=read_healing(found.place) if is_run and found.place else [],
             notes=list(voice.notes),
         )
 
@@ -91,6 +95,8 @@ def make_report(
         versions=_versions(),
         hashes=background.hashes,
         repeat=background.repeat,
+        healing=story(background.healing),
+        advice=advice(background.healing),
         notes=notes,
         next=verdict.reasons[0].next if verdict.reasons else chat,
         **more,

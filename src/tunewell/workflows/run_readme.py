@@ -30,7 +30,7 @@ model = AutoModelForCausalLM.from_pretrained({path!r})
 ```"""
 
 
-def run_readme(folder: Path, *, plan: Plan, manifest: Manifest, result: dict[str, Any]) -> None:
+def run_readme(folder: Path, *, plan: Plan, manifest: Manifest, result: dict[str, Any], healed: list[str]) -> None:
     """Write `README.md` into a run's folder."""
     held_out = result["held_out"]
     lines = [
@@ -74,13 +74,15 @@ def run_readme(folder: Path, *, plan: Plan, manifest: Manifest, result: dict[str
         f"tunewell train --config {folder / 'config.yaml'} --out another-run",
         "```",
         "",
-        *(
-            ["## What was said on the way", "", *[f"- {note}" for note in result["notes"]], ""]
-            if result["notes"]
-            else []
-        ),
+        *_listed("What was healed", healed),
+        *_listed("What to change next time", result["advice"]),
+        *_listed("What was said on the way", result["notes"]),
     ]
     write_atomic(folder / "README.md", redact("\n".join(lines)))
+
+
+def _listed(title: str, lines: list[str]) -> list[str]:
+    return [f"## {title}", "", *[f"- {line}" for line in lines], ""] if lines else []
 
 
 def _use(folder: Path, plan: Plan, result: dict[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from tunewell.config.schema import VerdictRules
+from tunewell.config.rules import VerdictRules
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
 from tunewell.data.corpus.reader import Split

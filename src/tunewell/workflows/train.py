@@ -3,7 +3,7 @@
 import gc
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,28 +15,28 @@ from tunewell.config.load import Loaded, load_config
 from tunewell.core.errors import UserError
 from tunewell.data.corpus.reader import Corpus, open_corpus
 from tunewell.hardware.allocator import keep_freed_memory
-from tunewell.hardware.probe import memory_in_use, probe_device
+from tunewell.hardware.probe import probe_device
 from tunewell.hardware.threads import measure_threads
 from tunewell.models.facts import ModelFacts, read_facts
 from tunewell.planning.order import PlanOrder
 from tunewell.planning.training import choose_batch, plan_training
 from tunewell.records.events import as_number, read_events
 from tunewell.records.manifest import MANIFEST
-from tunewell.records.outcome import HeldOutLosses, Outcome, write_outcome
 from tunewell.records.plan import Plan, read_plan, write_plan
 from tunewell.records.rundir import RunDir
 from tunewell.training.batches import DataOrder
 from tunewell.training.checkpoints import room_warning
-from tunewell.training.engine import OPTIMIZER, Ending, Run, resume
+from tunewell.training.engine import OPTIMIZER, Run, resume
 from tunewell.training.engine import train as take_steps
+from tunewell.training.injection import NoFaults, plant
 from tunewell.training.saved import compare_identity, find_newest, load_state
 from tunewell.training.watching import Unwatched, Watcher
 from tunewell.training.world import World
 from tunewell.workflows.data_change import refuse_change, remember
-from tunewell.workflows.loss_picture import draw_losses
 from tunewell.workflows.prepare import prepare
-from tunewell.workflows.run_config import config_of_run, resume_command
-from tunewell.workflows.run_readme import run_readme
+from tunewell.workflows.pulse import Pulse
+from tunewell.workflows.run_config import config_of_run
+from tunewell.workflows.train_ending import Since, leave_behind, result_of
 from tunewell.workflows.train_result import Notebook, TrainResult
 from tunewell.workflows.training_parts import Parts, identity_of, probe, put_together, start_of
 from tunewell.workflows.validate import ValidateOrder, validate
@@ -53,36 +53,51 @@ def train(
     allowed_changes: Sequence[str] = (),
     allow_pickle: bool = False,
     watcher: Watcher | None = None,
+    supervised: str | None = None,
+    faults: str | None = None,
+    allow_faults: bool = False,
 ) -> TrainResult:
     """Train what a config describes, preparing the corpus first where that has not been done, and judge the result.
 
-    Raises UserError for whatever the person can mend, before the first step; afterwards a checkpoint is kept.
+    Raises UserError for whatever the person can mend, before the first step; afterwards a checkpoint is kept. A
+    supervisor hands in its pipes as `supervised`; `faults` are planted by tests of tunewell itself.
     """
     loaded = config if isinstance(config, Loaded) else load_config(Path(config) if config else None, sets)
     _refuse_nothing(loaded)
-    notebook = Notebook(watcher or Unwatched())
-    sitting = _Sitting(loaded, is_resuming, allowed_changes, allow_pickle)
-    result, is_first = _train(sitting, notebook)
+    watcher = watcher or Unwatched()
+    pulse = Pulse(watcher, supervised) if supervised else None
+    notebook = Notebook(pulse or watcher)
+    wish = _Wish(
+        loaded,
+        is_resuming,
+        allowed_changes,
+        allow_pickle,
+        faults=plant(faults, is_allowed=allow_faults),
+        alive=pulse.beat if pulse else lambda: None,
+    )
+    result, is_first = _train(wish, notebook)
     if not (is_first and result.status == "finished" and loaded.config.verdict.after_training):
         return result
-    return _judged(result, sitting, notebook)
+    return _judged(result, wish, notebook)
 
 
 @dataclass(frozen=True)
-class _Sitting:
+class _Wish:
     """What was asked for this time."""
 
     loaded: Loaded
     is_resuming: bool
     allowed_changes: Sequence[str]
     allow_pickle: bool
+    faults: NoFaults
+    alive: Callable[[], None]
 
 
-def _train(sitting: "_Sitting", notebook: Notebook) -> tuple[TrainResult, bool]:
+def _train(wish: "_Wish", notebook: Notebook) -> tuple[TrainResult, bool]:
     """Train; also say whether this process speaks for the run."""
     started = time.perf_counter()
-    loaded, is_resuming, allowed_changes = sitting.loaded, sitting.is_resuming, sitting.allowed_changes
-    allow_pickle = sitting.allow_pickle
+    loaded, is_resuming, allowed_changes = wish.loaded, wish.is_resuming, wish.allowed_changes
+    allow_pickle = wish.allow_pickle
     stages: dict[str, float] = {}
     World.take_place()
     facts = probe_device(loaded.config.device)
@@ -108,7 +123,7 @@ def _train(sitting: "_Sitting", notebook: Notebook) -> tuple[TrainResult, bool]:
             _write_down(run_dir, loaded, plan, corpus)
         with _timed(stages, "load"):
             notebook.doing("loading the model")
-            parts = Parts(loaded, plan, corpus, order, folder, world, notebook, allow_pickle)
+            parts = Parts(loaded, plan, corpus, order, folder, world, notebook, allow_pickle, wish.faults, wish.alive)
             run = put_together(parts)
         if is_resuming:
             is_changed = _resume(loaded, run, allowed_changes, notebook=notebook, corpus=corpus)
@@ -118,23 +133,24 @@ def _train(sitting: "_Sitting", notebook: Notebook) -> tuple[TrainResult, bool]:
             notebook.doing("checking that packed documents do not see each other")
             probe(parts, run)
         _warn(loaded, corpus, run, notebook)
-        since = _Since(started, run.progress.tokens, allow_pickle)
+        since = Since(started, run.progress.tokens, allow_pickle)
         notebook.begun(start_of(parts, run))
         ending = take_steps(run)
-        result = _result(loaded, run, ending, notebook=notebook, stages=stages, since=since)
+        result = result_of(loaded, run, ending, notebook=notebook, stages=stages, since=since)
         if world.is_first:
-            _leave_behind(run, result, plan, corpus)
+            leave_behind(run, result, plan, corpus)
         run.events.close()
+        run.remedies.close()
         return result, world.is_first
 
 
-def _judged(result: TrainResult, sitting: "_Sitting", notebook: Notebook) -> TrainResult:
+def _judged(result: TrainResult, wish: "_Wish", notebook: Notebook) -> TrainResult:
     """Judge what was trained, as it lies on disk; a judgement that fails does not undo the training."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     began = time.perf_counter()
-    order = ValidateOrder(device=sitting.loaded.config.device, allow_pickle=sitting.allow_pickle)
+    order = ValidateOrder(device=wish.loaded.config.device, allow_pickle=wish.allow_pickle)
     try:
         found = validate(result.run, order=order, progress=lambda stage, done, of: notebook.doing(f"judging: {stage}"))
     except Exception as error:  # noqa: BLE001  the training is done and saved, whatever happens to the judging of it
@@ -151,15 +167,6 @@ def _judged(result: TrainResult, sitting: "_Sitting", notebook: Notebook) -> Tra
         artefacts=[*result.artefacts, (str(found.page), "the verdict with its evidence, to read or to send")],
         next_command=found.report.next,
     )
-
-
-@dataclass(frozen=True)
-class _Since:
-    """Where this sitting of a run began."""
-
-    started: float
-    tokens: int
-    allow_pickle: bool
 
 
 class _timed:
@@ -282,80 +289,3 @@ def _resume(loaded: Loaded, run: Run, allowed: Sequence[str], *, notebook: Noteb
             notebook.held_out.append((event["step"], as_number(event["loss"])))
     notebook.noted(f"going on after step {state.step}")
     return bool(changed)
-
-
-def _result(
-    loaded: Loaded, run: Run, ending: Ending, *, notebook: Notebook, stages: dict[str, float], since: _Since
-) -> TrainResult:
-    folder = run.checkpoints.folder
-    seconds = run.seconds["train"]
-    tokens = run.progress.tokens - since.tokens
-    newest, best = run.checkpoints.newest(), run.checkpoints.best()
-    artefacts = []
-    if best is not None and newest is not None and best.step != newest.step:
-        artefacts.append((str(best.path), f"the best by held-out loss, step {best.step}"))
-    if newest is not None:
-        artefacts.append((str(newest.path), f"the newest, step {newest.step}"))
-    artefacts += [(str(folder.parent / "events.jsonl"), "every step in raw numbers")]
-    return TrainResult(
-        run=folder.parent,
-        status=ending.status,
-        reason=ending.reason,
-        exit_code=ending.exit_code,
-        steps=run.progress.step,
-        num_steps=run.plan.num_steps.value,
-        tokens=run.progress.tokens,
-        supervised_tokens=run.progress.supervised_tokens,
-        seconds=time.perf_counter() - since.started,
-        stages={**stages, **run.seconds},
-        tokens_per_second=tokens / seconds if seconds else 0.0,
-        peak_memory_bytes=memory_in_use(run.learner.device),
-        losses=notebook.losses,
-        held_out=notebook.held_out,
-        best_step=run.progress.best_step,
-        artefacts=artefacts,
-        next_command=f"tunewell validate {shlex.quote(str(folder.parent))}"
-        if ending.status == "finished"
-        else resume_command(loaded, allow_pickle=since.allow_pickle),
-        notes=notebook.notes,
-        signal=ending.signal,
-        changes=notebook.changes,
-    )
-
-
-def _leave_behind(run: Run, result: TrainResult, plan: Plan, corpus: Corpus) -> None:
-    """Write what tells the story of the run to whoever finds its folder."""
-    if result.losses:
-        picture = result.run / "loss.png"
-        try:
-            draw_losses(picture, losses=result.losses, held_out=result.held_out, title=Path(plan.model).name)
-            result.artefacts.append((str(picture), "the loss curve"))
-        except (UserError, OSError) as error:
-            # The training is done and saved; a missing picture is no reason to call it failed.
-            result.notes.append(f"the loss curve could not be drawn: {error}")
-    write_outcome(
-        result.run,
-        Outcome(
-            made_by=plan.made_by,
-            status=result.status,
-            reason=result.reason,
-            steps=result.steps,
-            planned_steps=result.num_steps,
-            first_loss=result.first_loss,
-            last_loss=result.last_loss,
-            held_out=HeldOutLosses(first=result.held_out_first, last=result.held_out_last, best=result.held_out_best),
-            best_step=result.best_step,
-            seconds=result.seconds,
-            tokens=result.tokens,
-            supervised_tokens=result.supervised_tokens,
-            artefacts={what: _from_run(path, result.run) for path, what in result.artefacts},
-            notes=result.notes,
-            signal=result.signal,
-            allowed_changes=result.changes,
-        ),
-    )
-    run_readme(result.run, plan=plan, manifest=corpus.manifest, result=result.as_json())
-
-
-def _from_run(path: str, run: Path) -> str:
-    return Path(path).relative_to(run).as_posix() if Path(path).is_relative_to(run) else path

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.records.events import plain
+from tunewell.records.healing import HealingEntry
 from tunewell.records.outcome import Status
 from tunewell.training.watching import HeldOutEvent, Sample, Start, StepEvent, Watcher
 from tunewell.workflows.validate import Validation
@@ -37,6 +38,10 @@ class TrainResult:
     """Which one interrupted it."""
     changes: list[str] = field(default_factory=list)
     """What differed from the checkpoint on resume and was allowed."""
+    healing: list[HealingEntry] = field(default_factory=list)
+    """What went wrong and what was done about it, in all sittings."""
+    advice: list[str] = field(default_factory=list)
+    """What to change next time."""
     validation: Validation | None = None
     """What judging it came to; None where it was not judged."""
 
@@ -84,6 +89,8 @@ class TrainResult:
             "stages": {name: round(seconds, 3) for name, seconds in self.stages.items()},
             "artefacts": dict(self.artefacts),
             "notes": self.notes,
+            "advice": self.advice,
+            "healing": [entry.as_json() for entry in self.healing],
             "next": self.next_command,
             "verdict": None if self.validation is None else self.validation.report.verdict,
             "reasons": [] if self.validation is None else [r.model_dump() for r in self.validation.report.reasons],
@@ -101,6 +108,7 @@ class Notebook:
         self.held_out: list[tuple[int, float]] = []
         self.notes: list[str] = []
         self.changes: list[str] = []
+        self.healing: list[HealingEntry] = []
 
     def doing(self, stage: str) -> None:
         self._watcher.doing(stage)
@@ -115,6 +123,15 @@ class Notebook:
     def looked(self, event: HeldOutEvent, samples: list[Sample]) -> None:
         self.held_out.append((event.step, event.loss))
         self._watcher.looked(event, samples)
+
+    def healed(self, entry: HealingEntry) -> None:
+        self.healing.append(entry)
+        self._watcher.healed(entry)
+
+    def rewound(self, step: int) -> None:
+        self.losses = [(at, loss) for at, loss in self.losses if at <= step]
+        self.held_out = [(at, loss) for at, loss in self.held_out if at <= step]
+        self._watcher.rewound(step)
 
     def noted(self, message: str) -> None:
         self.notes.append(message)

@@ -1,7 +1,8 @@
 """Put a run together: the model with its method, the optimizer, the log, the checkpoints, the questions it is asked."""
 
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,23 @@ from tunewell.core.units import count
 from tunewell.data.corpus.reader import Corpus
 from tunewell.data.tokenizer import load_tokenizer
 from tunewell.models import adapters, attention
-from tunewell.models.generate import generate, stop_ids_of
+from tunewell.models.generate import Decoding, generate, stop_ids_of
 from tunewell.models.load import LoadOrder, load_model
 from tunewell.models.placement import verify_placement
+from tunewell.models.presets import is_preset
 from tunewell.models.support import head_facts
 from tunewell.records.events import EventLog
+from tunewell.records.healing import HEALING, read_healing
 from tunewell.records.plan import Plan
 from tunewell.training.batches import DataOrder
 from tunewell.training.checkpoints import Checkpoints
 from tunewell.training.engine import Run
 from tunewell.training.held_out import ask
+from tunewell.training.injection import NoFaults
 from tunewell.training.leak_probe import probe_leaks
 from tunewell.training.loss import HeadShape
+from tunewell.training.readings import About
+from tunewell.training.remedies import Remedies
 from tunewell.training.step import Learner
 from tunewell.training.watching import Sample, Start, Watcher
 from tunewell.training.world import World
@@ -52,6 +58,10 @@ class Parts:
     world: World
     watcher: Watcher
     allow_pickle: bool = False
+    faults: NoFaults = field(default_factory=NoFaults)
+    """Planted by tests."""
+    alive: Callable[[], None] = lambda: None
+    """Told whenever something is about to be computed."""
 
     @property
     def config(self) -> Config:
@@ -72,19 +82,18 @@ def put_together(parts: Parts) -> Run:
     dtype = _DTYPES[plan.precision.value] if is_lora else torch.float32
     held_out = parts.corpus.held_out
     longest = max(int(split.index["length"].max()) for split in (parts.corpus, held_out) if len(split))
-    found = load_model(
-        LoadOrder(
-            parts.model,
-            parts.corpus.path / "tokenizer",
-            device,
-            dtype,
-            attention=attention.FLASH if plan.attention.value == "flash" else attention.SDPA,
-            added_tokens=tuple(parts.corpus.manifest.tokenizer.added_by_us),
-            longest_document=longest,
-            seed=plan.seed,
-            allow_pickle=parts.allow_pickle,
-        )
+    wanted = LoadOrder(
+        parts.model,
+        parts.corpus.path / "tokenizer",
+        device,
+        dtype,
+        attention=attention.FLASH if plan.attention.value == "flash" else attention.SDPA,
+        added_tokens=tuple(parts.corpus.manifest.tokenizer.added_by_us),
+        longest_document=longest,
+        seed=plan.seed,
+        allow_pickle=parts.allow_pickle,
     )
+    found = load_model(wanted)
     model = found.model
     for note in found.notes:
         parts.watcher.noted(note)
@@ -95,8 +104,6 @@ def put_together(parts: Parts) -> Run:
     else:
         adapters.train_everything(model)
     verify_placement(model, device=device, dtype=dtype)
-    if config.train.recompute:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     # Of processes that train together only the first writes into the run's folder.
     folder = parts.folder if parts.world.is_first else Path(tempfile.mkdtemp(prefix="tunewell-rank-"))
     samples = EventLog(folder / "samples.jsonl", on_trouble=parts.watcher.noted)
@@ -109,7 +116,13 @@ def put_together(parts: Parts) -> Run:
         seed=plan.seed,
         head=HeadShape(head.softcap, head.scale),
         world=parts.world,
+        faults=parts.faults,
+        alive=parts.alive,
     )
+    if config.train.recompute:
+        learner.recompute(True)
+    remedies = Remedies(folder / HEALING, on_trouble=parts.watcher.noted)
+    remedies.take_over(read_healing(parts.folder))
     return Run(
         plan=plan,
         config=config,
@@ -120,7 +133,12 @@ def put_together(parts: Parts) -> Run:
         checkpoints=Checkpoints(folder / "checkpoints", keep=config.checkpoints.keep, on_trouble=parts.watcher.noted),
         events=EventLog(folder / "events.jsonl", on_trouble=parts.watcher.noted),
         samples=samples,
+        remedies=remedies,
         watcher=parts.watcher,
+        begin_again=partial(_begin_again, model, wanted, _first_tensors(model, adapter)),
+        name_of=partial(_name_of, parts.corpus),
+        about=_about(parts, model),
+        home=parts.folder / "checkpoints",
         trained=partial(_trained, model, adapter, plan.model),
         restore=partial(_restore, model, adapter is not None),
         ask=_asker(parts, learner, samples),
@@ -191,24 +209,70 @@ def _restore(model: Any, is_lora: bool, tensors: dict[str, dict[str, Tensor]]) -
             parameter.copy_(tensors[_MODEL][name])
 
 
+def _first_tensors(model: Any, adapter: adapters.Adapter | None) -> dict[str, Tensor] | None:
+    """Keep the adapter as it begins; everything else can be read again."""
+    if adapter is None:
+        return None
+    return {name: tensor.cpu().clone() for name, tensor in adapters.adapter_tensors(model, adapter).items()}
+
+
+def _begin_again(model: Any, wanted: LoadOrder, first: dict[str, Tensor] | None) -> None:
+    """Read every weight again, into the model that is there; what an adapter put around a layer is looked through."""
+    fresh = load_model(replace(wanted, device=torch.device("cpu"), attention=attention.SDPA)).model
+    tensors = {**dict(fresh.named_parameters()), **dict(fresh.named_buffers())}
+    with torch.no_grad():
+        for name, own in [*model.named_parameters(), *model.named_buffers()]:
+            before = tensors.get(name.replace(".base_layer.", "."))
+            if before is not None:
+                own.copy_(before)
+    if first is not None:
+        adapters.load_tensors(model, first, where="beginning")
+
+
+def _name_of(corpus: Corpus, document: int) -> str:
+    own = corpus[document]
+    return f"{own.source} row {own.row}"
+
+
+def _about(parts: Parts, model: Any) -> About:
+    """Say what is known of the run beside its numbers."""
+    kind = parts.plan.device.value.partition(":")[0]
+    return About(
+        vocab_size=model.config.get_text_config().vocab_size,
+        precision=parts.plan.precision.value,
+        device=kind,
+        max_grad_norm=parts.config.train.max_grad_norm,
+        device_bytes=torch.cuda.get_device_properties(parts.plan.device.value).total_memory if kind == "cuda" else None,
+        spike_factor=parts.config.healing.spike_factor,
+        is_from_scratch=is_preset(parts.plan.model),
+    )
+
+
 def _asker(parts: Parts, learner: Learner, log: EventLog) -> Any:
     """Make the function that answers held-out questions and writes them down."""
     tokenizer = load_tokenizer(parts.corpus.path / "tokenizer")
     stops = stop_ids_of(tokenizer, parts.corpus.manifest)
     evaluate = parts.config.evaluate
 
-    def answer(prompts: list[list[int]]) -> list[tuple[list[int], bool]]:
+    def answer(batch_tokens: int, prompts: list[list[int]]) -> list[tuple[list[int], bool]]:
+        longest = max(len(prompt) for prompt in prompts) + evaluate.sample_tokens
+        learner.faults.before_answers(min(len(prompts), max(1, batch_tokens // longest)))
         done = generate(
-            learner.model, prompts, max_new_tokens=evaluate.sample_tokens, stop_ids=stops, pad_id=min(stops, default=0)
+            learner.model,
+            prompts,
+            max_new_tokens=evaluate.sample_tokens,
+            stop_ids=stops,
+            pad_id=min(stops, default=0),
+            decoding=Decoding(batch_tokens=batch_tokens),
         )
         return [(one.ids, one.ended) for one in done]
 
-    def asked(step: int) -> list[Sample]:
+    def asked(step: int, batch_tokens: int) -> list[Sample]:
         samples = ask(
             parts.corpus.held_out,
             number=evaluate.samples,
             step=step,
-            answer=answer,
+            answer=partial(answer, batch_tokens),
             spell=partial(tokenizer.backend.decode, skip_special_tokens=False),
         )
         for sample in samples:

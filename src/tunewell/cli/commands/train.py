@@ -1,5 +1,6 @@
 """`tunewell train`."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,8 +9,9 @@ import typer
 from tunewell.cli.options import AsJson, ConfigFile, Sets
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from tunewell.config.load import Loaded
     from tunewell.training.watching import Start
     from tunewell.workflows.train import TrainResult
 
@@ -33,6 +35,11 @@ def command(
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Read weights from a `.pt` file; only from people you trust.")
     ] = False,
+    enable_fault_injection: Annotated[bool, typer.Option("--enable-fault-injection", hidden=True)] = False,
+    no_supervisor: Annotated[
+        bool, typer.Option("--no-supervisor", help="Run in this process: for debuggers; a crash ends the run.")
+    ] = False,
+    supervised: Annotated[str | None, typer.Option(hidden=True)] = None,
     no_validate: Annotated[bool, typer.Option("--no-validate", help="Do not judge the model at the end.")] = False,
     json: AsJson = False,
 ) -> None:
@@ -40,11 +47,28 @@ def command(
     from tunewell.cli.render import emit, emit_json
     from tunewell.cli.training_screen import is_first_process, shown_training
     from tunewell.config.load import load_config
+    from tunewell.workflows.supervise import can_supervise
 
     sets = [*flags_as_sets(run=out, device=device), *(set_ or ())]
     if no_validate:
         sets.append("verdict.after_training=false")
     loaded = load_config(config, sets, model=model, data=data, seed=seed)
+    if supervised is None and not no_supervisor and can_supervise():
+        flags = {
+            "--config": config,
+            "--model": model,
+            "--out": out,
+            "--seed": seed,
+            "--device": device,
+            "--set": set_,
+            "--data": data,
+            "--allow-change": allow_change,
+            "--allow-pickle": allow_pickle,
+            "--no-validate": no_validate,
+            "--enable-fault-injection": enable_fault_injection,
+            "--json": json,
+        }
+        raise typer.Exit(_supervise(loaded, flags, is_resuming=resume))
     with shown_training() as watcher:
         watcher.doing("starting torch")
         # Seconds go by before torch is there: not at a prompt that says nothing.
@@ -56,6 +80,9 @@ def command(
             allowed_changes=allow_change or (),
             allow_pickle=allow_pickle,
             watcher=watcher,
+            supervised=supervised,
+            faults=os.environ.get("TUNEWELL_FAULTS"),
+            allow_faults=enable_fault_injection,
         )
     if is_first_process() and json:
         emit_json(result.as_json())
@@ -63,6 +90,33 @@ def command(
         emit(screen(result, watcher.run.start))
     if result.exit_code:
         raise typer.Exit(result.exit_code)
+
+
+def _supervise(loaded: "Loaded", flags: "Mapping[str, object]", *, is_resuming: bool) -> int:
+    """Start the run in a process of its own and watch over it; give its exit code."""
+    import sys
+
+    from tunewell.workflows.supervise import supervise
+
+    def line(is_again: bool, handles: str) -> list[str]:
+        resume = ["--resume"] if is_resuming or is_again else []
+        return [sys.executable, "-m", "tunewell", "train", *spelled(flags), *resume, "--supervised", handles]
+
+    def tell(words: str) -> None:
+        sys.stderr.write(f"supervisor: {words}\n")
+        sys.stderr.flush()
+
+    return supervise(line, folder=loaded.path(loaded.config.run), rules=loaded.config.healing, tell=tell)
+
+
+def spelled(flags: "Mapping[str, object]") -> list[str]:
+    """Spell options as they are typed; what is None or false is left out, a list is repeated."""
+    words: list[str] = []
+    for name, value in flags.items():
+        values = value if isinstance(value, list | tuple) else [] if value is None or value is False else [value]
+        for one in values:
+            words += [name] if one is True else [f"{name}={one}"]
+    return words
 
 
 def flags_as_sets(**values: Path | str | None) -> list[str]:
@@ -101,6 +155,7 @@ def report_rows(result: "TrainResult", start: "Start | None") -> list[tuple[str,
     """Tell a run in a few lines: label, number, detail; what has no number is only words."""
     from tunewell.cli.training_words import loss_words, method_words, model_words, one_line, speed_words
     from tunewell.core.units import count, duration, size_bytes
+    from tunewell.workflows.healing_story import story
 
     rows = []
     if start is not None:
@@ -117,6 +172,8 @@ def report_rows(result: "TrainResult", start: "Start | None") -> list[tuple[str,
     rows.append(("speed", speed_words(result.tokens_per_second), memory))
     stages = ", ".join(_unbroken(name, seconds) for name, seconds in result.stages.items() if seconds >= 0.0005)
     rows.append(("time", duration(result.seconds), stages))
+    rows += [("healed", "", one_line(line)) for line in story(result.healing)]
+    rows += [("next time", "", one_line(line)) for line in result.advice]
     notes = dict.fromkeys([*(start.notes if start else ()), *result.notes])
     return [*rows, *(("note", "", one_line(note)) for note in notes)]
 

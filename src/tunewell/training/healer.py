@@ -1,0 +1,221 @@
+"""Watch a run while it goes, and do about trouble what `recovery` decides: leave out, go back, change, stop."""
+
+import math
+import time
+from typing import Any
+
+from tunewell.core.units import count
+from tunewell.records.healing import ActionName, HealingEntry
+from tunewell.training.health import Watch
+from tunewell.training.journal import TakenStep
+from tunewell.training.readings import Finding, Reading
+from tunewell.training.recovery import CarryOn, Past, Rewind, Skip, Split, Stop, decide, remembered
+from tunewell.training.run import Run, rewind
+from tunewell.training.suspects import Cause, find_cause
+from tunewell.training.watching import Sample, StepEvent
+
+_SHOWN_DOCUMENTS = 3
+_NAMED_DOCUMENTS = 50
+_SAMPLES_TO_JUDGE = 2
+
+
+class Healer:
+    """Sees each step's numbers, and treats the run between two steps."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._rules = run.config.healing
+        self.watch = Watch(run.about)
+        start = Past(run.plan.precision.value, run.learner.device.type)
+        self.past = remembered(run.remedies.entries, start, self._rules)
+        self._pending: tuple[list[Finding], TakenStep] | None = None
+        self._told: set[tuple[int, str]] = {(entry.step, entry.name) for entry in run.remedies.entries}
+        self._unexplained: set[int] = set()
+        """Documents of steps that went bad and were well when they were computed again."""
+        self.seconds = 0.0
+        """Spent on watching, all of it."""
+
+    def reinstate(self) -> None:
+        """Go on in the precision, on the device and with the layers computed twice that the run has come to need."""
+        run = self._run
+        precision = None if self.past.precision == run.plan.precision.value else self.past.precision
+        device = None if self.past.device == run.learner.device.type else self.past.device
+        if precision or device:
+            run.learner.change(precision=precision, device=device)
+        if run.remedies.fitting.is_recomputing:
+            run.learner.recompute(True)
+
+    @property
+    def rate_share(self) -> float:
+        """Share of the planned learning rate that is used."""
+        return self.past.rate_share
+
+    def norm_limit(self) -> float:
+        """Say how long the next gradient may be; any length where nothing is to be healed."""
+        began = time.perf_counter()
+        limit = self.watch.norm_limit() if self._rules.on else math.inf
+        self.seconds += time.perf_counter() - began
+        return limit
+
+    def see(self, taken: TakenStep, event: StepEvent) -> None:
+        """Judge a step by its numbers."""
+        began = time.perf_counter()
+        known = {key: value for key, value in event.__dict__.items() if key in Reading.__dataclass_fields__}
+        findings = self.watch.see(Reading(**known, norm_limit=taken.norm_limit))
+        if findings:
+            worse = [finding for finding in findings if finding.severity != "note"]
+            for finding in findings:
+                if finding.severity == "note":
+                    self._tell(finding, "none", finding.words)
+            if worse and self._pending is None:
+                self._pending = (worse, taken)
+        self.seconds += time.perf_counter() - began
+
+    def look(self, step: int, loss: float, samples: list[Sample]) -> None:
+        """Judge a look at the held-out rows, and what was answered there."""
+        for finding in self.watch.see(Reading(step, held_out_loss=loss)):
+            self._tell(finding, "none", finding.words)
+        if finding := self._silence(step, samples):
+            self._tell(finding, "none", finding.words)
+
+    def _silence(self, step: int, samples: list[Sample]) -> Finding | None:
+        """See every answer fall silent that was none before."""
+        empty = sum(1 for sample in samples if not sample.answer.strip())
+        said = self.watch.history.said
+        if step == 0 or not samples or empty < len(samples):
+            if samples and empty < len(samples):
+                said.add("has-answered")
+            return None
+        if len(samples) < _SAMPLES_TO_JUDGE or "has-answered" not in said or "empty-answers" in said:
+            return None
+        said.add("empty-answers")
+        words = f"all {len(samples)} samples are empty, and before they were not: the model has stopped answering"
+        return Finding("empty-answers", "warning", step, words, {"samples": len(samples)})
+
+    def treat(self) -> "Stop | Rewind | None":
+        """Answer what was seen; a rewind has been made when it is given, a stop is for the caller to make."""
+        if self._pending is None:
+            return None
+        (findings, taken), self._pending = self._pending, None
+        worst = findings[0]
+        worst.numbers["step_documents"] = [int(document) for document in taken.step.documents[:_NAMED_DOCUMENTS]]
+        is_bad_number = worst.name in ("nan-gradients", "mps-nan-fp16", "loss-scale-exhausted")
+        run = self._run
+        cause = Cause(None)
+        if is_bad_number:
+            run.watcher.doing("looking for what went wrong")
+            if run.learner.world.is_first:
+                cause = find_cause(run.learner, run.documents, taken.groups, number=taken.step.number)
+            cause = run.learner.world.from_first(cause)
+        if not self._rules.on:
+            self._tell(worst, "none", f"{worst.words}{_at(cause)}; healing is off", cause=cause)
+            return None
+        action = decide(findings, self.past, self._rules, are_weights_bad=cause.are_weights_bad)
+        match action:
+            case CarryOn():
+                self._tell(worst, "none", worst.words)
+            case Skip(finding, is_quarantining):
+                self._skip(finding, cause if is_quarantining else Cause(cause.place), taken)
+            case Split(finding):
+                self._split(finding)
+            case Rewind():
+                self._rewind(action, cause, taken)
+                return action
+            case Stop(finding, advice):
+                self._tell(finding, "stop", f"{finding.words}{_at(cause)}; {advice}", cause=Cause(cause.place))
+                return action
+        return None
+
+    def _skip(self, finding: Finding, cause: Cause, taken: TakenStep) -> None:
+        if finding.name != "loss-spike" and not cause.documents:
+            self._unexplained.update(map(int, taken.step.documents))
+        who = f"; {self._documents(cause)} left out from now on" if cause.documents else ""
+        again = "" if cause.place or finding.name == "loss-spike" else "; computed again, it was finite"
+        words = f"{finding.words}{_at(cause)}: the update was left out{again}{who}"
+        self._tell(finding, "skip", words, cause=cause, since=self._run.progress.step)
+
+    def _split(self, finding: Finding) -> None:
+        run = self._run
+        if run.learner.world.size > 1:  # what one process measures the others do not
+            self._tell(finding, "none", finding.words)
+            return
+        half = max(1, run.remedies.fitting.budget(run.plan.micro_batch_tokens.value) // 2)
+        words = f"{finding.words}; from now on {count(half)} tokens are computed at once"
+        self._tell(finding, "split", words, micro_batch_tokens=half)
+
+    def _rewind(self, action: Rewind, cause: Cause, taken: TakenStep) -> None:
+        run = self._run
+        before, lost = run.progress.step, run.seconds["train"]
+        num_rewinds = self.past.num_rewinds
+        run.watcher.doing("going back to a checkpoint")
+        step = rewind(run, not_after=action.not_after, are_weights_bad=cause.are_weights_bad)
+        self.watch.rewind(step)
+        self._pending = None
+        self._unexplained.update(map(int, taken.step.documents))
+        if action.is_quarantining and not cause.documents and num_rewinds:
+            # It was well when it was computed again, and yet it came back: the same is not tried a third time.
+            cause = Cause(cause.place, tuple(sorted(self._unexplained)))
+        elif not action.is_quarantining:
+            cause = Cause(cause.place, are_weights_bad=cause.are_weights_bad)
+        if action.precision or action.device:
+            run.learner.change(precision=action.precision, device=action.device)
+        changes = [
+            f"without {self._documents(cause)}" if cause.documents else "",
+            f"with {action.rate_share:.3g} of the planned rate" if action.rate_share else "",
+            f"in {action.precision}" if action.precision else "",
+            f"on the {action.device.upper()}" if action.device else "",
+            "with the model's weights read again" if cause.are_weights_bad else "",
+        ]
+        how = ", ".join(change for change in changes if change)
+        words = f"{action.finding.words}{_at(cause)}: went back from step {count(before)} to step {count(step)}"
+        entry = {
+            "rewound_to": step,
+            "rate_share": action.rate_share,
+            "precision": action.precision,
+            "device": action.device,
+            "seconds_lost": round(lost * (before - step) / max(1, before), 3),
+        }
+        self._tell(
+            action.finding, "rewind", f"{words}, and goes on {how}" if how else words, cause=cause, since=step, **entry
+        )
+
+    def _documents(self, cause: Cause) -> str:
+        shown = ", ".join(self._run.name_of(document) for document in cause.documents[:_SHOWN_DOCUMENTS])
+        more = len(cause.documents) - _SHOWN_DOCUMENTS
+        return f"{shown} and {count(more)} more" if more > 0 else shown
+
+    def tell_memory(self, step: int, action: ActionName, words: str, **values: Any) -> None:
+        """Write down what was done where memory did not suffice."""
+        severity = "fault" if action == "stop" else "warning"
+        self._tell(Finding("out-of-memory", severity, step, words), action, words, **values)
+
+    def _tell(
+        self, finding: Finding, action: ActionName, words: str, *, cause: Cause | None = None, **values: Any
+    ) -> None:
+        cause = cause or Cause(None)
+        rows = [self._run.name_of(document) for document in cause.documents[:_NAMED_DOCUMENTS]]
+        entry = HealingEntry(
+            finding.step,
+            finding.name,
+            finding.severity,
+            action,
+            words,
+            numbers=finding.numbers | ({"rows": rows} if rows else {}),
+            documents=list(cause.documents),
+            place=cause.place,
+            **values,
+        )
+        if action in ("skip", "rewind", "stop"):
+            self.past = self.past.at(entry.step, self._rules).after(entry)
+        if (entry.step, entry.name) in self._told and action in ("none", "skip"):
+            return  # seen again on a resume, where it is in force already
+        self._told.add((entry.step, entry.name))
+        self._run.remedies.write(entry)
+        if finding.severity != "note" or action != "none":
+            self._run.watcher.healed(entry)
+        else:
+            self._run.watcher.noted(f"step {count(entry.step)}: {words}")
+
+
+def _at(cause: Cause) -> str:
+    return f" ({cause.place})" if cause.place else ""

@@ -1,0 +1,152 @@
+"""What a run is made of, and how it is put back to where a checkpoint was made."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tunewell.config.schema import Config
+from tunewell.records.events import EventLog
+from tunewell.records.outcome import Status
+from tunewell.records.plan import Plan
+from tunewell.training.batches import DataOrder, Documents
+from tunewell.training.checkpoints import Checkpoints, State
+from tunewell.training.optim import load_optimizer, optimizer_tensors
+from tunewell.training.readings import About
+from tunewell.training.remedies import Remedies
+from tunewell.training.saved import find_newest, load_state
+from tunewell.training.step import Learner
+from tunewell.training.watching import Sample, Watcher
+
+OPTIMIZER = "optimizer.safetensors"
+
+
+@dataclass
+class Progress:
+    """How far a run is; goes into every checkpoint."""
+
+    step: int = 0
+    """Finished optimizer steps."""
+    best_loss: float | None = None
+    best_step: int | None = None
+    looks_without_gain: int = 0
+    last_look: int = -1
+    tokens: int = 0
+    supervised_tokens: int = 0
+
+
+@dataclass
+class Run:
+    """Everything a run is made of, put together by whoever starts it."""
+
+    plan: Plan
+    config: Config
+    learner: Learner
+    order: DataOrder
+    documents: Documents
+    held_out: Documents
+    checkpoints: Checkpoints
+    events: EventLog
+    samples: EventLog
+    remedies: Remedies
+    watcher: Watcher
+    trained: Callable[[], tuple[dict[str, dict[str, Any]], dict[str, str]]]
+    """Gives the files of the trained model or adapter: tensors by file, and texts."""
+    restore: Callable[[dict[str, dict[str, Any]]], None]
+    """Puts the tensors of those files back."""
+    begin_again: Callable[[], None]
+    """Reads the weights of the beginning again, frozen ones too."""
+    ask: Callable[[int, int], list[Sample]] = lambda step, batch_tokens: []
+    """Answers held-out questions, so many tokens at once."""
+    name_of: Callable[[int], str] = lambda document: f"document {document}"
+    """Says where a document came from, as a person can find it."""
+    about: About = field(default_factory=About)
+    home: Path | None = None
+    """Where the checkpoints of the run lie, for processes that do not write them."""
+    identity: dict[str, Any] = field(default_factory=dict)
+    progress: Progress = field(default_factory=Progress)
+    seconds: dict[str, float] = field(default_factory=lambda: {"train": 0.0, "look": 0.0, "save": 0.0})
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why a run's loop ended."""
+
+    status: Status
+    reason: str
+    exit_code: int = 0
+    signal: str | None = None
+    """Which one interrupted it."""
+    advice: str | None = None
+    """What to change before it is tried again, where health stopped it."""
+
+
+def state_of(run: Run) -> State:
+    """Take everything that a run needs to go on from here."""
+    tensors, texts = run.trained()
+    return State(
+        step=run.progress.step,
+        tensors={**tensors, OPTIMIZER: optimizer_tensors(run.learner.optimizer, run.learner.parameters)},
+        texts=texts,
+        progress={
+            **run.progress.__dict__,
+            "scaler": _scaler_state(run.learner),
+            "quarantine": {str(document): since for document, since in run.remedies.quarantine.items()},
+        },
+        identity=run.identity,
+    )
+
+
+def resume(run: Run, state: State) -> None:
+    """Put a run back to where a checkpoint was made: weights, optimizer, scaler, position, log."""
+    run.restore(state.tensors)
+    load_optimizer(run.learner.optimizer, run.learner.parameters, state.tensors[OPTIMIZER])
+    known = {name: value for name, value in state.progress.items() if name in Progress.__dataclass_fields__}
+    run.progress = Progress(**known)
+    for document, since in (state.progress.get("quarantine") or {}).items():
+        run.remedies.quarantine.setdefault(int(document), int(since))
+    scaler = state.progress.get("scaler") or {}
+    if run.learner.scaler.is_on and scaler:
+        run.learner.scaler.scale.fill_(scaler["scale"])
+        run.learner.scaler.steps_since.fill_(scaler["steps_since"])
+    _cut_logs(run)
+
+
+def rewind(run: Run, *, not_after: int, are_weights_bad: bool) -> int:
+    """Go back to the newest whole checkpoint of at most so many steps, or to the beginning; give its step.
+
+    What was made after it is of a future that was left, and goes. Where a frozen weight has gone bad, everything is
+    read again first: a checkpoint of an adapter has only the adapter.
+    """
+    world = run.learner.world
+    run.checkpoints.wait()
+    world.wait()
+    run.learner.drop_gradients()
+    saved = find_newest(
+        run.home or run.checkpoints.folder, on_trouble=run.watcher.noted, not_after=not_after, is_needed=False
+    )
+    if are_weights_bad or saved is None:
+        run.begin_again()
+    if saved is None:
+        run.learner.optimizer.state.clear()
+        run.progress = Progress()
+        _cut_logs(run)
+    else:
+        resume(run, load_state(saved, needs=[OPTIMIZER]))
+    world.wait()  # nobody removes what another still reads
+    if world.is_first:
+        run.checkpoints.leave(run.progress.step)
+    run.watcher.rewound(run.progress.step)
+    return run.progress.step
+
+
+def _cut_logs(run: Run) -> None:
+    if run.learner.world.is_first:
+        run.events.truncate_to(run.progress.step)
+        run.samples.truncate_to(run.progress.step)
+
+
+def _scaler_state(learner: Learner) -> dict[str, float] | None:
+    if not learner.scaler.is_on:
+        return None
+    return {"scale": float(learner.scaler.scale), "steps_since": float(learner.scaler.steps_since)}

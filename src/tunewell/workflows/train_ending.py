@@ -1,0 +1,115 @@
+"""What a run came to, and what it leaves behind for whoever finds its folder."""
+
+import shlex
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tunewell.config.load import Loaded
+from tunewell.core.errors import UserError
+from tunewell.data.corpus.reader import Corpus
+from tunewell.hardware.probe import memory_in_use
+from tunewell.records.outcome import HeldOutLosses, Outcome, write_outcome
+from tunewell.records.plan import Plan
+from tunewell.training.engine import Ending, Run
+from tunewell.workflows.healing_story import advice, story
+from tunewell.workflows.loss_picture import draw_losses
+from tunewell.workflows.run_config import resume_command
+from tunewell.workflows.run_readme import run_readme
+from tunewell.workflows.train_result import Notebook, TrainResult
+
+
+@dataclass(frozen=True)
+class Since:
+    """Where this sitting of a run began."""
+
+    started: float
+    tokens: int
+    allow_pickle: bool
+
+
+def result_of(
+    loaded: Loaded, run: Run, ending: Ending, *, notebook: Notebook, stages: dict[str, float], since: Since
+) -> TrainResult:
+    """Say what a run came to."""
+    folder = run.checkpoints.folder
+    seconds = run.seconds["train"]
+    tokens = run.progress.tokens - since.tokens
+    newest, best = run.checkpoints.newest(), run.checkpoints.best()
+    artefacts = []
+    if best is not None and newest is not None and best.step != newest.step:
+        artefacts.append((str(best.path), f"the best by held-out loss, step {best.step}"))
+    if newest is not None:
+        artefacts.append((str(newest.path), f"the newest, step {newest.step}"))
+    artefacts += [(str(folder.parent / "events.jsonl"), "every step in raw numbers")]
+    return TrainResult(
+        run=folder.parent,
+        status=ending.status,
+        reason=ending.reason,
+        exit_code=ending.exit_code,
+        steps=run.progress.step,
+        num_steps=run.plan.num_steps.value,
+        tokens=run.progress.tokens,
+        supervised_tokens=run.progress.supervised_tokens,
+        seconds=time.perf_counter() - since.started,
+        stages={**stages, **run.seconds},
+        tokens_per_second=tokens / seconds if seconds else 0.0,
+        peak_memory_bytes=memory_in_use(run.learner.device),
+        losses=notebook.losses,
+        held_out=notebook.held_out,
+        best_step=run.progress.best_step,
+        artefacts=artefacts,
+        next_command=_next(loaded, ending, folder.parent, allow_pickle=since.allow_pickle),
+        notes=notebook.notes,
+        signal=ending.signal,
+        changes=notebook.changes,
+        healing=run.remedies.entries,
+        advice=[*([ending.advice] if ending.advice else []), *advice(run.remedies.entries)],
+    )
+
+
+def _next(loaded: Loaded, ending: Ending, run: Path, *, allow_pickle: bool) -> str:
+    if ending.status == "interrupted":
+        return resume_command(loaded, allow_pickle=allow_pickle)
+    # A run that health stopped has its last good checkpoint, which may be worth something.
+    return f"tunewell validate {shlex.quote(str(run))}" if ending.status == "finished" else ""
+
+
+def leave_behind(run: Run, result: TrainResult, plan: Plan, corpus: Corpus) -> None:
+    """Write what tells the story of the run to whoever finds its folder."""
+    if result.losses:
+        picture = result.run / "loss.png"
+        try:
+            draw_losses(picture, losses=result.losses, held_out=result.held_out, title=Path(plan.model).name)
+            result.artefacts.append((str(picture), "the loss curve"))
+        except (UserError, OSError) as error:
+            # The training is done and saved; a missing picture is no reason to call it failed.
+            result.notes.append(f"the loss curve could not be drawn: {error}")
+    write_outcome(
+        result.run,
+        Outcome(
+            made_by=plan.made_by,
+            status=result.status,
+            reason=result.reason,
+            steps=result.steps,
+            planned_steps=result.num_steps,
+            first_loss=result.first_loss,
+            last_loss=result.last_loss,
+            held_out=HeldOutLosses(first=result.held_out_first, last=result.held_out_last, best=result.held_out_best),
+            best_step=result.best_step,
+            seconds=result.seconds,
+            tokens=result.tokens,
+            supervised_tokens=result.supervised_tokens,
+            artefacts={what: _from_run(path, result.run) for path, what in result.artefacts},
+            notes=result.notes,
+            healing=story(result.healing),
+            advice=result.advice,
+            signal=result.signal,
+            allowed_changes=result.changes,
+        ),
+    )
+    run_readme(result.run, plan=plan, manifest=corpus.manifest, result=result.as_json(), healed=story(result.healing))
+
+
+def _from_run(path: str, run: Path) -> str:
+    return Path(path).relative_to(run).as_posix() if Path(path).is_relative_to(run) else path

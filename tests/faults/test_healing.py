@@ -1,0 +1,298 @@
+"""What goes wrong in a run is healed, or ends it cleanly: out of memory, NaN, spikes, divergence. Rows 8 to 15.
+
+Every fault is planted by `tunewell.training.injection` into a real run of a tiny model and held against the same run
+without it. One seed is tried by default; `make faults` tries three and prints a line of JSON for each.
+"""
+
+import math
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import Remembering, make_run
+
+from tunewell.core.errors import UserError
+from tunewell.records.events import read_events
+from tunewell.records.healing import read_healing
+from tunewell.training.engine import Ending, Run, resume, train
+from tunewell.training.injection import NoFaults, plant
+
+PLAN = {
+    **{"num_steps": 48, "batch_documents": 4, "micro_batch_tokens": 64, "save_every": 5, "evaluate_every": 12},
+    "learning_rate": 3e-3,
+}
+# No dropout: what is drawn depends on the cut. A larger epsilon: where a gradient is nearly nothing, Adam's default
+# turns the rounding of a sum into a whole step.
+CONFIG: dict[str, Any] = {"method": {"rank": 4, "dropout": 0.0}, "train": {"adam_epsilon": 1e-3}}
+SEEDS = [0, pytest.param(1, marks=pytest.mark.faults), pytest.param(2, marks=pytest.mark.faults)]
+WEIGHT = "model.layers.1.mlp.up_proj.base_layer.weight"
+
+
+def run_of(folder: Path, seed: int, faults: str | None = None, **plan: Any) -> tuple[Run, Ending]:
+    run = make_run(folder, config=CONFIG, plan=PLAN | plan, faults=faults, seed=seed)
+    return run, train(run)
+
+
+@cache
+def undisturbed(seed: int) -> Run:
+    return run_of(Path(mkdtemp(prefix="tunewell-undisturbed-")) / "run", seed)[0]
+
+
+def losses(run: Run) -> list[float]:
+    assert isinstance(run.watcher, Remembering)
+    return [event.loss for event in run.watcher.steps]
+
+
+def apart(run: Run, seed: int) -> float:
+    """The largest relative difference to the losses of the undisturbed run."""
+    pairs = zip(losses(run), losses(undisturbed(seed)), strict=True)
+    return max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
+
+
+def end_apart(run: Run, seed: int) -> float:
+    """The difference of the mean of the last losses, each the mean over an epoch's documents."""
+    ours, theirs = (sum(losses(own)[-6:]) / 6 for own in (run, undisturbed(seed)))
+    return abs(ours - theirs) / theirs
+
+
+def assert_sound(run: Run) -> None:
+    """Whatever happened, nothing that is not finite is in the model or in any checkpoint."""
+    assert all(bool(torch.isfinite(parameter).all()) for parameter in run.learner.model.parameters())
+    for name, tensor in run.checkpoints.load(run.checkpoints.newest()).tensors.items():  # type: ignore[arg-type]
+        assert all(bool(torch.isfinite(own).all()) for own in tensor.values()), name
+
+
+def told(row: int, fault: str, seed: int, run: Run, ending: Ending, **figures: Any) -> dict[str, Any]:
+    actions = [entry.action for entry in run.remedies.entries]
+    rewound = sum(entry.step - (entry.rewound_to or 0) for entry in run.remedies.entries if entry.action == "rewind")
+    return {
+        "row": row,
+        "fault": fault,
+        "seed": seed,
+        "ended": ending.status,
+        "steps_lost": rewound,
+        "actions": actions[:8],
+        **figures,
+    }
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        (8, "oom@forward:tokens=40"),
+        (9, "oom@forward:step=20,tokens=40"),
+        (10, "oom@backward:step=9"),
+        (10, "oom@optimizer:step=0"),
+        (10, "oom@optimizer:step=9"),
+        (11, "oom@held_out:tokens=40"),
+    ],
+)
+def test_out_of_memory_changes_nothing_but_the_cut(
+    tmp_path: Path, record_property: Any, row: int, fault: str, seed: int
+) -> None:
+    run, ending = run_of(tmp_path / "run", seed, fault)
+    record_property("fault", told(row, fault, seed, run, ending, apart=apart(run, seed)))
+    assert ending.status == "finished" and apart(run, seed) < 1e-6
+    assert {entry.action for entry in run.remedies.entries} == {"split"}
+    # One long step does not slow the rest; what never fits is cut for good.
+    assert (run.remedies.fitting.limit is None) == (row != 8)
+    looks = [(look.step, look.loss) for look in run.watcher.looks]  # type: ignore[attr-defined]
+    expected = [(look.step, look.loss) for look in undisturbed(seed).watcher.looks]  # type: ignore[attr-defined]
+    assert looks == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in expected]
+    assert_sound(run)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_document_that_fits_only_with_its_layers_computed_twice(
+    tmp_path: Path, record_property: Any, seed: int
+) -> None:
+    """Every document alone: nothing can be cut, and once the layers are computed again on the way back it goes."""
+    run, ending = run_of(tmp_path / "run", seed, "oom@backward:step=9", micro_batch_tokens=1)
+    record_property("fault", told(9, "oom with nothing to cut", seed, run, ending, apart=apart(run, seed)))
+    assert [entry.action for entry in run.remedies.entries] == ["recompute"] and apart(run, seed) < 1e-6
+    assert not run.learner.model.is_gradient_checkpointing, "the next steps do without"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_never_fits_ends_the_run_with_what_would(tmp_path: Path, record_property: Any, seed: int) -> None:
+    run, ending = run_of(tmp_path / "run", seed, "oom@forward:step=6,tokens=0,times=1000")
+    record_property("fault", told(8, "oom for ever", seed, run, ending))
+    assert (ending.status, ending.exit_code) == ("stopped", 4) and "does not fit" in ending.reason
+    assert ending.advice and "packing.long_documents" in ending.advice
+    assert run.checkpoints.newest().step == 5  # type: ignore[union-attr]
+    assert_sound(run)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_answers_that_do_not_fit_are_asked_fewer_at_once(tmp_path: Path, record_property: Any, seed: int) -> None:
+    run = make_run(tmp_path / "run", config=CONFIG, plan=PLAN, seed=seed)
+    asked = []
+
+    def ask(step: int, batch_tokens: int) -> list[Any]:
+        asked.append((step, batch_tokens))
+        if batch_tokens > 1024:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return []
+
+    run.ask = ask
+    ending = train(run)
+    record_property("fault", told(11, "oom in generation", seed, run, ending, apart=apart(run, seed)))
+    assert asked == [(0, 8192), (0, 1024), (12, 1024), (24, 1024), (36, 1024), (48, 1024)]
+    assert ending.status == "finished" and apart(run, seed) == 0.0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_one_gradient_that_is_not_finite_is_left_out(tmp_path: Path, record_property: Any, seed: int) -> None:
+    run, ending = run_of(tmp_path / "run", seed, "nan@gradients:step=9")
+    record_property("fault", told(12, "one NaN", seed, run, ending, end_apart=end_apart(run, seed)))
+    assert ending.status == "finished" and end_apart(run, seed) < 0.01
+    [entry] = read_healing(tmp_path / "run")
+    assert (entry.step, entry.name, entry.action, entry.documents) == (10, "nan-gradients", "skip", [])
+    assert "computed again, it was finite" in entry.words
+    assert_sound(run)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gradients_that_stay_bad_for_some_steps_send_the_run_back(
+    tmp_path: Path, record_property: Any, seed: int
+) -> None:
+    run, ending = run_of(tmp_path / "run", seed, "nan@gradients:step=9,times=2")
+    record_property("fault", told(12, "NaN twice in a row", seed, run, ending, apart=apart(run, seed)))
+    first, second = read_healing(tmp_path / "run")
+    assert (first.step, first.action, second.step, second.action, second.rewound_to) == (10, "skip", 11, "rewind", 5)
+    # Back to before the first of them, and no document is blamed for what did not happen again.
+    assert ending.status == "finished" and losses(run) == losses(undisturbed(seed)) and not run.remedies.quarantine
+    assert_sound(run)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gradients_that_stay_bad_for_ever_end_the_run_soon_and_save_nothing(
+    tmp_path: Path, record_property: Any, seed: int
+) -> None:
+    run, ending = run_of(tmp_path / "run", seed, "nan@gradients:step=9,times=100000")
+    record_property("fault", told(12, "NaN for ever", seed, run, ending))
+    assert (ending.status, ending.exit_code) == ("stopped", 4)
+    entries = read_healing(tmp_path / "run")
+    assert [entry.action for entry in entries] == ["skip", "rewind", "rewind", "stop"]
+    assert max(entry.step for entry in entries) <= 9 + 10 and entries[2].rate_share == 0.5
+    assert run.checkpoints.newest().step <= 15  # type: ignore[union-attr]
+    assert_sound(run)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_document_that_spoils_a_layer_is_found_and_left_out(tmp_path: Path, record_property: Any, seed: int) -> None:
+    layer = "model.layers.1.mlp.down_proj"
+    run, ending = run_of(tmp_path / "run", seed, f"nan@document:document=3,name={layer}")
+    record_property("fault", told(12, "a bad document", seed, run, ending, end_apart=end_apart(run, seed)))
+    [entry] = read_healing(tmp_path / "run")
+    at = next(step for step in range(48) if 3 in run.order.step(step).documents)
+    assert (entry.step, entry.documents, entry.place) == (at + 1, [3], f"output of `{layer}`")
+    assert ending.status == "finished" and run.remedies.quarantine == {3: at + 1}
+    steps = {
+        event["step"]: event for event in read_events(tmp_path / "run" / "events.jsonl") if event["kind"] == "step"
+    }
+    again = next(step for step in range(at + 1, 48) if 3 in run.order.step(step).documents)
+    kept = [d for d in run.order.step(again).documents if d != 3]
+    assert steps[again + 1]["tokens"] == int(run.order.lengths[kept].sum()) and not steps[again + 1]["was_skipped"]
+    assert_sound(run)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("step", [0, 17])
+@pytest.mark.parametrize("name", [WEIGHT, "model.layers.0.self_attn.q_proj.lora_A"])
+def test_a_weight_that_goes_bad_is_named_and_read_again(
+    tmp_path: Path, record_property: Any, name: str, step: int, seed: int
+) -> None:
+    """Frozen or trained: the run goes back, and ends bit for bit as if nothing had been."""
+    run, ending = run_of(tmp_path / "run", seed, f"nan@weights:step={step},name={name}")
+    record_property("fault", told(13, f"NaN in {name}", seed, run, ending, apart=apart(run, seed)))
+    [entry] = read_healing(tmp_path / "run")
+    assert (entry.step, entry.action, entry.place) == (step + 1, "rewind", f"weight `{name}`")
+    assert entry.rewound_to == step // 5 * 5 and not entry.documents
+    assert ending.status == "finished" and losses(run) == losses(undisturbed(seed))
+    assert_sound(run)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_steps_without_anything_to_learn_are_no_fault(tmp_path: Path, record_property: Any, seed: int) -> None:
+    """Nothing is divided by nothing where no token of a step is learned."""
+    run = make_run(tmp_path / "run", config=CONFIG, plan=PLAN, seed=seed)
+    for document in run.order.step(7).documents:
+        run.documents.arrays(int(document))[1][:] = -100
+    ending = train(run)
+    record_property("fault", told(13, "nothing to learn", seed, run, ending))
+    assert ending.status == "finished" and run.remedies.entries == []
+    assert losses(run)[7] == 0.0 and all(math.isfinite(loss) for loss in losses(run))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_spike_of_three_steps_is_left_out(tmp_path: Path, record_property: Any, seed: int) -> None:
+    run, ending = run_of(tmp_path / "run", seed, "scale@loss:step=36,times=3,factor=1000")
+    record_property("fault", told(14, "norm x1000 for 3 steps", seed, run, ending, end_apart=end_apart(run, seed)))
+    entries = read_healing(tmp_path / "run")
+    assert [(e.step, e.name, e.action) for e in entries] == [(s, "loss-spike", "skip") for s in (37, 38, 39)]
+    assert ending.status == "finished" and end_apart(run, seed) < 0.02
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_rate_that_is_far_too_high_is_lowered_or_ends_the_run(
+    tmp_path: Path, record_property: Any, seed: int
+) -> None:
+    plan = {"learning_rate": 10.0, "schedule": "constant", "num_steps": 200, "evaluate_every": 50}
+    run, ending = run_of(tmp_path / "run", seed, **plan)
+    record_property("fault", told(15, "rate 10", seed, run, ending, last=losses(run)[-1]))
+    entries = [entry for entry in read_healing(tmp_path / "run") if entry.action != "none"]
+    assert entries and entries[0].step < 60, "before the loss was high for 50 steps"
+    if ending.status == "stopped":
+        assert ending.exit_code == 4 and ending.advice and "train.learning_rate" in ending.advice
+    else:
+        assert losses(run)[-1] < 2 * min(losses(run))
+    assert_sound(run)
+
+
+def test_healing_switched_off_goes_on_and_saves_nothing_bad(tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path / "run", config=CONFIG | {"healing": {"on": False}}, plan=PLAN, faults="nan@gradients:step=9,times=3"
+    )
+    assert train(run).status == "finished"
+    assert [(e.step, e.action) for e in read_healing(tmp_path / "run")] == [(10, "none"), (11, "none"), (12, "none")]
+    assert_sound(run)
+
+
+@pytest.mark.parametrize("at", [11, 12, 13, 17])
+def test_a_healed_run_that_is_resumed_ends_as_if_it_had_not_been_stopped(tmp_path: Path, at: int) -> None:
+    """What was left out stays left out, from the same step on; what was halved stays halved."""
+
+    class Leaving(Remembering):
+        def stepped(self, event: Any) -> None:
+            super().stepped(event)
+            if event.step == at:
+                raise KeyboardInterrupt
+
+    fault = "nan@document:document=3,name=model.layers.1.mlp.down_proj"
+    whole, _ = run_of(tmp_path / "whole", 0, fault)
+    broken = make_run(tmp_path / "broken", config=CONFIG, plan=PLAN, faults=fault)
+    broken.watcher = Leaving()
+    with pytest.raises(KeyboardInterrupt):
+        train(broken)
+    broken.checkpoints.wait()
+    again = make_run(tmp_path / "broken", config=CONFIG, plan=PLAN, faults=fault)
+    resume(again, again.checkpoints.load(again.checkpoints.newest()))  # type: ignore[arg-type]
+    assert train(again).status == "finished"
+    for name, parameter in again.learner.parameters.items():
+        assert torch.equal(parameter, whole.learner.parameters[name]), name
+    assert [e.as_json() for e in read_healing(tmp_path / "broken")] == [
+        e.as_json() for e in read_healing(tmp_path / "whole")
+    ]
+
+
+def test_faults_are_refused_unless_switched_on() -> None:
+    assert type(plant(None, is_allowed=False)) is NoFaults
+    with pytest.raises(UserError, match="not switched on"):
+        plant("nan@gradients:step=1", is_allowed=False)
+    with pytest.raises(UserError, match="no fault"):
+        plant("rain@roof:step=1", is_allowed=True)

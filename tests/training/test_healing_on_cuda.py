@@ -1,0 +1,234 @@
+"""On CUDA, with real memory: what does not fit is taken again smaller, and a weight that goes bad is named.
+
+A cap on what this process may allocate stands for a smaller card; the errors are the allocator's own.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_runs import Remembering, make_plan
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tunewell.config.schema import Config
+from tunewell.models import adapters, attention
+from tunewell.models.generate import Decoding, generate
+from tunewell.records.events import EventLog
+from tunewell.records.healing import HEALING, read_healing
+from tunewell.training.batches import DataOrder
+from tunewell.training.checkpoints import Checkpoints
+from tunewell.training.engine import Run, train
+from tunewell.training.injection import plant
+from tunewell.training.readings import About
+from tunewell.training.remedies import Remedies
+from tunewell.training.step import Learner
+
+pytestmark = pytest.mark.gpu
+VOCABULARY = 32_000
+STEPS = 24
+GIB = 2**30
+
+
+class Documents:
+    """Documents of few words, so that there is something to learn; some may be long."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        draw = np.random.default_rng(0)
+        self.rows = []
+        for length in lengths:
+            ids = draw.integers(0, 300, length).astype(np.int32)
+            labels = ids.copy()
+            labels[: length // 3] = -100
+            self.rows.append((ids, labels))
+        self.index: dict[str, Any] = {"length": np.array(lengths), "supervised": np.array(lengths) - 1}
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def arrays(self, index: int) -> tuple[Any, Any]:
+        return self.rows[index]
+
+
+def _model() -> Any:
+    attention.register()
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=65_536,
+    )
+    model = LlamaForCausalLM(shape).to("cuda", torch.bfloat16)
+    model.set_attn_implementation(attention.FLASH)
+    return model
+
+
+def _run(folder: Path, lengths: list[int], *, compiling: str = "off", faults: str | None = None, **plan: Any) -> Run:
+    config = Config.model_validate({"method": {"rank": 8}, "train": {"compile": compiling}})
+    decided = make_plan(
+        device="cuda:0",
+        precision="bf16",
+        attention="flash",
+        learning_rate=1e-3,
+        num_steps=STEPS,
+        batch_documents=None,
+        batch_tokens=32_768,
+        compile=compiling,
+        evaluate_every=12,
+        save_every=6,
+        **plan,
+    )
+    model = _model()
+    adapter = adapters.add_lora(model, config.method, seed=0)
+    first = {name: tensor.clone() for name, tensor in adapters.adapter_tensors(model, adapter).items()}
+    documents = Documents(lengths)
+    watcher = Remembering()
+    folder.mkdir()
+
+    def begin_again() -> None:
+        fresh = dict(_model().named_parameters())
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if (before := fresh.get(name.replace(".base_layer.", "."))) is not None:
+                    parameter.copy_(before)
+        adapters.load_tensors(model, first, where="beginning")
+
+    return Run(
+        plan=decided,
+        config=config,
+        learner=Learner(model, "bf16", max(lengths), settings=config.train, faults=plant(faults, is_allowed=True)),
+        order=DataOrder(documents.index["length"].astype("int64"), 0, "c", batch_tokens=32_768),
+        documents=documents,
+        held_out=Documents([200] * 16),
+        checkpoints=Checkpoints(folder / "checkpoints", keep=2, on_trouble=watcher.noted),
+        events=EventLog(folder / "events.jsonl"),
+        samples=EventLog(folder / "samples.jsonl"),
+        remedies=Remedies(folder / HEALING),
+        watcher=watcher,
+        trained=lambda: ({adapters.WEIGHTS: adapters.adapter_tensors(model, adapter)}, {adapters.CONFIG: "{}"}),
+        restore=lambda tensors: adapters.load_tensors(model, tensors[adapters.WEIGHTS], where="checkpoint"),
+        begin_again=begin_again,
+        about=About(vocab_size=VOCABULARY, precision="bf16", device="cuda", max_grad_norm=1.0),
+    )
+
+
+def _losses(run: Run) -> list[float]:
+    assert isinstance(run.watcher, Remembering)
+    return [event.loss for event in run.watcher.steps]
+
+
+@pytest.fixture
+def small_card() -> Iterator[Any]:
+    """Let this process have so many GiB, until the test is over."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+
+    def cap(gib: float) -> None:
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(gib * GIB / total)
+
+    yield cap
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def _peak_gib(run: Run) -> float:
+    torch.cuda.reset_peak_memory_stats()
+    train(run)
+    return torch.cuda.max_memory_allocated() / GIB
+
+
+@pytest.mark.parametrize("compiling", ["off", "on"])
+def test_a_budget_four_times_too_large(tmp_path: Path, small_card: Any, compiling: str) -> None:
+    """What 8,192 tokens at once need is all there is; 32,768 were planned."""
+    lengths = [256] * 1024
+    fits = _run(tmp_path / "fits", lengths, micro_batch_tokens=8192)
+    peak = _peak_gib(fits)
+    small_card(peak * 1.15)
+    run = _run(tmp_path / "run", lengths, micro_batch_tokens=32_768, compiling=compiling)
+    assert train(run).status == "finished"
+    assert _losses(run) == pytest.approx(_losses(fits), rel=2e-2)
+    actions = [entry.action for entry in read_healing(tmp_path / "run")]
+    assert set(actions) == {"split"} and 4096 <= (run.remedies.fitting.limit or 0) <= 16_384
+
+
+def test_one_document_far_longer_than_the_rest(tmp_path: Path, small_card: Any) -> None:
+    """It fits with its layers computed twice, and the steps around it are taken as planned."""
+    lengths = [256] * 1000 + [24_576]
+    whole = _run(tmp_path / "whole", lengths, micro_batch_tokens=8192)
+    assert train(whole).status == "finished"
+    usual = _peak_gib(_run(tmp_path / "usual", [256] * 1024, micro_batch_tokens=8192))
+    small_card(usual * 1.3)
+    run = _run(tmp_path / "run", lengths, micro_batch_tokens=8192)
+    assert train(run).status == "finished"
+    assert _losses(run) == pytest.approx(_losses(whole), rel=2e-2)
+    assert "recompute" in [entry.action for entry in run.remedies.entries]
+    assert run.remedies.fitting.limit is None and not run.learner.model.is_gradient_checkpointing
+
+
+def test_answers_that_are_too_many_at_once(tmp_path: Path, small_card: Any) -> None:
+    lengths = [256] * 1024
+    whole = _run(tmp_path / "whole", lengths, micro_batch_tokens=8192)
+    peak = _peak_gib(whole)
+    small_card(peak * 1.2)
+    run = _run(tmp_path / "run", lengths, micro_batch_tokens=8192)
+    asked: list[tuple[int, int]] = []
+
+    def ask(step: int, batch_tokens: int) -> list[Any]:
+        number = max(1, batch_tokens // 2)
+        asked.append((step, number))
+        prompts = [list(range(5, 400))] * number
+        generate(
+            run.learner.model,
+            prompts,
+            max_new_tokens=4,
+            stop_ids=[],
+            pad_id=0,
+            decoding=Decoding(batch_tokens=404 * number),
+        )
+        return []
+
+    run.ask = ask
+    assert train(run).status == "finished"
+    assert asked[0] == (0, 4096) and asked[1][0] == 0 and len(asked) < 8
+    assert _losses(run) == pytest.approx(_losses(whole), rel=2e-2)
+
+
+@pytest.mark.parametrize("compiling", ["off", "on"])
+def test_a_weight_poisoned_at_a_step_is_named_and_healed(tmp_path: Path, compiling: str) -> None:
+    lengths = [256] * 1024
+    clean = _run(tmp_path / "clean", lengths, micro_batch_tokens=16_384, compiling=compiling)
+    train(clean)
+    name = "model.layers.5.mlp.down_proj.base_layer.weight"
+    run = _run(
+        tmp_path / "run",
+        lengths,
+        micro_batch_tokens=16_384,
+        compiling=compiling,
+        faults=f"nan@weights:step=14,name={name}",
+    )
+    assert train(run).status == "finished"
+    [entry] = read_healing(tmp_path / "run")
+    assert (entry.step, entry.place, entry.action) == (15, f"weight `{name}`", "rewind")
+    assert entry.numbers["step_documents"] == [int(document) for document in run.order.step(14).documents][:50]
+    assert _losses(run)[-1] == pytest.approx(_losses(clean)[-1], rel=0.01)
+
+
+def test_fp32_is_the_last_remedy_and_works(tmp_path: Path) -> None:
+    """From bf16 with flash and compiled layers to fp32 with SDPA, between two steps."""
+    run = _run(tmp_path / "run", [256] * 256, micro_batch_tokens=8192, compiling="on")
+    batches = run.documents
+    train(run)
+    before = _losses(run)[-1]
+    run.learner.change(precision="fp32", device=None)
+    run.progress.step = 0
+    again = _run(tmp_path / "again", [256] * 256, micro_batch_tokens=8192)
+    again.learner = run.learner
+    train(again)
+    assert len(batches) and all(p.dtype == torch.float32 for p in run.learner.model.parameters())
+    assert _losses(again)[0] < before * 1.2
