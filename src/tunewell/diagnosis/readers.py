@@ -83,8 +83,9 @@ def read_log(text: str) -> TrainingLog:
 
 
 def read_run(folder: Path) -> TrainingLog:
-    """Read the steps and looks of one of our own runs."""
-    plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    """Read the steps and looks of one of our own runs, or of another trainer's that `HealthCallback` watched."""
+    path = folder / "plan.json"
+    plan = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     readings = []
     for event in read_events(folder / "events.jsonl"):
         if event["kind"] == "step":
@@ -92,8 +93,8 @@ def read_run(folder: Path) -> TrainingLog:
             readings.append(Reading(**with_numbers(known)))
         elif event["kind"] == "held_out":
             readings.append(Reading(event["step"], held_out_loss=as_number(event["loss"])))
-    device, precision = (str(plan.get(key, {}).get("value")) for key in ("device", "precision"))
-    return TrainingLog(readings, About(device=device.partition(":")[0], precision=precision))
+    device, precision = (plan.get(key, {}).get("value") for key in ("device", "precision"))
+    return TrainingLog(readings, About(device=device and device.partition(":")[0], precision=precision))
 
 
 def _states(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
