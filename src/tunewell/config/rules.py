@@ -1,6 +1,6 @@
 """The rules a run is held to: what is done when it goes wrong, and what its model must show to pass."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -28,6 +28,18 @@ class Healing(Branch):
     """How often a run that was killed, crashed or hung at the same step is started again."""
     hang_seconds: Annotated[Real, Field(gt=0)] = 60.0
     """A run hangs where nothing happens for this long and three times what a step takes."""
+
+
+class Export(Branch):
+    """What is made of a trained model."""
+
+    to: tuple[Literal["adapter", "merged", "gguf", "ollama"], ...] = ()
+    """What `export` makes where the command names nothing. `train` refuses what cannot be made of the model before its
+    first step."""
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Numbers of the merged weights; the sum itself is made in fp32."""
+    gguf: tuple[Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m"], ...] = ("q8_0",)
+    """How weights are stored in GGUF files, one file each. Small models lose most by few bits."""
 
 
 class VerdictRules(Branch):

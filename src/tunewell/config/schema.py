@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from tunewell.config.branch import Auto, Branch, Flag, Real, Text, Whole
-from tunewell.config.rules import Healing, VerdictRules
+from tunewell.config.rules import Export, Healing, VerdictRules
 
 LearnFrom = Literal["responses", "last_response", "everything"]
 Role = Literal["system", "user", "assistant", "tool"]
@@ -343,3 +343,5 @@ class Config(Branch):
     """What is done about a run that goes wrong, and how often."""
     verdict: VerdictRules = VerdictRules()
     """How a trained model is judged, and what it takes to pass."""
+    export: Export = Export()
+    """What is made of a trained model."""

@@ -39,6 +39,8 @@ class LoadOrder:
     """Tokens of the longest document that will be trained on."""
     seed: int = 0
     """Of the first weights of a preset."""
+    is_packed: bool = True
+    """Whether it will read documents laid end to end, which not every model can."""
     allow_pickle: bool = False
     key_map: Path | None = None
     """How a checkpoint of other code names its weights; by default the `.keys.json` beside it."""
@@ -49,6 +51,8 @@ class LoadOrder:
 
     def refuse(self, config: PreTrainedConfig) -> list[str]:
         """Refuse a model that would not be trained as it is meant; give what there is to say of one that will be."""
+        if not self.is_packed:
+            return []
         return refuse_unsupported(config, longest_document=self.longest_document, attention=self.attention)
 
 

@@ -8,15 +8,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import PreTrainedModel
-
 from tunewell.core.errors import UserError
 from tunewell.core.files import write_atomic
 from tunewell.core.units import count
 from tunewell.data.prompting import prompt_ids, text_ids
 from tunewell.data.types import Message
-from tunewell.models.generate import Decoding, context_limit
-from tunewell.models.streaming import Speller, stream
+from tunewell.evaluation.runtime import Runtime
+from tunewell.models.generate import Decoding
+from tunewell.models.streaming import Speller
 from tunewell.workflows.voice import Voice
 
 _MAX_SEED = 2**63 - 1
@@ -82,7 +81,7 @@ class Chat:
     @property
     def context(self) -> int:
         """Say how many tokens the model can have before it, its answer included."""
-        return context_limit(self.voice.model)
+        return self.voice.runtime.context_length
 
     def set_system(self, text: str | None) -> None:
         """Set the system prompt from the next answer on; None or nothing takes it away."""
@@ -187,7 +186,7 @@ class Chat:
     def _kept(self, asked: Message) -> Iterator[str]:
         answer = self.answer
         try:
-            yield from self._spoken(self.voice.model, answer)
+            yield from self._spoken(self.voice.runtime, answer)
         finally:
             if answer.num_tokens or answer.ended == "end":
                 if answer.ended != "end":
@@ -195,18 +194,14 @@ class Chat:
                 self.messages += [asked, {"role": "assistant", "content": answer.text}]
 
     def _by_base(self, answer: Answer) -> Iterator[str]:
-        with self.voice.as_base() as model:
-            yield from self._spoken(model, answer)
+        with self.voice.as_base() as runtime:
+            yield from self._spoken(runtime, answer)
 
-    def _spoken(self, model: PreTrainedModel, answer: Answer) -> Iterator[str]:
+    def _spoken(self, runtime: Runtime, answer: Answer) -> Iterator[str]:
         decoding = Decoding(temperature=self.manner.temperature, seed=self.manner.seed)
         answer.num_prompt_tokens = len(self._prompt)
-        tokens = stream(
-            model,
-            self._prompt,
-            max_new_tokens=self.manner.length,
-            stop_ids=self.voice.stop_ids,
-            decoding=decoding,
+        tokens = runtime.stream(
+            self._prompt, max_new_tokens=self.manner.length, stop_ids=self.voice.stop_ids, decoding=decoding
         )
         begun = time.monotonic()
         try:

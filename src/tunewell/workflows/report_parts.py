@@ -154,10 +154,12 @@ def _plan(plan: Plan) -> dict[str, Chosen[Any]]:
 def _machine(voice: Voice) -> dict[str, str]:
     facts = voice.device
     told = {"device": facts.label, "precision": voice.precision}
+    if voice.computed_by:
+        told["computed by"] = voice.computed_by
     if facts.memory_bytes:
         told["memory"] = size_bytes(facts.memory_bytes)
     if facts.kind == "cpu":
-        told["threads"] = f"{torch.get_num_threads()} of {count(num_cores(), 'core')}"
+        told["threads"] = f"{voice.num_threads or torch.get_num_threads()} of {count(num_cores(), 'core')}"
     return {**told, "system": f"{platform.system()} {platform.machine()}"}
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from tunewell.core.errors import UserError
 from tunewell.core.need import need
 from tunewell.data.prompting import prompt_ids
-from tunewell.models.generate import Decoding, context_limit
-from tunewell.models.streaming import Speller, Stream, stream
+from tunewell.models.generate import Decoding
+from tunewell.models.streaming import Speller, Stream
 from tunewell.training.signals import Signals
 from tunewell.workflows.subject import FoundSubject
 from tunewell.workflows.voice import Voice, open_voice
@@ -52,6 +52,8 @@ class Ready:
     context_length: int
     needs_token: bool
     listens_on: str
+    computed_by: str = ""
+    """What computes it, where that is not torch."""
     pid: int = field(default_factory=os.getpid)
     notes: list[str] = field(default_factory=list)
 
@@ -95,7 +97,7 @@ def open_server(
     address = listen(door.host, door.port, has_token=token is not None)
     with ExitStack() as undo:
         undo.callback(address.listener.close)
-        voice = open_voice(subject, device=device, allow_pickle=allow_pickle)
+        voice = open_voice(subject, device=device, allow_pickle=allow_pickle, in_llama_cpp=True)
         speaker = VoiceSpeaker(voice, name or name_of(subject))
         undo.pop_all()
     ready = Ready(
@@ -105,6 +107,7 @@ def open_server(
         because=subject.because,
         device=voice.device.name,
         precision=voice.precision,
+        computed_by=voice.computed_by,
         context_length=speaker.context_length,
         needs_token=token is not None,
         listens_on=f"{address.host} port {address.port}",
@@ -125,7 +128,7 @@ class VoiceSpeaker:
                 fix="name one with `--template`, such as `--template chatml`",
             )
         self.name = name
-        self.context_length = context_limit(voice.model)
+        self.context_length = voice.runtime.context_length
         self._masker = voice.masker
         self._voice = voice
 
@@ -136,8 +139,8 @@ class VoiceSpeaker:
     def write(self, prompt_ids: Sequence[int], *, max_new_tokens: int, decoding: Decoding) -> Stream:
         """Write the answer's tokens, without the one that ends it."""
         voice = self._voice
-        return stream(
-            voice.model, prompt_ids, max_new_tokens=max_new_tokens, stop_ids=voice.stop_ids, decoding=decoding
+        return voice.runtime.stream(
+            prompt_ids, max_new_tokens=max_new_tokens, stop_ids=voice.stop_ids, decoding=decoding
         )
 
     def spelling(self) -> Speller:

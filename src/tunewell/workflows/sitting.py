@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from tunewell.config.rules import VerdictRules
 from tunewell.core.errors import UserError
@@ -24,21 +23,15 @@ from tunewell.evaluation.matching import is_short, match
 from tunewell.evaluation.measuring import (
     Measured,
     Texts,
-    answer_all,
-    bad_weights,
     bad_weights_in,
-    measure_losses,
-    next_logits,
 )
+from tunewell.evaluation.runtime import Runtime
 from tunewell.evaluation.verdict import Facts, judge, tally
 from tunewell.integrations.lm_eval_tasks import run_tasks
-from tunewell.models.generate import Generated, context_limit
-from tunewell.models.support import head_facts
+from tunewell.models.generate import Generated
 from tunewell.records.plan import Chosen
 from tunewell.records.report import Change, Exchange, LossPair, Report, Said
 from tunewell.training.held_out import Question, questions_of
-from tunewell.training.loss import HeadShape
-from tunewell.training.reading import Reader
 from tunewell.workflows.report_parts import Background, make_report
 from tunewell.workflows.subject import FoundSubject
 from tunewell.workflows.voice import Voice, open_voice, open_without_model
@@ -110,13 +103,13 @@ class Sitting:
             self.notes.append("nothing else was measured: with such weights every number is noise")
             return self._report(voice, base, None, bad)
         self._prepare_questions(voice)
-        tuned = self._measure(voice, voice.model, "tuned")
+        tuned = self._measure(voice, voice.runtime, "tuned")
         if self.order.lm_eval:
             with self._timed("lm-eval"):
                 self._run_tasks(voice)
         if voice.can_switch:
-            with voice.as_base() as model:
-                base = self._measure(voice, model, "base")
+            with voice.as_base() as runtime:
+                base = self._measure(voice, runtime, "base")
         elif self.subject.base is not None:
             base = self._measure_apart(voice)
         return self._report(voice, base, tuned, bad)
@@ -129,7 +122,11 @@ class Sitting:
 
     def _open(self, subject: FoundSubject) -> Voice:
         self.progress(f"loading {subject.name}", 0, 0)
-        return open_voice(subject, device=self.order.device, allow_pickle=self.order.allow_pickle)
+        # The tasks of lm-eval are run by transformers.
+        in_llama_cpp = not self.order.lm_eval
+        return open_voice(
+            subject, device=self.order.device, allow_pickle=self.order.allow_pickle, in_llama_cpp=in_llama_cpp
+        )
 
     def _open_and_check(self) -> tuple[Voice, dict[str, int]]:
         """Load what is judged; where that is refused because of values that are not finite, do without."""
@@ -140,11 +137,11 @@ class Sitting:
             if not bad:
                 raise
             return open_without_model(self.subject, device=self.order.device), bad
-        return voice, bad_weights(voice.model)
+        return voice, voice.runtime.bad_weights()
 
     def _measure_apart(self, voice: Voice) -> _Side:
         """Measure a base that is another model, once the tuned one has made room for it."""
-        voice.model = None  # type: ignore[assignment]
+        voice.release()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -156,7 +153,7 @@ class Sitting:
                 raise  # it was asked for by name
             self.notes.append(f"the base model could not be loaded, so there is nothing to compare with: {error.what}")
             return _Side()
-        return self._measure(other, other.model, "base")
+        return self._measure(other, other.runtime, "base")
 
     def _prepare_questions(self, voice: Voice) -> None:
         split = self.material.split
@@ -169,30 +166,27 @@ class Sitting:
         self.answer_tokens = _answer_tokens(self.rules, longest)
         front = _bos(voice)
         rows = [front + voice.tokenizer.backend.encode(text, add_special_tokens=False).ids for text in everyday_texts()]
-        self.everyday = Texts(rows, longest=context_limit(voice.model))
+        self.everyday = Texts(rows, longest=voice.runtime.context_length)
 
-    def _measure(self, voice: Voice, model: PreTrainedModel, who: str) -> _Side:
+    def _measure(self, voice: Voice, runtime: Runtime, who: str) -> _Side:
         side = _Side()
         split = self.material.split
-        lengths = [0 if split is None else int(split.index["length"].max()), int(self.everyday.index["length"].max())]
-        reader = Reader(model, voice.precision, max(lengths), head=self._head(model))
         with self._timed("losses"):
             self.progress(f"{who}: everyday text", 0, 0)
-            side.everyday = measure_losses(reader, self.everyday, most=None)
+            side.everyday = Measured(*runtime.losses(self.everyday, most=None))
             if split is not None:
-                side.held_out = measure_losses(
-                    reader,
+                losses = runtime.losses(
                     split,
                     most=self.rules.max_documents,
                     progress=lambda done, of: self.progress(f"{who}: held-out loss", done, of),
                 )
+                side.held_out = Measured(*losses)
         prompts = [question.ids for question in self.questions]
         with self._timed("answers"):
             if prompts:
                 self.progress(f"{who}: answering {len(prompts)} questions", 0, 0)
-                side.logits = next_logits(model, prompts[:_NUM_COMPARED])
-                side.answers = answer_all(
-                    model,
+                side.logits = runtime.next_logits(prompts[:_NUM_COMPARED])
+                side.answers = runtime.answer_all(
                     prompts,
                     max_new_tokens=self.answer_tokens.value,
                     stop_ids=voice.stop_ids,
@@ -200,18 +194,8 @@ class Sitting:
                     batch_size=None if self.rules.batch_size == "auto" else self.rules.batch_size,
                 )
             elif len(self.everyday):
-                side.logits = next_logits(model, [self.everyday.arrays(index)[0].tolist() for index in range(4)])
+                side.logits = runtime.next_logits([self.everyday.arrays(index)[0].tolist() for index in range(4)])
         return side
-
-    def _head(self, model: PreTrainedModel) -> HeadShape:
-        try:
-            facts = head_facts(model)
-        except UserError:
-            # A head that overflows looks like one that is not known; its losses will say so.
-            if np.isfinite(next_logits(model, [self.everyday.arrays(0)[0].tolist()])).all():
-                raise
-            return HeadShape()
-        return HeadShape(facts.softcap, facts.scale)
 
     def _report(self, voice: Voice, base: _Side, tuned: _Side | None, bad: dict[str, int]) -> Report:
         held_out, by_source, everyday = None, [], None

@@ -14,6 +14,7 @@ import torch
 from tunewell.config.load import Loaded, load_config
 from tunewell.core.errors import UserError
 from tunewell.data.corpus.reader import Corpus, open_corpus
+from tunewell.export.gguf_settings import can_write
 from tunewell.hardware.allocator import keep_freed_memory
 from tunewell.hardware.probe import probe_device
 from tunewell.hardware.threads import measure_threads
@@ -125,6 +126,7 @@ def _train(wish: "_Wish", notebook: Notebook) -> tuple[TrainResult, bool]:
             notebook.doing("loading the model")
             parts = Parts(loaded, plan, corpus, order, folder, world, notebook, allow_pickle, wish.faults, wish.alive)
             run = put_together(parts)
+        _refuse_export(loaded, run)
         if is_resuming:
             is_changed = _resume(loaded, run, allowed_changes, notebook=notebook, corpus=corpus)
             if run_dir is not None and is_changed:
@@ -192,6 +194,15 @@ def _refuse_nothing(loaded: Loaded) -> None:
         )
     if config.model is None:
         raise UserError("no model is named", fix=fix)
+
+
+def _refuse_export(loaded: Loaded, run: Run) -> None:
+    """Say before the first step what the config wants exported and cannot be made of this model."""
+    config = loaded.config
+    if "adapter" in config.export.to and config.method.kind != "lora":
+        raise UserError("`export.to` lists an adapter, and `method.kind: full` makes none", fix="list `merged` instead")
+    if {"gguf", "ollama"} & set(config.export.to):
+        can_write(run.learner.model.config.to_dict())
 
 
 def _corpus(loaded: Loaded, world: World) -> Corpus:

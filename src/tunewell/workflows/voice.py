@@ -13,13 +13,16 @@ from tunewell.config.schema import Source
 from tunewell.data.encoding import Encoder
 from tunewell.data.masking import Masker
 from tunewell.data.tokenizer import LoadedTokenizer
+from tunewell.evaluation.runtime import Runtime, TorchRuntime
 from tunewell.hardware.facts import DeviceFacts
 from tunewell.hardware.probe import probe_device
 from tunewell.hardware.threads import measure_threads
 from tunewell.models import adapters
+from tunewell.models.attention import SDPA
 from tunewell.models.generate import stop_ids_of
 from tunewell.models.load import LoadOrder, load_model
 from tunewell.records.manifest import read_manifest
+from tunewell.workflows.gguf_voice import open_in_llama_cpp
 from tunewell.workflows.subject import FoundSubject
 from tunewell.workflows.text_to_tokens import TextToTokens
 
@@ -32,7 +35,7 @@ class Voice:
     """A model in eval mode, adapter on, and everything it takes to ask it something."""
 
     subject: FoundSubject
-    model: PreTrainedModel
+    runtime: Runtime
     tokenizer: LoadedTokenizer
     masker: Masker | None
     """None where there is no chat template: plain text is continued then."""
@@ -43,7 +46,16 @@ class Voice:
     precision: str
     notes: list[str] = field(default_factory=list)
     adapter: adapters.Adapter | None = None
-    _base: PreTrainedModel | None = None
+    computed_by: str = ""
+    """What computes it, where that is not torch."""
+    num_threads: int | None = None
+    """Of what computes it, where that is not torch."""
+    _base: Runtime | None = None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """Give the weights themselves, for what changes or writes them; None where torch does not have them."""
+        return getattr(self.runtime, "model", None)  # type: ignore[return-value]
 
     @property
     def can_switch(self) -> bool:
@@ -56,13 +68,18 @@ class Voice:
         return self.can_switch or self._base is not None
 
     @contextmanager
-    def as_base(self) -> Iterator[PreTrainedModel]:
+    def as_base(self) -> Iterator[Runtime]:
         """Give the model this one was made from; needs `has_base`."""
         if self._base is not None:
             yield self._base
             return
         with adapters.switched_off(self.model):
-            yield self.model
+            yield self.runtime
+
+    def release(self) -> None:
+        """Let go of the model, so that another one has room; what is known of it stays."""
+        self.runtime.close()
+        self.runtime = None  # type: ignore[assignment]
 
     def spell(self, ids: list[int]) -> str:
         """Turn ids into text, markers included."""
@@ -70,11 +87,25 @@ class Voice:
 
 
 def open_voice(
-    subject: FoundSubject, *, device: str = "auto", with_base: bool = False, allow_pickle: bool = False
+    subject: FoundSubject,
+    *,
+    device: str = "auto",
+    with_base: bool = False,
+    allow_pickle: bool = False,
+    precision: str | None = None,
+    in_llama_cpp: bool = False,
+    is_packed: bool = True,
 ) -> Voice:
-    """Load a subject; `with_base` also loads what it was made from where its matrices cannot just be switched off."""
+    """Load a subject; `with_base` also loads what it was made from where its matrices cannot just be switched off.
+
+    `in_llama_cpp` lets llama.cpp compute a `.gguf` file as it is, where the device allows it and a library is found.
+    Without `is_packed` it reads one text at a time only, which any model can.
+    """
     text = TextToTokens.load(subject.loaded)
-    voice = _voice(subject, text, device)
+    opened, notes = open_in_llama_cpp(subject, text, device=device) if in_llama_cpp else (None, [])
+    voice = _voice(subject, text, device if opened is None else "cpu")
+    voice.precision = torch_precision = precision or voice.precision
+    voice.notes += notes
     with tempfile.TemporaryDirectory(prefix="tunewell-tokenizer-") as folder:
         text.save(Path(folder))
         added = subject.added_tokens or text.tokenizer.added_by_us
@@ -84,28 +115,36 @@ def open_voice(
                 model,
                 Path(folder),
                 torch.device(voice.device.name),
-                _DTYPES[voice.precision],
+                _DTYPES[torch_precision],
                 added_tokens=added,
                 seed=subject.loaded.config.seed,
                 allow_pickle=allow_pickle,
+                attention=SDPA if is_packed else "sdpa",
+                is_packed=is_packed,
             )
             found = load_model(order)
             return found.model, found.notes
 
-        model, notes = load(subject.model)
-        voice.adapter = None if subject.adapter is None else adapters.load_adapter(model, subject.adapter)
-        model.requires_grad_(False)
-        voice.model = model.eval()
-        _use_fastest_threads(model)
-        voice.stop_ids = _stop_ids(text.tokenizer, voice.masker, model)
+        if opened is not None:
+            voice.runtime, voice.precision = opened, opened.stored_as
+            voice.computed_by, voice.num_threads = opened.computed_by, opened.num_threads
+            voice.stop_ids = _stop_ids(text.tokenizer, voice.masker, None)
+        else:
+            model, notes = load(subject.model)
+            voice.adapter = None if subject.adapter is None else adapters.load_adapter(model, subject.adapter)
+            model.requires_grad_(False)
+            voice.runtime = TorchRuntime(model.eval(), voice.precision)
+            _use_fastest_threads(model)
+            voice.stop_ids = _stop_ids(text.tokenizer, voice.masker, model)
+            voice.notes += notes
         if subject.corpus is not None:
             # Sources may have templates of their own, which end turns otherwise.
             known = stop_ids_of(text.tokenizer, read_manifest(subject.corpus))
             voice.stop_ids = sorted({*voice.stop_ids, *known})
         voice.pad_id = min(voice.stop_ids, default=0)
-        voice.notes += notes
         if with_base and subject.base is not None and not voice.can_switch:
-            voice._base = load(subject.base)[0]
+            other = open_in_llama_cpp(subject.as_base(), text, device=device)[0] if opened is not None else None
+            voice._base = other or TorchRuntime(load(subject.base)[0], torch_precision)
     return voice
 
 
@@ -159,12 +198,15 @@ def _precision(subject: FoundSubject, facts: DeviceFacts) -> str:
     return "bf16" if facts.kind == "cuda" and facts.has_bf16 else "fp32"
 
 
-def _stop_ids(tokenizer: LoadedTokenizer, masker: Masker | None, model: PreTrainedModel) -> list[int]:
-    """List the ids at which an answer ends: the template's ends of a turn, the end of a text, the makers' own."""
+def _stop_ids(tokenizer: LoadedTokenizer, masker: Masker | None, model: PreTrainedModel | None) -> list[int]:
+    """List the ids at which an answer ends: the template's ends of a turn, the end of a text, the makers' own.
+
+    Of a GGUF file, which has no settings of its makers', the tokenizer knows them all: None for its model.
+    """
     texts = {tokenizer.special_tokens.get("eos_token", "")}
     if masker is not None:
         texts |= {masker.end_marker, *masker.frame.ends}
     found = {tokenizer.backend.token_to_id(text) for text in texts if text}
-    own = getattr(model.generation_config, "eos_token_id", None)
+    own = None if model is None else getattr(model.generation_config, "eos_token_id", None)
     found |= set(own if isinstance(own, list) else [own])
     return sorted(number for number in found if number is not None)

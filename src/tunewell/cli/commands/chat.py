@@ -54,7 +54,7 @@ def command(
         subject = find_subject(place, checkpoint=checkpoint, base=base)
         if with_base and subject.base is None:
             raise UserError("what this model was made from is not known", fix="name it with `--base MODEL`")
-        voice = open_voice(subject, device=device, with_base=with_base, allow_pickle=allow_pickle)
+        voice = open_voice(subject, device=device, with_base=with_base, allow_pickle=allow_pickle, in_llama_cpp=True)
         chat = Chat(voice, system, manner)
     if prompt is not None:
         _once(chat, sys.stdin.read().rstrip("\n") if prompt == "-" else prompt, with_base=with_base, json=json)
@@ -105,6 +105,7 @@ def as_json(chat: "Chat", prompt: str) -> dict[str, Any]:
         "checkpoint": subject.step,
         "because": subject.because or None,
         "made_from": subject.base,
+        "computed_by": chat.voice.computed_by or None,
     }
 
 

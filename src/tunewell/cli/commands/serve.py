@@ -76,10 +76,11 @@ def screen(ready: "Ready") -> str:
     from tunewell.core.units import count
 
     why = f", {ready.because}" if ready.because else ""
+    by = f" by {ready.computed_by}" if ready.computed_by else ""
     token = "needed, as the API key" if ready.needs_token else "none; only this machine can ask"
     rows = [
         ["serving", f"{ready.subject}{why}"],
-        ["computed", f"on {ready.device} in {ready.precision}, {count(ready.context_length)} tokens of context"],
+        ["computed", f"on {ready.device} in {ready.precision}{by}, {count(ready.context_length)} tokens of context"],
         ["listens", f"on {ready.listens_on}"],
         ["base URL", ready.url],
         ["model", ready.model],

@@ -1,0 +1,33 @@
+"""`tunewell verify`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tunewell.cli.options import AsJson
+
+
+def command(
+    folder: Annotated[Path, typer.Argument(metavar="EXPORT", help="A folder that `tunewell export` made.")],
+    base: Annotated[
+        str | None, typer.Option(help="Where the base of an adapter lies now, if not where it lay then.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Prove an export again from its files: ids, logits, answers, stops. Exit code 4 if a link of the chain broke."""
+    from tunewell.cli.parity_screen import parity_screen
+    from tunewell.cli.render import emit, emit_json
+    from tunewell.cli.stages import shown_stages
+
+    with shown_stages() as progress:
+        progress("starting torch", 0, 0)
+        from tunewell.workflows.verify import EXIT_NOT_PROVEN, verify
+
+        parity = verify(folder, base=base, progress=progress)
+    if json:
+        emit_json(parity.model_dump(mode="json"))
+    else:
+        emit(parity_screen(parity))
+    if not parity.is_ok:
+        raise typer.Exit(EXIT_NOT_PROVEN)
