@@ -65,8 +65,8 @@ def main() -> int:
     report = json.loads((FOLDER / "run" / "report.json").read_text(encoding="utf-8"))
     say(f"\n{report['verdict']}: {report['summary']}")
     say("\nOpen `demo/run/report.html` in a browser for the whole story. To talk with it: `cd demo`, then")
-    say(f"`{Path(sys.executable).parent / 'tunewell'} chat run`. Where Ollama is installed: `cd demo/run/export/ollama`,")
-    say("`ollama create colleges -f Modelfile` and `ollama run colleges`.")
+    say(f"`{Path(sys.executable).parent / 'tunewell'} chat run`.")
+    say("With Ollama, in `demo/run/export/ollama`: `ollama create colleges -f Modelfile`, then `ollama run colleges`.")
     return 0
 
 

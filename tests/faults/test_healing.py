@@ -254,6 +254,15 @@ def test_a_rate_that_is_far_too_high_is_lowered_or_ends_the_run(
     assert_sound(run)
 
 
+@pytest.mark.parametrize("rate", [1e-5, 1e-4, 1e-3])
+def test_a_healthy_run_raises_nothing(tmp_path: Path, rate: float) -> None:
+    """Dropout on, several epochs, from hardly learning to learning by heart: nothing above a note, nothing changed."""
+    config = {"method": {"rank": 4, "dropout": 0.2}}
+    run = make_run(tmp_path / "run", config=config, plan=PLAN | {"learning_rate": rate, "num_steps": 150})
+    assert train(run).status == "finished"
+    assert [entry for entry in run.remedies.entries if entry.severity != "note" or entry.action != "none"] == []
+
+
 def test_healing_switched_off_goes_on_and_saves_nothing_bad(tmp_path: Path) -> None:
     run = make_run(
         tmp_path / "run", config=CONFIG | {"healing": {"on": False}}, plan=PLAN, faults="nan@gradients:step=9,times=3"

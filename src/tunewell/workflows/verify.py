@@ -21,6 +21,7 @@ Progress = Callable[[str, int, int], None]
 EXIT_NOT_PROVEN = 4
 
 
+@torch.no_grad()
 def verify(folder: str | Path, *, base: str | None = None, progress: Progress | None = None) -> Parity:
     """Hold every artefact of an export against what was trained, and write `parity.json`.
 
@@ -32,7 +33,6 @@ def verify(folder: str | Path, *, base: str | None = None, progress: Progress | 
     if not (folder / REFERENCE).is_file():
         raise UserError(f"`{folder / REFERENCE}` is missing: there is nothing to compare with")
     reference = load_reference(folder / REFERENCE)
-    torch.set_grad_enabled(False)
     links = []
     for artefact in proof.artefacts:
         tell(f"proving {artefact.name}", 0, 0)
