@@ -272,7 +272,7 @@ def test_healing_switched_off_goes_on_and_saves_nothing_bad(tmp_path: Path) -> N
     assert_sound(run)
 
 
-@pytest.mark.parametrize("at", [11, 12, 13, 17])
+@pytest.mark.parametrize("at", [5, 11, 17])
 def test_a_healed_run_that_is_resumed_ends_as_if_it_had_not_been_stopped(tmp_path: Path, at: int) -> None:
     """What was left out stays left out, from the same step on; what was halved stays halved."""
 
@@ -282,14 +282,15 @@ def test_a_healed_run_that_is_resumed_ends_as_if_it_had_not_been_stopped(tmp_pat
             if event.step == at:
                 raise KeyboardInterrupt
 
-    fault = "nan@document:document=3,name=model.layers.1.mlp.down_proj"
-    whole, _ = run_of(tmp_path / "whole", 0, fault)
-    broken = make_run(tmp_path / "broken", config=CONFIG, plan=PLAN, faults=fault)
+    fault, plan = "nan@document:document=3,name=model.layers.1.mlp.down_proj", PLAN | {"save_every": 3}
+    whole, _ = run_of(tmp_path / "whole", 0, fault, save_every=3)
+    assert [entry.step for entry in whole.remedies.entries] == [4], "taken again where the run was left at step 5"
+    broken = make_run(tmp_path / "broken", config=CONFIG, plan=plan, faults=fault)
     broken.watcher = Leaving()
     with pytest.raises(KeyboardInterrupt):
         train(broken)
     broken.checkpoints.wait()
-    again = make_run(tmp_path / "broken", config=CONFIG, plan=PLAN, faults=fault)
+    again = make_run(tmp_path / "broken", config=CONFIG, plan=plan, faults=fault)
     resume(again, again.checkpoints.load(again.checkpoints.newest()))  # type: ignore[arg-type]
     assert train(again).status == "finished"
     for name, parameter in again.learner.parameters.items():

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from tunewell.core.units import count
@@ -30,6 +31,7 @@ class Healer:
         self.past = remembered(run.remedies.entries, start, self._rules)
         self._pending: tuple[list[Finding], TakenStep] | None = None
         self._told: set[tuple[int, str]] = {(entry.step, entry.name) for entry in run.remedies.entries}
+        self._repeated = _skips_since_rewind(run.remedies.entries)
         self._unexplained: set[int] = set()
         """Documents of steps that went bad and were well when they were computed again."""
         self.seconds = 0.0
@@ -98,6 +100,8 @@ class Healer:
             return None
         (findings, taken), self._pending = self._pending, None
         worst = findings[0]
+        if (worst.step, worst.name) in self._repeated:
+            return None  # left out in an earlier sitting, and now again: what was done about it is in force
         worst.numbers["step_documents"] = [int(document) for document in taken.step.documents[:_NAMED_DOCUMENTS]]
         is_bad_number = worst.name in ("nan-gradients", "mps-nan-fp16", "loss-scale-exhausted")
         run = self._run
@@ -108,7 +112,7 @@ class Healer:
                 cause = find_cause(run.learner, run.documents, taken.groups, number=taken.step.number)
             cause = run.learner.world.from_first(cause)
         if not self._rules.on:
-            self._tell(worst, "none", f"{worst.words}{_at(cause)}; healing is off", cause=cause)
+            self._tell(worst, "none", f"{worst.words}{_at(cause)}; healing is off", cause=Cause(cause.place))
             return None
         action = decide(findings, self.past, self._rules, are_weights_bad=cause.are_weights_bad)
         match action:
@@ -151,6 +155,7 @@ class Healer:
         step = rewind(run, not_after=action.not_after, are_weights_bad=cause.are_weights_bad)
         self.watch.rewind(step)
         self._pending = None
+        self._repeated.clear()
         self._unexplained.update(map(int, taken.step.documents))
         if action.is_quarantining and not cause.documents and num_rewinds:
             # It was well when it was computed again, and yet it came back: the same is not tried a third time.
@@ -219,3 +224,9 @@ class Healer:
 
 def _at(cause: Cause) -> str:
     return f" ({cause.place})" if cause.place else ""
+
+
+def _skips_since_rewind(entries: Sequence[HealingEntry]) -> set[tuple[int, str]]:
+    """List the steps whose updates were left out and, after a resume, may be taken again."""
+    last = max((place for place, entry in enumerate(entries) if entry.action == "rewind"), default=-1)
+    return {(entry.step, entry.name) for entry in entries[last + 1 :] if entry.action == "skip"}

@@ -154,9 +154,7 @@ class Maker:
         model: Any = self.voice.model
         self._stops()
         dtype = _DTYPES[precision]
-        tensors = (
-            {name: tensor.to(dtype) for name, tensor in model.state_dict().items()} if precision != "fp32" else None
-        )
+        tensors = {name: tensor.to(dtype) for name, tensor in _once(model.state_dict()).items()}
         before = model.config.dtype
         model.config.dtype = dtype
         try:
@@ -179,6 +177,18 @@ class Maker:
             num_bytes=num_bytes,
             sha256s={own.relative_to(self.folder).as_posix(): sha256_file(own) for own in files},
         )
+
+
+def _once(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Leave out the second name of a tensor: a head that is one with the embedding is tied again when it is loaded."""
+    seen: set[tuple[int, torch.Size]] = set()
+    kept = {}
+    for name, tensor in tensors.items():
+        key = (tensor.data_ptr(), tensor.shape)
+        if key not in seen:
+            seen.add(key)
+            kept[name] = tensor
+    return kept
 
 
 def adds_bos(path: Path) -> bool:
