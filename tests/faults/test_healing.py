@@ -16,7 +16,7 @@ from tiny_runs import Remembering, make_run
 
 from tunewell.core.errors import UserError
 from tunewell.records.events import read_events
-from tunewell.records.healing import read_healing
+from tunewell.records.healing import HealingEntry, read_healing
 from tunewell.training.engine import Ending, Run, resume, train
 from tunewell.training.injection import NoFaults, plant
 
@@ -39,6 +39,11 @@ def run_of(folder: Path, seed: int, faults: str | None = None, **plan: Any) -> t
 @cache
 def undisturbed(seed: int) -> Run:
     return run_of(Path(mkdtemp(prefix="tunewell-undisturbed-")) / "run", seed)[0]
+
+
+def treated(folder: Path) -> list[HealingEntry]:
+    """What was done about something; notes, of a busy machine say, aside."""
+    return [entry for entry in read_healing(folder) if entry.severity != "note"]
 
 
 def losses(run: Run) -> list[float]:
@@ -66,7 +71,7 @@ def assert_sound(run: Run) -> None:
 
 
 def told(row: int, fault: str, seed: int, run: Run, ending: Ending, **figures: Any) -> dict[str, Any]:
-    actions = [entry.action for entry in run.remedies.entries]
+    actions = [entry.action for entry in run.remedies.entries if entry.severity != "note"]
     rewound = sum(entry.step - (entry.rewound_to or 0) for entry in run.remedies.entries if entry.action == "rewind")
     return {
         "row": row,
@@ -97,7 +102,7 @@ def test_out_of_memory_changes_nothing_but_the_cut(
     run, ending = run_of(tmp_path / "run", seed, fault)
     record_property("fault", told(row, fault, seed, run, ending, apart=apart(run, seed)))
     assert ending.status == "finished" and apart(run, seed) < 1e-6
-    assert {entry.action for entry in run.remedies.entries} == {"split"}
+    assert {entry.action for entry in treated(tmp_path / "run")} == {"split"}
     # One long step does not slow the rest; what never fits is cut for good.
     assert (run.remedies.fitting.limit is None) == (row != 8)
     looks = [(look.step, look.loss) for look in run.watcher.looks]  # type: ignore[attr-defined]
@@ -113,7 +118,7 @@ def test_a_document_that_fits_only_with_its_layers_computed_twice(
     """Every document alone: nothing can be cut, and once the layers are computed again on the way back it goes."""
     run, ending = run_of(tmp_path / "run", seed, "oom@backward:step=9", micro_batch_tokens=1)
     record_property("fault", told(9, "oom with nothing to cut", seed, run, ending, apart=apart(run, seed)))
-    assert [entry.action for entry in run.remedies.entries] == ["recompute"] and apart(run, seed) < 1e-6
+    assert [entry.action for entry in treated(tmp_path / "run")] == ["recompute"] and apart(run, seed) < 1e-6
     assert not run.learner.model.is_gradient_checkpointing, "the next steps do without"
 
 
@@ -150,7 +155,7 @@ def test_one_gradient_that_is_not_finite_is_left_out(tmp_path: Path, record_prop
     run, ending = run_of(tmp_path / "run", seed, "nan@gradients:step=9")
     record_property("fault", told(12, "one NaN", seed, run, ending, end_apart=end_apart(run, seed)))
     assert ending.status == "finished" and end_apart(run, seed) < 0.01
-    [entry] = read_healing(tmp_path / "run")
+    [entry] = treated(tmp_path / "run")
     assert (entry.step, entry.name, entry.action, entry.documents) == (10, "nan-gradients", "skip", [])
     assert "computed again, it was finite" in entry.words
     assert_sound(run)
@@ -162,7 +167,7 @@ def test_gradients_that_stay_bad_for_some_steps_send_the_run_back(
 ) -> None:
     run, ending = run_of(tmp_path / "run", seed, "nan@gradients:step=9,times=2")
     record_property("fault", told(12, "NaN twice in a row", seed, run, ending, apart=apart(run, seed)))
-    first, second = read_healing(tmp_path / "run")
+    first, second = treated(tmp_path / "run")
     assert (first.step, first.action, second.step, second.action, second.rewound_to) == (10, "skip", 11, "rewind", 5)
     # Back to before the first of them, and no document is blamed for what did not happen again.
     assert ending.status == "finished" and losses(run) == losses(undisturbed(seed)) and not run.remedies.quarantine
@@ -176,7 +181,7 @@ def test_gradients_that_stay_bad_for_ever_end_the_run_soon_and_save_nothing(
     run, ending = run_of(tmp_path / "run", seed, "nan@gradients:step=9,times=100000")
     record_property("fault", told(12, "NaN for ever", seed, run, ending))
     assert (ending.status, ending.exit_code) == ("stopped", 4)
-    entries = read_healing(tmp_path / "run")
+    entries = treated(tmp_path / "run")
     assert [entry.action for entry in entries] == ["skip", "rewind", "rewind", "stop"]
     assert max(entry.step for entry in entries) <= 9 + 10 and entries[2].rate_share == 0.5
     assert run.checkpoints.newest().step <= 15  # type: ignore[union-attr]
@@ -188,7 +193,7 @@ def test_a_document_that_spoils_a_layer_is_found_and_left_out(tmp_path: Path, re
     layer = "model.layers.1.mlp.down_proj"
     run, ending = run_of(tmp_path / "run", seed, f"nan@document:document=3,name={layer}")
     record_property("fault", told(12, "a bad document", seed, run, ending, end_apart=end_apart(run, seed)))
-    [entry] = read_healing(tmp_path / "run")
+    [entry] = treated(tmp_path / "run")
     at = next(step for step in range(48) if 3 in run.order.step(step).documents)
     assert (entry.step, entry.documents, entry.place) == (at + 1, [3], f"output of `{layer}`")
     assert ending.status == "finished" and run.remedies.quarantine == {3: at + 1}
@@ -210,7 +215,7 @@ def test_a_weight_that_goes_bad_is_named_and_read_again(
     """Frozen or trained: the run goes back, and ends bit for bit as if nothing had been."""
     run, ending = run_of(tmp_path / "run", seed, f"nan@weights:step={step},name={name}")
     record_property("fault", told(13, f"NaN in {name}", seed, run, ending, apart=apart(run, seed)))
-    [entry] = read_healing(tmp_path / "run")
+    [entry] = treated(tmp_path / "run")
     assert (entry.step, entry.action, entry.place) == (step + 1, "rewind", f"weight `{name}`")
     assert entry.rewound_to == step // 5 * 5 and not entry.documents
     assert ending.status == "finished" and losses(run) == losses(undisturbed(seed))
@@ -225,7 +230,7 @@ def test_steps_without_anything_to_learn_are_no_fault(tmp_path: Path, record_pro
         run.documents.arrays(int(document))[1][:] = -100
     ending = train(run)
     record_property("fault", told(13, "nothing to learn", seed, run, ending))
-    assert ending.status == "finished" and run.remedies.entries == []
+    assert ending.status == "finished" and treated(tmp_path / "run") == []
     assert losses(run)[7] == 0.0 and all(math.isfinite(loss) for loss in losses(run))
 
 
@@ -233,7 +238,7 @@ def test_steps_without_anything_to_learn_are_no_fault(tmp_path: Path, record_pro
 def test_a_spike_of_three_steps_is_left_out(tmp_path: Path, record_property: Any, seed: int) -> None:
     run, ending = run_of(tmp_path / "run", seed, "scale@loss:step=36,times=3,factor=1000")
     record_property("fault", told(14, "norm x1000 for 3 steps", seed, run, ending, end_apart=end_apart(run, seed)))
-    entries = read_healing(tmp_path / "run")
+    entries = treated(tmp_path / "run")
     assert [(e.step, e.name, e.action) for e in entries] == [(s, "loss-spike", "skip") for s in (37, 38, 39)]
     assert ending.status == "finished" and end_apart(run, seed) < 0.02
 
@@ -245,7 +250,7 @@ def test_a_rate_that_is_far_too_high_is_lowered_or_ends_the_run(
     plan = {"learning_rate": 10.0, "schedule": "constant", "num_steps": 200, "evaluate_every": 50}
     run, ending = run_of(tmp_path / "run", seed, **plan)
     record_property("fault", told(15, "rate 10", seed, run, ending, last=losses(run)[-1]))
-    entries = [entry for entry in read_healing(tmp_path / "run") if entry.action != "none"]
+    entries = [entry for entry in treated(tmp_path / "run") if entry.action != "none"]
     assert entries and entries[0].step < 60, "before the loss was high for 50 steps"
     if ending.status == "stopped":
         assert ending.exit_code == 4 and ending.advice and "train.learning_rate" in ending.advice
@@ -268,7 +273,7 @@ def test_healing_switched_off_goes_on_and_saves_nothing_bad(tmp_path: Path) -> N
         tmp_path / "run", config=CONFIG | {"healing": {"on": False}}, plan=PLAN, faults="nan@gradients:step=9,times=3"
     )
     assert train(run).status == "finished"
-    assert [(e.step, e.action) for e in read_healing(tmp_path / "run")] == [(10, "none"), (11, "none"), (12, "none")]
+    assert [(e.step, e.action) for e in treated(tmp_path / "run")] == [(10, "none"), (11, "none"), (12, "none")]
     assert_sound(run)
 
 
@@ -284,7 +289,7 @@ def test_a_healed_run_that_is_resumed_ends_as_if_it_had_not_been_stopped(tmp_pat
 
     fault, plan = "nan@document:document=3,name=model.layers.1.mlp.down_proj", PLAN | {"save_every": 3}
     whole, _ = run_of(tmp_path / "whole", 0, fault, save_every=3)
-    assert [entry.step for entry in whole.remedies.entries] == [4], "taken again where the run was left at step 5"
+    assert [entry.step for entry in treated(tmp_path / "whole")] == [4], "taken again where the run was left at step 5"
     broken = make_run(tmp_path / "broken", config=CONFIG, plan=plan, faults=fault)
     broken.watcher = Leaving()
     with pytest.raises(KeyboardInterrupt):
@@ -295,9 +300,7 @@ def test_a_healed_run_that_is_resumed_ends_as_if_it_had_not_been_stopped(tmp_pat
     assert train(again).status == "finished"
     for name, parameter in again.learner.parameters.items():
         assert torch.equal(parameter, whole.learner.parameters[name]), name
-    assert [e.as_json() for e in read_healing(tmp_path / "broken")] == [
-        e.as_json() for e in read_healing(tmp_path / "whole")
-    ]
+    assert [e.as_json() for e in treated(tmp_path / "broken")] == [e.as_json() for e in treated(tmp_path / "whole")]
 
 
 def test_faults_are_refused_unless_switched_on() -> None:

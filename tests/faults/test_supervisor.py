@@ -179,7 +179,8 @@ def test_a_real_run_goes_on_where_it_died(project: Path, record_property: Any, k
         },
     )
     assert done.returncode == 0, done.stderr
-    assert told["status"] == "finished" and told["steps"] == 12 and told["healing"][0]["name"] == name
+    assert told["status"] == "finished" and told["steps"] == 12
+    assert name in [entry["name"] for entry in told["healing"]]
     assert "supervisor: the run" in done.stderr and "started again" in done.stderr
     steps = [event["step"] for event in read_events(project / "run" / "events.jsonl") if event["kind"] == "step"]
     assert steps == list(range(1, 13))
