@@ -132,15 +132,16 @@ def _fit(
                     numbers = learner.take_step(batches, number=number, rate=rate, norm_limit=limit)
             break
         except OutOfMemory as error:
-            free_memory()
-            less = smaller(groups, run.order.lengths)
+            free_memory(error)
             if not run.config.healing.on:
                 raise
+            is_recomputing = with_recompute or fitting.is_recomputing or run.config.train.recompute
+            less = smaller(groups, run.order.lengths, is_recomputing=is_recomputing)
             if less is not None:
                 budget = cut = less
                 words = f"did not fit into memory: taken again, {count(less)} tokens at once"
                 healer.tell_memory(number + 1, "split", words)
-            elif not with_recompute and not (fitting.is_recomputing or run.config.train.recompute):
+            elif not is_recomputing:
                 with_recompute = True
                 learner.recompute(True)
                 words = "did not fit into memory: taken again with layers computed twice"
@@ -210,8 +211,8 @@ def _held_out_loss(run: Run, healer: Healer) -> HeldOutLoss | None:
     while True:
         try:
             return held_out_loss(run.learner, run.held_out, budget=budget, most=run.config.evaluate.max_documents)
-        except OutOfMemory:
-            free_memory()
+        except OutOfMemory as error:
+            free_memory(error)
             step = run.progress.step
             if not run.config.healing.on:
                 raise
@@ -236,7 +237,7 @@ def _answers(run: Run, healer: Healer) -> list[Sample]:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or not run.config.healing.on:
                 raise
-            free_memory()
+            free_memory(error)
             words = "answering held-out questions did not fit into memory: asked again, fewer at once"
             healer.tell_memory(run.progress.step, "split", words)
     healer.tell_memory(run.progress.step, "skip", "not even one held-out question could be answered: no samples")

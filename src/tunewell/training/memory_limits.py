@@ -1,6 +1,7 @@
 """When memory does not suffice: know it for what it is, and find what fits."""
 
 import gc
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,8 +33,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(part in str(error).lower() for part in _FRAGMENTS)
 
 
-def free_memory() -> None:
-    """Give back what nobody uses, so that the next try has all there is."""
+def free_memory(after: BaseException) -> None:
+    """Give back what nobody uses after an error, so that the next try has all there is.
+
+    The frames of the error are emptied first: they hold what was computed so far and, with torch before 2.13, the hooks
+    of a half-finished layer that is computed twice, which would still be in force.
+    """
+    error: BaseException | None = after
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -77,8 +86,14 @@ class Fitting:
         return True
 
 
-def smaller(groups: Sequence[np.ndarray], lengths: np.ndarray) -> int | None:
-    """Give half of the largest micro-batch that can be cut; None where all are single documents."""
-    sizes = [int(lengths[group].sum()) for group in groups if len(group) > 1]
-    largest = max((int(lengths[group].sum()) for group in groups), default=0)
-    return max(1, largest // 2) if sizes else None
+def smaller(groups: Sequence[np.ndarray], lengths: np.ndarray, *, is_recomputing: bool) -> int | None:
+    """Give half of the largest micro-batch, where cutting can help; None where all are single documents.
+
+    None also where a single document is the largest of all and its layers are not computed twice yet: cutting the
+    others would not make that one smaller.
+    """
+    largest = max(groups, key=lambda group: int(lengths[group].sum()), default=np.zeros(0, np.int64))
+    can_cut = [group for group in groups if len(group) > 1]
+    if not can_cut or (len(largest) == 1 and not is_recomputing):
+        return None
+    return max(1, max(int(lengths[group].sum()) for group in can_cut) // 2)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tunewell.models.placement import not_finite_names
 from tunewell.training.batches import Documents, lay_out
+from tunewell.training.memory_limits import free_memory, is_out_of_memory
 from tunewell.training.step import Learner
 
 
@@ -32,16 +33,35 @@ def find_cause(learner: Learner, split: Documents, groups: Sequence[np.ndarray],
         return Cause(f"weight `{broken[0]}`", are_weights_bad=True)
     try:
         for place, group in enumerate(groups):
-            if where := _goes_bad_at(learner, split, group, number=number, place=place):
-                alone = [
-                    int(document)
-                    for document in group
-                    if len(group) == 1 or _goes_bad_at(learner, split, [int(document)], number=number, place=place)
-                ]
-                return Cause(where, tuple(alone) or tuple(int(document) for document in group))
+            if cause := _cause_in(learner, split, [int(document) for document in group], number=number, place=place):
+                return cause
     finally:
         learner.drop_gradients()
     return Cause(None)
+
+
+def _cause_in(learner: Learner, split: Documents, group: list[int], *, number: int, place: int) -> Cause | None:
+    """Look for a cause in one micro-batch; in halves of it, where it needs more memory with checks than without."""
+    try:
+        where = _goes_bad_at(learner, split, group, number=number, place=place)
+        if where is None:
+            return None
+        alone = [
+            document
+            for document in group
+            if len(group) == 1 or _goes_bad_at(learner, split, [document], number=number, place=place)
+        ]
+        return Cause(where, tuple(alone or group))
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        learner.drop_gradients()
+        free_memory(error)
+    half = len(group) // 2
+    for part in (group[:half], group[half:]) if half else ():
+        if cause := _cause_in(learner, split, part, number=number, place=place):
+            return cause
+    return None
 
 
 def _goes_bad_at(learner: Learner, split: Documents, group: Any, *, number: int, place: int) -> str | None:
