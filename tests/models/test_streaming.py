@@ -20,7 +20,8 @@ from tunewell.config.schema import Method
 from tunewell.data.tokenizer import load_tokenizer
 from tunewell.models import adapters, attention
 from tunewell.models.generate import Decoding, generate
-from tunewell.models.streaming import Speller, Stream, stream
+from tunewell.models.streaming import Speller, stream
+from tunewell.models.token_stream import Stream
 
 PROMPTS = [[5, 9, 40], [7], [77, 3, 12, 64, 8, 30, 11], [5, 9, 40, 20, 21, 22], [33, 34], [7, 8, 9, 10]]
 

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 from tunewell.core.errors import UserError
 from tunewell.evaluation.measuring import answer_all, bad_weights, measure_losses, next_logits
 from tunewell.models.generate import GREEDY, Decoding, Generated, context_limit
-from tunewell.models.streaming import Stream, stream
+from tunewell.models.streaming import stream
 from tunewell.models.support import head_facts
+from tunewell.models.token_stream import Stream
 from tunewell.training.batches import Documents
 from tunewell.training.loss import HeadShape
 from tunewell.training.reading import Reader

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from tunewell.core.errors import UserError
-from tunewell.export.llama_cpp_answer import Answer, Chooser, Drawing, Ended
 from tunewell.export.llama_cpp_calls import Batch, Calls
+from tunewell.export.llama_cpp_drawing import Chooser, Drawing
 from tunewell.export.llama_cpp_opened import OpenedFile
 from tunewell.hardware.facts import physical_cores, usable_cores
+from tunewell.models.token_stream import Ended, Stream
 
 # Tokens read at once: logits of 512 positions take 300 MB in the largest vocabularies.
 _BATCH = 512
@@ -74,7 +75,7 @@ class LlamaModel(OpenedFile):
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,
-    ) -> Answer:
+    ) -> Stream:
         """Continue a text; each token is computed when it is asked for.
 
         Temperature 0 takes the likeliest token. What the cache holds of an earlier text that began alike is not read
@@ -85,7 +86,7 @@ class LlamaModel(OpenedFile):
         self._check(ids)
         self._refuse_overflow(ids)
         choose = Chooser(Drawing(temperature, top_p, seed))
-        return Answer(self._tokens(list(ids), max_new_tokens, frozenset(stop_ids), choose))
+        return Stream(self._tokens(list(ids), max_new_tokens, frozenset(stop_ids), choose))
 
     def _tokens(
         self, ids: list[int], max_new_tokens: int, stops: frozenset[int], choose: Chooser

@@ -17,7 +17,7 @@ from tunewell.export.llama_cpp_model import LlamaModel
 from tunewell.hardware.threads import measure_threads
 from tunewell.models.generate import GREEDY, Decoding, Generated
 from tunewell.models.gguf_weights import read_tensor
-from tunewell.models.streaming import Ended, Stream
+from tunewell.models.token_stream import Ended, Stream
 from tunewell.training.batches import Documents
 from tunewell.training.held_out import spread
 

@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -12,34 +12,10 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopP
 from tunewell.models.attention import stock_attention
 from tunewell.models.generate import GREEDY, Decoding, context_limit
 from tunewell.models.quiet import quiet
-
-Ended = Literal["end", "length", "context"]
-"""Why an answer is over: the model ended it, it has as many tokens as were asked for, or the context is full."""
+from tunewell.models.token_stream import Ended, Stream
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _NO_CHARACTER = "\ufffd"
-
-
-class Stream(Iterator[int]):
-    """The tokens of one answer as they come, without the one that ends it; close it to stop early."""
-
-    def __init__(self, tokens: Iterator[int | Ended]) -> None:
-        self._tokens = tokens
-        self.ended: Ended | None = None
-        """None while it goes on, and when it was stopped."""
-
-    def __next__(self) -> int:
-        if self.ended is None:
-            found = next(self._tokens)
-            if isinstance(found, int):
-                return found
-            self.ended = found
-            self.close()
-        raise StopIteration
-
-    def close(self) -> None:
-        """Stop, and leave the model as it was; closing twice does no harm."""
-        self._tokens.close()  # type: ignore[attr-defined]
 
 
 def stream(

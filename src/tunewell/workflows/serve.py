@@ -12,7 +12,8 @@ from tunewell.core.errors import UserError
 from tunewell.core.need import need
 from tunewell.data.prompting import prompt_ids
 from tunewell.models.generate import Decoding
-from tunewell.models.streaming import Speller, Stream
+from tunewell.models.streaming import Speller
+from tunewell.models.token_stream import Stream
 from tunewell.training.signals import Signals
 from tunewell.workflows.subject import FoundSubject
 from tunewell.workflows.voice import Voice, open_voice

@@ -1,34 +1,8 @@
-"""One answer of a model in llama.cpp: its tokens as they come, why it ended, and how each token is chosen."""
+"""How each token of an answer is chosen in llama.cpp."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
-
-Ended = Literal["end", "length", "context"]
-"""Why an answer is over: the model ended it, it has as many tokens as were asked for, or the context is full."""
-
-
-class Answer(Iterator[int]):
-    """The tokens of one answer as they come, without the one that ends it; close it to stop early."""
-
-    def __init__(self, tokens: Iterator[int | Ended]) -> None:
-        self._tokens = tokens
-        self.ended: Ended | None = None
-        """None while it goes on, and when it was stopped."""
-
-    def __next__(self) -> int:
-        if self.ended is None:
-            found = next(self._tokens)
-            if isinstance(found, int):
-                return found
-            self.ended = found
-        raise StopIteration
-
-    def close(self) -> None:
-        """Stop; closing twice does no harm."""
-        self._tokens.close()  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
