@@ -19,6 +19,7 @@ from tunewell.records.events import read_events
 from tunewell.records.healing import HealingEntry, read_healing
 from tunewell.training.engine import Ending, Run, resume, train
 from tunewell.training.injection import NoFaults, plant
+from tunewell.training.step import Numbers
 
 PLAN = {
     **{"num_steps": 48, "batch_documents": 4, "micro_batch_tokens": 64, "save_every": 5, "evaluate_every": 12},
@@ -330,3 +331,126 @@ def test_faults_are_refused_unless_switched_on() -> None:
         plant("nan@gradients:step=1", is_allowed=False)
     with pytest.raises(UserError, match="no fault"):
         plant("rain@roof:step=1", is_allowed=True)
+
+
+PLAIN: dict[str, Any] = {"method": {"rank": 4, "dropout": 0.0}}
+
+
+def acted(run: Run) -> list[tuple[int, str, str]]:
+    return [(e.step, e.name, e.action) for e in run.remedies.entries if e.severity != "note"]
+
+
+def poison(*documents: int) -> str:
+    return ";".join(f"nan@document:document={document},name=model.layers.1.mlp" for document in documents)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("documents", [(3, 11), (2, 5, 9, 14, 20)])
+def test_several_bad_documents_are_left_out_one_by_one(tmp_path: Path, seed: int, documents: tuple[int, ...]) -> None:
+    """Others of their steps are well, so nothing else needs a remedy: no rewind, the planned rate to the end."""
+    run = make_run(
+        tmp_path / "run", config=PLAIN, plan={"num_steps": 24, "save_every": 4}, faults=poison(*documents), seed=seed
+    )
+    assert train(run).status == "finished"
+    assert {action for _, _, action in acted(run)} == {"skip"}
+    assert set(run.remedies.quarantine) == set(documents)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_bad_document_among_single_ones_whose_losses_differ_is_found(tmp_path: Path, seed: int) -> None:
+    """A step of one document, whose loss says little of the one before: a NaN after a high one is not the rate's."""
+    plan = {"num_steps": 40, "batch_documents": 1, "save_every": 4}
+    run = make_run(tmp_path / "run", config=PLAIN, plan=plan, faults=poison(7), seed=seed)
+    whole = run.learner.loss_sum
+    run.learner.loss_sum = lambda batch: whole(batch) * (0.15, 1.0, 0.3, 1.3)[batch.documents[0] % 4]  # type: ignore[method-assign]
+    assert train(run).status == "finished"
+    assert {(name, action) for _, name, action in acted(run)} == {("nan-gradients", "skip")}
+    assert set(run.remedies.quarantine) == {7}
+
+
+def test_a_loss_that_leaves_late_goes_back_to_where_it_was_low(tmp_path: Path) -> None:
+    """Though two checkpoints were saved since: the one before the lowest loss is kept."""
+    plan = {"num_steps": 90, "save_every": 4, "evaluate_every": 90, "learning_rate": 1e-3}
+    run = make_run(tmp_path / "run", config=PLAIN, plan=plan)
+    whole = run.learner.loss_sum
+
+    def rising(batch: Any) -> Any:
+        is_well = run.progress.step < 60 or run.remedies.entries or not torch.is_grad_enabled()
+        return whole(batch) * (1.0 if is_well else min(3.0, 1 + 0.15 * (run.progress.step - 60)))
+
+    run.learner.loss_sum = rising  # type: ignore[method-assign]
+    assert train(run).status == "finished"
+    [entry] = [entry for entry in run.remedies.entries if entry.severity != "note"]
+    assert (entry.name, entry.action, entry.rewound_to) == ("lr-too-high", "rewind", 60)
+
+
+def test_a_held_out_loss_that_is_no_number_is_said_and_ends_nothing(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", config={"evaluate": {"patience": 2}})
+    whole = run.learner.loss_sum
+    run.learner.loss_sum = lambda batch: whole(batch) * (1.0 if torch.is_grad_enabled() else math.nan)  # type: ignore[method-assign]
+    assert train(run).reason == "all 12 steps were taken"
+    assert acted(run) == [(0, "nan-gradients", "none")] and "held-out" in run.remedies.entries[0].words
+
+
+def test_a_resumed_run_knows_what_is_usual(tmp_path: Path) -> None:
+    """A gradient a thousand times too long is left out six steps after a resume as in the run that was not broken."""
+    plan = {"num_steps": 60, "save_every": 10, "evaluate_every": 30}
+    fault = "scale@loss:step=45,times=1,factor=1000"
+    whole = make_run(tmp_path / "whole", config=PLAIN, plan=plan, faults=fault)
+    train(whole)
+    broken = make_run(tmp_path / "run", config=PLAIN, plan=plan | {"num_steps": 40})
+    train(broken)
+    broken.events.close()
+    resumed = make_run(tmp_path / "run", config=PLAIN, plan=plan, faults=fault)
+    resume(resumed, resumed.checkpoints.load(resumed.checkpoints.newest()))  # type: ignore[arg-type]
+    train(resumed)
+    assert acted(resumed) == acted(whole) == [(46, "loss-spike", "skip")]
+
+
+class Arrived:
+    """An event on a device that is far ahead."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_two_bad_steps_that_are_read_together_are_both_treated(tmp_path: Path) -> None:
+    """On a GPU a step is read when the next is under way, and before a save both are."""
+    fault = "nan@gradients:step=2,times=2"
+    at_once = make_run(tmp_path / "at-once", config=PLAIN, plan={"save_every": 4}, faults=fault)
+    late = make_run(tmp_path / "late", config=PLAIN, plan={"save_every": 4}, faults=fault)
+    late.learner._send = lambda values: Numbers(values.clone(), Arrived())  # type: ignore[method-assign]
+    train(at_once)
+    train(late)
+    assert acted(late) == acted(at_once) == [(3, "nan-gradients", "skip"), (4, "nan-gradients", "rewind")]
+
+
+def test_a_loss_of_nothing_goes_back_once_and_ends_the_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", config=PLAIN, plan={"num_steps": 30})
+    whole = run.learner.loss_sum
+
+    def nothing(batch: Any) -> Any:
+        return whole(batch) * (0.0 if run.progress.step >= 6 and torch.is_grad_enabled() else 1.0)
+
+    run.learner.loss_sum = nothing  # type: ignore[method-assign]
+    ending = train(run)
+    assert (ending.status, ending.exit_code) == ("stopped", 4) and "labels" in (ending.advice or "")
+    assert [action for _, _, action in acted(run)] == ["rewind", "stop"] and not run.remedies.quarantine
+    assert not any("left out" in entry.words for entry in run.remedies.entries)
+
+
+def test_what_only_16_bits_could_not_hold_is_learned_again_in_fp32(tmp_path: Path) -> None:
+    """Neither the documents nor the rate were at fault."""
+    plan = {"num_steps": 30, "precision": "bf16", "batch_documents": 2}
+    run = make_run(tmp_path / "run", config=PLAIN, plan=plan)
+    run.learner.precision = "bf16"
+    whole = run.learner.loss_sum
+
+    def overflowing(batch: Any) -> Any:
+        is_well = run.learner.precision == "fp32" or not torch.is_grad_enabled()
+        return whole(batch) * (1.0 if is_well else math.nan)
+
+    run.learner.loss_sum = overflowing  # type: ignore[method-assign]
+    assert train(run).status == "finished"
+    last = run.remedies.entries[-1]
+    assert (last.precision, last.rate_share) == ("fp32", 1.0) and not run.remedies.quarantine

@@ -315,6 +315,29 @@ def test_a_run_in_which_nothing_is_trained_is_stopped(make):
     assert stopped.value.step == 3
 
 
+def test_a_step_without_a_token_to_learn_is_left_out_and_said(make, tmp_path, capsys):
+    """Rows that were cut before their answer: their loss is 0 divided by 0, which is no fault of the model.
+
+    TRL divides by 1 where nothing is learned, and its step changes next to nothing.
+    """
+    trainer = make(HealthCallback())
+    whole = trainer.data_collator
+
+    def masked(batch: Any) -> Any:
+        made = whole(batch)
+        if trainer.state.global_step == BAD - 1:
+            made["labels"] = torch.full_like(made["labels"], -100)
+        return made
+
+    trainer.data_collator = masked
+    trainer.train()
+    assert trainer.state.global_step == STEPS and are_finite(trainer.model)
+    skipped = [(entry.name, entry.severity) for entry in read_healing(tmp_path / "out") if entry.action == "skip"]
+    is_plain = type(trainer) is Trainer
+    assert skipped == ([("nothing-to-learn", "warning")] if is_plain else [])
+    assert ("labels are -100" in capsys.readouterr().err) == is_plain
+
+
 @pytest.mark.parametrize("number", [0.0, 0.5])
 def test_a_trainer_with_a_loss_of_its_own_is_judged_by_its_log(number, tmp_path, capsys):
     """A preference's loss may be 0 and its gradient too: neither may end a run, and the model's loss is not asked."""

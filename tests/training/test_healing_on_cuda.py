@@ -28,7 +28,7 @@ from tunewell.training.step import Learner
 
 pytestmark = pytest.mark.gpu
 VOCABULARY = 32_000
-STEPS = 24
+STEPS = 18
 GIB = 2**30
 
 
@@ -58,7 +58,7 @@ def _model() -> Any:
     shape = LlamaConfig(
         hidden_size=1024,
         intermediate_size=2816,
-        num_hidden_layers=8,
+        num_hidden_layers=4,
         num_attention_heads=16,
         num_key_value_heads=4,
         vocab_size=VOCABULARY,
@@ -204,7 +204,7 @@ def test_a_weight_poisoned_at_a_step_is_named_and_healed(tmp_path: Path, compili
     lengths = [256] * 1024
     clean = _run(tmp_path / "clean", lengths, micro_batch_tokens=16_384, compiling=compiling)
     train(clean)
-    name = "model.layers.5.mlp.down_proj.base_layer.weight"
+    name = "model.layers.2.mlp.down_proj.base_layer.weight"
     run = _run(
         tmp_path / "run",
         lengths,

@@ -167,3 +167,79 @@ def test_steps_that_wait_again_and_again_are_noted() -> None:
         Reading(**{**reading.__dict__, "seconds": 20.0 if reading.step % 25 == 0 else 1.0}) for reading in healthy(200)
     ]
     assert [(f.name, f.severity) for f in replay(cycles, ABOUT)] == [("slow-fast-cycles", "note")]
+
+
+LOG = About(is_raw=False)
+
+
+def judged(losses: list[float], norms: list[float] | None = None, about: About = LOG) -> str:
+    told = norms or [None] * len(losses)
+    pairs = zip(losses, told, strict=True)
+    return verdict(replay([Reading(at + 1, loss=loss, grad_norm=norm) for at, (loss, norm) in enumerate(pairs)], about))
+
+
+@pytest.mark.parametrize("about", [LOG, ABOUT])
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [2.1, 0.9, 0.2, 0.05, 0.011, 0.003, 0.0007, 0.0001, 0.0, 0.0, 0.0, 0.0],
+        [2.1, 0.9, 0.2, 0.05, 0.01, 0.0, 0.0, 0.0, 0.0],
+    ],
+)
+def test_rows_learned_by_heart_come_to_nothing_in_a_rounded_log(losses: list[float], about: About) -> None:
+    assert judged(losses, [max(loss, 1e-4) for loss in losses], about) == "healthy"
+
+
+def test_a_log_without_readings_is_not_healthy() -> None:
+    assert verdict(replay([], LOG)) == "nothing-read"
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "expected"),
+    [
+        # A small jump is one where the gradient jumps; a hard batch among few rows doubles it.
+        ([0.9, 0.8, 0.75, 0.7, 1.9, 0.8, 0.7, 0.65], [0.5, 0.5, 0.5, 0.4, 65.0, 1.0, 0.5, 0.4], "loss-spike"),
+        ([0.9, 0.8, 0.75, 0.7, 1.9, 0.8, 0.7, 0.65], [0.5, 0.5, 0.5, 0.4, 1.0, 0.6, 0.5, 0.4], "healthy"),
+        ([0.9, 0.8, 0.75, 0.7, 2.4, 0.8, 0.7, 0.65], [0.5, 0.5, 0.5, 0.4, 1.0, 0.6, 0.5, 0.4], "healthy"),
+        # A smaller rise that stays, in few lines or in many.
+        ([1.2, 1.0, 0.9, 1.3, 1.9, 2.2, 2.3, 2.25, 2.3, 2.28, 2.3], None, "lr-too-high"),
+        ([1.0, 1.02, 0.98, 1.01] * 10 + [1.9, 1.95, 1.88, 1.92] * 10, None, "lr-too-high"),
+        ([2.6, 1.4, 1.0, 0.9, 1.3, 1.5, 1.7, 1.6, 1.7], None, "healthy"),
+        # Hard batches that come again and again among many lines.
+        (([0.4, 0.5, 0.3, 0.45] * 8 + [3.6]) * 5, None, "healthy"),
+        ([1.0, 1.05, 0.95] * 20 + [6.0, 4.0, 2.0] + [1.1, 1.0] * 15, None, "loss-spike"),
+        # Nothing moves.
+        ([11.76] * 20, None, "zero-grad-no-learning"),
+        ([0.118] * 20, None, "healthy"),
+        ([0.6931] * 20, None, "healthy"),
+        ([2.31, 2.29, 2.33, 2.3], [1e-9] * 4, "zero-grad-no-learning"),
+        ([18.2, 15.0, 12.0, 9.0, 7.0], None, "initial-loss-implausible"),
+    ],
+)
+def test_a_log_of_others_is_judged_by_its_proportions(
+    losses: list[float], norms: list[float] | None, expected: str
+) -> None:
+    assert judged(losses, norms) == expected
+
+
+@pytest.mark.parametrize(
+    ("norms", "expected"),
+    [
+        ([math.nan] * 7, "nan-gradients"),
+        ([math.nan] * 2, "nan-gradients"),
+        ([0.2, 0.3, math.nan, math.nan, math.nan], "nan-gradients"),
+        ([math.nan, math.nan, 0.3, math.nan, 0.2], "healthy"),
+        ([0.2, math.nan], "healthy"),
+    ],
+)
+def test_overflows_that_never_end_are_no_scaler_at_work(norms: list[float], expected: str) -> None:
+    assert (
+        judged([1.0 + 0.01 * at for at in range(len(norms))], norms, About(precision="fp16", is_raw=False)) == expected
+    )
+
+
+def test_a_held_out_loss_that_is_no_number_is_not_over_fitting() -> None:
+    looks = [Reading(step, held_out_loss=math.nan) for step in (2, 4)]
+    losses = [Reading(step, loss=2.0 - 0.4 * step) for step in (1, 3)]
+    found = replay([losses[0], looks[0], losses[1], looks[1]], LOG)
+    assert names(found) == ["nan-gradients"] and "held-out loss" in found[0].words

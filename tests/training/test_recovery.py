@@ -32,7 +32,7 @@ def ladder(past: Past, *, name: str = "nan-gradients") -> list[str]:
             if isinstance(action, Stop)
             else "skip"
             if isinstance(action, Skip)
-            else next((f"{k} {v}" for k in ("rate_share", "precision", "device") if (v := getattr(action, k))), "back")
+            else next((f"{k} {v}" for k in ("precision", "device", "rate_share") if (v := getattr(action, k))), "back")
         )
         if isinstance(action, Stop):
             break

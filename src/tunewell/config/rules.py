@@ -18,6 +18,9 @@ class Healing(Branch):
     max_rewinds: Annotated[Whole, Field(ge=0)] = 4
     """How often a run goes back to a checkpoint before it stops: without the documents that did it, with half the
     rate, in fp32, on the CPU."""
+    max_left_out: Annotated[Real, Field(ge=0, le=1)] = 0.05
+    """Share of the documents, or eight of them, that may be left out because numbers go bad with them and with no other
+    of their step. More than that is not the documents' fault."""
     spike_factor: Annotated[Real, Field(gt=1)] = 10.0
     """An update is left out where its gradient is so many times longer than the median of the last 128 steps, and also
     far beyond their spread and twice their longest. In logbooks spikes began at twenty times, hard batches ended at

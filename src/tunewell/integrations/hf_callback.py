@@ -34,6 +34,11 @@ _OF_LIKELIHOODS = frozenset({"initial-loss-high", "initial-loss-implausible", "l
 _OF_ITS_LOSS = frozenset({"loss-zero-collapse", "lr-too-high", "zero-grad-no-learning"})
 """What is a fault where the model's own loss is trained on: answers that are all rewarded alike have no gradient."""
 
+_EMPTY = (
+    "no token of this step is learned (all its labels are -100), so its loss is 0 divided by 0: the update was left out. "
+    "Rows may have been cut before their answer"
+)
+
 
 class HealthCallback(TrainerCallback):
     """Looks at every step of a Trainer before its update is made.
@@ -178,7 +183,9 @@ class HealthCallback(TrainerCallback):
 
     def _treat(self, reading: Reading, taken: Taken, model: nn.Module) -> None:
         """Leave out an update that is not finite; a lone overflow is left to the scaler, which does the same."""
-        worst = self._watch.see(reading)[0]
+        worst = next(iter(self._watch.see(reading)), None) or Finding(
+            "nothing-to-learn", "warning", reading.step, _EMPTY
+        )
         if reading.scale is None or taken.are_gradients_finite:
             # Optimizers pass over what has no gradient. A scaler has seen its infinity and makes no update; without any
             # gradient it would complain.
@@ -186,6 +193,9 @@ class HealthCallback(TrainerCallback):
                 parameter.grad = None
         if worst.severity == "note":
             self._write(worst, "none", worst.words)
+            return
+        if worst.name == "nothing-to-learn":
+            self._write(worst, "skip", worst.words)
             return
         place, remark = None, ""
         if worst.name not in self._told:

@@ -1,5 +1,6 @@
 """What a watched training writes down: `events.jsonl` and `healing.jsonl`, as in a run of our own."""
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -47,7 +48,7 @@ class HealthLogs:
 
     def look(self, step: int, loss: float, *, seconds: float | None) -> None:
         """Write a look at held-out rows."""
-        is_best = self._best is None or loss < self._best
+        is_best = math.isfinite(loss) and (self._best is None or loss < self._best)
         self._best = loss if is_best else self._best
         if self._events is not None:
             known = {} if seconds is None else {"seconds": seconds}

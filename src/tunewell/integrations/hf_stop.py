@@ -7,7 +7,7 @@ from tunewell.core.units import count
 _ADVICE = {
     "weight": "load the model or the last good checkpoint again: this weight was broken before the step",
     "output": "look at the rows of this batch; if they are fine, lower `learning_rate`, or leave 16 bits for fp32",
-    "gradient": "lower `learning_rate`, or leave 16 bits for fp32; the loss itself was finite",
+    "gradient": "lower `learning_rate`, or leave 16 bits for fp32",
     "loss-scale-exhausted": "use `bf16=True` in place of `fp16=True`, or fp32 where the device has no bf16",
     "lr-too-high": "go back to a checkpoint from before it and lower `learning_rate`, or warm up for longer",
     "zero-grad-no-learning": "check that what should be trained has `requires_grad`; with gradient checkpointing and "

@@ -35,6 +35,8 @@ class HealingEntry:
     """Documents of the corpus that are left out because of it."""
     since: int | None = None
     """Finished steps after which they are left out; earlier steps, taken again on a resume, have them."""
+    is_explained: bool = False
+    """Whether these documents alone did it, and others of the step were well: nothing else needs a remedy."""
     place: str | None = None
     """The layer and tensor that went bad first."""
     rewound_to: int | None = None
@@ -54,7 +56,8 @@ class HealingEntry:
 
     def as_json(self) -> dict[str, Any]:
         """Give the line of the log; what is empty is left out."""
-        told = asdict(self) | {"is_recomputing": self.is_recomputing or None, "seconds_lost": self.seconds_lost or None}
+        unsaid = {name: getattr(self, name) or None for name in ("is_explained", "is_recomputing", "seconds_lost")}
+        told = asdict(self) | unsaid
         return {key: value for key, value in told.items() if value is not None and value not in ([], {})}
 
 

@@ -49,6 +49,7 @@ class Checkpoints:
         self._num_missed = 0
         self._whole: set[int] = set()
         self._undeletable: set[int] = set()
+        self._held_before: int | None = None
         self._redacted: set[str] = set()
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._pending: Future[None] | None = None
@@ -66,6 +67,10 @@ class Checkpoints:
         self._pending = self._writer.submit(self._save, Snapshot(state), is_best)
         if wait:
             self.wait()
+
+    def hold_before(self, step: int) -> None:
+        """Keep the newest checkpoint of at most so many steps too: there the run was well, should it not stay so."""
+        self._held_before = step
 
     def wait(self) -> None:
         """Wait until what was saved is on the disk, or was told not to be."""
@@ -146,10 +151,13 @@ class Checkpoints:
     def _rotate(self, newest: int) -> None:
         """Remove what is no longer needed, now that the newest is whole."""
         num_whole = 0
-        for step in saved_steps(self.folder):
+        steps = saved_steps(self.folder)
+        before = self._held_before
+        held = None if before is None else next((step for step in steps if step <= before), None)
+        for step in steps:
             if step <= newest and num_whole < self._keep:
                 num_whole += self._is_whole(step)  # a damaged one is kept until there are enough whole ones above it
-            elif step != self._best:
+            elif step not in (self._best, held):
                 self._remove(step)
 
     def _is_whole(self, step: int) -> bool:
@@ -190,7 +198,7 @@ class Checkpoints:
 
 def room_warning(folder: Path, *, checkpoint_bytes: int, keep: int) -> str | None:
     """Say in one line if the checkpoints of a run will not all fit on the disk; None if they will."""
-    at_once = max(keep, _LEAST_KEPT) + 2  # beside them the best one, and the one that is being written
+    at_once = max(keep, _LEAST_KEPT) + 3  # beside them the best, the one at the lowest loss, and the one being written
     needed, free = at_once * checkpoint_bytes, shutil.disk_usage(folder).free
     if needed <= free:
         return None

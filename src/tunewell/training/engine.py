@@ -61,6 +61,7 @@ def train(run: Run) -> Ending:
             is_better = _look(run, journal, healer) if is_looking else False
             is_spent = _is_out_of_patience(run)
             if is_saving or is_spent or is_better:
+                run.checkpoints.hold_before(healer.watch.history.low_step)
                 _save(run, is_better=is_better, wait=is_last or is_asked or is_spent)
                 journal.restart_clock()
             if is_asked:
@@ -190,7 +191,8 @@ def _look(run: Run, journal: Journal, healer: Healer) -> bool:
     is_best = math.isfinite(found.loss) and (progress.best_loss is None or found.loss < progress.best_loss)
     if is_best:
         progress.best_loss, progress.best_step = found.loss, progress.step
-    progress.looks_without_gain = 0 if is_best else progress.looks_without_gain + 1
+    if math.isfinite(found.loss):  # what is no number says nothing of a gain, and patience is not for it
+        progress.looks_without_gain = 0 if is_best else progress.looks_without_gain + 1
     samples = _answers(run, healer)
     seconds = time.perf_counter() - started
     event = HeldOutEvent(progress.step, found.loss, found.tokens, found.documents, round(seconds, 6), is_best)

@@ -3,21 +3,25 @@
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from tunewell.core.units import count
+from tunewell.models.placement import not_finite_names
 from tunewell.records.healing import ActionName, HealingEntry
 from tunewell.training.health import Watch
 from tunewell.training.journal import TakenStep
 from tunewell.training.readings import Finding, Reading
 from tunewell.training.recovery import CarryOn, Past, Rewind, Skip, Split, Stop, decide, remembered
-from tunewell.training.run import Run, rewind
+from tunewell.training.run import Run, past_events, rewind
 from tunewell.training.suspects import Cause, find_cause
 from tunewell.training.watching import Sample, StepEvent
 
 _SHOWN_DOCUMENTS = 3
 _NAMED_DOCUMENTS = 50
 _SAMPLES_TO_JUDGE = 2
+_FEW_DOCUMENTS = 8
+"""Documents that may be left out of the smallest corpus."""
 
 
 class Healer:
@@ -27,9 +31,10 @@ class Healer:
         self._run = run
         self._rules = run.config.healing
         self.watch = Watch(run.about)
+        self._remember()
         start = Past(run.plan.precision.value, run.learner.device.type)
         self.past = remembered(run.remedies.entries, start, self._rules)
-        self._pending: tuple[list[Finding], TakenStep] | None = None
+        self._pending: list[tuple[list[Finding], TakenStep]] = []
         self._told: set[tuple[int, str]] = {(entry.step, entry.name) for entry in run.remedies.entries}
         self._repeated = _skips_since_rewind(run.remedies.entries)
         self._unexplained: set[int] = set()
@@ -65,18 +70,30 @@ class Healer:
         known = {key: value for key, value in event.__dict__.items() if key in Reading.__dataclass_fields__}
         findings = self.watch.see(Reading(**known, norm_limit=taken.norm_limit))
         if findings:
-            worse = [finding for finding in findings if finding.severity != "note"]
-            for finding in findings:
-                if finding.severity == "note":
-                    self._tell(finding, "none", finding.words)
-            if worse and self._pending is None:
-                self._pending = (worse, taken)
+            # What one process measures the others do not, and what is treated must be known to all.
+            is_alone = self._run.learner.world.size == 1
+            told = [f for f in findings if f.severity == "note" or (f.name == "memory-spill" and not is_alone)]
+            for finding in told:
+                self._tell(finding, "none", finding.words)
+            if worse := [finding for finding in findings if finding not in told]:
+                self._pending.append((worse, taken))
         self.seconds += time.perf_counter() - began
+
+    def _remember(self) -> None:
+        """Know of the steps before a resume what was known when they were taken, in every process alike."""
+        until = self._run.progress.step
+        for event in past_events(self._run, kind="step", until=until):
+            self.watch.remember(Reading(**{key: event[key] for key in event if key in Reading.__dataclass_fields__}))
+        for event in past_events(self._run, kind="held_out", until=until):
+            self.watch.remember(Reading(event["step"], held_out_loss=event["loss"]))
 
     def look(self, step: int, loss: float, samples: list[Sample]) -> None:
         """Judge a look at the held-out rows, and what was answered there."""
         for finding in self.watch.see(Reading(step, held_out_loss=loss)):
-            self._tell(finding, "none", finding.words)
+            words = finding.words
+            if not math.isfinite(loss) and (broken := not_finite_names(self._run.learner.model)):
+                words += f" (weight `{broken[0]}`)"
+            self._tell(finding, "none", words)
         if finding := self._silence(step, samples):
             self._tell(finding, "none", finding.words)
 
@@ -96,30 +113,40 @@ class Healer:
 
     def treat(self) -> "Stop | Rewind | None":
         """Answer what was seen; a rewind has been made when it is given, a stop is for the caller to make."""
-        if self._pending is None:
-            return None
-        (findings, taken), self._pending = self._pending, None
+        pending, self._pending = self._pending, []
+        for findings, taken in pending:
+            if (action := self._treat(findings, taken)) is not None:
+                return action
+        return None
+
+    def _treat(self, findings: list[Finding], taken: TakenStep) -> "Stop | Rewind | None":
         worst = findings[0]
         if (worst.step, worst.name) in self._repeated:
             return None  # left out in an earlier sitting, and now again: what was done about it is in force
         worst.numbers["step_documents"] = [int(document) for document in taken.step.documents[:_NAMED_DOCUMENTS]]
-        is_bad_number = worst.name in ("nan-gradients", "mps-nan-fp16", "loss-scale-exhausted")
         run = self._run
         cause = Cause(None)
-        if is_bad_number:
+        numbers = (worst.numbers.get(name) for name in ("loss", "grad_norm"))
+        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
             run.watcher.doing("looking for what went wrong")
             if run.learner.world.is_first:
                 cause = find_cause(run.learner, run.documents, taken.groups, number=taken.step.number)
             cause = run.learner.world.from_first(cause)
+            if worst.name == "lr-too-high" and cause.are_weights_bad:  # updates are finite, so it was not the rate
+                findings = [worst := replace(worst, name="nan-gradients", words="a number is not finite")]
         if not self._rules.on:
             self._tell(worst, "none", f"{worst.words}{_at(cause)}; healing is off", cause=Cause(cause.place))
             return None
-        action = decide(findings, self.past, self._rules, are_weights_bad=cause.are_weights_bad)
+        is_explained = self._is_explained(cause, taken)
+        action = decide(
+            findings, self.past, self._rules, are_weights_bad=cause.are_weights_bad, is_explained=is_explained
+        )
         match action:
             case CarryOn():
                 self._tell(worst, "none", worst.words)
             case Skip(finding, is_quarantining):
-                self._skip(finding, cause if is_quarantining else Cause(cause.place), taken)
+                cause = cause if is_quarantining else Cause(cause.place)
+                self._skip(finding, cause, taken, is_explained=is_explained and bool(cause.documents))
             case Split(finding):
                 self._split(finding)
             case Rewind():
@@ -130,19 +157,24 @@ class Healer:
                 return action
         return None
 
-    def _skip(self, finding: Finding, cause: Cause, taken: TakenStep) -> None:
+    def _is_explained(self, cause: Cause, taken: TakenStep) -> bool:
+        """Whether few documents did it by themselves: others of the step are well, and little would be left out."""
+        if not 0 < len(cause.documents) < len(taken.step.documents):
+            return False
+        left_out = len({*self._run.remedies.quarantine, *cause.documents})
+        return left_out <= max(_FEW_DOCUMENTS, self._rules.max_left_out * len(self._run.order.lengths))
+
+    def _skip(self, finding: Finding, cause: Cause, taken: TakenStep, *, is_explained: bool) -> None:
         if finding.name != "loss-spike" and not cause.documents:
             self._unexplained.update(map(int, taken.step.documents))
         who = f"; {self._documents(cause)} left out from now on" if cause.documents else ""
         again = "" if cause.place or finding.name == "loss-spike" else "; computed again, it was finite"
         words = f"{finding.words}{_at(cause)}: the update was left out{again}{who}"
-        self._tell(finding, "skip", words, cause=cause, since=self._run.progress.step)
+        since = self._run.progress.step
+        self._tell(finding, "skip", words, cause=cause, since=since, is_explained=is_explained)
 
     def _split(self, finding: Finding) -> None:
         run = self._run
-        if run.learner.world.size > 1:  # what one process measures the others do not
-            self._tell(finding, "none", finding.words)
-            return
         half = max(1, run.remedies.fitting.budget(run.plan.micro_batch_tokens.value) // 2)
         words = f"{finding.words}; from now on {count(half)} tokens are computed at once"
         self._tell(finding, "split", words, micro_batch_tokens=half)
@@ -152,10 +184,11 @@ class Healer:
         before, lost = run.progress.step, run.seconds["train"]
         num_rewinds = self.past.num_rewinds
         run.watcher.doing("going back to a checkpoint")
-        step = rewind(run, not_after=action.not_after, are_weights_bad=cause.are_weights_bad)
+        step = rewind(run, not_after=action.not_after, or_later=action.or_later, are_weights_bad=cause.are_weights_bad)
         self.watch.rewind(step)
-        self._pending = None
+        self._pending.clear()
         self._repeated.clear()
+        self._told = {(at, name) for at, name in self._told if at <= step}
         self._unexplained.update(map(int, taken.step.documents))
         if action.is_quarantining and not cause.documents and num_rewinds:
             # It was well when it was computed again, and yet it came back: the same is not tried a third time.

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import median
 
-from tunewell.training.hindsight import look_back
+from tunewell.training.hindsight import NOTHING_READ, look_back
 from tunewell.training.readings import WINDOW, About, Finding, History, Reading
-from tunewell.training.symptoms import ARMED_AFTER, RECENT, RULES
+from tunewell.training.symptoms import ARMED_AFTER, BEGINNING, RECENT, RULES
 
 _SIGMAS = 6.0
 _LEAST_SIGMA = 0.25
@@ -51,7 +51,7 @@ class Watch:
         if reading.norm_limit is None and reading.grad_norm is not None:
             reading = replace(reading, norm_limit=self.norm_limit())
         found = [finding for rule in RULES if (finding := rule(reading, self.history, self.about)) is not None]
-        self._remember(reading)
+        self.remember(reading)
         return sorted(found, key=lambda finding: _ORDER[finding.severity])
 
     def norm_limit(self) -> float:
@@ -70,7 +70,10 @@ class Watch:
         if history.low_step > step:
             history.lows, history.low_step = math.inf, 0
 
-    def _remember(self, reading: Reading) -> None:
+    def remember(self, reading: Reading) -> None:
+        """Take a reading without judging it."""
+        if reading.supervised_tokens == 0:
+            return
         history = self.history
         if reading.held_out_loss is not None:
             history.held_out.append((reading.step, reading.held_out_loss))
@@ -83,6 +86,8 @@ class Watch:
         history.zero_losses_in_a_row = history.zero_losses_in_a_row + 1 if is_learning and reading.loss == 0 else 0
         if reading.is_quiet:
             history.recent.append(reading)
+            if len(history.beginning) < BEGINNING and reading.loss is not None:
+                history.beginning.append(reading.loss)
             losses = history.losses(RECENT)
             if len(losses) == RECENT and (low := median(losses)) < history.lows:
                 history.lows, history.low_step = low, reading.step
@@ -99,5 +104,10 @@ def replay(readings: Iterable[Reading], about: About) -> list[Finding]:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """Name the one thing that is wrong with a log: the first that is more than a note; `healthy` where nothing is."""
+    """Name the one thing that is wrong with a log: the first that is more than a note; `healthy` where nothing is.
+
+    A log in which no number could be read is `nothing-read`.
+    """
+    if any(finding.name == NOTHING_READ for finding in findings):
+        return NOTHING_READ
     return next((finding.name for finding in findings if finding.severity != "note"), "healthy")

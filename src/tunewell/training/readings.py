@@ -87,6 +87,8 @@ class History:
     lows: float = math.inf
     """The lowest median loss of eight steps so far."""
     low_step: int = 0
+    beginning: list[float] = field(default_factory=list)
+    """The first losses."""
     held_out: list[tuple[int, float]] = field(default_factory=list)
     bad_in_a_row: int = 0
     zero_norms_in_a_row: int = 0

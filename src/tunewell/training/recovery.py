@@ -1,8 +1,10 @@
 """What to do about what was found: a pure function of the findings, of what was done before, and of the rules.
 
-    not finite    leave the update and its documents out -> rewind without them -> half the rate -> fp32 -> CPU -> stop
+    bad documents leave the update and these documents out, each time, as long as they are few
+    not finite    leave the update out -> rewind without the step's documents -> half the rate -> fp32 -> CPU -> stop
     spike         leave the update out -> rewind without the documents -> half the rate -> stop
     divergence    rewind to before it with half the rate, as often as rewinds are allowed -> stop
+    loss of 0     rewind to before it, once -> stop
     no gradient   stop
 
 Each remedy is tried once: the next trouble within some good steps is met with the next one.
@@ -16,10 +18,12 @@ from tunewell.records.healing import HealingEntry
 from tunewell.training.readings import Finding
 
 _RISES = frozenset({"loss-spike", "lr-too-high"})
-NOT_FINITE = frozenset({"nan-gradients", "mps-nan-fp16", "loss-scale-exhausted", "loss-zero-collapse"})
+NOT_FINITE = frozenset({"nan-gradients", "mps-nan-fp16", "loss-scale-exhausted"})
 _SPIKES_BEFORE_REWIND = 3
 """Updates left out before a run goes back: a gradient a hundred times too long for three steps needs no more."""
 _HALF = 0.5
+_ZEROS = 3
+"""Losses of 0 that were seen in a row before it was said."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class Past:
     device: str
     """`cpu`, `cuda` or `mps`."""
     rate_share: float = 1.0
+    was_halved: bool = False
+    """Whether a lower rate was tried."""
     num_rewinds: int = 0
     strikes: int = 0
     """Steps that were not finite, with fewer good steps between them than end an episode."""
@@ -46,7 +52,7 @@ class Past:
 
     def after(self, entry: HealingEntry) -> "Past":
         """Remember what was done about a finding."""
-        past, is_struck = self, entry.action in ("skip", "rewind", "stop")
+        past, is_struck = self, entry.action in ("skip", "rewind", "stop") and not entry.is_explained
         if is_struck and entry.name in NOT_FINITE | _RISES:
             first = entry.step if past.first_bad < 0 else min(past.first_bad, entry.step)
             past = replace(past, first_bad=first, last_bad=max(past.last_bad, entry.step))
@@ -59,6 +65,7 @@ class Past:
         return replace(
             past,
             rate_share=entry.rate_share or past.rate_share,
+            was_halved=past.was_halved or entry.rate_share is not None,
             precision=entry.precision or past.precision,
             device=entry.device or past.device,
         )
@@ -101,6 +108,8 @@ class Rewind:
     not_after: int
     """Finished steps that a checkpoint may have at most."""
     is_quarantining: bool
+    or_later: bool = True
+    """Whether the oldest checkpoint will do where all are later."""
     rate_share: float | None = None
     precision: str | None = None
     device: str | None = None
@@ -117,8 +126,18 @@ class Stop:
 Action = CarryOn | Skip | Split | Rewind | Stop
 
 
-def decide(findings: Sequence[Finding], past: Past, rules: Healing, *, are_weights_bad: bool = False) -> Action:
-    """Answer the worst of what a step showed; `are_weights_bad` where a weight itself is not finite."""
+def decide(
+    findings: Sequence[Finding],
+    past: Past,
+    rules: Healing,
+    *,
+    are_weights_bad: bool = False,
+    is_explained: bool = False,
+) -> Action:
+    """Answer the worst of what a step showed.
+
+    `are_weights_bad` where a weight itself is not finite, `is_explained` where few documents are all that is wrong.
+    """
     acted = next((finding for finding in findings if finding.severity != "note"), None)
     if acted is None:
         return CarryOn()
@@ -126,9 +145,14 @@ def decide(findings: Sequence[Finding], past: Past, rules: Healing, *, are_weigh
     if acted.name == "zero-grad-no-learning":
         return Stop(acted, "check that what should be trained is not frozen (`method.targets`, `method.layers`)")
     if acted.name in NOT_FINITE:
-        if past.strikes == 0 and not are_weights_bad:
+        if not are_weights_bad and (past.strikes == 0 or is_explained):
             return Skip(acted, is_quarantining=True)
         return _go_back(acted, past, rules, is_quarantining=not are_weights_bad)
+    if acted.name == "loss-zero-collapse":
+        advice = "check that the labels are not all masked, and that the base model answers at all"
+        if past.num_rewinds or not rules.max_rewinds:
+            return Stop(acted, advice)
+        return Rewind(acted, acted.step - _ZEROS, is_quarantining=False)
     if acted.name == "loss-spike":
         if past.spikes < _SPIKES_BEFORE_REWIND:
             return Skip(acted, is_quarantining=False)
@@ -145,7 +169,7 @@ def _diverged(finding: Finding, past: Past, rules: Healing, *, not_after: int) -
         tenth = f", for example {rate / 10:.1g}" if isinstance(rate, float) and rate > 0 else ""
         return Stop(finding, f"lower `train.learning_rate`{tenth}, or raise `train.warmup`")
     share = past.rate_share * _HALF
-    return Rewind(finding, not_after, is_quarantining=False, rate_share=share)
+    return Rewind(finding, not_after, is_quarantining=False, or_later=False, rate_share=share)
 
 
 def _go_back(finding: Finding, past: Past, rules: Healing, *, is_quarantining: bool) -> Rewind | Stop:
@@ -163,10 +187,11 @@ def _go_back(finding: Finding, past: Past, rules: Healing, *, is_quarantining: b
     plain = Rewind(finding, first - 1, is_quarantining)
     if past.num_rewinds == 0:
         return plain
-    if past.rate_share == 1.0:
+    if not past.was_halved:
         return replace(plain, rate_share=_HALF)
+    # Where another way of computing is the cure, neither the rate nor the documents were at fault.
     if finding.name in NOT_FINITE and past.precision != "fp32" and rules.change_precision:
-        return replace(plain, precision="fp32")
+        return replace(plain, precision="fp32", rate_share=1.0, is_quarantining=False)
     if finding.name in NOT_FINITE and past.device == "mps":
-        return replace(plain, device="cpu")
+        return replace(plain, device="cpu", rate_share=1.0, is_quarantining=False)
     return Stop(finding, advice)

@@ -26,6 +26,11 @@ class Remedies:
         """List the documents that are left out of a step; `step` counts the finished ones."""
         return [document for document, since in self.quarantine.items() if step >= since]
 
+    def leave_out(self, documents: Iterable[int], *, since: int) -> None:
+        """Leave documents out from a step on, or from an earlier one where that was said before."""
+        for document in list(documents):
+            self.quarantine[document] = min(since, self.quarantine.get(document, since))
+
     def take_over(self, entries: Iterable[HealingEntry]) -> None:
         """Go on with what an earlier sitting of the run has learned."""
         self.entries = list(entries)
@@ -48,8 +53,11 @@ class Remedies:
             self._log.close()
 
     def _enforce(self, entry: HealingEntry) -> None:
-        for document in entry.documents:
-            self.quarantine.setdefault(document, entry.since if entry.since is not None else entry.step)
+        if entry.precision or entry.device:
+            self.quarantine.clear()  # numbers that overflowed elsewhere were not the documents' fault
+        if entry.rewound_to is not None:
+            self.leave_out(self.quarantine, since=entry.rewound_to)
+        self.leave_out(entry.documents, since=entry.since if entry.since is not None else entry.step)
         if entry.micro_batch_tokens is not None:
             self.fitting.limit = entry.micro_batch_tokens
         if entry.is_recomputing:

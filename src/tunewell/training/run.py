@@ -1,12 +1,14 @@
 """What a run is made of, and how it is put back to where a checkpoint was made."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tunewell.config.schema import Config
-from tunewell.records.events import EventLog
+from tunewell.core.errors import UserError
+from tunewell.records.events import EventLog, read_events, with_numbers
 from tunewell.records.outcome import Status
 from tunewell.records.plan import Plan
 from tunewell.training.batches import DataOrder, Documents
@@ -14,7 +16,7 @@ from tunewell.training.checkpoints import Checkpoints, State
 from tunewell.training.optim import load_optimizer, optimizer_tensors
 from tunewell.training.readings import About
 from tunewell.training.remedies import Remedies
-from tunewell.training.saved import find_newest, load_state
+from tunewell.training.saved import find_newest, load_state, saved_steps
 from tunewell.training.step import Learner
 from tunewell.training.watching import Sample, Watcher
 
@@ -103,8 +105,9 @@ def resume(run: Run, state: State) -> None:
     load_optimizer(run.learner.optimizer, run.learner.parameters, state.tensors[OPTIMIZER])
     known = {name: value for name, value in state.progress.items() if name in Progress.__dataclass_fields__}
     run.progress = Progress(**known)
-    for document, since in (state.progress.get("quarantine") or {}).items():
-        run.remedies.quarantine.setdefault(int(document), int(since))
+    if not run.remedies.entries:  # which know it better: `healing.jsonl` is never cut back
+        for document, since in (state.progress.get("quarantine") or {}).items():
+            run.remedies.leave_out([int(document)], since=int(since))
     scaler = state.progress.get("scaler") or {}
     if run.learner.scaler.is_on and scaler:
         run.learner.scaler.scale.fill_(scaler["scale"])
@@ -112,9 +115,10 @@ def resume(run: Run, state: State) -> None:
     _cut_logs(run)
 
 
-def rewind(run: Run, *, not_after: int, are_weights_bad: bool) -> int:
+def rewind(run: Run, *, not_after: int, or_later: bool, are_weights_bad: bool) -> int:
     """Go back to the newest whole checkpoint of at most so many steps, or to the beginning; give its step.
 
+    With `or_later` to the oldest where all are later: every checkpoint is finite, and some steps are better than none.
     What was made after it is of a future that was left, and goes. Where a frozen weight has gone bad, everything is
     read again first: a checkpoint of an adapter has only the adapter.
     """
@@ -122,15 +126,17 @@ def rewind(run: Run, *, not_after: int, are_weights_bad: bool) -> int:
     run.checkpoints.wait()
     world.wait()
     run.learner.drop_gradients()
-    saved = find_newest(
-        run.home or run.checkpoints.folder, on_trouble=run.watcher.noted, not_after=not_after, is_needed=False
-    )
+    home = run.home or run.checkpoints.folder
+    saved = find_newest(home, on_trouble=run.watcher.noted, not_after=not_after, is_needed=False)
+    for step in reversed(saved_steps(home)) if or_later else ():
+        saved = saved or find_newest(home, on_trouble=run.watcher.noted, not_after=step, is_needed=False)
     if are_weights_bad or saved is None:
         run.begin_again()
     if saved is None:
         run.learner.optimizer.state.clear()
         run.progress = Progress()
         _cut_logs(run)
+        run.progress = _beginning(run)
     else:
         resume(run, load_state(saved, needs=[OPTIMIZER]))
     world.wait()  # nobody removes what another still reads
@@ -138,6 +144,24 @@ def rewind(run: Run, *, not_after: int, are_weights_bad: bool) -> int:
         run.checkpoints.leave(run.progress.step)
     run.watcher.rewound(run.progress.step)
     return run.progress.step
+
+
+def _beginning(run: Run) -> Progress:
+    """Give the progress of a run that has only looked at its held-out rows."""
+    for event in past_events(run, kind="held_out", until=0):
+        if math.isfinite(loss := event["loss"]):
+            return Progress(best_loss=loss, best_step=0, last_look=0)
+    return Progress()
+
+
+def past_events(run: Run, *, kind: str, until: int) -> list[dict[str, Any]]:
+    """Read what a run has written of its finished steps, in any of its processes; nothing where it cannot be read."""
+    path = run.events.path if run.home is None else run.home.parent / run.events.path.name
+    try:
+        events = [with_numbers(event) for event in read_events(path)]
+    except UserError:
+        return []
+    return [event for event in events if event.get("kind") == kind and event.get("step", 0) <= until]
 
 
 def _cut_logs(run: Run) -> None:

@@ -11,6 +11,10 @@ ARMED_AFTER = 32
 """Steps that must be known before one can be called unusual: runs here have a few hundred."""
 RECENT = 8
 """Steps whose median stands for where the loss is now."""
+BEGINNING = 3
+"""Steps whose median stands for where the loss began."""
+_SPREADS = 3.0
+"""A loss has left where it is so many times its own spread away."""
 _MANY_OVERFLOWS = 8
 _NOTE_ABOVE, _FAR_ABOVE = 1.1, 2.0
 """First losses, in units of what guessing costs. A model that starts from nothing begins at 1."""
@@ -55,6 +59,11 @@ def _has_risen(history: History) -> tuple[float, int, float] | None:
     if not told:
         return None
     (low, low_step), last = min(told), told[-1][0]
+    # Single losses of small batches are far apart when all is well; the lines of a log are means of many.
+    if len(told) >= 2 * RECENT:
+        low, low_step, last = history.lows, history.low_step, median(loss for loss, _ in told[-RECENT // 2 :])
+    elif told[-1][1] - told[0][1] < len(told) and sorted(told[-BEGINNING:]) != told[-BEGINNING:]:
+        return None
     return (low, low_step, last) if last > 1.5 * low and last > low + 1.0 else None
 
 
@@ -64,6 +73,10 @@ def pinned_at_zero(reading: Reading, history: History, about: About) -> Finding 
         return None
     before = history.losses(RECENT)
     if before and median(before) < 1e-3:
+        return None
+    # What is learned by heart comes to 0 in a log of two or four digits.
+    told = [loss for loss in before if loss > 0]
+    if len(told) > 1 and told[-1] < min(0.02, told[0]):
         return None
     # Computed exactly, a few tokens that are known by heart do come to 0; a log's rounded mean of many steps does not.
     if about.is_raw and history.zero_losses_in_a_row + 1 < _ZERO_STEPS:
@@ -117,13 +130,34 @@ def divergence(reading: Reading, history: History, about: About) -> Finding | No
     recent = [*history.losses(RECENT - 1), reading.loss]
     if len(recent) < RECENT or not math.isfinite(history.lows):
         return None
-    now, low = median(recent), history.lows
+    now, low, low_step = median(recent), history.lows, history.low_step
+    if (first := median(history.beginning)) < low:
+        low, low_step = first, 0
     if now <= 1.5 * low + 0.5 or now <= low + 1.0 or min(recent) <= low + 0.5:
         return None
+    before = [r.loss for r in history.recent if r.loss is not None and r.step <= low_step]
+    if len(before) >= RECENT and now <= low + _SPREADS * _spread(before):
+        return None
     history.said.add("lr-too-high")
-    words = f"the loss rose from {low:.3g} at step {history.low_step} to {now:.3g} and stays there"
-    numbers = {"low": low, "low_step": history.low_step, "now": now, "learning_rate": reading.learning_rate}
+    words = f"the loss rose from {low:.3g} at step {low_step} to {now:.3g} and stays there"
+    numbers = {"low": low, "low_step": low_step, "now": now, "learning_rate": reading.learning_rate}
     return Finding("lr-too-high", "fault", reading.step, words, numbers)
+
+
+def _spread(values: list[float]) -> float:
+    """Estimate the standard deviation of values, whatever a few of them are."""
+    middle = median(values)
+    return 1.4826 * median(abs(value - middle) for value in values)
+
+
+def held_out_not_finite(reading: Reading, history: History, about: About) -> Finding | None:
+    """See a held-out loss that is not finite while training goes on."""
+    loss = reading.held_out_loss
+    if loss is None or math.isfinite(loss) or "held-out-not-finite" in history.said:
+        return None
+    history.said.add("held-out-not-finite")
+    words = "the held-out loss is not finite: weights, or numbers in those rows, are broken"
+    return Finding("nan-gradients", "warning", reading.step, words, {"held_out_loss": loss})
 
 
 def over_fitting(reading: Reading, history: History, about: About) -> Finding | None:
@@ -194,6 +228,7 @@ RULES: tuple[Rule, ...] = (
     no_gradient,
     spike,
     divergence,
+    held_out_not_finite,
     over_fitting,
     memory_spill,
     slow,

@@ -119,7 +119,7 @@ def _subject(found: FoundSubject) -> Subject:
 def _curve(run: Path) -> Curve:
     train, held_out = [], []
     for event in read_events(run / "events.jsonl"):
-        if event["kind"] == "step":
+        if event["kind"] == "step" and event.get("supervised_tokens") != 0:
             train.append((event["step"], as_number(event["loss"])))
         elif event["kind"] == "held_out":
             held_out.append((event["step"], as_number(event["loss"])))

@@ -117,7 +117,8 @@ class Notebook:
         self._watcher.begun(start)
 
     def stepped(self, event: StepEvent) -> None:
-        self.losses.append((event.step, event.loss))
+        if event.supervised_tokens:  # a step whose documents are all left out has no loss
+            self.losses.append((event.step, event.loss))
         self._watcher.stepped(event)
 
     def looked(self, event: HeldOutEvent, samples: list[Sample]) -> None:
