@@ -4,24 +4,31 @@ Most of it is tried on small stand-ins for a run, which take a step in a hundred
 by default, and `make faults` also hangs and crashes one.
 """
 
+import fcntl
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import textwrap
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from corpora import write_rows
+from tunewell.cli.main import main
 from tunewell.config.rules import Healing
 from tunewell.records.events import read_events
 from tunewell.records.healing import read_healing
-from tunewell.workflows.supervise import _Ear, supervise
+from tunewell.workflows.pulse import Ear
+from tunewell.workflows.supervise import supervise
 
 STAND_IN = """
 import json, os, signal, sys, time
@@ -57,7 +64,37 @@ def watched(tmp_path: Path) -> Any:
     return run
 
 
-@pytest.mark.parametrize("code", [0, 2, 3, 4, 130, 143])
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    """Have signals do what they do in a terminal, however the tests were started."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def send(*numbers: int, once: Path, after: float = 0.0) -> None:
+    """Send signals to this process from a thread, once a file is there."""
+
+    def ask() -> None:
+        upto(once.exists)
+        for number in numbers:
+            time.sleep(after)
+            os.kill(os.getpid(), number)
+
+    threading.Thread(target=ask).start()
+
+
+def upto(is_so: Callable[[], bool], seconds: float = 20.0) -> bool:
+    """Wait until something is so; False where it does not come."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not is_so():
+        time.sleep(0.01)
+    return is_so()
+
+
+@pytest.mark.parametrize("code", [0, 2, 3, 4, 130, 141, 143])
 def test_an_end_of_its_own_is_an_end(watched: Any, tmp_path: Path, code: int) -> None:
     assert watched(f"steps(3); sys.exit({code})") == (code, [])
     assert (tmp_path / "starts").read_text() == "x" and not (tmp_path / "healing.jsonl").exists()
@@ -88,8 +125,28 @@ def test_the_same_step_is_tried_four_times_in_all(watched: Any, tmp_path: Path) 
 
 
 def test_a_run_that_gets_further_each_time_is_not_given_up(watched: Any, tmp_path: Path) -> None:
-    code, _ = watched("steps(starts * 2)\nif starts < 7: os.abort()")
-    assert code == 0 and len((tmp_path / "starts").read_text()) == 7
+    script = """
+    steps(starts * 2)
+    (folder / "checkpoints" / f"step-{starts:06d}").mkdir(parents=True)
+    if starts < 10: os.abort()
+    """
+    code, _ = watched(script)
+    assert code == 0 and len((tmp_path / "starts").read_text()) == 10
+
+
+def test_a_run_that_never_reaches_a_checkpoint_is_given_up(watched: Any, tmp_path: Path) -> None:
+    """It dies at another step each time, so that no step is ever tried often enough."""
+    script = """
+    lines = log.read_bytes().splitlines(keepends=True)[:5] if log.exists() else []
+    log.write_bytes(b"".join(lines))
+    first = len(lines) + 1
+    (folder / "checkpoints" / "step-000005").mkdir(parents=True, exist_ok=True)
+    if starts < 20: steps(6 + starts % 11); os.abort()
+    """
+    code, told = watched(script)
+    assert code == 1 and "without a new checkpoint" in told[-1]
+    assert (tmp_path / "starts").read_text() == "x" * 7
+    assert [entry.action for entry in read_healing(tmp_path)] == [*["restart"] * 6, "stop"]
 
 
 @pytest.mark.parametrize("rules", [{}, {"on": False}])
@@ -100,7 +157,9 @@ def test_what_never_took_a_step_or_may_not_be_healed_is_not_started_again(
     assert code == 1 and (tmp_path / "starts").read_text() == "x" and "SIGABRT" in told[0]
 
 
-def test_a_signal_is_handed_on_once(watched: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGHUP, signal.SIGHUP]])
+def test_a_signal_is_handed_on_once(watched: Any, tmp_path: Path, numbers: list[int]) -> None:
+    """A hang-up is told by the shell and by the system, and a run that is asked twice leaves without saving."""
     script = """
     seen = []
     signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
@@ -110,20 +169,172 @@ def test_a_signal_is_handed_on_once(watched: Any, tmp_path: Path) -> None:
     (folder / "seen").write_text(str(len(seen)))
     sys.exit(143)
     """
-
-    def ask() -> None:
-        while not (tmp_path / "events.jsonl").exists():
-            time.sleep(0.01)
-        time.sleep(0.1)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=ask).start()
+    send(*numbers, once=tmp_path / "events.jsonl", after=0.1)
     assert watched(script) == (143, []) and (tmp_path / "seen").read_text() == "1"
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGUSR1", 143), ("SIGHUP", 143)])
+def test_a_run_that_is_asked_to_stop_before_it_listens_is_not_started_again(
+    watched: Any, tmp_path: Path, name: str, code: int
+) -> None:
+    """For seconds, while torch is imported, signals end a run at once."""
+    send(signal.Signals[name], once=tmp_path / "listening")
+    script = "steps(2); signal.signal(signal.SIGINT, signal.SIG_DFL); (folder / 'listening').touch(); time.sleep(2)"
+    assert watched(script) == (code, [])
+    assert (tmp_path / "starts").read_text() == "x"
+
+
+@pytest.mark.parametrize("moment", ["before the first start", "between two tries"])
+def test_a_signal_that_finds_no_run_is_not_lost(tmp_path: Path, moment: str) -> None:
+    path, past = tmp_path / "stand_in.py", []
+    path.write_text(STAND_IN + "steps(2)\nif starts == 1: os.abort()\ntime.sleep(2)")
+    signal.signal(signal.SIGTERM, lambda number, frame: past.append(number))
+
+    def line(is_again: bool, handles: str) -> list[str]:
+        if not is_again and moment == "before the first start":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return [sys.executable, str(path), str(tmp_path), "again" if is_again else "new", handles]
+
+    def tell(words: str) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    began = time.monotonic()
+    code = supervise(line, folder=tmp_path, rules=Healing(hang_seconds=9), tell=tell)
+    assert (code, past) == (143, []) and time.monotonic() - began < 2
+
+
+def test_what_goes_wrong_after_a_request_is_told_and_not_tried_again(watched: Any, tmp_path: Path) -> None:
+    send(signal.SIGTERM, once=tmp_path / "listening")
+    script = "signal.signal(signal.SIGTERM, lambda *_: os.abort()); steps(2); (folder / 'listening').touch()"
+    code, told = watched(script + "\ntime.sleep(2)")
+    assert code == 143 and told == ["asked to stop, the run crashed (SIGABRT) after step 2"]
+
+
+@pytest.mark.parametrize("end", ["sys.exit(1)", "sys.exit(141)", "os.abort()", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_the_code_that_a_run_told_is_its_end_whatever_becomes_of_its_last_words(
+    watched: Any, tmp_path: Path, end: str
+) -> None:
+    assert watched(f"steps(3); os.write(pulse, b'ended 3\\n'); {end}") == (3, [])
+    assert not (tmp_path / "healing.jsonl").exists()
+
+
+def test_a_run_that_nobody_reads_any_more_is_not_started_again(watched: Any) -> None:
+    end = "signal.signal(signal.SIGPIPE, signal.SIG_DFL); os.kill(os.getpid(), signal.SIGPIPE)"
+    assert watched(f"steps(3); {end}") == (141, [])
+
+
+@pytest.mark.parametrize(("is_read", "said"), [(True, b"ended 3\nprinted\n"), (False, b"ended 3\n")])
+def test_the_command_tells_its_code_before_it_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_read: bool, said: bytes
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = SimpleNamespace(exit_code=3, as_json=dict)
+    monkeypatch.setitem(sys.modules, "tunewell.workflows.train", SimpleNamespace(train=lambda *_, **__: result))
+    out_read, out_write = os.pipe()
+    if not is_read:
+        os.close(out_read)
+    pulse_read, pulse_write = os.pipe()
+    with os.fdopen(os.dup(out_write), "w") as stdout, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        code = main(["train", "--json", "--supervised", f"0,{pulse_write},0"])
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
+    os.close(pulse_write)
+    with os.fdopen(pulse_read, "rb") as pulse:
+        assert code == (3 if is_read else 141) and pulse.read() == said
+
+
+def test_a_hang_up_that_was_ignored_stays_ignored(watched: Any, tmp_path: Path) -> None:
+    """`nohup tunewell train &`."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    send(signal.SIGHUP, once=tmp_path / "events.jsonl")
+    assert watched("steps(30)") == (0, [])
+
+
+def test_an_interrupt_is_taken_also_where_it_was_ignored(watched: Any, tmp_path: Path) -> None:
+    """Scripts start what they put into the background so; a run that is loading must not miss it either."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    send(signal.SIGINT, once=tmp_path / "events.jsonl", after=0.1)
+    assert watched("steps(1)\nfor _ in range(40): time.sleep(0.05); os.write(pulse, b'alive\\n')") == (130, [])
+
+
+def test_a_run_that_stands_still_hears_that_it_should_stop(watched: Any, tmp_path: Path) -> None:
+    send(signal.SIGTERM, once=tmp_path / "pid", after=0.2)
+    late = threading.Timer(4, lambda: os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL))
+    late.start()
+    began = time.monotonic()
+    script = "(folder / 'pid').write_text(str(os.getpid())); os.kill(os.getpid(), signal.SIGSTOP); time.sleep(9)"
+    code, _ = watched(script)
+    late.cancel()
+    assert code == 143 and time.monotonic() - began < 3
+
+
+ALONE = """
+import sys
+from pathlib import Path
+from tunewell.config.rules import Healing
+from tunewell.workflows import supervise
+folder = Path(sys.argv[1])
+supervise._STOPPED_SECONDS = float(sys.argv[2])
+def line(is_again, handles):
+    return [sys.executable, str(folder / "stand_in.py"), str(folder), "again" if is_again else "new", handles]
+sys.exit(supervise.supervise(line, folder=folder, rules=Healing(hang_seconds=1.0), tell=print))
+"""
+
+
+def alone(folder: Path, script: str, *, stopped_seconds: float = 5.0, **how: Any) -> "subprocess.Popen[Any]":
+    """Supervise a stand-in from a process of its own."""
+    (folder / "stand_in.py").write_text(STAND_IN + textwrap.dedent(script))
+    return subprocess.Popen([sys.executable, "-c", ALONE, str(folder), str(stopped_seconds)], **how)
+
+
+@pytest.mark.parametrize("kind", ["SIGTSTP", "SIGSTOP"])
+def test_a_pause_is_no_hang(tmp_path: Path, kind: str) -> None:
+    """Ctrl-Z stops the supervisor, which stops the run; docker and schedulers stop both."""
+    script = """
+    (folder / "pid").write_text(str(os.getpid()))
+    for step in range(8):
+        os.write(pulse, b"step 0.01\\n")
+        log.write_text('{"kind": "step", "step": 1, "loss": 1.0}\\n')
+        time.sleep(0.2)
+    """
+    process = alone(tmp_path, script, stopped_seconds=5.0 if kind == "SIGTSTP" else 1.0)
+    assert upto((tmp_path / "events.jsonl").exists)
+    run = int((tmp_path / "pid").read_text())
+    process.send_signal(signal.Signals[kind])
+    if kind == "SIGSTOP":
+        os.kill(run, signal.SIGSTOP)
+    time.sleep(1.8)
+    process.send_signal(signal.SIGCONT)
+    if kind == "SIGSTOP":
+        time.sleep(0.3)  # the supervisor looks first
+        os.kill(run, signal.SIGCONT)
+    assert process.wait(20) == 0 and not (tmp_path / "healing.jsonl").exists()
+
+
+def test_a_terminal_that_stops_what_writes_in_the_background_does_not_stop_a_run(tmp_path: Path) -> None:
+    """`stty tostop`; and the run does not read what is typed for somebody else."""
+    ours, theirs = pty.openpty()
+    modes = termios.tcgetattr(theirs)
+    modes[3] |= termios.TOSTOP
+    termios.tcsetattr(theirs, termios.TCSANOW, modes)
+
+    def take_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    script = "steps(1); print('a word', flush=True); sys.exit(4 if sys.stdin.read() == '' else 1)"
+    process = alone(tmp_path, script, stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=take_terminal)
+    os.close(theirs)
+    try:
+        assert process.wait(20) == 4 and b"a word" in os.read(ours, 1000)
+    finally:
+        process.kill()
+        os.close(ours)
+
+
 def test_patience_is_three_steps_and_more_and_longer_for_other_work() -> None:
-    ear = _Ear(60.0)
+    ear = Ear(60.0)
     ear.hear(b"stage\nalive\n")
     assert ear.patience is None, "loading may take any time"
     ear.hear(b"step 2.0\nstep 4.0\nste")
@@ -132,6 +343,10 @@ def test_patience_is_three_steps_and_more_and_longer_for_other_work() -> None:
     assert ear.patience == 20 * (60 + 3 * 4.0)
     ear.hear(b"alive\n")
     assert ear.patience > 1000, "still at it"
+    ear.hear(b"ended 0\n")
+    assert ear.patience is None and ear.ended == 0, "whoever reads the last words may take any time"
+    ear.hear(b"printed\n")
+    assert ear.patience == 20 * (60 + 3 * 4.0), "what does not leave hangs"
 
 
 @pytest.fixture

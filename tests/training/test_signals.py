@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -41,6 +42,10 @@ def test_the_second_signal_ends_the_process_at_once(first, second, code):
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.Signals[first])
     assert process.stdout.readline() == f"{first}\n"
+    if first == second:  # at once it is the same request, come by two ways
+        process.send_signal(signal.Signals[second])
+        time.sleep(0.6)
+        assert process.poll() is None
     process.send_signal(signal.Signals[second])
     assert process.wait(timeout=10) == code
     process.communicate()
@@ -58,6 +63,18 @@ def test_the_handlers_of_before_are_back_afterwards_even_after_an_error():
         assert signal.getsignal(signal.SIGINT) == of_before
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_interrupt_is_taken_also_where_it_was_ignored():
+    """Scripts start what they put into the background so; whoever sends one to a run means that run."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert signals.asked == "SIGINT"
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_off_the_main_thread_nothing_is_touched():

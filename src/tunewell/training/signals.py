@@ -3,11 +3,16 @@
 import os
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
 _EXIT_CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 143}
 """128 and the signal's number, which is what shells and schedulers look for; SIGUSR1 announces a SIGTERM."""
+
+
+_ONE_REQUEST_SECONDS = 0.5
+"""A scheduler that signals every process reaches a run twice: by itself, and through its supervisor."""
 
 
 class Signals:
@@ -20,6 +25,7 @@ class Signals:
     def __init__(self) -> None:
         self.asked: str | None = None
         """The name of the signal that came, for example `SIGTERM`."""
+        self._asked_at = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
     @property
@@ -45,7 +51,9 @@ class Signals:
     def _take(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self.asked is None:
-            self.asked = name
+            self.asked, self._asked_at = name, time.monotonic()
+            return
+        if name == self.asked and time.monotonic() - self._asked_at < _ONE_REQUEST_SECONDS:
             return
         # Nothing is lost: events are with the system already, and a checkpoint is whole or absent.
         os._exit(_EXIT_CODES[name])

@@ -12,30 +12,32 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from statistics import median
 from types import FrameType
 from typing import Any
 
 from tunewell.config.rules import Healing
 from tunewell.core.units import count
+from tunewell.records.checkpoint import checkpoint_step
 from tunewell.records.events import EventLog
 from tunewell.records.healing import HEALING, ActionName, HealingEntry, read_healing
 from tunewell.records.plan import read_plan
+from tunewell.workflows.pulse import Ear
 
 STACKS = "stacks.txt"
 """What every thread was doing when a run was found hanging."""
 EXIT_MACHINE = 1
-_FINAL_CODES = frozenset({0, 2, 3, 4, 130, 143})
-"""Ends that a run has chosen itself: done, refused, weak, stopped by health, asked to stop."""
+_EXIT_PIPE = 141
+_FINAL_CODES = frozenset({0, 2, 3, 4, 130, _EXIT_PIPE, 143})
+"""Ends that a run has chosen itself: done, refused, weak, stopped by health, asked to stop, nobody to print to."""
 _FORWARDED = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
-_STEP_FACTOR = 3.0
-_STAGE_FACTOR = 20.0
-"""How much longer than a step's wait something else may be silent: a large checkpoint, a look, compiling."""
+_FRUITLESS_FACTOR = 2
+"""How many times more often than at one step a run may die without a new checkpoint: by then it is no bad luck."""
 _SECONDS_FOR_STACKS = 2.0
-_STEPS_REMEMBERED = 32
+_TURN_SECONDS = 0.2
+_STOPPED_SECONDS = 5.0
+"""A turn that took so much longer was a pause of the supervisor itself: docker pause, a scheduler's suspend."""
 
 
 def can_supervise() -> bool:
@@ -43,97 +45,116 @@ def can_supervise() -> bool:
     return os.name == "posix" and int(os.environ.get("WORLD_SIZE", "1")) <= 1 and sys.gettrace() is None
 
 
-@dataclass
-class _Ear:
-    """Hears a run's signs of life, and knows how long silence may last."""
-
-    hang_seconds: float
-    heard: float = field(default_factory=time.monotonic)
-    seconds: list[float] = field(default_factory=list)
-    is_in_stage: bool = True
-    _rest: bytes = b""
-
-    def hear(self, data: bytes) -> None:
-        self.heard = time.monotonic()
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            self.is_in_stage = line == b"stage" or (self.is_in_stage and line == b"alive")
-            if line.startswith(b"step "):
-                self.seconds = [*self.seconds[-_STEPS_REMEMBERED:], float(line[5:])]
-
-    @property
-    def patience(self) -> float | None:
-        """Seconds of silence after which the run hangs; None before the first step, which may take any time."""
-        if not self.seconds:
-            return None
-        wait = self.hang_seconds + _STEP_FACTOR * median(self.seconds)
-        return wait * _STAGE_FACTOR if self.is_in_stage else wait
-
-    @property
-    def is_overdue(self) -> bool:
-        return self.patience is not None and time.monotonic() - self.heard > self.patience
-
-
 def supervise(
     line: Callable[[bool, str], Sequence[str]], *, folder: Path, rules: Healing, tell: Callable[[str], None]
 ) -> int:
     """Run a training command until it ends by itself, starting it again where something ended it; give its exit code.
 
-    `line(is_again, handles)` spells the command. Nothing is started again that has not taken a step, and nothing more
-    often for the same step than the rules allow.
+    `line(is_again, handles)` spells the command. Nothing is started again that was asked to stop or has not taken a
+    step, nothing more often for the same step than the rules allow, and nothing for ever without a new checkpoint.
     """
-    tries: dict[int, int] = {}
+    tries = _Tries(folder, rules.restarts)
     is_again = False
-    while True:
-        code, is_hung = _watch(line, is_again=is_again, rules=rules, folder=folder)
-        if code in _FINAL_CODES and not is_hung:
-            return code
-        step = _last_step(folder)
-        cause, name = _cause(code, is_hung=is_hung)
-        tries[step] = tries.get(step, 0) + 1
-        is_pointless = step < 1 or not rules.on
-        if is_pointless or tries[step] > rules.restarts:
-            why = "" if is_pointless else f", {count(rules.restarts)} times at the same step"
-            tell(f"the run {cause} after step {count(max(step, 0))}{why}{_where(folder)}")
-            if not is_pointless:
-                _write(folder, step, name, "stop", f"{cause}, again and again; given up")
-            return EXIT_MACHINE
-        halved = _halved(folder) if name == "killed" and tries[step] > 1 else None
-        smaller = f", {count(halved)} tokens at once" if halved else ""
-        words = f"{cause}: started again from the last checkpoint{smaller}"
-        tell(f"the run {words} ({count(tries[step])} of {count(rules.restarts)} tries){_where(folder)}")
-        _write(folder, step, name, "restart", words, micro_batch_tokens=halved)
-        is_again = True
+    with _Post() as post:
+        while True:
+            code, is_hung = _watch(line, is_again=is_again, rules=rules, folder=folder, post=post)
+            if code in _FINAL_CODES and not is_hung:
+                return code
+            step = _last_step(folder)
+            cause, name = _cause(code, is_hung=is_hung)
+            after = f"{cause} after step {count(max(step, 0))}"
+            if post.exit_code is not None:
+                if is_hung or code not in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGUSR1):
+                    tell(f"asked to stop, the run {after}{_where(folder)}")
+                return post.exit_code
+            num_tries, enough = tries.add(step)
+            if step < 1 or not rules.on:
+                tell(f"the run {after}{_where(folder)}")
+                return EXIT_MACHINE
+            if enough:
+                tell(f"the run {after}, {enough}{_where(folder)}")
+                _write(folder, step, name, "stop", f"{cause}, {enough}; given up")
+                return EXIT_MACHINE
+            halved = _halved(folder) if name == "killed" and num_tries > 1 else None
+            smaller = f", {count(halved)} tokens at once" if halved else ""
+            words = f"{cause}: started again from the last checkpoint{smaller}"
+            tell(f"the run {words} ({count(num_tries)} of {count(rules.restarts)} tries){_where(folder)}")
+            _write(folder, step, name, "restart", words, micro_batch_tokens=halved)
+            is_again = True
 
 
-def _watch(line: Any, *, is_again: bool, rules: Healing, folder: Path) -> tuple[int, bool]:
+class _Tries:
+    """Counts how often a run died: at each step, and without a new checkpoint."""
+
+    def __init__(self, folder: Path, restarts: int) -> None:
+        self._folder = folder
+        self._restarts = restarts
+        self._at: dict[int, int] = {}
+        self._num_fruitless = 0
+        self._newest = _newest_checkpoint(folder)
+
+    def add(self, step: int) -> tuple[int, str]:
+        """Count a death at a step; give how many it has seen, and why that is enough where it is."""
+        self._at[step] = self._at.get(step, 0) + 1
+        newest = _newest_checkpoint(self._folder)
+        self._num_fruitless = 1 if newest > self._newest else self._num_fruitless + 1
+        self._newest = max(self._newest, newest)
+        enough = ""
+        if self._at[step] > self._restarts:
+            enough = f"{count(self._restarts)} times at the same step"
+        elif self._num_fruitless > _FRUITLESS_FACTOR * self._restarts:
+            enough = f"{count(self._num_fruitless)} times without a new checkpoint"
+        return self._at[step], enough
+
+
+def _watch(line: Any, *, is_again: bool, rules: Healing, folder: Path, post: "_Post") -> tuple[int, bool]:
     """Start the run and wait for its end; end it where it hangs. Gives the exit code and whether it hung."""
     life_read, life_write = os.pipe()
     pulse_read, pulse_write = os.pipe()
-    ear = _Ear(rules.hang_seconds)
+    os.set_blocking(pulse_read, False)
+    ear = Ear(rules.hang_seconds)
     try:
         with tempfile.TemporaryFile() as stacks:
             theirs = (life_read, pulse_write, stacks.fileno())
-            # A group of its own: a terminal's Ctrl-C comes here alone, and is handed on once.
-            run = subprocess.Popen(line(is_again, ",".join(map(str, theirs))), pass_fds=theirs, process_group=0)
+            run = subprocess.Popen(
+                line(is_again, ",".join(map(str, theirs))),
+                pass_fds=theirs,
+                # A group of its own: a terminal's Ctrl-C comes here alone, and is handed on once. Such a group is
+                # stopped where it reads from the terminal; rows from a pipe it may read.
+                process_group=0,
+                stdin=subprocess.DEVNULL if os.isatty(0) else None,
+            )
             os.close(life_read)
             os.close(pulse_write)
-            with _forwarding(run):
-                while run.poll() is None:
-                    if select.select([pulse_read], [], [], 0.2)[0]:
-                        data = os.read(pulse_read, 65_536)
-                        if not data:  # it has closed its end, and is about to leave
-                            return run.wait(), False
-                        ear.hear(data)
-                    elif ear.is_overdue:
-                        _end(run)
-                        stacks.seek(0)
-                        (folder / STACKS).write_bytes(stacks.read())
-                        return run.returncode, True
-            return run.returncode, False
+            with post.to(run, ear):
+                is_hung = _listen(run, ear, pulse_read)
+            if is_hung:
+                _end(run)
+                stacks.seek(0)
+                (folder / STACKS).write_bytes(stacks.read())
+            if ear.ended is not None:  # whatever became of its last words, or of its leaving
+                return ear.ended, False
+            return _EXIT_PIPE if run.returncode == -signal.SIGPIPE else run.returncode, is_hung
     finally:
         os.close(pulse_read)
         os.close(life_write)
+
+
+def _listen(run: "subprocess.Popen[Any]", ear: Ear, pulse: int) -> bool:
+    """Hear the run until it ends; say whether it hangs instead."""
+    turned = time.monotonic()
+    while run.poll() is None:
+        is_said = bool(select.select([pulse], [], [], _TURN_SECONDS)[0])
+        before, turned = turned, time.monotonic()
+        if turned - before > _STOPPED_SECONDS:
+            ear.begin_anew()
+        if is_said and not ear.listen(pulse):  # it has closed its end, and is about to leave
+            break
+        if not is_said and ear.is_overdue:
+            return True
+    run.wait()
+    ear.listen(pulse)  # what it said since the last turn
+    return False
 
 
 def _end(run: "subprocess.Popen[Any]") -> None:
@@ -146,29 +167,69 @@ def _end(run: "subprocess.Popen[Any]") -> None:
     run.wait()
 
 
-@contextlib.contextmanager
-def _forwarding(run: "subprocess.Popen[Any]") -> Any:
-    """Hand signals on to the run; what closes a terminal asks it to save and leave."""
+class _Post:
+    """Hands signals on to the run while it is entered, and remembers that one asked to stop: also between two tries."""
 
-    def forward(number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        with contextlib.suppress(OSError):
-            run.send_signal(signal.SIGTERM if name == "SIGHUP" else number)
+    def __init__(self) -> None:
+        self.exit_code: int | None = None
+        """What the command ends with, once it was asked to stop."""
+        self._asked: int | None = None
+        self._run: subprocess.Popen[Any] | None = None
+        self._ear: Ear | None = None
+        self._before: dict[int, Any] = {}
 
-    def pause(number: int, frame: FrameType | None) -> None:
-        with contextlib.suppress(OSError):
-            os.killpg(run.pid, signal.SIGSTOP)
+    def __enter__(self) -> "_Post":
+        handlers = dict.fromkeys((signal.Signals[name] for name in _FORWARDED), self._forward)
+        handlers[signal.SIGTSTP] = self._pause
+        for number, handler in handlers.items():
+            # `nohup` means that a hang-up is no reason to stop. SIGINT is taken even so: every script starts what it
+            # puts into the background with it ignored, and whoever then sends one means this run.
+            if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, handler)
+        # The run inherits it: not in the terminal's foreground, `stty tostop` would stop it at its first word.
+        self._before[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    @contextlib.contextmanager
+    def to(self, run: "subprocess.Popen[Any]", ear: Ear) -> Iterator[None]:
+        """Hand on to this run, also what came while it was being started."""
+        self._run, self._ear = run, ear
+        try:
+            if self._asked is not None:
+                self._hand_on(self._asked)
+            yield
+        finally:
+            self._run = self._ear = None
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            if self._asked is not None:  # shell and system both tell of one hang-up; asked twice, a run does not save
+                return
+            number = signal.SIGTERM
+        self._asked, self.exit_code = number, 130 if number == signal.SIGINT else 143
+        self._hand_on(number)
+
+    def _hand_on(self, number: int) -> None:
+        if self._run is not None:
+            with contextlib.suppress(OSError):
+                self._run.send_signal(number)
+                os.killpg(self._run.pid, signal.SIGCONT)  # stopped by whatever, it would not hear it
+
+    def _pause(self, number: int, frame: FrameType | None) -> None:
+        """Stop the run and this process, until somebody lets this process go on."""
+        run, ear = self._run, self._ear
+        if run is not None:
+            with contextlib.suppress(OSError):
+                os.killpg(run.pid, signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
-        with contextlib.suppress(OSError):
-            os.killpg(run.pid, signal.SIGCONT)
-
-    before = {name: signal.signal(signal.Signals[name], forward) for name in _FORWARDED}
-    before["SIGTSTP"] = signal.signal(signal.SIGTSTP, pause)
-    try:
-        yield
-    finally:
-        for name, handler in before.items():
-            signal.signal(signal.Signals[name], signal.SIG_DFL if handler is None else handler)
+        if run is not None and ear is not None:
+            with contextlib.suppress(OSError):
+                os.killpg(run.pid, signal.SIGCONT)
+            ear.begin_anew()
 
 
 def _cause(code: int, *, is_hung: bool) -> tuple[str, str]:
@@ -191,6 +252,15 @@ def _last_step(folder: Path) -> int:
     found = tail.rfind(b'"kind": "step", "step": ')
     digits = tail[found + 24 : found + 36].split(b",")[0] if found >= 0 else b""
     return int(digits) if digits.isdigit() else -1
+
+
+def _newest_checkpoint(folder: Path) -> int:
+    """Find the step of the newest checkpoint by its name; -1 where there is none."""
+    try:
+        steps = [checkpoint_step(entry.name) for entry in (folder / "checkpoints").iterdir()]
+    except OSError:
+        return -1
+    return max((step for step in steps if step is not None), default=-1)
 
 
 def _halved(folder: Path) -> int | None:

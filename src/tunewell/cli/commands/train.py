@@ -1,6 +1,7 @@
 """`tunewell train`."""
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -72,6 +73,7 @@ def command(
     with shown_training() as watcher:
         watcher.doing("starting torch")
         # Seconds go by before torch is there: not at a prompt that says nothing.
+        from tunewell.workflows.pulse import tell_ended, tell_printed
         from tunewell.workflows.train import train
 
         result = train(
@@ -84,27 +86,33 @@ def command(
             faults=os.environ.get("TUNEWELL_FAULTS"),
             allow_faults=enable_fault_injection,
         )
+        if supervised:
+            tell_ended(supervised, result.exit_code)
     if is_first_process() and json:
         emit_json(result.as_json())
     elif is_first_process():
         emit(screen(result, watcher.run.start))
+    if supervised:
+        sys.stdout.flush()
+        tell_printed(supervised)
     if result.exit_code:
         raise typer.Exit(result.exit_code)
 
 
 def _supervise(loaded: "Loaded", flags: "Mapping[str, object]", *, is_resuming: bool) -> int:
     """Start the run in a process of its own and watch over it; give its exit code."""
-    import sys
-
+    from tunewell.cli.lasting_stream import LastingStream
     from tunewell.workflows.supervise import supervise
+
+    stderr = LastingStream(sys.stderr)  # a run is watched over also when its terminal is gone
 
     def line(is_again: bool, handles: str) -> list[str]:
         resume = ["--resume"] if is_resuming or is_again else []
         return [sys.executable, "-m", "tunewell", "train", *spelled(flags), *resume, "--supervised", handles]
 
     def tell(words: str) -> None:
-        sys.stderr.write(f"supervisor: {words}\n")
-        sys.stderr.flush()
+        stderr.write(f"supervisor: {words}\n")
+        stderr.flush()
 
     return supervise(line, folder=loaded.path(loaded.config.run), rules=loaded.config.healing, tell=tell)
 
@@ -195,8 +203,6 @@ def _unbroken(stage: str, seconds: float) -> str:
 
 
 def _curve(result: "TrainResult") -> str:
-    import sys
-
     from tunewell.cli.curves import draw_curve
     from tunewell.cli.render import width
 
