@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tunewell.config.schema import Method
 from tunewell.core.files import sha256_file
-from tunewell.export import proving, reference
+from tunewell.export import proving_gguf, reference
 from tunewell.models import adapters
 from tunewell.records.parity import PROOF
 from tunewell.workflows import export as workflow
@@ -43,16 +43,16 @@ def write_adapter(folder: Path, base: Path, *, seed: int = 0, **method: Any) -> 
 def rehash(folder: Path, *, only: str) -> None:
     """Write down the hashes of files as they are now: whoever plants a defect is not found out by that.
 
-    The other artefacts are left out of the proof, which is quicker.
+    The other artefacts are left out of the proof, which is quicker; a Modelfile needs the GGUF it names.
     """
     proof = json.loads((folder / PROOF).read_text())
     named = [own for own in proof["artefacts"] if f"{own['kind']} {own['precision']}".strip() == only]
     assert named
-    proof["artefacts"] = named
-    for artefact in proof["artefacts"]:
+    for artefact in named:
         artefact["sha256s"] = {
             name: sha256_file(folder / name) for name in artefact["sha256s"] if (folder / name).is_file()
         }
+    proof["artefacts"] = [*(own for own in proof["artefacts"] if own["kind"] == "gguf" and only == "ollama"), *named]
     (folder / PROOF).write_text(json.dumps(proof))
 
 
@@ -60,7 +60,7 @@ def exported(place: Path, out: Path, **order: Any) -> Exported:
     """Export something, proven in this process: a new one takes seconds to start."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(workflow, "_prove", lambda staged, tell: verify(staged))
-        for module in (reference, proving):
+        for module in (reference, proving_gguf):
             patched.setattr(module, "ANSWER_TOKENS", 6)
         return workflow.export(place, order=workflow.ExportOrder(out=out, **order))
 

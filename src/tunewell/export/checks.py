@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 from tunewell.core.files import sha256_file
 from tunewell.core.units import count
+from tunewell.data.templates import ChatTemplate, TemplateFailed
 from tunewell.export.drift import Logits, drift
 from tunewell.records.parity import Artefact, Check, Probe, Proof, Question
 
@@ -23,12 +24,52 @@ def bounds() -> dict[str, dict[str, Any]]:
 
 
 def check_files(folder: Path, artefact: Artefact) -> Check:
-    """Say whether every file is there and is, to the byte, the one that was made."""
-    gone = [name for name in artefact.sha256s if not (folder / name).is_file()]
-    changed = [n for n, sha in artefact.sha256s.items() if n not in gone and sha256_file(folder / n) != sha]
-    bad = [*(f"`{name}` is missing" for name in gone), *(f"`{name}` was changed" for name in changed)]
+    """Say whether every file is there and is, to the byte, the one that was made, and nothing lies among them."""
+    bad = [*spoiled_files(folder, artefact.sha256s), *_strange_files(folder, artefact)]
     words = "; ".join(bad[:_SHOWN]) or f"{count(len(artefact.sha256s), 'file')}, every byte as it was written"
     return Check(name="files", is_ok=not bad, words=words)
+
+
+def spoiled_files(folder: Path, sha256s: Mapping[str, str]) -> list[str]:
+    """Name the files that are missing or are no longer what was written."""
+    gone = [name for name in sha256s if not (folder / name).is_file()]
+    changed = [name for name, sha in sha256s.items() if name not in gone and sha256_file(folder / name) != sha]
+    return [*(f"`{name}` is missing" for name in gone), *(f"`{name}` was changed" for name in changed)]
+
+
+def _strange_files(folder: Path, artefact: Artefact) -> list[str]:
+    """Name what lies in an artefact's folder and is none of its files: a loader may take it for one."""
+    place = folder / artefact.path
+    if not place.is_dir():
+        return []
+    names = (path.relative_to(folder).as_posix() for path in sorted(place.rglob("*")) if path.is_file())
+    # Hidden files are those of the system or of a repository, and no loader reads them.
+    kept = (name for name in names if not any(part.startswith(".") for part in Path(name).parts))
+    return [f"`{name}` is none of its files" for name in kept if name not in artefact.sha256s]
+
+
+def check_template(proof: Proof, source: str | None, special_tokens: Mapping[str, str]) -> Check:
+    """Render a file's own template for every probe: it must write what training wrote, on the day that training saw."""
+    if source is None:
+        return Check(name="template", is_ok=False, words="it has no chat template")
+    day: dict[str, Any] = {"date": proof.date} if proof.date else {}
+    try:
+        template = ChatTemplate(source, special_tokens=special_tokens, **day)
+        texts = [template.render(probe.messages, None, add_generation_prompt=True) for probe in proof.probes]
+    except TemplateFailed as failure:
+        return Check(name="template", is_ok=False, words=f"its chat template cannot be used: {failure}")
+    wrong = [(probe, text) for probe, text in zip(proof.probes, texts, strict=True) if text != probe.text]
+    of = count(len(texts), "conversation")
+    words = f"its chat template writes all of {of} as training did"
+    if wrong:
+        probe, text = wrong[0]
+        at = next((i for i, (a, b) in enumerate(zip(probe.text, text, strict=False)) if a != b), 0)
+        at = max(0, at - 10)
+        words = (
+            f"its chat template writes {_short(text[at:])} where training had {_short(probe.text[at:])}; "
+            f"{len(wrong)} of {of}"
+        )
+    return Check(name="template", is_ok=not wrong, words=words)
 
 
 def check_ids(proof: Proof, tokenize: Callable[[Probe], Sequence[int]], *, who: str) -> Check:
@@ -48,18 +89,15 @@ def check_ids(proof: Proof, tokenize: Callable[[Probe], Sequence[int]], *, who: 
 
 def check_logits(name: str, reference: Sequence[Logits], found: Sequence[Logits]) -> Check:
     """Hold logits against those of the trained model, within the bound of the format."""
-    found_drift = drift(reference, found)
     bound = bounds()[name]
-    allowed = [
-        f"{key.replace('_', ' ')} {_sign(key)} {bound[key]:g}"
-        for key in ("kl", "wrong_tops", "same_top")
-        if key in bound
-    ]
+    found_drift = drift(reference, found, tie=bound["tie"])
+    allowed = [f"{key.replace('_', ' ')} {_sign(key)} {bound[key]:g}" for key in ("kl", "wrong_tops", "same_top")]
     is_ok = (
         math.isfinite(found_drift.kl)
+        and len(reference) == len(found)
         and found_drift.kl <= bound["kl"]
-        and found_drift.wrong_tops <= bound.get("wrong_tops", found_drift.positions)
-        and found_drift.same_top >= bound.get("same_top", 0.0)
+        and found_drift.wrong_tops <= bound["wrong_tops"] * found_drift.positions
+        and found_drift.same_top >= bound["same_top"]
     )
     ties = f", {found_drift.near_ties} near ties" if found_drift.near_ties else ""
     words = (
@@ -90,9 +128,14 @@ def check_answers(proof: Proof, answers: Sequence[Sequence[int]], *, is_exact: b
     )
 
 
-def check_stop(proof: Proof, stops: Sequence[int], answers: Sequence[tuple[Question, bool]]) -> Check:
-    """Say whether the ids at which training ends a reply are those at which this one stops."""
-    missing = [number for number in proof.stop_ids[:1] if number not in stops] if proof.stop_ids else []
+def check_stop(
+    proof: Proof, stops: Sequence[int], answers: Sequence[tuple[Question, bool]], *, is_list: bool = True
+) -> Check:
+    """Say whether the ids at which training ends a reply are those at which this one stops.
+
+    Without `is_list` only the first is asked for: a GGUF file cannot name more than the ends of a turn and of a text.
+    """
+    missing = [number for number in proof.stop_ids[: None if is_list else 1] if number not in stops]
     ended = [ended for question, ended in answers if question.ended]
     is_ok = not missing and (not ended or any(ended))
     if missing:

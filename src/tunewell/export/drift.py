@@ -20,7 +20,7 @@ class Drift:
     same_top: float
     """Share of positions with the same likeliest token."""
     near_ties: int
-    """Positions with another likeliest token where the reference's first two are closer than the largest difference."""
+    """Positions with another likeliest token, which the reference has almost as high as its own."""
     kl: float
     """Mean Kullback-Leibler divergence from the reference, in nats."""
 
@@ -30,8 +30,12 @@ class Drift:
         return round(self.positions * (1 - self.same_top)) - self.near_ties
 
 
-def drift(reference: Sequence[Logits], found: Sequence[Logits]) -> Drift:
-    """Compare the logits of several texts, each [positions, vocabulary]; rows that pad a vocabulary are cut off."""
+def drift(reference: Sequence[Logits], found: Sequence[Logits], *, tie: float) -> Drift:
+    """Compare the logits of several texts, each [positions, vocabulary]; rows that pad a vocabulary are cut off.
+
+    Two tokens are as good as equal where the reference has them closer than `tie` deviations of its logits there. What
+    was found is not asked: the worse it is, the more it would call equal.
+    """
     width = min(own.shape[1] for own in (*reference, *found))
     wanted, got = (np.concatenate([part[:, :width] for part in own]).astype(np.float64) for own in (reference, found))
     if not np.isfinite(got).all():
@@ -39,9 +43,9 @@ def drift(reference: Sequence[Logits], found: Sequence[Logits]) -> Drift:
     wanted -= wanted.mean(axis=1, keepdims=True)
     got -= got.mean(axis=1, keepdims=True)
     apart = np.abs(wanted - got)
-    first_two = np.partition(wanted, -2, axis=1)[:, -2:]
-    is_tie = first_two[:, 1] - first_two[:, 0] < apart.max()
-    same = wanted.argmax(axis=1) == got.argmax(axis=1)
+    every, own, other = np.arange(len(wanted)), wanted.argmax(axis=1), got.argmax(axis=1)
+    is_tie = wanted[every, own] - wanted[every, other] < tie * wanted.std(axis=1)
+    same = own == other
     log_wanted, log_got = (own - _log_sum(own) for own in (wanted, got))
     kl = (np.exp(log_wanted) * (log_wanted - log_got)).sum(axis=1)
     return Drift(

@@ -27,7 +27,7 @@ class GgufVocabulary:
     special_ids: dict[str, int]
     """`bos`, `eos`, `eot` and so on: those there are."""
     adds_bos: bool
-    """To plain text."""
+    """To every text, unless a template has written it."""
     adds_eos: bool
     swallows_spaces: bool
     """Whether markers swallow the spaces behind them, by the one rule that llama.cpp has for that."""
@@ -50,14 +50,15 @@ def read_vocabulary(folder: Path, *, num_rows: int, config: dict[str, Any]) -> G
         raise UserError("the vocabulary lists a token twice, which llama.cpp does not open", where=str(folder))
     eos = tokenizer.backend.token_to_id(tokenizer.special_tokens.get("eos_token", ""))
     swallows, notes = _swallowing(tokenizer, words)
+    adds_bos, more = _adding_bos(tokenizer)
     return GgufVocabulary(
         words=words,
         special_ids=_special_ids(tokenizer, config, num_rows),
-        adds_bos=tokenizer.adds_bos,
+        adds_bos=adds_bos,
         adds_eos=eos is not None and tokenizer.backend.encode("a").ids[-1:] == [eos],
         swallows_spaces=swallows,
         chat_template=tokenizer.chat_template,
-        notes=(*words.notes, *notes),
+        notes=(*words.notes, *notes, *more),
     )
 
 
@@ -99,6 +100,25 @@ def _end_of_turn(tokenizer: LoadedTokenizer) -> int | None:
     except (UserError, TemplateFailed):
         # Such a model is exported all the same: it may be no chat model at all.
         return None
+
+
+def _adding_bos(tokenizer: LoadedTokenizer) -> tuple[bool, list[str]]:
+    """Say whether llama.cpp is to put the first token in front of texts, as conversations begin with it or do not.
+
+    The tokenizer's own rule is for plain text. llama.cpp knows one rule for both, and a template that leaves the token
+    out was learned without it.
+    """
+    bos = tokenizer.special_tokens.get("bos_token")
+    if not tokenizer.adds_bos or not bos or tokenizer.chat_template is None:
+        return tokenizer.adds_bos, []
+    try:
+        template = ChatTemplate(tokenizer.chat_template, special_tokens=tokenizer.special_tokens)
+        text = template.render([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
+    except (UserError, TemplateFailed):
+        return True, []
+    if text.startswith(bos):
+        return True, []
+    return False, [f"the chat template begins without `{bos}`, so llama.cpp is told to add none, to plain text neither"]
 
 
 def _swallowing(tokenizer: LoadedTokenizer, words: Words) -> tuple[bool, list[str]]:

@@ -53,12 +53,14 @@ def derive_go_template(
     adds_bos: bool = False,
     source: str | None = None,
     render_another_day: Render | None = None,
+    date: str | None = None,
 ) -> GoTemplate:
     """Derive Ollama's template from a rendering function; raise UserError where no exact one can be had.
 
     `render` takes messages of `role` and `content`, and whether to ask for a reply. With `adds_bos` (the GGUF says so)
     Ollama puts `bos` before the text by itself, and the template leaves it out. The template's `source` is searched
-    for words that it may treat in its own way; `render_another_day` tells whether the date is in the text.
+    for words that it may treat in its own way; `render_another_day` tells whether the date is in the text, and `date`
+    which day `render` sees.
     """
     notes: list[str] = []
     if adds_bos and bos:
@@ -78,7 +80,10 @@ def derive_go_template(
         ) from failure
     notes += omissions(trial, layout, source)
     if render_another_day and _differ(render, render_another_day, layout):
-        notes.append("the date in the text stands still at the one it was made with")
+        notes.append(
+            f"the date in the text stands still at {date or 'the one it was made with'}; the model's template writes "
+            "today's"
+        )
     after_reply = pieces_at(layout.rules["user"], Place("user", "assistant", False, True, True, 1))
     return GoTemplate(
         text=write_go(layout),

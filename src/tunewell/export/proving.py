@@ -1,26 +1,25 @@
 """Prove an artefact from its files alone: load it as its users will, and hold it against the trained model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tunewell.core.errors import UserError
+from tunewell.export.chat_clock import clock_at
 from tunewell.export.checks import check_answers, check_files, check_ids, check_logits, check_stop
-from tunewell.export.drift import Logits
-from tunewell.export.llama_cpp import find_llama
-from tunewell.export.reference import ANSWER_TOKENS, answer, last_logits
+from tunewell.export.proving_gguf import prove_gguf
+from tunewell.export.reference import Reference, answer, last_logits
+from tunewell.export.settings_checks import check_settings
+from tunewell.export.sketch import Sketch
+from tunewell.export.tensor_checks import check_tensors, compare_weights
 from tunewell.models.placement import not_finite_names
 from tunewell.models.quiet import quiet
-from tunewell.records.parity import Artefact, Check, Link, Probe, Proof
+from tunewell.records.parity import LOSSLESS, Artefact, Check, Link, ModelFacts, Probe, Proof
 
 Progress = Callable[[int, int], None]
 LoadBase = Callable[[], Any]
 """Gives the base model of an adapter, in fp32 on the CPU."""
-_LOSSLESS = frozenset({"adapter", "merged fp32", "gguf f32"})
-_ROOM = 64
-_SMALL_BYTES = 64 * 2**20
+_KINDS = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 
 
 def prove(
@@ -28,7 +27,7 @@ def prove(
     artefact: Artefact,
     proof: Proof,
     *,
-    reference: Sequence[Logits],
+    reference: Reference,
     load_base: LoadBase,
     progress: Progress,
 ) -> Link:
@@ -37,7 +36,7 @@ def prove(
     if checks[0].is_ok:
         try:
             if artefact.kind == "gguf":
-                checks += _gguf(folder / artefact.path, artefact, proof, reference, progress)
+                checks += prove_gguf(folder / artefact.path, artefact, proof, reference, progress)
             else:
                 checks += _transformers(folder / artefact.path, artefact, proof, reference, load_base, progress)
         except Exception as error:  # noqa: BLE001  the proof of one artefact must not end the proof of the others
@@ -49,17 +48,18 @@ def prove(
 
 
 def _transformers(
-    path: Path, artefact: Artefact, proof: Proof, reference: Sequence[Logits], load_base: LoadBase, progress: Progress
+    path: Path, artefact: Artefact, proof: Proof, reference: Reference, load_base: LoadBase, progress: Progress
 ) -> list[Check]:
     """Load a folder with transformers, or with PEFT on its base, as anyone would."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+    peft: Any = None
     with quiet():
         tokenizer: Any = AutoTokenizer.from_pretrained(path)
         if artefact.kind == "adapter":
             from peft import PeftModel
 
-            peft: Any = PeftModel.from_pretrained(load_base(), path)
+            peft = PeftModel.from_pretrained(load_base(), path)
             model = peft.get_base_model()
         else:
             model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
@@ -70,70 +70,42 @@ def _transformers(
         return [Check(name="finite", is_ok=False, words=words)]
 
     def tokenize(probe: Probe) -> list[int]:
-        found = tokenizer.apply_chat_template(
-            probe.messages, add_generation_prompt=True, tokenize=True, return_dict=True
-        )
+        with clock_at(proof.date):
+            found = tokenizer.apply_chat_template(
+                probe.messages, add_generation_prompt=True, tokenize=True, return_dict=True
+            )
         return list(found["input_ids"])
 
     prompts = [probe.ids for probe in proof.probes]
     found = last_logits(model, prompts, number=proof.num_positions, progress=progress)
-    logits = check_logits(artefact.name if artefact.kind == "merged" else "adapter", reference, found)
+    logits = check_logits(artefact.name, reference.logits, found)
     settings = GenerationConfig.from_pretrained(path)
     own = settings.eos_token_id
     stops = list(own) if isinstance(own, list) else [own] if own is not None else [tokenizer.eos_token_id]
     answers = answer(model, [q.ids for q in proof.questions], stop_ids=stops, spell=lambda ids: "")
     ended = list(zip(proof.questions, (one.ended for one in answers), strict=True))
-    return [
+    checks = [
         Check(name="finite", is_ok=True, words="every weight is a number"),
         check_ids(proof, tokenize, who="transformers"),
         logits,
-        check_answers(proof, [one.answer for one in answers], is_exact=artefact.name in _LOSSLESS),
+        check_answers(proof, [one.answer for one in answers], is_exact=artefact.name in LOSSLESS),
         check_stop(proof, stops, ended),
     ]
+    if proof.model is not None:
+        config = model.config if artefact.kind == "merged" else None
+        checks.append(check_settings(path, tokenizer, proof.model, config=config, generation=settings))
+        # PEFT's own merging, last: it leaves nothing of the adapter.
+        weights = model if peft is None else peft.merge_and_unload()
+        checks.append(_tensors(weights, proof.model, reference.sketches, _KINDS[artefact.precision]))
+    return checks
 
 
-def _gguf(path: Path, artefact: Artefact, proof: Proof, reference: Sequence[Logits], progress: Progress) -> list[Check]:
-    """Open a GGUF in llama.cpp."""
-    longest = max([len(p.ids) for p in proof.probes] + [len(q.ids) for q in proof.questions], default=1)
-    # Threads that wait for each other cost more than a small model does.
-    threads = 1 if path.stat().st_size < _SMALL_BYTES else None
-    with find_llama().open(path, context=longest + ANSWER_TOKENS + _ROOM, threads=threads) as model:
-
-        def tokenize(probe: Probe) -> list[int]:
-            text = probe.text
-            if model.adds_bos and model.bos is not None:
-                # llama.cpp puts it in front itself; its programs take one that a template wrote away first.
-                text = text.removeprefix(model.piece(model.bos).decode("utf-8", "replace"))
-            return model.tokenize(text, add_special=True, parse_special=True)
-
-        found = []
-        for place, probe in enumerate(proof.probes):
-            progress(place, len(proof.probes))
-            found.append(np.asarray(model.logits(probe.ids)[-proof.num_positions :]))
-        logits = check_logits(artefact.name, reference, found)
-        stops = model.end_ids
-        answers, ended = [], []
-        for question in proof.questions:
-            said = model.generate(question.ids, max_new_tokens=ANSWER_TOKENS, stop_ids=stops)
-            answers.append(list(said))
-            ended.append((question, said.ended == "end"))
-        is_finite = all(bool(np.isfinite(rows).all()) for rows in found)
-        return [
-            Check(
-                name="finite",
-                is_ok=is_finite,
-                words="every logit is a number" if is_finite else "logits are no numbers",
-            ),
-            check_ids(proof, tokenize, who="llama.cpp"),
-            logits,
-            check_answers(proof, answers, is_exact=artefact.name in _LOSSLESS),
-            check_stop(proof, sorted(stops), ended),
-        ]
-
-
-def load_reference(path: Path) -> list[Logits]:
-    """Read the logits of the trained model."""
-    from safetensors.numpy import load_file
-
-    tensors = load_file(path)
-    return [tensors[name] for name in sorted(tensors)]
+def _tensors(model: Any, facts: ModelFacts, sketches: Mapping[str, Sketch], kind: str) -> Check:
+    """Compare the weights of a loaded model, under every name they have, with what was trained."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    wanted = {**sketches, **{twin: sketches[name] for twin, name in facts.twins.items()}}
+    return check_tensors(
+        compare_weights(weights, wanted, kind),
+        missing=[name for name in wanted if name not in weights],
+        unknown=[name for name in weights if name not in wanted],
+    )

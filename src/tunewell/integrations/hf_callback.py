@@ -35,8 +35,8 @@ _OF_ITS_LOSS = frozenset({"loss-zero-collapse", "lr-too-high", "zero-grad-no-lea
 """What is a fault where the model's own loss is trained on: answers that are all rewarded alike have no gradient."""
 
 _EMPTY = (
-    "no token of this step is learned (all its labels are -100), so its loss is 0 divided by 0: the update was left out. "
-    "Rows may have been cut before their answer"
+    "no token of this step is learned (all its labels are -100), so its loss is 0 divided by 0: the update was left "
+    "out. Rows may have been cut before their answer"
 )
 
 

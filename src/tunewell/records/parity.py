@@ -15,6 +15,11 @@ FORMAT_VERSION = 1
 PARITY = "parity.json"
 PROOF = "proof.json"
 REFERENCE = "proof.safetensors"
+PROOF_FILES = (REFERENCE, "README.md")
+"""What lies beside the artefacts and is hashed as they are."""
+
+LOSSLESS = frozenset({"adapter fp32", "merged fp32", "gguf f32"})
+"""Artefacts whose numbers are those of training, none of them rounded."""
 
 ExportKind = Literal["adapter", "merged", "gguf", "ollama"]
 
@@ -46,6 +51,8 @@ class Probe(_Record):
     messages: list[dict[str, str]]
     text: str
     ids: list[int]
+    is_long: bool = False
+    """Made to be longer than the model's window, or than what its positions were first trained for."""
 
 
 class Question(_Record):
@@ -56,6 +63,29 @@ class Question(_Record):
     ended: bool
     text: str
     """The answer in letters."""
+
+
+class ModelFacts(_Record):
+    """The trained model's settings, its vocabulary, and the tensors whose sketches are in `proof.safetensors`."""
+
+    config: dict[str, Any]
+    """As `config.json` has it, every default filled in."""
+    generation: dict[str, Any]
+    """As `generation_config.json` has it."""
+    special_tokens: dict[str, str]
+    """`eos_token`, `pad_token` and so on, as they are spelled."""
+    special_ids: dict[str, int]
+    """`eos`, `pad` and so on."""
+    max_length: int | None
+    """Tokens of a text, by the tokenizer's own word."""
+    vocabulary: dict[str, str]
+    """Hashes of its words and of its merges."""
+    shapes: dict[str, list[int]]
+    """Of every tensor once merged."""
+    twins: dict[str, str]
+    """Second names of tensors, with their first."""
+    license: str | None = None
+    """Of the base, as a Modelfile names it."""
 
 
 class Proof(_Record):
@@ -69,18 +99,25 @@ class Proof(_Record):
     is_lora: bool
     stop_ids: list[int]
     bos_id: int | None = None
+    date: str | None = None
+    """The day that training saw where the template asks for today's, at which the clock of the proof stands still;
+    None where it does not ask."""
     probes: list[Probe]
     num_positions: int
     """Last positions of each probe whose logits are in `proof.safetensors`."""
     questions: list[Question]
+    model: ModelFacts | None = None
+    """None in exports of tunewell before these were kept: nothing of the kind is compared then."""
     artefacts: list[Artefact]
+    sha256s: dict[str, str] = Field(default_factory=dict)
+    """Of the files that belong to no artefact."""
     notes: list[str] = Field(default_factory=list)
 
 
 class Check(_Record):
     """One thing that was compared."""
 
-    name: Literal["files", "finite", "token ids", "logits", "answers", "stop", "template"]
+    name: Literal["files", "finite", "token ids", "logits", "answers", "stop", "template", "tensors", "settings"]
     is_ok: bool
     words: str
     figures: dict[str, Any] = Field(default_factory=dict)

@@ -2,40 +2,39 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tunewell import __version__
 from tunewell.core.errors import UserError
-from tunewell.core.files import publish_folder, refuse_full_disk
-from tunewell.data.corpus.reader import open_corpus
-from tunewell.data.prompting import prompt_ids
-from tunewell.data.templates import TemplateFailed
 from tunewell.export.card import model_card
-from tunewell.export.checks import check_logits
 from tunewell.export.gguf_settings import can_write
-from tunewell.export.llama_cpp import find_llama
 from tunewell.export.merge import merge
-from tunewell.export.reference import answer, as_tensors, last_logits, num_positions, probe_messages
-from tunewell.records.parity import PARITY, PROOF, REFERENCE, Artefact, Parity, Probe, Proof, write_record
-from tunewell.training.held_out import questions_of
+from tunewell.records.parity import PARITY, PROOF, REFERENCE, Artefact, Parity, Proof, write_record
+from tunewell.records.report import Report
 from tunewell.workflows.export_card import card_facts
+from tunewell.workflows.export_failed import forget_failed, keep_failed
 from tunewell.workflows.export_files import Maker
-from tunewell.workflows.subject import find_subject
+from tunewell.workflows.export_needs import need_all
+from tunewell.workflows.export_place import bring_kept, publish, workshop
+from tunewell.workflows.export_proof import check_merge, make_reference, with_artefacts, with_rounded
+from tunewell.workflows.export_room import expected_room, refuse_little
+from tunewell.workflows.export_standing import look_at
+from tunewell.workflows.export_wish import refuse_unwritable
+from tunewell.workflows.ollama_name import is_ollama_name, ollama_name
+from tunewell.workflows.subject import FoundSubject, find_subject
 from tunewell.workflows.text_to_tokens import TextToTokens
-from tunewell.workflows.voice import Voice, open_voice
+from tunewell.workflows.voice import open_voice
 
 Progress = Callable[[str, int, int], None]
 EXIT_NOT_PROVEN = 4
-_QUESTIONS = 8
-_STAGED = ".staged"
-_FOUR_BYTES = 4
+KINDS = ("adapter", "merged", "gguf", "ollama")
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,8 @@ class ExportOrder:
     """What is to be made; everything has a default."""
 
     to: Sequence[str] = ()
-    """`adapter`, `merged`, `gguf`, `ollama`; by default what the config says, else `adapter` or `merged`."""
+    """`adapter`, `merged`, `gguf`, `ollama`; by default what the config says, else `gguf` where kinds of it are named,
+    else `adapter` or `merged`."""
     out: Path | None = None
     """By default `export` in the run's folder."""
     precision: str | None = None
@@ -85,184 +85,132 @@ class Exported:
 
 
 def export(
-    place: str | Path | None = None, *, order: ExportOrder | None = None, progress: Progress | None = None
+    place: str | Path | None = None,
+    *,
+    order: ExportOrder | None = None,
+    progress: Progress | None = None,
+    announce: Callable[[str], None] | None = None,
 ) -> Exported:
     """Make what was ordered, prove it in a process of its own, and only then give it the name of a finished export.
 
-    Raises UserError for what cannot be made, before anything is written. What is made and not proven is removed again;
-    the result then says which link of the chain broke, with exit code 4.
+    An export that lies in the folder already is added to; of it only what is made again is replaced. `announce` is
+    told what will be written, before it is. Raises UserError for what cannot be made, before anything is written, and
+    for what cannot be tried. What is made and not proven is removed again; the result then says which link of the
+    chain broke, with exit code 4.
     """
     order = order or ExportOrder()
     tell = progress or (lambda stage, done, of: None)
     found = find_subject(place, checkpoint=order.checkpoint, base=order.base, sets=order.sets)
-    settings = found.loaded.config.export
-    wanted = list(dict.fromkeys(order.to or settings.to or (("adapter",) if found.adapter else ("merged",))))
-    if "adapter" in wanted and found.adapter is None:
-        raise UserError("there is no adapter: the whole model was trained", fix="export `merged` or `gguf`")
-    out = order.out or ((found.place or Path.cwd()) / "export")
-    _refuse_taken(out)
+    wanted, kinds, precision = _wishes(order, found)
+    out = (order.out or ((found.place or Path.cwd()) / "export")).expanduser().resolve()
+    standing = look_at(out, wanted, kinds)
+    need_all({*wanted, *(own.kind for own in standing.kept)} if standing else wanted)
     tell("loading the trained model", 0, 0)
     voice = open_voice(found, device="cpu", allow_pickle=order.allow_pickle, precision="fp32", is_packed=False)
-    kinds = list(order.gguf or settings.gguf)
-    if {"gguf", "ollama"} & set(wanted):
+    has_gguf = bool({"gguf", "ollama"} & set(wanted))
+    if has_gguf:
         can_write(voice.model.config.to_dict())
-        find_llama()  # before hours of work: without it nothing could be proven
-    _check_room(out, voice, wanted, kinds)
-    staged = out.with_name(out.name + _STAGED)
     with ExitStack() as held:
-        shutil.rmtree(staged, ignore_errors=True)
-        held.callback(shutil.rmtree, staged, ignore_errors=True)
-        staged.mkdir(parents=True)
-        proof, reference = _reference(voice, tell)
+        shop = held.enter_context(workshop(out))
+        staged = shop.staged
+        room = expected_room(staged, voice, wanted, kinds, precision)
+        refuse_little(room, out)
+        (announce or (lambda words: tell(words, 0, 0)))(str(room))
+        proof, reference = make_reference(voice, tell)
+        if standing is not None:
+            standing.refuse_other(proof, reference)
+            bring_kept(standing, staged)
         facts = card_facts(found, voice)
         text = TextToTokens.load(found.loaded)
-        maker = Maker(voice, text, staged, proof.stop_ids, facts, order.precision or settings.precision, tell)
-        artefacts = []
+        maker = Maker(voice, text, staged, proof.stop_ids, facts, precision, tell)
+        if has_gguf:
+            own, for_ollama = voice.model.config.to_dict(), "ollama" in wanted
+            refuse_unwritable(own, tokenizer=text.tokenizer, template=maker.template, for_ollama=for_ollama)
+        artefacts = list(standing.kept) if standing else []
         if "adapter" in wanted:
             artefacts.append(maker.adapter())
         if set(wanted) & {"merged", "gguf", "ollama"}:
             tell("merging", 0, 0)
             merge(voice.model)
-            _check_merge(voice, proof, reference)
+            check_merge(voice, proof, reference)
             if "merged" in wanted:
                 artefacts.append(maker.merged())
-            if {"gguf", "ollama"} & set(wanted):
+            if has_gguf:
                 artefacts += maker.ggufs(kinds)
+                tell("measuring what rounding makes of it", 0, 0)
+                reference = with_rounded(reference, voice, staged, artefacts)
             if "ollama" in wanted:
                 artefacts.append(maker.ollama())
-        proof = proof.model_copy(update={"artefacts": artefacts, "notes": maker.notes})
-        write_record(staged / PROOF, proof)
-        _save(reference, staged / REFERENCE)
+        reference.save(staged / REFERENCE)
         (staged / "README.md").write_text(model_card(facts, kind="export"), encoding="utf-8")
+        told = [*_verdict_notes(facts.report), *(standing.notes if standing else [])]
+        older: list[str] = standing.proof.notes if standing and standing.kept else []
+        notes = list(dict.fromkeys([*maker.notes, *older]))
+        artefacts.sort(key=lambda own: KINDS.index(own.kind))
+        proof = with_artefacts(proof, staged, artefacts, notes=notes, license=facts.license)
+        write_record(staged / PROOF, proof)
         del voice, maker
         parity = _prove(staged, tell)
         if not parity.is_ok:
-            failed = out.with_name(f"{out.name}-failed.json")
-            write_record(failed, parity)
-            notes = [
-                *proof.notes,
-                f"what was made is not what was trained, and was removed; `{failed}` has the figures",
-            ]
-            return Exported(out, parity, artefacts, notes, "", EXIT_NOT_PROVEN)
-        publish_folder(staged, out)
-    return _done(out, parity, proof, order, found.place or out)
+            failed = keep_failed(out, parity)
+            words = f"what was made is not what was trained, and was removed; `{failed}` has the figures"
+            return Exported(out, parity, artefacts, [*told, *proof.notes, words], "", EXIT_NOT_PROVEN)
+        publish(shop, out, standing)
+    forget_failed(out)
+    done = _done(out, parity, proof, order, found.place or out)
+    return replace(done, notes=[*told, *done.notes])
+
+
+def _wishes(order: ExportOrder, found: FoundSubject) -> tuple[list[str], list[str], str]:
+    """Say what is to be made: kinds of artefacts, kinds of GGUF files, and the precision of merged weights."""
+    settings = found.loaded.config.export
+    default = ("gguf",) if order.gguf else ("adapter",) if found.adapter else ("merged",)
+    wanted = list(dict.fromkeys(order.to or settings.to or default))
+    if order.gguf and not {"gguf", "ollama"} & set(wanted):
+        wanted.append("gguf")
+    if "adapter" in wanted and found.adapter is None:
+        raise UserError("there is no adapter: the whole model was trained", fix="export `merged` or `gguf`")
+    if order.name is not None and not is_ollama_name(order.name):
+        raise UserError(
+            f"Ollama takes no model of the name `{order.name}`",
+            where="--name",
+            fix=f"`--name {ollama_name(order.name)}`",
+        )
+    return wanted, list(dict.fromkeys(order.gguf or settings.gguf)), order.precision or settings.precision
+
+
+def _verdict_notes(report: Report | None) -> list[str]:
+    """Say of a run that was judged badly that a proof is no better verdict."""
+    if report is None or report.verdict not in ("FAIL", "WEAK"):
+        return []
+    return [f"the verdict of the run is {report.verdict}: {report.summary}; proven is what it is, not that it is good"]
 
 
 def _done(out: Path, parity: Parity, proof: Proof, order: ExportOrder, run: Path) -> Exported:
     kinds = {artefact.kind for artefact in proof.artefacts}
     created = None
-    next_command = f"tunewell verify {out}"
+    shown = _from_here(out)
+    notes = list(proof.notes)
+    next_command = shlex.join(["tunewell", "verify", str(shown)])
     if "ollama" in kinds:
-        name = order.name or run.resolve().name
+        name = order.name or ollama_name(run.resolve().name)
         line = ["ollama", "create", name, "-f", "Modelfile"]
-        next_command = f"cd {out / 'ollama'} && {' '.join(line)} && ollama run {name}"
+        next_command = f"cd {shlex.quote(str(shown / 'ollama'))} && {shlex.join(line)} && ollama run {name}"
         if order.creates and shutil.which("ollama"):
             done = subprocess.run(line, cwd=out / "ollama", capture_output=True, text=True, check=False)
             if done.returncode == 0:
                 created, next_command = name, f"ollama run {name}"
             else:
-                proof.notes.append(f"`ollama create` failed: {(done.stderr.strip().splitlines() or ['no word'])[-1]}")
+                notes.append(f"`ollama create` failed: {(done.stderr.strip().splitlines() or ['no word'])[-1]}")
     elif "gguf" in kinds:
         file = next(artefact.path for artefact in proof.artefacts if artefact.kind == "gguf")
-        next_command = f"tunewell chat {out / file}"
-    return Exported(out, parity, proof.artefacts, list(proof.notes), next_command, created=created)
+        next_command = shlex.join(["tunewell", "chat", str(shown / file)])
+    return Exported(shown, parity, proof.artefacts, notes, next_command, created=created)
 
 
-def _refuse_taken(out: Path) -> None:
-    """Refuse a folder that holds something else than an export of ours, which is replaced as a whole."""
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / PROOF).is_file())):
-        raise UserError(f"`{out}` is not empty and is no export", fix="name another folder with `--out`")
-
-
-def _check_room(out: Path, voice: Voice, wanted: Sequence[str], kinds: Sequence[str]) -> None:
-    """Say what will be needed before it is: fp32 on the way, and every file that stays."""
-    weights = sum(parameter.numel() for parameter in voice.model.parameters())
-    needed = weights * 2 if "merged" in wanted else 0
-    if {"gguf", "ollama"} & set(wanted):
-        needed += weights * (_FOUR_BYTES + 2 * len(kinds))
-    parent = next(folder for folder in (out, *out.parents) if folder.exists())
-    refuse_full_disk(parent, needed)
-
-
-def _reference(voice: Voice, tell: Progress) -> tuple[Proof, dict[str, Any]]:
-    """Write down how the trained model reads, computes and answers."""
-    probes = _probes(voice)
-    number = num_positions(len(probes), voice.model.config.get_text_config().vocab_size)
-    logits = last_logits(
-        voice.model,
-        [probe.ids for probe in probes],
-        number=number,
-        progress=lambda done, of: tell("computing with the trained model", done, of),
-    )
-    tell("answering with the trained model", 0, 0)
-    prompts = _questions(voice) or [probe.ids for probe in probes[:4]]
-    stops = _stops(voice)
-    proof = Proof(
-        made_by=f"tunewell {__version__}",
-        subject=voice.subject.name,
-        base=voice.subject.base,
-        is_lora=voice.adapter is not None,
-        stop_ids=stops,
-        probes=probes,
-        num_positions=number,
-        questions=answer(voice.model, prompts, stop_ids=stops, spell=voice.spell),
-        artefacts=[],
-    )
-    return proof, as_tensors(logits)
-
-
-def _probes(voice: Voice) -> list[Probe]:
-    """Render the probes as training does; what a template refuses, a system prompt say, is no probe of it."""
-    if voice.masker is None:
-        raise UserError(
-            "this model has no chat template, so what it is asked cannot be proven",
-            fix="name one with `--set template.name=chatml`",
-        )
-    found = []
-    for messages in probe_messages():
-        try:
-            text = voice.masker.template.render(messages, None, add_generation_prompt=True)
-            ids = prompt_ids(voice.masker, voice.encoder, messages)
-        except (TemplateFailed, UserError):
-            continue
-        found.append(Probe(messages=messages, text=text, ids=ids))
-    if not found:
-        raise UserError("the chat template refuses every conversation it was tried on")
-    return found
-
-
-def _questions(voice: Voice) -> list[list[int]]:
-    """Take held-out questions of the run, where they still are."""
-    if voice.subject.corpus is None:
-        return []
-    held_out = open_corpus(voice.subject.corpus).held_out
-    return [question.ids for question in questions_of(held_out, number=_QUESTIONS, spell=voice.spell)]
-
-
-def _stops(voice: Voice) -> list[int]:
-    """List the ids at which a reply ends, the template's own end of a turn first."""
-    assert voice.masker is not None
-    own = voice.tokenizer.backend.token_to_id(voice.masker.end_marker) if voice.masker.end_marker else None
-    return list(dict.fromkeys([*([own] if own is not None else []), *voice.stop_ids]))
-
-
-def _check_merge(voice: Voice, proof: Proof, reference: dict[str, Any]) -> None:
-    """Hold the merged weights against what was trained before they are rounded: later it would be lost in that."""
-    prompts = [probe.ids for probe in proof.probes]
-    found = last_logits(voice.model, prompts, number=proof.num_positions, progress=lambda done, of: None)
-    check = check_logits("merged fp32", [reference[name] for name in sorted(reference)], found)
-    if not check.is_ok:
-        raise UserError(
-            f"the merged weights are not the model that was trained: {check.words}",
-            where=f"allowed: {check.bound}",
-            fix="this is a fault of tunewell; the adapter itself can be exported",
-        )
-
-
-def _save(tensors: dict[str, Any], path: Path) -> None:
-    from safetensors.numpy import save_file
-
-    save_file(tensors, path)
+def _from_here(path: Path) -> Path:
+    """Shorten a path that lies below the current folder."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _prove(staged: Path, tell: Progress) -> Parity:
@@ -271,5 +219,19 @@ def _prove(staged: Path, tell: Progress) -> Parity:
     line = [sys.executable, "-m", "tunewell", "verify", str(staged), "--json"]
     done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=False, env=os.environ | {"CI": "1"})
     if not (staged / PARITY).is_file():
-        raise UserError("the proof could not be made", where=f"`{' '.join(line[1:])}` ended with {done.returncode}")
+        said = _error_of(done.stdout)
+        where = f"`{shlex.join(line[1:])}` ended with {done.returncode}"
+        raise UserError(
+            f"the proof could not be made: {said['what']}" if said else "the proof could not be made",
+            where=(said or {}).get("where") or where,
+            fix=(said or {}).get("fix"),
+        )
     return Parity.model_validate(json.loads((staged / PARITY).read_text(encoding="utf-8")))
+
+
+def _error_of(printed: str) -> dict[str, Any] | None:
+    """Read what a command printed with `--json` where it could not do its work."""
+    try:
+        return json.loads(printed)["error"]
+    except (ValueError, KeyError, TypeError):
+        return None

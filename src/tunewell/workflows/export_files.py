@@ -4,23 +4,22 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_file
 from tunewell.core.units import count, size_bytes
 from tunewell.export.card import CardFacts, model_card
+from tunewell.export.chat_saved import saved_template
 from tunewell.export.gguf_writer import write_gguf
-from tunewell.export.go_template import derive_go_template
+from tunewell.export.go_derived import derive_for_ollama
 from tunewell.export.llama_cpp_quantize import quantize
 from tunewell.export.modelfile import modelfile
-from tunewell.export.stops import stop_texts
 from tunewell.models import adapters
-from tunewell.models.generate import context_limit
 from tunewell.models.quiet import quiet
 from tunewell.records.parity import Artefact, ExportKind
 from tunewell.workflows.text_to_tokens import TextToTokens
@@ -30,6 +29,9 @@ Progress = Callable[[str, int, int], None]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OURS = frozenset({"f32", "f16", "bf16", "q8_0"})
 _SHARD = "5GB"
+_LONGEST_CONTEXT = 131_072
+OLLAMA_PARAMETERS: Mapping[str, float] = MappingProxyType({"temperature": 0.0})
+"""What a Modelfile sets besides context and stops: the likeliest token, as everything is proven."""
 
 
 class Maker:
@@ -47,7 +49,13 @@ class Maker:
     ) -> None:
         self.voice, self.text, self.folder, self.facts = voice, text, folder, facts
         self.stop_ids, self.precision, self.tell = list(stop_ids), precision, tell
-        self.notes: list[str] = list(voice.notes)
+        assert voice.masker is not None
+        self.template = saved_template(
+            voice.masker.template,
+            arguments=voice.subject.loaded.config.template.arguments,
+            special_tokens=voice.tokenizer.special_tokens,
+        )
+        self.notes: list[str] = [*voice.notes, *self.template.notes]
         self._ggufs: dict[str, Path] = {}
 
     def adapter(self) -> Artefact:
@@ -62,7 +70,7 @@ class Maker:
         # From anywhere: PEFT looks from where it is called.
         settings["base_model_name_or_path"] = str(Path(base).resolve()) if base and Path(base).exists() else base
         (target / adapters.CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        self.text.save(target)
+        self.text.tokenizer.save(target, self.template.source)
         self._stops().save_pretrained(target)
         return self._finished("adapter", "fp32", target)
 
@@ -76,7 +84,7 @@ class Maker:
     def ggufs(self, kinds: Sequence[str]) -> list[Artefact]:
         """Write GGUF files from the weights in fp32: one rounding, not two."""
         target = self.folder / "gguf"
-        target.mkdir()
+        target.mkdir(exist_ok=True)
         name = _file_name(self.facts.name)
         with tempfile.TemporaryDirectory(dir=self.folder, prefix=".whole-") as work:
             whole = Path(work) / "model"
@@ -111,36 +119,27 @@ class Maker:
 
     def ollama(self) -> Artefact:
         """Write a Modelfile beside a GGUF, with the template in Go's syntax."""
-        masker, model = self.voice.masker, self.voice.model
-        assert masker is not None
         self.tell("deriving the template for Ollama", 0, 0)
         target = self.folder / "ollama"
         target.mkdir()
         source = list(self._ggufs.values())[-1]
         _link(source, target / source.name)
-        special = self.voice.tokenizer.special_tokens
-        template = derive_go_template(
-            lambda messages, asks: masker.template.render(messages, None, add_generation_prompt=asks),
-            bos=special.get("bos_token"),
+        template = derive_for_ollama(
+            self.template.source,
+            tokenizer=self.text.tokenizer,
             adds_bos=adds_bos(source),
-            source=masker.template.source,
+            date=self.template.date,
         )
-        stops = stop_texts(template, control_tokens=self.voice.tokenizer.added)
-        if not stops:
-            raise UserError(
-                "nothing in the template says where a reply ends, so Ollama would not stop",
-                fix="export `gguf`, or train with a template that ends turns",
-            )
         text = modelfile(
             source.name,
-            template,
-            stops=stops,
-            context_length=min(context_limit(model), 131_072),
-            parameters={"temperature": 0.0},
+            template.go,
+            stops=template.stops,
+            context_length=ollama_context(self.voice.model.config.to_dict()),
+            parameters=OLLAMA_PARAMETERS,
             license=self.facts.license,
         )
         (target / "Modelfile").write_text(text, encoding="utf-8", newline="\n")
-        self.notes += [f"Ollama: {note}" for note in template.notes]
+        self.notes += [f"Ollama: {note}" for note in template.go.notes]
         return self._finished("ollama", "", target)
 
     def _stops(self) -> Any:
@@ -162,7 +161,7 @@ class Maker:
                 model.save_pretrained(target, state_dict=tensors, max_shard_size=_SHARD)
         finally:
             model.config.dtype = before
-        self.text.save(target)
+        self.text.tokenizer.save(target, self.template.source)
 
     def _finished(self, kind: ExportKind, precision: str, path: Path) -> Artefact:
         if path.is_dir() and kind != "ollama":
@@ -189,6 +188,12 @@ def _once(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             seen.add(key)
             kept[name] = tensor
     return kept
+
+
+def ollama_context(config: Mapping[str, Any]) -> int:
+    """Give the context that a Modelfile names: the model's own, up to what people have memory for."""
+    own = {**(config.get("text_config") or {}), **config}.get("max_position_embeddings")
+    return min(own or _LONGEST_CONTEXT, _LONGEST_CONTEXT)
 
 
 def adds_bos(path: Path) -> bool:

@@ -3,7 +3,6 @@
 Its words and its code are in `notebook.md`; here they are chosen and filled in.
 """
 
-import importlib.metadata
 import json
 import os
 import pprint
@@ -20,12 +19,11 @@ from tunewell.core.files import write_atomic
 from tunewell.core.redact import redact
 from tunewell.models.presets import is_preset
 from tunewell.workflows.notebook_config import MovedConfig, move_config
+from tunewell.workflows.notebook_install import PACKAGE, model_packages, requirement
 
 _SECTION = re.compile(r"^<!-- ([a-z-]+) -->\n", re.MULTILINE)
 _CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-_EXTRAS = "[train,export]"
 _KINDS = ("q8_0", "q4_k_m")
-_PACKAGE = "package:"
 _METADATA: dict[str, Any] = {
     "accelerator": "GPU",
     "colab": {"gpuType": "T4", "provenance": []},
@@ -84,7 +82,7 @@ def notebook(
             raise UserError(f"the config names no `{key}`", where=str(loaded.file), fix=f"see `tunewell explain {key}`")
     moved = move_config(loaded)
     notes = list(moved.notes)
-    installs = [*_requirement(package, notes), *_model_packages(loaded)]
+    installs = [*requirement(package, notes), *model_packages(loaded)]
     values = {
         **_values(loaded, moved, notes),
         **_address(data, moved.files),
@@ -101,7 +99,7 @@ def notebook(
 def _sections(loaded: Loaded, data: str, *, has_install: bool) -> list[str]:
     """Choose the sections of `notebook.md`, in their order."""
     model = str(loaded.config.model)
-    is_hub = not (is_preset(model) or model.startswith(_PACKAGE) or loaded.path(model).exists())
+    is_hub = not (is_preset(model) or model.startswith(PACKAGE) or loaded.path(model).exists())
     way = data if data in ("upload", "drive") else "url"
     optional = [name for name, is_there in (("install", has_install), ("token", is_hub)) if is_there]
     middle = ["config", "files", way, "device", "train", "verdict", "export", "download"]
@@ -116,7 +114,7 @@ def _values(loaded: Loaded, moved: MovedConfig, notes: list[str]) -> dict[str, s
         device, flags = "auto", '\n    "--device=auto",'
     kinds = loaded.config.export.gguf if loaded.origin("export.gguf") != "default" else _KINDS
     return {
-        "model": Path(str(moved.config.model)).name.replace(_PACKAGE, ""),
+        "model": Path(str(moved.config.model)).name.replace(PACKAGE, ""),
         "version": tunewell.__version__,
         "config": moved.text.rstrip("\n"),
         "files": pprint.pformat(moved.files, width=100),
@@ -151,43 +149,6 @@ def _address(data: str, files: list[str]) -> dict[str, str]:
             fix="put them into one `.zip` and name its address, or use `upload` or `drive`",
         )
     return {"address": repr(data), "target": repr(name if is_archive else Path(files[0]).name)}
-
-
-def _requirement(package: str | None, notes: list[str]) -> list[str]:
-    """Say what pip is to install: this version, or what the person names; a bare address or wheel gets the extras."""
-    if package == "none":
-        return []
-    if package is None:
-        if "+" in tunewell.__version__:
-            raise UserError(
-                f"this is tunewell {tunewell.__version__}, which pip cannot find",
-                fix="name where it is with `--package`, e.g. `--package git+https://HOST/OWNER/tunewell`",
-            )
-        return [f"tunewell{_EXTRAS}=={tunewell.__version__}"]
-    if redact(package) != package:
-        raise UserError("the package's address holds a secret, which everyone could read", where="--package")
-    if "://" in package:
-        return [package if " @ " in package else f"tunewell{_EXTRAS} @ {package}"]
-    if package.endswith((".whl", ".tar.gz")):
-        notes.append(f"put `{Path(package).name}` beside the notebook; in Colab drop it into the files at the left")
-        return [f"../{Path(package).name}{_EXTRAS}"]
-    return [package]
-
-
-def _model_packages(loaded: Loaded) -> list[str]:
-    """List the packages that a model or a tokenizer is read from, at the versions that are here."""
-    named = [name for name in (loaded.config.model, loaded.config.tokenizer) if name and name.startswith(_PACKAGE)]
-    found = []
-    for name in dict.fromkeys(name.removeprefix(_PACKAGE) for name in named):
-        modules = importlib.metadata.packages_distributions()
-        try:
-            package = importlib.metadata.distribution(modules.get(name.replace("-", "_"), [name])[0])
-        except importlib.metadata.PackageNotFoundError:
-            raise UserError(
-                f"there is no installed package `{name}`", fix="install it, so that its version is known"
-            ) from None
-        found.append(f"--no-deps {package.name}=={package.version}")
-    return found
 
 
 def _install_line(requirement: str) -> str:

@@ -1,6 +1,6 @@
 """The tokenizer and the templates of a config, resolved together, since each must fit the other."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,6 +64,11 @@ class TextToTokens:
         if (name, rule) not in self._maskers:
             self._maskers[name, rule] = Masker(template, self.tokenizer.added, rule)
         return self._maskers[name, rule]
+
+    def spoken(self, sources: Sequence[Source]) -> Masker | None:
+        """Give the masker of the template that is spoken: all sources' own, or else the one for those without."""
+        is_one = len({source.template for source in sources}) == 1
+        return self.masker(sources[0] if is_one else Source(path="chat"))
 
     def encoder(self, masker: Masker | None) -> Encoder:
         """Give the encoder that keeps a template's own markers out of the words."""

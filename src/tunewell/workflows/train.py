@@ -14,7 +14,6 @@ import torch
 from tunewell.config.load import Loaded, load_config
 from tunewell.core.errors import UserError
 from tunewell.data.corpus.reader import Corpus, open_corpus
-from tunewell.export.gguf_settings import can_write
 from tunewell.hardware.allocator import keep_freed_memory
 from tunewell.hardware.probe import probe_device
 from tunewell.hardware.threads import measure_threads
@@ -34,6 +33,7 @@ from tunewell.training.saved import compare_identity, find_newest, load_state
 from tunewell.training.watching import Unwatched, Watcher
 from tunewell.training.world import World
 from tunewell.workflows.data_change import refuse_change, remember
+from tunewell.workflows.export_wish import refuse_impossible
 from tunewell.workflows.prepare import prepare
 from tunewell.workflows.pulse import Pulse
 from tunewell.workflows.run_config import config_of_run
@@ -65,6 +65,7 @@ def train(
     """
     loaded = config if isinstance(config, Loaded) else load_config(Path(config) if config else None, sets)
     _refuse_nothing(loaded)
+    refuse_impossible(loaded)
     watcher = watcher or Unwatched()
     pulse = Pulse(watcher, supervised) if supervised else None
     notebook = Notebook(pulse or watcher)
@@ -126,7 +127,6 @@ def _train(wish: "_Wish", notebook: Notebook) -> tuple[TrainResult, bool]:
             notebook.doing("loading the model")
             parts = Parts(loaded, plan, corpus, order, folder, world, notebook, allow_pickle, wish.faults, wish.alive)
             run = put_together(parts)
-        _refuse_export(loaded, run)
         if is_resuming:
             is_changed = _resume(loaded, run, allowed_changes, notebook=notebook, corpus=corpus)
             if run_dir is not None and is_changed:
@@ -194,15 +194,6 @@ def _refuse_nothing(loaded: Loaded) -> None:
         )
     if config.model is None:
         raise UserError("no model is named", fix=fix)
-
-
-def _refuse_export(loaded: Loaded, run: Run) -> None:
-    """Say before the first step what the config wants exported and cannot be made of this model."""
-    config = loaded.config
-    if "adapter" in config.export.to and config.method.kind != "lora":
-        raise UserError("`export.to` lists an adapter, and `method.kind: full` makes none", fix="list `merged` instead")
-    if {"gguf", "ollama"} & set(config.export.to):
-        can_write(run.learner.model.config.to_dict())
 
 
 def _corpus(loaded: Loaded, world: World) -> Corpus:
@@ -294,7 +285,7 @@ def _resume(loaded: Loaded, run: Run, allowed: Sequence[str], *, notebook: Noteb
         run.events.append({"kind": "change", "step": state.step, "change": line})
     resume(run, state)
     for event in read_events(run.events.path):
-        if event["kind"] == "step":
+        if event["kind"] == "step" and event["supervised_tokens"]:
             notebook.losses.append((event["step"], as_number(event["loss"])))
         elif event["kind"] == "held_out":
             notebook.held_out.append((event["step"], as_number(event["loss"])))

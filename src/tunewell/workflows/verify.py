@@ -11,41 +11,64 @@ import torch
 
 from tunewell import __version__
 from tunewell.core.errors import UserError
-from tunewell.export.checks import check_files
-from tunewell.export.proving import load_reference, prove
+from tunewell.export.checks import check_files, spoiled_files
+from tunewell.export.proving import prove
+from tunewell.export.reference import Reference
 from tunewell.models.load import LoadOrder, load_model
-from tunewell.records.parity import PARITY, REFERENCE, Artefact, Link, Parity, Proof, read_proof, write_record
-from tunewell.workflows.export_template import check_template
+from tunewell.records.parity import (
+    PARITY,
+    PROOF,
+    REFERENCE,
+    Artefact,
+    Check,
+    Link,
+    Parity,
+    Proof,
+    read_proof,
+    write_record,
+)
+from tunewell.workflows.export_needs import need_all
+from tunewell.workflows.export_template import check_modelfile
 
 Progress = Callable[[str, int, int], None]
 EXIT_NOT_PROVEN = 4
 
 
 @torch.no_grad()
-def verify(folder: str | Path, *, base: str | None = None, progress: Progress | None = None) -> Parity:
+def verify(
+    folder: str | Path,
+    *,
+    base: str | None = None,
+    progress: Progress | None = None,
+    notes: list[str] | None = None,
+) -> Parity:
     """Hold every artefact of an export against what was trained, and write `parity.json`.
 
-    `base` is where an adapter's base model lies now, if not where it lay then.
+    `base` is where an adapter's base model lies now, if not where it lay then. Where the folder cannot be written, the
+    proof is given all the same, and a word of it added to `notes`. Raises UserError for what cannot be tried: a
+    package or a base that is not there says nothing about the export.
     """
     folder = Path(folder).expanduser()
     tell = progress or (lambda stage, done, of: None)
     proof = read_proof(folder)
-    if not (folder / REFERENCE).is_file():
-        raise UserError(f"`{folder / REFERENCE}` is missing: there is nothing to compare with")
-    reference = load_reference(folder / REFERENCE)
-    links = []
+    reference = Reference.load(folder / REFERENCE, proof.model)
+    need_all({artefact.kind for artefact in proof.artefacts})
+    links = _whole(folder, proof, reference)
     for artefact in proof.artefacts:
         tell(f"proving {artefact.name}", 0, 0)
         if artefact.kind == "ollama":
             links.append(_ollama(folder, artefact, proof))
             continue
+        # Loaded out here: inside, a base that is gone would count against the export.
+        is_on_base = artefact.kind == "adapter" and check_files(folder, artefact).is_ok
+        loaded = _base(folder / artefact.path, proof, base) if is_on_base else None
         links.append(
             prove(
                 folder,
                 artefact,
                 proof,
                 reference=reference,
-                load_base=lambda: _base(folder, proof, base),
+                load_base=lambda loaded=loaded: loaded,
                 progress=lambda done, of, name=artefact.name: tell(f"proving {name}", done, of),
             )
         )
@@ -57,25 +80,54 @@ def verify(folder: str | Path, *, base: str | None = None, progress: Progress | 
         versions=_versions(),
         is_ok=all(link.is_ok for link in links),
     )
-    write_record(folder / PARITY, parity)
+    try:
+        write_record(folder / PARITY, parity)
+    except OSError as error:
+        if notes is not None:
+            notes.append(f"`{folder / PARITY}` could not be written: {error.strerror or error}")
     return parity
+
+
+def _whole(folder: Path, proof: Proof, reference: Reference) -> list[Link]:
+    """Say what is wrong with the export as a whole, if anything: nothing to prove is nothing proven."""
+    wrong = spoiled_files(folder, proof.sha256s)
+    for name in ("artefacts", "probes", "questions"):
+        if not getattr(proof, name):
+            wrong.append(f"`{PROOF}` names no {name}")
+    if len(reference.logits) != len(proof.probes):
+        wrong.append(f"`{REFERENCE}` has the logits of {len(reference.logits)} probes and not {len(proof.probes)}")
+    if not wrong:
+        return []
+    return [Link(artefact="export", path=".", checks=[Check(name="files", is_ok=False, words="; ".join(wrong))])]
 
 
 def _ollama(folder: Path, artefact: Artefact, proof: Proof) -> Link:
     checks = [check_files(folder, artefact)]
     if checks[0].is_ok:
-        checks.append(check_template(folder / artefact.path, proof))
+        try:
+            checks.append(check_modelfile(folder, artefact, proof))
+        except (UserError, UnicodeDecodeError) as error:
+            words = f"it cannot be read as a Modelfile with its GGUF: {getattr(error, 'what', error)}"
+            checks.append(Check(name="template", is_ok=False, words=words))
     return Link(artefact="ollama", path=artefact.path, checks=checks)
 
 
-def _base(folder: Path, proof: Proof, base: str | None) -> Any:
+def _base(place: Path, proof: Proof, base: str | None) -> Any:
     """Load the base of an adapter in fp32, rebuilt where it is a GGUF, as PEFT is to find it."""
-    written = json.loads((folder / "adapter" / "adapter_config.json").read_text(encoding="utf-8"))
+    written = json.loads((place / "adapter_config.json").read_text(encoding="utf-8"))
     name = base or written.get("base_model_name_or_path") or proof.base
     if name is None:
         raise UserError("the adapter does not say what it was made from", fix="add `--base MODEL`")
-    place, cpu = folder / "adapter", torch.device("cpu")
-    return load_model(LoadOrder(name, place, cpu, torch.float32, attention="sdpa", is_packed=False)).model
+    cpu = torch.device("cpu")
+    try:
+        return load_model(LoadOrder(name, place, cpu, torch.float32, attention="sdpa", is_packed=False)).model
+    except (UserError, OSError, ValueError) as error:
+        what, *rest = str(getattr(error, "what", error)).splitlines() or [""]
+        raise UserError(
+            f"the adapter's base cannot be loaded: {what}",
+            where=getattr(error, "where", None) or " ".join(rest) or str(name),
+            fix="say where it lies now with `--base MODEL`",
+        ) from error
 
 
 def _versions() -> dict[str, str]:

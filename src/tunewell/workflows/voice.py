@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from tunewell.config.schema import Source
 from tunewell.data.encoding import Encoder
 from tunewell.data.masking import Masker
 from tunewell.data.tokenizer import LoadedTokenizer
@@ -155,7 +154,7 @@ def open_without_model(subject: FoundSubject, *, device: str = "auto") -> Voice:
 
 def _voice(subject: FoundSubject, text: TextToTokens, device: str) -> Voice:
     facts = probe_device(device)
-    masker = text.masker(_source(subject))
+    masker = text.spoken(subject.loaded.config.data.sources)
     return Voice(
         subject,
         None,  # type: ignore[arg-type]
@@ -183,12 +182,6 @@ def _use_fastest_threads(model: PreTrainedModel) -> None:
         }
         products = [(1, inner, columns) for columns, inner in sorted(shapes)]
         torch.set_num_threads(measure_threads(products, seconds=_MEASURING_SECONDS).value)
-
-
-def _source(subject: FoundSubject) -> Source:
-    """Give the source whose template is spoken: the only one, or what the config says for all."""
-    sources = subject.loaded.config.data.sources
-    return sources[0] if len({source.template for source in sources}) == 1 else Source(path="chat")
 
 
 def _precision(subject: FoundSubject, facts: DeviceFacts) -> str:

@@ -1,5 +1,6 @@
 """`tunewell export`."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,7 +41,7 @@ def command(
     from tunewell.cli.stages import shown_stages
     from tunewell.core.errors import UserError
 
-    kinds, files = _listed(to), _listed(gguf)
+    kinds, files = _listed(to, "--to"), _listed(gguf, "--gguf")
     for given, known, flag in (
         (kinds, ("adapter", "merged", "gguf", "ollama"), "--to"),
         (files, ("f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m"), "--gguf"),
@@ -65,7 +66,7 @@ def command(
             allow_pickle=allow_pickle,
             creates=not no_create,
         )
-        done = export(place, order=order, progress=progress)
+        done = export(place, order=order, progress=progress, announce=announce)
     if json:
         emit_json(done.as_json())
     else:
@@ -93,5 +94,22 @@ def closing(done: "Exported") -> str:
     return "\n".join(parts)
 
 
-def _listed(text: str | None) -> list[str]:
-    return [part.strip().lower() for part in text.split(",") if part.strip()] if text else []
+def announce(words: str) -> None:
+    """Say on stderr what is going to be written, so that it stays there."""
+    from tunewell.cli.render import fold
+
+    # From the beginning of the line, over a stage that is being shown there.
+    start = "\r\x1b[2K" if sys.stderr.isatty() else ""
+    sys.stderr.write(f"{start}{fold(words)}\n")
+    sys.stderr.flush()
+
+
+def _listed(text: str | None, flag: str) -> list[str]:
+    from tunewell.core.errors import UserError
+
+    if text is None:
+        return []
+    found = [part.strip().lower() for part in text.split(",") if part.strip()]
+    if not found:
+        raise UserError(f"`{flag}` names nothing", fix=f"see `tunewell export --help`, or leave `{flag}` out")
+    return found

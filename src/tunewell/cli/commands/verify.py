@@ -19,15 +19,17 @@ def command(
     from tunewell.cli.parity_screen import parity_screen
     from tunewell.cli.render import emit, emit_json
     from tunewell.cli.stages import shown_stages
+    from tunewell.cli.verdict_screen import hanging
 
     with shown_stages() as progress:
         progress("starting torch", 0, 0)
         from tunewell.workflows.verify import EXIT_NOT_PROVEN, verify
 
-        parity = verify(folder, base=base, progress=progress)
+        notes: list[str] = []
+        parity = verify(folder, base=base, progress=progress, notes=notes)
     if json:
-        emit_json(parity.model_dump(mode="json"))
+        emit_json(parity.model_dump(mode="json") | {"notes": notes})
     else:
-        emit(parity_screen(parity))
+        emit("\n".join([parity_screen(parity), *(hanging("note: ", note) for note in notes)]))
     if not parity.is_ok:
         raise typer.Exit(EXIT_NOT_PROVEN)
