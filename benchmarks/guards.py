@@ -52,12 +52,13 @@ class Loop:
     def __init__(self, learner: Learner, steps: list[list[Any]]) -> None:
         self.learner, self.steps = learner, steps
         self.watch = Watch(About(vocab_size=learner.model.config.vocab_size, device=learner.device.type))
-        self.number = 0
+        self.number = self.place = 0
         self.inside = 0.0
         self._late: tuple[int, Any, float] | None = None
 
-    def window(self, num_steps: int, *, is_guarded: bool) -> float:
-        """Take so many steps; give the seconds of one."""
+    def window(self, num_steps: int, *, is_guarded: bool, first: int = 0) -> float:
+        """Take so many steps from `first` on, the same documents with guards as without; give the seconds of one."""
+        self.place = first
         step_module.update = guarded_update if is_guarded else plain_update
         self._wait()
         began = time.perf_counter()
@@ -72,7 +73,8 @@ class Loop:
             began = time.perf_counter()
             limit = self.watch.norm_limit()
             self.inside += time.perf_counter() - began
-        batches = self.steps[self.number % len(self.steps)]
+        batches = self.steps[self.place % len(self.steps)]
+        self.place += 1
         numbers = self.learner.take_step(batches, number=self.number, rate=LEARNING_RATE, norm_limit=limit)
         self.number += 1
         late, self._late = self._late, (self.number, numbers, limit)
@@ -126,7 +128,8 @@ def main() -> None:
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for number in range(options.windows):
         for is_guarded in (True, False) if number % 2 == 0 else (False, True):
-            seconds[is_guarded].append(loop.window(options.steps, is_guarded=is_guarded))
+            first = number * options.steps
+            seconds[is_guarded].append(loop.window(options.steps, is_guarded=is_guarded, first=first))
     inside = loop.inside / (options.windows * options.steps)
     print(setting("torch", "transformers", "tunewell"))
     if has_gpu:
