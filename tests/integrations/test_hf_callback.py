@@ -318,7 +318,7 @@ def test_a_run_in_which_nothing_is_trained_is_stopped(make):
 def test_a_step_without_a_token_to_learn_is_left_out_and_said(make, tmp_path, capsys):
     """Rows that were cut before their answer: their loss is 0 divided by 0, which is no fault of the model.
 
-    TRL divides by 1 where nothing is learned, and its step changes next to nothing.
+    TRL 1.16 divides by 1 where nothing is learned, and its step changes next to nothing; 0.26 divides by 0 too.
     """
     trainer = make(HealthCallback())
     whole = trainer.data_collator
@@ -333,9 +333,8 @@ def test_a_step_without_a_token_to_learn_is_left_out_and_said(make, tmp_path, ca
     trainer.train()
     assert trainer.state.global_step == STEPS and are_finite(trainer.model)
     skipped = [(entry.name, entry.severity) for entry in read_healing(tmp_path / "out") if entry.action == "skip"]
-    is_plain = type(trainer) is Trainer
-    assert skipped == ([("nothing-to-learn", "warning")] if is_plain else [])
-    assert ("labels are -100" in capsys.readouterr().err) == is_plain
+    assert skipped == [("nothing-to-learn", "warning")] or (type(trainer) is not Trainer and skipped == [])
+    assert ("labels are -100" in capsys.readouterr().err) == bool(skipped)
 
 
 @pytest.mark.parametrize("number", [0.0, 0.5])
