@@ -269,8 +269,10 @@ def test_a_spike_of_three_steps_is_left_out(tmp_path: Path, record_property: Any
 def test_a_rate_that_is_far_too_high_is_lowered_or_ends_the_run(
     tmp_path: Path, record_property: Any, seed: int
 ) -> None:
-    plan = {"learning_rate": 10.0, "schedule": "constant", "num_steps": 200, "evaluate_every": 50}
-    run, ending = run_of(tmp_path / "run", seed, **plan)
+    """On a model that knows something: one that knows nothing has nothing to lose, and only stays where it is."""
+    plan = PLAN | {"learning_rate": 10.0, "schedule": "constant", "num_steps": 200, "evaluate_every": 50}
+    run = make_run(tmp_path / "run", config=CONFIG, plan=plan, seed=seed, is_learned=True)
+    ending = train(run)
     record_property("fault", told(15, "rate 10", seed, run, ending, last=losses(run)[-1]))
     entries = [entry for entry in treated(tmp_path / "run") if entry.action != "none"]
     assert entries and entries[0].step < 60, "before the loss was high for 50 steps"

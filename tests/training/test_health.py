@@ -172,6 +172,25 @@ def test_steps_that_wait_again_and_again_are_noted() -> None:
 LOG = About(is_raw=False)
 
 
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        # The first update destroyed what the model knew: only one loss was measured before it.
+        ([1.4, *[6.4, 6.7, 6.2, 6.5] * 6], ["lr-too-high"]),
+        # The first documents were easy, the others are not.
+        ([0.4, *[2.6, 2.9, 2.4, 2.7] * 6], []),
+        # A model that starts from nothing guesses at first.
+        ([10.9, *[9.4, 9.0, 8.8, 8.5] * 6], []),
+    ],
+)
+def test_a_model_that_lost_what_it_knew_at_once_is_seen_by_its_first_loss(
+    losses: list[float], expected: list[str]
+) -> None:
+    watch = Watch(ABOUT)
+    steps = [Reading(step, loss=loss, grad_norm=0.5) for step, loss in enumerate(losses, 1)]
+    assert names([finding for reading in steps for finding in watch.see(reading)]) == expected
+
+
 def judged(losses: list[float], norms: list[float] | None = None, about: About = LOG) -> str:
     told = norms or [None] * len(losses)
     pairs = zip(losses, told, strict=True)

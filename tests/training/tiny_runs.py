@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from lessons import RandomDocuments, tiny_llama
+from transformers import PreTrainedModel
 
 from tunewell.config.schema import Config
 from tunewell.models import adapters
 from tunewell.records.events import EventLog
 from tunewell.records.healing import HEALING, HealingEntry, read_healing
 from tunewell.records.plan import Chosen, Plan
-from tunewell.training.batches import DataOrder
+from tunewell.training.batches import DataOrder, lay_out
 from tunewell.training.checkpoints import Checkpoints
 from tunewell.training.engine import Run
 from tunewell.training.injection import plant
@@ -80,6 +81,19 @@ def make_plan(**values: Any) -> Plan:
     )
 
 
+def learned_llama(seed: int) -> PreTrainedModel:
+    """A tiny model that knows the documents of these runs, as a base model knows its language."""
+    model, documents = tiny_llama(seed=seed), RandomDocuments(23)
+    optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
+    learner = Learner(model, "fp32", 40)
+    batch = lay_out(documents, range(len(documents)))
+    for _ in range(60):
+        (learner.loss_sum(batch) / len(batch.rows)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.requires_grad_(False)
+
+
 def make_run(
     folder: Path,
     *,
@@ -87,11 +101,13 @@ def make_run(
     plan: dict[str, Any] | None = None,
     faults: str | None = None,
     seed: int = 0,
+    is_learned: bool = False,
 ) -> Run:
-    """Put a run together in a folder, new or to be resumed."""
+    """Put a run together in a folder, new or to be resumed; on a model that has learned its documents, if asked."""
     settings = Config.model_validate({"method": {"rank": 4, "dropout": 0.2}, **(config or {})})
     decided = make_plan(**(plan or {}))
-    model = tiny_llama(seed=seed)
+    model = learned_llama(seed) if is_learned else tiny_llama(seed=seed)
+    base = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     adapter = adapters.add_lora(model, settings.method, seed=seed)
     documents = RandomDocuments(23)
     watcher = Remembering()
@@ -106,9 +122,8 @@ def make_run(
 
     def begin_again(own: Any) -> None:
         with torch.no_grad():
-            fresh = dict(tiny_llama(seed=seed).named_parameters())
             for name, parameter in model.named_parameters():
-                if (before := fresh.get(name.replace(".base_layer.", "."))) is not None:
+                if (before := base.get(name.replace(".base_layer.", "."))) is not None:
                     parameter.copy_(before)
         adapters.load_tensors(model, own, where="beginning")
 

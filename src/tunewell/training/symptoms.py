@@ -15,6 +15,8 @@ BEGINNING = 3
 """Steps whose median stands for where the loss began."""
 _SPREADS = 3.0
 """A loss has left where it is so many times its own spread away."""
+_GUESSES = 0.5
+"""A loss from here on, in units of what guessing costs, is one of a model that lost what it knew."""
 _MANY_OVERFLOWS = 8
 _NOTE_ABOVE, _FAR_ABOVE = 1.1, 2.0
 """First losses, in units of what guessing costs. A model that starts from nothing begins at 1."""
@@ -133,6 +135,9 @@ def divergence(reading: Reading, history: History, about: About) -> Finding | No
     now, low, low_step = median(recent), history.lows, history.low_step
     if (first := median(history.beginning)) < low:
         low, low_step = first, 0
+    # One step says little about the next, but a model that knew its first documents does not guess at all the others.
+    if history.first is not None and history.first.loss is not None and now >= _GUESSES * about.guessing:
+        low, low_step = min((low, low_step), (history.first.loss, history.first.step))
     if now <= 1.5 * low + 0.5 or now <= low + 1.0 or min(recent) <= low + 0.5:
         return None
     before = [r.loss for r in history.recent if r.loss is not None and r.step <= low_step]
