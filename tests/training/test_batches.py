@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lessons import RandomDocuments
 
-from tunewell.training.batches import DataOrder, FixedShape, bounds_of, fill, lay_out, micro_batches
+from tunewell.training.batches import DataOrder, FixedShape, bounds_of, fill, lay_out, micro_batches, share_opening
 
 lengths_of_documents = st.lists(st.integers(2, 50), min_size=1, max_size=60).map(np.array)
 
@@ -91,3 +91,30 @@ def test_a_batch_whose_filling_needs_too_many_documents_does_not_fit() -> None:
     batch = lay_out(RandomDocuments(6), [0, 1, 2])
     assert not FixedShape(batch.num_tokens + 100, 5, 40).fits(batch)
     assert not FixedShape(batch.num_tokens - 1, 50, 40).fits(batch)
+
+
+def _beginning(opening: list[int], *own: list[int]) -> RandomDocuments:
+    documents = RandomDocuments(0)
+    documents.rows = [(np.array([*opening, *ids], np.int32), np.array([*opening, *ids])) for ids in own]
+    return documents
+
+
+@given(st.integers(0, 20), st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=6))
+def test_a_shared_opening_is_laid_out_once_and_every_token_finds_its_place(size: int, own: list[list[int]]) -> None:
+    documents = _beginning(list(range(100, 100 + size)), *own)
+    batch = lay_out(documents, range(len(own)))
+    shared = share_opening(batch)
+    if shared is None:
+        assert size < 8 or len(own) == 1
+        return
+    assert 8 <= shared.size < min(batch.lengths)
+    assert sum(shared.lengths) == len(shared.kept) == batch.num_tokens - shared.size * (len(own) - 1)
+    assert all(length > 0 for length in shared.lengths)
+    for name in ("input_ids", "position_ids"):
+        values = getattr(batch, name)
+        np.testing.assert_array_equal(values[shared.kept][shared.places], values)
+
+
+def test_documents_that_are_the_same_keep_a_token_of_their_own() -> None:
+    shared = share_opening(lay_out(_beginning(list(range(12)), [7], [7]), [0, 1]))
+    assert shared is not None and shared.size == 12 and shared.lengths == (12, 1, 1)

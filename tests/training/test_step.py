@@ -8,6 +8,7 @@ from lessons import RandomDocuments, distance, gradients, lora_learner, tiny_lla
 from tunewell.config.schema import Method, Train
 from tunewell.models.adapters import train_everything
 from tunewell.models.attention import stock_attention
+from tunewell.models.quicken import stock_modules
 from tunewell.training.batches import FixedShape, lay_out
 from tunewell.training.optim import load_optimizer, optimizer_tensors
 from tunewell.training.step import Learner
@@ -20,7 +21,7 @@ TRAIN = Train(adam_epsilon=1e-4)
 def _loss_alone(learner: Learner, documents: RandomDocuments, chosen: list[int]) -> torch.Tensor:
     """The sum of the loss that plain transformers gives document by document."""
     total = torch.zeros(())
-    with stock_attention(learner.model):
+    with stock_attention(learner.model), stock_modules(learner.model):
         for document in chosen:
             ids, labels = (torch.tensor(row)[None].long() for row in documents.arrays(document))
             number = int((labels[:, 1:] != -100).sum())
@@ -38,6 +39,52 @@ def test_a_packed_step_is_what_transformers_gives_document_by_document() -> None
     assert float(ours) == pytest.approx(float(theirs), rel=1e-5)
     for name, gradient in gradients(learner).items():
         assert distance(gradient, wanted[name]) < 1e-4, name
+
+
+def _beginning_alike(size: int = 12) -> RandomDocuments:
+    """Documents with the same opening, half of which is learned."""
+    documents = RandomDocuments()
+    opening = np.arange(3, 3 + size, dtype=np.int32)
+    labels = np.where(np.arange(size) < size // 2, -100, opening)
+    documents.rows = [(np.r_[opening, ids], np.r_[labels, own]) for ids, own in documents.rows]
+    documents.index = {"length": np.array([len(ids) for ids, _ in documents.rows])}
+    return documents
+
+
+def test_an_opening_that_documents_share_is_computed_once_and_learned_as_often_as_it_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    learner, documents = lora_learner(), _beginning_alike()
+    batch = lay_out(documents, CHOSEN)
+    seen: list[int] = []
+    learner.body.register_forward_pre_hook(
+        lambda module, given, named: seen.append(named["input_ids"].numel()), with_kwargs=True
+    )
+    theirs = _loss_alone(learner, documents, CHOSEN)
+    theirs.backward()
+    wanted = gradients(learner)
+    seen.clear()
+    ours = learner.loss_sum(batch)
+    ours.backward()
+    assert seen == [batch.num_tokens - 12 * (len(CHOSEN) - 1)]
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
+    for name, gradient in gradients(learner).items():
+        assert distance(gradient, wanted[name]) < 1e-4, name
+    rows = learner.row_losses(batch)
+    assert rows.sum() == pytest.approx(ours.item(), rel=1e-5)
+
+
+def test_where_something_is_drawn_every_document_draws_its_own_opening() -> None:
+    learner = lora_learner(method=Method(rank=4, alpha=8, dropout=0.1))
+    batch, seen = lay_out(_beginning_alike(), CHOSEN), []
+    learner.body.register_forward_pre_hook(
+        lambda module, given, named: seen.append(named["input_ids"].numel()), with_kwargs=True
+    )
+    learner.model.train()
+    learner.hidden(batch)
+    learner.model.eval()
+    learner.hidden(batch)
+    assert seen == [batch.num_tokens, batch.num_tokens - 12 * (len(CHOSEN) - 1)]
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])

@@ -5,8 +5,14 @@
     runs      (1, 4) (1, 2) (1, 5)         how many documents in a row have the same length
 
 Two ways of computing it are registered with transformers under names of their own, and nothing of transformers is
-changed: `tunewell_documents` calls torch's attention once per run of equal lengths, on any device; `tunewell_varlen`
-calls torch's kernel for variable lengths on CUDA. Both take the layout through the model's keyword arguments.
+changed: `tunewell_documents` attends once per run of equal lengths, on any device; `tunewell_varlen` calls torch's
+kernel for variable lengths on CUDA. Both take the layout through the model's keyword arguments.
+
+Documents that begin alike, with the same system prompt, may leave that opening to be laid out once, as the first run:
+
+    tokens    s s s a a a a b b c c c c c  `packed_opening` = 3, runs (1, 3) (1, 4) (1, 2) (1, 5)
+
+All documents after it see it as their own beginning.
 """
 
 import inspect
@@ -20,10 +26,11 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 
+from tunewell.models.causal_products import Runs, causal_attention
+
 # Names without "sdpa" or "flash" in them: transformers takes those words for its own backends.
 SDPA, FLASH = "tunewell_documents", "tunewell_varlen"
 _HAS_GQA_SWITCH = "enable_gqa" in inspect.signature(varlen_attn).parameters
-Runs = tuple[tuple[int, int], ...]
 
 
 def runs_of(lengths: Sequence[int]) -> Runs:
@@ -46,13 +53,20 @@ def packed_sdpa(
     scaling: float | None = None,
     dropout: float = 0.0,
     packed_runs: Runs | None = None,
+    packed_opening: int = 0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within each document by torch's own attention, documents of equal length together."""
+    """Attend within each document, and to the opening they share; documents of equal length together."""
     _refuse(attention_mask, packed_runs, others)
     assert packed_runs is not None
+    is_plain = sliding_window is None and softcap is None and not dropout
+    if is_plain and query.device.type == "cpu" and query.dtype == torch.float32:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        q, k, v = query[0], key[0], value[0]
+        return causal_attention(q, k, v, runs=packed_runs, opening=packed_opening, scale=scale).unsqueeze(0), None
+    opening: tuple[Tensor, Tensor] | None = None
     parts = []
     sizes = [number * length for number, length in packed_runs]
     # Split once, not sliced run by run: the gradient of a slice is as large as the whole.
@@ -60,22 +74,43 @@ def packed_sdpa(
     for (number, length), run in zip(packed_runs, cut, strict=True):
         # [heads, number * length, size] -> [number, heads, length, size], without copying
         q, k, v = (x.unflatten(1, (number, length)).transpose(0, 1) for x in run)
-        window = sliding_window if sliding_window is not None and sliding_window < length else None
-        if softcap is None:
-            out = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=None if window is None else _band(length, window, q.device),
-                dropout_p=dropout,
-                is_causal=window is None,
-                scale=scaling,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-        else:
-            out = _softcapped(q, k, v, scaling=scaling, softcap=softcap, window=window or length)
-        parts.append(out.transpose(1, 2).flatten(0, 1))
+        if opening is not None:
+            k, v = (torch.cat([o.expand(number, -1, -1, -1), x], 2) for o, x in zip(opening, (k, v), strict=True))
+        elif packed_opening:
+            opening = k, v
+        out = _attend(q, k, v, scaling=scaling, dropout=dropout, window=sliding_window, softcap=softcap)
+        parts.append(out.flatten(0, 1))
     return torch.cat(parts).unsqueeze(0) if len(parts) > 1 else parts[0].unsqueeze(0), None
+
+
+def _attend(
+    q_NHLD: Tensor,
+    k_NGKD: Tensor,
+    v_NGKD: Tensor,
+    *,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Attend within documents of one length, whose queries are the last of their keys; give [N, L, H, D]."""
+    (heads, length, size), num_keys = q_NHLD.shape[1:], k_NGKD.shape[2]
+    scale = size**-0.5 if scaling is None else scaling
+    window = window if window is not None and window < num_keys else None
+    if softcap is not None:
+        return _softcapped(q_NHLD, k_NGKD, v_NGKD, scale=scale, softcap=softcap, window=window).transpose(1, 2)
+    is_plain = window is None and num_keys == length
+    out = F.scaled_dot_product_attention(
+        q_NHLD,
+        k_NGKD,
+        v_NGKD,
+        attn_mask=None if is_plain else _band(length, num_keys, window, q_NHLD.device),
+        dropout_p=dropout,
+        is_causal=is_plain,
+        scale=scale,
+        enable_gqa=heads != k_NGKD.shape[1],
+    )
+    return out.transpose(1, 2)
 
 
 def packed_flash(
@@ -131,20 +166,19 @@ def _refuse(mask: Tensor | None, layout: Any, others: dict[str, Any]) -> None:
         raise NotImplementedError("this model adds position biases to its attention, which packed attention lacks")
 
 
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    at = torch.arange(length, device=device)
-    distance = at[:, None] - at[None, :]
-    return (distance >= 0) & (distance < window)
+def _band(length: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    at = torch.arange(num_keys, device=device)
+    distance = at[num_keys - length :, None] - at[None, :]
+    return (distance >= 0) & (distance < (window or num_keys))
 
 
 def _softcapped(
-    query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, softcap: float, window: int
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, softcap: float, window: int | None
 ) -> Tensor:
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = torch.tanh(query @ key.transpose(2, 3) * scale / softcap) * softcap
-    scores = scores.masked_fill(~_band(query.shape[2], window, query.device), float("-inf"))
+    scores = scores.masked_fill(~_band(query.shape[2], key.shape[2], window, query.device), float("-inf"))
     return torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ value
 
 

@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[np.int64]
+# From so many tokens on an opening that documents share is laid out once: with fewer, little is won.
+_LEAST_OPENING = 8
 
 
 class Documents(Protocol):
@@ -149,6 +151,19 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
+class SharedOpening:
+    """A batch with the beginning that its documents share laid out once, before what is each one's own."""
+
+    size: int
+    lengths: tuple[int, ...]
+    """Of the opening, then of what each document has beyond it."""
+    kept: npt.NDArray[np.int64]
+    """Which tokens of the batch are computed."""
+    places: npt.NDArray[np.int64]
+    """For each token of the batch, which of the computed ones it is."""
+
+
+@dataclass(frozen=True)
 class FixedShape:
     """Shapes that a compiled model keeps: every micro-batch is filled up to so many tokens in so many documents."""
 
@@ -195,6 +210,28 @@ def fill(batch: MicroBatch, shape: FixedShape) -> MicroBatch:
         position_ids=np.concatenate(positions).astype(np.int64),
         lengths=(*batch.lengths, *filling),
     )
+
+
+def share_opening(batch: MicroBatch) -> SharedOpening | None:
+    """Lay the tokens that all documents of a batch begin with out once; None where that saves next to nothing.
+
+    What a token becomes depends on those before it in its document alone, so it is the same in all of them.
+    """
+    if len(batch.lengths) < 2:
+        return None
+    starts = np.cumsum((0, *batch.lengths[:-1]))
+    # Every document keeps a token of its own.
+    most = min(batch.lengths) - 1
+    heads = batch.input_ids[starts[:, None] + np.arange(most)]
+    differing = np.flatnonzero((heads != heads[0]).any(0))
+    size = int(differing[0]) if len(differing) else most
+    if size < _LEAST_OPENING:
+        return None
+    is_own = np.ones(len(batch.input_ids), bool)
+    is_own[(starts[1:, None] + np.arange(size)).ravel()] = False
+    places = np.cumsum(is_own) - 1
+    places[(starts[1:, None] + np.arange(size)).ravel()] = np.tile(np.arange(size), len(starts) - 1)
+    return SharedOpening(size, (size, *(length - size for length in batch.lengths)), np.flatnonzero(is_own), places)
 
 
 def bounds_of(batch: MicroBatch, num_documents: int | None = None) -> npt.NDArray[np.int32]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tunewell.core.errors import UserError
 from tunewell.models.attention import stock_attention
+from tunewell.models.quicken import stock_modules
 from tunewell.training.batches import Documents, MicroBatch, lay_out
 from tunewell.training.step import Learner
 
@@ -48,7 +49,7 @@ def probe_leaks(learner: Learner, documents: Documents) -> Probe:
                 f"packed documents cannot be kept apart in this model (`{learner.model.config.model_type}`): {error}",
                 fix="choose another model; nothing was trained",
             ) from error
-        with stock_attention(learner.model):
+        with stock_attention(learner.model), stock_modules(learner.model):
             stock = [_stock_logits(learner, part) for part in parts]
     probe = Probe(
         packed_from_alone=max(_distance(a, b) for a, b in zip(packed, alone, strict=True)),
@@ -85,6 +86,8 @@ def _parts(learner: Learner, documents: Documents) -> list[MicroBatch]:
     if max(part.num_tokens for part in parts) < wanted <= most:
         vocabulary = learner.head_module.weight.shape[0]
         ids = np.random.default_rng(0).integers(0, vocabulary, wanted)
+        # It begins as the others do, so that what is made of a shared opening is seen here too.
+        ids[: wanted // 2] = np.resize(parts[0].input_ids, wanted // 2)
         none = np.zeros(0, np.int64)
         parts.insert(1, MicroBatch(ids, np.arange(wanted), (wanted,), none, none, (), wanted))
     return parts

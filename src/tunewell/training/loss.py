@@ -42,13 +42,14 @@ def loss_and_slope(logits_RV: Tensor, targets_R: Tensor, softcap: float | None) 
     bent_RV = None if softcap is None else torch.tanh(z_RV / softcap)
     if bent_RV is not None and softcap is not None:
         z_RV = bent_RV * softcap
-    keep_R = targets_R != -100
+    keep_R1 = (targets_R != -100)[:, None]
     at_R1 = targets_R.clamp_min(0)[:, None]
-    lse_R1 = torch.logsumexp(z_RV, -1, keepdim=True)
-    total = ((lse_R1 - z_RV.gather(-1, at_R1))[:, 0] * keep_R).sum()
-    # In place from here on: the logits are not needed again, and each pass over them costs as much as the next.
-    dz_RV = z_RV.sub_(lse_R1).exp_()
-    dz_RV.scatter_add_(-1, at_R1, dz_RV.new_full(at_R1.shape, -1.0)).mul_(keep_R[:, None])
+    top_R1, aim_R1 = z_RV.amax(-1, keepdim=True), z_RV.gather(-1, at_R1)
+    # In place from here on: each pass over the logits costs as much as the next, and one over new memory more.
+    dz_RV = z_RV.sub_(top_R1).exp_()
+    sum_R1 = dz_RV.sum(-1, keepdim=True)
+    total = ((top_R1 - aim_R1 + sum_R1.log()) * keep_R1).sum()
+    dz_RV.mul_(keep_R1 / sum_R1).scatter_add_(-1, at_R1, -keep_R1.to(dz_RV.dtype))
     if bent_RV is not None:
         dz_RV.mul_(1 - bent_RV * bent_RV)
     return total, dz_RV.to(logits_RV.dtype)

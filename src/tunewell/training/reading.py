@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tunewell.models.attention import FLASH, runs_of
-from tunewell.training.batches import FixedShape, MicroBatch, bounds_of, fill
+from tunewell.models.lora import LoraLinear
+from tunewell.models.quicken import quicken
+from tunewell.training.batches import FixedShape, MicroBatch, bounds_of, fill, share_opening
 from tunewell.training.loss import COMPILED_ROWS, HeadShape, chunk_rows, learned_rows_loss
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -39,6 +41,9 @@ class Reader:
         self.body: nn.Module = self.model.base_model
         self.head_module: Any = self.model.get_output_embeddings()
         self.is_flash = self.model.config._attn_implementation == FLASH
+        self.is_drawing = _is_drawing(self.model)
+        if self.device.type == "cpu":
+            quicken(self.model)
         is_all_fp32 = all(parameter.dtype == torch.float32 for parameter in self.model.parameters())
         self._is_uncompiled = False
         # A frozen model is loaded in its precision; one that is trained as a whole is kept in fp32 and cast as it goes.
@@ -71,18 +76,30 @@ class Reader:
         elif self.shape is not None:
             # Compiling again for a shape that may come once would cost more than it saves.
             stance = torch.compiler.set_stance("force_eager")
+        shared = share_opening(batch) if self._is_sharing else None
         layout: dict[str, Any] = {"packed_runs": runs_of(batch.lengths)}
         if self.is_flash:
             bounds = bounds_of(batch, room)
             layout = {"packed_bounds": self._tensor(bounds), "packed_longest": self.longest}
+        elif shared is not None:
+            layout = {"packed_runs": runs_of(shared.lengths), "packed_opening": shared.size}
+        ids, positions = batch.input_ids, batch.position_ids
+        if shared is not None:
+            ids, positions = ids[shared.kept], positions[shared.kept]
         with self.casting(), stance:
             out = self.body(
-                input_ids=self._tensor(batch.input_ids)[None],
-                position_ids=self._tensor(batch.position_ids)[None],
+                input_ids=self._tensor(ids)[None],
+                position_ids=self._tensor(positions)[None],
                 use_cache=False,
                 **layout,
             )
-        return out.last_hidden_state[0]
+        hidden_TH = out.last_hidden_state[0]
+        return hidden_TH if shared is None else torch.index_select(hidden_TH, 0, self._tensor(shared.places))
+
+    @property
+    def _is_sharing(self) -> bool:
+        """Whether an opening that documents share is computed once: not where each would be drawn at random."""
+        return self.device.type == "cpu" and not self.is_flash and not (self.is_drawing and self.model.training)
 
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
@@ -127,3 +144,14 @@ class Reader:
         if self.device.type != "cuda":
             return tensor.to(self.device)
         return tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+def _is_drawing(model: PreTrainedModel) -> bool:
+    """Whether anything in the model is drawn at random while it learns."""
+    rates = [getattr(model.config, "attention_dropout", 0.0) or 0.0]
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            rates.append(module.dropout)
+        elif isinstance(module, nn.Dropout):
+            rates.append(module.p)
+    return any(rates)

@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from tunewell.config.schema import Train
 from tunewell.models.adapters import trainable
 from tunewell.models.attention import SDPA
-from tunewell.models.lora import LoraLinear
 from tunewell.training.batches import MicroBatch
 from tunewell.training.injection import NoFaults
 from tunewell.training.memory_limits import OutOfMemory, is_out_of_memory
@@ -54,7 +52,6 @@ class Learner(Reader):
         self.parameters: dict[str, nn.Parameter] = trainable(self.model)
         self.optimizer = make_optimizer(self.parameters, self.settings)
         self.scaler = Scaler.make(self.precision, self.device)
-        self.is_drawing = _is_drawing(self.model)
 
     def take_step(
         self, batches: Sequence[MicroBatch], *, number: int, rate: float, norm_limit: float = math.inf
@@ -156,17 +153,6 @@ class Learner(Reader):
         arrived = torch.cuda.Event()
         arrived.record()
         return Numbers(here, arrived)
-
-
-def _is_drawing(model: PreTrainedModel) -> bool:
-    """Whether anything in the model is drawn at random while it learns."""
-    rates = [getattr(model.config, "attention_dropout", 0.0) or 0.0]
-    for module in model.modules():
-        if isinstance(module, LoraLinear):
-            rates.append(module.dropout)
-        elif isinstance(module, nn.Dropout):
-            rates.append(module.p)
-    return any(rates)
 
 
 def _mix(seed: int, step: int, place: int) -> int:
