@@ -95,11 +95,12 @@ def documents_in_order(folder: Path) -> tuple[Any, Any]:
 
 def computed_share(folder: Path, num_steps: int) -> float:
     """Give which share of the tokens ours computes, where documents of a step begin alike."""
+    from tunewell.models.causal_products import LONGEST
     from tunewell.training.batches import lay_out, share_opening
 
     corpus, order = documents_in_order(folder)
     batches = [lay_out(corpus, order.step(step).documents) for step in range(num_steps)]
-    opened = [share_opening(batch) for batch in batches]
+    opened = [share_opening(batch, longest=LONGEST) for batch in batches]
     computed = sum(b.num_tokens if s is None else len(s.kept) for b, s in zip(batches, opened, strict=True))
     return computed / sum(batch.num_tokens for batch in batches)
 

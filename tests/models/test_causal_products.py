@@ -40,8 +40,8 @@ def _by_torch(q_HTD: torch.Tensor, k_GTD: torch.Tensor, v_GTD: torch.Tensor, run
 def test_it_is_torch_attention_with_its_gradients(
     name: str, kept: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`kept` 0 computes every share again on the way back, as it is for long documents."""
-    monkeypatch.setattr(causal_products, "_KEPT_LENGTH", kept)
+    """`kept` 0 computes every share again on the way back, as it is behind a long opening."""
+    monkeypatch.setattr(causal_products, "_KEPT_KEYS", kept)
     monkeypatch.setattr(causal_products, "_BLOCK", block)
     causal_products._later.cache_clear()
     runs, opening = LAYOUTS[name]

@@ -1,5 +1,6 @@
 """Parts computed in fewer passes give what transformers gives, both ways; what is another thing is left alone."""
 
+import io
 from typing import Any
 
 import pytest
@@ -9,11 +10,9 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Mistra
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tunewell.config.schema import Method, Train
-from tunewell.models import adapters, attention
+from tunewell.models import adapters, attention, norms, rotary
 from tunewell.models.lora import LoraLinear, read_together
-from tunewell.models.norms import norm_forward
 from tunewell.models.quicken import quicken, stock_modules
-from tunewell.models.rotary import attention_forward
 from tunewell.training.batches import lay_out
 from tunewell.training.step import Learner
 
@@ -53,7 +52,7 @@ def test_a_quickened_model_gives_the_losses_and_gradients_of_the_stock_one(name:
     else:
         adapters.train_everything(model)
         learner = Learner(model, "fp32", 40, settings=Train())
-    assert norm_forward in _forwards(model)
+    assert norms.forward in _forwards(model)
     batch = lay_out(RandomDocuments(), list(range(7)))
     ours = learner.loss_sum(batch)
     ours.backward()
@@ -73,7 +72,7 @@ def test_attention_of_the_known_kinds_is_quickened_and_others_keep_their_own() -
     for name, config in MODELS.items():
         model = AutoModelForCausalLM.from_config(config(), attn_implementation=attention.SDPA)
         quicken(model)
-        found[name] = _forwards(model).count(attention_forward)
+        found[name] = _forwards(model).count(rotary.forward)
     assert found == {**dict.fromkeys(MODELS, 2), "norms of queries and keys": 0}
 
 
@@ -82,7 +81,7 @@ def test_a_norm_of_another_kind_is_left_alone() -> None:
     config = Gemma2Config(**_SHAPE, head_dim=8)
     model = AutoModelForCausalLM.from_config(config)
     quicken(model)
-    assert norm_forward not in _forwards(model)
+    assert norms.forward not in _forwards(model)
 
 
 def test_quickening_twice_does_no_harm_and_other_precisions_keep_their_own_way() -> None:
@@ -100,6 +99,25 @@ def test_a_quickened_model_writes_text_as_before() -> None:
         wanted = model.generate(ids, max_new_tokens=8, do_sample=False)
         quicken(model)
         assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), wanted)
+
+
+def test_a_quickened_model_that_is_saved_whole_is_a_stock_one_when_it_is_read() -> None:
+    model = tiny_llama()
+    quicken(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    read = torch.load(file, weights_only=False)
+    with attention.stock_attention(model), attention.stock_attention(read):
+        ids = torch.arange(9)[None]
+        torch.testing.assert_close(read(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_linears_that_someone_watches_are_called_one_by_one() -> None:
+    linears, seen = [_lora(8, rank=4, scale=2.0), _lora(5, rank=2, scale=0.5)], []
+    linears[1].register_forward_hook(lambda module, given, made: seen.append(module))
+    read_together(linears, torch.randn(3, 12))
+    assert seen == [linears[1]]
 
 
 def _lora(outputs: int, *, rank: int, scale: float, bias: bool = False) -> LoraLinear:

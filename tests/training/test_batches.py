@@ -103,7 +103,7 @@ def _beginning(opening: list[int], *own: list[int]) -> RandomDocuments:
 def test_a_shared_opening_is_laid_out_once_and_every_token_finds_its_place(size: int, own: list[list[int]]) -> None:
     documents = _beginning(list(range(100, 100 + size)), *own)
     batch = lay_out(documents, range(len(own)))
-    shared = share_opening(batch)
+    shared = share_opening(batch, longest=512)
     if shared is None:
         assert size < 8 or len(own) == 1
         return
@@ -116,5 +116,10 @@ def test_a_shared_opening_is_laid_out_once_and_every_token_finds_its_place(size:
 
 
 def test_documents_that_are_the_same_keep_a_token_of_their_own() -> None:
-    shared = share_opening(lay_out(_beginning(list(range(12)), [7], [7]), [0, 1]))
+    shared = share_opening(lay_out(_beginning(list(range(12)), [7], [7]), [0, 1]), longest=512)
     assert shared is not None and shared.size == 12 and shared.lengths == (12, 1, 1)
+
+
+def test_an_opening_is_not_shared_by_a_document_that_is_far_longer() -> None:
+    batch = lay_out(_beginning(list(range(12)), [7] * 30, [8]), [0, 1])
+    assert share_opening(batch, longest=30) is not None and share_opening(batch, longest=29) is None

@@ -41,9 +41,13 @@ def test_a_packed_step_is_what_transformers_gives_document_by_document() -> None
         assert distance(gradient, wanted[name]) < 1e-4, name
 
 
-def _beginning_alike(size: int = 12) -> RandomDocuments:
-    """Documents with the same opening, half of which is learned."""
+def _beginning_alike(size: int = 12, own: list[int] | None = None) -> RandomDocuments:
+    """Documents with the same opening, half of which is learned, of given lengths beyond it."""
     documents = RandomDocuments()
+    if own is not None:
+        draw = np.random.default_rng(1)
+        ids = [draw.integers(0, 131, length).astype(np.int32) for length in own]
+        documents.rows = [(row, row) for row in ids]
     opening = np.arange(3, 3 + size, dtype=np.int32)
     labels = np.where(np.arange(size) < size // 2, -100, opening)
     documents.rows = [(np.r_[opening, ids], np.r_[labels, own]) for ids, own in documents.rows]
@@ -51,27 +55,55 @@ def _beginning_alike(size: int = 12) -> RandomDocuments:
     return documents
 
 
+@pytest.mark.parametrize("own", [None, [12, 8, 3], [12, 12, 12], [5, 12, 5]])
 def test_an_opening_that_documents_share_is_computed_once_and_learned_as_often_as_it_is_there(
-    monkeypatch: pytest.MonkeyPatch,
+    own: list[int] | None,
 ) -> None:
-    learner, documents = lora_learner(), _beginning_alike()
-    batch = lay_out(documents, CHOSEN)
+    """Also where documents are as long as the opening itself."""
+    learner, documents = lora_learner(), _beginning_alike(12, own)
+    chosen = CHOSEN if own is None else list(range(len(own)))
+    batch = lay_out(documents, chosen)
     seen: list[int] = []
     learner.body.register_forward_pre_hook(
         lambda module, given, named: seen.append(named["input_ids"].numel()), with_kwargs=True
     )
-    theirs = _loss_alone(learner, documents, CHOSEN)
+    theirs = _loss_alone(learner, documents, chosen)
     theirs.backward()
     wanted = gradients(learner)
     seen.clear()
     ours = learner.loss_sum(batch)
     ours.backward()
-    assert seen == [batch.num_tokens - 12 * (len(CHOSEN) - 1)]
+    assert seen == [batch.num_tokens - 12 * (len(chosen) - 1)]
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
     for name, gradient in gradients(learner).items():
         assert distance(gradient, wanted[name]) < 1e-4, name
     rows = learner.row_losses(batch)
     assert rows.sum() == pytest.approx(ours.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("size", [0, 12])
+def test_a_whole_model_trained_in_bf16_on_a_cpu_takes_the_step_of_fp32_within_rounding(size: int) -> None:
+    """Casting as it goes, it rotates queries and keys in fp32 and reads values in bf16."""
+    made = {}
+    for precision in ("fp32", "bf16"):
+        model = tiny_llama()
+        train_everything(model)
+        learner = Learner(model, precision, 40, settings=Train())
+        documents = _beginning_alike(size) if size else RandomDocuments()
+        loss = learner.loss_sum(lay_out(documents, CHOSEN))
+        loss.backward()
+        made[precision] = loss.item(), gradients(learner)
+    assert made["bf16"][0] == pytest.approx(made["fp32"][0], rel=2e-2)
+    for name, gradient in made["bf16"][1].items():
+        assert distance(gradient.float(), made["fp32"][1][name]) < 0.1, name
+
+
+def test_a_rate_that_only_the_config_knows_counts_as_drawing() -> None:
+    """Some models drop by a function, not by a module."""
+    model = tiny_llama()
+    assert not Learner(model, "fp32", 40).is_drawing
+    model.config.residual_dropout = 0.1
+    assert Learner(model, "fp32", 40).is_drawing
 
 
 def test_where_something_is_drawn_every_document_draws_its_own_opening() -> None:

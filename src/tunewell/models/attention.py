@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 
-from tunewell.models.causal_products import Runs, causal_attention
+from tunewell.models.causal_products import LONGEST, Runs, causal_attention
 
 # Names without "sdpa" or "flash" in them: transformers takes those words for its own backends.
 SDPA, FLASH = "tunewell_documents", "tunewell_varlen"
@@ -61,8 +61,12 @@ def packed_sdpa(
     """Attend within each document, and to the opening they share; documents of equal length together."""
     _refuse(attention_mask, packed_runs, others)
     assert packed_runs is not None
+    assert not packed_opening or packed_runs[0] == (1, packed_opening)
+    is_short = packed_opening > 0 or max(length for _, length in packed_runs) <= LONGEST
     is_plain = sliding_window is None and softcap is None and not dropout
-    if is_plain and query.device.type == "cpu" and query.dtype == torch.float32:
+    # All three: casting as it goes, a model rotates in fp32 what it multiplies in 16 bits.
+    is_fp32 = query.dtype == key.dtype == value.dtype == torch.float32
+    if is_short and is_plain and is_fp32 and query.device.type == "cpu":
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         q, k, v = query[0], key[0], value[0]
         return causal_attention(q, k, v, runs=packed_runs, opening=packed_opening, scale=scale).unsqueeze(0), None

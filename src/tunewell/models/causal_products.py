@@ -1,11 +1,11 @@
-"""Causal attention on a CPU as plain matrix products over blocks of queries, faster both ways than torch's kernel.
+"""Causal attention on a CPU as plain products over blocks of queries: faster than torch's kernel up to 512 tokens.
 
     keys       o o | a a a a b b b b       the opening that documents share, then a document's own tokens
     block a        | x . . .               a block of queries takes the keys up to its own end and nothing after them;
     block b        | x x x x x . . .       only in the last square is anything masked
 
-The shares that each query gives to its keys are kept for the way back while documents are short, and computed again
-when they are long: kept, they grow with the square of the length.
+The shares that each query gives to its keys are kept for the way back while keys are few, and computed again behind a
+long opening: kept, they would outgrow everything else.
 """
 
 from collections.abc import Iterator
@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 Runs = tuple[tuple[int, int], ...]
+LONGEST = 512
+"""Documents whose own part is longer are better left to torch's kernel."""
 _BLOCK = 192
-# Kept shares of a document of 512 tokens take about a quarter of what its layers keep anyway.
-_KEPT_LENGTH = 512
+# Kept shares of a document with 512 keys take about a quarter of what its layers keep anyway.
+_KEPT_KEYS = 512
 _MOST_BLOCK_BYTES = 64 * 2**20
 
 
@@ -79,10 +81,10 @@ class _Layout:
     @cached_property
     def key_tokens(self) -> Tensor:
         """Give the token of each key."""
-        opening = torch.arange(self.opening)
+        opening = torch.arange(self.opening, device="cpu")
         parts = []
         for run in self.runs:
-            own = torch.arange(run.at, run.at + run.number * run.length).view(run.number, run.length)
+            own = torch.arange(run.at, run.at + run.number * run.length, device="cpu").view(run.number, run.length)
             parts.append(torch.cat([opening[: run.num_keys - run.length].expand(run.number, -1), own], 1).flatten())
         return torch.cat(parts)
 
@@ -104,6 +106,7 @@ class _Layout:
 
 @lru_cache(maxsize=64)
 def _laid_out(runs: Runs, opening: int) -> _Layout:
+    assert not opening or runs[0] == (1, opening)
     made: list[_Run] = []
     at = keys_at = 0
     for number, length in runs:
@@ -124,7 +127,7 @@ class _CausalProducts(torch.autograd.Function):
             for rows, keys in run.blocks(heads):
                 shares = _shares(q[:, rows], kt[:, :, keys], scale)
                 run.put(out_THD, rows, torch.bmm(shares, v[:, keys]))
-                if run.length <= _KEPT_LENGTH:
+                if run.num_keys <= _KEPT_KEYS:
                     kept.append(shares)
         ctx.save_for_backward(q_HTD, k_GTD, v_GTD, *kept)
         ctx.layout, ctx.scale = layout, scale
@@ -144,7 +147,7 @@ class _CausalProducts(torch.autograd.Function):
             vt = run.of_keys(vt_HDK.transpose(1, 2)).transpose(1, 2)
             dk = dv = none
             for rows, keys in run.blocks(heads):
-                is_kept = run.length <= _KEPT_LENGTH
+                is_kept = run.num_keys <= _KEPT_KEYS
                 shares = kept.pop(0) if is_kept else _shares(q[:, rows], k[:, keys].transpose(1, 2), scale)
                 d_shares = torch.bmm(dy[:, rows], vt[:, :, keys])
                 d_scores = torch.ops.aten._softmax_backward_data(d_shares, shares, -1, shares.dtype)
@@ -178,4 +181,4 @@ def _shares(q_BLD: Tensor, kt_BDK: Tensor, scale: float) -> Tensor:
 @lru_cache(maxsize=1)
 def _later() -> Tensor:
     """Give minus infinity wherever a key comes after a query."""
-    return torch.full((_BLOCK, _BLOCK), float("-inf")).triu_(1)
+    return torch.full((_BLOCK, _BLOCK), float("-inf"), dtype=torch.float32, device="cpu").triu_(1)

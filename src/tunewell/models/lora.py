@@ -69,12 +69,19 @@ def read_together(linears: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]
     """Apply linear layers to the same input: of those with low-rank matrices, the narrow products are made at once."""
     given: list[Tensor | None] = []
     for linear in linears:
-        if not isinstance(linear, LoraLinear) or not linear.is_on or (linear.dropout and linear.training):
+        is_drawing = isinstance(linear, LoraLinear) and linear.dropout and linear.training
+        if not isinstance(linear, LoraLinear) or not linear.is_on or is_drawing or _is_watched(linear):
             return tuple(linear(x) for linear in linears)
         weight = linear.base_layer.weight
         given += [weight, linear.base_layer.bias, linear.lora_A.to(weight.dtype), linear.lora_B.to(weight.dtype)]
     scales = tuple(linear.scale for linear in linears if isinstance(linear, LoraLinear))
     return tuple(y.unflatten(0, x.shape[:-1]) for y in _LowRank.apply(x.flatten(0, -2), scales, *given))
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether someone waits for this module to be called: a search for what went bad, say."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)
 
 
 class _LowRank(torch.autograd.Function):

@@ -30,8 +30,8 @@ def is_rms_norm(module: nn.Module) -> bool:
     return isinstance(stock, Tensor) and torch.allclose(ours, stock, rtol=_CLOSE, atol=1e-7)
 
 
-def norm_forward(self: Any, x: Tensor, *others: Any, **named: Any) -> Any:
-    """Stand in for the forward of such a module."""
+def forward(self: Any, x: Tensor, *others: Any, **named: Any) -> Any:
+    """Stand in for the forward of such a module; named so that a saved model finds its own again."""
     eps = _eps(self)
     is_ours = x.device.type == "cpu" and x.dtype == self.weight.dtype == torch.float32
     if others or named or not is_ours or eps is None:

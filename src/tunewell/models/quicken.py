@@ -11,12 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from tunewell.models.norms import is_rms_norm, norm_forward
-from tunewell.models.rotary import attention_forward, is_rotary_attention
+from tunewell.models import norms, rotary
 
 _KINDS: tuple[tuple[Callable[[nn.Module], bool], Callable[..., Any]], ...] = (
-    (is_rms_norm, norm_forward),
-    (is_rotary_attention, attention_forward),
+    (norms.is_rms_norm, norms.forward),
+    (rotary.is_rotary_attention, rotary.forward),
 )
 
 

@@ -26,7 +26,7 @@ def is_rotary_attention(module: Any) -> bool:
     return type(module).__name__ in _WINDOWS
 
 
-def attention_forward(
+def forward(
     self: Any,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
@@ -35,7 +35,7 @@ def attention_forward(
     packed_runs: Any = None,
     **others: Any,
 ) -> Any:
-    """Stand in for the forward of such a module, for packed documents on a CPU."""
+    """Stand in for the forward of such a module, for packed documents on a CPU; a saved one finds its own by it."""
     is_packed = packed_runs is not None and self.config._attn_implementation == SDPA and past_key_values is None
     if position_embeddings is None or not is_packed or hidden_states.device.type != "cpu":
         given = {"position_embeddings": position_embeddings, "attention_mask": attention_mask}

@@ -212,10 +212,11 @@ def fill(batch: MicroBatch, shape: FixedShape) -> MicroBatch:
     )
 
 
-def share_opening(batch: MicroBatch) -> SharedOpening | None:
+def share_opening(batch: MicroBatch, *, longest: int) -> SharedOpening | None:
     """Lay the tokens that all documents of a batch begin with out once; None where that saves next to nothing.
 
-    What a token becomes depends on those before it in its document alone, so it is the same in all of them.
+    What a token becomes depends on those before it in its document alone, so it is the same in all of them. Where
+    one has more than `longest` tokens of its own, the opening is little of it.
     """
     if len(batch.lengths) < 2:
         return None
@@ -225,7 +226,7 @@ def share_opening(batch: MicroBatch) -> SharedOpening | None:
     heads = batch.input_ids[starts[:, None] + np.arange(most)]
     differing = np.flatnonzero((heads != heads[0]).any(0))
     size = int(differing[0]) if len(differing) else most
-    if size < _LEAST_OPENING:
+    if size < _LEAST_OPENING or max(batch.lengths) - size > longest:
         return None
     is_own = np.ones(len(batch.input_ids), bool)
     is_own[(starts[1:, None] + np.arange(size)).ravel()] = False

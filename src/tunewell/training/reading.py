@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tunewell.models.attention import FLASH, runs_of
+from tunewell.models.causal_products import LONGEST
 from tunewell.models.lora import LoraLinear
 from tunewell.models.quicken import quicken
 from tunewell.training.batches import FixedShape, MicroBatch, bounds_of, fill, share_opening
@@ -76,13 +77,15 @@ class Reader:
         elif self.shape is not None:
             # Compiling again for a shape that may come once would cost more than it saves.
             stance = torch.compiler.set_stance("force_eager")
-        shared = share_opening(batch) if self._is_sharing else None
+        shared = share_opening(batch, longest=LONGEST) if self._is_sharing else None
         layout: dict[str, Any] = {"packed_runs": runs_of(batch.lengths)}
         if self.is_flash:
             bounds = bounds_of(batch, room)
             layout = {"packed_bounds": self._tensor(bounds), "packed_longest": self.longest}
         elif shared is not None:
-            layout = {"packed_runs": runs_of(shared.lengths), "packed_opening": shared.size}
+            # The opening is a run of its own, whatever the length of what follows it.
+            runs = ((1, shared.size), *runs_of(shared.lengths[1:]))
+            layout = {"packed_runs": runs, "packed_opening": shared.size}
         ids, positions = batch.input_ids, batch.position_ids
         if shared is not None:
             ids, positions = ids[shared.kept], positions[shared.kept]
@@ -148,10 +151,11 @@ class Reader:
 
 def _is_drawing(model: PreTrainedModel) -> bool:
     """Whether anything in the model is drawn at random while it learns."""
-    rates = [getattr(model.config, "attention_dropout", 0.0) or 0.0]
+    settings = model.config.get_text_config().to_dict()
+    rates = [value for name, value in settings.items() if "dropout" in name or name.endswith("pdrop")]
     for module in model.modules():
         if isinstance(module, LoraLinear):
             rates.append(module.dropout)
         elif isinstance(module, nn.Dropout):
             rates.append(module.p)
-    return any(rates)
+    return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
