@@ -7,17 +7,19 @@ if TYPE_CHECKING:
     from tunewell.core.errors import UserError
     from tunewell.data.corpus.reader import open_corpus
     from tunewell.integrations.hf_callback import HealthCallback
+    from tunewell.workflows.export import export
     from tunewell.workflows.prepare import prepare
     from tunewell.workflows.train import train
     from tunewell.workflows.validate import validate
 
     __version__: str
 
-__all__ = ["HealthCallback", "UserError", "__version__", "open_corpus", "prepare", "train", "validate"]
+__all__ = ["HealthCallback", "UserError", "__version__", "export", "open_corpus", "prepare", "train", "validate"]
 
 _HOMES = {
     "HealthCallback": "tunewell.integrations.hf_callback",
     "UserError": "tunewell.core.errors",
+    "export": "tunewell.workflows.export",
     "open_corpus": "tunewell.data.corpus.reader",
     "prepare": "tunewell.workflows.prepare",
     "train": "tunewell.workflows.train",

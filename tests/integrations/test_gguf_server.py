@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from parrots import write_random
 from tunewell.cli.commands.serve import screen
-from tunewell.export.gguf_writer import write_gguf
+from tunewell.exporting.gguf_writer import write_gguf
 from tunewell.workflows.serve import Door, VoiceSpeaker, open_server
 from tunewell.workflows.subject import find_subject
 from tunewell.workflows.voice import open_voice

@@ -11,8 +11,8 @@ from parrots import write_parrot, write_random
 from tunewell.cli.chat_screen import introduce
 from tunewell.cli.main import main
 from tunewell.core.errors import UserError
-from tunewell.export.gguf_writer import write_gguf
-from tunewell.export.llama_cpp_runtime import LlamaRuntime
+from tunewell.exporting.gguf_writer import write_gguf
+from tunewell.exporting.llama_cpp_runtime import LlamaRuntime
 from tunewell.workflows.chat import Chat, Manner
 from tunewell.workflows.gguf_voice import open_in_llama_cpp
 from tunewell.workflows.subject import find_subject
@@ -131,7 +131,7 @@ def test_without_a_library_the_weights_are_dequantised_and_that_is_said(
 ) -> None:
     here = Chat(voice, manner=Manner(length=8))
     list(here.say("hi"))
-    monkeypatch.setattr("tunewell.export.llama_cpp.known_places", lambda: iter(()))
+    monkeypatch.setattr("tunewell.exporting.llama_cpp.known_places", lambda: iter(()))
     monkeypatch.delenv("TUNEWELL_LLAMA_CPP", raising=False)
     without = voice_of(file)
     assert without.model is not None and without.computed_by == ""

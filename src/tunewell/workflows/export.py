@@ -6,56 +6,35 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tunewell.core.errors import UserError
-from tunewell.export.card import model_card
-from tunewell.export.gguf_settings import can_write
-from tunewell.export.merge import merge
+from tunewell.exporting.card import model_card
+from tunewell.exporting.gguf_settings import can_write
+from tunewell.exporting.merge import merge
 from tunewell.records.parity import PARITY, PROOF, REFERENCE, Artefact, Parity, Proof, write_record
 from tunewell.records.report import Report
 from tunewell.workflows.export_card import card_facts
 from tunewell.workflows.export_failed import forget_failed, keep_failed
 from tunewell.workflows.export_files import Maker
 from tunewell.workflows.export_needs import need_all
+from tunewell.workflows.export_order import KINDS, ExportOrder
 from tunewell.workflows.export_place import bring_kept, publish, workshop
 from tunewell.workflows.export_proof import check_merge, make_reference, with_artefacts, with_rounded
 from tunewell.workflows.export_room import expected_room, refuse_little
 from tunewell.workflows.export_standing import look_at
 from tunewell.workflows.export_wish import refuse_unwritable
-from tunewell.workflows.ollama_name import is_ollama_name, ollama_name
+from tunewell.workflows.ollama_name import ollama_name
 from tunewell.workflows.subject import FoundSubject, find_subject
 from tunewell.workflows.text_to_tokens import TextToTokens
 from tunewell.workflows.voice import open_voice
 
 Progress = Callable[[str, int, int], None]
 EXIT_NOT_PROVEN = 4
-KINDS = ("adapter", "merged", "gguf", "ollama")
-
-
-@dataclass(frozen=True)
-class ExportOrder:
-    """What is to be made; everything has a default."""
-
-    to: Sequence[str] = ()
-    """`adapter`, `merged`, `gguf`, `ollama`; by default what the config says, else `gguf` where kinds of it are named,
-    else `adapter` or `merged`."""
-    out: Path | None = None
-    """By default `export` in the run's folder."""
-    precision: str | None = None
-    gguf: Sequence[str] = ()
-    checkpoint: str = "best"
-    base: str | None = None
-    name: str | None = None
-    """What Ollama is to call it."""
-    sets: Sequence[str] = ()
-    allow_pickle: bool = False
-    creates: bool = True
-    """Whether `ollama create` is called where the program is there."""
 
 
 @dataclass(frozen=True)
@@ -90,19 +69,20 @@ def export(
     order: ExportOrder | None = None,
     progress: Progress | None = None,
     announce: Callable[[str], None] | None = None,
+    **options: Any,
 ) -> Exported:
     """Make what was ordered, prove it in a process of its own, and only then give it the name of a finished export.
 
-    An export that lies in the folder already is added to; of it only what is made again is replaced. `announce` is
-    told what will be written, before it is. Raises UserError for what cannot be made, before anything is written, and
-    for what cannot be tried. What is made and not proven is removed again; the result then says which link of the
-    chain broke, with exit code 4.
+    `options` are fields of the order: `export("run", to="gguf", gguf="q8_0,q4_k_m")`. An export that lies in the
+    folder already is added to; of it only what is made again is replaced. `announce` is told what will be written,
+    before it is. Raises UserError for what cannot be made, before anything is written, and for what cannot be tried.
+    What is made and not proven is removed again; the result then says which link of the chain broke, with exit code 4.
     """
-    order = order or ExportOrder()
+    order = replace(order or ExportOrder(), **options).checked()
     tell = progress or (lambda stage, done, of: None)
     found = find_subject(place, checkpoint=order.checkpoint, base=order.base, sets=order.sets)
     wanted, kinds, precision = _wishes(order, found)
-    out = (order.out or ((found.place or Path.cwd()) / "export")).expanduser().resolve()
+    out = Path(order.out or ((found.place or Path.cwd()) / "export")).expanduser().resolve()
     standing = look_at(out, wanted, kinds)
     need_all({*wanted, *(own.kind for own in standing.kept)} if standing else wanted)
     tell("loading the trained model", 0, 0)
@@ -170,12 +150,6 @@ def _wishes(order: ExportOrder, found: FoundSubject) -> tuple[list[str], list[st
         wanted.append("gguf")
     if "adapter" in wanted and found.adapter is None:
         raise UserError("there is no adapter: the whole model was trained", fix="export `merged` or `gguf`")
-    if order.name is not None and not is_ollama_name(order.name):
-        raise UserError(
-            f"Ollama takes no model of the name `{order.name}`",
-            where="--name",
-            fix=f"`--name {ollama_name(order.name)}`",
-        )
     return wanted, list(dict.fromkeys(order.gguf or settings.gguf)), order.precision or settings.precision
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from tunewell import __version__
 from tunewell.core.errors import UserError
 from tunewell.core.model_files import locate
-from tunewell.export.card import CardFacts
+from tunewell.exporting.card import CardFacts
 from tunewell.records.manifest import read_manifest
 from tunewell.records.report import Report
 from tunewell.workflows.subject import FoundSubject

@@ -13,12 +13,12 @@ import torch
 
 from tunewell.core.files import sha256_file
 from tunewell.core.units import count, size_bytes
-from tunewell.export.card import CardFacts, model_card
-from tunewell.export.chat_saved import saved_template
-from tunewell.export.gguf_writer import write_gguf
-from tunewell.export.go_derived import derive_for_ollama
-from tunewell.export.llama_cpp_quantize import quantize
-from tunewell.export.modelfile import modelfile
+from tunewell.exporting.card import CardFacts, model_card
+from tunewell.exporting.chat_saved import saved_template
+from tunewell.exporting.gguf_writer import write_gguf
+from tunewell.exporting.go_derived import derive_for_ollama
+from tunewell.exporting.llama_cpp_quantize import quantize
+from tunewell.exporting.modelfile import modelfile
 from tunewell.models import adapters
 from tunewell.models.quiet import quiet
 from tunewell.records.parity import Artefact, ExportKind

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from tunewell.core.need import need
-from tunewell.export.llama_cpp import find_llama
+from tunewell.exporting.llama_cpp import find_llama
 
 
 def need_all(kinds: Collection[str]) -> None:

@@ -11,14 +11,14 @@ from tunewell.core.files import sha256_file
 from tunewell.data.corpus.reader import open_corpus
 from tunewell.data.prompting import prompt_ids
 from tunewell.data.templates import TemplateFailed
-from tunewell.export.checks import check_logits
-from tunewell.export.gguf_settings import read_settings
-from tunewell.export.reference import Reference, answer, last_logits, long_length, num_positions, probe_messages
-from tunewell.export.rounding import round_as
-from tunewell.export.settings_checks import plain_settings
-from tunewell.export.sketch import sketches_of
-from tunewell.export.tensor_checks import check_tensors, compare_weights
-from tunewell.export.vocabulary_digest import digest_of
+from tunewell.exporting.checks import check_logits
+from tunewell.exporting.gguf_settings import read_settings
+from tunewell.exporting.reference import Reference, answer, last_logits, long_length, num_positions, probe_messages
+from tunewell.exporting.rounding import round_as
+from tunewell.exporting.settings_checks import plain_settings
+from tunewell.exporting.sketch import sketches_of
+from tunewell.exporting.tensor_checks import check_tensors, compare_weights
+from tunewell.exporting.vocabulary_digest import digest_of
 from tunewell.records.parity import PROOF_FILES, Artefact, ModelFacts, Probe, Proof
 from tunewell.training.held_out import questions_of
 from tunewell.workflows.voice import Voice

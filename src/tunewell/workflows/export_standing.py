@@ -8,8 +8,8 @@ import numpy as np
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_file
-from tunewell.export.checks import check_files
-from tunewell.export.reference import Reference
+from tunewell.exporting.checks import check_files
+from tunewell.exporting.reference import Reference
 from tunewell.records.parity import PROOF, REFERENCE, Artefact, Proof, read_proof
 
 _WEIGHTS = frozenset({".safetensors", ".gguf"})

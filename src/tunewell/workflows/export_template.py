@@ -4,9 +4,9 @@ from itertools import zip_longest
 from pathlib import Path
 
 from tunewell.data.tokenizer import load_tokenizer
-from tunewell.export.checks import check_template
-from tunewell.export.go_derived import derive_for_ollama
-from tunewell.export.modelfile import modelfile
+from tunewell.exporting.checks import check_template
+from tunewell.exporting.go_derived import derive_for_ollama
+from tunewell.exporting.modelfile import modelfile
 from tunewell.records.parity import Artefact, Check, Proof
 from tunewell.workflows.export_files import OLLAMA_PARAMETERS, adds_bos, ollama_context
 

@@ -12,11 +12,11 @@ from tunewell.core.errors import UserError
 from tunewell.core.model_files import WEIGHT_SUFFIXES, hub_is_out_of_reach, locate
 from tunewell.core.need import need
 from tunewell.data.tokenizer import LoadedTokenizer
-from tunewell.export.chat_saved import SavedTemplate, saved_template
-from tunewell.export.gguf_settings import can_write
-from tunewell.export.gguf_vocabulary import read_vocabulary
-from tunewell.export.go_derived import derive_for_ollama
-from tunewell.export.llama_cpp import find_llama
+from tunewell.exporting.chat_saved import SavedTemplate, saved_template
+from tunewell.exporting.gguf_settings import can_write
+from tunewell.exporting.gguf_vocabulary import read_vocabulary
+from tunewell.exporting.go_derived import derive_for_ollama
+from tunewell.exporting.llama_cpp import find_llama
 from tunewell.models.gguf_settings import read_gguf_config
 from tunewell.models.key_map import find_key_map
 from tunewell.models.presets import find_preset, is_preset, llama_settings

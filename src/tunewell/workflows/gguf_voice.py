@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from tunewell.core.errors import UserError
-from tunewell.export.llama_cpp import find_llama
-from tunewell.export.llama_cpp_runtime import LlamaRuntime
+from tunewell.exporting.llama_cpp import find_llama
+from tunewell.exporting.llama_cpp_runtime import LlamaRuntime
 from tunewell.hardware.probe import probe_device
 from tunewell.workflows.subject import FoundSubject
 from tunewell.workflows.text_to_tokens import TextToTokens

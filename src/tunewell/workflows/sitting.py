@@ -117,7 +117,8 @@ class Sitting:
     def _run_tasks(self, voice: Voice) -> None:
         self.progress(f"lm-eval: {', '.join(self.order.lm_eval)}", 0, 0)
         with tempfile.TemporaryDirectory(prefix="tunewell-lm-eval-") as folder:
-            voice.tokenizer.save(Path(folder), None if voice.masker is None else voice.masker.template.source)
+            # Without a chat template: the tasks are plain text.
+            voice.tokenizer.save(Path(folder), None)
             self.lm_eval = run_tasks(voice.model, Path(folder), self.order.lm_eval)
 
     def _open(self, subject: FoundSubject) -> Voice:

@@ -11,9 +11,9 @@ import torch
 
 from tunewell import __version__
 from tunewell.core.errors import UserError
-from tunewell.export.checks import check_files, spoiled_files
-from tunewell.export.proving import prove
-from tunewell.export.reference import Reference
+from tunewell.exporting.checks import check_files, spoiled_files
+from tunewell.exporting.proving import prove
+from tunewell.exporting.reference import Reference
 from tunewell.models.load import LoadOrder, load_model
 from tunewell.records.parity import (
     PARITY,

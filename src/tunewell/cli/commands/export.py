@@ -39,33 +39,24 @@ def command(
     from tunewell.cli.parity_screen import parity_screen
     from tunewell.cli.render import emit, emit_json
     from tunewell.cli.stages import shown_stages
-    from tunewell.core.errors import UserError
+    from tunewell.workflows.export_order import ExportOrder
 
-    kinds, files = _listed(to, "--to"), _listed(gguf, "--gguf")
-    for given, known, flag in (
-        (kinds, ("adapter", "merged", "gguf", "ollama"), "--to"),
-        (files, ("f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m"), "--gguf"),
-        ([precision] if precision else [], ("bf16", "fp16", "fp32"), "--precision"),
-    ):
-        for word in given:
-            if word not in known:
-                raise UserError(f"`{word}` cannot be exported", where=flag, fix=f"known are {', '.join(known)}")
+    order = ExportOrder(
+        to=() if to is None else to,
+        out=out,
+        precision=precision,
+        gguf=() if gguf is None else gguf,
+        checkpoint=checkpoint,
+        base=base,
+        name=name,
+        sets=set_ or (),
+        allow_pickle=allow_pickle,
+        creates=not no_create,
+    ).checked()
     with shown_stages() as progress:
         progress("starting torch", 0, 0)
-        from tunewell.workflows.export import ExportOrder, export
+        from tunewell.workflows.export import export
 
-        order = ExportOrder(
-            to=kinds,
-            out=out,
-            precision=precision,
-            gguf=files,
-            checkpoint=checkpoint,
-            base=base,
-            name=name,
-            sets=set_ or (),
-            allow_pickle=allow_pickle,
-            creates=not no_create,
-        )
         done = export(place, order=order, progress=progress, announce=announce)
     if json:
         emit_json(done.as_json())
@@ -102,14 +93,3 @@ def announce(words: str) -> None:
     start = "\r\x1b[2K" if sys.stderr.isatty() else ""
     sys.stderr.write(f"{start}{fold(words)}\n")
     sys.stderr.flush()
-
-
-def _listed(text: str | None, flag: str) -> list[str]:
-    from tunewell.core.errors import UserError
-
-    if text is None:
-        return []
-    found = [part.strip().lower() for part in text.split(",") if part.strip()]
-    if not found:
-        raise UserError(f"`{flag}` names nothing", fix=f"see `tunewell export --help`, or leave `{flag}` out")
-    return found
