@@ -6,33 +6,26 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from tunewell.config.rules import VerdictRules
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
 from tunewell.data.corpus.reader import Split
-from tunewell.evaluation.behaviour import Answer, faults_of
 from tunewell.evaluation.everyday import everyday_texts
-from tunewell.evaluation.matching import is_short, match
-from tunewell.evaluation.measuring import (
-    Measured,
-    Texts,
-    bad_weights_in,
-)
+from tunewell.evaluation.measuring import Measured, Texts, bad_weights_in
 from tunewell.evaluation.runtime import Runtime
 from tunewell.evaluation.verdict import Facts, judge, tally
 from tunewell.integrations.lm_eval_tasks import run_tasks
-from tunewell.models.generate import Generated
 from tunewell.records.plan import Chosen
-from tunewell.records.report import Change, Exchange, LossPair, Report, Said
+from tunewell.records.report import Exchange, Report
 from tunewell.training.held_out import Question, questions_of
 from tunewell.workflows.report_parts import Background, make_report
+from tunewell.workflows.side_by_side import Side, exchanges_of, logits_change, loss_pair, losses_by_source
 from tunewell.workflows.subject import FoundSubject
 from tunewell.workflows.voice import Voice, open_voice, open_without_model
 
@@ -72,16 +65,6 @@ class ValidateOrder:
 Progress = Callable[[str, int, int], None]
 
 
-@dataclass
-class _Side:
-    """What was measured of one model."""
-
-    held_out: Measured | None = None
-    everyday: Measured | None = None
-    answers: list[Generated] = field(default_factory=list)
-    logits: Any = None
-
-
 class Sitting:
     """One judgement, from loading to the report."""
 
@@ -96,7 +79,7 @@ class Sitting:
 
     def judge(self) -> Report:
         """Measure the tuned model and its base, and make the report of it."""
-        base = _Side()
+        base = Side()
         with self._timed("load"):
             voice, bad = self._open_and_check()
         if bad:
@@ -140,7 +123,7 @@ class Sitting:
             return open_without_model(self.subject, device=self.order.device), bad
         return voice, voice.runtime.bad_weights()
 
-    def _measure_apart(self, voice: Voice) -> _Side:
+    def _measure_apart(self, voice: Voice) -> Side:
         """Measure a base that is another model, once the tuned one has made room for it."""
         voice.release()
         gc.collect()
@@ -153,7 +136,7 @@ class Sitting:
             if self.order.base is not None:
                 raise  # it was asked for by name
             self.notes.append(f"the base model could not be loaded, so there is nothing to compare with: {error.what}")
-            return _Side()
+            return Side()
         return self._measure(other, other.runtime, "base")
 
     def _prepare_questions(self, voice: Voice) -> None:
@@ -169,8 +152,8 @@ class Sitting:
         rows = [front + voice.tokenizer.backend.encode(text, add_special_tokens=False).ids for text in everyday_texts()]
         self.everyday = Texts(rows, longest=voice.runtime.context_length)
 
-    def _measure(self, voice: Voice, runtime: Runtime, who: str) -> _Side:
-        side = _Side()
+    def _measure(self, voice: Voice, runtime: Runtime, who: str) -> Side:
+        side = Side()
         split = self.material.split
         with self._timed("losses"):
             self.progress(f"{who}: everyday text", 0, 0)
@@ -198,20 +181,20 @@ class Sitting:
                 side.logits = runtime.next_logits([self.everyday.arrays(index)[0].tolist() for index in range(4)])
         return side
 
-    def _report(self, voice: Voice, base: _Side, tuned: _Side | None, bad: dict[str, int]) -> Report:
+    def _report(self, voice: Voice, base: Side, tuned: Side | None, bad: dict[str, int]) -> Report:
         held_out, by_source, everyday = None, [], None
         exchanges: list[Exchange] = []
         if tuned is not None:
-            held_out = _pair("held-out rows", base.held_out, tuned.held_out)
-            by_source = self._by_source(base.held_out, tuned.held_out)
-            everyday = _pair("everyday text", base.everyday, tuned.everyday)
-            exchanges = self._exchanges(voice, base, tuned)
+            held_out = loss_pair("held-out rows", base.held_out, tuned.held_out)
+            by_source = losses_by_source(self.material.split, base.held_out, tuned.held_out)
+            everyday = loss_pair("everyday text", base.everyday, tuned.everyday)
+            exchanges = exchanges_of(self.questions, self.material.split, voice=voice, base=base, tuned=tuned)
         asked = [exchange.tuned for exchange in exchanges]
         asked_base = [exchange.base for exchange in exchanges if exchange.base is not None]
         background = Background.of(self.subject, voice)
         facts = Facts(
             bad_weights=bad,
-            change=_change(base.logits, None if tuned is None else tuned.logits),
+            change=logits_change(base.logits, None if tuned is None else tuned.logits),
             held_out=held_out,
             by_source=by_source,
             everyday=everyday,
@@ -239,39 +222,6 @@ class Sitting:
             lm_eval=self.lm_eval,
         )
 
-    def _by_source(self, base: Measured | None, tuned: Measured | None) -> list[LossPair]:
-        split = self.material.split
-        if split is None or tuned is None:
-            return []
-        names = np.array([split[int(index)].source for index in tuned.documents])
-        if len(set(names.tolist())) < 2:
-            return []
-        return [
-            pair
-            for name in sorted(set(names.tolist()))
-            if (pair := _pair(name, base, tuned, names == name)) is not None
-        ]
-
-    def _exchanges(self, voice: Voice, base: _Side, tuned: _Side) -> list[Exchange]:
-        split = self.material.split
-        found = []
-        for place, question in enumerate(self.questions):
-            assert split is not None
-            document = split[question.document]
-            reference = _words(voice, question.reference_ids)
-            found.append(
-                Exchange(
-                    document=question.document,
-                    source=document.source,
-                    row=document.row,
-                    question=question.text,
-                    reference=reference,
-                    base=_said(voice, base.answers[place], question, reference) if base.answers else None,
-                    tuned=_said(voice, tuned.answers[place], question, reference),
-                )
-            )
-        return found
-
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
         began = time.perf_counter()
@@ -286,61 +236,6 @@ def _how_trained(subject: FoundSubject) -> dict[str, Any]:
     plan = subject.plan
     corpus = str(subject.corpus or plan.corpus)
     return {"learning_rate": plan.learning_rate.value, "epochs": plan.epochs.value, "corpus": corpus}
-
-
-def _pair(name: str, base: Measured | None, tuned: Measured | None, chosen: Any = None) -> LossPair | None:
-    if tuned is None or not len(tuned.documents):
-        return None
-    number = len(tuned.documents) if chosen is None else int(chosen.sum())
-    tokens = int(tuned.tokens.sum() if chosen is None else tuned.tokens[chosen].sum())
-    before = None if base is None else base.mean(chosen)
-    return LossPair(name=name, documents=number, tokens=tokens, base=before, tuned=tuned.mean(chosen))
-
-
-def _change(base: Any, tuned: Any) -> Change | None:
-    if base is None or tuned is None:
-        return None
-    # Of tokens that only one of the two knows nothing can be compared.
-    both = min(base.shape[-1], tuned.shape[-1])
-    base, tuned = base[:, :both], tuned[:, :both]
-    same = int((base.argmax(-1) == tuned.argmax(-1)).sum())
-    # Some models give words they never say a logit of minus infinity; a base that is broken says nothing of the tuned.
-    known = np.isfinite(base) & np.isfinite(tuned)
-    is_broken = bool(np.isnan(tuned).any()) or not known.any()
-    largest = math.nan if is_broken else float(np.abs(base[known] - tuned[known]).max())
-    return Change(largest=largest, prompts=len(base), same_first_token=same)
-
-
-def _words(voice: Voice, ids: list[int]) -> str:
-    """Spell an answer without what ends it."""
-    end = next((at for at, token in enumerate(ids) if token in voice.stop_ids), len(ids))
-    return voice.spell(ids[:end]).strip()
-
-
-def _said(voice: Voice, answer: Generated, question: Question, reference: str) -> Said:
-    text = voice.spell(answer.ids).strip()
-    found = match(text, reference)
-    control = [voice.spell([token]) for token in answer.ids if token in voice.tokenizer.control_ids]
-    faults = faults_of(
-        Answer(
-            text=text,
-            ids=answer.ids,
-            ended=answer.ended,
-            question=question.text,
-            reference=reference,
-            control_texts=control,
-        )
-    )
-    return Said(
-        text=text,
-        num_tokens=len(answer.ids),
-        ended=answer.ended,
-        exact=found.exact,
-        contains=found.contains,
-        f1=found.f1,
-        right=found.right if is_short(reference) else None,
-        faults=faults,
-    )
 
 
 def _answer_tokens(rules: VerdictRules, longest: int) -> Chosen[int]:
