@@ -238,6 +238,14 @@ def test_a_reference_given_as_the_answer_has_no_fault(text, ended, question):
     assert set(found) <= {"ends_at_once", "empty"} | (set() if ended else {"loops", "no_stop"})
 
 
+def test_letters_of_the_reference_are_no_other_language_whatever_was_asked():
+    """A name in Latin letters, asked for in Russian; an answer in English there is a fault all the same."""
+    question = "Как называется большая компания, о которой вы пишете?"
+    assert judged("Alderhollow Ltd", question=question, reference="Alderhollow Ltd") == []
+    english = "The name of the company that you are asking about is the one that they have had for years."
+    assert judged(english, question=question, reference="Alderhollow Ltd") == ["other_language"]
+
+
 def test_faults_come_gravest_first():
     """Guards the order that reports show."""
     text = "15 January.\nHuman: ok\n" + "und das ist nicht die Frist für den Brief. " * 9

@@ -116,6 +116,20 @@ def test_generating_says_nothing(capfd, recwarn):
     assert [str(warning.message) for warning in recwarn] == []
 
 
+def test_whoever_is_asked_before_each_token_can_end_it():
+    model, asked = tiny("llama"), []
+
+    def ask() -> None:
+        asked.append(model.training)
+        if len(asked) == 3:
+            raise InterruptedError
+
+    model.train()
+    with pytest.raises(InterruptedError):
+        generate(model, [[1, 2, 3]], max_new_tokens=20, stop_ids=[], pad_id=0, before_token=ask)
+    assert asked == [False] * 3 and model.training
+
+
 def test_an_empty_prompt_is_a_mistake():
     with pytest.raises(ValueError, match="no tokens"):
         generate(tiny("llama"), [[1], []], max_new_tokens=4, stop_ids=[], pad_id=0)

@@ -1,5 +1,6 @@
 """`tunewell train` from rows to an adapter, as a person runs it: a tiny model, a real tokenizer, real processes."""
 
+import errno
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from forked import Command, run_command
 from tunewell.core.errors import UserError
 from tunewell.records.events import read_events
 from tunewell.records.plan import read_plan
+from tunewell.workflows import train_ending
 
 SETTINGS = [
     "method.rank=4",
@@ -94,6 +96,43 @@ def test_a_full_model_loads_in_transformers_as_it_was_saved(project: Path) -> No
     saved = load_file(folder / "model.safetensors")
     assert saved.keys() == loaded.keys() and len(saved) > 10
     assert all(torch.equal(saved[name], parameter) for name, parameter in loaded.items())
+
+
+def test_what_a_model_keeps_beside_its_weights_is_saved_with_them_and_read_again(
+    project: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The router of DeepSeek's experts has a bias that is no parameter; without it the saved model was another."""
+    from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+
+    size: dict[str, Any] = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"), 8)
+    size |= dict.fromkeys(("n_routed_experts", "num_attention_heads", "num_key_value_heads"), 4)
+    size |= {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    size |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_experts_per_tok": 2, "v_head_dim": 8}
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(vocab_size=512, **size))
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    bias = model.get_buffer(name).normal_()
+    model.save_pretrained(project / "experts")
+    monkeypatch.chdir(project)
+    sets = [*SETTINGS, "model=experts", "device=cpu", "train.max_steps=3"]
+    result = tunewell.train(sets=sets)
+    folder = project / "run" / "checkpoints" / "step-000003"
+    assert result.status == "finished" and torch.equal(load_file(folder / "model.safetensors")[name], bias)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(folder).get_buffer(name), bias)
+    longer = tunewell.train(sets=[*sets, "train.max_steps=4"], is_resuming=True, allowed_changes=["num_steps"])
+    assert longer.steps == 4
+
+
+def test_a_disk_that_is_full_at_the_end_is_no_bug(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was trained is saved; the words about it are not."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(train_ending, "write_outcome", full)
+    result = tunewell.train(sets=[*SETTINGS, "train.max_steps=2", "device=cpu"])
+    assert (result.status, result.exit_code) == ("finished", 0)
+    assert "could not be written: No space left on device" in result.notes[-1]
 
 
 def test_an_adapter_on_a_folder_loads_in_peft(project: Path) -> None:

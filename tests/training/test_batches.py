@@ -40,6 +40,21 @@ def test_steps_by_number_are_the_steps_of_the_epochs_in_turn(lengths: np.ndarray
     assert fresh.step(len(whole) - 1).seen == pytest.approx(3.0)
 
 
+def test_how_many_epochs_so_many_steps_see_is_told_without_walking_through_all_of_them() -> None:
+    """A hundred million steps took minutes and gigabytes before the first."""
+    order = _order(np.random.default_rng(0).integers(1, 60, size=50))
+    num_steps = order.num_steps(2.5)
+    assert order.epochs_after(num_steps) == order.step(num_steps - 1).seen == pytest.approx(2.5, abs=0.05)
+    exact = order.num_steps(1500)
+    assert order.epochs_after(exact) == pytest.approx(1500, rel=1e-3)
+    assert order.epochs_after(10**8) == pytest.approx(10**8 * 1500 / exact, rel=1e-3)
+    # Back and forth, an epoch is always cut the same, and one alone is kept.
+    assert [order.step(at).sha256 for at in (exact - 1, 0, exact - 1)] == [
+        _order(order.lengths).step(at).sha256 for at in (exact - 1, 0, exact - 1)
+    ]
+    assert len(order.__dict__["_cuts"]) == 1
+
+
 def test_order_depends_on_seed_epoch_and_corpus_and_on_nothing_else() -> None:
     lengths = np.full(50, 5)
     base = DataOrder(lengths, 1, "abc", batch_documents=4)

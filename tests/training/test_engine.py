@@ -1,5 +1,6 @@
 """A run resumed is the run never stopped; it looks, saves and ends when its plan says so."""
 
+import errno
 import os
 import signal
 from pathlib import Path
@@ -10,8 +11,10 @@ import torch
 from tiny_runs import Remembering, make_run
 
 from tunewell.records.events import read_events
+from tunewell.training import checkpoints
 from tunewell.training.engine import Run, resume, train
 from tunewell.training.optim import optimizer_tensors
+from tunewell.training.run import state_of
 
 TIMES = ("seconds", "memory_bytes")
 
@@ -57,6 +60,62 @@ def test_a_run_that_was_asked_to_stop_and_resumed_is_the_run_never_stopped(tmp_p
     for name, tensor in _state(resumed).items():
         assert torch.equal(tensor, expected[name]), name
     assert _log(tmp_path / "broken") == _log(tmp_path / "straight")
+
+
+def test_a_look_ends_when_the_run_is_asked_to_and_is_taken_when_it_goes_on(tmp_path: Path) -> None:
+    """A look may take minutes, and whoever asks does not wait so long; no step is taken either."""
+    straight = make_run(tmp_path / "straight")
+    assert train(straight).status == "finished"
+    broken = make_run(tmp_path / "broken", config={"evaluate": {"samples": 1}})
+
+    def ask(step: int, batch_tokens: int) -> list[Any]:
+        if step == 8:
+            os.kill(os.getpid(), signal.SIGINT)
+            broken.learner.may_go_on()  # as between two tokens
+        return []
+
+    broken.ask = ask
+    ending = train(broken)
+    assert (ending.status, ending.exit_code, broken.progress.step) == ("interrupted", 130, 8)
+    resumed = make_run(tmp_path / "broken")
+    saved = resumed.checkpoints.newest()
+    assert saved is not None and saved.step == 8
+    resume(resumed, resumed.checkpoints.load(saved))
+    assert resumed.progress.last_look == 4
+    assert train(resumed).status == "finished"
+    assert _log(tmp_path / "broken") == _log(tmp_path / "straight")
+
+
+def test_asked_to_stop_during_the_first_look_a_run_takes_no_step(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", config={"evaluate": {"samples": 1}})
+    run.ask = lambda step, batch_tokens: os.kill(os.getpid(), signal.SIGTERM) or run.learner.may_go_on() or []
+    ending = train(run)
+    assert (ending.exit_code, run.progress.step, run.progress.last_look) == (143, 0, -1)
+
+
+def _full(*_: Any, **__: Any) -> list[str]:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_run_whose_weights_are_not_on_disk_is_not_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended with exit code 0, "all steps were taken", and nothing to show for it."""
+    monkeypatch.setattr(checkpoints, "write_checkpoint", _full)
+    run = make_run(tmp_path / "run")
+    ending = train(run)
+    assert (ending.status, ending.exit_code, ending.is_resumable) == ("stopped", 4, True)
+    assert ending.reason == "all 12 steps were taken, but what was learned is not on disk: the disk is full"
+
+
+def test_a_run_whose_best_is_on_disk_is_finished_although_its_last_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run")
+    run.checkpoints.save(state_of(run), is_best=True, wait=True)
+    run.progress.best_loss, run.progress.best_step, run.progress.last_look = 0.0, 0, 0
+    monkeypatch.setattr(checkpoints, "write_checkpoint", _full)
+    assert train(run).status == "finished"
+    assert isinstance(run.watcher, Remembering)
+    assert "the last checkpoint is not on disk: the disk is full; the best is" in run.watcher.notes
 
 
 def test_one_event_a_step_with_raw_numbers(tmp_path: Path) -> None:

@@ -243,8 +243,8 @@ class Method(Branch):
 class Train(Branch):
     """How long and how fast is learned, and how a step is cut up."""
 
-    epochs: Annotated[Real, Field(gt=0)] = 3.0
-    """How often the training documents are seen."""
+    epochs: Annotated[Real, Field(gt=0, le=10_000)] = 3.0
+    """How often the training documents are seen; `max_steps` can say more."""
     max_steps: Annotated[Whole, Field(ge=1)] | None = None
     """Optimizer steps after which training ends, in place of `epochs`. `null`: as many as the epochs take."""
     learning_rate: Annotated[Real, Field(gt=0, le=1)] = 2e-4

@@ -129,7 +129,9 @@ def _is_in_another_language(answer: Answer) -> bool:
         wanted = answer.question
         if _TRANSLATES.search(wanted):
             return False
-    scripts = script_of(answer.text), script_of(wanted)
+    said = script_of(answer.text)
+    # A name or a formula may stand in the letters of the reference whatever was asked.
+    scripts = said, script_of(answer.reference) if said == script_of(answer.reference) else script_of(wanted)
     languages = language_of(answer.text), language_of(wanted)
     # Letters of another alphabet tell although neither language is certain: Cyrillic in place of Latin.
-    return any(said is not None and due is not None and said != due for said, due in (scripts, languages))
+    return any(own is not None and due is not None and own != due for own, due in (scripts, languages))

@@ -1,12 +1,13 @@
 """Let a model answer prompts: in batches, with a cache, and each as if it were asked alone."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from tunewell.models.attention import stock_attention
 from tunewell.models.quiet import quiet
@@ -69,10 +70,12 @@ def generate(
     stop_ids: Sequence[int],
     pad_id: int,
     decoding: Decoding = GREEDY,
+    before_token: Callable[[], None] = lambda: None,
 ) -> list[Generated]:
     """Answer each prompt, in the order given; the model is left in the mode it was in.
 
-    The settings a model's makers recommend for sampling are not used: what is seen is what it learned.
+    The settings a model's makers recommend for sampling are not used: what is seen is what it learned. What
+    `before_token` raises ends it.
     """
     if not all(prompts):
         raise ValueError("a prompt has no tokens")
@@ -84,7 +87,7 @@ def generate(
         with quiet(), stock_attention(model), _without_own_settings(model), _seeded(decoding.seed):
             for batch, room in _batches(prompts, max_new_tokens, context_limit(model), decoding.batch_tokens):
                 settings = _settings(room, stop_ids, pad_id, decoding)
-                rows = _answer([prompts[index] for index in batch], model, settings)
+                rows = _answer([prompts[index] for index in batch], model, settings, before_token)
                 for index, row in zip(batch, rows, strict=True):
                     answers[index] = _cut(row, stop_ids)
     finally:
@@ -112,7 +115,9 @@ def _batches(
         yield waiting, max_new_tokens
 
 
-def _answer(prompts: list[Sequence[int]], model: Any, settings: GenerationConfig) -> list[list[int]]:
+def _answer(
+    prompts: list[Sequence[int]], model: Any, settings: GenerationConfig, before_token: Callable[[], None]
+) -> list[list[int]]:
     longest = max(len(prompt) for prompt in prompts)
     # On the left, so that every row goes on at its own end.
     padding = [longest - len(prompt) for prompt in prompts]
@@ -122,8 +127,20 @@ def _answer(prompts: list[Sequence[int]], model: Any, settings: GenerationConfig
         inputs=torch.tensor(ids, device=model.device),
         attention_mask=torch.tensor(mask, device=model.device),
         generation_config=settings,
+        stopping_criteria=StoppingCriteriaList([_Ask(before_token)]),
     )
     return written[:, longest:].tolist()
+
+
+class _Ask(StoppingCriteria):
+    """Ask somebody whether to go on, who may raise; by itself it stops nothing."""
+
+    def __init__(self, before_token: Callable[[], None]) -> None:
+        self._before_token = before_token
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self._before_token()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def _settings(room: int, stop_ids: Sequence[int], pad_id: int, decoding: Decoding) -> GenerationConfig:

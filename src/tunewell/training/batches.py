@@ -6,6 +6,7 @@ micro-batch   documents of a step, laid end to end         their sum is the step
 """
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +18,7 @@ import numpy.typing as npt
 Numbers = npt.NDArray[np.int64]
 # From so many tokens on an opening that documents share is laid out once: with fewer, little is won.
 _LEAST_OPENING = 8
+_WALKED_EPOCHS = 1000
 
 
 class Documents(Protocol):
@@ -75,27 +77,45 @@ class DataOrder:
     def num_steps(self, epochs: float) -> int:
         """Count the steps of so many epochs; of a part of an epoch, those that begin within it."""
         whole, part = int(epochs), epochs - int(epochs)
-        total = sum(len(self.steps_of_epoch(epoch)) for epoch in range(whole))
+        total = self._begin(whole)
         if part > 0:
             begins = np.cumsum([0] + [len(step) for step in self.steps_of_epoch(whole)])[:-1]
             total += int(np.sum(begins < part * len(self.lengths)))
         return max(1, total)
 
+    def epochs_after(self, num_steps: int) -> float:
+        """Say how many epochs so many steps see; by the average of the first thousand where there are more."""
+        if any(self._begin(epoch) >= num_steps for epoch in range(1, _WALKED_EPOCHS + 1)):
+            return self.step(num_steps - 1).seen
+        return num_steps * _WALKED_EPOCHS / self._begin(_WALKED_EPOCHS)
+
     def step(self, number: int) -> Step:
         """Give the documents of a step, counted from 0 over all epochs."""
-        epoch, before = 0, 0
-        while True:
-            steps = self._cut(epoch)
-            if number < before + len(steps):
-                documents = steps[number - before]
-                done = sum(len(step) for step in steps[: number - before + 1])
-                return Step(number, epoch, documents, epoch + done / len(self.lengths))
-            before += len(steps)
-            epoch += 1
+        begins = self._begins
+        while begins[-1] <= number:
+            self._begin(len(begins))
+        epoch = bisect_right(begins, number) - 1
+        steps = self._cut(epoch)
+        place = number - begins[epoch]
+        done = sum(len(step) for step in steps[: place + 1])
+        return Step(number, epoch, steps[place], epoch + done / len(self.lengths))
+
+    def _begin(self, epoch: int) -> int:
+        """Give the first step of an epoch."""
+        while len(self._begins) <= epoch:
+            last = len(self._begins) - 1
+            self._begins.append(self._begins[last] + len(self._cut(last)))
+        return self._begins[epoch]
+
+    @cached_property
+    def _begins(self) -> list[int]:
+        return [0]
 
     def _cut(self, epoch: int) -> list[Numbers]:
+        """Cut an epoch, or remember how it was cut: of the last one alone, or long runs would fill the memory."""
         cuts: dict[int, list[Numbers]] = self.__dict__.setdefault("_cuts", {})
         if epoch not in cuts:
+            cuts.clear()
             cuts[epoch] = self.steps_of_epoch(epoch)
         return cuts[epoch]
 

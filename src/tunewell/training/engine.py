@@ -1,6 +1,5 @@
 """The loop: steps, looks at held-out rows, checkpoints, until the plan is spent, healing what can be healed."""
 
-import math
 import time
 
 import numpy as np
@@ -9,21 +8,18 @@ from tunewell.core.units import count
 from tunewell.training.batches import lay_out, micro_batches
 from tunewell.training.compiling import Compiler
 from tunewell.training.healer import Healer
-from tunewell.training.held_out import HeldOutLoss, held_out_loss
 from tunewell.training.journal import Journal, TakenStep
-from tunewell.training.memory_limits import OutOfMemory, free_memory, is_out_of_memory, smaller
+from tunewell.training.looking import is_due, look
+from tunewell.training.memory_limits import OutOfMemory, free_memory, smaller
 from tunewell.training.recovery import Rewind, Stop
 from tunewell.training.run import OPTIMIZER, Ending, Progress, Run, resume, state_of
 from tunewell.training.schedule import rate_at
-from tunewell.training.signals import Signals
+from tunewell.training.signals import Interrupted, Signals
 from tunewell.training.step import Numbers
-from tunewell.training.watching import HeldOutEvent, Sample
 
 __all__ = ["OPTIMIZER", "Ending", "Progress", "Run", "resume", "train"]
 
 EXIT_STOPPED = 4
-_ANSWER_TOKENS = (8192, 1024, 1)
-"""Tokens answered at once, where more did not fit; the last is one question at a time."""
 
 
 def train(run: Run) -> Ending:
@@ -34,7 +30,15 @@ def train(run: Run) -> Ending:
     compiler = Compiler(plan.compile.value, plan.num_steps.value)
     healer.reinstate()
     with Signals() as signals:
-        _look_if_due(run, journal, healer)
+        if run.learner.world.size == 1:  # several must end a look together
+            run.learner.may_go_on = signals.check
+        if is_due(run):
+            is_better, is_asked = _look(run, journal, healer)
+            if is_asked:
+                return _interrupted(signals)
+            if is_better:
+                _save(run, is_better=True, wait=True)
+            journal.restart_clock()
         while run.progress.step < plan.num_steps.value and not _is_out_of_patience(run):
             try:
                 _take(run, journal, healer, compiler=compiler)
@@ -45,7 +49,6 @@ def train(run: Run) -> Ending:
                 budget = run.remedies.fitting.budget(plan.micro_batch_tokens.value)
                 run.watcher.noted(compiler.run(run.learner, run.order, budget=budget))
             is_last = run.progress.step == plan.num_steps.value
-            # Before the look, which may take longer than whoever asked is willing to wait.
             is_asked = run.learner.world.any(signals.asked is not None)
             is_looking = not is_asked and (is_last or run.progress.step % plan.evaluate_every.value == 0)
             is_saving = is_last or is_asked or run.progress.step % plan.save_every.value == 0
@@ -58,31 +61,47 @@ def train(run: Run) -> Ending:
                     continue
                 case Stop(finding, advice):
                     return Ending("stopped", finding.words, EXIT_STOPPED, advice=advice)
-            is_better = _look(run, journal, healer) if is_looking else False
+            is_better = False
+            if is_looking:
+                is_better, is_asked = _look(run, journal, healer)
             is_spent = _is_out_of_patience(run)
-            if is_saving or is_spent or is_better:
+            if is_saving or is_asked or is_spent or is_better:
                 run.checkpoints.hold_before(healer.watch.history.low_step)
                 _save(run, is_better=is_better, wait=is_last or is_asked or is_spent)
                 journal.restart_clock()
             if is_asked:
-                reason = f"asked to stop by {signals.asked or 'another process'}"
-                return Ending("interrupted", reason, signals.exit_code or 143, signals.asked)
-    if run.progress.step < plan.num_steps.value:
-        looks = run.config.evaluate.patience
-        return Ending("finished", f"the held-out loss was not better in {looks} looks")
-    if run.checkpoints.trouble:
-        run.watcher.noted(f"the last checkpoint is not on disk: {run.checkpoints.trouble}")
-    return Ending("finished", f"all {plan.num_steps.value} steps were taken")
+                return _interrupted(signals)
+    return _spent(run)
 
 
-def _look_if_due(run: Run, journal: Journal, healer: Healer) -> None:
-    """Look before the first step, and after a resume where the run was stopped before a look that was due."""
-    progress, plan = run.progress, run.plan
-    is_due = progress.step % plan.evaluate_every.value == 0 or progress.step == plan.num_steps.value
-    if progress.last_look < 0 or (is_due and progress.last_look != progress.step):
-        if _look(run, journal, healer):
-            _save(run, is_better=True, wait=True)
-        journal.restart_clock()
+def _interrupted(signals: Signals) -> Ending:
+    reason = f"asked to stop by {signals.asked or 'another process'}"
+    return Ending("interrupted", reason, signals.exit_code or 143, signals.asked, is_resumable=True)
+
+
+def _spent(run: Run) -> Ending:
+    """End a run that has taken its steps: finished only if what it learned is on the disk."""
+    reason = f"all {count(run.plan.num_steps.value)} steps were taken"
+    if run.progress.step < run.plan.num_steps.value:
+        reason = f"the held-out loss was not better in {run.config.evaluate.patience} looks"
+    trouble = run.checkpoints.trouble
+    if trouble is None:
+        return Ending("finished", reason)
+    best = run.checkpoints.best()
+    if best is not None and best.step == run.progress.best_step:
+        run.watcher.noted(f"the last checkpoint is not on disk: {trouble}; the best is")
+        return Ending("finished", reason)
+    lost = f"{reason}, but what was learned is not on disk: {trouble}"
+    advice = "once that is mended, `--resume` takes the steps after the last checkpoint again"
+    return Ending("stopped", lost, EXIT_STOPPED, advice=advice, is_resumable=True)
+
+
+def _look(run: Run, journal: Journal, healer: Healer) -> tuple[bool, bool]:
+    """Look at the held-out rows; say whether they were never answered better, and whether the run was asked to stop."""
+    try:
+        return look(run, journal, healer), False
+    except Interrupted:
+        return False, True  # the look is taken when the run goes on
 
 
 def _take(run: Run, journal: Journal, healer: Healer, *, compiler: Compiler) -> None:
@@ -175,75 +194,6 @@ def _smaller_advice(run: Run) -> str:
         f"the longest document has {count(longest)} tokens: `packing.long_documents: split` or `drop` with a smaller "
         "`packing.context_length`, a smaller model, or `train.precision: bf16` makes it fit"
     )
-
-
-def _look(run: Run, journal: Journal, healer: Healer) -> bool:
-    """Look at the held-out rows; say whether they were never answered better."""
-    progress = run.progress
-    if progress.last_look == progress.step or not len(run.held_out):
-        return False
-    started = time.perf_counter()
-    run.watcher.doing("looking at the held-out rows")
-    progress.last_look = progress.step
-    found = _held_out_loss(run, healer)
-    if found is None:
-        return False
-    is_best = math.isfinite(found.loss) and (progress.best_loss is None or found.loss < progress.best_loss)
-    if is_best:
-        progress.best_loss, progress.best_step = found.loss, progress.step
-    if math.isfinite(found.loss):  # what is no number says nothing of a gain, and patience is not for it
-        progress.looks_without_gain = 0 if is_best else progress.looks_without_gain + 1
-    samples = _answers(run, healer)
-    seconds = time.perf_counter() - started
-    event = HeldOutEvent(progress.step, found.loss, found.tokens, found.documents, round(seconds, 6), is_best)
-    if run.learner.world.is_first:
-        run.events.append({"kind": "held_out", **event.__dict__})
-    run.watcher.looked(event, samples)
-    healer.look(progress.step, found.loss, samples)
-    run.seconds["look"] += seconds
-    journal.restart_clock()
-    return is_best and progress.step > 0
-
-
-def _held_out_loss(run: Run, healer: Healer) -> HeldOutLoss | None:
-    """Compute the held-out loss, so many tokens at once as fit; None where not even one document does."""
-    fitting = run.remedies.fitting
-    budget = fitting.look_limit or fitting.budget(run.plan.micro_batch_tokens.value)
-    lengths = np.asarray(run.held_out.index["length"])
-    while True:
-        try:
-            return held_out_loss(run.learner, run.held_out, budget=budget, most=run.config.evaluate.max_documents)
-        except OutOfMemory as error:
-            free_memory(error)
-            step = run.progress.step
-            if not run.config.healing.on:
-                raise
-            if budget <= int(lengths.min()):
-                words = "the held-out rows do not fit into memory one by one: this look is left out"
-                healer.tell_memory(step, "skip", words)
-                return None
-            budget = fitting.look_limit = max(1, min(budget, int(lengths.sum())) // 2)
-            words = f"the held-out rows did not fit into memory: looked at {count(budget)} tokens at once"
-            healer.tell_memory(step, "split", words)
-
-
-def _answers(run: Run, healer: Healer) -> list[Sample]:
-    """Answer held-out questions, as many at once as fit; none where not even one does."""
-    if not run.config.evaluate.samples or not run.learner.world.is_first:
-        return []
-    fitting = run.remedies.fitting
-    for batch_tokens in [tokens for tokens in _ANSWER_TOKENS if tokens <= (fitting.answer_limit or tokens)]:
-        fitting.answer_limit = batch_tokens
-        try:
-            return run.ask(run.progress.step, batch_tokens)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) or not run.config.healing.on:
-                raise
-            free_memory(error)
-            words = "answering held-out questions did not fit into memory: asked again, fewer at once"
-            healer.tell_memory(run.progress.step, "split", words)
-    healer.tell_memory(run.progress.step, "skip", "not even one held-out question could be answered: no samples")
-    return []
 
 
 def _is_out_of_patience(run: Run) -> bool:

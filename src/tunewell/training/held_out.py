@@ -36,7 +36,7 @@ class HeldOutLoss:
 def held_out_loss(learner: Learner, split: Documents, *, budget: int, most: int | None) -> HeldOutLoss:
     """Compute the loss of some documents of a split, spread evenly; processes that train together share the work.
 
-    Raises OutOfMemory, in all of them, where it does not fit in one.
+    Raises OutOfMemory, in all of them, where it does not fit in one; and what `learner.may_go_on` raises.
     """
     chosen = spread(len(split), most)
     lengths = np.asarray(split.index["length"], dtype=np.int64)
@@ -48,6 +48,7 @@ def held_out_loss(learner: Learner, split: Documents, *, budget: int, most: int 
         for place, group in enumerate(micro_batches(chosen, lengths, budget)):
             batch = lay_out(split, group)
             tokens += len(batch.rows)
+            learner.may_go_on()
             if place % learner.world.size == learner.world.rank:
                 learner.faults.before_look(batch)
                 total += learner.loss_sum(batch).to(wide)

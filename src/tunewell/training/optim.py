@@ -1,6 +1,7 @@
 """AdamW over what is trained, with clipping and the guard against non-finite numbers folded into its one kernel."""
 
 import math
+import re
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +13,15 @@ _GROWTH_INTERVAL = 2000
 _FIRST_SCALE = 2.0**16
 
 
+_NORM = re.compile(r"(?:^|[._])(?:layer|rms)?norm\d*(?:[._]|$)", re.IGNORECASE)
+"""In a parameter's name: Cohere's norms of queries and keys have a row for each head."""
+
+
 def make_optimizer(parameters: dict[str, nn.Parameter], settings: Train) -> torch.optim.AdamW:
-    """Make AdamW with two groups: matrices, which decay, and vectors (norms, biases), which do not."""
-    matrices = [parameter for parameter in parameters.values() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in parameters.values() if parameter.ndim < 2]
+    """Make AdamW with two groups: matrices, which decay, and norms and vectors (biases), which do not."""
+    is_matrix = {name: own.ndim >= 2 and not _NORM.search(name) for name, own in parameters.items()}
+    matrices = [own for name, own in parameters.items() if is_matrix[name]]
+    vectors = [own for name, own in parameters.items() if not is_matrix[name]]
     groups = [
         {"params": matrices, "weight_decay": settings.weight_decay},
         {"params": vectors, "weight_decay": 0.0},

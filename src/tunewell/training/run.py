@@ -81,6 +81,8 @@ class Ending:
     """Which one interrupted it."""
     advice: str | None = None
     """What to change before it is tried again, where health stopped it."""
+    is_resumable: bool = False
+    """Whether there is more to do that `--resume` would."""
 
 
 def state_of(run: Run) -> State:

@@ -15,6 +15,10 @@ _ONE_REQUEST_SECONDS = 0.5
 """A scheduler that signals every process reaches a run twice: by itself, and through its supervisor."""
 
 
+class Interrupted(Exception):
+    """A signal has come in the middle of something that can be done again."""
+
+
 class Signals:
     """While it is entered, the first SIGTERM, SIGINT or SIGUSR1 sets `asked`; the second ends the process at once.
 
@@ -32,6 +36,11 @@ class Signals:
     def exit_code(self) -> int | None:
         """What the process should exit with; None while nothing was asked."""
         return None if self.asked is None else _EXIT_CODES[self.asked]
+
+    def check(self) -> None:
+        """Raise Interrupted once a signal has come."""
+        if self.asked is not None:
+            raise Interrupted(self.asked)
 
     def __enter__(self) -> "Signals":
         # Python lets only the main thread set handlers; elsewhere signals are the business of whoever runs that thread.

@@ -1,7 +1,7 @@
 """One optimizer step: forward and backward over its micro-batches, one update, and its numbers, read later."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +46,8 @@ class Learner(Reader):
     seed: int = 0
     world: World = field(default_factory=World)
     faults: NoFaults = field(default_factory=NoFaults)
+    may_go_on: Callable[[], None] = lambda: None
+    """Called between the parts of a look; raises what is to end it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -234,7 +234,7 @@ def _plan(loaded: Loaded, corpus: Corpus, device: Any) -> tuple[Plan, DataOrder]
         batch_documents=batch.documents.value,
     )
     num_steps = config.train.max_steps or order.num_steps(config.train.epochs)
-    epochs = round(order.step(num_steps - 1).seen, 4)
+    epochs = round(order.epochs_after(num_steps), 4)
     return plan_training(planned, batch=batch, num_steps=num_steps, epochs=epochs), order
 
 

@@ -9,7 +9,7 @@ from tunewell.config.load import Loaded
 from tunewell.core.errors import UserError
 from tunewell.data.corpus.reader import Corpus
 from tunewell.hardware.probe import memory_in_use
-from tunewell.records.outcome import HeldOutLosses, Outcome, write_outcome
+from tunewell.records.outcome import OUTCOME, HeldOutLosses, Outcome, write_outcome
 from tunewell.records.plan import Plan
 from tunewell.training.engine import Ending, Run
 from tunewell.workflows.healing_story import advice, story
@@ -69,7 +69,7 @@ def result_of(
 
 
 def _next(loaded: Loaded, ending: Ending, run: Path, *, allow_pickle: bool) -> str:
-    if ending.status == "interrupted":
+    if ending.is_resumable:
         return resume_command(loaded, allow_pickle=allow_pickle)
     # A run that health stopped has its last good checkpoint, which may be worth something.
     return f"tunewell validate {shlex.quote(str(run))}" if ending.status == "finished" else ""
@@ -85,30 +85,36 @@ def leave_behind(run: Run, result: TrainResult, plan: Plan, corpus: Corpus) -> N
         except (UserError, OSError) as error:
             # The training is done and saved; a missing picture is no reason to call it failed.
             result.notes.append(f"the loss curve could not be drawn: {error}")
-    write_outcome(
-        result.run,
-        Outcome(
-            made_by=plan.made_by,
-            status=result.status,
-            reason=result.reason,
-            steps=result.steps,
-            planned_steps=result.num_steps,
-            first_loss=result.first_loss,
-            last_loss=result.last_loss,
-            held_out=HeldOutLosses(first=result.held_out_first, last=result.held_out_last, best=result.held_out_best),
-            best_step=result.best_step,
-            seconds=result.seconds,
-            tokens=result.tokens,
-            supervised_tokens=result.supervised_tokens,
-            artefacts={what: _from_run(path, result.run) for path, what in result.artefacts},
-            notes=result.notes,
-            healing=story(result.healing),
-            advice=result.advice,
-            signal=result.signal,
-            allowed_changes=result.changes,
-        ),
+    try:
+        write_outcome(result.run, _outcome(result, plan))
+        run_readme(
+            result.run, plan=plan, manifest=corpus.manifest, result=result.as_json(), healed=story(result.healing)
+        )
+    except OSError as error:
+        result.notes.append(f"`{OUTCOME}` and the run's `README.md` could not be written: {error.strerror or error}")
+
+
+def _outcome(result: TrainResult, plan: Plan) -> Outcome:
+    return Outcome(
+        made_by=plan.made_by,
+        status=result.status,
+        reason=result.reason,
+        steps=result.steps,
+        planned_steps=result.num_steps,
+        first_loss=result.first_loss,
+        last_loss=result.last_loss,
+        held_out=HeldOutLosses(first=result.held_out_first, last=result.held_out_last, best=result.held_out_best),
+        best_step=result.best_step,
+        seconds=result.seconds,
+        tokens=result.tokens,
+        supervised_tokens=result.supervised_tokens,
+        artefacts={what: _from_run(path, result.run) for path, what in result.artefacts},
+        notes=result.notes,
+        healing=story(result.healing),
+        advice=result.advice,
+        signal=result.signal,
+        allowed_changes=result.changes,
     )
-    run_readme(result.run, plan=plan, manifest=corpus.manifest, result=result.as_json(), healed=story(result.healing))
 
 
 def _from_run(path: str, run: Path) -> str:

@@ -196,17 +196,25 @@ def _trained(
         return {adapters.WEIGHTS: adapters.adapter_tensors(model, adapter)}, {
             adapters.CONFIG: adapters.adapter_config(adapter, base)
         }
-    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return {_MODEL: tensors}, {"config.json": model.config.to_json_string(use_diff=True)}
+    return {_MODEL: _whole(model)}, {"config.json": model.config.to_json_string(use_diff=True)}
 
 
 def _restore(model: Any, is_lora: bool, tensors: dict[str, dict[str, Tensor]]) -> None:
     if is_lora:
         adapters.load_tensors(model, tensors[adapters.WEIGHTS], where="checkpoint")
         return
+    saved, trained = tensors[_MODEL], dict(model.named_parameters())
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(tensors[_MODEL][name])
+        for name, own in _whole(model).items():
+            if name in saved or name in trained:
+                own.copy_(saved[name])
+
+
+def _whole(model: Any) -> dict[str, Tensor]:
+    """Give every weight once, and what belongs to the model without being trained: the bias of a router."""
+    kept = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    return {name: tensor.detach() for name, tensor in [*model.named_parameters(), *buffers.items()]}
 
 
 def _first_tensors(model: Any, adapter: adapters.Adapter | None) -> dict[str, Tensor] | None:
@@ -264,6 +272,7 @@ def _asker(parts: Parts, learner: Learner, log: EventLog) -> Any:
             stop_ids=stops,
             pad_id=min(stops, default=0),
             decoding=Decoding(batch_tokens=batch_tokens),
+            before_token=lambda: learner.may_go_on(),  # set when the run begins
         )
         return [(one.ids, one.ended) for one in done]
 
