@@ -241,18 +241,19 @@ def test_nothing_to_train_on_is_said_and_leaves_nothing_behind(tmp_path: Path, m
 
 
 def test_two_runs_in_one_folder_are_kept_apart(project: Path) -> None:
-    longer = ("train.max_steps=400", "evaluate.samples=0")
+    longer = ("train.max_steps=40", "evaluate.samples=0")
     first = Command(*_arguments(sets=longer), cwd=project)
     try:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and not (project / "run" / "plan.json").is_file():
             time.sleep(0.05)
+        first.send_signal(signal.SIGSTOP)  # alive, and not done before the second is there
         second = _train(project, "--resume", sets=longer)
         assert second.returncode == 2 and str(first.pid) in second.stderr
     finally:
         first.send_signal(signal.SIGKILL)
         first.wait()
-    taken_over = _train(project, "--resume", sets=("train.max_steps=400", "evaluate.samples=0", "checkpoints.keep=2"))
+    taken_over = _train(project, "--resume", sets=(*longer, "checkpoints.keep=2"))
     assert taken_over.returncode == 0, taken_over.stderr
 
 
