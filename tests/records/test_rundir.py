@@ -81,6 +81,45 @@ def test_a_run_that_ended_before_it_wrote_anything_can_be_begun_again(tmp_path):
     RunDir.begin(tmp_path / "run").close()
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_run_that_is_refused_before_its_first_step_leaves_nothing_of_its_own(tmp_path, is_there):
+    """The corrected command must not be told that a run lies there; a corpus made beside it is no part of the run."""
+    folder = tmp_path / "run"
+    if is_there:
+        folder.mkdir()
+    for _ in range(2):
+        with pytest.raises(UserError, match="no layer"), RunDir.begin(folder) as run:
+            for path in (run.plan, run.config, run.documents, run.events, run.samples, run.healing):
+                path.touch()
+            run.checkpoints.mkdir()
+            raise UserError("no layer `q_projj`")
+        assert folder.exists() == is_there
+        assert not is_there or [entry.name for entry in folder.iterdir()] == [".lock"]
+    with pytest.raises(UserError), RunDir.begin(folder) as run:
+        (folder / "corpus").mkdir()
+        raise UserError("no layer `q_projj`")
+    assert (folder / "corpus").is_dir()
+
+
+def _begin(path):
+    run = RunDir.begin(path)
+    run.plan.write_text("{}")
+    return run
+
+
+def test_what_was_trained_or_broken_by_a_bug_stays(tmp_path):
+    """What a person mends costs nothing to begin again; steps do, and a bug has to be looked into."""
+    with pytest.raises(UserError), _begin(tmp_path / "stepped") as run:
+        run.keep()
+        raise UserError("the disk is full")
+    with pytest.raises(ZeroDivisionError), _begin(tmp_path / "bug"):
+        raise ZeroDivisionError
+    _begin(tmp_path / "resumed").close()
+    with pytest.raises(UserError), RunDir.reopen(tmp_path / "resumed"):
+        raise UserError("another learning rate")
+    assert all((tmp_path / name / "plan.json").exists() for name in ("stepped", "bug", "resumed"))
+
+
 @pytest.mark.parametrize("name", ["run", "nothing"])
 def test_going_on_with_no_run_is_refused(tmp_path, name):
     """`--resume` in the wrong folder must not start something new there."""

@@ -159,6 +159,15 @@ def test_a_folder_that_holds_a_run_is_refused_and_resume_goes_on(project: Path) 
     assert nothing.returncode == 2 and "no run" in nothing.stderr
 
 
+def test_a_refused_command_does_not_cost_the_folder(project: Path) -> None:
+    """The model is loaded before a wrong layer is known; the corrected command has the same `--out`."""
+    refused = _train(project, sets=("method.kind=lora", "method.targets=[q_projj]"))
+    assert refused.returncode == 2 and "q_projj" in refused.stderr
+    assert not (project / "run").exists()
+    done = _train(project, sets=("method.kind=lora", "method.targets=[q_proj]", "train.max_steps=2"))
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [("train.learning_rate=1e-3", "learning_rate"), ("seed=5", "seed"), ("train.batch_documents=3", "batch_documents")],

@@ -1,6 +1,7 @@
 """The folder of a run: what lies where, and that one process at a time works in it."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from tunewell.core.errors import UserError
@@ -12,15 +13,23 @@ from tunewell.records.outcome import OUTCOME
 from tunewell.records.plan import PLAN
 
 _LOCK = ".lock"
+DOCUMENTS = "documents.tsv"
+"""A short hash of every document that the run learns from."""
 _NOT_OURS = frozenset({_LOCK, ".DS_Store"})
 
 
 class RunDir:
-    """A run's folder, held by this process from `begin` or `reopen` until `close`."""
+    """A run's folder, held by this process from `begin` or `reopen` until `close`.
+
+    A new run that is refused before `keep` was called leaves nothing behind, so that the corrected command can have its
+    folder. Whatever else ends it, a bug above all, leaves what there is.
+    """
 
     def __init__(self, path: Path, lock: FolderLock) -> None:
         self.path = path
         self._lock = lock
+        self._is_kept = True
+        self._is_ours = False
 
     @classmethod
     def begin(cls, path: Path) -> "RunDir":
@@ -32,12 +41,14 @@ class RunDir:
             raise UserError(f"`{path}` is a file", fix="name another place with `--out`")
         if path.is_dir() and not (path / _LOCK).exists():
             _refuse_filled(path)  # before a lock is laid among what may be other people's files
+        is_ours = not path.exists()
         run = cls._hold(path)
         try:
             _refuse_filled(path)
         except UserError:
             run.close()
             raise
+        run._is_kept, run._is_ours = False, is_ours
         return run
 
     @classmethod
@@ -72,6 +83,10 @@ class RunDir:
         """Write a text of the run (`README.md`, `config.yaml`) in one move, without secrets."""
         write_atomic(self.path / name, redact(text))
 
+    def keep(self) -> None:
+        """Say that the first step is about to be taken: from now on this is a run, however it ends."""
+        self._is_kept = True
+
     def close(self) -> None:
         """Let the next one in; a second call does nothing."""
         self._lock.release()
@@ -79,8 +94,22 @@ class RunDir:
     def __enter__(self) -> "RunDir":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, UserError) and not self._is_kept:
+            self._take_back()
         self.close()
+
+    def _take_back(self) -> None:
+        """Remove what a run writes before its first step, by name: the folder was empty, but may hold a corpus now."""
+        for path in (self.plan, self.config, self.documents, self.events, self.samples, self.healing):
+            with suppress(OSError):
+                path.unlink()
+        with suppress(OSError):  # one that is not empty stays
+            self.checkpoints.rmdir()
+        if self._is_ours and [entry.name for entry in self.path.iterdir()] == [_LOCK]:
+            with suppress(OSError):
+                (self.path / _LOCK).unlink()
+                self.path.rmdir()
 
     @property
     def plan(self) -> Path:
@@ -91,6 +120,11 @@ class RunDir:
     def config(self) -> Path:
         """The settings it was started with."""
         return self.path / "config.yaml"
+
+    @property
+    def documents(self) -> Path:
+        """What it learns from, as hashes."""
+        return self.path / DOCUMENTS
 
     @property
     def events(self) -> Path:

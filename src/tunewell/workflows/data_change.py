@@ -8,8 +8,8 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import write_atomic
 from tunewell.core.units import count
 from tunewell.data.corpus.reader import Corpus
+from tunewell.records.rundir import DOCUMENTS
 
-FILE = "documents.tsv"
 _SHOWN = 3
 _Key = tuple[str, int, int]
 
@@ -17,7 +17,7 @@ _Key = tuple[str, int, int]
 def remember(folder: Path, corpus: Corpus) -> None:
     """Write down a short hash of every document: source, row, piece, hash."""
     lines = ("\t".join(map(str, (*key, digest))) for key, digest in _digests(corpus))
-    write_atomic(folder / FILE, "\n".join(lines) + "\n")
+    write_atomic(folder / DOCUMENTS, "\n".join(lines) + "\n")
 
 
 def refuse_change(folder: Path, corpus: Corpus) -> None:
@@ -53,7 +53,7 @@ def _digests(corpus: Corpus) -> Iterator[tuple[_Key, str]]:
 
 def _read(folder: Path) -> dict[_Key, str]:
     try:
-        lines = (folder / FILE).read_text(encoding="utf-8").splitlines()
+        lines = (folder / DOCUMENTS).read_text(encoding="utf-8").splitlines()
     except OSError:
         return {}
     fields = [line.rsplit("\t", 3) for line in lines]

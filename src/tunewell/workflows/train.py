@@ -137,6 +137,8 @@ def _train(wish: "_Wish", notebook: Notebook) -> tuple[TrainResult, bool]:
         _warn(loaded, corpus, run, notebook)
         since = Since(started, run.progress.tokens, allow_pickle)
         notebook.begun(start_of(parts, run))
+        if run_dir is not None:
+            run_dir.keep()
         ending = take_steps(run)
         result = result_of(loaded, run, ending, notebook=notebook, stages=stages, since=since)
         if world.is_first:
