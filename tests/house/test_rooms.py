@@ -12,7 +12,16 @@ import tunewell
 
 PACKAGE = Path(tunewell.__file__).parent
 ROOT = PACKAGE.parents[1]
-TORCH_FREE = ["core", "config", "records", "data", "planning", "models/facts.py", "hardware/facts.py"]
+TORCH_FREE = [
+    "core",
+    "config",
+    "records",
+    "data",
+    "planning",
+    "models/facts.py",
+    "models/fingerprint.py",
+    "hardware/facts.py",
+]
 
 
 def modules_of(room: str) -> list[str]:

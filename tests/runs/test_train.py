@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,12 +15,13 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import tunewell
 from corpora import write_rows
 from forked import Command, run_command
 from tunewell.core.errors import UserError
+from tunewell.records.checkpoint import read_manifest, write_manifest
 from tunewell.records.events import read_events
 from tunewell.records.plan import read_plan
 from tunewell.workflows import train_ending
@@ -188,6 +190,37 @@ def test_a_resume_on_other_rows_is_refused_and_they_are_named(project: Path) -> 
     refused = _train(project, "--resume")
     assert refused.returncode == 2 and "1 added, 0 gone, 0 changed" in refused.stderr
     assert "rows.jsonl row 41" in refused.stderr
+
+
+def test_a_resume_on_other_weights_is_refused_and_on_the_same_ones_elsewhere_goes_on(project: Path) -> None:
+    """An adapter is worth nothing on weights it was not trained on; a path alone does not tell."""
+    assert _train(project, "--out", "first", sets=("train.max_steps=2",)).returncode == 0
+    shutil.copytree(project / "first" / "checkpoints" / "step-000002", project / "base")
+    lora = ("method.kind=lora", "train.max_steps=2")
+    assert _train(project, "--model", "base", sets=lora).returncode == 0
+    (project / "base").rename(project / "moved")
+    moved = _train(project, "--resume", "--model", "moved", sets=lora)
+    assert moved.returncode == 0 and "base in the checkpoint, moved now" in moved.stderr, moved.stderr
+    assert read_plan(project / "run").model == "moved"
+    (project / "moved").rename(project / "base")
+    other = load_file(project / "base" / "model.safetensors")
+    save_file({name: tensor * 1.01 for name, tensor in other.items()}, project / "base" / "model.safetensors")
+    refused = _train(project, "--resume", "--model", "base", sets=lora)
+    assert refused.returncode == 2 and "`--allow-change weights`" in refused.stderr, refused.stderr
+    allowed = _train(project, "--resume", "--model", "base", "--allow-change", "weights", sets=lora)
+    assert allowed.returncode == 0, allowed.stderr
+
+
+def test_a_run_from_before_there_were_fingerprints_goes_on(project: Path) -> None:
+    """Old run formats open for ever."""
+    short = ("train.max_steps=2",)
+    assert _train(project, sets=short).returncode == 0
+    folder = project / "run" / "checkpoints" / "step-000002"
+    manifest = read_manifest(folder)
+    identity = {name: value for name, value in manifest.identity.items() if name != "weights"}
+    write_manifest(folder, manifest.model_copy(update={"identity": identity}))
+    resumed = _train(project, "--resume", sets=short)
+    assert resumed.returncode == 0 and "changed on resume" not in resumed.stderr, resumed.stderr
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)])

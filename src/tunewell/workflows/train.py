@@ -20,26 +20,25 @@ from tunewell.hardware.threads import measure_threads
 from tunewell.models.facts import ModelFacts, read_facts
 from tunewell.planning.order import PlanOrder
 from tunewell.planning.training import choose_batch, plan_training
-from tunewell.records.events import as_number, read_events
 from tunewell.records.manifest import MANIFEST
-from tunewell.records.plan import Plan, read_plan, write_plan
+from tunewell.records.plan import Plan, write_plan
 from tunewell.records.rundir import RunDir
 from tunewell.training.batches import DataOrder
 from tunewell.training.checkpoints import room_warning
-from tunewell.training.engine import OPTIMIZER, Run, resume
+from tunewell.training.engine import Run
 from tunewell.training.engine import train as take_steps
 from tunewell.training.injection import NoFaults, plant
-from tunewell.training.saved import compare_identity, find_newest, load_state
 from tunewell.training.watching import Unwatched, Watcher
 from tunewell.training.world import World
-from tunewell.workflows.data_change import refuse_change, remember
+from tunewell.workflows.data_change import remember
 from tunewell.workflows.export_wish import refuse_impossible
 from tunewell.workflows.prepare import prepare
 from tunewell.workflows.pulse import Pulse
 from tunewell.workflows.run_config import config_of_run
 from tunewell.workflows.train_ending import Since, leave_behind, result_of
 from tunewell.workflows.train_result import Notebook, TrainResult
-from tunewell.workflows.training_parts import Parts, identity_of, probe, put_together, start_of
+from tunewell.workflows.train_resume import plan_to_resume, put_back
+from tunewell.workflows.training_parts import Parts, probe, put_together, start_of
 from tunewell.workflows.validate import ValidateOrder, validate
 
 _NOT_JUDGED = 3
@@ -117,7 +116,7 @@ def _train(wish: "_Wish", notebook: Notebook) -> tuple[TrainResult, bool]:
         with _timed(stages, "plan"):
             plan, order = _plan(loaded, corpus, facts)
             if is_resuming:
-                plan = _plan_to_resume(folder, plan, allowed_changes, notebook)
+                plan = plan_to_resume(folder, plan, allowed_changes, notebook)
         torch.set_num_threads(plan.threads.value)
         if facts.kind == "cpu":
             keep_freed_memory(facts.free_bytes)
@@ -128,7 +127,7 @@ def _train(wish: "_Wish", notebook: Notebook) -> tuple[TrainResult, bool]:
             parts = Parts(loaded, plan, corpus, order, folder, world, notebook, allow_pickle, wish.faults, wish.alive)
             run = put_together(parts)
         if is_resuming:
-            is_changed = _resume(loaded, run, allowed_changes, notebook=notebook, corpus=corpus)
+            is_changed = put_back(loaded, run, allowed_changes, notebook=notebook, corpus=corpus)
             if run_dir is not None and is_changed:
                 _write_down(run_dir, loaded, plan, corpus)
         with _timed(stages, "check"):
@@ -246,50 +245,8 @@ def _shapes(facts: ModelFacts) -> list[tuple[int, int, int]]:
     return [(512, width, width), (512, width, 3 * width), (512, 3 * width, width)]
 
 
-def _plan_to_resume(folder: Path, plan: Plan, allowed: Sequence[str], notebook: Notebook) -> Plan:
-    """Go on as the run began: what was measured then is not measured again, or the numbers would differ."""
-    before, wishes = read_plan(folder), plan.config["train"]
-    measured = [name for name in ("threads", "micro_batch_tokens", "compile") if wishes[name] == "auto"]
-    same = {name: getattr(before, name) for name in measured if name not in allowed}
-    if before.device.value != plan.device.value:
-        notebook.noted(f"the run began on {before.device.value} and goes on on {plan.device.value}")
-        same.pop("threads", None)
-    return plan.model_copy(update=same)
-
-
 def _write_down(run_dir: RunDir, loaded: Loaded, plan: Plan, corpus: Corpus) -> None:
     """Write what the run does, what was asked for, and what it learns from."""
     write_plan(run_dir.path, plan)
     run_dir.write("config.yaml", config_of_run(loaded))
     remember(run_dir.path, corpus)
-
-
-def _resume(loaded: Loaded, run: Run, allowed: Sequence[str], *, notebook: Notebook, corpus: Corpus) -> bool:
-    """Put a run back to its newest whole checkpoint; raise UserError where it would not be the same run.
-
-    Says whether it now does something else than was written down when it began.
-    """
-    plan = run.plan
-    folder = loaded.path(loaded.config.run) / "checkpoints"
-    saved = find_newest(folder, on_trouble=notebook.noted)
-    if saved is None:
-        notebook.noted("there is no whole checkpoint yet: the run begins anew")
-        for log in (run.events, run.samples):
-            log.truncate_to(-1)
-        return True
-    state = load_state(saved, needs=[OPTIMIZER, *run.trained()[0]])
-    if state.identity.get("data") != plan.corpus_sha256 and "data" not in allowed:
-        refuse_change(folder.parent, corpus)
-    changed = compare_identity(state.identity, identity_of(plan, run.config), set(allowed))
-    for line in changed:
-        notebook.noted(f"changed on resume: {line}")
-        notebook.changes.append(line)
-        run.events.append({"kind": "change", "step": state.step, "change": line})
-    resume(run, state)
-    for event in read_events(run.events.path):
-        if event["kind"] == "step" and event["supervised_tokens"]:
-            notebook.losses.append((event["step"], as_number(event["loss"])))
-        elif event["kind"] == "held_out":
-            notebook.held_out.append((event["step"], as_number(event["loss"])))
-    notebook.noted(f"going on after step {state.step}")
-    return bool(changed)

@@ -16,6 +16,7 @@ from tunewell.core.units import count
 from tunewell.data.corpus.reader import Corpus
 from tunewell.data.tokenizer import load_tokenizer
 from tunewell.models import adapters, attention
+from tunewell.models.fingerprint import fingerprint_weights
 from tunewell.models.generate import Decoding, generate, stop_ids_of
 from tunewell.models.load import LoadOrder, load_model
 from tunewell.models.placement import verify_placement
@@ -142,7 +143,7 @@ def put_together(parts: Parts) -> Run:
         trained=partial(_trained, model, adapter, plan.model),
         restore=partial(_restore, model, adapter is not None),
         ask=_asker(parts, learner, samples),
-        identity=identity_of(plan, config),
+        identity=identity_of(plan, config, fingerprint_weights(parts.model)),
     )
 
 
@@ -162,8 +163,11 @@ def probe(parts: Parts, run: Run) -> None:
     )
 
 
-def identity_of(plan: Plan, config: Config) -> dict[str, Any]:
-    """Name everything that must be the same for a run to go on as if it had never stopped."""
+def identity_of(plan: Plan, config: Config, weights: str | None) -> dict[str, Any]:
+    """Name everything that must be the same for a run to go on as if it had never stopped.
+
+    `weights` is the fingerprint of those the run began with.
+    """
     chosen = {name: getattr(plan, name).value for name in _IDENTITY}
     method = config.method.model_dump(mode="json", exclude={"kind"}) if plan.method.value == "lora" else {}
     train = config.train.model_dump(
@@ -172,6 +176,7 @@ def identity_of(plan: Plan, config: Config) -> dict[str, Any]:
     )
     return {
         "model": plan.model,
+        "weights": weights,
         "data": plan.corpus_sha256,
         "tokenizer": plan.tokenizer_sha256,
         "template": ",".join(plan.template_sha256s),

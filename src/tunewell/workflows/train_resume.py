@@ -1,0 +1,67 @@
+"""Go on with a run: as it was planned, from its newest whole checkpoint, and only where it is the same run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tunewell.config.load import Loaded
+from tunewell.data.corpus.reader import Corpus
+from tunewell.records.events import as_number, read_events
+from tunewell.records.plan import Plan, read_plan
+from tunewell.training.engine import OPTIMIZER, Run, resume
+from tunewell.training.saved import compare_identity, find_newest, load_state
+from tunewell.workflows.data_change import refuse_change
+from tunewell.workflows.train_result import Notebook
+
+
+def plan_to_resume(folder: Path, plan: Plan, allowed: Sequence[str], notebook: Notebook) -> Plan:
+    """Go on as the run began: what was measured then is not measured again, or the numbers would differ."""
+    before, wishes = read_plan(folder), plan.config["train"]
+    measured = [name for name in ("threads", "micro_batch_tokens", "compile") if wishes[name] == "auto"]
+    same = {name: getattr(before, name) for name in measured if name not in allowed}
+    if before.device.value != plan.device.value:
+        notebook.noted(f"the run began on {before.device.value} and goes on on {plan.device.value}")
+        same.pop("threads", None)
+    return plan.model_copy(update=same)
+
+
+def put_back(loaded: Loaded, run: Run, allowed: Sequence[str], *, notebook: Notebook, corpus: Corpus) -> bool:
+    """Put a run back to its newest whole checkpoint; raise UserError where it would not be the same run.
+
+    Says whether it now does something else than was written down when it began.
+    """
+    plan = run.plan
+    folder = loaded.path(loaded.config.run) / "checkpoints"
+    saved = find_newest(folder, on_trouble=notebook.noted)
+    if saved is None:
+        notebook.noted("there is no whole checkpoint yet: the run begins anew")
+        for log in (run.events, run.samples):
+            log.truncate_to(-1)
+        return True
+    state = load_state(saved, needs=[OPTIMIZER, *run.trained()[0]])
+    if state.identity.get("data") != plan.corpus_sha256 and "data" not in allowed:
+        refuse_change(folder.parent, corpus)
+    changed = compare_identity(*_comparable(state.identity, run.identity, set(allowed)))
+    for line in changed:
+        notebook.noted(f"changed on resume: {line}")
+        notebook.changes.append(line)
+        run.events.append({"kind": "change", "step": state.step, "change": line})
+    resume(run, state)
+    for event in read_events(run.events.path):
+        if event["kind"] == "step" and event["supervised_tokens"]:
+            notebook.losses.append((event["step"], as_number(event["loss"])))
+        elif event["kind"] == "held_out":
+            notebook.held_out.append((event["step"], as_number(event["loss"])))
+    notebook.noted(f"going on after step {state.step}")
+    return bool(changed)
+
+
+def _comparable(
+    before: dict[str, Any], now: dict[str, Any], allowed: set[str]
+) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
+    """Make two identities comparable: the same weights may be elsewhere now, another model has other weights."""
+    if "weights" not in before:  # written before there was a fingerprint
+        return before, {name: value for name, value in now.items() if name != "weights"}, allowed
+    if before["weights"] is not None and before["weights"] == now["weights"]:
+        return before, now, allowed | {"model"}
+    return before, now, allowed | {"weights"} if "model" in allowed else allowed
