@@ -91,6 +91,16 @@ def test_a_variable_with_a_plain_word_hides_that_word_and_no_longer_one(monkeypa
     assert redact("anything but anythings") == "[redacted] but anythings"
 
 
+@pytest.mark.parametrize(
+    "text", ["/srv/postgres/model", "postgres/model", "C:\\postgres", "postgres.jsonl", "my-postgres"]
+)
+def test_a_plain_word_stays_in_a_path(monkeypatch, text):
+    """A folder named like a careless password must still be found by whoever reads the run."""
+    monkeypatch.setenv("DB_PASSWORD", "postgres")
+    assert redact(text) == text
+    assert redact(f"the password is postgres. It is in {text}") == f"the password is [redacted]. It is in {text}"
+
+
 def test_the_longer_of_two_secrets_goes_first(monkeypatch):
     """Otherwise the end of the longer one would stay."""
     monkeypatch.setenv("A_TOKEN", "abcd1234")

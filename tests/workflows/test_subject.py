@@ -55,6 +55,22 @@ def test_why_the_newest_stands_in_for_the_best_is_said(tmp_path: Path, progress:
     assert found.step == 6 and words in found.because
 
 
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_model_whose_name_was_not_written_down_has_to_be_named(tmp_path: Path, kind: str) -> None:
+    """`there is no model [redacted]` tells nobody what to do."""
+    run = write_run(tmp_path / "run", [2])
+    plan = make_plan()
+    write_plan(run, plan.model_copy(update={"method": plan.method.model_copy(update={"value": kind})}))
+    (run / "config.yaml").write_text("model: /srv/[redacted]/llama\ncorpus: corpus\n")
+    assert find_subject(run, base="elsewhere").base == "elsewhere"
+    if kind == "full":
+        assert find_subject(run).base is None and any("--base" in note for note in find_subject(run).notes)
+        return
+    with pytest.raises(UserError, match="holds a secret") as error:
+        find_subject(run)
+    assert "--base" in (error.value.fix or "")
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_told(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [2, 4], best=4, progress=4)
     damaged = run / "checkpoints" / checkpoint_name(4) / "optimizer.safetensors"

@@ -44,6 +44,11 @@ class Loaded:
         """Resolve a path that the config names; `~` is the home folder."""
         return self.base / Path(text).expanduser()
 
+    def seen(self, name: str) -> str:
+        """Name a model as it can be found from here: a path where it is one, otherwise as it is."""
+        path = self.path(name)
+        return str(path) if path.exists() else name
+
 
 def load_config(
     path: Path | None = None,

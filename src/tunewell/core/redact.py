@@ -103,6 +103,9 @@ def _pattern(values: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _exactly(value: str) -> str:
-    """Match a variable's value anywhere; one of letters alone, like `placeholder`, only where it is a word."""
+    """Match a variable's value anywhere; one of letters alone, like `postgres`, only where it is a word.
+
+    A part of a path or of a file's name is none: `/srv/postgres/model` must still be found by whoever reads it.
+    """
     escaped = re.escape(value)
-    return rf"\b{escaped}\b" if value.isalpha() else escaped
+    return rf"(?<![\w/\\.-]){escaped}(?![\w/\\-]|\.\w)" if value.isalpha() else escaped

@@ -11,7 +11,6 @@ from importlib.metadata import version
 from typing import Literal
 
 from tunewell.core.errors import UserError
-from tunewell.core.redact import redact
 from tunewell.core.units import count
 from tunewell.planning.computing import (
     choose_attention,
@@ -100,13 +99,13 @@ def plan_training(order: PlanOrder, *, batch: Batch, num_steps: int, epochs: flo
     evaluate_every = _evaluate_every(order, num_steps)
     return Plan(
         made_by=f"tunewell {version('tunewell')}",
-        model=redact(config.model),
-        corpus=redact(str(order.loaded.path(config.corpus))),
+        model=config.model,
+        corpus=str(order.loaded.path(config.corpus)),
         corpus_sha256=order.manifest.corpus_sha256,
         tokenizer_sha256=order.manifest.tokenizer.sha256,
         template_sha256s=[template.sha256 for template in order.manifest.templates],
         seed=config.seed,
-        config=redact(config.model_dump(mode="json")),
+        config=config.model_dump(mode="json"),
         device=choose_device(order),
         precision=precision,
         attention=attention,

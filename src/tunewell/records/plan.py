@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
+from tunewell.core.redact import redact
 
 FORMAT = "tunewell-plan"
 FORMAT_VERSION = 1
@@ -28,7 +29,10 @@ class Chosen(_Record, Generic[T]):
 
 
 class Plan(_Record):
-    """A run, decided. Everything that `train` needs to know beside the corpus and the model's files."""
+    """A run, decided. Everything that `train` needs to know beside the corpus and the model's files.
+
+    One that was read has no secrets: where a path holds one, it is not a path any more.
+    """
 
     format: str = FORMAT
     format_version: int = FORMAT_VERSION
@@ -40,7 +44,7 @@ class Plan(_Record):
     template_sha256s: list[str]
     seed: int
     config: dict[str, Any]
-    """The whole config as it was read, secrets left out."""
+    """The whole config as it was read."""
 
     device: Chosen[str]
     precision: Chosen[Literal["fp32", "bf16", "fp16"]]
@@ -64,8 +68,8 @@ class Plan(_Record):
 
 
 def write_plan(folder: Path, plan: Plan) -> None:
-    """Write the plan in one move."""
-    write_atomic(folder / PLAN, stable_json(plan.model_dump(mode="json")))
+    """Write the plan in one move, without secrets."""
+    write_atomic(folder / PLAN, stable_json(redact(plan.model_dump(mode="json"))))
 
 
 def read_plan(folder: Path) -> Plan:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from tunewell.config.load import FILE_NAME, Loaded, load_config
 from tunewell.core.errors import UserError
 from tunewell.core.model_files import locate
+from tunewell.core.redact import REDACTED
 from tunewell.models.adapters import CONFIG, WEIGHTS
 from tunewell.models.presets import is_preset
 from tunewell.records.checkpoint import CheckpointManifest, checkpoint_name, checkpoint_step, verify
@@ -105,13 +106,15 @@ def _of_run(run: Path, checkpoint: str, base: str | None, sets: Sequence[str]) -
     notes: list[str] = []
     saved, because = _choose(run / _CHECKPOINTS, checkpoint, notes.append)
     is_lora = plan.method.value == "lora"
-    made_from = base or _seen(loaded, loaded.config.model or plan.model)
+    made_from: str | None = base or loaded.seen(loaded.config.model or plan.model)
+    if REDACTED in str(made_from):
+        made_from = _without_name(run, notes, is_lora=is_lora)
     own, added = _with_corpus_tokenizer(loaded, plan, notes)
     return FoundSubject(
         name=f"{run.resolve().name}, step {saved.step}",
         kind="run",
         place=run,
-        model=made_from if is_lora else str(saved.path),
+        model=made_from if is_lora and made_from else str(saved.path),
         adapter=saved.path if is_lora else None,
         base=made_from,
         loaded=own,
@@ -168,9 +171,13 @@ def _with_corpus_tokenizer(loaded: Loaded, plan: Plan, notes: list[str]) -> tupl
     return replace(loaded, config=config), tuple(tokenizer.added_by_us)
 
 
-def _seen(loaded: Loaded, name: str) -> str:
-    path = loaded.path(name)
-    return str(path) if path.exists() else name
+def _without_name(run: Path, notes: list[str], *, is_lora: bool) -> None:
+    """Do without the base of a whole model; raise UserError for an adapter, which is nothing without it."""
+    what = "the name of the model that the run began with holds a secret and was not written down"
+    fix = "name it with `--base MODEL`"
+    if is_lora:
+        raise UserError(what, where=str(run), fix=fix)
+    notes.append(f"{what}; to compare with it, {fix}")
 
 
 def _of_adapter(folder: Path, base: str | None, template: str | None, sets: Sequence[str]) -> FoundSubject:

@@ -99,7 +99,7 @@ class TextToTokens:
 
 def _place(name: str, loaded: Loaded) -> str:
     """Find a model or a tokenizer from the config's folder; a name that is no path there stays as it is."""
-    return str(loaded.path(name)) if loaded.path(name).exists() else name
+    return loaded.seen(name)
 
 
 def _source_of(name: str, tokenizer: LoadedTokenizer, loaded: Loaded) -> str | None:

@@ -13,6 +13,7 @@ import torch
 
 from tunewell.config.load import Loaded, load_config
 from tunewell.core.errors import UserError
+from tunewell.core.redact import redact
 from tunewell.data.corpus.reader import Corpus, open_corpus
 from tunewell.hardware.allocator import keep_freed_memory
 from tunewell.hardware.probe import probe_device
@@ -153,7 +154,10 @@ def _judged(result: TrainResult, wish: "_Wish", notebook: Notebook) -> TrainResu
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     began = time.perf_counter()
-    order = ValidateOrder(device=wish.loaded.config.device, allow_pickle=wish.allow_pickle)
+    model = wish.loaded.config.model or ""
+    # A secret in the model's name is not written into the run, so the run does not know where its model is.
+    base = wish.loaded.seen(model) if redact(model) != model else None
+    order = ValidateOrder(device=wish.loaded.config.device, base=base, allow_pickle=wish.allow_pickle)
     try:
         found = validate(result.run, order=order, progress=lambda stage, done, of: notebook.doing(f"judging: {stage}"))
     except Exception as error:  # noqa: BLE001  the training is done and saved, whatever happens to the judging of it
@@ -220,8 +224,7 @@ def _warn(loaded: Loaded, corpus: Corpus, run: Run, notebook: Notebook) -> None:
 def _plan(loaded: Loaded, corpus: Corpus, device: Any) -> tuple[Plan, DataOrder]:
     config = loaded.config
     assert config.model is not None
-    model = str(loaded.path(config.model)) if loaded.path(config.model).exists() else config.model
-    facts = read_facts(model)
+    facts = read_facts(loaded.seen(config.model))
     threads = None
     if device.kind == "cpu" and config.train.threads == "auto":
         threads = measure_threads(_shapes(facts))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tunewell.config.load import Loaded
 from tunewell.core.errors import UserError
+from tunewell.core.redact import redact
 from tunewell.data.corpus.reader import Corpus
 from tunewell.hardware.probe import memory_in_use
 from tunewell.records.outcome import OUTCOME, HeldOutLosses, Outcome, write_outcome
@@ -80,7 +81,7 @@ def leave_behind(run: Run, result: TrainResult, plan: Plan, corpus: Corpus) -> N
     if result.losses:
         picture = result.run / "loss.png"
         try:
-            draw_losses(picture, losses=result.losses, held_out=result.held_out, title=Path(plan.model).name)
+            draw_losses(picture, losses=result.losses, held_out=result.held_out, title=redact(Path(plan.model).name))
             result.artefacts.append((str(picture), "the loss curve"))
         except (UserError, OSError) as error:
             # The training is done and saved; a missing picture is no reason to call it failed.

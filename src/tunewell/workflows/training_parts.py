@@ -71,8 +71,7 @@ class Parts:
     @property
     def model(self) -> str:
         """Name the model as it can be found from here."""
-        path = self.loaded.path(self.plan.model)
-        return str(path) if path.exists() else self.plan.model
+        return self.loaded.seen(self.plan.model)
 
 
 def put_together(parts: Parts) -> Run:
