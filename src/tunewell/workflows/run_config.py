@@ -37,21 +37,35 @@ def config_of_run(loaded: Loaded) -> str:
     return yaml.safe_dump(redact(config), sort_keys=False, allow_unicode=True)
 
 
-def _spelled(source: Source) -> str:
-    return source.path if source.limit is None else f"{source.path}#{source.limit}"
+def _typed(loaded: Loaded, path: str) -> str:
+    """Spell a path from the command line as it was typed in the current folder; the config has it from its own."""
+    is_relative = "://" not in path and not path.startswith("~") and not Path(path).is_absolute()
+    return os.path.relpath(loaded.path(path)) if is_relative and loaded.base != Path() else path
+
+
+def _typed_source(loaded: Loaded, source: Source) -> str:
+    path = _typed(loaded, source.path)
+    return path if source.limit is None else f"{path}#{source.limit}"
 
 
 def resume_command(loaded: Loaded, *, allow_pickle: bool = False) -> str:
-    """Give the command that goes on with this run, with whatever was said on the command line the first time."""
+    """Give the command that goes on with this run, with whatever was said on the command line the first time.
+
+    It is to be given in the folder where that was.
+    """
     words = ["tunewell", "train", "--resume", *(["--allow-pickle"] if allow_pickle else [])]
     if loaded.file is not None and loaded.file != Path(FILE_NAME):
         words += ["--config", str(loaded.file)]
-    flags = {"--model": loaded.config.model, "--seed": str(loaded.config.seed)}
+    model = loaded.config.model or ""
+    is_path = loaded.path(model).exists()
+    flags = {"--model": _typed(loaded, model) if is_path else model, "--seed": str(loaded.config.seed)}
     for origin in dict.fromkeys(loaded.origins.values()):
         if origin.startswith("--set "):
             words += ["--set", origin.removeprefix("--set ")]
         elif flags.get(origin):
             words += [origin, str(flags[origin])]
         elif origin == "--data":
-            words += [word for source in loaded.config.data.sources for word in ("--data", _spelled(source))]
+            words += [
+                word for source in loaded.config.data.sources for word in ("--data", _typed_source(loaded, source))
+            ]
     return shlex.join(words)
