@@ -9,28 +9,12 @@ from tunewell.core.units import count, duration
 from tunewell.records.events import as_number
 from tunewell.records.manifest import Manifest
 from tunewell.records.plan import Chosen, Plan
-
-_USE_ADAPTER = """```python
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
-
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({model!r}), {path!r})
-```"""
-_USE_ADAPTER_ON_GGUF = """```python
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
-
-base = AutoModelForCausalLM.from_pretrained("the folder of the .gguf file", gguf_file="its name")
-model = PeftModel.from_pretrained(base, {path!r})
-```"""
-_USE_MODEL = """```python
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained({path!r})
-```"""
+from tunewell.workflows.run_usage import Usage
 
 
-def run_readme(folder: Path, *, plan: Plan, manifest: Manifest, result: dict[str, Any], healed: list[str]) -> None:
+def run_readme(
+    folder: Path, *, plan: Plan, manifest: Manifest, result: dict[str, Any], healed: list[str], usage: Usage
+) -> None:
     """Write `README.md` into a run's folder."""
     held_out = result["held_out"]
     lines = [
@@ -60,7 +44,7 @@ def run_readme(folder: Path, *, plan: Plan, manifest: Manifest, result: dict[str
         "",
         "## Use it",
         "",
-        *_use(folder, plan, result),
+        *_use(folder, usage, manifest, result),
         "",
         "## Why these numbers",
         "",
@@ -70,9 +54,7 @@ def run_readme(folder: Path, *, plan: Plan, manifest: Manifest, result: dict[str
         "",
         "## Repeat it",
         "",
-        "```",
-        f"tunewell train --config {folder / 'config.yaml'} --out another-run",
-        "```",
+        *usage.repeat(),
         "",
         *_listed("What was healed", healed),
         *_listed("What to change next time", result["advice"]),
@@ -85,13 +67,11 @@ def _listed(title: str, lines: list[str]) -> list[str]:
     return [f"## {title}", "", *[f"- {line}" for line in lines], ""] if lines else []
 
 
-def _use(folder: Path, plan: Plan, result: dict[str, Any]) -> list[str]:
-    paths = [path for path, _ in result["artefacts"].items() if "checkpoints" in path]
+def _use(folder: Path, usage: Usage, manifest: Manifest, result: dict[str, Any]) -> list[str]:
+    paths = [Path(path) for path in result["artefacts"] if "checkpoints" in path]
     if not paths:
         return ["No checkpoint was written."]
-    is_gguf = plan.model.startswith("package:") or plan.model.endswith(".gguf")
-    text = _USE_MODEL if plan.method.value == "full" else _USE_ADAPTER_ON_GGUF if is_gguf else _USE_ADAPTER
-    return text.format(model=plan.model, path=paths[0]).splitlines()
+    return usage.use(folder, paths[0].relative_to(folder), manifest)
 
 
 def _choices(plan: Plan) -> list[tuple[str, Chosen[Any]]]:

@@ -142,7 +142,7 @@ def _train(wish: "_Wish", notebook: Notebook) -> tuple[TrainResult, bool]:
         ending = take_steps(run)
         result = result_of(loaded, run, ending, notebook=notebook, stages=stages, since=since)
         if world.is_first:
-            leave_behind(run, result, plan, corpus)
+            leave_behind(run, result, plan, corpus, allow_pickle=allow_pickle)
         run.events.close()
         run.remedies.close()
         return result, world.is_first

@@ -4,6 +4,7 @@ import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tunewell.config.load import Loaded
 from tunewell.core.errors import UserError
@@ -17,6 +18,7 @@ from tunewell.workflows.healing_story import advice, story
 from tunewell.workflows.loss_picture import draw_losses
 from tunewell.workflows.run_config import resume_command
 from tunewell.workflows.run_readme import run_readme
+from tunewell.workflows.run_usage import Usage
 from tunewell.workflows.train_result import Notebook, TrainResult
 
 
@@ -76,7 +78,7 @@ def _next(loaded: Loaded, ending: Ending, run: Path, *, allow_pickle: bool) -> s
     return f"tunewell validate {shlex.quote(str(run))}" if ending.status == "finished" else ""
 
 
-def leave_behind(run: Run, result: TrainResult, plan: Plan, corpus: Corpus) -> None:
+def leave_behind(run: Run, result: TrainResult, plan: Plan, corpus: Corpus, *, allow_pickle: bool) -> None:
     """Write what tells the story of the run to whoever finds its folder."""
     if result.losses:
         picture = result.run / "loss.png"
@@ -88,9 +90,8 @@ def leave_behind(run: Run, result: TrainResult, plan: Plan, corpus: Corpus) -> N
             result.notes.append(f"the loss curve could not be drawn: {error}")
     try:
         write_outcome(result.run, _outcome(result, plan))
-        run_readme(
-            result.run, plan=plan, manifest=corpus.manifest, result=result.as_json(), healed=story(result.healing)
-        )
+        told, healed, usage = result.as_json(), story(result.healing), _usage(run, allow_pickle)
+        run_readme(result.run, plan=plan, manifest=corpus.manifest, result=told, healed=healed, usage=usage)
     except OSError as error:
         result.notes.append(f"`{OUTCOME}` and the run's `README.md` could not be written: {error.strerror or error}")
 
@@ -116,6 +117,12 @@ def _outcome(result: TrainResult, plan: Plan) -> Outcome:
         signal=result.signal,
         allowed_changes=result.changes,
     )
+
+
+def _usage(run: Run, allow_pickle: bool) -> Usage:
+    config: Any = run.learner.model.config
+    rows = config.get_text_config().vocab_size
+    return Usage(run.plan.method.value == "lora", config.model_type, rows, allow_pickle)
 
 
 def _from_run(path: str, run: Path) -> str:

@@ -1,0 +1,117 @@
+"""What the page in a run's folder says can be done there, as a person would paste it."""
+
+import contextlib
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import tunewell
+from corpora import write_rows
+from forked import run_command
+from tunewell.config.load import load_config
+
+SETS = [
+    "method.rank=4",
+    "train.max_steps=2",
+    "train.batch_documents=2",
+    "train.threads=1",
+    "train.learning_rate=5e-3",
+    "evaluate.samples=0",
+    "verdict.after_training=false",
+    "device=cpu",
+]
+TEMPLATE = "{% for m in messages %}{{ '<|say|>' + m['role'] + ': ' + m['content'] + '<|im_end|>' }}{% endfor %}"
+
+
+@pytest.fixture
+def project(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Rows and a model here, a config in a folder of its own: no path is the same from two of them."""
+    rows = [{"instruction": f"What is {n} plus {n}?", "output": f"It is {2 * n}."} for n in range(12)]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    (tmp_path / "settings").mkdir()
+    (tmp_path / "settings" / "tunewell.yaml").write_text(f"tokenizer: {tiny_model}\n")
+    (tmp_path / "settings" / "say.jinja").write_text(TEMPLATE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _write_model(folder: Path, tokenizer: Path, *, num_rows: int = 500, is_tied: bool = False) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=num_rows, num_attention_heads=2, tie_word_embeddings=is_tied, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
+
+
+def _train(*sets: str, model: str, allow_pickle: bool = False) -> Path:
+    loaded = load_config(Path("settings/tunewell.yaml"), [*SETS, "run=my run", *sets], model=model, data="rows.jsonl")
+    return tunewell.train(loaded, allow_pickle=allow_pickle).run
+
+
+def _said(run: Path, title: str, kind: str = "") -> str:
+    """Give the block of a section."""
+    section = (run / "README.md").read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    found = re.search(rf"```{kind}\n(.*?)```", section, re.DOTALL)
+    assert found and "In this folder:" in section, section
+    return found[1]
+
+
+def _done(run: Path) -> dict[str, Any]:
+    """Do what the page says, where it says; give what it made."""
+    names: dict[str, Any] = {}
+    with contextlib.chdir(run):
+        exec(_said(Path(), "Use it", "python"), names)  # noqa: S102  as whoever reads the page does
+    return names
+
+
+@pytest.mark.parametrize(("num_rows", "is_tied"), [(500, False), (500, True), (512, False)])
+@pytest.mark.parametrize("adds", [False, True])
+def test_the_code_of_an_adapter_loads_it_whole(
+    project: Path, tiny_model: Path, num_rows: int, is_tied: bool, adds: bool
+) -> None:
+    """With a token that was added the base has too few rows, or some to spare; paths from elsewhere lead nowhere."""
+    _write_model(project / "base", tiny_model, num_rows=num_rows, is_tied=is_tied)
+    sets = ("template.name=settings/say.jinja", "template.add_missing_tokens=true") if adds else ()
+    run = _train(*sets, model="base")
+    names = _done(run)
+    own = {
+        re.sub(r"\.modules_to_save|\.default", "", name): value for name, value in names["model"].state_dict().items()
+    }
+    saved = load_file(project / "my run" / "checkpoints" / "step-000002" / "adapter_model.safetensors")
+    assert saved and all(torch.equal(own[name], tensor) for name, tensor in saved.items())
+    assert len(names["tokenizer"]) == 500 + adds
+    assert len(names["model"].get_input_embeddings().weight) == max(num_rows, 500 + adds)
+
+
+def test_the_code_of_a_whole_model_loads_it(project: Path) -> None:
+    names = _done(_train("method.kind=full", model="preset:tiny-1m"))
+    saved = load_file(project / "my run" / "checkpoints" / "step-000002" / "model.safetensors")
+    assert all(torch.equal(value, saved[name]) for name, value in names["model"].named_parameters())
+
+
+def test_what_no_other_program_loads_is_used_and_repeated_by_commands_that_work(
+    project: Path, tiny_model: Path
+) -> None:
+    """`from_pretrained("model.pt")` cannot work, and a command without `--allow-pickle` is refused."""
+    _write_model(project / "base", tiny_model)
+    torch.save(load_file(project / "base" / "model.safetensors"), project / "base" / "model.pt")
+    run = _train(model="base/model.pt", allow_pickle=True).resolve()
+    chat, export = _said(run, "Use it").splitlines()
+    assert chat == "tunewell chat . --allow-pickle"
+    for line in (export, _said(run, "Repeat it").strip()):
+        done = run_command(*shlex.split(line)[1:], cwd=run)
+        assert done.returncode == 0, done.stderr
+    LlamaForCausalLM.from_pretrained(run / "export" / "merged")
+    assert (run.parent / "another-run" / "outcome.json").is_file()
+
+
+def test_a_preset_is_not_said_to_be_a_folder(project: Path) -> None:
+    page = (_train(model="preset:tiny-1m") / "README.md").read_text()
+    assert "from_pretrained" not in page and "tunewell export . --to merged" in page
