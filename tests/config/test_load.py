@@ -1,11 +1,12 @@
 """Loading a config: precedence, origins, other tools' names, and every mistake told with its line."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from tunewell.config.load import Loaded, load_config
+from tunewell.config.load import Loaded, as_loaded, load_config
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
 
@@ -31,6 +32,53 @@ def test_without_a_file_everything_is_the_default():
     loaded = load_config()
     assert loaded.config == Config() and loaded.file is None and loaded.base == Path()
     assert loaded.origin("packing.context_length") == "default"
+
+
+def test_a_mapping_is_read_as_a_file_would_be():
+    """A notebook has its settings in a dictionary; other tools' names, short sources and paths are the same there."""
+    Path("tunewell.yaml").write_text("seed: 99\n")
+    given = {
+        "model": Path("base"),
+        "data": {"sources": ("rows.jsonl#5", {"path": "more.jsonl"})},
+        "max_seq_length": 512,
+        "method": None,
+        "train": {"epochs": 2},
+    }
+    text = (
+        "model: base\ndata:\n  sources: ['rows.jsonl#5', {path: more.jsonl}]\nmax_seq_length: 512\ntrain: {epochs: 2}\n"
+    )
+    loaded = as_loaded(given, ["train.epochs=1"], model="other")
+    assert loaded.config == load(text, "train.epochs=1", model="other").config
+    assert loaded.file is None and loaded.base == Path() and given["train"] == {"epochs": 2}
+    assert loaded.origin("packing.context_length") == "the config" and loaded.origin("model") == "--model"
+    assert as_loaded({}).config == Config()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"train": {"epoch": 2}}, "unknown key `train.epoch`"),
+        ({"train": {"epochs": "2"}}, "`train.epochs` must be"),
+        ({"train": 5}, "`train` holds keys"),
+        ({"max_length": 5, "cutoff_len": 5}, "are one key"),
+        ({1: 2}, "the key 1 is no text"),
+        ({"train": {None: 2}}, "the key None is no text"),
+        (["model"], "a config is a file or a mapping, not list"),
+        (5, "not int"),
+    ],
+)
+def test_a_mapping_that_cannot_be_read_is_refused_in_words(given, words):
+    """A TypeError from deep inside says nothing about which key it was."""
+    with pytest.raises(UserError) as caught:
+        as_loaded(given)
+    assert words in str(caught.value)
+
+
+def test_a_mapping_that_holds_itself_is_refused():
+    given: dict[str, Any] = {"train": {}}
+    given["train"]["again"] = given
+    with pytest.raises(UserError, match="nested more than 32 deep"):
+        as_loaded(given)
 
 
 def test_the_defaults_are_what_the_pages_promise():

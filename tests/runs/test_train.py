@@ -16,15 +16,18 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from tiny_runs import make_plan
 
 import tunewell
 from corpora import write_rows
 from forked import Command, run_command
+from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
 from tunewell.records.checkpoint import read_manifest, write_manifest
 from tunewell.records.events import read_events
-from tunewell.records.plan import read_plan
+from tunewell.records.plan import Chosen, read_plan
 from tunewell.workflows import train_ending
+from tunewell.workflows.training_parts import CHANGE_NAMES, identity_of
 
 SETTINGS = [
     "method.rank=4",
@@ -251,6 +254,31 @@ def test_the_library_does_the_same(project: Path, monkeypatch: pytest.MonkeyPatc
     result = tunewell.train(sets=[*SETTINGS, "train.max_steps=2", "device=cpu"])
     assert result.status == "finished" and result.steps == 2
     assert read_plan(project / "run").num_steps.value == 2
+
+
+def test_the_library_takes_a_mapping_and_its_run_can_be_gone_on_with(
+    project: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Settings of a notebook are a dictionary; the run folder has them for the command line."""
+    monkeypatch.chdir(project)
+    config = {"model": "preset:tiny-1m", "tokenizer": tiny_model, "data": {"sources": "rows.jsonl"}, "run": "mine"}
+    sets = [*SETTINGS, "train.max_steps=2", "method.kind=full", "device=cpu"]
+    assert tunewell.train(config, sets=sets).run == Path("mine")
+    resumed = run_command("train", "--resume", "--config", "mine/config.yaml", "--out", "mine", cwd=project)
+    assert resumed.returncode == 0 and "going on after step 2" in resumed.stderr, resumed.stderr
+
+
+def test_a_change_of_something_that_is_not_there_cannot_be_allowed(project: Path) -> None:
+    """A misspelt name would be believed to have been allowed; every name that a refusal gives is known."""
+    assert set(_lora_identity()) <= CHANGE_NAMES
+    refused = _train(project, "--allow-change", "learning-rate")
+    assert refused.returncode == 2 and "did you mean `learning_rate`" in refused.stderr and "seed" in refused.stderr
+    assert not (project / "run").exists()
+
+
+def _lora_identity() -> dict[str, Any]:
+    plan = make_plan()
+    return identity_of(plan.model_copy(update={"method": Chosen(value="lora", because="a test")}), Config(), "weights")
 
 
 def test_two_processes_train_one_run(project: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tunewell.config.load import Loaded, load_config
+from tunewell.config.load import Loaded, as_loaded, load_config
 from tunewell.workflows.run_config import resume_command
 
 
@@ -52,3 +52,10 @@ def test_it_means_the_same_as_the_first_one(here: Path, config: str | None, mode
 
 def test_what_the_config_says_is_not_said_again(here: Path) -> None:
     assert resume_command(load_config()) == "tunewell train --resume"
+
+
+def test_what_a_program_handed_over_is_taken_from_the_run(here: Path) -> None:
+    """Nothing was typed that could be typed again."""
+    loaded = as_loaded({"model": "my model", "run": "my run"})
+    words = "tunewell train --resume --config 'my run/config.yaml' --out 'my run'"
+    assert resume_command(loaded) == words

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from tunewell.config.given import GIVEN, read_mapping
 from tunewell.config.keys import alias_places, all_keys, nearest, parse_key, plain_name, without_alias, write_key
 from tunewell.config.overrides import place, seen_from
 from tunewell.config.problems import Problem, refuse
@@ -50,8 +51,23 @@ class Loaded:
         return str(path) if path.exists() else name
 
 
+Given = Loaded | Mapping[str, Any] | str | Path | None
+"""A config as a program may hand it over."""
+
+
+def as_loaded(config: Given, sets: Sequence[str] = (), **flags: Any) -> Loaded:
+    """Take a config that was loaded, or load it from a file, a mapping, or `tunewell.yaml` of the current folder."""
+    if isinstance(config, Loaded):
+        return config
+    if isinstance(config, str):
+        config = Path(config) if config else None
+    if not isinstance(config, Path | Mapping | None):
+        raise UserError(f"a config is a file or a mapping, not {type(config).__name__}", fix="give its path or a dict")
+    return load_config(config, sets, **flags)
+
+
 def load_config(
-    path: Path | None = None,
+    path: Path | Mapping[str, Any] | None = None,
     sets: Sequence[str] = (),
     *,
     model: str | None = None,
@@ -62,14 +78,19 @@ def load_config(
 ) -> Loaded:
     """Load `path`, or `tunewell.yaml` of the current folder where there is one, and put flags and `--set` over it.
 
-    Without `has_file` no file is looked for: flags and `--set` are all there is.
+    A mapping is read as a file of the current folder would be. Without `has_file` no file is looked for: flags and
+    `--set` are all there is.
 
     Of two `--set` for one key the later counts. Relative paths in the file start from the file's folder, those in flags
     and `--set` from the current folder. Raises UserError with every problem found.
     """
-    file = _find(path) if has_file else None
+    file = _find(path) if has_file and not isinstance(path, Mapping) else None
     draft = _Draft(base=file.parent if file else Path())
-    if file:
+    if isinstance(path, Mapping):
+        draft.tree, draft.origins = read_mapping(path)
+        _rename_aliases(draft)
+        _spell_out(draft.tree)
+    elif file:
         _read_file(draft, file)
     flags = {"model": model, "data": data, "out": out, "seed": seed}
     for flag, value in flags.items():
@@ -104,7 +125,7 @@ class _Draft:
 
     def origin(self, steps: Steps) -> str:
         lengths = range(len(steps), -1, -1)
-        return next((self.origins[steps[:n]] for n in lengths if steps[:n] in self.origins), "the config")
+        return next((self.origins[steps[:n]] for n in lengths if steps[:n] in self.origins), GIVEN)
 
 
 def _find(path: Path | None) -> Path | None:

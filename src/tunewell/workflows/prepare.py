@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tunewell.config.load import Loaded, load_config
+from tunewell.config.load import Given, Loaded, as_loaded
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_file, sha256_text, stable_json
 from tunewell.data.cleaning import CleanOptions
@@ -58,7 +58,7 @@ class PrepareResult:
 
 
 def prepare(
-    config: Loaded | str | Path | None = None,
+    config: Given = None,
     *,
     sets: Sequence[str] = (),
     model: str | None = None,
@@ -71,8 +71,7 @@ def prepare(
     Raises UserError for whatever the user can mend; an existing corpus stays as it was until the new one is whole.
     """
     started = time.perf_counter()
-    if not isinstance(config, Loaded):
-        config = load_config(Path(config) if config else None, sets, model=model, data=data, out=out)
+    config = as_loaded(config, sets, model=model, data=data, out=out)
     order = plan_order(config, progress)
     target = config.path(config.config.corpus)
     place = CorpusPlace(target)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import yaml
 
+from tunewell.config.given import GIVEN
 from tunewell.config.load import FILE_NAME, Loaded
 from tunewell.config.schema import Source
 from tunewell.core.redact import redact
@@ -54,6 +55,9 @@ def resume_command(loaded: Loaded, *, allow_pickle: bool = False) -> str:
     It is to be given in the folder where that was.
     """
     words = ["tunewell", "train", "--resume", *(["--allow-pickle"] if allow_pickle else [])]
+    if GIVEN in loaded.origins.values():  # by a program: nothing was typed, but the run has it
+        run = loaded.path(loaded.config.run)
+        return shlex.join([*words, "--config", str(run / "config.yaml"), "--out", str(run)])
     if loaded.file is not None and loaded.file != Path(FILE_NAME):
         words += ["--config", str(loaded.file)]
     model = loaded.config.model or ""

@@ -6,12 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from tunewell.config.load import Loaded, load_config
+from tunewell.config.load import Given, Loaded, as_loaded
 from tunewell.core.errors import UserError
 from tunewell.core.redact import redact
 from tunewell.data.corpus.reader import Corpus, open_corpus
@@ -38,7 +37,7 @@ from tunewell.workflows.pulse import Pulse
 from tunewell.workflows.run_config import config_of_run
 from tunewell.workflows.train_ending import Since, leave_behind, result_of
 from tunewell.workflows.train_result import Notebook, TrainResult
-from tunewell.workflows.train_resume import plan_to_resume, put_back
+from tunewell.workflows.train_resume import plan_to_resume, put_back, refuse_unknown_names
 from tunewell.workflows.training_parts import Parts, probe, put_together, start_of
 from tunewell.workflows.validate import ValidateOrder, validate
 
@@ -47,7 +46,7 @@ _NOT_JUDGED = 3
 
 
 def train(
-    config: Loaded | str | Path | None = None,
+    config: Given = None,
     *,
     sets: Sequence[str] = (),
     is_resuming: bool = False,
@@ -60,10 +59,12 @@ def train(
 ) -> TrainResult:
     """Train what a config describes, preparing the corpus first where that has not been done, and judge the result.
 
-    Raises UserError for whatever the person can mend, before the first step; afterwards a checkpoint is kept. A
-    supervisor hands in its pipes as `supervised`; `faults` are planted by tests of tunewell itself.
+    The config is a file, or a mapping with the keys of one, whose paths start from the current folder. Raises UserError
+    for whatever the person can mend, before the first step; afterwards a checkpoint is kept. A supervisor hands in its
+    pipes as `supervised`; `faults` are planted by tests of tunewell itself.
     """
-    loaded = config if isinstance(config, Loaded) else load_config(Path(config) if config else None, sets)
+    refuse_unknown_names(allowed_changes)
+    loaded = as_loaded(config, sets)
     _refuse_nothing(loaded)
     refuse_impossible(loaded)
     watcher = watcher or Unwatched()

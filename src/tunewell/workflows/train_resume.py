@@ -1,10 +1,12 @@
 """Go on with a run: as it was planned, from its newest whole checkpoint, and only where it is the same run."""
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from tunewell.config.load import Loaded
+from tunewell.core.errors import UserError
 from tunewell.data.corpus.reader import Corpus
 from tunewell.records.events import as_number, read_events
 from tunewell.records.plan import Plan, read_plan
@@ -12,12 +14,30 @@ from tunewell.training.engine import OPTIMIZER, Run, resume
 from tunewell.training.saved import compare_identity, find_newest, load_state
 from tunewell.workflows.data_change import refuse_change
 from tunewell.workflows.train_result import Notebook
+from tunewell.workflows.training_parts import CHANGE_NAMES
+
+_MEASURED = ("threads", "micro_batch_tokens", "compile")
+"""What a run chooses by its machine, and keeps."""
+
+
+def refuse_unknown_names(allowed: Sequence[str]) -> None:
+    """Raise UserError for a change that cannot be allowed because there is nothing of that name."""
+    names = sorted(CHANGE_NAMES | set(_MEASURED))
+    for name in allowed:
+        if name not in names:
+            close = get_close_matches(name, names, n=1)
+            guess = f"did you mean `{close[0]}`? " if close else ""
+            raise UserError(
+                f"there is no `{name}` whose change could be allowed",
+                where=f"--allow-change {name}",
+                fix=f"{guess}there are: {', '.join(names)}",
+            )
 
 
 def plan_to_resume(folder: Path, plan: Plan, allowed: Sequence[str], notebook: Notebook) -> Plan:
     """Go on as the run began: what was measured then is not measured again, or the numbers would differ."""
     before, wishes = read_plan(folder), plan.config["train"]
-    measured = [name for name in ("threads", "micro_batch_tokens", "compile") if wishes[name] == "auto"]
+    measured = [name for name in _MEASURED if wishes[name] == "auto"]
     same = {name: getattr(before, name) for name in measured if name not in allowed}
     if before.device.value != plan.device.value:
         notebook.noted(f"the run began on {before.device.value} and goes on on {plan.device.value}")

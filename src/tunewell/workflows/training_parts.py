@@ -45,6 +45,11 @@ _IDENTITY = (
     *("batch_tokens", "batch_documents", "micro_batch_tokens"),
 )
 """What of a plan must be the same for a run to go on."""
+_OPTIMIZER = ("min_rate_share", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")
+CHANGE_NAMES = frozenset(
+    ("model", "weights", "data", "tokenizer", "template", "seed", *_IDENTITY, *_OPTIMIZER, *Method.model_fields)
+) - {"kind"}
+"""Every name that the identity of some run has."""
 
 
 @dataclass
@@ -171,7 +176,7 @@ def identity_of(plan: Plan, config: Config, weights: str | None) -> dict[str, An
     method = config.method.model_dump(mode="json", exclude={"kind"}) if plan.method.value == "lora" else {}
     train = config.train.model_dump(
         mode="json",
-        include={"min_rate_share", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"},
+        include=set(_OPTIMIZER),
     )
     return {
         "model": plan.model,
