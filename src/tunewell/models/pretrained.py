@@ -37,7 +37,7 @@ def refuse_folder(folder: Path, *, allow_pickle: bool) -> None:
         raise UserError(
             "this is an adapter, not a model",
             where=str(folder),
-            fix="name the model it was made for, or merge the two first",
+            fix=f"name the model it was made for, or merge the two: `tunewell export {folder} --to merged --out NEW`",
         )
     if not allow_pickle and not any(folder.glob("*.safetensors*")):
         raise UserError(

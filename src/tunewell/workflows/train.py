@@ -17,11 +17,12 @@ from tunewell.data.corpus.reader import Corpus, open_corpus
 from tunewell.hardware.allocator import keep_freed_memory
 from tunewell.hardware.probe import probe_device
 from tunewell.hardware.threads import measure_threads
+from tunewell.models.adapters import CONFIG as ADAPTER
 from tunewell.models.facts import ModelFacts, read_facts
 from tunewell.planning.order import PlanOrder
 from tunewell.planning.training import choose_batch, plan_training
 from tunewell.records.manifest import MANIFEST
-from tunewell.records.plan import Plan, write_plan
+from tunewell.records.plan import PLAN, Plan, write_plan
 from tunewell.records.rundir import RunDir
 from tunewell.training.batches import DataOrder
 from tunewell.training.checkpoints import room_warning
@@ -200,6 +201,15 @@ def _refuse_nothing(loaded: Loaded) -> None:
         )
     if config.model is None:
         raise UserError("no model is named", fix=fix)
+    place = loaded.path(config.model)
+    for name, what in ((ADAPTER, "an adapter"), (PLAN, "a run")):
+        if (place / name).is_file():
+            quoted = shlex.quote(str(place))
+            raise UserError(
+                f"`{config.model}` is {what}, and training begins with a model",
+                where=loaded.origin("model"),
+                fix=f"make one of it with `tunewell export {quoted} --to merged --out NEW`, and train `NEW/merged`",
+            )
 
 
 def _corpus(loaded: Loaded, world: World) -> Corpus:
