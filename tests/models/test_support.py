@@ -139,6 +139,8 @@ def test_only_the_text_part_of_some_models_is_known():
     part = text_part(config)
     assert part is not None
     assert part.config is config.get_text_config()
+    # `AutoModelForCausalLM` gives the whole, in which PEFT is to find what was trained.
+    assert part.inside == "model.language_model."
     assert text_part(tiny_config("llama")) is None
     assert refuse_unsupported(config, longest_document=1) == []
 

@@ -41,6 +41,8 @@ class LoadOrder:
     """Of the first weights of a preset."""
     is_packed: bool = True
     """Whether it will read documents laid end to end, which not every model can."""
+    is_whole: bool = False
+    """Whether it is wanted as `AutoModelForCausalLM` gives it to anyone: with the parts that see or hear, if any."""
     allow_pickle: bool = False
     key_map: Path | None = None
     """How a checkpoint of other code names its weights; by default the `.keys.json` beside it."""
@@ -66,6 +68,8 @@ class LoadedModel:
     """Whether rows were added to the embedding and the head, which must then be trained."""
     new_token_ids: list[int] = field(default_factory=list)
     """Ids of the tokens that were added to the tokenizer; nothing is known of them yet, resized or not."""
+    inside: str = ""
+    """Where it lies in what `AutoModelForCausalLM` makes of its files, if it is the text part of a larger model."""
 
 
 def load_model(order: LoadOrder) -> LoadedModel:
@@ -76,7 +80,7 @@ def load_model(order: LoadOrder) -> LoadedModel:
     packed_attention.register()
     vocabulary = read_vocabulary(order.tokenizer_folder, order.added_tokens)
     with quiet():
-        model, notes = _load(order, vocabulary)
+        model, notes, inside = _load(order, vocabulary)
         was_resized = fit_vocabulary(model, vocabulary, order.model)
     if was_resized:
         number = len(vocabulary.new_ids)
@@ -89,16 +93,16 @@ def load_model(order: LoadOrder) -> LoadedModel:
     embedding.padding_idx = None
     model.eval().requires_grad_(False)
     verify_placement(model, device=order.device, dtype=order.dtype)
-    return LoadedModel(model, notes, was_resized, vocabulary.new_ids)
+    return LoadedModel(model, notes, was_resized, vocabulary.new_ids, inside)
 
 
-def _load(order: LoadOrder, vocabulary: Vocabulary) -> tuple[PreTrainedModel, list[str]]:
+def _load(order: LoadOrder, vocabulary: Vocabulary) -> tuple[PreTrainedModel, list[str], str]:
     if is_preset(order.model):
-        return _from_preset(order, vocabulary)
+        return *_from_preset(order, vocabulary), ""
     files = locate(order.model)
     path = Path(order.model).expanduser()
     if files.origin == "file" and path.suffix in WEIGHT_SUFFIXES:
-        return _from_foreign(path, order)
+        return *_from_foreign(path, order), ""
     if files.origin == "hub":
         return _from_transformers(order.model, order)
     folder = next((file.parent for file in [*files.small.values(), files.gguf] if file is not None), path)
@@ -111,7 +115,7 @@ def _load(order: LoadOrder, vocabulary: Vocabulary) -> tuple[PreTrainedModel, li
             where=str(folder),
             fix="give a folder with `model.safetensors`, a `.gguf` file, a hub id, or `preset:NAME`",
         )
-    return _from_gguf(gguf, order)
+    return *_from_gguf(gguf, order), ""
 
 
 def _only_gguf(folder: Path) -> Path | None:
@@ -156,18 +160,18 @@ def _from_foreign(path: Path, order: LoadOrder) -> tuple[PreTrainedModel, list[s
     return from_tensors(config, weights, source=order.model, how=order.how()), notes
 
 
-def _from_transformers(place: str, order: LoadOrder) -> tuple[PreTrainedModel, list[str]]:
+def _from_transformers(place: str, order: LoadOrder) -> tuple[PreTrainedModel, list[str], str]:
     is_folder = Path(place).is_dir()
     is_local = is_folder or hub_is_out_of_reach() is not None
     if is_folder:
         refuse_folder(Path(place), allow_pickle=order.allow_pickle)
     config = read_config(place, is_local=is_local)
     notes = order.refuse(config)
-    part = text_part(config)
+    part = None if order.is_whole else text_part(config)
     model, unused = from_files(
         place, config, part=part, allow_pickle=order.allow_pickle, is_local=is_local, how=order.how()
     )
     if unused:
         what = f"the text part of `{config.model_type}` is trained; " if part is not None else ""
         notes.append(f"{what}{len(unused):,} weights in its files are not part of the model: {named(unused)}")
-    return model, notes
+    return model, notes, "" if part is None else part.inside

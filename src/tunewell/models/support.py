@@ -21,6 +21,8 @@ _LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 _SENSES = ("vision", "audio", "image", "speech", "video", "vq", "text")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _FIX = "choose another model"
+INSIDE = "model.language_model."
+"""Where transformers keeps the text part of a model that also sees or hears, once it is loaded."""
 _PROBE_TOKENS = 8
 # Relative to the largest logit. The same numbers are computed twice, so only the order of roundings differs.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -33,6 +35,8 @@ class TextPart:
     config: PreTrainedConfig
     key_mapping: dict[str, str]
     """Regular expressions that turn the names in the whole model's files into those of the part."""
+    inside: str
+    """Where it lies in what `AutoModelForCausalLM` makes of the files; empty where that is the part alone."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,22 @@ def text_part(config: PreTrainedConfig) -> TextPart | None:
     """Find the language model in one that also sees or hears; None for a plain one, UserError where there is no way."""
     senses = [name.removesuffix("_config") for name in config.sub_configs if name.startswith(_SENSES)]
     if config.model_type in _table()["text_parts"]:
-        return TextPart(config.get_text_config(), _table()["text_parts"][config.model_type])
+        given = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        inside = INSIDE if getattr(given, "config_class", None) is type(config) else ""
+        return TextPart(config.get_text_config(), _table()["text_parts"][config.model_type], inside)
     if senses:
         known = ", ".join(f"`{name}`" for name in _table()["text_parts"])
         raise _refusal(config, f"it has parts for more than text ({', '.join(senses)}); of such only {known} are known")
     return None
+
+
+def text_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Give a model's weights under every name they have; of one that also sees or hears those of its text part."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    if not any(name.startswith(INSIDE) for name in weights):
+        return weights
+    part = {f"model.{name.removeprefix(INSIDE)}": own for name, own in weights.items() if name.startswith(INSIDE)}
+    return part | {name: own for name, own in weights.items() if not name.startswith("model.")}
 
 
 def head_facts(model: PreTrainedModel) -> HeadFacts:

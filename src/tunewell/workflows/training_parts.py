@@ -105,7 +105,7 @@ def put_together(parts: Parts) -> Run:
     adapter = None
     if is_lora:
         method = _with_new_rows(config.method, model) if found.new_token_ids else config.method
-        adapter = adapters.add_lora(model, method, seed=plan.seed)
+        adapter = adapters.add_lora(model, method, seed=plan.seed, inside=found.inside)
     else:
         adapters.train_everything(model)
     verify_placement(model, device=device, dtype=dtype)

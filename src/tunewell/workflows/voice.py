@@ -19,7 +19,7 @@ from tunewell.hardware.threads import measure_threads
 from tunewell.models import adapters
 from tunewell.models.attention import SDPA
 from tunewell.models.generate import stop_ids_of
-from tunewell.models.load import LoadOrder, load_model
+from tunewell.models.load import LoadedModel, LoadOrder, load_model
 from tunewell.records.manifest import read_manifest
 from tunewell.workflows.gguf_voice import open_in_llama_cpp
 from tunewell.workflows.subject import FoundSubject
@@ -109,7 +109,7 @@ def open_voice(
         text.save(Path(folder))
         added = subject.added_tokens or text.tokenizer.added_by_us
 
-        def load(model: str) -> tuple[PreTrainedModel, list[str]]:
+        def load(model: str) -> LoadedModel:
             order = LoadOrder(
                 model,
                 Path(folder),
@@ -121,21 +121,22 @@ def open_voice(
                 attention=SDPA if is_packed else "sdpa",
                 is_packed=is_packed,
             )
-            found = load_model(order)
-            return found.model, found.notes
+            return load_model(order)
 
         if opened is not None:
             voice.runtime, voice.precision = opened, opened.stored_as
             voice.computed_by, voice.num_threads = opened.computed_by, opened.num_threads
             voice.stop_ids = _stop_ids(text.tokenizer, voice.masker, None)
         else:
-            model, notes = load(subject.model)
-            voice.adapter = None if subject.adapter is None else adapters.load_adapter(model, subject.adapter)
+            found = load(subject.model)
+            model = found.model
+            if subject.adapter is not None:
+                voice.adapter = adapters.load_adapter(model, subject.adapter, inside=found.inside)
             model.requires_grad_(False)
             voice.runtime = TorchRuntime(model.eval(), voice.precision)
             _use_fastest_threads(model)
             voice.stop_ids = _stop_ids(text.tokenizer, voice.masker, model)
-            voice.notes += notes
+            voice.notes += found.notes
         if subject.corpus is not None:
             # Sources may have templates of their own, which end turns otherwise.
             known = stop_ids_of(text.tokenizer, read_manifest(subject.corpus))
@@ -143,7 +144,7 @@ def open_voice(
         voice.pad_id = min(voice.stop_ids, default=0)
         if with_base and subject.base is not None and not voice.can_switch:
             other = open_in_llama_cpp(subject.as_base(), text, device=device)[0] if opened is not None else None
-            voice._base = other or TorchRuntime(load(subject.base)[0], torch_precision)
+            voice._base = other or TorchRuntime(load(subject.base).model, torch_precision)
     return voice
 
 

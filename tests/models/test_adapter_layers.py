@@ -1,0 +1,32 @@
+"""A method means layers that are there, each for one purpose."""
+
+import pytest
+from lessons import tiny_llama
+
+from tunewell.config.schema import Method
+from tunewell.core.errors import UserError
+from tunewell.models import adapters
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        Method(targets=("q_proj",), modules_to_save=("q_proj",)),
+        Method(targets=("q_proj", "v_proj"), modules_to_save=("q_proj",)),
+        Method(targets=("q_proj", "down_proj"), modules_to_save=("mlp",)),
+    ],
+)
+def test_what_is_trained_as_a_whole_cannot_get_matrices_too(method: Method) -> None:
+    """PEFT refuses such an adapter, or leaves the matrices out."""
+    with pytest.raises(UserError, match="cannot both get matrices"):
+        adapters.add_lora(tiny_llama(), method, seed=0)
+
+
+def test_a_module_without_weights_cannot_be_trained() -> None:
+    with pytest.raises(UserError, match=r"`model\.rotary_emb` has no weights"):
+        adapters.add_lora(tiny_llama(), Method(modules_to_save=("rotary_emb",)), seed=0)
+
+
+def test_something_must_be_left_for_matrices() -> None:
+    with pytest.raises(UserError, match="no linear layer is left"):
+        adapters.add_lora(tiny_llama(), Method(modules_to_save=("self_attn", "mlp")), seed=0)
