@@ -14,6 +14,7 @@ from tunewell.exporting.sketch import Sketch
 from tunewell.exporting.tensor_checks import check_tensors, compare_weights
 from tunewell.models.placement import not_finite_names
 from tunewell.models.quiet import quiet
+from tunewell.models.support import text_weights
 from tunewell.records.parity import LOSSLESS, Artefact, Check, Link, ModelFacts, Probe, Proof
 
 Progress = Callable[[int, int], None]
@@ -102,7 +103,7 @@ def _transformers(
 
 def _tensors(model: Any, facts: ModelFacts, sketches: Mapping[str, Sketch], kind: str) -> Check:
     """Compare the weights of a loaded model, under every name they have, with what was trained."""
-    weights = dict(model.named_parameters(remove_duplicate=False))
+    weights = text_weights(model)
     wanted = {**sketches, **{twin: sketches[name] for twin, name in facts.twins.items()}}
     return check_tensors(
         compare_weights(weights, wanted, kind),

@@ -1,6 +1,5 @@
 """Make the files of an export, one kind at a time, into a folder that has no name yet."""
 
-import json
 import os
 import shutil
 import tempfile
@@ -10,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from tunewell.core.files import sha256_file
 from tunewell.core.units import count, size_bytes
@@ -59,17 +59,18 @@ class Maker:
         self._ggufs: dict[str, Path] = {}
 
     def adapter(self) -> Artefact:
-        """Copy the adapter, with the tokenizer, the template and a card beside it."""
-        source, target = self.voice.subject.adapter, self.folder / "adapter"
-        assert source is not None and self.voice.adapter is not None
+        """Write the adapter as PEFT is to load it, with the tokenizer, the template and a card beside it."""
+        own, target = self.voice.adapter, self.folder / "adapter"
+        assert own is not None
         self.tell("writing the adapter", 0, 0)
         target.mkdir()
-        shutil.copyfile(source / adapters.WEIGHTS, target / adapters.WEIGHTS)
-        settings = json.loads((source / adapters.CONFIG).read_text(encoding="utf-8"))
+        # Not copied: earlier versions, and PEFT itself, name layers so that PEFT does not always find them again.
+        tensors = adapters.adapter_tensors(self.voice.model, own)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / adapters.WEIGHTS)
         base = self.voice.subject.base
         # From anywhere: PEFT looks from where it is called.
-        settings["base_model_name_or_path"] = str(Path(base).resolve()) if base and Path(base).exists() else base
-        (target / adapters.CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        place = str(Path(base).resolve()) if base and Path(base).exists() else base
+        (target / adapters.CONFIG).write_text(adapters.adapter_config(own, place), encoding="utf-8")
         self.text.tokenizer.save(target, self.template.source)
         self._stops().save_pretrained(target)
         return self._finished("adapter", "fp32", target)

@@ -113,15 +113,16 @@ def _ollama(folder: Path, artefact: Artefact, proof: Proof) -> Link:
 
 
 def _base(place: Path, proof: Proof, base: str | None) -> Any:
-    """Load the base of an adapter in fp32, rebuilt where it is a GGUF, as PEFT is to find it."""
+    """Load the base of an adapter in fp32 as anyone would give it to PEFT; a GGUF is rebuilt."""
     written = json.loads((place / "adapter_config.json").read_text(encoding="utf-8"))
     name = base or written.get("base_model_name_or_path") or proof.base
     if name is None:
         raise UserError("the adapter does not say what it was made from", fix="add `--base MODEL`")
     cpu = torch.device("cpu")
     try:
-        return load_model(LoadOrder(name, place, cpu, torch.float32, attention="sdpa", is_packed=False)).model
-    except (UserError, OSError, ValueError) as error:
+        order = LoadOrder(name, place, cpu, torch.float32, attention="sdpa", is_packed=False, is_whole=True)
+        return load_model(order).model
+    except (UserError, OSError, ValueError, ImportError) as error:
         what, *rest = str(getattr(error, "what", error)).splitlines() or [""]
         raise UserError(
             f"the adapter's base cannot be loaded: {what}",
