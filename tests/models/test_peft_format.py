@@ -191,6 +191,15 @@ def _by_peft(folder: Path, *, tie: bool, saved: list[str], equal: bool = False) 
     return _logits(theirs)
 
 
+@pytest.mark.parametrize("saved", [["embed_tokens", "lm_head"], ["embed_tokens"], ["lm_head"]])
+def test_a_head_that_peft_trained_apart_from_its_embedding_is_refused(tmp_path: Path, saved: list[str]) -> None:
+    """One of the two was taken for both, without a word."""
+    _by_peft(tmp_path, tie=False, saved=saved)
+    with pytest.raises(UserError, match="differ") as refused:
+        adapters.load_adapter(tiny_llama(tie_word_embeddings=True), tmp_path)
+    assert "ensure_weight_tying" in str(refused.value.fix)
+
+
 @pytest.mark.parametrize(
     ("tie", "saved", "equal"),
     [
@@ -221,6 +230,26 @@ def test_an_earlier_adapter_with_the_tied_table_once_is_read(tmp_path: Path) -> 
     adapters.load_adapter(again, tmp_path)
     with stock_attention(again):
         assert distance(_logits(again), wanted) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "pissa_niter_4"},
+        {"init_lora_weights": "olora"},
+        {"alora_invocation_tokens": [5, 6]},
+        {"layer_replication": [[0, 2], [1, 2]]},
+    ],
+)
+def test_adapters_of_peft_that_ours_would_compute_otherwise_are_refused_by_name(tmp_path: Path, more: dict) -> None:
+    base = tiny_llama()
+    base.set_attn_implementation("sdpa")
+    get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **more)).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(UserError, match=next(iter(more))):
+        adapters.load_adapter(tiny_llama(), tmp_path)
 
 
 def test_matrices_beside_stacked_experts_are_refused_by_name(tmp_path: Path) -> None:

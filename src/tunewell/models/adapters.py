@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -96,6 +97,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, inside: str = "") -> A
     """Put an adapter that PEFT or tunewell wrote on a model; raise UserError for kinds that ours cannot compute."""
     config, where = read_adapter_config(folder), str(folder / WEIGHTS)
     tensors = {own_name(name): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
+    _refuse_apart(model, tensors, is_tied=bool(config.get("ensure_weight_tying")), where=where)
     targets, layers = config.get("target_modules") or (), config.get("layers_to_transform")
     linears = tuple(linears_of(model))
     wanted = selected(linears, targets)
@@ -158,6 +160,22 @@ def load_tensors(model: PreTrainedModel, tensors: dict[str, Tensor], *, where: s
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(tensors[name])
+
+
+def _refuse_apart(model: PreTrainedModel, tensors: dict[str, Tensor], *, is_tied: bool, where: str) -> None:
+    """Raise UserError for an adapter that trained a head apart from the embedding that it is one with here."""
+    given = [own for name in twins_of(model) if (own := tensors.get(peft_name(f"{name}.weight"))) is not None]
+    if not given or (len(given) == 1 and is_tied):
+        return
+    shared: Any = model.get_input_embeddings().weight
+    other = given[1] if len(given) == 2 else shared.detach().cpu().to(given[0].dtype)
+    if not torch.equal(given[0], other):
+        raise UserError(
+            "the adapter holds a head and an embedding that differ, but in this model the two are one",
+            where=where,
+            fix="train it again with PEFT's `ensure_weight_tying: true`; or let PEFT merge it into a model with "
+            "`tie_word_embeddings: false`, and give that",
+        )
 
 
 def _put_on(model: PreTrainedModel, adapter: Adapter, chosen: Selection) -> None:

@@ -27,6 +27,15 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "fan_in_fan_out": (False, None),
     "trainable_token_indices": (None,),
     "exclude_modules": (None,),
+    "layer_replication": (None,),
+    "alora_invocation_tokens": (None,),
+    "use_qalora": (False, None),
+    "use_bdlora": (None, False),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    # The others change the weights below the matrices as the adapter is loaded: PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
 """Settings of PEFT that change what an adapter computes, and the values under which ours computes the same."""
 
