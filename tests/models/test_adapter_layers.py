@@ -8,6 +8,14 @@ from tunewell.core.errors import UserError
 from tunewell.models import adapters
 
 
+def test_a_layer_that_is_not_there_is_refused_with_those_that_are() -> None:
+    """Of `[1, 7]` the 7 was left out without a word."""
+    with pytest.raises(UserError, match="no layer 7") as refused:
+        adapters.add_lora(tiny_llama(), Method(layers=(1, 7)), seed=0)
+    assert "0 to 1" in str(refused.value.fix)
+    adapters.add_lora(tiny_llama(), Method(layers=(1,)), seed=0)
+
+
 @pytest.mark.parametrize(
     "method",
     [

@@ -18,6 +18,7 @@ def chosen_layers(model: PreTrainedModel, method: Method) -> Selection:
     wanted = tuple(linears) if is_all else _matching(linears, method.targets, "linear layer")
     layers = None if method.layers == "all" else tuple(method.layers)
     if layers is not None:
+        _refuse_layers(linears, layers)
         wanted = tuple(name for name in wanted if layer_of(name) in layers)
     names = [name for name, _ in model.named_modules() if name]
     whole = with_twin(model, outermost(_matching(names, method.modules_to_save, "module")))
@@ -50,6 +51,17 @@ def chosen_layers(model: PreTrainedModel, method: Method) -> Selection:
         layers=layers,
         saved_by=method.modules_to_save,
     )
+
+
+def _refuse_layers(linears: Iterable[str], layers: Iterable[int]) -> None:
+    there = sorted({number for name in linears if (number := layer_of(name)) is not None})
+    if missing := [number for number in layers if number not in there]:
+        has = f"its layers are {there[0]} to {there[-1]}" if there else "its layers have no numbers"
+        raise UserError(
+            f"the model has no layer {', '.join(map(str, missing))}",
+            where=f"`method.layers` {list(layers)}",
+            fix=f"{has}; those with linear layers have: {', '.join(endings_of(linears))}",
+        )
 
 
 def outermost(modules: tuple[str, ...]) -> tuple[str, ...]:
