@@ -1,7 +1,8 @@
-"""A method means layers that are there, each for one purpose."""
+"""A method means layers that are there, each for one purpose, and says what it leaves out."""
 
 import pytest
 from lessons import tiny_llama
+from tiny_models import tiny
 
 from tunewell.config.schema import Method
 from tunewell.core.errors import UserError
@@ -38,3 +39,22 @@ def test_a_module_without_weights_cannot_be_trained() -> None:
 def test_something_must_be_left_for_matrices() -> None:
     with pytest.raises(UserError, match="no linear layer is left"):
         adapters.add_lora(tiny_llama(), Method(modules_to_save=("self_attn", "mlp")), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept"),
+    [
+        ("mixtral", ("experts.gate_up_proj`", "experts.down_proj`")),
+        ("qwen3_moe", ("`mlp.experts.gate_up_proj`",)),
+        ("deepseek_v3", ("`mlp.experts.down_proj`",)),
+    ],
+)
+def test_experts_that_get_no_matrices_are_named(kind: str, kept: tuple[str, ...]) -> None:
+    """They are most of such a model, and `all-linear` sounded as if they were trained."""
+    (note,) = adapters.notes_of(tiny(kind), Method())
+    assert all(name in note for name in kept) and "% of its weights" in note
+
+
+def test_a_model_without_experts_has_nothing_left_out() -> None:
+    assert adapters.notes_of(tiny_llama(), Method()) == []
+    assert adapters.notes_of(tiny("mixtral"), Method(targets=("q_proj",))) == []

@@ -20,6 +20,7 @@ from tunewell.models.peft_format import (
     Adapter,
     Selection,
     adapter_config,
+    ending_of,
     in_peft,
     is_within,
     layer_of,
@@ -29,6 +30,7 @@ from tunewell.models.peft_format import (
     read_adapter_config,
     saved_in,
     selected,
+    stacked_experts,
     twins_of,
 )
 
@@ -41,6 +43,7 @@ __all__ = [
     "add_lora",
     "load_adapter",
     "load_tensors",
+    "notes_of",
     "switched_off",
     "train_everything",
     "trainable",
@@ -66,6 +69,21 @@ def add_lora(model: PreTrainedModel, method: Method, *, seed: int, inside: str =
     for module in _lora_modules(model).values():
         module.draw(generator)
     return adapter
+
+
+def notes_of(model: PreTrainedModel, method: Method) -> list[str]:
+    """Say what an adapter leaves as it is though its targets sound as if it did not: experts that are stacked."""
+    experts = stacked_experts(model)
+    names = {ending_of(name.removesuffix(".weight")) for name in experts}
+    if not experts or not (method.targets == "all-linear" or {"gate_proj", "up_proj", *names} & set(method.targets)):
+        return []
+    # Without the layer: `mlp.experts.down_proj`.
+    kept = sorted({name.split(f".{layer_of(name)}.", 1)[-1] for name in experts})
+    share = sum(own.numel() for own in experts.values()) / sum(own.numel() for own in model.parameters())
+    return [
+        "the routed experts are left as they are: LoRA takes linear layers here, and this model keeps its experts in "
+        f"{', '.join(f'`{name}`' for name in kept)} ({share:.0%} of its weights)"
+    ]
 
 
 def train_everything(model: PreTrainedModel) -> None:

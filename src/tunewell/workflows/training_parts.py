@@ -105,6 +105,8 @@ def put_together(parts: Parts) -> Run:
     adapter = None
     if is_lora:
         method = _with_new_rows(config.method, model) if found.new_token_ids else config.method
+        for note in adapters.notes_of(model, method):
+            parts.watcher.noted(note)
         adapter = adapters.add_lora(model, method, seed=plan.seed, inside=found.inside)
     else:
         adapters.train_everything(model)
