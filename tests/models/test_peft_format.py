@@ -39,6 +39,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"mlp_only_layers": [0]},
     "mixtral": {},
     "olmoe": {},
+    # Its router is an `nn.Linear` that answers with more than one tensor, and was wrapped like any other.
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
 

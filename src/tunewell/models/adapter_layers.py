@@ -76,10 +76,13 @@ def with_twin(model: PreTrainedModel, whole: tuple[str, ...]) -> tuple[str, ...]
 
 
 def linears_of(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """List the linear layers by path; the head is none of them."""
+    """List the linear layers by path; the head is none of them, nor is a router that only looks like one."""
     head = model.get_output_embeddings()
+    # The router of PhiMoE is made of `nn.Linear` and answers with three tensors.
     return {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and "Router" not in type(module).__name__
     }
 
 
