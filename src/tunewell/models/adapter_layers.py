@@ -60,7 +60,7 @@ def _refuse_layers(linears: Iterable[str], layers: Iterable[int]) -> None:
         raise UserError(
             f"the model has no layer {', '.join(map(str, missing))}",
             where=f"`method.layers` {list(layers)}",
-            fix=f"{has}; those with linear layers have: {', '.join(endings_of(linears))}",
+            fix=f"{has}, and its linear layers: {', '.join(endings_of(linears))}",
         )
 
 
