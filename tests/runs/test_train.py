@@ -354,18 +354,20 @@ def test_secrets_do_not_reach_any_file_of_a_run(project: Path, monkeypatch: pyte
             assert secret not in path.read_text(encoding="utf-8"), path
 
 
-def test_a_model_in_a_folder_that_is_called_like_a_secret_is_trained_judged_and_gone_on_with(project: Path) -> None:
+def test_a_model_in_a_folder_that_is_called_like_a_secret_is_trained_judged_and_gone_on_with(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is taken out of files is not taken out of what the program works with."""
-    assert _train(project, "--out", "first", sets=("train.max_steps=2",)).returncode == 0
+    monkeypatch.chdir(project)
+    sets = [*SETTINGS, "device=cpu", "train.max_steps=2"]
+    assert tunewell.train(sets=[*sets, "run=first"]).status == "finished"
     base = project / "s3cr3t-b0x" / "base"
     shutil.copytree(project / "first" / "checkpoints" / "step-000002", base)
-    sets = ("method.kind=lora", "train.max_steps=2", "verdict.after_training=true", "verdict.questions=0")
-    secret = {"DB_PASSWORD": "s3cr3t-b0x"}
-    arguments = _arguments("--model", str(base), sets=sets)
-    done = run_command(*arguments, cwd=project, env=secret)
-    assert done.returncode in (0, 3, 4) and "could not be judged" not in done.stdout + done.stderr, done.stderr
+    sets += [f"model={base}", "method.kind=lora", "verdict.questions=0"]
+    monkeypatch.setenv("DB_PASSWORD", "s3cr3t-b0x")
+    assert tunewell.train(sets=[*sets, "verdict.after_training=true"]).validation is not None
     for path in (project / "run").rglob("*"):
         assert path.is_dir() or path.suffix == ".png" or b"s3cr3t-b0x" not in path.read_bytes(), path
-    for env in (secret, {}):
-        resumed = run_command(*arguments, "--resume", cwd=project, env=env)
-        assert "going on after step 2" in resumed.stderr, resumed.stderr
+    assert "going on after step 2" in tunewell.train(sets=sets, is_resuming=True).notes
+    monkeypatch.delenv("DB_PASSWORD")
+    assert "going on after step 2" in tunewell.train(sets=sets, is_resuming=True).notes
