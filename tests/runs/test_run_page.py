@@ -17,6 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import tunewell
 from corpora import write_rows
 from tunewell.config.load import load_config
+from tunewell.workflows import export
+from tunewell.workflows.verify import verify
 
 SETS = [
     "method.rank=4",
@@ -89,6 +91,18 @@ def test_the_code_of_an_adapter_loads_it_whole(
     assert saved and all(torch.equal(own[name], tensor) for name, tensor in saved.items())
     assert len(names["tokenizer"]) == 500 + adds
     assert len(names["model"].get_input_embeddings().weight) == max(num_rows, 500 + adds)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_an_adapter_with_tokens_of_its_own_is_exported_and_proven(
+    project: Path, tiny_model: Path, is_tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its base knows too few tokens until its tables are lengthened."""
+    _write_model(project / "base", tiny_model, is_tied=is_tied)
+    run = _train("template.name=settings/say.jinja", "template.add_missing_tokens=true", model="base")
+    monkeypatch.setattr(export, "_prove", lambda staged, tell: verify(staged))
+    done = tunewell.export(run, to="adapter,merged")
+    assert done.parity.is_ok, [check for link in done.parity.links for check in link.checks if not check.is_ok]
 
 
 def test_the_code_of_a_whole_model_loads_it(project: Path) -> None:

@@ -99,6 +99,8 @@ class Proof(_Record):
     is_lora: bool
     stop_ids: list[int]
     bos_id: int | None = None
+    added_tokens: list[str] = Field(default_factory=list)
+    """Of the template, which the base does not know: its tables are lengthened for them before an adapter is put on."""
     date: str | None = None
     """The day that training saw where the template asks for today's, at which the clock of the proof stands still;
     None where it does not ask."""

@@ -50,6 +50,7 @@ def make_reference(voice: Voice, tell: Progress) -> tuple[Proof, Reference]:
         base=voice.subject.base,
         is_lora=voice.adapter is not None,
         stop_ids=stops,
+        added_tokens=list(voice.subject.added_tokens or voice.tokenizer.added_by_us),
         date=voice.masker.template.date if voice.masker and voice.masker.template.uses_clock else None,
         probes=probes,
         num_positions=number,

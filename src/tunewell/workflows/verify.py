@@ -120,7 +120,16 @@ def _base(place: Path, proof: Proof, base: str | None) -> Any:
         raise UserError("the adapter does not say what it was made from", fix="add `--base MODEL`")
     cpu = torch.device("cpu")
     try:
-        order = LoadOrder(name, place, cpu, torch.float32, attention="sdpa", is_packed=False, is_whole=True)
+        order = LoadOrder(
+            name,
+            place,
+            cpu,
+            torch.float32,
+            attention="sdpa",
+            added_tokens=tuple(proof.added_tokens),
+            is_packed=False,
+            is_whole=True,
+        )
         return load_model(order).model
     except (UserError, OSError, ValueError, ImportError) as error:
         what, *rest = str(getattr(error, "what", error)).splitlines() or [""]
