@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3Config, LlamaConfig, LlamaForCausalLM
 
 import tunewell
 from corpora import write_rows
@@ -103,6 +103,21 @@ def test_an_adapter_with_tokens_of_its_own_is_exported_and_proven(
     monkeypatch.setattr(export, "_prove", lambda staged, tell: verify(staged))
     done = tunewell.export(run, to="adapter,merged")
     assert done.parity.is_ok, [check for link in done.parity.links for check in link.checks if not check.is_ok]
+
+
+def test_the_code_of_an_adapter_of_a_text_part_loads_it_on_the_whole(project: Path, tiny_model: Path) -> None:
+    """The layers have other names in the whole, and PEFT only warns where it finds none of them."""
+    size: dict[str, Any] = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 2)
+    size |= {"hidden_size": 16, "intermediate_size": 24}
+    sight = size | {"image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=size | {"vocab_size": 512, "head_dim": 8}, vision_config=sight)
+    AutoModelForCausalLM.from_config(config).save_pretrained(project / "sees")
+    shutil.copytree(tiny_model, project / "sees", dirs_exist_ok=True)
+    names = _done(_train(model="sees"))
+    own = {name.replace(".default", ""): value for name, value in names["model"].state_dict().items()}
+    saved = load_file(project / "my run" / "checkpoints" / "step-000002" / "adapter_model.safetensors")
+    assert any(".language_model." in name for name in own)
+    assert saved and all(torch.equal(own[name], tensor) for name, tensor in saved.items())
 
 
 def test_the_code_of_a_whole_model_loads_it(project: Path) -> None:

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunewell.config.load import load_config
-from tunewell.core.errors import UserError
-from tunewell.core.model_files import WEIGHT_SUFFIXES, locate
+from tunewell.core.model_files import WEIGHT_SUFFIXES
 from tunewell.models.presets import is_preset
 from tunewell.records.manifest import Manifest
 
@@ -25,20 +24,17 @@ class Usage:
     """What a page about a run has to know to be of use."""
 
     is_lora: bool
-    model_type: str
-    """As the settings of the model that was trained call it."""
     num_rows: int
     """Of the embedding, tokens that were added included."""
     allow_pickle: bool
 
     def use(self, run: Path, checkpoint: Path, manifest: Manifest) -> list[str]:
         """Say how to load a checkpoint; code where other programs can, commands of ours where they cannot."""
-        loaded = load_config(run / "config.yaml")
-        config = loaded.config
+        config = load_config(run / "config.yaml").config
         model, path = config.model or "", checkpoint.as_posix()
         if not self.is_lora:
             return _code(f"model = AutoModelForCausalLM.from_pretrained({path!r})", config.corpus)
-        if why := _only_ours(model) or self._part_of(model, loaded.seen(model)):
+        if why := _only_ours(model):
             return _BY_US.format(why=why, flag=self._flag).splitlines()
         lines = [f"base = AutoModelForCausalLM.from_pretrained({_place(model)})"]
         if added := len(manifest.tokenizer.added_by_us):
@@ -50,14 +46,6 @@ class Usage:
     def repeat(self) -> list[str]:
         """Give the command that trains the same again, beside this run."""
         return [_HERE, "", "```", f"tunewell train --config config.yaml --out ../another-run{self._flag}", "```"]
-
-    def _part_of(self, model: str, place: str) -> str | None:
-        """Say that a part of a model was trained: on the whole, PEFT finds none of the layers, and only warns."""
-        try:
-            whole = locate(place).read_object("config.json").get("model_type", self.model_type)
-        except UserError:
-            return None  # gone since it was loaded
-        return None if whole == self.model_type else f"Of `{model}` the text part alone was trained"
 
     @property
     def _flag(self) -> str:

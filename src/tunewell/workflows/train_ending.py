@@ -122,7 +122,7 @@ def _outcome(result: TrainResult, plan: Plan) -> Outcome:
 def _usage(run: Run, allow_pickle: bool) -> Usage:
     config: Any = run.learner.model.config
     rows = config.get_text_config().vocab_size
-    return Usage(run.plan.method.value == "lora", config.model_type, rows, allow_pickle)
+    return Usage(run.plan.method.value == "lora", rows, allow_pickle)
 
 
 def _from_run(path: str, run: Path) -> str:
