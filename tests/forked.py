@@ -63,11 +63,8 @@ def run_command(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -
 
 
 def _run(arguments: tuple[str, ...], out: int, err: int) -> None:
-    import torch
-
     from tunewell.cli import main as frame
 
-    torch.set_num_threads(1)  # OpenMP's threads do not live on in a forked child
     for number, name in ((out, "stdout"), (err, "stderr")):
         os.dup2(number, 1 if name == "stdout" else 2)
         setattr(sys, name, open(1 if name == "stdout" else 2, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
@@ -77,11 +74,21 @@ def _run(arguments: tuple[str, ...], out: int, err: int) -> None:
     os._exit(code)
 
 
+def _use_one_thread() -> None:
+    """OpenMP's threads do not live on in a forked child: whoever computes with several would wait for ever."""
+    if "torch" in sys.modules:
+        from tunewell.hardware import threads
+
+        sys.modules["torch"].set_num_threads(1)
+        threads.usable_cores = lambda: 1  # so that nobody measures more
+
+
 def _fork(act: Callable[[], None]) -> int:
     child = os.fork()
     if child == 0:
         code = 1
         try:
+            _use_one_thread()
             act()
             code = 0
         finally:
