@@ -124,7 +124,8 @@ def _peak_bytes(*, is_forgotten: bool = False) -> int:
 
     if not torch.cuda.is_available():
         return 0
-    peak = torch.cuda.max_memory_allocated()
+    # Not what is allocated, which forgets what CUDA graphs keep.
+    peak = torch.cuda.max_memory_reserved()
     if is_forgotten:
         torch.cuda.reset_peak_memory_stats()
     return peak

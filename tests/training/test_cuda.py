@@ -1,5 +1,6 @@
 """On CUDA: flash and SDPA, eager and compiled, are what plain transformers computes in fp32, to bf16's rounding."""
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from tunewell.config.schema import Method, Train
 from tunewell.core.errors import UserError
 from tunewell.models import adapters, attention
+from tunewell.training import compiling
 from tunewell.training.batches import DataOrder, lay_out
 from tunewell.training.compiling import Compiler
 from tunewell.training.engine import resume, train
@@ -104,6 +106,66 @@ def test_a_compiled_step_is_the_fp32_step_of_transformers(shape: str) -> None:
     Compiler("on", 100).run(learner, order, budget=int(documents.index["length"].sum()) + 300)
     assert learner.shape is not None and learner.shape.tokens > documents.index["length"].sum()
     _compare(learner, documents, _reference(shape, documents))
+
+
+def _compiled(shape: str, *, in_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Learner, RandomDocuments]:
+    monkeypatch.setattr(compiling, "can_be_graphs", lambda learner, layers: in_graphs)
+    documents = _documents()
+    learner = _learner(shape, way=attention.FLASH, dtype=torch.bfloat16)
+    order = DataOrder(documents.index["length"], 0, "x", batch_documents=NUMBER)
+    Compiler("on", 100).run(learner, order, budget=3000)
+    assert learner.in_graphs is in_graphs
+    return learner, documents
+
+
+def test_steps_in_graphs_are_those_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one part and in several, with looks between them, and with a batch that does not fit the compiled shape."""
+    found = []
+    for in_graphs in (False, True):
+        learner, documents = _compiled("windows", in_graphs=in_graphs, monkeypatch=monkeypatch)
+        numbers = []
+        for number, (chosen, budget) in enumerate([(range(10), 3000), (range(10, 40), 2000), (range(40), 5000)] * 3):
+            taken = learner.take_step(documents.batches(chosen, budget), number=number, rate=1e-2).read()
+            learner.model.eval()
+            with torch.no_grad():
+                look = float(learner.loss_sum(lay_out(documents, range(40, 48))))
+            numbers.append((taken[0], taken[1], look))
+        found.append((numbers, {name: own.detach().clone() for name, own in learner.parameters.items()}))
+        learner.uncompile()
+    (plain, weights), (graphed, others) = found
+    for one, other in zip(plain, graphed, strict=True):
+        assert other == pytest.approx(one, rel=2e-2)
+    for name, own in weights.items():
+        cosine = torch.nn.functional.cosine_similarity(own.flatten(), others[name].flatten(), 0)
+        assert cosine >= 0.99, (name, cosine.item())
+
+
+def test_graphs_give_their_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, documents = _compiled("windows", in_graphs=True, monkeypatch=monkeypatch)
+    for number in range(4):
+        learner.take_step(documents.batches(range(10), 3000), number=number, rate=1e-3).read()
+    torch.cuda.empty_cache()
+    kept = torch.cuda.memory_reserved()
+    learner.uncompile()
+    gc.collect()
+    torch.cuda.empty_cache()
+    given_back = kept - torch.cuda.memory_reserved()
+    assert given_back > 3000 * 256 * 2 * 4  # four layers' inputs at the very least
+    assert learner.take_step(documents.batches(range(10), 3000), number=9, rate=1e-3).read()[0] > 0
+
+
+def test_launches_are_recorded_where_they_take_the_time() -> None:
+    documents = _documents()
+    order = DataOrder(documents.index["length"], 0, "x", batch_documents=NUMBER)
+    small = _learner("135m", way=attention.FLASH, dtype=torch.bfloat16)
+    small.shape = compiling.fixed_shape(order, budget=16_384, longest=400)
+    layers = compiling.decoder_layers(small.model)
+    assert compiling.can_be_graphs(small, layers)
+    small.shape = replace(small.shape, tokens=1 << 20)
+    assert not compiling.can_be_graphs(small, layers), "so many tokens keep the device busy"
+    small.is_drawing = True
+    small.shape = replace(small.shape, tokens=1024)
+    assert not compiling.can_be_graphs(small, layers), "dropout would be drawn as it was recorded"
 
 
 @pytest.mark.parametrize("way", [attention.SDPA, attention.FLASH])

@@ -40,7 +40,8 @@ def memory_in_use(device: str | torch.device) -> int | None:
     """
     kind = torch.device(device).type
     if kind == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        # What is reserved, not what is allocated: the latter forgets what CUDA graphs keep between two steps.
+        return torch.cuda.max_memory_reserved(device)
     return torch.mps.driver_allocated_memory() if kind == "mps" else peak_memory_bytes()
 
 

@@ -32,6 +32,8 @@ class Reader:
     head: HeadShape = field(default_factory=HeadShape)
     shape: FixedShape | None = None
     """Set once the layers are compiled."""
+    in_graphs: bool = False
+    """Whether the compiled layers replay CUDA graphs: what they give is overwritten when they begin anew."""
     alive: Callable[[], None] = lambda: None
     """Called whenever something is about to be computed."""
     slope: Callable[..., tuple[Tensor, Tensor]] | None = None
@@ -74,6 +76,8 @@ class Reader:
         room, stance = None, nullcontext()
         if self.shape is not None and self.shape.fits(batch) and not self._is_uncompiled:
             batch, room = fill(batch, self.shape), self.shape.documents
+            if self.in_graphs:
+                torch.compiler.cudagraph_mark_step_begin()
         elif self.shape is not None:
             # Compiling again for a shape that may come once would cost more than it saves.
             stance = torch.compiler.set_stance("force_eager")
@@ -119,6 +123,9 @@ class Reader:
         for module in self.model.modules():
             module._compiled_call_impl = None
         self.shape = self.slope = None
+        if self.in_graphs:
+            self.in_graphs = False
+            torch.compiler.reset()  # gives back the memory that graphs keep
 
     def casting(self) -> Any:
         """Compute in the precision that was chosen, where the model itself is kept in fp32."""

@@ -71,6 +71,7 @@ class Learner(Reader):
             total = torch.zeros((), device=self.device)
             share = self.faults.loss_factor(number) / max(1, num_supervised)
             for place, batch in self.world.share(list(enumerate(batches))):
+                self._keep_gradients()
                 loss = self.compute(batch, number=number, place=place)
                 self.faults.before_backward(number)
                 (loss * (self.scaler.scale * share)).backward()
@@ -96,6 +97,13 @@ class Learner(Reader):
         if self.is_drawing:
             torch.manual_seed(_mix(self.seed, number, place))
         return self.loss_sum(batch)
+
+    def _keep_gradients(self) -> None:
+        """Copy gradients that graphs gave before these begin anew and overwrite them."""
+        if self.in_graphs:
+            for parameter in self.parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
 
     def drop_gradients(self) -> None:
         """Forget what was learned since the last update."""
