@@ -108,24 +108,32 @@ def test_a_compiled_step_is_the_fp32_step_of_transformers(shape: str) -> None:
     _compare(learner, documents, _reference(shape, documents))
 
 
-def _compiled(shape: str, *, in_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Learner, RandomDocuments]:
+def _compiled(
+    shape: str, *, in_graphs: bool, monkeypatch: pytest.MonkeyPatch, method: str = "lora"
+) -> tuple[Learner, RandomDocuments]:
     monkeypatch.setattr(compiling, "can_be_graphs", lambda learner, layers: in_graphs)
     documents = _documents()
     learner = _learner(shape, way=attention.FLASH, dtype=torch.bfloat16)
+    if method == "full":
+        torch.manual_seed(0)
+        model = SHAPES[shape]().to("cuda")
+        model.set_attn_implementation(attention.FLASH)
+        learner = Learner(model, "bf16", 400, settings=Train())
     order = DataOrder(documents.index["length"], 0, "x", batch_documents=NUMBER)
     Compiler("on", 100).run(learner, order, budget=3000)
     assert learner.in_graphs is in_graphs
     return learner, documents
 
 
-def test_steps_in_graphs_are_those_without(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("method", "rate"), [("lora", 1e-2), ("full", 1e-4)])
+def test_steps_in_graphs_are_those_without(monkeypatch: pytest.MonkeyPatch, method: str, rate: float) -> None:
     """In one part and in several, with looks between them, and with a batch that does not fit the compiled shape."""
     found = []
     for in_graphs in (False, True):
-        learner, documents = _compiled("windows", in_graphs=in_graphs, monkeypatch=monkeypatch)
+        learner, documents = _compiled("windows", in_graphs=in_graphs, monkeypatch=monkeypatch, method=method)
         numbers = []
         for number, (chosen, budget) in enumerate([(range(10), 3000), (range(10, 40), 2000), (range(40), 5000)] * 3):
-            taken = learner.take_step(documents.batches(chosen, budget), number=number, rate=1e-2).read()
+            taken = learner.take_step(documents.batches(chosen, budget), number=number, rate=rate).read()
             learner.model.eval()
             with torch.no_grad():
                 look = float(learner.loss_sum(lay_out(documents, range(40, 48))))

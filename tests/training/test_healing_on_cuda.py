@@ -3,6 +3,7 @@
 A cap on what this process may allocate stands for a smaller card; the errors are the allocator's own.
 """
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,11 @@ def _run(folder: Path, lengths: list[int], *, compiling: str = "off", faults: st
     )
 
 
+def _compilings(run: Run) -> list[str]:
+    assert isinstance(run.watcher, Remembering)
+    return [words for words in run.watcher.notes if words.startswith("compiling")]
+
+
 def _losses(run: Run) -> list[float]:
     assert isinstance(run.watcher, Remembering)
     return [event.loss for event in run.watcher.steps]
@@ -126,10 +132,12 @@ def _losses(run: Run) -> list[float]:
 @pytest.fixture
 def small_card() -> Iterator[Any]:
     """Let this process have so many GiB, until the test is over."""
+    gc.collect()  # what the last test left must not be in what this one measures
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
 
     def cap(gib: float) -> None:
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(gib * GIB / total)
 
@@ -143,29 +151,39 @@ def _peak_gib(run: Run) -> float:
     return torch.cuda.max_memory_allocated() / GIB
 
 
-@pytest.mark.parametrize("compiling", ["off", "on"])
-def test_a_budget_four_times_too_large(tmp_path: Path, small_card: Any, compiling: str) -> None:
-    """What 8,192 tokens at once need is all there is; 32,768 were planned."""
+@pytest.mark.parametrize(
+    ("compiling", "tokens"), [("off", 32_768), ("on", 32_768), ("on", 8192)], ids=["eager", "compiled", "graphs"]
+)
+def test_a_budget_four_times_too_large(tmp_path: Path, small_card: Any, compiling: str, tokens: int) -> None:
+    """What a quarter of the planned tokens needs is all there is; memory may run short while graphs are recorded."""
     lengths = [256] * 1024
-    fits = _run(tmp_path / "fits", lengths, micro_batch_tokens=8192)
+    fits = _run(tmp_path / "fits", lengths, micro_batch_tokens=tokens // 4)
     peak = _peak_gib(fits)
     small_card(peak * 1.15)
-    run = _run(tmp_path / "run", lengths, micro_batch_tokens=32_768, compiling=compiling)
+    run = _run(tmp_path / "run", lengths, micro_batch_tokens=tokens, compiling=compiling)
     assert train(run).status == "finished"
     assert _losses(run) == pytest.approx(_losses(fits), rel=2e-2)
     actions = [entry.action for entry in read_healing(tmp_path / "run")]
-    assert set(actions) == {"split"} and 4096 <= (run.remedies.fitting.limit or 0) <= 16_384
+    assert set(actions) == {"split"} and tokens // 8 <= (run.remedies.fitting.limit or 0) <= tokens // 2
+    assert any("CUDA graphs" in words for words in _compilings(run)) is (compiling == "on")
 
 
-def test_one_document_far_longer_than_the_rest(tmp_path: Path, small_card: Any) -> None:
-    """It fits with its layers computed twice, and the steps around it are taken as planned."""
+@pytest.mark.parametrize("compiling", ["off", "on"])
+def test_one_document_far_longer_than_the_rest(tmp_path: Path, small_card: Any, compiling: str) -> None:
+    """It fits with its layers computed twice, and the steps around it are taken as planned.
+
+    Compiled layers of this size are in graphs, and what these keep is given back for it.
+    """
     lengths = [256] * 1000 + [24_576]
     whole = _run(tmp_path / "whole", lengths, micro_batch_tokens=8192)
     assert train(whole).status == "finished"
     usual = _peak_gib(_run(tmp_path / "usual", [256] * 1024, micro_batch_tokens=8192))
     small_card(usual * 1.3)
-    run = _run(tmp_path / "run", lengths, micro_batch_tokens=8192)
+    run = _run(tmp_path / "run", lengths, micro_batch_tokens=8192, compiling=compiling)
     assert train(run).status == "finished"
+    if compiling == "on":
+        graphs = ["CUDA graphs" in words for words in _compilings(run)]
+        assert graphs == [True, False] and not run.learner.may_record
     assert _losses(run) == pytest.approx(_losses(whole), rel=2e-2)
     assert "recompute" in [entry.action for entry in run.remedies.entries]
     assert run.remedies.fitting.limit is None and not run.learner.model.is_gradient_checkpointing
@@ -199,16 +217,19 @@ def test_answers_that_are_too_many_at_once(tmp_path: Path, small_card: Any) -> N
     assert _losses(run) == pytest.approx(_losses(whole), rel=2e-2)
 
 
-@pytest.mark.parametrize("compiling", ["off", "on"])
-def test_a_weight_poisoned_at_a_step_is_named_and_healed(tmp_path: Path, compiling: str) -> None:
+@pytest.mark.parametrize(
+    ("compiling", "tokens"), [("off", 16_384), ("on", 16_384), ("on", 8192)], ids=["eager", "compiled", "graphs"]
+)
+def test_a_weight_poisoned_at_a_step_is_named_and_healed(tmp_path: Path, compiling: str, tokens: int) -> None:
     lengths = [256] * 1024
-    clean = _run(tmp_path / "clean", lengths, micro_batch_tokens=16_384, compiling=compiling)
+    clean = _run(tmp_path / "clean", lengths, micro_batch_tokens=tokens, compiling=compiling)
     train(clean)
+    assert any("CUDA graphs" in words for words in _compilings(clean)) is (tokens == 8192)
     name = "model.layers.2.mlp.down_proj.base_layer.weight"
     run = _run(
         tmp_path / "run",
         lengths,
-        micro_batch_tokens=16_384,
+        micro_batch_tokens=tokens,
         compiling=compiling,
         faults=f"nan@weights:step=14,name={name}",
     )

@@ -31,22 +31,21 @@ class Compiler:
     wish: str
     """`auto`, `on` or `off`."""
     num_steps: int
-    is_done: bool = False
     _seconds: float = 0.0
     _timed: int = 0
 
-    def budget(self, device: torch.device, wanted: int, longest: int) -> int:
+    def budget(self, learner: Learner, wanted: int) -> int:
         """Give the size of micro-batches: while it is still open whether to compile, small ones.
 
         Uncompiled layers keep more for the way back, and the first steps should not be what decides how much memory a
         run needs.
         """
-        is_open = not self.is_done and self.wish != "off" and device.type == "cuda" and self._timed <= _TIMED_STEPS
-        return max(wanted // _FIRST_CUT, min(longest, wanted)) if is_open else wanted
+        is_open = self._is_possible(learner) and self._timed <= _TIMED_STEPS
+        return max(wanted // _FIRST_CUT, min(learner.longest, wanted)) if is_open else wanted
 
-    def is_due(self, device: torch.device, *, step: int, seconds: float) -> bool:
+    def is_due(self, learner: Learner, *, step: int, seconds: float) -> bool:
         """Whether to compile after this step; the first steps are not counted, since they warm things up."""
-        if self.is_done or self.wish == "off" or device.type != "cuda":
+        if not self._is_possible(learner):
             return False
         if self.wish == "on":
             return True
@@ -58,13 +57,15 @@ class Compiler:
         mean = self._seconds / (self._timed - 1)
         return (self.num_steps - step) * mean * _SAVED_SHARE > 2 * _COMPILE_SECONDS
 
+    def _is_possible(self, learner: Learner) -> bool:
+        return self.wish != "off" and learner.device.type == "cuda" and learner.shape is None and learner.may_compile
+
     def most_documents(self, learner: Learner) -> int | None:
         """Give how many documents a micro-batch may have so that it fits the compiled shape with its filling."""
         return None if learner.shape is None else learner.shape.documents - 1
 
     def run(self, learner: Learner, order: DataOrder, *, budget: int) -> str:
         """Compile the layers and the loss for one shape; give what was done in words."""
-        self.is_done = True
         learner.shape = fixed_shape(order, budget=budget, longest=learner.longest)
         layers = decoder_layers(learner.model)
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
@@ -81,21 +82,27 @@ def can_be_graphs(learner: Learner, layers: list[nn.Module]) -> bool:
     """Whether to record the launches of the layers: where they take the time, and nothing differs between two runs.
 
     What is drawn at random would be drawn as it was recorded, and layers that are computed again on the way back are
-    launched in another order.
+    launched in another order. What graphs keep is missing elsewhere, so none once it was short beside them.
     """
     assert learner.shape is not None
-    if learner.is_drawing or getattr(learner.model, "is_gradient_checkpointing", False):
+    if not learner.may_record or learner.is_drawing or getattr(learner.model, "is_gradient_checkpointing", False):
         return False
     weights = max((sum(own.numel() for own in layer.parameters()) for layer in layers), default=0)
     return 0 < 6 * weights * learner.shape.tokens < _LAUNCH_BOUND_FLOP
 
 
 def fixed_shape(order: DataOrder, *, budget: int, longest: int) -> FixedShape:
-    """Choose a shape that the micro-batches of the first steps fit into; the rest is cut to it."""
+    """Choose a shape that the micro-batches of the first steps fit into; the rest is cut to it.
+
+    Documents longer than `budget` have micro-batches to themselves, and run uncompiled, unless most of the tokens are
+    theirs: else all the others would be filled up to the longest of them.
+    """
     longest = min(longest, budget)
     steps = order.steps_of_epoch(0)[:64]
     groups = [group for step in steps for group in micro_batches(step, order.lengths, budget)]
-    tokens = -(-max(int(order.lengths[group].sum()) for group in groups) // 128) * 128
+    sizes = [int(order.lengths[group].sum()) for group in groups]
+    within = [size for size in sizes if size <= budget]
+    tokens = -(-max(within if 2 * sum(within) >= sum(sizes) else sizes) // 128) * 128
     most = max(len(group) for group in groups)
     filling = -(-tokens // longest)
     return FixedShape(tokens, -(-(most + min(filling, _ROOM)) // _ROOM) * _ROOM, longest)

@@ -24,6 +24,13 @@ EXIT_STOPPED = 4
 
 def train(run: Run) -> Ending:
     """Take the steps of a plan, beginning where the run's progress is, until it is spent or nothing more can help."""
+    try:
+        return _train(run)
+    finally:
+        run.learner.uncompile()  # what comes after has other shapes, and needs the memory
+
+
+def _train(run: Run) -> Ending:
     plan = run.plan
     healer = Healer(run)
     journal = Journal(run, reader=healer.see)
@@ -44,7 +51,7 @@ def train(run: Run) -> Ending:
                 _take(run, journal, healer, compiler=compiler)
             except OutOfMemory as error:
                 return Ending("stopped", str(error), EXIT_STOPPED, advice=_smaller_advice(run))
-            if compiler.is_due(run.learner.device, step=run.progress.step, seconds=journal.last_seconds):
+            if compiler.is_due(run.learner, step=run.progress.step, seconds=journal.last_seconds):
                 journal.flush()
                 budget = run.remedies.fitting.budget(plan.micro_batch_tokens.value)
                 run.watcher.noted(compiler.run(run.learner, run.order, budget=budget))
@@ -119,7 +126,7 @@ def _take(run: Run, journal: Journal, healer: Healer, *, compiler: Compiler) -> 
         min_share=run.config.train.min_rate_share,
     )
     limit = healer.norm_limit()
-    planned = compiler.budget(run.learner.device, plan.micro_batch_tokens.value, run.learner.longest)
+    planned = compiler.budget(run.learner, plan.micro_batch_tokens.value)
     numbers, groups, supervised = _fit(run, healer, kept, planned=planned, compiler=compiler, rate=rate, limit=limit)
     tokens = int(run.order.lengths[kept].sum())
     progress.step += 1
@@ -152,6 +159,7 @@ def _fit(
                     numbers = learner.take_step(batches, number=number, rate=rate, norm_limit=limit)
             break
         except OutOfMemory as error:
+            learner.forgo_graphs()
             free_memory(error)
             if not run.config.healing.on:
                 raise
@@ -181,8 +189,7 @@ def _fit(
             micro_batch_tokens=fitting.limit,
             is_recomputing=fitting.is_recomputing,
         )
-        compiler.is_done = False  # for the smaller shape
-        learner.uncompile()
+        learner.uncompile()  # it is compiled again for the smaller shape
     if with_recompute and not fitting.is_recomputing:
         learner.recompute(False)
     return numbers, groups, sum(len(batch.rows) for batch in batches)

@@ -64,6 +64,7 @@ def _held_out_loss(run: Run, healer: Healer) -> HeldOutLoss | None:
         try:
             return held_out_loss(run.learner, run.held_out, budget=budget, most=run.config.evaluate.max_documents)
         except OutOfMemory as error:
+            run.learner.forgo_graphs()
             free_memory(error)
             step = run.progress.step
             if not run.config.healing.on:
@@ -89,6 +90,7 @@ def _answers(run: Run, healer: Healer) -> list[Sample]:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or not run.config.healing.on:
                 raise
+            run.learner.forgo_graphs()
             free_memory(error)
             words = "answering held-out questions did not fit into memory: asked again, fewer at once"
             healer.tell_memory(run.progress.step, "split", words)

@@ -34,6 +34,8 @@ class Reader:
     """Set once the layers are compiled."""
     in_graphs: bool = False
     """Whether the compiled layers replay CUDA graphs: what they give is overwritten when they begin anew."""
+    may_compile: bool = True
+    may_record: bool = True
     alive: Callable[[], None] = lambda: None
     """Called whenever something is about to be computed."""
     slope: Callable[..., tuple[Tensor, Tensor]] | None = None
@@ -73,14 +75,11 @@ class Reader:
     def hidden(self, batch: MicroBatch) -> Tensor:
         """Give the last hidden states of documents laid end to end; filling, where there is any, comes last."""
         self.alive()
-        room, stance = None, nullcontext()
-        if self.shape is not None and self.shape.fits(batch) and not self._is_uncompiled:
+        room, stance = None, self.stance(batch)
+        if self.shape is not None and self._is_compiled_for(batch):
             batch, room = fill(batch, self.shape), self.shape.documents
             if self.in_graphs:
                 torch.compiler.cudagraph_mark_step_begin()
-        elif self.shape is not None:
-            # Compiling again for a shape that may come once would cost more than it saves.
-            stance = torch.compiler.set_stance("force_eager")
         shared = share_opening(batch, longest=LONGEST) if self._is_sharing else None
         layout: dict[str, Any] = {"packed_runs": runs_of(batch.lengths)}
         if self.is_flash:
@@ -103,6 +102,18 @@ class Reader:
         hidden_TH = out.last_hidden_state[0]
         return hidden_TH if shared is None else torch.index_select(hidden_TH, 0, self._tensor(shared.places))
 
+    def stance(self, batch: MicroBatch) -> Any:
+        """Let the layers run as they were compiled, or uncompiled, for a batch of another shape.
+
+        Compiling again for a shape that may come once would cost more than it saves. To be kept on the way back too,
+        where layers may be computed again.
+        """
+        is_compiled = self.shape is None or self._is_compiled_for(batch)
+        return nullcontext() if is_compiled else torch.compiler.set_stance("force_eager")
+
+    def _is_compiled_for(self, batch: MicroBatch) -> bool:
+        return self.shape is not None and self.shape.fits(batch) and not self._is_uncompiled
+
     @property
     def _is_sharing(self) -> bool:
         """Whether an opening that documents share is computed once: not where each would be drawn at random."""
@@ -119,13 +130,19 @@ class Reader:
             self._is_uncompiled, self.slope = before, slope
 
     def uncompile(self) -> None:
-        """Let go of what was compiled, for good."""
+        """Let go of what was compiled; it may be compiled again."""
         for module in self.model.modules():
             module._compiled_call_impl = None
         self.shape = self.slope = None
         if self.in_graphs:
             self.in_graphs = False
             torch.compiler.reset()  # gives back the memory that graphs keep
+
+    def forgo_graphs(self) -> None:
+        """Give back what graphs keep, where memory is short, and record none any more."""
+        if self.in_graphs:
+            self.uncompile()
+            self.may_record = False
 
     def casting(self) -> Any:
         """Compute in the precision that was chosen, where the model itself is kept in fp32."""

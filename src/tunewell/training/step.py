@@ -70,11 +70,13 @@ class Learner(Reader):
                 self.model.train()
             total = torch.zeros((), device=self.device)
             share = self.faults.loss_factor(number) / max(1, num_supervised)
-            for place, batch in self.world.share(list(enumerate(batches))):
-                self._keep_gradients()
-                loss = self.compute(batch, number=number, place=place)
-                self.faults.before_backward(number)
-                (loss * (self.scaler.scale * share)).backward()
+            for turn, (place, batch) in enumerate(self.world.share(list(enumerate(batches)))):
+                if turn == 1 and self.in_graphs:
+                    self._keep_gradients()
+                with self.stance(batch):
+                    loss = self.compute(batch, number=number, place=place)
+                    self.faults.before_backward(number)
+                    (loss * (self.scaler.scale * share)).backward()
                 total += loss.detach()
         with self.fitting_everywhere():
             self._gather(total)
@@ -99,11 +101,10 @@ class Learner(Reader):
         return self.loss_sum(batch)
 
     def _keep_gradients(self) -> None:
-        """Copy gradients that graphs gave before these begin anew and overwrite them."""
-        if self.in_graphs:
-            for parameter in self.parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad.clone()
+        """Copy the gradients that graphs gave, before these begin anew and overwrite them; the copies are added to."""
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
 
     def drop_gradients(self) -> None:
         """Forget what was learned since the last update."""
@@ -119,6 +120,7 @@ class Learner(Reader):
     def change(self, *, precision: str | None, device: str | None) -> None:
         """Go on in fp32, or on another device, with the weights and the optimizer's memory as they are."""
         self.uncompile()
+        self.may_compile = False
         model: Any = self.model
         if precision is not None:
             assert precision == "fp32"

@@ -76,7 +76,8 @@ def _goes_bad_at(learner: Learner, split: Documents, group: Any, *, number: int,
             return found[0]
         if not math.isfinite(float(loss.detach())):
             return "the loss"
-        loss.backward()
+        with learner.stance(batch):
+            loss.backward()
     # The way back begins at the end: the last parameter that is bad was the first to be so.
     bad = [name for name, p in learner.parameters.items() if p.grad is not None and not _is_finite(p.grad)]
     return f"gradient of `{bad[-1]}`" if bad else None

@@ -1,0 +1,58 @@
+"""The shape that layers are compiled for, and when they are, is a matter of numbers alone."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tunewell.training.batches import DataOrder
+from tunewell.training.compiling import Compiler, fixed_shape
+
+
+def _order(lengths: list[int]) -> DataOrder:
+    return DataOrder(np.array(lengths), 0, "x", batch_tokens=4096)
+
+
+def test_the_shape_holds_every_micro_batch_within_the_budget() -> None:
+    shape = fixed_shape(_order([100] * 400), budget=2048, longest=100)
+    assert (shape.tokens, shape.longest) == (2048, 100)
+    assert shape.documents >= 20 + 21  # documents, and those that filling makes
+
+
+def test_one_long_document_does_not_make_all_others_be_filled_up_to_it() -> None:
+    assert fixed_shape(_order([100] * 400 + [9000]), budget=2048, longest=9000).tokens == 2048
+
+
+def test_where_most_documents_are_longer_than_the_budget_they_make_the_shape() -> None:
+    assert fixed_shape(_order([100] * 10 + [9000] * 40), budget=2048, longest=9000).tokens == 9088
+
+
+def _learner(**values: Any) -> Any:
+    known = {"device": torch.device("cuda"), "shape": None, "may_compile": True, "longest": 100}
+    return SimpleNamespace(**known | values)
+
+
+@pytest.mark.parametrize(
+    ("wish", "values"),
+    [
+        ("off", {}),
+        ("on", {"device": torch.device("cpu")}),
+        ("on", {"shape": object()}),
+        ("on", {"may_compile": False}),
+    ],
+)
+def test_never_where_it_is_not_wanted_or_cannot_be(wish: str, values: Any) -> None:
+    compiler, learner = Compiler(wish, 1_000_000), _learner(**values)
+    assert not any(compiler.is_due(learner, step=step, seconds=9.0) for step in range(1, 9))
+    assert compiler.budget(learner, 4096) == 4096
+
+
+@pytest.mark.parametrize(("num_steps", "is_worth_it"), [(100, False), (10_000, True)])
+def test_after_a_few_timed_steps_where_the_rest_saves_more_than_it_costs(num_steps: int, is_worth_it: bool) -> None:
+    compiler, learner = Compiler("auto", num_steps), _learner()
+    assert compiler.budget(learner, 4096) == 1024, "the first steps do not decide how much memory a run needs"
+    found = [compiler.is_due(learner, step=step, seconds=0.5) for step in range(1, 6)]
+    assert found == [False, False, False, is_worth_it, is_worth_it]
+    assert compiler.budget(learner, 4096) == 4096
