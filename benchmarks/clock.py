@@ -25,7 +25,6 @@ class Clock:
     call_seconds: float = 0.0
     readings: list[tuple[float, int]] = field(default_factory=list)
     _paused: float = 0.0
-    _peak_in_warmup: int = 0
 
     def call(self) -> None:
         """Begin: everything is imported and the model is on its device."""
@@ -40,8 +39,6 @@ class Clock:
             self.call_seconds = time.time() - self.called_at
         if step in self.marks:
             self.readings.append((time.perf_counter() - self._paused, tokens))
-        if step == self.marks[0]:
-            self._peak_in_warmup = _peak_bytes(is_forgotten=True)
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -57,9 +54,13 @@ class Clock:
         return [(tokens - before) / (now - then) for (then, before), (now, tokens) in pairs]
 
     def peak(self) -> dict[str, float]:
-        """Give the most memory that torch held on the GPU: in the whole run, and since the warm-up."""
-        since = _peak_bytes()
-        return {"peak_gib": max(since, self._peak_in_warmup) / 2**30, "steady_gib": since / 2**30}
+        """Give the most memory of the GPU that tensors had, and that torch held, with what lay idle or in graphs."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return {"peak_gib": 0.0, "held_gib": 0.0}
+        peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        return {"peak_gib": peaks[0] / 2**30, "held_gib": peaks[1] / 2**30}
 
     def report(self, **more: Any) -> None:
         """Print what was measured, for the parent."""
@@ -117,15 +118,3 @@ def _wait_for_device() -> None:
 
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def _peak_bytes(*, is_forgotten: bool = False) -> int:
-    import torch
-
-    if not torch.cuda.is_available():
-        return 0
-    # Not what is allocated, which forgets what CUDA graphs keep.
-    peak = torch.cuda.max_memory_reserved()
-    if is_forgotten:
-        torch.cuda.reset_peak_memory_stats()
-    return peak

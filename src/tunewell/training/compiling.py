@@ -69,6 +69,7 @@ class Compiler:
         learner.shape = fixed_shape(order, budget=budget, longest=learner.longest)
         layers = decoder_layers(learner.model)
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        torch.cuda.empty_cache()  # what uncompiled steps left is of other sizes
         learner.in_graphs = can_be_graphs(learner, layers)
         for layer in layers:
             layer.compile(fullgraph=True, dynamic=False, mode="reduce-overhead" if learner.in_graphs else None)
