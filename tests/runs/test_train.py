@@ -271,6 +271,8 @@ def test_the_library_takes_a_mapping_and_its_run_can_be_gone_on_with(
 def test_a_change_of_something_that_is_not_there_cannot_be_allowed(project: Path) -> None:
     """A misspelt name would be believed to have been allowed; every name that a refusal gives is known."""
     assert set(_lora_identity()) <= CHANGE_NAMES
+    idle = _train(project, "--allow-change", "seed")
+    assert idle.returncode == 2 and "add `--resume`" in idle.stderr, idle.stderr
     refused = _train(project, "--allow-change", "learning-rate")
     assert refused.returncode == 2 and "did you mean `learning_rate`" in refused.stderr and "seed" in refused.stderr
     assert not (project / "run").exists()

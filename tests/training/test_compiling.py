@@ -1,5 +1,6 @@
 """The shape that layers are compiled for, and when they are, is a matter of numbers alone."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tunewell.training.batches import DataOrder
-from tunewell.training.compiling import Compiler, fixed_shape
+from tunewell.training.batches import DataOrder, FixedShape
+from tunewell.training.compiling import Compiler, can_be_graphs, fixed_shape
 
 
 def _order(lengths: list[int]) -> DataOrder:
@@ -56,3 +57,22 @@ def test_after_a_few_timed_steps_where_the_rest_saves_more_than_it_costs(num_ste
     found = [compiler.is_due(learner, step=step, seconds=0.5) for step in range(1, 6)]
     assert found == [False, False, False, is_worth_it, is_worth_it]
     assert compiler.budget(learner, 4096) == 4096
+
+
+def _recorded(*, tokens: int = 16_384, is_recomputing: bool = False, **values: Any) -> bool:
+    known = {"shape": FixedShape(tokens, 64, 400), "may_record": True, "is_drawing": False}
+    model = SimpleNamespace(is_gradient_checkpointing=is_recomputing)
+    return can_be_graphs(_learner(model=model, **known | values), [torch.nn.Linear(1024, 1024, bias=False)] * 4)
+
+
+def test_launches_are_recorded_where_they_take_the_time_and_nothing_speaks_against_it() -> None:
+    assert _recorded()
+    assert not _recorded(tokens=1 << 20), "so many tokens keep the device busy"
+    assert not _recorded(is_drawing=True), "dropout would be drawn as it was recorded"
+    assert not _recorded(may_record=False), "memory was short beside graphs"
+    assert not _recorded(is_recomputing=True)
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(_recorded()))
+    thread.start()
+    thread.join()
+    assert found == [False], "torch 2.11 has graphs in the main thread alone"

@@ -162,20 +162,6 @@ def test_graphs_give_their_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert learner.take_step(documents.batches(range(10), 3000), number=9, rate=1e-3).read()[0] > 0
 
 
-def test_launches_are_recorded_where_they_take_the_time() -> None:
-    documents = _documents()
-    order = DataOrder(documents.index["length"], 0, "x", batch_documents=NUMBER)
-    small = _learner("135m", way=attention.FLASH, dtype=torch.bfloat16)
-    small.shape = compiling.fixed_shape(order, budget=16_384, longest=400)
-    layers = compiling.decoder_layers(small.model)
-    assert compiling.can_be_graphs(small, layers)
-    small.shape = replace(small.shape, tokens=1 << 20)
-    assert not compiling.can_be_graphs(small, layers), "so many tokens keep the device busy"
-    small.is_drawing = True
-    small.shape = replace(small.shape, tokens=1024)
-    assert not compiling.can_be_graphs(small, layers), "dropout would be drawn as it was recorded"
-
-
 @pytest.mark.parametrize("way", [attention.SDPA, attention.FLASH])
 def test_the_probe_passes_in_bf16_and_sees_a_planted_leak(way: str) -> None:
     learner = _learner("windows", way=way, dtype=torch.bfloat16)

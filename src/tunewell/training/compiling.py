@@ -5,6 +5,7 @@ is filled up to that shape. What the compiler makes is kept on disk by torch, so
 layer computes for less time than its launches take, they are recorded once and replayed: CUDA graphs.
 """
 
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -83,10 +84,13 @@ def can_be_graphs(learner: Learner, layers: list[nn.Module]) -> bool:
     """Whether to record the launches of the layers: where they take the time, and nothing differs between two runs.
 
     What is drawn at random would be drawn as it was recorded, and layers that are computed again on the way back are
-    launched in another order. What graphs keep is missing elsewhere, so none once it was short beside them.
+    launched in another order. What graphs keep is missing elsewhere, so none once it was short beside them. torch
+    before 2.13 keeps its graphs by thread, for the main one alone.
     """
     assert learner.shape is not None
-    if not learner.may_record or learner.is_drawing or getattr(learner.model, "is_gradient_checkpointing", False):
+    is_in_main = threading.current_thread() is threading.main_thread()
+    is_recomputing = getattr(learner.model, "is_gradient_checkpointing", False)
+    if not learner.may_record or learner.is_drawing or is_recomputing or not is_in_main:
         return False
     weights = max((sum(own.numel() for own in layer.parameters()) for layer in layers), default=0)
     return 0 < 6 * weights * learner.shape.tokens < _LAUNCH_BOUND_FLOP

@@ -38,7 +38,7 @@ from tunewell.workflows.pulse import Pulse
 from tunewell.workflows.run_config import config_of_run
 from tunewell.workflows.train_ending import Since, leave_behind, result_of
 from tunewell.workflows.train_result import Notebook, TrainResult
-from tunewell.workflows.train_resume import plan_to_resume, put_back, refuse_unknown_names
+from tunewell.workflows.train_resume import plan_to_resume, put_back, refuse_idle_changes
 from tunewell.workflows.training_parts import Parts, probe, put_together, start_of
 from tunewell.workflows.validate import ValidateOrder, validate
 
@@ -64,7 +64,7 @@ def train(
     for whatever the person can mend, before the first step; afterwards a checkpoint is kept. A supervisor hands in its
     pipes as `supervised`; `faults` are planted by tests of tunewell itself.
     """
-    refuse_unknown_names(allowed_changes)
+    refuse_idle_changes(allowed_changes, is_resuming=is_resuming)
     loaded = as_loaded(config, sets)
     _refuse_nothing(loaded)
     refuse_impossible(loaded)

@@ -20,8 +20,8 @@ _MEASURED = ("threads", "micro_batch_tokens", "compile")
 """What a run chooses by its machine, and keeps."""
 
 
-def refuse_unknown_names(allowed: Sequence[str]) -> None:
-    """Raise UserError for a change that cannot be allowed because there is nothing of that name."""
+def refuse_idle_changes(allowed: Sequence[str], *, is_resuming: bool) -> None:
+    """Raise UserError for a change that cannot be allowed: nothing has that name, or no run goes on."""
     names = sorted(CHANGE_NAMES | set(_MEASURED))
     for name in allowed:
         if name not in names:
@@ -32,6 +32,12 @@ def refuse_unknown_names(allowed: Sequence[str]) -> None:
                 where=f"--allow-change {name}",
                 fix=f"{guess}there are: {', '.join(names)}",
             )
+    if allowed and not is_resuming:
+        raise UserError(
+            "changes are allowed to a run that goes on, and this one begins",
+            where=f"--allow-change {allowed[0]}",
+            fix="add `--resume` to go on with the run in that folder, or leave out `--allow-change`",
+        )
 
 
 def plan_to_resume(folder: Path, plan: Plan, allowed: Sequence[str], notebook: Notebook) -> Plan:
