@@ -219,6 +219,31 @@ def test_a_head_that_is_the_embedding_is_read(tmp_path: Path, tie: bool, saved: 
         assert distance(_logits(ours), wanted) < 1e-5
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_tables_that_peft_saves_without_saying_so_are_read(tmp_path: Path, is_tied: bool) -> None:
+    """PEFT adds them once the vocabulary was lengthened; of a tied model they were left out without a word."""
+    theirs = get_peft_model(_plain(tie_word_embeddings=is_tied), LoraConfig(r=2, target_modules=["q_proj"]))
+    with torch.no_grad():
+        theirs.get_input_embeddings().weight.mul_(1.5)
+    theirs.save_pretrained(tmp_path, save_embedding_layers=True)
+    assert json.loads((tmp_path / adapters.CONFIG).read_text())["modules_to_save"] is None
+    ours = tiny_llama(tie_word_embeddings=is_tied)
+    adapter = adapters.load_adapter(ours, tmp_path)
+    with stock_attention(ours):
+        assert distance(_logits(ours), _logits(theirs)) < 1e-5
+    assert set(adapter.modules_to_save) == {"embed_tokens", "lm_head"}
+
+
+def test_tables_of_a_vocabulary_that_was_lengthened_do_not_fit_the_one_that_was_not(tmp_path: Path) -> None:
+    base = _plain(tie_word_embeddings=True)
+    base.resize_token_embeddings(VOCABULARY + 8, mean_resizing=False)
+    get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(
+        tmp_path, save_embedding_layers=True
+    )
+    with pytest.raises(UserError, match="does not fit"):
+        adapters.load_adapter(tiny_llama(tie_word_embeddings=True), tmp_path)
+
+
 def test_an_earlier_adapter_with_the_tied_table_once_is_read(tmp_path: Path) -> None:
     model = tiny_llama(tie_word_embeddings=True)
     with stock_attention(model):

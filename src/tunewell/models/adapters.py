@@ -31,6 +31,7 @@ from tunewell.models.peft_format import (
     saved_in,
     selected,
     stacked_experts,
+    tables_in,
     twins_of,
 )
 
@@ -125,7 +126,8 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, inside: str = "") -> A
     wanted += named_parameters_of(linears, config.get("target_parameters") or (), str(folder / CONFIG))
     saved_by = tuple(config.get("modules_to_save") or ())
     names = [name for name, _ in model.named_modules() if name]
-    whole = with_twin(model, outermost(saved_in(names, saved_by, tensors)))
+    # PEFT also writes the embedding and the head of a lengthened vocabulary, and does not say so in its settings.
+    whole = with_twin(model, outermost((*saved_in(names, saved_by, tensors), *tables_in(model, tensors))))
     chosen = Selection(
         linears=tuple(dict.fromkeys(name for name in wanted if not is_within(name, whole))),
         whole=whole,

@@ -184,6 +184,16 @@ def saved_in(names: Iterable[str], wanted: Sequence[str], tensors: Collection[st
     return tuple(found)
 
 
+def tables_in(model: PreTrainedModel, tensors: Collection[str]) -> tuple[str, ...]:
+    """Name the embedding and the head where an adapter's file holds them."""
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    return tuple(
+        name
+        for name, module in model.named_modules()
+        if any(module is own for own in tables) and f"{_PREFIX}{name}.weight" in tensors
+    )
+
+
 def stacked_experts(model: nn.Module) -> dict[str, Tensor]:
     """Give the parameters that hold the matrices of several experts at once, by name."""
     convolved = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Conv1d)}
