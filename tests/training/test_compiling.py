@@ -10,6 +10,8 @@ import torch
 
 from tunewell.training.batches import DataOrder, FixedShape
 from tunewell.training.compiling import Compiler, can_be_graphs, fixed_shape
+from tunewell.training.looking import _answers
+from tunewell.training.world import World
 
 
 def _order(lengths: list[int]) -> DataOrder:
@@ -31,7 +33,7 @@ def test_where_most_documents_are_longer_than_the_budget_they_make_the_shape() -
 
 
 def _learner(**values: Any) -> Any:
-    known = {"device": torch.device("cuda"), "shape": None, "may_compile": True, "longest": 100}
+    known = {"device": torch.device("cuda"), "shape": None, "may_compile": True, "longest": 100, "world": World()}
     return SimpleNamespace(**known | values)
 
 
@@ -76,3 +78,32 @@ def test_launches_are_recorded_where_they_take_the_time_and_nothing_speaks_again
     thread.start()
     thread.join()
     assert found == [False], "torch 2.11 has graphs in the main thread alone"
+
+
+class _Another(World):
+    """The second of two processes; the first says yes to whatever is asked."""
+
+    def any(self, flag: bool) -> bool:
+        return True
+
+
+def test_all_processes_compile_together() -> None:
+    """Each went by its own clock, and one that had compiled cut its steps otherwise than the rest."""
+    compiler, learner = Compiler("auto", 100), _learner(world=_Another(1, 2))
+    assert [compiler.is_due(learner, step=step, seconds=0.0) for step in range(1, 5)] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_graphs_that_one_process_gives_up_for_its_answers_are_given_up_by_all(rank: int) -> None:
+    """The first alone answers: it compiled anew, and cut a step otherwise, whose documents were not the step's."""
+    given_up: list[bool] = []
+    learner = _learner(world=_Another(rank, 2), may_record=rank == 1, forgo_graphs=lambda: given_up.append(True))
+    run: Any = SimpleNamespace(
+        learner=learner,
+        config=SimpleNamespace(evaluate=SimpleNamespace(samples=2)),
+        remedies=SimpleNamespace(fitting=SimpleNamespace(answer_limit=None)),
+        progress=SimpleNamespace(step=4),
+        ask=lambda step, tokens: [],
+    )
+    assert _answers(run, SimpleNamespace()) == []  # pyright: ignore[reportArgumentType]
+    assert given_up == [True]

@@ -79,9 +79,19 @@ def _held_out_loss(run: Run, healer: Healer) -> HeldOutLoss | None:
 
 
 def _answers(run: Run, healer: Healer) -> list[Sample]:
-    """Answer held-out questions, as many at once as fit; none where not even one does."""
-    if not run.config.evaluate.samples or not run.learner.world.is_first:
+    """Answer held-out questions in the first process; none where not even one fits into memory."""
+    learner = run.learner
+    if not run.config.evaluate.samples:
         return []
+    samples = _asked(run, healer) if learner.world.is_first else []
+    # Memory was short in that one alone, but all must go on with the same layers: these decide how a step is cut.
+    if learner.world.any(not learner.may_record):
+        learner.forgo_graphs()
+    return samples
+
+
+def _asked(run: Run, healer: Healer) -> list[Sample]:
+    """Answer held-out questions, as many at once as fit."""
     fitting = run.remedies.fitting
     for batch_tokens in [tokens for tokens in _ANSWER_TOKENS if tokens <= (fitting.answer_limit or tokens)]:
         fitting.answer_limit = batch_tokens
