@@ -140,6 +140,21 @@ def test_a_disk_that_is_full_at_the_end_is_no_bug(project: Path, monkeypatch: py
     assert "could not be written: No space left on device" in result.notes[-1]
 
 
+def test_a_run_whose_config_went_away_is_finished_all_the_same(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its page is made from it: the run, trained and saved, ended as one that was refused."""
+    monkeypatch.chdir(project)
+    write = train_ending.write_outcome
+
+    def without(run: Path, outcome: Any) -> None:
+        (run / "config.yaml").unlink()
+        write(run, outcome)
+
+    monkeypatch.setattr(train_ending, "write_outcome", without)
+    result = tunewell.train(sets=[*SETTINGS, "train.max_steps=2", "device=cpu"])
+    assert (result.status, result.exit_code) == ("finished", 0)
+    assert "could not be written: the config file does not exist" in result.notes[-1]
+
+
 def test_an_adapter_on_a_folder_loads_in_peft(project: Path) -> None:
     """The first run makes a model; the second puts an adapter on it."""
     from transformers import AutoModelForCausalLM

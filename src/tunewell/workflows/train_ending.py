@@ -92,8 +92,9 @@ def leave_behind(run: Run, result: TrainResult, plan: Plan, corpus: Corpus, *, a
         write_outcome(result.run, _outcome(result, plan))
         told, healed, usage = result.as_json(), story(result.healing), _usage(run, allow_pickle)
         run_readme(result.run, plan=plan, manifest=corpus.manifest, result=told, healed=healed, usage=usage)
-    except OSError as error:
-        result.notes.append(f"`{OUTCOME}` and the run's `README.md` could not be written: {error.strerror or error}")
+    except (UserError, OSError) as error:
+        why = error.what if isinstance(error, UserError) else error.strerror or error
+        result.notes.append(f"`{OUTCOME}` or the run's `README.md` could not be written: {why}")
 
 
 def _outcome(result: TrainResult, plan: Plan) -> Outcome:
