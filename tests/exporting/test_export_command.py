@@ -291,6 +291,12 @@ def test_the_library_takes_what_the_command_takes(model: Path, tmp_path: Path, m
     assert done.parity.is_ok
 
 
+def test_an_order_may_be_written_in_the_ways_of_python() -> None:
+    """A step as a number, a path as a path and None for nothing were tracebacks."""
+    given = ExportOrder(to=None, gguf=None, checkpoint=3, base=Path("base"), sets="seed=1")
+    assert given.checked() == ExportOrder(to=[], gguf=[], checkpoint="3", base="base", sets=["seed=1"])
+
+
 def test_what_will_be_written_is_said_first_and_held_against_the_disk(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,7 +80,8 @@ def export(
     """
     order = replace(order or ExportOrder(), **options).checked()
     tell = progress or (lambda stage, done, of: None)
-    found = find_subject(place, checkpoint=order.checkpoint, base=order.base, sets=order.sets)
+    base = None if order.base is None else str(order.base)
+    found = find_subject(place, checkpoint=str(order.checkpoint), base=base, sets=order.sets)
     wanted, kinds, precision = _wishes(order, found)
     out = Path(order.out or ((found.place or Path.cwd()) / "export")).expanduser().resolve()
     standing = look_at(out, wanted, kinds)

@@ -16,26 +16,27 @@ PRECISIONS = ("bf16", "fp16", "fp32")
 class ExportOrder:
     """What is to be made; everything has a default."""
 
-    to: Sequence[str] | str = ()
+    to: Sequence[str] | str | None = ()
     """`adapter`, `merged`, `gguf`, `ollama`, as a list or by commas; by default what the config says, else `gguf` where
     kinds of it are named, else `adapter` or `merged`."""
     out: str | Path | None = None
     """By default `export` in the run's folder."""
     precision: str | None = None
     """Of merged weights: `bf16`, `fp16` or `fp32`."""
-    gguf: Sequence[str] | str = ()
+    gguf: Sequence[str] | str | None = ()
     """`f32`, `f16`, `bf16`, `q8_0`, `q6_k`, `q5_k_m`, `q4_k_m`, as a list or by commas."""
-    checkpoint: str = "best"
-    base: str | None = None
+    checkpoint: str | int = "best"
+    """`best`, `last` or a step."""
+    base: str | Path | None = None
     name: str | None = None
     """What Ollama is to call it."""
-    sets: Sequence[str] = ()
+    sets: Sequence[str] | str = ()
     allow_pickle: bool = False
     creates: bool = True
     """Whether `ollama create` is called where the program is there."""
 
     def checked(self) -> "ExportOrder":
-        """Give the order with lists in the place of commas; raises UserError for what cannot be made of anything."""
+        """Give the order in one way of writing it; raises UserError for what cannot be made of anything."""
         if self.name is not None and not is_ollama_name(self.name):
             raise UserError(
                 f"Ollama takes no model of the name `{self.name}`",
@@ -45,10 +46,20 @@ class ExportOrder:
         if self.precision is not None:
             _refuse_unknown([self.precision], PRECISIONS, "--precision")
         to, gguf = _listed(self.to, KINDS, "--to"), _listed(self.gguf, GGUF_KINDS, "--gguf")
-        return replace(self, to=to, gguf=gguf, out=None if self.out is None else Path(self.out))
+        return replace(
+            self,
+            to=to,
+            gguf=gguf,
+            out=None if self.out is None else Path(self.out),
+            checkpoint=str(self.checkpoint),
+            base=None if self.base is None else str(self.base),
+            sets=[self.sets] if isinstance(self.sets, str) else self.sets,
+        )
 
 
-def _listed(given: Sequence[str] | str, known: Sequence[str], flag: str) -> list[str]:
+def _listed(given: Sequence[str] | str | None, known: Sequence[str], flag: str) -> list[str]:
+    if given is None:
+        return []
     if not isinstance(given, str):
         _refuse_unknown(given, known, flag)
         return list(given)
