@@ -103,6 +103,11 @@ def test_an_adapter_with_tokens_of_its_own_is_exported_and_proven(
     monkeypatch.setattr(export, "_prove", lambda staged, tell: verify(staged))
     done = tunewell.export(run, to="adapter,merged")
     assert done.parity.is_ok, [check for link in done.parity.links for check in link.checks if not check.is_ok]
+    # It is all that is needed beside its base: what was exported could not be exported again, nor spoken to.
+    again = tunewell.export(done.folder / "adapter", to="merged", out="again")
+    assert again.parity.is_ok
+    tables = [load_file(folder / "merged" / "model.safetensors") for folder in (done.folder, again.folder)]
+    assert torch.equal(*(table["model.embed_tokens.weight"] for table in tables))
 
 
 def test_the_code_of_an_adapter_of_a_text_part_loads_it_on_the_whole(project: Path, tiny_model: Path) -> None:

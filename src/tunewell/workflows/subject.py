@@ -6,11 +6,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from safetensors import SafetensorError, safe_open
+
 from tunewell.config.load import FILE_NAME, Loaded, load_config
 from tunewell.core.errors import UserError
 from tunewell.core.model_files import locate
 from tunewell.core.redact import REDACTED
 from tunewell.models.adapters import CONFIG, WEIGHTS
+from tunewell.models.facts import read_facts
 from tunewell.models.presets import is_preset
 from tunewell.records.checkpoint import CheckpointManifest, checkpoint_name, checkpoint_step, verify
 from tunewell.records.manifest import MANIFEST, read_manifest
@@ -197,7 +200,21 @@ def _of_adapter(folder: Path, base: str | None, template: str | None, sets: Sequ
         made_from = str(folder / made_from)
     has_own = (folder / "tokenizer.json").is_file()
     loaded = _config_of(made_from, template, sets, tokenizer=str(folder) if has_own else None)
-    return FoundSubject(folder.name, "adapter", folder, made_from, folder, made_from, loaded)
+    added = _own_tokens(folder, made_from) if has_own else ()
+    return FoundSubject(folder.name, "adapter", folder, made_from, folder, made_from, loaded, added_tokens=added)
+
+
+def _own_tokens(folder: Path, base: str) -> tuple[str, ...]:
+    """Name the tokens of an adapter's tokenizer that its base does not know, where the adapter has rows for them."""
+    try:
+        with safe_open(folder / WEIGHTS, "np") as file:
+            shapes = [file.get_slice(name).get_shape() for name in file.keys() if ".lora_" not in name]  # noqa: SIM118
+        added = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")).get("added_tokens") or []
+    except (SafetensorError, ValueError):
+        return ()  # whoever loads them says what is wrong
+    num_rows = max((shape[0] for shape in shapes if len(shape) == 2), default=0)
+    known = read_facts(base).vocab_size if num_rows else None
+    return tuple(token["content"] for token in added if known is not None and known <= token["id"] < num_rows)
 
 
 def _config_of(model: str, template: str | None, sets: Sequence[str], *, tokenizer: str | None) -> Loaded:
