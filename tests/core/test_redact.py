@@ -1,5 +1,6 @@
 """Secrets leave no trace in what is written, and everything else stays as it was."""
 
+import json
 import random
 import string
 import time
@@ -89,6 +90,15 @@ def test_a_variable_with_a_plain_word_hides_that_word_and_no_longer_one(monkeypa
     """`OPENAI_API_KEY=anything` is common where no key is needed."""
     monkeypatch.setenv("OPENAI_API_KEY", "anything")
     assert redact("anything but anythings") == "[redacted] but anythings"
+
+
+@pytest.mark.parametrize("text", ["git+https://{}@host/rows.git", json.dumps(json.dumps({"login": "{}"}))])
+def test_letters_alone_are_secret_in_an_address_and_in_json_within_json(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """What tells a path from a word kept them: the slashes before it, the backslash after it."""
+    monkeypatch.setenv("DB_PASSWORD", "postgres")
+    assert redact(text.replace("{}", "postgres")) == text.replace("{}", "[redacted]")
 
 
 @pytest.mark.parametrize(

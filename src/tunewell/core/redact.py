@@ -105,7 +105,10 @@ def _pattern(values: tuple[str, ...]) -> re.Pattern[str]:
 def _exactly(value: str) -> str:
     """Match a variable's value anywhere; one of letters alone, like `postgres`, only where it is a word.
 
-    A part of a path or of a file's name is none: `/srv/postgres/model` must still be found by whoever reads it.
+    A part of a path or of a file's name is none: `/srv/postgres/model` must still be found by whoever reads it. What
+    stands before the host of an address is one, and so is what JSON within JSON has in quotes.
     """
     escaped = re.escape(value)
-    return rf"(?<![\w/\\.-]){escaped}(?![\w/\\-]|\.\w)" if value.isalpha() else escaped
+    if not value.isalpha():
+        return escaped
+    return rf"(?<=//){escaped}(?=@)|(?<![\w/\\.-]){escaped}(?![\w/-]|\.\w|\\(?!\"))"
