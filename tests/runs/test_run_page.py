@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, Gemma3Config, LlamaConfig, LlamaF
 import tunewell
 from corpora import write_rows
 from tunewell.config.load import load_config
+from tunewell.core.errors import UserError
 from tunewell.workflows import export
 from tunewell.workflows.verify import verify
 
@@ -152,3 +153,14 @@ def test_what_no_other_program_loads_is_used_and_repeated_by_commands_that_work(
 def test_a_preset_is_not_said_to_be_a_folder(project: Path) -> None:
     page = (_train(model="preset:tiny-1m") / "README.md").read_text()
     assert "from_pretrained" not in page and "tunewell export . --to merged" in page
+
+
+def test_an_adapter_on_nothing_is_exported_as_a_whole_model(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof drew the weights below it by another seed, and said that what was made was not what was trained."""
+    run = _train("seed=5", model="preset:tiny-1m")
+    monkeypatch.setattr(export, "_prove", lambda staged, tell: verify(staged))
+    with pytest.raises(UserError, match="starts from nothing") as refused:
+        tunewell.export(run, to="adapter")
+    assert "merged" in str(refused.value.fix) and not (run / "export").exists()
+    done = tunewell.export(run)
+    assert [own.kind for own in done.artefacts] == ["merged"] and done.parity.is_ok

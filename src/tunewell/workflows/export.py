@@ -16,6 +16,7 @@ from tunewell.core.errors import UserError
 from tunewell.exporting.card import model_card
 from tunewell.exporting.gguf_settings import can_write
 from tunewell.exporting.merge import merge
+from tunewell.models.presets import is_preset
 from tunewell.records.parity import PARITY, PROOF, REFERENCE, Artefact, Parity, Proof, write_record
 from tunewell.records.report import Report
 from tunewell.workflows.export_card import card_facts
@@ -145,12 +146,18 @@ def export(
 def _wishes(order: ExportOrder, found: FoundSubject) -> tuple[list[str], list[str], str]:
     """Say what is to be made: kinds of artefacts, kinds of GGUF files, and the precision of merged weights."""
     settings = found.loaded.config.export
-    default = ("gguf",) if order.gguf else ("adapter",) if found.adapter else ("merged",)
+    is_rootless = found.base is not None and is_preset(found.base)
+    default = ("gguf",) if order.gguf else ("adapter",) if found.adapter and not is_rootless else ("merged",)
     wanted = list(dict.fromkeys(order.to or settings.to or default))
     if order.gguf and not {"gguf", "ollama"} & set(wanted):
         wanted.append("gguf")
     if "adapter" in wanted and found.adapter is None:
         raise UserError("there is no adapter: the whole model was trained", fix="export `merged` or `gguf`")
+    if "adapter" in wanted and is_rootless:
+        raise UserError(
+            f"nobody could put the adapter on `{found.base}`, which starts from nothing and has no files",
+            fix="export `merged` or `gguf`",
+        )
     return wanted, list(dict.fromkeys(order.gguf or settings.gguf)), order.precision or settings.precision
 
 
