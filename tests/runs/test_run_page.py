@@ -164,3 +164,16 @@ def test_an_adapter_on_nothing_is_exported_as_a_whole_model(project: Path, monke
     assert "merged" in str(refused.value.fix) and not (run / "export").exists()
     done = tunewell.export(run)
     assert [own.kind for own in done.artefacts] == ["merged"] and done.parity.is_ok
+
+
+def test_an_adapter_on_pickled_weights_is_exported_where_these_may_be_read(project: Path, tiny_model: Path) -> None:
+    """Its proof, in a process of its own, might not read them."""
+    _write_model(project / "base", tiny_model)
+    torch.save(load_file(project / "base" / "model.safetensors"), project / "base" / "pytorch_model.bin")
+    (project / "base" / "model.safetensors").unlink()
+    run = _train(model="base", allow_pickle=True)
+    done = tunewell.export(run, to="adapter", allow_pickle=True)
+    assert done.parity.is_ok
+    with pytest.raises(UserError, match="can carry code") as refused:
+        verify(done.folder)
+    assert "--allow-pickle" in str(refused.value.fix)

@@ -132,7 +132,7 @@ def export(
         proof = with_artefacts(proof, staged, artefacts, notes=notes, license=facts.license)
         write_record(staged / PROOF, proof)
         del voice, maker
-        parity = _prove(staged, tell)
+        parity = _prove(staged, tell, *(["--allow-pickle"] if order.allow_pickle else []))
         if not parity.is_ok:
             failed = keep_failed(out, parity)
             words = f"what was made is not what was trained, and was removed; `{failed}` has the figures"
@@ -195,10 +195,10 @@ def _from_here(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def _prove(staged: Path, tell: Progress) -> Parity:
+def _prove(staged: Path, tell: Progress, *flags: str) -> Parity:
     """Let a new process prove what lies on disk: nothing that is in this one's memory can help it."""
     tell("proving, in a process of its own", 0, 0)
-    line = [sys.executable, "-m", "tunewell", "verify", str(staged), "--json"]
+    line = [sys.executable, "-m", "tunewell", "verify", str(staged), "--json", *flags]
     done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=False, env=os.environ | {"CI": "1"})
     if not (staged / PARITY).is_file():
         said = _error_of(done.stdout)

@@ -39,6 +39,7 @@ def verify(
     folder: str | Path,
     *,
     base: str | None = None,
+    allow_pickle: bool = False,
     progress: Progress | None = None,
     notes: list[str] | None = None,
 ) -> Parity:
@@ -61,7 +62,7 @@ def verify(
             continue
         # Loaded out here: inside, a base that is gone would count against the export.
         is_on_base = artefact.kind == "adapter" and check_files(folder, artefact).is_ok
-        loaded = _base(folder / artefact.path, proof, base) if is_on_base else None
+        loaded = _base(folder / artefact.path, proof, base, allow_pickle=allow_pickle) if is_on_base else None
         links.append(
             prove(
                 folder,
@@ -112,7 +113,7 @@ def _ollama(folder: Path, artefact: Artefact, proof: Proof) -> Link:
     return Link(artefact="ollama", path=artefact.path, checks=checks)
 
 
-def _base(place: Path, proof: Proof, base: str | None) -> Any:
+def _base(place: Path, proof: Proof, base: str | None, *, allow_pickle: bool) -> Any:
     """Load the base of an adapter in fp32 as anyone would give it to PEFT; a GGUF is rebuilt."""
     written = json.loads((place / "adapter_config.json").read_text(encoding="utf-8"))
     name = base or written.get("base_model_name_or_path") or proof.base
@@ -129,14 +130,21 @@ def _base(place: Path, proof: Proof, base: str | None) -> Any:
             added_tokens=tuple(proof.added_tokens),
             is_packed=False,
             is_whole=True,
+            allow_pickle=allow_pickle,
         )
         return load_model(order).model
     except (UserError, OSError, ValueError, ImportError) as error:
-        what, *rest = str(getattr(error, "what", error)).splitlines() or [""]
+        # Of transformers' own words the first line may be empty.
+        what, *rest = str(getattr(error, "what", error)).strip().splitlines() or [""]
         raise UserError(
             f"the adapter's base cannot be loaded: {what}",
             where=getattr(error, "where", None) or " ".join(rest) or str(name),
-            fix="say where it lies now with `--base MODEL`",
+            fix="; or ".join(
+                [
+                    *([error.fix] if isinstance(error, UserError) and error.fix else []),
+                    "say where it lies now with `--base MODEL`",
+                ]
+            ),
         ) from error
 
 

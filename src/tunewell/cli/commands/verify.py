@@ -13,6 +13,9 @@ def command(
     base: Annotated[
         str | None, typer.Option(help="Where the base of an adapter lies now, if not where it lay then.")
     ] = None,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Read a base from a `.bin` file; only from people you trust.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Prove an export again from its files: ids, logits, answers, stops. Exit code 4 if a link of the chain broke."""
@@ -26,7 +29,7 @@ def command(
         from tunewell.workflows.verify import EXIT_NOT_PROVEN, verify
 
         notes: list[str] = []
-        parity = verify(folder, base=base, progress=progress, notes=notes)
+        parity = verify(folder, base=base, allow_pickle=allow_pickle, progress=progress, notes=notes)
     if json:
         emit_json(parity.model_dump(mode="json") | {"notes": notes})
     else:
