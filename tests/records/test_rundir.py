@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -105,6 +106,20 @@ def _begin(path):
     run = RunDir.begin(path)
     run.plan.write_text("{}")
     return run
+
+
+def test_a_run_may_find_its_own_corpus_in_its_folder_and_nothing_else(tmp_path, monkeypatch):
+    """A run that was refused leaves the corpus it made there, and the corrected command was refused for it."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("run/data/corpus", "run/.tunewell"):
+        Path(name).mkdir(parents=True)
+    RunDir.begin(Path("run"), corpus=tmp_path / "run" / "data" / "corpus").close()
+    for corpus in (None, Path("corpus"), Path("run"), Path("run/other")):
+        with pytest.raises(UserError, match="not empty"):
+            RunDir.begin(Path("run"), corpus=corpus)
+    Path("run/notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="not empty"):
+        RunDir.begin(Path("run"), corpus=Path("run/data/corpus"))
 
 
 def test_what_was_trained_or_broken_by_a_bug_stays(tmp_path):

@@ -32,19 +32,20 @@ class RunDir:
         self._is_ours = False
 
     @classmethod
-    def begin(cls, path: Path) -> "RunDir":
-        """Make the folder of a new run and hold it.
+    def begin(cls, path: Path, *, corpus: Path | None = None) -> "RunDir":
+        """Make the folder of a new run and hold it; the run's own corpus may lie in it already.
 
         Raises UserError if something lies there, if another process holds it, or if it cannot be written.
         """
         if path.exists() and not path.is_dir():
             raise UserError(f"`{path}` is a file", fix="name another place with `--out`")
+        known = _NOT_OURS | _parts_within(path, corpus)
         if path.is_dir() and not (path / _LOCK).exists():
-            _refuse_filled(path)  # before a lock is laid among what may be other people's files
+            _refuse_filled(path, known)  # before a lock is laid among what may be other people's files
         is_ours = not path.exists()
         run = cls._hold(path)
         try:
-            _refuse_filled(path)
+            _refuse_filled(path, known)
         except UserError:
             run.close()
             raise
@@ -162,8 +163,14 @@ class RunDir:
         return self.path / "loss.png"
 
 
-def _refuse_filled(path: Path) -> None:
-    names = sorted(entry.name for entry in path.iterdir() if entry.name not in _NOT_OURS)
+def _parts_within(path: Path, corpus: Path | None) -> frozenset[str]:
+    """Name what making a corpus leaves in a folder that it lies in; nothing where it lies elsewhere."""
+    run, place = path.absolute(), (corpus or path).absolute()
+    return frozenset({place.relative_to(run).parts[0], ".tunewell"}) if run in place.parents else frozenset()
+
+
+def _refuse_filled(path: Path, known: frozenset[str]) -> None:
+    names = sorted(entry.name for entry in path.iterdir() if entry.name not in known)
     if not names:
         return
     has_run = PLAN in names

@@ -111,7 +111,8 @@ def _train(wish: "_Wish", notebook: Notebook) -> tuple[TrainResult, bool]:
         # Before anything that takes long: a folder that cannot be used is better known now.
         run_dir = None
         if world.is_first:
-            run_dir = held.enter_context(RunDir.reopen(folder) if is_resuming else RunDir.begin(folder))
+            home = loaded.path(loaded.config.corpus)
+            run_dir = held.enter_context(RunDir.reopen(folder) if is_resuming else RunDir.begin(folder, corpus=home))
         world.wait()
         with _timed(stages, "prepare"):
             notebook.doing("preparing the corpus")
