@@ -1,5 +1,6 @@
 """The processes that train together: one, or as many as `torchrun` started."""
 
+import atexit
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +44,16 @@ class World:
         hosts = dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else None
         return cls(dist.get_rank(), dist.get_world_size(), hosts)
 
+    def leave(self) -> None:
+        """Part from the others once all are here and all went well.
+
+        Threads that talk to them would else still run when this process ends, and now and then abort it. Not where
+        something went wrong: one that waits for an exchange that never ends would wait for ever.
+        """
+        if self.size > 1:
+            self.wait()
+            atexit.register(_part)
+
     def wait(self) -> None:
         """Go on when all others are here too."""
         if self.size > 1:
@@ -79,3 +90,8 @@ class World:
         told = [value]
         dist.broadcast_object_list(told, src=0, group=self.hosts)
         return told[0]
+
+
+def _part() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -148,6 +148,7 @@ def _train(wish: "_Wish", notebook: Notebook) -> tuple[TrainResult, bool]:
             leave_behind(run, result, plan, corpus, allow_pickle=allow_pickle)
         run.events.close()
         run.remedies.close()
+        world.leave()
         return result, world.is_first
 
 
