@@ -49,6 +49,7 @@ def test_a_mapping_is_read_as_a_file_would_be():
     )
     loaded = as_loaded(given, ["train.epochs=1"], model="other")
     assert loaded.config == load(text, "train.epochs=1", model="other").config
+    assert as_loaded(given, "train.epochs=1", model="other").config == loaded.config
     assert loaded.file is None and loaded.base == Path() and given["train"] == {"epochs": 2}
     assert loaded.origin("packing.context_length") == "the config" and loaded.origin("model") == "--model"
     assert as_loaded({}).config == Config()
@@ -65,6 +66,7 @@ def test_a_mapping_is_read_as_a_file_would_be():
         ({"train": {None: 2}}, "the key None is no text"),
         (["model"], "a config is a file or a mapping, not list"),
         (5, "not int"),
+        ({"train.epochs": 2}, "write `epochs` inside `train`"),
     ],
 )
 def test_a_mapping_that_cannot_be_read_is_refused_in_words(given, words):

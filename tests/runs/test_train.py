@@ -123,7 +123,7 @@ def test_what_a_model_keeps_beside_its_weights_is_saved_with_them_and_read_again
     folder = project / "run" / "checkpoints" / "step-000003"
     assert result.status == "finished" and torch.equal(load_file(folder / "model.safetensors")[name], bias)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(folder).get_buffer(name), bias)
-    longer = tunewell.train(sets=[*sets, "train.max_steps=4"], is_resuming=True, allowed_changes=["num_steps"])
+    longer = tunewell.train(sets=[*sets, "train.max_steps=4"], is_resuming=True, allowed_changes="num_steps")
     assert longer.steps == 4
 
 

@@ -53,9 +53,18 @@ def test_a_step_is_cut_where_cutting_can_help(
     assert smaller(parts, np.array(lengths), is_recomputing=is_recomputing) == expected
 
 
+def _after(first: BaseException) -> BaseException:
+    """As the end of a recording fails after what was recorded did."""
+    error = RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    error.__context__ = first
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
+        (_after(torch.OutOfMemoryError("CUDA out of memory.")), True),
+        (_after(ValueError("something else")), False),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"), True),

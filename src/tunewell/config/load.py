@@ -96,7 +96,7 @@ def load_config(
     for flag, value in flags.items():
         if value is not None and value != () and value != []:
             _override(draft, FLAGS[flag], _as_plain(value), f"--{flag}")
-    for text in sets:
+    for text in [sets] if isinstance(sets, str) else sets:
         key, equals, value = text.partition("=")
         if not equals:
             raise UserError(
@@ -252,6 +252,9 @@ def _known_part(location: Steps, *, is_unknown: bool) -> Steps:
 def _problem(steps: Steps, detail: Any, where: str) -> Problem:
     name = write_key(steps)
     if detail["type"] == "extra_forbidden":
+        if plain_name(steps) in all_keys():  # a key with dots, as flags have them
+            outer, _, inner = name.rpartition(".")
+            return Problem(f"unknown key `{name}`", where, f"write `{inner}` inside `{outer}`")
         guesses = " or ".join(f"`{guess}`" for guess in nearest(plain_name(steps)))
         return Problem(
             f"unknown key `{name}`",

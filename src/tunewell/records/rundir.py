@@ -107,8 +107,8 @@ class RunDir:
                 path.unlink()
         with suppress(OSError):  # one that is not empty stays
             self.checkpoints.rmdir()
-        if self._is_ours and [entry.name for entry in self.path.iterdir()] == [_LOCK]:
-            with suppress(OSError):
+        with suppress(OSError):
+            if self._is_ours and [entry.name for entry in self.path.iterdir()] == [_LOCK]:
                 (self.path / _LOCK).unlink()
                 self.path.rmdir()
 

@@ -27,8 +27,10 @@ class OutOfMemory(Exception):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory was short."""
+    """Whether an error says that memory was short, or came of it: graphs that are being recorded say so only first."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError | OutOfMemory):
+        return True
+    if isinstance(error.__context__, torch.OutOfMemoryError) and isinstance(error, RuntimeError):
         return True
     return isinstance(error, RuntimeError) and any(part in str(error).lower() for part in _FRAGMENTS)
 

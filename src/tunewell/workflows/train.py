@@ -64,6 +64,8 @@ def train(
     for whatever the person can mend, before the first step; afterwards a checkpoint is kept. A supervisor hands in its
     pipes as `supervised`; `faults` are planted by tests of tunewell itself.
     """
+    if isinstance(allowed_changes, str):
+        allowed_changes = [allowed_changes]
     refuse_idle_changes(allowed_changes, is_resuming=is_resuming)
     loaded = as_loaded(config, sets)
     _refuse_nothing(loaded)
