@@ -91,7 +91,7 @@ def _answers(run: Run, healer: Healer) -> list[Sample]:
 
 
 def _asked(run: Run, healer: Healer) -> list[Sample]:
-    """Answer held-out questions, as many at once as fit."""
+    """Answer held-out questions, as many at once as fit, beginning with what fitted last."""
     fitting = run.remedies.fitting
     for batch_tokens in [tokens for tokens in _ANSWER_TOKENS if tokens <= (fitting.answer_limit or tokens)]:
         fitting.answer_limit = batch_tokens
