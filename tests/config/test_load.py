@@ -254,6 +254,7 @@ def test_a_mistake_is_told_with_its_place_and_its_fix(text, said):
     [
         ("seed", "has no value"),
         ("seed=x", "`seed` must be a whole number"),
+        ("trian.seed=1", "unknown key `trian`\n  where: --set trian.seed=1\n  fix:   did you mean `train`?"),
         ("sed=1", "unknown key `sed`\n  where: --set sed=1\n  fix:   did you mean `seed`?"),
         ("seed.x=1", "`seed` has no `x` inside it"),
         ("data.sources.share=0.5", "say which entry: `data.sources[0].share`"),

@@ -60,6 +60,19 @@ def test_every_name_of_the_package_can_be_had():
         _ = tunewell.nothing_like_it
 
 
+def test_only_the_package_asks_for_its_own_version():
+    """On a source tree that nobody installed the question fails, in a run at its first checkpoint; the package answers."""
+    asking = [
+        str(file.relative_to(PACKAGE))
+        for file in PACKAGE.rglob("*.py")
+        for call in ast.walk(ast.parse(file.read_bytes()))
+        if isinstance(call, ast.Call)
+        and getattr(call.func, "id", getattr(call.func, "attr", None)) == "version"
+        and any(isinstance(value, ast.Constant) and value.value == "tunewell" for value in call.args)
+    ]
+    assert asking == ["__init__.py"]
+
+
 def test_every_init_but_the_top_one_is_empty():
     """An `__init__` that imports hides its imports from the contracts and slows everyone."""
     filled = [str(file) for file in PACKAGE.rglob("__init__.py") if file.read_bytes() and file.parent != PACKAGE]

@@ -124,8 +124,11 @@ class _Draft:
     problems: list[Problem] = field(default_factory=list)
 
     def origin(self, steps: Steps) -> str:
-        lengths = range(len(steps), -1, -1)
-        return next((self.origins[steps[:n]] for n in lengths if steps[:n] in self.origins), GIVEN)
+        """Say where `steps` were set: there, else by the first value inside, else by a group around them."""
+        inside = (inner for inner in self.origins if inner[: len(steps)] == steps)
+        around = (steps[:length] for length in range(len(steps) - 1, -1, -1))
+        ways = (steps, *inside, *around)
+        return next((self.origins[way] for way in ways if way in self.origins), GIVEN)
 
 
 def _find(path: Path | None) -> Path | None:

@@ -7,9 +7,9 @@ plan  = plan_training(order, batch=batch, num_steps=95, epochs=5.0)
 
 import math
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Literal
 
+from tunewell import __version__
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
 from tunewell.planning.computing import (
@@ -98,7 +98,7 @@ def plan_training(order: PlanOrder, *, batch: Batch, num_steps: int, epochs: flo
     attention = choose_attention(order, precision.value)
     evaluate_every = _evaluate_every(order, num_steps)
     return Plan(
-        made_by=f"tunewell {version('tunewell')}",
+        made_by=f"tunewell {__version__}",
         model=config.model,
         corpus=str(order.loaded.path(config.corpus)),
         corpus_sha256=order.manifest.corpus_sha256,

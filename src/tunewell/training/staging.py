@@ -8,6 +8,7 @@ from pathlib import Path
 
 import safetensors.torch
 
+from tunewell import __version__
 from tunewell.core.files import sync_folder, write_synced
 from tunewell.core.redact import redact
 from tunewell.records.checkpoint import CheckpointManifest, FileRecord, verify, write_manifest
@@ -35,7 +36,7 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, *, best_step: int | None)
     for inner in sorted({(folder / name).parent for name in files} - {folder}):
         sync_folder(inner)
     manifest = CheckpointManifest(
-        made_by=f"tunewell {version('tunewell')}",
+        made_by=f"tunewell {__version__}",
         step=snapshot.step,
         best_step=best_step,
         files=files,

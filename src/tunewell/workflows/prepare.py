@@ -3,10 +3,10 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tunewell import __version__
 from tunewell.config.load import Given, Loaded, as_loaded
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_file, sha256_text, stable_json
@@ -128,7 +128,7 @@ def plan_order(loaded: Loaded, progress: Callable[[Progress], None] = lambda pro
         long_documents=config.packing.long_documents,
         shares=_shares(loaded),
         max_repeats=config.data.max_repeats,
-        made_by=f"tunewell {version('tunewell')}",
+        made_by=f"tunewell {__version__}",
         inputs_sha256=sha256_text(*inputs),
         config=settings,
         tokenizer=TokenizerRecord(
