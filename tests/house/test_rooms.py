@@ -61,7 +61,7 @@ def test_every_name_of_the_package_can_be_had():
 
 
 def test_only_the_package_asks_for_its_own_version():
-    """On a source tree that nobody installed the question fails, in a run at its first checkpoint; the package answers."""
+    """On a source tree that nobody installed the question fails, in a run at its first checkpoint."""
     asking = [
         str(file.relative_to(PACKAGE))
         for file in PACKAGE.rglob("*.py")
