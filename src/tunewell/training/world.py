@@ -57,7 +57,7 @@ class World:
     def wait(self) -> None:
         """Go on when all others are here too."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group=self.hosts)
 
     def share(self, parts: Sequence[T]) -> list[T]:
         """Take this process's share; together the shares are everything, each part once."""
