@@ -313,6 +313,21 @@ def test_two_processes_train_one_run(project: Path) -> None:
     assert len(list((project / "together" / "checkpoints").iterdir())) == 2
 
 
+def test_what_two_processes_are_refused_is_told_once(project: Path) -> None:
+    """The first one prepares; what it cannot prepare is no bug of the second."""
+    arguments = _arguments("--out", "run", sets=("data.sources=[{path: rows.jsonl, format: sharegpt}]",))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    started = [Command(*arguments, cwd=project, env=meeting | place) for place in places]
+    first, second = (process.wait() for process in started)
+    assert (first.returncode, second.returncode) == (2, 2), first.stderr + second.stderr
+    assert "error: " in first.stderr and "fix: " in first.stderr and "bug" not in first.stderr
+    assert second.stdout == second.stderr == ""
+    assert not (project / "run").exists()
+
+
 def test_what_cannot_work_is_said_before_anything_is_loaded(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project)
     with pytest.raises(UserError, match="no device"):

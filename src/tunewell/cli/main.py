@@ -137,6 +137,8 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
 
 
 def _report(error: UserError, *, wants_json: bool) -> int:
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return EXIT_USER  # a launcher's first process on this machine has the same error, and tells it
     if wants_json:
         emit_json({"error": {"what": error.what, "where": error.where, "fix": error.fix}})
     emit_error(error)

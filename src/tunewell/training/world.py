@@ -2,15 +2,24 @@
 
 import atexit
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tunewell.core.errors import UserError
+from tunewell.core.units import count
+
 T = TypeVar("T")
+
+_PATIENCE = timedelta(hours=12)
+"""How long processes wait for each other: the first may prepare a large corpus. One that is gone is noticed at once."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +29,7 @@ class World:
     rank: int = 0
     size: int = 1
     hosts: Any = None
-    """A way to talk that does not wait for a GPU's queue, where the processes have GPUs."""
+    """A way to talk that is patient, and does not wait for a GPU's queue."""
 
     @property
     def is_first(self) -> bool:
@@ -29,9 +38,21 @@ class World:
 
     @staticmethod
     def take_place() -> None:
-        """Take the GPU that a launcher has meant for this process, before anyone asks which one is there."""
-        if "LOCAL_RANK" in os.environ and torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        """Take the GPU that a launcher has meant for this process, before anyone asks which one is there.
+
+        Raises UserError where there are more processes than GPUs.
+        """
+        if "LOCAL_RANK" not in os.environ or not torch.cuda.is_available():
+            return
+        place, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if num_gpus == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
+            place = 0  # the launcher shows each process its own alone
+        elif (num_here := max(place + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))) > num_gpus:
+            raise UserError(
+                f"{num_here} processes were started on this machine, which has {count(num_gpus, 'GPU')}",
+                fix=f"start one for each: `torchrun --nproc-per-node {num_gpus} -m tunewell train`",
+            )
+        torch.cuda.set_device(place)
 
     @classmethod
     def join(cls, device: torch.device) -> "World":
@@ -41,7 +62,7 @@ class World:
             return cls()
         if not dist.is_initialized():
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        hosts = dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else None
+        hosts = dist.new_group(backend="gloo", timeout=_PATIENCE)
         return cls(dist.get_rank(), dist.get_world_size(), hosts)
 
     def leave(self) -> None:
@@ -58,6 +79,18 @@ class World:
         """Go on when all others are here too."""
         if self.size > 1:
             dist.barrier(group=self.hosts)
+
+    def as_one(self) -> "_AsOne":
+        """Fail in every process where something inside fails in one; inside nobody may wait for another."""
+        return _AsOne(self)
+
+    def explaining_loss(self) -> "_ExplainingLoss":
+        """Raise UserError where something inside fails because another process has ended."""
+        return _ExplainingLoss(self)
+
+    def name_of(self, rank: int) -> str:
+        """Name one of the processes as people count."""
+        return f"process {rank + 1} of {self.size}"
 
     def share(self, parts: Sequence[T]) -> list[T]:
         """Take this process's share; together the shares are everything, each part once."""
@@ -95,3 +128,50 @@ class World:
 def _part() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+class _AsOne:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        world = self._world
+        if world.size == 1 or not (error is None or isinstance(error, Exception)):
+            return
+        troubles: list[tuple[str, str | None, str | None] | None] = [None] * world.size
+        dist.all_gather_object(troubles, _in_words(error), group=world.hosts)
+        first = next((rank for rank, trouble in enumerate(troubles) if trouble), None)
+        if first is None or not (error is None or isinstance(error, UserError)):
+            return
+        what, where, fix = troubles[first] or ("", None, None)
+        who = f"{world.name_of(first)}: " if first > 0 else ""  # what the first finds is wrong with the run
+        raise UserError(f"{who}{what}", where=where, fix=fix) from error
+
+
+def _in_words(error: BaseException | None) -> tuple[str, str | None, str | None] | None:
+    if error is None:
+        return None
+    if isinstance(error, UserError):
+        return error.what, error.where, error.fix
+    return f"{type(error).__name__}: {error}".partition("\n")[0], None, "look at what that process has printed"
+
+
+class _ExplainingLoss:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        is_loss = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+        if self._world.size > 1 and is_loss:
+            story = re.sub(r"^\[\S+\] ", "", str(error)).splitlines()[0].partition(". ")[0]
+            raise UserError(
+                f"{self._world.name_of(self._world.rank)} has lost the others: {story}",
+                fix="what the one that ended first has printed is the reason; `tunewell train --resume` goes on from "
+                "the newest checkpoint",
+            ) from error

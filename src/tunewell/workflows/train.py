@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -110,35 +112,57 @@ def _train(wish: "_Wish", notebook: Notebook) -> tuple[TrainResult, bool]:
     world = World.join(torch.device(facts.name))
     folder = loaded.path(loaded.config.run)
     with ExitStack() as held:
+        held.enter_context(world.explaining_loss())
         # Before anything that takes long: a folder that cannot be used is better known now.
-        run_dir = None
-        if world.is_first:
-            home = loaded.path(loaded.config.corpus)
-            run_dir = held.enter_context(RunDir.reopen(folder) if is_resuming else RunDir.begin(folder, corpus=home))
-        world.wait()
-        with _timed(stages, "prepare"):
+        run_dir, own_folder = None, folder
+        with world.as_one():
+            if world.is_first:
+                home = loaded.path(loaded.config.corpus)
+                run_dir = held.enter_context(
+                    RunDir.reopen(folder) if is_resuming else RunDir.begin(folder, corpus=home)
+                )
+            else:
+                own_folder = Path(held.enter_context(TemporaryDirectory(prefix="tunewell-process-")))
+        with _timed(stages, "prepare"), world.as_one():
             notebook.doing("preparing the corpus")
-            corpus = _corpus(loaded, world)
-        with _timed(stages, "plan"):
-            plan, order = _plan(loaded, corpus, facts)
-            if is_resuming:
-                plan = plan_to_resume(folder, plan, allowed_changes, notebook)
-        torch.set_num_threads(plan.threads.value)
-        if facts.kind == "cpu":
-            keep_freed_memory(facts.free_bytes)
-        if run_dir is not None and not is_resuming:
-            _write_down(run_dir, loaded, plan, corpus)
-        with _timed(stages, "load"):
-            notebook.doing("loading the model")
-            parts = Parts(loaded, plan, corpus, order, folder, world, notebook, allow_pickle, wish.faults, wish.alive)
-            run = put_together(parts)
-        if is_resuming:
-            is_changed = put_back(loaded, run, allowed_changes, notebook=notebook, corpus=corpus)
-            if run_dir is not None and is_changed:
+            if loaded.config.data.sources and world.is_first:
+                prepare(loaded)
+        with world.as_one():
+            with _timed(stages, "prepare"):
+                # Where no data is named, the corpus that is there is trained on.
+                corpus = open_corpus(loaded.path(loaded.config.corpus), verify=True)
+            with _timed(stages, "plan"):
+                plan, order = _plan(loaded, corpus, facts)
+                if is_resuming:
+                    plan = plan_to_resume(folder, plan, allowed_changes, notebook)
+            torch.set_num_threads(plan.threads.value)
+            if facts.kind == "cpu":
+                keep_freed_memory(facts.free_bytes)
+            if run_dir is not None and not is_resuming:
                 _write_down(run_dir, loaded, plan, corpus)
-        with _timed(stages, "check"):
-            notebook.doing("checking that packed documents do not see each other")
-            probe(parts, run)
+            with _timed(stages, "load"):
+                notebook.doing("loading the model")
+                parts = Parts(
+                    loaded,
+                    plan,
+                    corpus,
+                    order,
+                    folder,
+                    own_folder,
+                    world,
+                    notebook,
+                    allow_pickle,
+                    wish.faults,
+                    wish.alive,
+                )
+                run = put_together(parts)
+            if is_resuming:
+                is_changed = put_back(loaded, run, allowed_changes, notebook=notebook, corpus=corpus)
+                if run_dir is not None and is_changed:
+                    _write_down(run_dir, loaded, plan, corpus)
+            with _timed(stages, "check"):
+                notebook.doing("checking that packed documents do not see each other")
+                probe(parts, run)
         _warn(loaded, corpus, run, notebook)
         since = Since(started, run.progress.tokens, allow_pickle)
         notebook.begun(start_of(parts, run))
@@ -214,14 +238,6 @@ def _refuse_nothing(loaded: Loaded) -> None:
                 where=loaded.origin("model"),
                 fix=f"make one of it with `tunewell export {quoted} --to merged --out NEW`, and train `NEW/merged`",
             )
-
-
-def _corpus(loaded: Loaded, world: World) -> Corpus:
-    """Make the corpus or find it made; where no data is named, the corpus that is there is trained on."""
-    if loaded.config.data.sources and world.is_first:
-        prepare(loaded)
-    world.wait()
-    return open_corpus(loaded.path(loaded.config.corpus), verify=True)
 
 
 def _warn(loaded: Loaded, corpus: Corpus, run: Run, notebook: Notebook) -> None:

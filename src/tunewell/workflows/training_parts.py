@@ -1,6 +1,5 @@
 """Put a run together: the model with its method, the optimizer, the log, the checkpoints, the questions it is asked."""
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -61,6 +60,8 @@ class Parts:
     corpus: Corpus
     order: DataOrder
     folder: Path
+    own_folder: Path
+    """Where this process writes: of those that train together only the first writes into the run's folder."""
     world: World
     watcher: Watcher
     allow_pickle: bool = False
@@ -111,8 +112,7 @@ def put_together(parts: Parts) -> Run:
     else:
         adapters.train_everything(model)
     verify_placement(model, device=device, dtype=dtype)
-    # Of processes that train together only the first writes into the run's folder.
-    folder = parts.folder if parts.world.is_first else Path(tempfile.mkdtemp(prefix="tunewell-rank-"))
+    folder = parts.own_folder
     samples = EventLog(folder / "samples.jsonl", on_trouble=parts.watcher.noted)
     head = head_facts(model)
     learner = Learner(
