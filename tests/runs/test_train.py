@@ -315,17 +315,37 @@ def test_two_processes_train_one_run(project: Path) -> None:
 
 def test_what_two_processes_are_refused_is_told_once(project: Path) -> None:
     """The first one prepares; what it cannot prepare is no bug of the second."""
-    arguments = _arguments("--out", "run", sets=("data.sources=[{path: rows.jsonl, format: sharegpt}]",))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    started = [Command(*arguments, cwd=project, env=meeting | place) for place in places]
-    first, second = (process.wait() for process in started)
-    assert (first.returncode, second.returncode) == (2, 2), first.stderr + second.stderr
+    unreadable = "data.sources=[{path: rows.jsonl, format: sharegpt}]"
+    first, second = _train_two(project, [unreadable], [unreadable])
     assert "error: " in first.stderr and "fix: " in first.stderr and "bug" not in first.stderr
     assert second.stdout == second.stderr == ""
     assert not (project / "run").exists()
+
+
+def test_two_processes_with_other_settings_are_refused(project: Path) -> None:
+    """Two machines with two copies of a config would train on other documents from other weights, and call it good."""
+    first, second = _train_two(project, [], ["train.max_steps=5"])
+    assert "error: process 2 of 2: `train.max_steps` is 5 here, and 6 in the first process" in first.stderr
+    assert second.stderr == ""
+    assert not (project / "run").exists()
+
+
+def _train_two(project: Path, *sets: list[str]) -> list["subprocess.CompletedProcess[str]"]:
+    """Start two processes that are refused, each with settings of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    started = [
+        Command(
+            *_arguments("--out", "run", sets=tuple(own)),
+            cwd=project,
+            env=meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank, own in enumerate(sets)
+    ]
+    ended = [process.wait() for process in started]
+    assert [process.returncode for process in ended] == [2, 2], [process.stderr for process in ended]
+    return ended
 
 
 def test_what_cannot_work_is_said_before_anything_is_loaded(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

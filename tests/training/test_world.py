@@ -53,13 +53,14 @@ told = [
     refuse([0], UserError("no rows")),
     refuse([1], UserError("no model", fix="copy it")),
     refuse([1], ValueError("odd")),
+    refuse([0], ValueError("odder")),
     refuse([], None),
 ]
 if world.rank == 1:
     print(told, flush=True)
     os._exit(9)
 try:
-    with world.explaining_loss():
+    with world.explaining_loss("again"):
         world.wait()
 except UserError as error:
     told.append(error.what)
@@ -101,15 +102,22 @@ def test_what_fails_in_one_fails_in_all_and_nobody_waits_for_one_that_is_gone() 
     started = _start(2, _TROUBLES, stdout=subprocess.PIPE)
     first, second = (ast.literal_eval(process.communicate(timeout=120)[0]) for process in started)
     assert [process.returncode for process in started] == [0, 9]
-    same = ["UserError: no room\n  where: disk\n  fix:   buy one", "UserError: no rows"]
-    assert first[:5] == [
+    same = ["SharedError: no room\n  where: disk\n  fix:   buy one", "SharedError: no rows"]
+    assert first[:6] == [
         *same,
-        "UserError: process 2 of 2: no model\n  fix:   copy it",
-        "UserError: process 2 of 2: ValueError: odd\n  fix:   look at what that process has printed",
+        "SharedError: process 2 of 2: no model\n  fix:   copy it",
+        "SharedError: process 2 of 2: ValueError: odd\n  fix:   look at what that process has printed",
+        "ValueError: odder",
         None,
     ]
-    assert second == [*same, "UserError: process 2 of 2: no model\n  fix:   copy it", "ValueError: odd", None]
-    assert first[5].startswith("process 1 of 2 has lost the others: ") and "gloo" not in first[5]
+    assert second == [
+        *same,
+        "SharedError: process 2 of 2: no model\n  fix:   copy it",
+        "ValueError: odd",
+        "SharedError: process 1 of 2: ValueError: odder\n  fix:   look at what that process has printed",
+        None,
+    ]
+    assert first[6].startswith("process 1 of 2 has lost the others: ") and "gloo" not in first[6]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +143,22 @@ def test_each_process_has_a_gpu_of_its_own(
         monkeypatch.setenv(name, value)
     if place is None:
         with pytest.raises(UserError, match="2 processes were started on this machine, which has 1 GPU"):
-            World.take_place()
+            World.take_place("auto")
     else:
-        World.take_place()
+        World.take_place("auto")
     assert taken == ([] if place in (None, "any") else [place])
+
+
+def test_a_cpu_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "7")
+    World.take_place("cpu")
+
+
+def test_processes_that_cannot_meet_are_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match="the 2 processes that are to train together have not found each other: "):
+        World.join(torch.device("cpu"))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.cli.render import emit, emit_error, emit_json, table
-from tunewell.core.errors import UserError
+from tunewell.core.errors import SharedError, UserError
 
 COMMANDS: tuple[tuple[str, str], ...] = (
     ("init", "tunewell.cli.commands.init"),
@@ -137,11 +137,11 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
 
 
 def _report(error: UserError, *, wants_json: bool) -> int:
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        return EXIT_USER  # a launcher's first process on this machine has the same error, and tells it
-    if wants_json:
+    is_shared = isinstance(error, SharedError)
+    if wants_json and not (is_shared and os.environ.get("RANK", "0") != "0"):
         emit_json({"error": {"what": error.what, "where": error.where, "fix": error.fix}})
-    emit_error(error)
+    if not (is_shared and os.environ.get("LOCAL_RANK", "0") != "0"):
+        emit_error(error)
     return EXIT_USER
 
 

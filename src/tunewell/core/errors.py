@@ -20,3 +20,7 @@ class UserError(Exception):
         if self.fix:
             lines.append(f"  fix:   {self.fix}")
         return "\n".join(lines)
+
+
+class SharedError(UserError):
+    """An error that all processes of a training end with together; of those on one machine the first tells it."""

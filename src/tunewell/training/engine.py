@@ -42,7 +42,7 @@ def _train(run: Run) -> Ending:
         if is_due(run):
             is_better, is_asked = _look(run, journal, healer)
             if is_asked:
-                return _interrupted(signals)
+                return _interrupted(run, signals)
             if is_better:
                 _save(run, is_better=True, wait=True)
             journal.restart_clock()
@@ -77,13 +77,14 @@ def _train(run: Run) -> Ending:
                 _save(run, is_better=is_better, wait=is_last or is_asked or is_spent)
                 journal.restart_clock()
             if is_asked:
-                return _interrupted(signals)
+                return _interrupted(run, signals)
     return _spent(run)
 
 
-def _interrupted(signals: Signals) -> Ending:
+def _interrupted(run: Run, signals: Signals) -> Ending:
     reason = f"asked to stop by {signals.asked or 'another process'}"
-    return Ending("interrupted", reason, signals.exit_code or 143, signals.asked, is_resumable=True)
+    code = run.learner.world.most(signals.exit_code or 0)
+    return Ending("interrupted", reason, code, signals.asked, is_resumable=True)
 
 
 def _spent(run: Run) -> Ending:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tunewell.core.errors import UserError
+from tunewell.core.errors import SharedError, UserError
 from tunewell.core.units import count
 
 T = TypeVar("T")
@@ -37,12 +37,13 @@ class World:
         return self.rank == 0
 
     @staticmethod
-    def take_place() -> None:
+    def take_place(wanted: str) -> None:
         """Take the GPU that a launcher has meant for this process, before anyone asks which one is there.
 
-        Raises UserError where there are more processes than GPUs.
+        `wanted` is the device of the config. Raises UserError where there are more processes than GPUs.
         """
-        if "LOCAL_RANK" not in os.environ or not torch.cuda.is_available():
+        is_cuda = wanted == "auto" or wanted.startswith("cuda")
+        if "LOCAL_RANK" not in os.environ or not is_cuda or not torch.cuda.is_available():
             return
         place, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if num_gpus == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
@@ -56,13 +57,23 @@ class World:
 
     @classmethod
     def join(cls, device: torch.device) -> "World":
-        """Join the others where a launcher has set `RANK` and `WORLD_SIZE`; else be alone."""
+        """Join the others where a launcher has set `RANK` and `WORLD_SIZE`; else be alone.
+
+        Raises UserError where they do not find each other.
+        """
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size <= 1:
             return cls()
-        if not dist.is_initialized():
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        hosts = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        try:
+            if not dist.is_initialized():
+                dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            hosts = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        except (dist.DistError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"the {size} processes that are to train together have not found each other: {_story(error)}",
+                fix="start all of them, each with its `RANK` and with the same `WORLD_SIZE`, `MASTER_ADDR` and a free "
+                "`MASTER_PORT`, as `torchrun` does; where one has said more, that is the reason",
+            ) from error
         return cls(dist.get_rank(), dist.get_world_size(), hosts)
 
     def leave(self) -> None:
@@ -72,7 +83,10 @@ class World:
         something went wrong: one that waits for an exchange that never ends would wait for ever.
         """
         if self.size > 1:
-            self.wait()
+            try:
+                self.wait()
+            except RuntimeError:
+                return  # one is gone, but what was to be done is done
             atexit.register(_part)
 
     def wait(self) -> None:
@@ -84,9 +98,9 @@ class World:
         """Fail in every process where something inside fails in one; inside nobody may wait for another."""
         return _AsOne(self)
 
-    def explaining_loss(self) -> "_ExplainingLoss":
-        """Raise UserError where something inside fails because another process has ended."""
-        return _ExplainingLoss(self)
+    def explaining_loss(self, fix: str) -> "_ExplainingLoss":
+        """Raise UserError with this fix where something inside fails because another process has ended."""
+        return _ExplainingLoss(self, fix)
 
     def name_of(self, rank: int) -> str:
         """Name one of the processes as people count."""
@@ -110,11 +124,15 @@ class World:
 
     def any(self, flag: bool) -> bool:
         """Whether any process says so; all get the same answer."""
+        return bool(self.most(int(flag)))
+
+    def most(self, number: int) -> int:
+        """Give the greatest number that any process has; all get the same answer."""
         if self.size == 1:
-            return flag
-        told = torch.tensor(float(flag))
+            return number
+        told = torch.tensor(number)
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self.hosts)
-        return bool(told.item())
+        return int(told.item())
 
     def from_first(self, value: T) -> T:
         """Give what the first process has, whatever this one has."""
@@ -141,37 +159,41 @@ class _AsOne:
         world = self._world
         if world.size == 1 or not (error is None or isinstance(error, Exception)):
             return
-        troubles: list[tuple[str, str | None, str | None] | None] = [None] * world.size
+        troubles: list[tuple[str, str | None, str | None, bool] | None] = [None] * world.size
         dist.all_gather_object(troubles, _in_words(error), group=world.hosts)
         first = next((rank for rank, trouble in enumerate(troubles) if trouble), None)
         if first is None or not (error is None or isinstance(error, UserError)):
             return
-        what, where, fix = troubles[first] or ("", None, None)
-        who = f"{world.name_of(first)}: " if first > 0 else ""  # what the first finds is wrong with the run
-        raise UserError(f"{who}{what}", where=where, fix=fix) from error
+        what, where, fix, is_bug = troubles[first] or ("", None, None, True)
+        # What the first refuses is wrong with the run, and with all.
+        who = "" if first == 0 and not is_bug else f"{world.name_of(first)}: "
+        raise SharedError(f"{who}{what}", where=where, fix=fix) from error
 
 
-def _in_words(error: BaseException | None) -> tuple[str, str | None, str | None] | None:
+def _in_words(error: BaseException | None) -> tuple[str, str | None, str | None, bool] | None:
     if error is None:
         return None
     if isinstance(error, UserError):
-        return error.what, error.where, error.fix
-    return f"{type(error).__name__}: {error}".partition("\n")[0], None, "look at what that process has printed"
+        return error.what, error.where, error.fix, False
+    return f"{type(error).__name__}: {error}".partition("\n")[0], None, "look at what that process has printed", True
+
+
+def _story(error: BaseException) -> str:
+    """Tell torch's error in short: without where in its source it arose, and without its advice."""
+    return re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
 
 
 class _ExplainingLoss:
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, fix: str) -> None:
+        self._world, self._fix = world, fix
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        is_loss = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
-        if self._world.size > 1 and is_loss:
-            story = re.sub(r"^\[\S+\] ", "", str(error)).splitlines()[0].partition(". ")[0]
+        is_gloos = isinstance(error, RuntimeError) and re.match(r"\[\S*gloo/", str(error)) is not None
+        if self._world.size > 1 and error is not None and (is_gloos or isinstance(error, dist.DistNetworkError)):
             raise UserError(
-                f"{self._world.name_of(self._world.rank)} has lost the others: {story}",
-                fix="what the one that ended first has printed is the reason; `tunewell train --resume` goes on from "
-                "the newest checkpoint",
+                f"{self._world.name_of(self._world.rank)} has lost the others: {_story(error)}",
+                fix=f"what the one that ended first has printed is the reason; then {self._fix}",
             ) from error

@@ -41,7 +41,7 @@ from tunewell.workflows.run_config import config_of_run
 from tunewell.workflows.train_ending import Since, leave_behind, result_of
 from tunewell.workflows.train_result import Notebook, TrainResult
 from tunewell.workflows.train_resume import plan_to_resume, put_back, refuse_idle_changes
-from tunewell.workflows.training_parts import Parts, probe, put_together, start_of
+from tunewell.workflows.training_parts import Parts, probe, put_together, refuse_differences, start_of
 from tunewell.workflows.validate import ValidateOrder, validate
 
 _NOT_JUDGED = 3
@@ -107,12 +107,13 @@ def _train(wish: "_Wish", notebook: Notebook) -> tuple[TrainResult, bool]:
     loaded, is_resuming, allowed_changes = wish.loaded, wish.is_resuming, wish.allowed_changes
     allow_pickle = wish.allow_pickle
     stages: dict[str, float] = {}
-    World.take_place()
+    World.take_place(loaded.config.device)
     facts = probe_device(loaded.config.device)
     world = World.join(torch.device(facts.name))
     folder = loaded.path(loaded.config.run)
     with ExitStack() as held:
-        held.enter_context(world.explaining_loss())
+        again = "start all of them again"
+        held.enter_context(world.explaining_loss(again))
         # Before anything that takes long: a folder that cannot be used is better known now.
         run_dir, own_folder = None, folder
         with world.as_one():
@@ -123,6 +124,7 @@ def _train(wish: "_Wish", notebook: Notebook) -> tuple[TrainResult, bool]:
                 )
             else:
                 own_folder = Path(held.enter_context(TemporaryDirectory(prefix="tunewell-process-")))
+        held.enter_context(world.explaining_loss(again))  # inside, so that a run without a step is taken back
         with _timed(stages, "prepare"), world.as_one():
             notebook.doing("preparing the corpus")
             if loaded.config.data.sources and world.is_first:
@@ -163,12 +165,14 @@ def _train(wish: "_Wish", notebook: Notebook) -> tuple[TrainResult, bool]:
             with _timed(stages, "check"):
                 notebook.doing("checking that packed documents do not see each other")
                 probe(parts, run)
+        refuse_differences(parts, run)
         _warn(loaded, corpus, run, notebook)
         since = Since(started, run.progress.tokens, allow_pickle)
         notebook.begun(start_of(parts, run))
         if run_dir is not None:
             run_dir.keep()
-        ending = take_steps(run)
+        with world.explaining_loss("`tunewell train --resume` in all of them goes on from the newest checkpoint"):
+            ending = take_steps(run)
         result = result_of(loaded, run, ending, notebook=notebook, stages=stages, since=since)
         if world.is_first:
             leave_behind(run, result, plan, corpus, allow_pickle=allow_pickle)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tunewell.config.load import Loaded
 from tunewell.config.schema import Config, Method
+from tunewell.core.errors import UserError
 from tunewell.core.units import count
 from tunewell.data.corpus.reader import Corpus
 from tunewell.data.tokenizer import load_tokenizer
@@ -191,6 +192,29 @@ def identity_of(plan: Plan, config: Config, weights: str | None) -> dict[str, An
         **method,
         **train,
     }
+
+
+def refuse_differences(parts: Parts, run: Run) -> None:
+    """Refuse to begin where processes that train together would take other steps, or would not stop at the same ones.
+
+    Raises UserError in all of them.
+    """
+    config, plan = parts.config, parts.plan
+    # What a person sets comes first: it is what to mend where something that follows from it differs too.
+    own: dict[str, Any] = {"seed": plan.seed}
+    own |= {f"train.{name}": value for name, value in config.train.model_dump(exclude={"threads"}).items()}
+    for section in ("evaluate", "checkpoints", "healing"):
+        own |= {f"{section}.{name}": value for name, value in getattr(config, section).model_dump().items()}
+    own |= {name: value for name, value in run.identity.items() if name not in ("model", "attention")}
+    own |= {"compile": plan.compile.value, "evaluate_every": plan.evaluate_every.value}
+    first = parts.world.from_first(own)
+    with parts.world.as_one():
+        for name, value in own.items():
+            if value != first.get(name):
+                raise UserError(
+                    f"`{name}` is {value} here, and {first.get(name)} in the first process",
+                    fix="start all processes with the same config and options, on the same data and model",
+                )
 
 
 def _with_new_rows(method: Method, model: nn.Module) -> Method:
