@@ -44,3 +44,12 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {
         path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
     }
+
+
+def write_sums(folder: Path, tokenizer: Path, *, model: str, num_rows: int) -> None:
+    """Write rows that ask for sums, and a config for a model that starts from nothing."""
+    rows = [{"instruction": f"What is {n} plus {n}?", "output": f"It is {2 * n}."} for n in range(num_rows)]
+    write_rows(folder / "rows.jsonl", rows)
+    (folder / "tunewell.yaml").write_text(
+        f"model: {model}\ntokenizer: {tokenizer}\ndata:\n  sources: rows.jsonl\nmethod:\n  kind: full\n"
+    )

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from tiny_runs import make_plan
 
 import tunewell
-from corpora import write_rows
+from corpora import write_sums
 from forked import Command, run_command
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
@@ -47,11 +47,7 @@ SETTINGS = [
 @pytest.fixture
 def project(tmp_path: Path, tiny_model: Path) -> Path:
     """A folder with rows and a config for a model that starts from nothing."""
-    rows = [{"instruction": f"What is {n} plus {n}?", "output": f"It is {2 * n}."} for n in range(40)]
-    write_rows(tmp_path / "rows.jsonl", rows)
-    (tmp_path / "tunewell.yaml").write_text(
-        f"model: preset:tiny-1m\ntokenizer: {tiny_model}\ndata:\n  sources: rows.jsonl\nmethod:\n  kind: full\n"
-    )
+    write_sums(tmp_path, tiny_model, model="preset:tiny-1m", num_rows=40)
     return tmp_path
 
 

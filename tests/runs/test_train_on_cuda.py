@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from corpora import write_rows
+from corpora import write_sums
 from tunewell.records.events import read_events
 
 pytestmark = pytest.mark.gpu
@@ -34,11 +34,7 @@ SETTINGS = [
 @pytest.fixture
 def project(tmp_path: Path, tiny_model: Path) -> Path:
     """A folder with rows and a config for a model that starts from nothing."""
-    rows = [{"instruction": f"What is {n} plus {n}?", "output": f"It is {2 * n}."} for n in range(200)]
-    write_rows(tmp_path / "rows.jsonl", rows)
-    (tmp_path / "tunewell.yaml").write_text(
-        f"model: preset:tiny-23m\ntokenizer: {tiny_model}\ndata:\n  sources: rows.jsonl\nmethod:\n  kind: full\n"
-    )
+    write_sums(tmp_path, tiny_model, model="preset:tiny-23m", num_rows=200)
     return tmp_path
 
 
