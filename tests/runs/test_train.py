@@ -279,6 +279,25 @@ def test_the_library_takes_a_mapping_and_its_run_can_be_gone_on_with(
     assert resumed.returncode == 0 and "going on after step 2" in resumed.stderr, resumed.stderr
 
 
+def test_a_run_without_a_config_goes_on_by_its_own(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was said by flags the first time need not be said again: the run has it."""
+    (project / "tunewell.yaml").rename(project / "aside.yaml")
+    nothing = run_command("train", "--resume", cwd=project)
+    assert nothing.returncode == 2 and "there is no run `run`" in nothing.stderr, nothing.stderr
+    flags = ("--config", "aside.yaml", "--seed", "5", "--out", "mine", "--set", "device=cpu")
+    first = _train(project, *flags, sets=("train.max_steps=2",))
+    assert first.returncode == 0, first.stderr
+    (project / "aside.yaml").unlink()
+    again = run_command("train", "--resume", "--out", "mine", cwd=project)
+    assert again.returncode == 0 and "going on after step 2" in again.stderr, again.stderr
+    assert "changed on resume" not in again.stderr
+    refused = run_command("train", "--resume", "--out", "mine", "--seed", "6", cwd=project)
+    assert refused.returncode == 2 and "seed" in refused.stderr, refused.stderr
+    monkeypatch.chdir(project)
+    result = tunewell.train(sets="run=mine", is_resuming=True)
+    assert result.status == "finished" and result.steps == 2
+
+
 def test_a_change_of_something_that_is_not_there_cannot_be_allowed(project: Path) -> None:
     """A misspelt name would be believed to have been allowed; every name that a refusal gives is known."""
     assert set(_lora_identity()) <= CHANGE_NAMES

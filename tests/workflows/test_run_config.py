@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tunewell.config.load import Loaded, as_loaded, load_config
-from tunewell.workflows.run_config import resume_command
+from tunewell.workflows.run_config import config_of_run, load_for_run, resume_command
 
 
 @pytest.fixture
@@ -52,6 +52,26 @@ def test_it_means_the_same_as_the_first_one(here: Path, config: str | None, mode
 
 def test_what_the_config_says_is_not_said_again(here: Path) -> None:
     assert resume_command(load_config()) == "tunewell train --resume"
+
+
+def test_where_flags_were_all_there_was_the_run_has_them(here: Path) -> None:
+    """What has a secret taken out is typed again: the run's own config would not find it."""
+    Path("tunewell.yaml").unlink()
+    typed = load_config(None, ['run="my run"'], model="my model", data="my rows.jsonl#5", seed=7)
+    assert resume_command(typed) == "tunewell train --resume --out 'my run'"
+    Path("my run").mkdir()
+    Path("my run/config.yaml").write_text(config_of_run(typed))
+    own = load_for_run(None, ['run="my run"'], is_resuming=True)
+    assert own.path(own.config.run).samefile("my run")
+    assert [own.path(source.path).resolve() for source in own.config.data.sources] == [here / "my rows.jsonl"]
+    assert own.path(own.config.model or "").samefile("my model")
+    assert (own.config.seed, own.config.data.sources[0].limit) == (7, 5)
+    assert own.path(own.config.corpus).resolve() == here / typed.config.corpus
+    assert resume_command(own) == resume_command(typed)
+    assert load_for_run(None, ['run="my run"'], is_resuming=False).config.model is None
+    Path("hf_abcdefghijklmnopqrstuvwxyz012345").mkdir()
+    secret = load_config(None, ['run="my run"'], model="hf_abcdefghijklmnopqrstuvwxyz012345", data="my rows.jsonl")
+    assert "hf_abcdefghijklmnopqrstuvwxyz012345" in resume_command(secret)
 
 
 def test_what_a_program_handed_over_is_taken_from_the_run(here: Path) -> None:

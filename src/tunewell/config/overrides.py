@@ -47,7 +47,7 @@ def seen_from(base: Path, name: str, value: Any) -> Any:
         return {key: seen_from(base, f"{name}.{key}", inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [seen_from(base, name, inner) for inner in value]
-    return _relative(value, base) if isinstance(value, str) and _is_path(name, value) else value
+    return relative(value, base) if isinstance(value, str) and _is_path(name, value) else value
 
 
 def _is_path(name: str, value: str) -> bool:
@@ -60,7 +60,8 @@ def _is_path(name: str, value: str) -> bool:
     return name in _ALWAYS_PATHS
 
 
-def _relative(value: str, base: Path) -> str:
+def relative(value: str | Path, base: Path) -> str:
+    """Spell a path as seen from a folder, where there is a way from one to the other."""
     try:
         return os.path.relpath(value, base)
     except ValueError:  # another drive, on Windows

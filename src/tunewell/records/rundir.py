@@ -13,6 +13,8 @@ from tunewell.records.outcome import OUTCOME
 from tunewell.records.plan import PLAN
 
 _LOCK = ".lock"
+RUN_CONFIG = "config.yaml"
+"""The settings that a run was started with."""
 DOCUMENTS = "documents.tsv"
 """A short hash of every document that the run learns from."""
 _NOT_OURS = frozenset({_LOCK, ".DS_Store"})
@@ -58,10 +60,15 @@ class RunDir:
 
         Raises UserError if no run lies there, if another process holds it, or if it cannot be written.
         """
+        cls.refuse_absent(path)
+        return cls._hold(path)
+
+    @staticmethod
+    def refuse_absent(path: Path) -> None:
+        """Raise UserError if no run lies there to go on with."""
         if not (path / PLAN).is_file():
             what = f"there is no run in `{path}` to go on with" if path.is_dir() else f"there is no run `{path}`"
             raise UserError(what, where=f"looked for `{path / PLAN}`", fix="start one without `--resume`")
-        return cls._hold(path)
 
     @classmethod
     def _hold(cls, path: Path) -> "RunDir":
@@ -120,7 +127,7 @@ class RunDir:
     @property
     def config(self) -> Path:
         """The settings it was started with."""
-        return self.path / "config.yaml"
+        return self.path / RUN_CONFIG
 
     @property
     def documents(self) -> Path:

@@ -1,15 +1,34 @@
 """What repeats a run and what goes on with it: its config, written into its folder, and a command."""
 
+import json
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from tunewell.config.given import GIVEN
-from tunewell.config.load import FILE_NAME, Loaded
-from tunewell.config.schema import Source
-from tunewell.core.redact import redact
+from tunewell.config.load import FILE_NAME, Given, Loaded, as_loaded, load_config
+from tunewell.config.overrides import relative
+from tunewell.config.schema import Config, Source
+from tunewell.core.redact import REDACTED, redact
+from tunewell.records.rundir import RUN_CONFIG
+
+
+def load_for_run(given: Given, sets: Sequence[str] = (), *, is_resuming: bool, **flags: Any) -> Loaded:
+    """Load a config to train by; a run that goes on has its own, which counts where no other is there or named."""
+    loaded = as_loaded(given, sets, **flags)
+    is_bare = given is None or given == ""
+    if not (is_resuming and is_bare and loaded.file is None and loaded.config.model is None):
+        return loaded
+    folder = loaded.path(loaded.config.run)
+    own = folder / RUN_CONFIG
+    if not own.is_file():
+        return loaded
+    sets = [sets] if isinstance(sets, str) else sets
+    return load_config(own, [*sets, f"run={json.dumps(str(folder), ensure_ascii=False)}"], **flags)
 
 
 def config_of_run(loaded: Loaded) -> str:
@@ -18,7 +37,7 @@ def config_of_run(loaded: Loaded) -> str:
     home = loaded.path(loaded.config.run)
 
     def seen(path: str) -> str:
-        return path if Path(path).expanduser().is_absolute() else os.path.relpath(loaded.path(path), home)
+        return path if Path(path).expanduser().is_absolute() else relative(loaded.path(path), home)
 
     for key in ("model", "tokenizer"):
         if config.get(key) and loaded.path(config[key]).exists():
@@ -36,6 +55,12 @@ def config_of_run(loaded: Loaded) -> str:
         if str(holder.get(key, "")).endswith(".jinja"):
             holder[key] = seen(holder[key])
     return yaml.safe_dump(redact(config), sort_keys=False, allow_unicode=True)
+
+
+def _goes_on_by_its_own(loaded: Loaded) -> bool:
+    """Say whether `load_for_run` finds the run's config by its folder alone, with nothing taken out of it."""
+    is_alone = loaded.file is None or loaded.file == loaded.path(loaded.config.run) / RUN_CONFIG
+    return is_alone and not Path(FILE_NAME).exists() and REDACTED not in config_of_run(loaded)
 
 
 def _typed(loaded: Loaded, path: str) -> str:
@@ -57,7 +82,10 @@ def resume_command(loaded: Loaded, *, allow_pickle: bool = False) -> str:
     words = ["tunewell", "train", "--resume", *(["--allow-pickle"] if allow_pickle else [])]
     if GIVEN in loaded.origins.values():  # by a program: nothing was typed, but the run has it
         run = loaded.path(loaded.config.run)
-        return shlex.join([*words, "--config", str(run / "config.yaml"), "--out", str(run)])
+        return shlex.join([*words, "--config", str(run / RUN_CONFIG), "--out", str(run)])
+    if _goes_on_by_its_own(loaded):
+        run = str(_typed(loaded, loaded.config.run))
+        return shlex.join([*words, *(["--out", run] if run != Config().run else [])])
     if loaded.file is not None and loaded.file != Path(FILE_NAME):
         words += ["--config", str(loaded.file)]
     model = loaded.config.model or ""

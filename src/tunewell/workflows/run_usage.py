@@ -7,6 +7,7 @@ from tunewell.config.load import load_config
 from tunewell.core.model_files import WEIGHT_SUFFIXES
 from tunewell.models.presets import is_preset
 from tunewell.records.manifest import Manifest
+from tunewell.records.rundir import RUN_CONFIG
 
 _HERE = "In this folder:"
 _BY_US = """{why}, so only tunewell can put the adapter on it. In this folder:
@@ -30,7 +31,7 @@ class Usage:
 
     def use(self, run: Path, checkpoint: Path, manifest: Manifest) -> list[str]:
         """Say how to load a checkpoint; code where other programs can, commands of ours where they cannot."""
-        config = load_config(run / "config.yaml").config
+        config = load_config(run / RUN_CONFIG).config
         model, path = config.model or "", checkpoint.as_posix()
         if not self.is_lora:
             return _code(f"model = AutoModelForCausalLM.from_pretrained({path!r})", config.corpus)

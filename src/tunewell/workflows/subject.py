@@ -18,9 +18,9 @@ from tunewell.models.presets import is_preset
 from tunewell.records.checkpoint import CheckpointManifest, checkpoint_name, checkpoint_step, verify
 from tunewell.records.manifest import MANIFEST, read_manifest
 from tunewell.records.plan import PLAN, Plan, read_plan
+from tunewell.records.rundir import RUN_CONFIG
 from tunewell.training.saved import Saved, find_best, find_newest, saved_steps
 
-_RUN_CONFIG = "config.yaml"
 _CHECKPOINTS = "checkpoints"
 
 
@@ -105,7 +105,7 @@ def _run_of_config() -> Path:
 
 def _of_run(run: Path, checkpoint: str, base: str | None, sets: Sequence[str]) -> FoundSubject:
     plan = read_plan(run)
-    loaded = load_config(run / _RUN_CONFIG, sets)
+    loaded = load_config(run / RUN_CONFIG, sets)
     notes: list[str] = []
     saved, because = _choose(run / _CHECKPOINTS, checkpoint, notes.append)
     is_lora = plan.method.value == "lora"

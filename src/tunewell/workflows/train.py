@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tunewell.config.load import Given, Loaded, as_loaded
+from tunewell.config.load import Given, Loaded
 from tunewell.core.errors import UserError
 from tunewell.core.redact import redact
 from tunewell.data.corpus.reader import Corpus, open_corpus
@@ -25,7 +25,7 @@ from tunewell.planning.order import PlanOrder
 from tunewell.planning.training import choose_batch, plan_training
 from tunewell.records.manifest import MANIFEST
 from tunewell.records.plan import PLAN, Plan, write_plan
-from tunewell.records.rundir import RunDir
+from tunewell.records.rundir import RUN_CONFIG, RunDir
 from tunewell.training.batches import DataOrder
 from tunewell.training.checkpoints import room_warning
 from tunewell.training.engine import Run
@@ -37,7 +37,7 @@ from tunewell.workflows.data_change import remember
 from tunewell.workflows.export_wish import refuse_impossible
 from tunewell.workflows.prepare import prepare
 from tunewell.workflows.pulse import Pulse
-from tunewell.workflows.run_config import config_of_run
+from tunewell.workflows.run_config import config_of_run, load_for_run
 from tunewell.workflows.train_ending import Since, leave_behind, result_of
 from tunewell.workflows.train_result import Notebook, TrainResult
 from tunewell.workflows.train_resume import plan_to_resume, put_back, refuse_idle_changes
@@ -69,8 +69,8 @@ def train(
     if isinstance(allowed_changes, str):
         allowed_changes = [allowed_changes]
     refuse_idle_changes(allowed_changes, is_resuming=is_resuming)
-    loaded = as_loaded(config, sets)
-    _refuse_nothing(loaded)
+    loaded = load_for_run(config, sets, is_resuming=is_resuming)
+    _refuse_nothing(loaded, is_resuming=is_resuming)
     refuse_impossible(loaded)
     watcher = watcher or Unwatched()
     pulse = Pulse(watcher, supervised) if supervised else None
@@ -223,9 +223,11 @@ class _timed:
         self._stages[self._name] = self._stages.get(self._name, 0.0) + time.perf_counter() - self._began
 
 
-def _refuse_nothing(loaded: Loaded) -> None:
+def _refuse_nothing(loaded: Loaded, *, is_resuming: bool) -> None:
     """Say what is missing before a folder is made or anything is loaded."""
     config = loaded.config
+    if is_resuming and config.model is None:
+        RunDir.refuse_absent(loaded.path(config.run))
     fix = "begin with `tunewell init DATA --model MODEL`, or add `--data` and `--model` to the command"
     if not config.data.sources and not (loaded.path(config.corpus) / MANIFEST).is_file():
         raise UserError(
@@ -286,5 +288,5 @@ def _shapes(facts: ModelFacts) -> list[tuple[int, int, int]]:
 def _write_down(run_dir: RunDir, loaded: Loaded, plan: Plan, corpus: Corpus) -> None:
     """Write what the run does, what was asked for, and what it learns from."""
     write_plan(run_dir.path, plan)
-    run_dir.write("config.yaml", config_of_run(loaded))
+    run_dir.write(RUN_CONFIG, config_of_run(loaded))
     remember(run_dir.path, corpus)

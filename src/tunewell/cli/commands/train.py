@@ -47,13 +47,13 @@ def command(
     """Train a model on a corpus, which is prepared first where that has not been done, and judge it."""
     from tunewell.cli.render import emit, emit_json
     from tunewell.cli.training_screen import is_first_process, shown_training
-    from tunewell.config.load import load_config
+    from tunewell.workflows.run_config import load_for_run
     from tunewell.workflows.supervise import can_supervise
 
     sets = [*flags_as_sets(run=out, device=device), *(set_ or ())]
     if no_validate:
         sets.append("verdict.after_training=false")
-    loaded = load_config(config, sets, model=model, data=data, seed=seed)
+    loaded = load_for_run(config, sets, is_resuming=resume, model=model, data=data, seed=seed)
     if supervised is None and not no_supervisor and can_supervise():
         flags = {
             "--config": config,
