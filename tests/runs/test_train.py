@@ -288,9 +288,15 @@ def test_a_run_without_a_config_goes_on_by_its_own(project: Path, monkeypatch: p
     first = _train(project, *flags, sets=("train.max_steps=2",))
     assert first.returncode == 0, first.stderr
     (project / "aside.yaml").unlink()
+    made = (project / "corpus" / "manifest.json").stat()
     again = run_command("train", "--resume", "--out", "mine", cwd=project)
     assert again.returncode == 0 and "going on after step 2" in again.stderr, again.stderr
     assert "changed on resume" not in again.stderr
+    assert (project / "corpus" / "manifest.json").stat() == made
+    (project / "mine" / "config.yaml").rename(project / "kept.yaml")
+    empty = run_command("train", "--resume", "--out", "mine", cwd=project)
+    assert empty.returncode == 2 and "the command that began the run once more" in empty.stderr, empty.stderr
+    (project / "kept.yaml").rename(project / "mine" / "config.yaml")
     refused = run_command("train", "--resume", "--out", "mine", "--seed", "6", cwd=project)
     assert refused.returncode == 2 and "seed" in refused.stderr, refused.stderr
     monkeypatch.chdir(project)

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from tunewell.config.load import Loaded, as_loaded, load_config
+from tunewell.core.errors import UserError
+from tunewell.core.redact import redact
 from tunewell.workflows.run_config import config_of_run, load_for_run, resume_command
 
 
@@ -20,6 +22,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("tunewell.yaml", "some config/tunewell.yaml"):
         Path(name).write_text("train:\n  epochs: 2\n")
     return tmp_path
+
+
+def _began(loaded: Loaded) -> None:
+    """Leave behind what a run does."""
+    run = loaded.path(loaded.config.run)
+    run.mkdir(exist_ok=True)
+    (run / "config.yaml").write_text(redact(config_of_run(loaded)))
 
 
 def _again(loaded: Loaded) -> Loaded:
@@ -55,23 +64,59 @@ def test_what_the_config_says_is_not_said_again(here: Path) -> None:
 
 
 def test_where_flags_were_all_there_was_the_run_has_them(here: Path) -> None:
-    """What has a secret taken out is typed again: the run's own config would not find it."""
     Path("tunewell.yaml").unlink()
     typed = load_config(None, ['run="my run"'], model="my model", data="my rows.jsonl#5", seed=7)
+    _began(typed)
     assert resume_command(typed) == "tunewell train --resume --out 'my run'"
-    Path("my run").mkdir()
-    Path("my run/config.yaml").write_text(config_of_run(typed))
     own = load_for_run(None, ['run="my run"'], is_resuming=True)
-    assert own.path(own.config.run).samefile("my run")
-    assert [own.path(source.path).resolve() for source in own.config.data.sources] == [here / "my rows.jsonl"]
-    assert own.path(own.config.model or "").samefile("my model")
-    assert (own.config.seed, own.config.data.sources[0].limit) == (7, 5)
-    assert own.path(own.config.corpus).resolve() == here / typed.config.corpus
+    assert own.config.model_dump() == typed.config.model_dump() and own.base == typed.base
     assert resume_command(own) == resume_command(typed)
     assert load_for_run(None, ['run="my run"'], is_resuming=False).config.model is None
-    Path("hf_abcdefghijklmnopqrstuvwxyz012345").mkdir()
-    secret = load_config(None, ['run="my run"'], model="hf_abcdefghijklmnopqrstuvwxyz012345", data="my rows.jsonl")
-    assert "hf_abcdefghijklmnopqrstuvwxyz012345" in resume_command(secret)
+    more = load_for_run(None, ['run="my run"', "data.sources[0].limit=4"], is_resuming=True)
+    assert more.config.data.sources[0].limit == 4
+    _began(load_config(None, model="my model", data="my rows.jsonl"))
+    assert load_for_run("", is_resuming=True).config.model == "my model"
+
+
+@pytest.mark.parametrize("link", ["run", "scratch"])
+def test_a_run_behind_a_link_finds_what_it_was_given(here: Path, link: str) -> None:
+    """The way up from a link is not the way that was come."""
+    Path("tunewell.yaml").unlink()
+    (here / "disk" / "far" / "off").mkdir(parents=True)
+    Path(link).symlink_to(here / "disk" / "far" / "off")
+    run = "run" if link == "run" else "scratch/run"
+    typed = load_config(None, [f"run={run}"], model="my model", data="my rows.jsonl")
+    _began(typed)
+    assert load_for_run(None, [f"run={run}"], is_resuming=True).config.model_dump() == typed.config.model_dump()
+    read = load_config(Path(run, "config.yaml"))
+    assert read.path(read.config.model or "").samefile("my model")
+    assert read.path(read.config.data.sources[0].path).samefile("my rows.jsonl")
+
+
+def test_it_says_everything_where_the_run_does_not(here: Path) -> None:
+    """A secret was taken out, another config would be found, or the run was begun with less."""
+    Path("tunewell.yaml").unlink()
+    secret = "hf_abcdefghijklmnopqrstuvwxyz012345"
+    Path(secret).mkdir()
+    hidden = load_config(model=secret, data="my rows.jsonl")
+    _began(hidden)
+    assert resume_command(hidden) == f"tunewell train --resume --model {secret} --data 'my rows.jsonl'"
+    with pytest.raises(UserError, match="secret was taken out"):
+        load_for_run(None, is_resuming=True)
+    plain = load_config(model="my model", data="my rows.jsonl")
+    _began(plain)
+    assert resume_command(plain) == "tunewell train --resume"
+    changed = load_config(None, ["train.epochs=9"], model="my model", data="my rows.jsonl")
+    assert resume_command(changed).endswith("--set train.epochs=9")
+    Path("tunewell.yml").write_text("seed: 1\n")
+    assert resume_command(plain) == "tunewell train --resume --model 'my model' --data 'my rows.jsonl'"
+
+
+@pytest.mark.parametrize("text", ["1e5", "0o17", "0x1F", "12:30:45", "~", "null", "yes", "2025-01-01", ".inf", ""])
+def test_text_that_looks_like_something_else_stays_text_in_the_run(here: Path, text: str) -> None:
+    typed = load_config({"model": "my model", "data": {"sources": [{"path": "my rows.jsonl", "system": text}]}})
+    _began(typed)
+    assert load_config(Path("run/config.yaml")).config.data.sources[0].system == text
 
 
 def test_what_a_program_handed_over_is_taken_from_the_run(here: Path) -> None:

@@ -3,46 +3,81 @@
 import json
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from tunewell.config.given import GIVEN
+from tunewell.config.keys import parse_key, without_alias
 from tunewell.config.load import FILE_NAME, Given, Loaded, as_loaded, load_config
 from tunewell.config.overrides import relative
 from tunewell.config.schema import Config, Source
+from tunewell.config.yaml_reader import plain_value
+from tunewell.core.errors import UserError
 from tunewell.core.redact import REDACTED, redact
 from tunewell.records.rundir import RUN_CONFIG
+
+FIRST_COMMAND_AGAIN = "give the command that began the run once more, with `--resume`"
 
 
 def load_for_run(given: Given, sets: Sequence[str] = (), *, is_resuming: bool, **flags: Any) -> Loaded:
     """Load a config to train by; a run that goes on has its own, which counts where no other is there or named."""
-    loaded = as_loaded(given, sets, **flags)
-    is_bare = given is None or given == ""
-    if not (is_resuming and is_bare and loaded.file is None and loaded.config.model is None):
-        return loaded
-    folder = loaded.path(loaded.config.run)
-    own = folder / RUN_CONFIG
-    if not own.is_file():
-        return loaded
     sets = [sets] if isinstance(sets, str) else sets
-    return load_config(own, [*sets, f"run={json.dumps(str(folder), ensure_ascii=False)}"], **flags)
+    is_bare = given is None or given == ""
+    own = _own_config(sets) if is_resuming and is_bare and flags.get("model") is None else None
+    if own is None:
+        return as_loaded(given, sets, **flags)
+    loaded = load_config(own, sets, **flags)
+    if REDACTED in json.dumps(loaded.config.model_dump(mode="json"), ensure_ascii=False):
+        raise UserError(
+            "a secret was taken out of the run's settings, so they do not say all that is needed",
+            where=str(loaded.path(loaded.config.run) / RUN_CONFIG),
+            fix=FIRST_COMMAND_AGAIN,
+        )
+    return loaded
+
+
+def _own_config(sets: Sequence[str]) -> dict[str, Any] | None:
+    """Read a run's own config, with paths that hold from the current folder; None where another or no run is there."""
+    place = load_config(sets=[text for text in sets if _key(text) == ("run",)])
+    folder = place.path(place.config.run)
+    if place.file is not None or not (folder / RUN_CONFIG).is_file():
+        return None
+    own = load_config(folder / RUN_CONFIG)
+    home, here = folder.resolve(), Path.cwd()
+    tree = _with_paths(own, lambda path: relative(os.path.normpath(home / path), here))
+    return tree | {"run": place.config.run}
+
+
+def _key(text: str) -> tuple[str | int, ...]:
+    """Give the key that a `--set` is about."""
+    try:
+        return without_alias(parse_key(text.partition("=")[0].strip()))
+    except UserError:  # told when it is taken
+        return ()
 
 
 def config_of_run(loaded: Loaded) -> str:
-    """Write the config down, every key that was set, with paths that hold from the run's folder."""
-    config = loaded.config.model_dump(mode="json", exclude_unset=True, exclude={"run"})
-    home = loaded.path(loaded.config.run)
+    """Write the config down, every key that was set, with paths that hold from the run's folder, links or not."""
+    home = loaded.path(loaded.config.run).resolve()
+    config = _with_paths(loaded, lambda path: relative(loaded.path(path), home))
+    del config["run"]
+    return yaml.dump(redact(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def _with_paths(loaded: Loaded, respelled: Callable[[str], str]) -> dict[str, Any]:
+    """Give every key that was set, and where corpus and run are, with relative paths spelled anew."""
+    config = loaded.config.model_dump(mode="json", exclude_unset=True)
 
     def seen(path: str) -> str:
-        return path if Path(path).expanduser().is_absolute() else relative(loaded.path(path), home)
+        return path if Path(path).expanduser().is_absolute() else respelled(path)
 
     for key in ("model", "tokenizer"):
         if config.get(key) and loaded.path(config[key]).exists():
             config[key] = seen(config[key])
-    config["corpus"] = seen(loaded.config.corpus)
+    config |= {"corpus": seen(loaded.config.corpus), "run": seen(loaded.config.run)}
     data = config.get("data", {})
     if isinstance(data.get("held_out"), str):
         data["held_out"] = seen(data["held_out"])
@@ -54,13 +89,27 @@ def config_of_run(loaded: Loaded) -> str:
     ]:
         if str(holder.get(key, "")).endswith(".jinja"):
             holder[key] = seen(holder[key])
-    return yaml.safe_dump(redact(config), sort_keys=False, allow_unicode=True)
+    return config
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what our reader reads as it was: text like `1e5`, a number there, is quoted."""
+
+
+def _quoted_if_needed(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain_value(text) == text else "'")
+
+
+_Dumper.add_representer(str, _quoted_if_needed)
 
 
 def _goes_on_by_its_own(loaded: Loaded) -> bool:
-    """Say whether `load_for_run` finds the run's config by its folder alone, with nothing taken out of it."""
-    is_alone = loaded.file is None or loaded.file == loaded.path(loaded.config.run) / RUN_CONFIG
-    return is_alone and not Path(FILE_NAME).exists() and REDACTED not in config_of_run(loaded)
+    """Say whether a run's folder is all that the command that goes on with it need name."""
+    try:
+        own = load_for_run(None, [f"run={json.dumps(loaded.config.run)}"], is_resuming=True)
+    except UserError:
+        return False
+    return (own.file, own.base) == (None, loaded.base) and own.config.model_dump() == loaded.config.model_dump()
 
 
 def _typed(loaded: Loaded, path: str) -> str:
@@ -80,12 +129,12 @@ def resume_command(loaded: Loaded, *, allow_pickle: bool = False) -> str:
     It is to be given in the folder where that was.
     """
     words = ["tunewell", "train", "--resume", *(["--allow-pickle"] if allow_pickle else [])]
+    if _goes_on_by_its_own(loaded):
+        where = loaded.config.run
+        return shlex.join([*words, *(["--out", where] if where != Config().run else [])])
     if GIVEN in loaded.origins.values():  # by a program: nothing was typed, but the run has it
         run = loaded.path(loaded.config.run)
         return shlex.join([*words, "--config", str(run / RUN_CONFIG), "--out", str(run)])
-    if _goes_on_by_its_own(loaded):
-        run = str(_typed(loaded, loaded.config.run))
-        return shlex.join([*words, *(["--out", run] if run != Config().run else [])])
     if loaded.file is not None and loaded.file != Path(FILE_NAME):
         words += ["--config", str(loaded.file)]
     model = loaded.config.model or ""

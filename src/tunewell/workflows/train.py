@@ -37,7 +37,7 @@ from tunewell.workflows.data_change import remember
 from tunewell.workflows.export_wish import refuse_impossible
 from tunewell.workflows.prepare import prepare
 from tunewell.workflows.pulse import Pulse
-from tunewell.workflows.run_config import config_of_run, load_for_run
+from tunewell.workflows.run_config import FIRST_COMMAND_AGAIN, config_of_run, load_for_run
 from tunewell.workflows.train_ending import Since, leave_behind, result_of
 from tunewell.workflows.train_result import Notebook, TrainResult
 from tunewell.workflows.train_resume import plan_to_resume, put_back, refuse_idle_changes
@@ -162,6 +162,8 @@ def _train(wish: "_Wish", notebook: Notebook) -> tuple[TrainResult, bool]:
                 is_changed = put_back(loaded, run, allowed_changes, notebook=notebook, corpus=corpus)
                 if run_dir is not None and is_changed:
                     _write_down(run_dir, loaded, plan, corpus)
+                elif run_dir is not None:
+                    _write_settings(run_dir, loaded)
             with _timed(stages, "check"):
                 notebook.doing("checking that packed documents do not see each other")
                 probe(parts, run)
@@ -226,9 +228,10 @@ class _timed:
 def _refuse_nothing(loaded: Loaded, *, is_resuming: bool) -> None:
     """Say what is missing before a folder is made or anything is loaded."""
     config = loaded.config
+    fix = "begin with `tunewell init DATA --model MODEL`, or add `--data` and `--model` to the command"
     if is_resuming and config.model is None:
         RunDir.refuse_absent(loaded.path(config.run))
-    fix = "begin with `tunewell init DATA --model MODEL`, or add `--data` and `--model` to the command"
+        fix = FIRST_COMMAND_AGAIN
     if not config.data.sources and not (loaded.path(config.corpus) / MANIFEST).is_file():
         raise UserError(
             f"there is nothing to train on: no data is named and there is no corpus `{config.corpus}`", fix=fix
@@ -288,5 +291,12 @@ def _shapes(facts: ModelFacts) -> list[tuple[int, int, int]]:
 def _write_down(run_dir: RunDir, loaded: Loaded, plan: Plan, corpus: Corpus) -> None:
     """Write what the run does, what was asked for, and what it learns from."""
     write_plan(run_dir.path, plan)
-    run_dir.write(RUN_CONFIG, config_of_run(loaded))
+    _write_settings(run_dir, loaded)
     remember(run_dir.path, corpus)
+
+
+def _write_settings(run_dir: RunDir, loaded: Loaded) -> None:
+    """Write the settings down where they are not there already."""
+    text = redact(config_of_run(loaded))
+    if not run_dir.config.is_file() or run_dir.config.read_text(encoding="utf-8") != text:
+        run_dir.write(RUN_CONFIG, text)
