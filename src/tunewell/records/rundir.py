@@ -14,7 +14,7 @@ from tunewell.records.plan import PLAN
 
 _LOCK = ".lock"
 RUN_CONFIG = "config.yaml"
-"""The settings that a run was started with."""
+"""The settings that a run was last started with."""
 DOCUMENTS = "documents.tsv"
 """A short hash of every document that the run learns from."""
 _NOT_OURS = frozenset({_LOCK, ".DS_Store"})
@@ -126,7 +126,7 @@ class RunDir:
 
     @property
     def config(self) -> Path:
-        """The settings it was started with."""
+        """The settings it was last started with."""
         return self.path / RUN_CONFIG
 
     @property

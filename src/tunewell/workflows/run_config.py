@@ -63,13 +63,12 @@ def config_of_run(loaded: Loaded) -> str:
     """Write the config down, every key that was set, with paths that hold from the run's folder, links or not."""
     home = loaded.path(loaded.config.run).resolve()
     config = _with_paths(loaded, lambda path: relative(loaded.path(path), home))
-    del config["run"]
     return yaml.dump(redact(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _with_paths(loaded: Loaded, respelled: Callable[[str], str]) -> dict[str, Any]:
-    """Give every key that was set, and where corpus and run are, with relative paths spelled anew."""
-    config = loaded.config.model_dump(mode="json", exclude_unset=True)
+    """Give every key that was set, but the run's, and where the corpus is, with relative paths spelled anew."""
+    config = loaded.config.model_dump(mode="json", exclude_unset=True, exclude={"run"})
 
     def seen(path: str) -> str:
         return path if Path(path).expanduser().is_absolute() else respelled(path)
@@ -77,7 +76,7 @@ def _with_paths(loaded: Loaded, respelled: Callable[[str], str]) -> dict[str, An
     for key in ("model", "tokenizer"):
         if config.get(key) and loaded.path(config[key]).exists():
             config[key] = seen(config[key])
-    config |= {"corpus": seen(loaded.config.corpus), "run": seen(loaded.config.run)}
+    config["corpus"] = seen(loaded.config.corpus)
     data = config.get("data", {})
     if isinstance(data.get("held_out"), str):
         data["held_out"] = seen(data["held_out"])

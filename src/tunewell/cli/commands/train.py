@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tunewell.training.watching import Start
     from tunewell.workflows.train import TrainResult
 
+_RESUME = "Go on with the run in that folder; where there is no config, by the run's own settings."
 _CURVE_WIDTH, _CURVE_MARGIN = 60, 14
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 
@@ -28,7 +29,7 @@ def command(
     out: Annotated[Path | None, typer.Option(help="Folder to write the run to.")] = None,
     seed: Annotated[int | None, typer.Option(help="Start of every random choice.")] = None,
     device: Annotated[str | None, typer.Option(help="Where to train: `cpu`, `cuda`, `cuda:1`, `mps`.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in that folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help=_RESUME)] = False,
     allow_change: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Go on although this differs from the run's beginning; may be repeated."),
