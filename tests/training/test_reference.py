@@ -15,7 +15,6 @@ from tunewell.config.schema import Method, Train
 from tunewell.data.corpus.reader import Corpus, open_corpus
 from tunewell.models import adapters, attention
 from tunewell.models.load import LoadOrder, load_model
-from tunewell.models.quicken import stock_modules
 from tunewell.training.batches import lay_out, micro_batches
 from tunewell.training.leak_probe import probe_leaks
 from tunewell.training.step import Learner
@@ -49,7 +48,7 @@ def test_fifty_gsm8k_documents_packed_are_what_transformers_gives_one_by_one(tmp
     chosen = list(range(50))
     learner = _learner(corpus)
     total, exact, count = 0.0, 0.0, 0
-    with attention.stock_attention(learner.model), stock_modules(learner.model):
+    with attention.stock_attention(learner.model):
         for document in chosen:
             ids, labels = (torch.tensor(row)[None].long() for row in corpus.arrays(document))
             number = int((labels[:, 1:] != -100).sum())

@@ -8,7 +8,6 @@ from lessons import RandomDocuments, distance, gradients, lora_learner, tiny_lla
 from tunewell.config.schema import Method, Train
 from tunewell.models.adapters import train_everything
 from tunewell.models.attention import stock_attention
-from tunewell.models.quicken import stock_modules
 from tunewell.training.batches import FixedShape, lay_out
 from tunewell.training.optim import load_optimizer, optimizer_tensors
 from tunewell.training.step import Learner
@@ -21,7 +20,7 @@ TRAIN = Train(adam_epsilon=1e-4)
 def _loss_alone(learner: Learner, documents: RandomDocuments, chosen: list[int]) -> torch.Tensor:
     """The sum of the loss that plain transformers gives document by document."""
     total = torch.zeros(())
-    with stock_attention(learner.model), stock_modules(learner.model):
+    with stock_attention(learner.model):
         for document in chosen:
             ids, labels = (torch.tensor(row)[None].long() for row in documents.arrays(document))
             number = int((labels[:, 1:] != -100).sum())

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from tunewell.models.attention import stock_attention
 from tunewell.models.generate import Decoding, Generated, generate
 from tunewell.models.quiet import quiet
-from tunewell.training.batches import Documents, lay_out, micro_batches
-from tunewell.training.held_out import spread
+from tunewell.training.batches import Documents, lay_out, micro_batches, spread
 from tunewell.training.reading import Reader
 
 _BATCH_TOKENS = 4096

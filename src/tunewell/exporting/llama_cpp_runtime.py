@@ -18,8 +18,7 @@ from tunewell.hardware.threads import measure_threads
 from tunewell.models.generate import GREEDY, Decoding, Generated
 from tunewell.models.gguf_weights import read_tensor
 from tunewell.models.token_stream import Ended, Stream
-from tunewell.training.batches import Documents
-from tunewell.training.held_out import spread
+from tunewell.training.batches import Documents, spread
 
 Progress = Callable[[int, int], None]
 Losses = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.int64]]

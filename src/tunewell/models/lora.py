@@ -6,7 +6,6 @@ What is trained is kept in fp32 and cast for each use, so that small updates are
 several micro-batches add up in fp32.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,65 +61,34 @@ class LoraLinear(nn.Module):
             return F.linear(x, weight, bias) + F.linear(F.linear(seen, a) * self.scale, b)
         if torch.compiler.is_compiling():
             return F.linear(x, weight, bias) + F.linear(F.linear(x, a) * self.scale, b)
-        return _LowRank.apply(x.flatten(0, -2), (self.scale,), weight, bias, a, b)[0].unflatten(0, x.shape[:-1])
-
-
-def read_together(linears: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
-    """Apply linear layers to the same input: of those with low-rank matrices, the narrow products are made at once."""
-    given: list[Tensor | None] = []
-    for linear in linears:
-        is_drawing = isinstance(linear, LoraLinear) and linear.dropout and linear.training
-        if not isinstance(linear, LoraLinear) or not linear.is_on or is_drawing or _is_watched(linear):
-            return tuple(linear(x) for linear in linears)
-        weight = linear.base_layer.weight
-        given += [weight, linear.base_layer.bias, linear.lora_A.to(weight.dtype), linear.lora_B.to(weight.dtype)]
-    scales = tuple(linear.scale for linear in linears if isinstance(linear, LoraLinear))
-    return tuple(y.unflatten(0, x.shape[:-1]) for y in _LowRank.apply(x.flatten(0, -2), scales, *given))
-
-
-def _is_watched(module: nn.Module) -> bool:
-    """Whether someone waits for this module to be called: a search for what went bad, say."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks)
+        return _LowRank.apply(x.flatten(0, -2), self.scale, weight, bias, a, b).unflatten(0, x.shape[:-1])
 
 
 class _LowRank(torch.autograd.Function):
-    """The same arithmetic with the low-rank part added in place: one pass less over the output, and over the gradient.
+    """The same arithmetic with the low-rank part added in place: one pass less over the output and over the gradient.
 
-    For any number of layers that read the same input; given are W, bias, A and B of each. A gradient for W is never
-    made, and one for x only where something below it is trained.
+    No gradient is computed for W, and none for x unless something below it is trained.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, scales: tuple[float, ...], *given: Any) -> tuple[Tensor, ...]:
-        weights, biases, downs, ups = (given[at::4] for at in range(4))
-        a_RK = downs[0] if len(downs) == 1 else torch.cat(downs)
+    def forward(
+        ctx: Any, x_TK: Tensor, scale: float, w_NK: Tensor, bias_N: Tensor | None, a_RK: Tensor, b_NR: Tensor
+    ) -> Tensor:
         xa_TR = x_TK @ a_RK.T
-        parts = xa_TR.split([len(a) for a in downs], 1)
-        ctx.save_for_backward(x_TK, a_RK, xa_TR, *weights, *ups)
-        ctx.scales = scales
-        return tuple(
-            F.linear(x_TK, w_NK, bias).addmm_(xa, b_NR.T, alpha=scale)
-            for w_NK, bias, b_NR, xa, scale in zip(weights, biases, ups, parts, scales, strict=True)
-        )
+        ctx.save_for_backward(x_TK, xa_TR, w_NK, a_RK, b_NR)
+        ctx.scale = scale
+        return F.linear(x_TK, w_NK, bias_N).addmm_(xa_TR, b_NR.T, alpha=scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_TK, a_RK, xa_TR, *rest = ctx.saved_tensors
-        weights, ups = rest[: len(grads)], rest[len(grads) :]
-        sizes = [b.shape[1] for b in ups]
-        none, dx_TK, d_parts, d_ups = x_TK.new_zeros(()), None, [], []
-        for dy_TN, w_NK, b_NR, xa, scale in zip(grads, weights, ups, xa_TR.split(sizes, 1), ctx.scales, strict=True):
-            d_parts.append(torch.addmm(none, dy_TN, b_NR, beta=0, alpha=scale))
-            # The other way round: a product with so few columns is two to five times slower than one with so few rows.
-            d_ups.append(torch.addmm(none, xa.T, dy_TN, beta=0, alpha=scale).T)
-            if ctx.needs_input_grad[0]:
-                dx_TK = dy_TN @ w_NK if dx_TK is None else dx_TK.addmm_(dy_TN, w_NK)
-        dxa_TR = d_parts[0] if len(d_parts) == 1 else torch.cat(d_parts, 1)
-        if dx_TK is not None:
-            dx_TK.addmm_(dxa_TR, a_RK)
-        d_downs = (dxa_TR.T @ x_TK).split(sizes)
-        return (dx_TK, None, *(d for a, b in zip(d_downs, d_ups, strict=True) for d in (None, None, a, b)))
+        [dy_TN] = grads
+        x_TK, xa_TR, w_NK, a_RK, b_NR = ctx.saved_tensors
+        none = x_TK.new_zeros(())
+        dxa_TR = torch.addmm(none, dy_TN, b_NR, beta=0, alpha=ctx.scale)
+        # Transposed: a product with so few columns is two to five times slower than one with so few rows.
+        db_NR = torch.addmm(none, xa_TR.T, dy_TN, beta=0, alpha=ctx.scale).T
+        dx_TK = (dy_TN @ w_NK).addmm_(dxa_TR, a_RK) if ctx.needs_input_grad[0] else None
+        return dx_TK, None, None, None, dxa_TR.T @ x_TK, db_NR
 
 
 class Fp32Embedding(nn.Embedding):

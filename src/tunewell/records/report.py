@@ -1,6 +1,7 @@
 """What came of judging a model: `report.json`, read and written; no logic."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -201,3 +202,23 @@ def read_report(folder: Path) -> Report:
         return Report.model_validate(raw)
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"`{path}` is damaged", where=str(error).splitlines()[0]) from error
+
+
+PAGE, MARKDOWN = "report.html", "report.md"
+EXIT_CODES = {"PASS": 0, "WEAK": 3, "FAIL": 4}
+
+
+@dataclass(frozen=True)
+class Validation:
+    """A report, and where it lies."""
+
+    report: Report
+    folder: Path
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.report.verdict]
+
+    @property
+    def page(self) -> Path:
+        return self.folder / PAGE

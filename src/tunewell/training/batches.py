@@ -34,6 +34,12 @@ class Documents(Protocol):
     """`length` and `supervised` of every document, by name."""
 
 
+def spread(total: int, most: int | None) -> npt.NDArray[np.int64]:
+    """Choose documents evenly from first to last: they lie source by source, and the first would be of one alone."""
+    number = total if most is None else min(most, total)
+    return np.unique(np.linspace(0, total - 1, number).round().astype(np.int64)) if number else np.zeros(0, np.int64)
+
+
 @dataclass(frozen=True)
 class Step:
     """The documents of one optimizer step."""

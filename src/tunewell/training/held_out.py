@@ -4,10 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from tunewell.training.batches import Documents, lay_out, micro_batches
+from tunewell.training.batches import Documents, lay_out, micro_batches, spread
 from tunewell.training.step import Learner
 from tunewell.training.watching import Sample
 
@@ -16,12 +15,6 @@ Answer = Callable[[list[list[int]]], list[tuple[list[int], bool]]]
 Spell = Callable[[list[int]], str]
 _TO_COMPARE = 8
 """Prompts that are held side by side to see what they have in common."""
-
-
-def spread(total: int, most: int | None) -> npt.NDArray[np.int64]:
-    """Choose documents evenly from first to last: they lie source by source, and the first would be of one alone."""
-    number = total if most is None else min(most, total)
-    return np.unique(np.linspace(0, total - 1, number).round().astype(np.int64)) if number else np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)

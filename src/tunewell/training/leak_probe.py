@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tunewell.core.errors import UserError
 from tunewell.models.attention import stock_attention
-from tunewell.models.quicken import stock_modules
 from tunewell.training.batches import Documents, MicroBatch, lay_out
 from tunewell.training.step import Learner
 
@@ -49,7 +48,7 @@ def probe_leaks(learner: Learner, documents: Documents) -> Probe:
                 f"packed documents cannot be kept apart in this model (`{learner.model.config.model_type}`): {error}",
                 fix="choose another model; nothing was trained",
             ) from error
-        with stock_attention(learner.model), stock_modules(learner.model):
+        with stock_attention(learner.model):
             stock = [_stock_logits(learner, part) for part in parts]
     probe = Probe(
         packed_from_alone=max(_distance(a, b) for a, b in zip(packed, alone, strict=True)),

@@ -13,8 +13,6 @@ from transformers import PreTrainedModel
 
 from tunewell.models.attention import FLASH, runs_of
 from tunewell.models.causal_products import LONGEST
-from tunewell.models.lora import LoraLinear
-from tunewell.models.quicken import quicken
 from tunewell.training.batches import FixedShape, MicroBatch, bounds_of, fill, share_opening
 from tunewell.training.loss import COMPILED_ROWS, HeadShape, chunk_rows, learned_rows_loss
 
@@ -47,8 +45,6 @@ class Reader:
         self.head_module: Any = self.model.get_output_embeddings()
         self.is_flash = self.model.config._attn_implementation == FLASH
         self.is_drawing = _is_drawing(self.model)
-        if self.device.type == "cpu":
-            quicken(self.model)
         is_all_fp32 = all(parameter.dtype == torch.float32 for parameter in self.model.parameters())
         self._is_uncompiled = False
         # A frozen model is loaded in its precision; one that is trained as a whole is kept in fp32 and cast as it goes.
@@ -178,8 +174,6 @@ def _is_drawing(model: PreTrainedModel) -> bool:
     settings = model.config.get_text_config().to_dict()
     rates = [value for name, value in settings.items() if "dropout" in name or name.endswith("pdrop")]
     for module in model.modules():
-        if isinstance(module, LoraLinear):
-            rates.append(module.dropout)
-        elif isinstance(module, nn.Dropout):
-            rates.append(module.p)
+        # Layers of an adapter keep their rate as a number.
+        rates.append(module.p if isinstance(module, nn.Dropout) else getattr(module, "dropout", 0.0))
     return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)

@@ -29,8 +29,9 @@ from tunewell.workflows.export_proof import check_merge, make_reference, with_ar
 from tunewell.workflows.export_room import expected_room, refuse_little
 from tunewell.workflows.export_standing import look_at
 from tunewell.workflows.export_wish import refuse_unwritable
+from tunewell.workflows.model_ref import FoundSubject
 from tunewell.workflows.ollama_name import ollama_name
-from tunewell.workflows.subject import FoundSubject, find_subject
+from tunewell.workflows.subject import find_subject
 from tunewell.workflows.text_to_tokens import TextToTokens
 from tunewell.workflows.voice import open_voice
 

@@ -10,7 +10,7 @@ from tunewell.core.model_files import locate
 from tunewell.exporting.card import CardFacts
 from tunewell.records.manifest import read_manifest
 from tunewell.records.report import Report
-from tunewell.workflows.subject import FoundSubject
+from tunewell.workflows.model_ref import FoundSubject
 from tunewell.workflows.voice import Voice
 
 _REPORT = "report.json"

@@ -6,7 +6,7 @@ from tunewell.core.errors import UserError
 from tunewell.exporting.llama_cpp import find_llama
 from tunewell.exporting.llama_cpp_runtime import LlamaRuntime
 from tunewell.hardware.probe import probe_device
-from tunewell.workflows.subject import FoundSubject
+from tunewell.workflows.model_ref import FoundSubject
 from tunewell.workflows.text_to_tokens import TextToTokens
 
 _INSTEAD = "the weights were dequantised, and transformers computes"

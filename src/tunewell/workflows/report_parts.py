@@ -22,7 +22,7 @@ from tunewell.records.manifest import read_manifest
 from tunewell.records.plan import Chosen, Plan
 from tunewell.records.report import Curve, Ledger, Report, Subject
 from tunewell.workflows.healing_story import advice, story
-from tunewell.workflows.subject import FoundSubject
+from tunewell.workflows.model_ref import FoundSubject
 from tunewell.workflows.voice import Voice
 
 _VERSIONED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow")

@@ -15,7 +15,7 @@ from tunewell.models.generate import Decoding
 from tunewell.models.streaming import Speller
 from tunewell.models.token_stream import Stream
 from tunewell.training.signals import Signals
-from tunewell.workflows.subject import FoundSubject
+from tunewell.workflows.model_ref import FoundSubject
 from tunewell.workflows.voice import Voice, open_voice
 
 _IN_CLEAR = "what is sent is not encrypted: use a tunnel, or a proxy that speaks TLS"

@@ -24,9 +24,9 @@ from tunewell.integrations.lm_eval_tasks import run_tasks
 from tunewell.records.plan import Chosen
 from tunewell.records.report import Exchange, Report
 from tunewell.training.held_out import Question, questions_of
+from tunewell.workflows.model_ref import FoundSubject
 from tunewell.workflows.report_parts import Background, make_report
 from tunewell.workflows.side_by_side import Side, exchanges_of, logits_change, loss_pair, losses_by_source
-from tunewell.workflows.subject import FoundSubject
 from tunewell.workflows.voice import Voice, open_voice, open_without_model
 
 _NUM_COMPARED = 8

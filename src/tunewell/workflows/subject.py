@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -20,44 +20,9 @@ from tunewell.records.manifest import MANIFEST, read_manifest
 from tunewell.records.plan import PLAN, Plan, read_plan
 from tunewell.records.rundir import RUN_CONFIG
 from tunewell.training.saved import Saved, find_best, find_newest, saved_steps
+from tunewell.workflows.model_ref import FoundSubject
 
 _CHECKPOINTS = "checkpoints"
-
-
-@dataclass(frozen=True)
-class FoundSubject:
-    """What was found, and all it takes to load it."""
-
-    name: str
-    """As a person would call it."""
-    kind: Literal["run", "adapter", "model"]
-    place: Path | None
-    """The run's or the adapter's folder; None for a model that is no path."""
-    model: str
-    """What is loaded first: the base of an adapter, or the model itself."""
-    adapter: Path | None
-    base: str | None
-    """The model it was made from; None where that is not known."""
-    loaded: Loaded
-    """The config it was made with; for what is no run, one that names the model alone."""
-    added_tokens: tuple[str, ...] = ()
-    """Tokens that the corpus's tokenizer has beyond the model's."""
-    plan: Plan | None = None
-    step: int | None = None
-    because: str = ""
-    """Why this checkpoint."""
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def corpus(self) -> Path | None:
-        """Give the run's corpus, where it still is."""
-        folder = self.loaded.path(self.loaded.config.corpus)
-        return folder if self.kind == "run" and (folder / MANIFEST).is_file() else None
-
-    def as_base(self) -> "FoundSubject":
-        """Give what this was made from, to be loaded in its place with the same tokenizer and template."""
-        assert self.base is not None
-        return replace(self, name=self.base, model=self.base, adapter=None, base=None)
 
 
 def find_subject(

@@ -8,8 +8,8 @@ from typing import Any
 from tunewell.records.events import plain
 from tunewell.records.healing import HealingEntry
 from tunewell.records.outcome import Status
+from tunewell.records.report import Validation
 from tunewell.training.watching import HeldOutEvent, Sample, Start, StepEvent, Watcher
-from tunewell.workflows.validate import Validation
 
 
 @dataclass(frozen=True)

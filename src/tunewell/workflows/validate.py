@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +16,11 @@ from tunewell.evaluation.report_markdown import report_markdown
 from tunewell.evaluation.report_page import report_page
 from tunewell.records.events import plain
 from tunewell.records.manifest import Manifest
-from tunewell.records.report import Report, write_report
+from tunewell.records.report import MARKDOWN, PAGE, Report, Validation, write_report
+from tunewell.workflows.model_ref import FoundSubject
 from tunewell.workflows.sitting import Material, Progress, Sitting, ValidateOrder
-from tunewell.workflows.subject import FoundSubject, find_subject
+from tunewell.workflows.subject import find_subject
 from tunewell.workflows.validate_data import prepared
-
-PAGE, MARKDOWN = "report.html", "report.md"
-EXIT_CODES = {"PASS": 0, "WEAK": 3, "FAIL": 4}
-
-
-@dataclass(frozen=True)
-class Validation:
-    """A report, and where it lies."""
-
-    report: Report
-    folder: Path
-
-    @property
-    def exit_code(self) -> int:
-        return EXIT_CODES[self.report.verdict]
-
-    @property
-    def page(self) -> Path:
-        return self.folder / PAGE
 
 
 def _silent(stage: str, done: int, of: int) -> None:

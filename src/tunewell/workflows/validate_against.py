@@ -8,7 +8,8 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
 from tunewell.evaluation.comparing import Comparison, compare
 from tunewell.records.manifest import read_manifest
-from tunewell.workflows.subject import FoundSubject, find_subject
+from tunewell.workflows.model_ref import FoundSubject
+from tunewell.workflows.subject import find_subject
 from tunewell.workflows.validate import Progress, ValidateOrder, Validation, validate
 
 COMPARISON = "comparison.json"

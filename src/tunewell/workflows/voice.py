@@ -22,7 +22,7 @@ from tunewell.models.generate import stop_ids_of
 from tunewell.models.load import LoadedModel, LoadOrder, load_model
 from tunewell.records.manifest import read_manifest
 from tunewell.workflows.gguf_voice import open_in_llama_cpp
-from tunewell.workflows.subject import FoundSubject
+from tunewell.workflows.model_ref import FoundSubject
 from tunewell.workflows.text_to_tokens import TextToTokens
 
 _MEASURING_SECONDS, _MOST_MEASURED = 0.3, 64_000_000

@@ -8,7 +8,7 @@ import typer
 from tunewell.cli.options import AsJson, Sets
 
 if TYPE_CHECKING:
-    from tunewell.workflows.validate import Validation
+    from tunewell.records.report import Validation
 
 
 def command(

@@ -1,0 +1,45 @@
+"""A resolved reference to a run, an adapter or a model, with everything needed to load it."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from tunewell.config.load import Loaded
+from tunewell.records.manifest import MANIFEST
+from tunewell.records.plan import Plan
+
+
+@dataclass(frozen=True)
+class FoundSubject:
+    """What was found, and all it takes to load it."""
+
+    name: str
+    """As a person would call it."""
+    kind: Literal["run", "adapter", "model"]
+    place: Path | None
+    """The run's or the adapter's folder; None for a model that is no path."""
+    model: str
+    """What is loaded first: the base of an adapter, or the model itself."""
+    adapter: Path | None
+    base: str | None
+    """The model it was made from; None where that is not known."""
+    loaded: Loaded
+    """The config it was made with; for what is no run, one that names the model alone."""
+    added_tokens: tuple[str, ...] = ()
+    """Tokens that the corpus's tokenizer has beyond the model's."""
+    plan: Plan | None = None
+    step: int | None = None
+    because: str = ""
+    """Why this checkpoint."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def corpus(self) -> Path | None:
+        """Give the run's corpus, where it still is."""
+        folder = self.loaded.path(self.loaded.config.corpus)
+        return folder if self.kind == "run" and (folder / MANIFEST).is_file() else None
+
+    def as_base(self) -> "FoundSubject":
+        """Give what this was made from, to be loaded in its place with the same tokenizer and template."""
+        assert self.base is not None
+        return replace(self, name=self.base, model=self.base, adapter=None, base=None)
