@@ -42,7 +42,7 @@ def write_model(folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from tunewell.core.model_files import locate
-    from tunewell.data.tokenizer import load_tokenizer
+    from tunewell.data.tokenizers.load import load_tokenizer
 
     source = locate(MODEL).gguf
     assert source is not None
@@ -85,7 +85,7 @@ def documents_in_order(folder: Path) -> tuple[Any, Any]:
     import numpy as np
 
     import tunewell
-    from tunewell.training.batches import DataOrder
+    from tunewell.data.batches import DataOrder
 
     corpus = tunewell.open_corpus(folder / "corpus")
     lengths = np.asarray(corpus.index["length"], dtype=np.int64)
@@ -95,8 +95,8 @@ def documents_in_order(folder: Path) -> tuple[Any, Any]:
 
 def computed_share(folder: Path, num_steps: int) -> float:
     """Give which share of the tokens ours computes, where documents of a step begin alike."""
-    from tunewell.models.causal_products import LONGEST
-    from tunewell.training.batches import lay_out, share_opening
+    from tunewell.data.batches import lay_out, share_opening
+    from tunewell.models.cpu_attention import LONGEST
 
     corpus, order = documents_in_order(folder)
     batches = [lay_out(corpus, order.step(step).documents) for step in range(num_steps)]

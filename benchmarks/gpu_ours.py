@@ -19,11 +19,12 @@ from gpu_peers import LOG_STEPS, random_model
 from loads import ALPHA, CASES, LEARNING_RATE, LONGEST, RANK, Case, Documents, draw_documents
 
 from tunewell.config.schema import Config
-from tunewell.models import adapters, attention
+from tunewell.data.batches import DataOrder
+from tunewell.methods import adapter as adapters
+from tunewell.models import attention
 from tunewell.records.events import EventLog
 from tunewell.records.healing import HEALING
 from tunewell.records.plan import Plan
-from tunewell.training.batches import DataOrder
 from tunewell.training.checkpoints import Checkpoints
 from tunewell.training.engine import Run
 from tunewell.training.engine import train as take_steps

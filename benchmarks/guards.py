@@ -21,14 +21,15 @@ from loads import ALPHA, CASES, LEARNING_RATE, LONGEST, RANK, draw_documents
 from setting import setting, table
 
 from tunewell.config.schema import Config
-from tunewell.models import adapters, attention
+from tunewell.data.batches import DataOrder, lay_out, micro_batches
+from tunewell.methods import adapter as adapters
+from tunewell.models import attention
 from tunewell.training import step as step_module
-from tunewell.training.batches import DataOrder, lay_out, micro_batches
-from tunewell.training.compiling import Compiler
+from tunewell.training.compile import Compiler
 from tunewell.training.health import Watch
-from tunewell.training.optim import Update
-from tunewell.training.optim import update as guarded_update
-from tunewell.training.readings import About, Reading
+from tunewell.training.metrics import About, Reading
+from tunewell.training.optimizers.adamw import Update
+from tunewell.training.optimizers.adamw import update as guarded_update
 from tunewell.training.step import Learner
 
 

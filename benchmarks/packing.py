@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from setting import setting, table
 
-from tunewell.data.packing import pack
+from tunewell.data.corpus.packing import pack
 
 CONTEXT = 1024
 

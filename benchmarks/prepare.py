@@ -118,8 +118,8 @@ def set_up(contest: Contest) -> None:
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from trl import SFTConfig, SFTTrainer
 
-    from tunewell.data.templates import ChatTemplate
-    from tunewell.data.tokenizer import load_tokenizer
+    from tunewell.data.templates.chat_template import ChatTemplate
+    from tunewell.data.tokenizers.load import load_tokenizer
 
     tokenizer = load_tokenizer(MODEL)
     assert tokenizer.chat_template is not None

@@ -12,7 +12,18 @@ settings.register_profile("patient", deadline=None, suppress_health_check=[Healt
 settings.load_profile("patient")
 
 # Test folders are no packages, so a helper in one of them is only importable from another by its folder.
-for _folder in ("data", "faults", "training"):
+for _folder in (
+    "cli",
+    "data",
+    "evaluation",
+    "export",
+    "faults",
+    "inference",
+    "integrations",
+    "models",
+    "training",
+    "workflows",
+):
     sys.path.append(str(Path(__file__).parent / _folder))
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tunewell.core.errors import UserError
     from tunewell.data.corpus.reader import open_corpus
-    from tunewell.integrations.hf_callback import HealthCallback
+    from tunewell.integrations.hf_callback.callback import HealthCallback
     from tunewell.workflows.export import export
     from tunewell.workflows.prepare import prepare
     from tunewell.workflows.train import train
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["HealthCallback", "UserError", "__version__", "export", "open_corpus", "prepare", "train", "validate"]
 
 _HOMES = {
-    "HealthCallback": "tunewell.integrations.hf_callback",
+    "HealthCallback": "tunewell.integrations.hf_callback.callback",
     "UserError": "tunewell.core.errors",
     "export": "tunewell.workflows.export",
     "open_corpus": "tunewell.data.corpus.reader",

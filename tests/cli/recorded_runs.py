@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tunewell.records.plan import Chosen, Plan
-from tunewell.training.watching import HeldOutEvent, Sample, Start, StepEvent, Watcher
+from tunewell.training.events import HeldOutEvent, Sample, Start, StepEvent, Watcher
 
 STAGES = ("loading the model", "checking that packed documents do not see each other")
 QUESTION = "What is the tuition for one year,\nand is it paid at once?"

@@ -16,8 +16,7 @@ import torch
 
 from parrots import write_parrot
 from tunewell.cli import main as frame
-from tunewell.cli.chat_commands import COMMANDS, obey, split_command
-from tunewell.cli.chat_screen import harmless, how_it_went
+from tunewell.cli.screens.chat import COMMANDS, harmless, how_it_went, obey, split_command
 from tunewell.core.errors import UserError
 
 ENTRY = (
@@ -235,7 +234,7 @@ def test_an_unknown_command_names_the_nearest():
 
 
 def test_the_line_below_an_answer_says_what_matters():
-    from tunewell.workflows.chat import Answer
+    from tunewell.inference.chat import Answer
 
     assert how_it_went(Answer("yes", "end", 1, 5, 0, 0.5)) == "1 token, 2.0 tokens/s"
     assert "said nothing" in how_it_went(Answer("", "end", 0, 5, 0, 0.5))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tunewell.cli.curves import draw_curve
+from tunewell.cli.screens.curve import draw_curve
 
 FALLING = [(step, 2.0 - step / 100) for step in range(1, 101)]
 LOOKS = [(0, 2.0), (50, 1.4), (100, 1.6)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from recorded_runs import Clock, a_look, a_start, a_step, play
 
-from tunewell.cli.run_so_far import RECENT_STEPS, RunSoFar
+from tunewell.cli.screens.run_state import RECENT_STEPS, RunSoFar
 
 
 @pytest.fixture

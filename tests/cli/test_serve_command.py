@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tunewell.cli.commands.serve import screen
 from tunewell.core.errors import UserError
+from tunewell.runs.resolve import find_subject
 from tunewell.workflows.serve import Door, Ready, open_server
-from tunewell.workflows.subject import find_subject
 
 READY = Ready(
     url="http://127.0.0.1:8000/v1",

@@ -183,7 +183,7 @@ def test_flags_survive_the_supervisor(trained, monkeypatch, tmp_path):
         lines.append((line(False, "7,8,9"), line(True, "7,8,9"), how["folder"]))
         return 3
 
-    monkeypatch.setattr("tunewell.workflows.supervise.supervise", supervise)
+    monkeypatch.setattr("tunewell.runs.supervisor.supervise", supervise)
     arguments = ["--out", "my run: 5", "--device", "cpu", "--seed", "7", "--model", "-m", "--data", "a b.jsonl"]
     arguments += ["--data", "--x.jsonl", "--allow-change", "seed", "--allow-pickle", "--no-validate"]
     arguments += ["--set", 'train.schedule="linear"', "--set", "train.max_steps=3"]

@@ -16,12 +16,8 @@ import pytest
 from recorded_runs import STAGES, Clock, a_look, a_start, a_step, play
 from rich.console import Console
 
-from tunewell.cli.lasting_stream import LastingStream
-from tunewell.cli.run_so_far import RunSoFar
-from tunewell.cli.training_lines import PlainLines
-from tunewell.cli.training_panel import Panel, panel_lines
-from tunewell.cli.training_screen import LivePanel, shown_training
-from tunewell.cli.training_words import (
+from tunewell.cli.render import LastingStream
+from tunewell.cli.screens.numbers import (
     change_words,
     loss_words,
     model_words,
@@ -30,6 +26,10 @@ from tunewell.cli.training_words import (
     size_of_model,
     sparkline,
 )
+from tunewell.cli.screens.run_state import RunSoFar
+from tunewell.cli.screens.training import LivePanel, shown_training
+from tunewell.cli.screens.training_lines import PlainLines
+from tunewell.cli.screens.training_panel import Panel, panel_lines
 
 SIZES = [(80, 24), (50, 20), (100, 40), (30, 8), (12, 3)]
 

@@ -12,11 +12,11 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "evaluation"))
 from sample_reports import college_report
 
-from tunewell.cli import verdict_screen as screens
 from tunewell.cli.commands.validate import as_json, closing
-from tunewell.cli.stages import shown_stages
-from tunewell.cli.verdict_screen import cells, comparison_screen, hanging, verdict_lines, verdict_screen
-from tunewell.evaluation.comparing import compare
+from tunewell.cli.progress import shown_stages
+from tunewell.cli.screens import verdict as screens
+from tunewell.cli.screens.verdict import cells, comparison_screen, hanging, verdict_lines, verdict_screen
+from tunewell.evaluation.compare import compare
 from tunewell.records.report import Reason, Report
 
 

@@ -13,11 +13,11 @@ import sentencepiece
 from tokenizer_references import random_texts
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from tunewell.data.encoding import Encoded, Encoder, Layout
-from tunewell.data.masking import REPLIES, LearnRule, Masker
-from tunewell.data.templates import ChatTemplate
-from tunewell.data.tokenizer import LoadedTokenizer
-from tunewell.data.types import Conversation, Message
+from tunewell.data.encoding.encoder import Encoded, Encoder, Layout
+from tunewell.data.masking.masker import REPLIES, LearnRule, Masker
+from tunewell.data.rows.conversation import Conversation, Message
+from tunewell.data.templates.chat_template import ChatTemplate
+from tunewell.data.tokenizers.load import LoadedTokenizer
 
 CHATML_MARKERS = ["<|im_start|>", "<|im_end|>"]
 MARKERS = [

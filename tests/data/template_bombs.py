@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tunewell.data.templates import ChatTemplate, TemplateFailed, TemplateLimit
+from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed, TemplateLimit
 
 _LOOP = "{% for i in range(99999) %}"
 _NEST = "{% set ns = namespace(x=START) %}{% for i in range(60) %}{% set ns.x = STEP %}{% endfor %}"

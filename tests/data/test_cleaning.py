@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunewell.data.cleaning import CleanOptions, clean, digest_question, digest_whole
-from tunewell.data.types import Conversation, Rejected
+from tunewell.data.rows.cleaning import CleanOptions, clean, digest_question, digest_whole
+from tunewell.data.rows.conversation import Conversation, Rejected
 
 
 def talk(*turns: tuple[str, str], **more) -> Conversation:

@@ -27,13 +27,13 @@ from tokenizer_references import random_texts
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tunewell.core.errors import UserError
-from tunewell.data.encoding import Encoder, Layout
-from tunewell.data.masking import LearnRule
-from tunewell.data.templates import builtin_template
-from tunewell.data.tokenizer import LoadedTokenizer, load_tokenizer
-from tunewell.data.tokenizer_files import sentencepiece
-from tunewell.data.tokenizer_files.sentencepiece_model import read_model
-from tunewell.data.types import Conversation
+from tunewell.data.encoding.encoder import Encoder, Layout
+from tunewell.data.masking.masker import LearnRule
+from tunewell.data.rows.conversation import Conversation
+from tunewell.data.templates.chat_template import builtin_template
+from tunewell.data.tokenizers import sentencepiece
+from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
+from tunewell.data.tokenizers.sentencepiece_model import read_model
 
 CHATML = builtin_template("chatml")
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from tiny import prepare, write_jsonl
 
 from tunewell.core.errors import UserError
-from tunewell.data.cleaning import CleanOptions, clean
-from tunewell.data.formats import FORMAT_NAMES, Converter, detect
+from tunewell.data.rows.cleaning import CleanOptions, clean
+from tunewell.data.rows.conversation import Conversation, Rejected
+from tunewell.data.rows.formats import FORMAT_NAMES, Converter, detect
 from tunewell.data.sources.blocks import ReadOptions, parse_item, read_blocks
 from tunewell.data.sources.files import find_files
-from tunewell.data.types import Conversation, Rejected
 
 
 def user(text):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from template_bombs import LIMITED, REFUSED
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from tunewell.data.templates import ChatTemplate, TemplateFailed, TemplateLimit
+from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed, TemplateLimit
 
 MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "Be <b>brief</b> & kind.\n\tDo it."},

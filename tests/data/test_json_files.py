@@ -8,11 +8,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tunewell.core.errors import UserError
+from tunewell.data.rows.conversation import Rejected
 from tunewell.data.sources.blocks import ReadOptions, parse_item, read_blocks
 from tunewell.data.sources.files import find_files
 from tunewell.data.sources.json_files import split_members
 from tunewell.data.sources.lines import TooLong
-from tunewell.data.types import Rejected
 
 ROWS = [{"question": "a]b}", "answer": '"{['}, {"question": "\\", "answer": "x\\\\"}, {"question": "ü", "answer": ","}]
 

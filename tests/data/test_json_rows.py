@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tunewell.data.json_rows import check_nesting, parse_row, text_of
-from tunewell.data.types import Rejected
+from tunewell.data.rows.conversation import Rejected
+from tunewell.data.rows.json_rows import check_nesting, parse_row, text_of
 
 
 def parse(line: bytes | str, max_nesting: int = 64):

@@ -7,11 +7,11 @@ import pytest
 from chat_references import CHATML_MARKERS, MARKERS, TOOLS, Features, Ours, conversations, messages_of, train_bpe
 
 from tunewell.core.errors import UserError
-from tunewell.data.masking import REPLIES, LearnRule, Masker, Plan
-from tunewell.data.template_flow import only_puts_words_out
-from tunewell.data.templates import BUILTIN_NAMES, ChatTemplate, builtin_template
-from tunewell.data.tokenizer import AddedFacts, LoadedTokenizer, load_tokenizer
-from tunewell.data.types import Conversation, Rejected
+from tunewell.data.masking.masker import REPLIES, LearnRule, Masker, Plan
+from tunewell.data.masking.template_flow import only_puts_words_out
+from tunewell.data.rows.conversation import Conversation, Rejected
+from tunewell.data.templates.chat_template import BUILTIN_NAMES, ChatTemplate, builtin_template
+from tunewell.data.tokenizers.load import AddedFacts, LoadedTokenizer, load_tokenizer
 
 ADDED = {text: AddedFacts(number, True, False, False, False, False) for number, text in enumerate(MARKERS)}
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunewell.data.packing import Packing, choose_context, pack, padding_waste
+from tunewell.data.corpus.packing import Packing, choose_context, pack, padding_waste
 
 
 @st.composite

@@ -15,8 +15,8 @@ from chat_references import (
     train_sentencepiece,
 )
 
-from tunewell.data.templates import BUILTIN_NAMES, builtin_template
-from tunewell.data.tokenizer import LoadedTokenizer, load_tokenizer
+from tunewell.data.templates.chat_template import BUILTIN_NAMES, builtin_template
+from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
 
 COUNT = 200
 

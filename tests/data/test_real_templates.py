@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from chat_references import Features, Ours, Pieces, bare_backend, conversations, expected_mask, messages_of, tojson
 
-from tunewell.data.encoding import Layout
-from tunewell.data.tokenizer import load_tokenizer
-from tunewell.data.types import Conversation, Rejected
+from tunewell.data.encoding.encoder import Layout
+from tunewell.data.rows.conversation import Conversation, Rejected
+from tunewell.data.tokenizers.load import load_tokenizer
 
 pytestmark = pytest.mark.slow
 

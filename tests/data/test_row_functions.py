@@ -7,7 +7,7 @@ import pytest
 from tiny import dropped_rows, prepare, write_jsonl
 
 from tunewell.core.errors import UserError
-from tunewell.data.row_functions import load_row_function
+from tunewell.data.rows.functions import load_row_function
 
 ROWS = [{"q": f"question {index}", "a": f"answer {index}"} for index in range(10)]
 

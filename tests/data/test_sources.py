@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from tiny import run_limited, write_jsonl
 
 from tunewell.core.errors import UserError
-from tunewell.data.formats import Converter
+from tunewell.data.rows.conversation import Rejected
+from tunewell.data.rows.formats import Converter
 from tunewell.data.sources.blocks import ReadOptions, parse_item, read_blocks
 from tunewell.data.sources.files import find_files, split_limit
 from tunewell.data.sources.lines import TooLong, encoding_of, read_lines, split_lines
-from tunewell.data.types import Rejected
 
 LIMITS = ReadOptions(max_row_bytes=1 << 20, max_nesting=64)
 ROWS = [

@@ -17,8 +17,14 @@ import pytest
 from transformers.utils import chat_template_utils
 
 from tunewell.core.errors import UserError
-from tunewell.data.template_inputs import as_template_sees
-from tunewell.data.templates import BUILTIN_NAMES, ChatTemplate, TemplateFailed, builtin_template, markers_of
+from tunewell.data.templates.chat_template import (
+    BUILTIN_NAMES,
+    ChatTemplate,
+    TemplateFailed,
+    as_template_sees,
+    builtin_template,
+    markers_of,
+)
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 DATE = "2025-03-09"

@@ -13,7 +13,7 @@ from tokenizer_references import byte_level_metadata, random_texts, train_byte_l
 
 from tunewell.core.errors import UserError
 from tunewell.core.model_files import locate
-from tunewell.data.tokenizer import LoadedTokenizer, load_tokenizer
+from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
 
 TEXTS = [*random_texts(100, seed=31), "<|im_start|>user\n hi<|im_end|>\n<|im_start|>x", " a", "a ", ""]
 

@@ -10,7 +10,7 @@ from tokenizer_references import random_texts
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from tunewell.core.errors import UserError
-from tunewell.data.tokenizer import load_tokenizer
+from tunewell.data.tokenizers.load import load_tokenizer
 
 MARKERS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 QWEN_CUTS = (

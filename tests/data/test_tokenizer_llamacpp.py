@@ -16,8 +16,8 @@ from tokenizer_references import (
 
 from tunewell.core.errors import UserError
 from tunewell.core.model_files import locate
-from tunewell.data.tokenizer import load_tokenizer
-from tunewell.data.tokenizer_files.parts import table
+from tunewell.data.tokenizers.load import load_tokenizer
+from tunewell.data.tokenizers.parts import table
 
 SHARED = Path(os.environ.get("TUNEWELL_SHARED", Path(__file__).parents[3] / "shared"))
 TEXTS = random_texts(200, seed=1)
@@ -54,7 +54,7 @@ def test_spelled_markers_stay_text_when_asked_for(tmp_path, vocabulary):
 @pytest.mark.parametrize("prefix", [True, False])
 def test_a_sentencepiece_vocabulary_in_gguf_is_read_like_llama_cpp_reads_it(tmp_path, spm_file, prefix):
     """llama.cpp puts a space in front of text after every marker, transformers only in front of the first text."""
-    from tunewell.data.tokenizer_files.sentencepiece_model import read_model
+    from tunewell.data.tokenizers.sentencepiece_model import read_model
 
     model = read_model(spm_file)
     more = {"tokenizer.ggml.add_space_prefix": prefix}

@@ -10,8 +10,8 @@ import sentencepiece
 from tokenizer_references import POOLS, random_texts
 
 from tunewell.core.errors import UserError
-from tunewell.data.tokenizer import load_tokenizer
-from tunewell.data.tokenizer_files.sentencepiece_model import CONTROL, USER_DEFINED, read_model
+from tunewell.data.tokenizers.load import load_tokenizer
+from tunewell.data.tokenizers.sentencepiece_model import CONTROL, USER_DEFINED, read_model
 
 MARKERS = ["<|im_start|>", "<|im_end|>"]
 # Combining marks and joiners are left out: where a model normalises, the `tokenizers` library does so by grapheme and

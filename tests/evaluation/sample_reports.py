@@ -12,18 +12,7 @@ from typing import Any
 
 from tunewell.config.rules import VerdictRules
 from tunewell.records.plan import Chosen
-from tunewell.records.report import (
-    Change,
-    Curve,
-    Exchange,
-    Ledger,
-    LossPair,
-    Reason,
-    Report,
-    Said,
-    Subject,
-    Tally,
-)
+from tunewell.records.report import Change, Curve, Exchange, Ledger, LossPair, Reason, Report, Said, Subject, Tally
 
 COLLEGE = Path(__file__).parents[2] / "examples" / "college"
 _BASE_ANSWERS = (
@@ -371,8 +360,8 @@ def _plan() -> dict[str, Chosen[Any]]:
 
 def main(folder: Path) -> None:
     """Write every sample as a page and as Markdown."""
-    from tunewell.evaluation.report_markdown import report_markdown
-    from tunewell.evaluation.report_page import report_page
+    from tunewell.evaluation.report.markdown import report_markdown
+    from tunewell.evaluation.report.page import report_page
 
     folder.mkdir(parents=True, exist_ok=True)
     for name, make in SAMPLES.items():

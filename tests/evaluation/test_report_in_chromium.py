@@ -10,7 +10,7 @@ from chromium import Page, address_of, chromium
 from hostile_texts import PAYLOADS
 from sample_reports import SAMPLES, report_of_everything, with_text
 
-from tunewell.evaluation.report_page import report_page
+from tunewell.evaluation.report.page import report_page
 from tunewell.records.report import Report
 
 pytestmark = pytest.mark.slow

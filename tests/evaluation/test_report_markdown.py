@@ -10,8 +10,8 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from sample_reports import SAMPLES, college_report, minimal_report, report_of_everything, weak_report, with_text
 
-from tunewell.evaluation.report_markdown import escaped, fenced, prose, report_markdown
-from tunewell.evaluation.report_text import on_one_line, visible
+from tunewell.evaluation.report.markdown import escaped, fenced, prose, report_markdown
+from tunewell.evaluation.report.view import on_one_line, visible
 from tunewell.records.report import read_report, write_report
 
 # A parser nobody here wrote, with the tables and the strike-through of GitHub's dialect.

@@ -26,9 +26,9 @@ from sample_reports import (
     with_text,
 )
 
-from tunewell.evaluation.report_curve import draw_curve
-from tunewell.evaluation.report_page import report_page
-from tunewell.evaluation.report_text import visible
+from tunewell.evaluation.report.curve import draw_curve
+from tunewell.evaluation.report.page import report_page
+from tunewell.evaluation.report.view import visible
 from tunewell.records.plan import Chosen
 from tunewell.records.report import Curve, Exchange, Ledger, LossPair, Report, Said, read_report, write_report
 

@@ -1,6 +1,6 @@
 """What goes wrong in a run is healed, or ends it cleanly: out of memory, NaN, spikes, divergence. Rows 8 to 15.
 
-Every fault is planted by `tunewell.training.injection` into a real run of a tiny model and held against the same run
+Every fault is planted by `tunewell.training.faults` into a real run of a tiny model and held against the same run
 without it. One seed is tried by default; `make faults` tries three and prints a line of JSON for each.
 """
 
@@ -18,7 +18,7 @@ from tunewell.core.errors import UserError
 from tunewell.records.events import read_events
 from tunewell.records.healing import HealingEntry, read_healing
 from tunewell.training.engine import Ending, Run, resume, train
-from tunewell.training.injection import NoFaults, plant
+from tunewell.training.faults import NoFaults, plant
 from tunewell.training.step import Numbers
 
 PLAN = {

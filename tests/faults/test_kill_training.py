@@ -19,7 +19,7 @@ from write_faults import kill_this_process_at
 from forked import in_child
 from tunewell.records.events import read_events
 from tunewell.training.engine import resume, train
-from tunewell.training.optim import optimizer_tensors
+from tunewell.training.optimizers.adamw import optimizer_tensors
 
 STEPS = 40
 # 23 documents in steps of 2 are 12 steps an epoch, so 40 steps are over three epochs; dropout is on.

@@ -27,8 +27,8 @@ from tunewell.cli.main import main
 from tunewell.config.rules import Healing
 from tunewell.records.events import read_events
 from tunewell.records.healing import read_healing
-from tunewell.workflows.pulse import Ear
-from tunewell.workflows.supervise import supervise
+from tunewell.runs.heartbeat import Ear
+from tunewell.runs.supervisor import supervise
 
 STAND_IN = """
 import json, os, signal, sys, time

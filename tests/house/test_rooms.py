@@ -19,7 +19,6 @@ TORCH_FREE = [
     "data",
     "planning",
     "models/facts.py",
-    "models/fingerprint.py",
     "hardware/facts.py",
 ]
 

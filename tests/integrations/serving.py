@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 from openai import OpenAI
 
 from tunewell.core.errors import UserError
-from tunewell.integrations.answering import Speaker
-from tunewell.integrations.listening import listen, make_server
-from tunewell.integrations.openai_server import Access, build_app
-from tunewell.models.generate import Decoding
+from tunewell.inference.generate import Decoding
+from tunewell.integrations.openai_server.access import listen, make_server
+from tunewell.integrations.openai_server.queue import Speaker
+from tunewell.integrations.openai_server.server import Access, build_app
 
 NAME = "tiny"
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from parrots import write_random
 from tunewell.cli.commands.serve import screen
-from tunewell.exporting.gguf_writer import write_gguf
+from tunewell.export.gguf.write import write_gguf
+from tunewell.inference.chat_model import open_voice
+from tunewell.runs.resolve import find_subject
 from tunewell.workflows.serve import Door, VoiceSpeaker, open_server
-from tunewell.workflows.subject import find_subject
-from tunewell.workflows.voice import open_voice
 
 pytest.importorskip("xllamacpp")
 

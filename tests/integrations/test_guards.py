@@ -8,8 +8,8 @@ import pytest
 from serving import Letters, chat, client_of, send, served
 
 from tunewell.core.errors import UserError
-from tunewell.integrations.guards import check_origin
-from tunewell.integrations.openai_server import Access
+from tunewell.integrations.openai_server.access import check_origin
+from tunewell.integrations.openai_server.server import Access
 
 TOKEN = "a-token-that-nobody-guesses"
 PAGE = "http://localhost:3000"

@@ -20,10 +20,8 @@ from trl import SFTConfig, SFTTrainer
 from forked import in_child
 from tunewell import HealthCallback, UserError
 from tunewell.diagnosis.readers import read_log, read_run
-from tunewell.integrations.hf_callback import HealthStop
-from tunewell.integrations.hf_culprit import find_culprit
-from tunewell.integrations.hf_losses import TrainedLoss
-from tunewell.integrations.hf_signals import Rules, Signals
+from tunewell.integrations.hf_callback.callback import HealthStop, TrainedLoss
+from tunewell.integrations.hf_callback.signals import Rules, Signals, find_culprit
 from tunewell.records.events import read_events
 from tunewell.records.healing import read_healing
 

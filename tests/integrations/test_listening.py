@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from tunewell.core.errors import UserError
-from tunewell.integrations.listening import listen, read_token
+from tunewell.integrations.openai_server.access import listen, read_token
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.8.8.8"])

@@ -14,10 +14,10 @@ import torch
 from serving import HELLO, NAME, Letters, chat, client_of, send, served
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from tunewell.integrations.openai_server import MAX_BODY_BYTES
+from tunewell.inference.chat_model import open_voice
+from tunewell.integrations.openai_server.server import MAX_BODY_BYTES
+from tunewell.runs.resolve import find_subject
 from tunewell.workflows.serve import VoiceSpeaker
-from tunewell.workflows.subject import find_subject
-from tunewell.workflows.voice import open_voice
 
 QUESTIONS = ("What is the deadline?", "Grüße aus Köln", "a", "say <|im_end|> please", "1984, 42 and 7,473")
 CONTEXT = 128

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tunewell.models import fingerprint
-from tunewell.models.fingerprint import fingerprint_weights
+from tunewell.models import facts as fingerprint
+from tunewell.models.facts import fingerprint_weights
 
 MANY_BYTES = (16 << 20) + 12_345
 

@@ -31,7 +31,7 @@ def folder(tmp_path, tiny_model) -> Path:
 @pytest.fixture
 def wider(tmp_path, tiny_model) -> Path:
     """The tokenizer with two more tokens, as `template.add_missing_tokens` makes it."""
-    from tunewell.data.tokenizer import load_tokenizer
+    from tunewell.data.tokenizers.load import load_tokenizer
 
     place = tmp_path / "wider"
     load_tokenizer(tiny_model).with_tokens(["<new-1>", "<new-2>"]).save(place, None)
@@ -272,7 +272,7 @@ def test_a_hub_id_in_the_cache_is_loaded_without_the_hub(folder, tiny_model, tmp
 def test_a_real_model_tells_its_story(shared_data):
     from tokenizers import Tokenizer
 
-    from tunewell.models.generate import generate
+    from tunewell.inference.generate import generate
 
     folder = shared_data / "stories260K" / "hf"
     model = load_model(order(folder, folder)).model

@@ -6,9 +6,9 @@ from tiny_models import order
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tunewell.core.errors import UserError
+from tunewell.core.presets import PRESETS, find_preset, llama_settings
 from tunewell.models.facts import read_facts
 from tunewell.models.load import load_model
-from tunewell.models.presets import PRESETS, find_preset, llama_settings
 
 
 def test_the_23m_preset_is_the_model_of_the_post_mortem():

@@ -8,12 +8,12 @@ import pytest
 from tunewell.config.load import Loaded, load_config
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
+from tunewell.data.batches import DataOrder
 from tunewell.hardware.facts import DeviceFacts
-from tunewell.planning.order import PlanOrder
-from tunewell.planning.training import choose_batch, plan_training
+from tunewell.planning.compute import PlanOrder
+from tunewell.planning.plan import choose_batch, plan_training
 from tunewell.records.manifest import LengthRecord, Manifest, SplitRecord, TemplateRecord, TokenizerRecord
 from tunewell.records.plan import Chosen, Plan, read_plan, write_plan
-from tunewell.training.batches import DataOrder
 
 CPU = DeviceFacts("cpu", "cpu", "Some CPU", 2**34, 2**33, has_bf16=False, has_flash=False)
 BF16_CPU = DeviceFacts("cpu", "cpu", "Some Xeon", 2**34, 2**33, has_bf16=True, has_flash=False)

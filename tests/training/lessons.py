@@ -8,8 +8,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tunewell.config.schema import Method, Train
-from tunewell.models import adapters, attention
-from tunewell.training.batches import MicroBatch, lay_out, micro_batches
+from tunewell.data.batches import MicroBatch, lay_out, micro_batches
+from tunewell.methods import adapter as adapters
+from tunewell.models import attention
 from tunewell.training.step import Learner
 
 VOCABULARY = 131

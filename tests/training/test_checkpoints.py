@@ -13,9 +13,9 @@ import torch
 from checkpoint_states import FILES, filled, names, same, state_at
 from tunewell.core.errors import UserError
 from tunewell.records.checkpoint import verify
-from tunewell.training import staging
+from tunewell.training import checkpoints as staging
 from tunewell.training.checkpoints import Checkpoints, Saved, State, compare_identity, room_warning
-from tunewell.training.saved import find_best, find_newest
+from tunewell.training.saved_checkpoints import find_best, find_newest
 
 
 def fail_on_trouble(message: str) -> None:

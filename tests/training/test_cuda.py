@@ -13,10 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from tunewell.config.schema import Method, Train
 from tunewell.core.errors import UserError
-from tunewell.models import adapters, attention
-from tunewell.training import compiling
-from tunewell.training.batches import DataOrder, lay_out
-from tunewell.training.compiling import Compiler
+from tunewell.data.batches import DataOrder, lay_out
+from tunewell.methods import adapter as adapters
+from tunewell.models import attention
+from tunewell.training import compile as compiling
+from tunewell.training.compile import Compiler
 from tunewell.training.engine import resume, train
 from tunewell.training.leak_probe import probe_leaks
 from tunewell.training.step import Learner

@@ -13,7 +13,7 @@ from tiny_runs import Remembering, make_run
 from tunewell.records.events import read_events
 from tunewell.training import checkpoints
 from tunewell.training.engine import Run, resume, train
-from tunewell.training.optim import optimizer_tensors
+from tunewell.training.optimizers.adamw import optimizer_tensors
 from tunewell.training.run import state_of
 
 TIMES = ("seconds", "memory_bytes")

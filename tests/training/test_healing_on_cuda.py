@@ -15,15 +15,16 @@ from tiny_runs import Remembering, make_plan
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tunewell.config.schema import Config
-from tunewell.models import adapters, attention
-from tunewell.models.generate import Decoding, generate
+from tunewell.data.batches import DataOrder
+from tunewell.inference.generate import Decoding, generate
+from tunewell.methods import adapter as adapters
+from tunewell.models import attention
 from tunewell.records.events import EventLog
 from tunewell.records.healing import HEALING, read_healing
-from tunewell.training.batches import DataOrder
 from tunewell.training.checkpoints import Checkpoints
 from tunewell.training.engine import Run, train
-from tunewell.training.injection import plant
-from tunewell.training.readings import About
+from tunewell.training.faults import plant
+from tunewell.training.metrics import About
 from tunewell.training.remedies import Remedies
 from tunewell.training.step import Learner
 

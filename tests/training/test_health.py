@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tunewell.training.health import Watch, norm_limit, replay, verdict
-from tunewell.training.readings import About, Finding, Reading
+from tunewell.training.metrics import About, Finding, Reading
 
 ABOUT = About(vocab_size=50_000, precision="fp32", device="cpu", max_grad_norm=1.0)
 

@@ -4,7 +4,7 @@ import pytest
 
 from tunewell.config.rules import Healing
 from tunewell.records.healing import HealingEntry
-from tunewell.training.readings import Finding
+from tunewell.training.metrics import Finding
 from tunewell.training.recovery import CarryOn, Past, Rewind, Skip, Split, Stop, decide, remembered
 
 RULES = Healing()

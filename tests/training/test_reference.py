@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from lessons import distance, gradients
 
 from tunewell.config.schema import Method, Train
+from tunewell.data.batches import lay_out, micro_batches
 from tunewell.data.corpus.reader import Corpus, open_corpus
-from tunewell.models import adapters, attention
+from tunewell.methods import adapter as adapters
+from tunewell.models import attention
 from tunewell.models.load import LoadOrder, load_model
-from tunewell.training.batches import lay_out, micro_batches
 from tunewell.training.leak_probe import probe_leaks
 from tunewell.training.step import Learner
 from tunewell.workflows.prepare import prepare

@@ -6,10 +6,10 @@ import torch
 from lessons import RandomDocuments, distance, gradients, lora_learner, tiny_llama
 
 from tunewell.config.schema import Method, Train
-from tunewell.models.adapters import train_everything
+from tunewell.data.batches import FixedShape, lay_out
+from tunewell.methods.adapter import train_everything
 from tunewell.models.attention import stock_attention
-from tunewell.training.batches import FixedShape, lay_out
-from tunewell.training.optim import load_optimizer, optimizer_tensors
+from tunewell.training.optimizers.adamw import load_optimizer, optimizer_tensors
 from tunewell.training.step import Learner
 
 CHOSEN = list(range(11))

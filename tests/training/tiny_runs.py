@@ -9,18 +9,18 @@ from lessons import RandomDocuments, tiny_llama
 from transformers import PreTrainedModel
 
 from tunewell.config.schema import Config
-from tunewell.models import adapters
+from tunewell.data.batches import DataOrder, lay_out
+from tunewell.methods import adapter as adapters
 from tunewell.records.events import EventLog
 from tunewell.records.healing import HEALING, HealingEntry, read_healing
 from tunewell.records.plan import Chosen, Plan
-from tunewell.training.batches import DataOrder, lay_out
 from tunewell.training.checkpoints import Checkpoints
 from tunewell.training.engine import Run
-from tunewell.training.injection import plant
-from tunewell.training.readings import About
+from tunewell.training.events import HeldOutEvent, Sample, StepEvent, Unwatched
+from tunewell.training.faults import plant
+from tunewell.training.metrics import About
 from tunewell.training.remedies import Remedies
 from tunewell.training.step import Learner
-from tunewell.training.watching import HeldOutEvent, Sample, StepEvent, Unwatched
 
 
 class Remembering(Unwatched):

@@ -26,7 +26,7 @@ from tunewell.cli.main import main
 from tunewell.config.load import load_config
 from tunewell.core.errors import UserError
 from tunewell.core.redact import redact
-from tunewell.workflows import notebook_install
+from tunewell.integrations import colab as notebook_install
 from tunewell.workflows.notebook import notebook
 
 CONFIG = """\

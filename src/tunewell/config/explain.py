@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from tunewell.config.branch import Branch
+from tunewell.config.fields import Branch
 from tunewell.config.keys import (
     Key,
     Steps,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from tunewell.config.branch import Branch
+from tunewell.config.fields import Branch
 from tunewell.config.schema import ALIASES, Config
 from tunewell.config.yaml_reader import Steps
 from tunewell.core.errors import UserError

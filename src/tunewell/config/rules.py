@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tunewell.config.branch import Auto, Branch, Flag, Real, Whole
+from tunewell.config.fields import Auto, Branch, Flag, Real, Whole
 
 
 class Healing(Branch):

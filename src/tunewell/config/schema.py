@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tunewell.config.branch import Auto, Branch, Flag, Real, Text, Whole
+from tunewell.config.fields import Auto, Branch, Flag, Real, Text, Whole
 from tunewell.config.rules import Export, Healing, VerdictRules
 
 LearnFrom = Literal["responses", "last_response", "everything"]

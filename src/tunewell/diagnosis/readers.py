@@ -18,11 +18,163 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tunewell.diagnosis.log_about import about_run
-from tunewell.diagnosis.log_tables import BETWEEN_ROWS, Table, laid_out
-from tunewell.diagnosis.log_words import NAME, NUMBER, field_of, number_of
 from tunewell.records.events import as_number, read_events, with_numbers
-from tunewell.training.readings import About, Reading
+from tunewell.training.metrics import About, Reading
+
+# What a log says of the run beside its numbers: the device, the precision, the vocabulary.
+
+_APPLE = re.compile(
+    r"\bmps\b(?!['\"]?(?: is)?(?: available)?['\"]?\s*[:=]\s*(?:false|no\b))|Apple (?:silicon|GPU|M[1-9])"
+    r"|\bM[1-9] (?:Pro|Max|Ultra)\b|\bM[1-9]\b.{0,80}(?:Mac|MPS|Apple)",
+    re.I,
+)
+_MAC = re.compile(r"Mac ?Book|\biMac\b|\bMac (?:Studio|mini|Pro)\b", re.I)
+_NVIDIA = re.compile(r"cuda|nvidia|\b[RG]TX\b|\b[AHTLV]\d{1,3}\b", re.I)
+_IS_ON = r"\b['\"]?(?!['\"]?(?:\s*[:=]\s*|\s+)['\"]?(?:false|no\b|none|null|0))"
+_PRECISIONS = (
+    (
+        "fp16",
+        re.compile(rf"\b(?:fp16|float16){_IS_ON}|torch\.half\b|\.half\(\)|dtype['\"]?\s*[:=]\s*['\"]?half\b", re.I),
+    ),
+    ("bf16", re.compile(rf"\b(?:bf16|bfloat16){_IS_ON}", re.I)),
+    ("fp32", re.compile(r"\b(?:fp32|float32)\b", re.I)),
+)
+_VOCABULARY = re.compile(r"vocab(?:ulary)?[_ ]?size['\"]?\s{0,24}[:=]?\s{0,24}(\d[\d,]*)", re.I)
+# A head for speech is always new, as are all weights of a model from scratch.
+_FROM_SCRATCH = re.compile(r"from scratch|\blm loss\b|consumed samples|\bctc\b|\bwer\b|wav2vec", re.I)
+
+
+def about_run(text: str) -> About:
+    """Gather what can be told from the first pages of a log."""
+    head = text[:200_000]
+    sizes = [int(size.replace(",", "")) for size in _VOCABULARY.findall(head)]
+    return About(
+        vocab_size=max((size for size in sizes if size > 1), default=None),
+        device="mps" if _APPLE.search(head) or (_MAC.search(head) and not _NVIDIA.search(head)) else None,
+        precision=next((name for name, pattern in _PRECISIONS if pattern.search(head)), None),
+        is_from_scratch=bool(_FROM_SCRATCH.search(head)),
+        is_raw=False,
+    )
+
+
+# The many names that trainers have for a few numbers, and how numbers are written.
+
+# Each word with `_` is also found with a space, a slash or nothing in its place.
+_WORDS = {
+    "held_out_loss": "eval_loss val_loss valid_loss validation_loss dev_loss test_loss held_out_loss val_loss_step"
+    " val_loss_epoch val",
+    "loss": "loss lm_loss train_loss training_loss train_loss_step train_loss_epoch loss_train loss_step step_loss"
+    " batch_loss avr_loss avg_loss average_loss mean_loss running_loss total_loss avg_train_loss",
+    "grad_norm": "grad_norm gradient_norm gnorm global_grad_norm total_grad_norm",
+    "learning_rate": "learning_rate lr",
+    "scale": "loss_scale",
+    "step": "step steps global_step current_steps iter iteration",
+    "epoch": "epoch",
+}
+_NAMES = {word.replace("_", ""): key for key, words in _WORDS.items() for word in words.split()}
+NAME = "|".join(
+    word.replace("_", "[ _/]?") for word in sorted(" ".join(_WORDS.values()).split(), key=len, reverse=True)
+)
+# Atomic: a number that runs on as something else, such as 12ab, is not the 1 it begins with. 0,52 is a decimal comma.
+NUMBER = r"(?>[-+]?(?:nan|inf(?:inity)?|(?!0,\d)\d+(?:,\d{3})*(?:\.\d*)?(?:e[-+]?\d+)?|\.\d+(?:e[-+]?\d+)?))"
+
+
+def field_of(name: str) -> str:
+    """Give the one name we have for what trainers call by many; what is not known keeps its own."""
+    name = name.strip().lower().removeprefix("train/")
+    return _NAMES.get(re.sub("[ _/]", "", name), name)
+
+
+def number_of(value: Any) -> float | None:
+    """Read a number that may be written out; None where it is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value.replace(",", "").strip() if isinstance(value, str) else value)
+    except ValueError:
+        return None
+
+
+# Tables of numbers in a log: a header that names a step and a loss, then rows; also pasted as HTML or cell by cell.
+
+_NO_VALUE = {"", "-", "no log", "none", "n/a"}
+_SPACED = re.compile(r"(?:train(?:ing)?|val(?:id(?:ation)?)?|eval|test) loss|learning rate|grad norm|no log|\S+", re.I)
+BETWEEN_ROWS = re.compile(r"[\s|:+=.-]*")
+_CELL = rf"[ \t]*(?:{NUMBER}|no log|-)[ \t]*"
+_UPRIGHT = re.compile(rf"^((?:[ \t]*(?:{NAME})[ \t]*\n+){{2,12}})({_CELL}(?:\n+{_CELL})+)$", re.I | re.M)
+_HTML = (
+    (re.compile(r"\s{0,99}<t[dh][^>]{0,999}>\s{0,99}", re.I), "\t"),
+    (re.compile(r"</?(?:tr|table)[^>]{0,999}>", re.I), "\n"),
+    (re.compile(r"</?(?:t[dh]|thead|tbody)[^>]{0,999}>", re.I), ""),
+)
+_OBJECT = re.compile(r"\{[^{}]{1,2000}\}")
+
+
+def laid_out(text: str) -> str:
+    """Put on one line what belongs together: an object, or a row of a table that was pasted cell by cell."""
+    text = _OBJECT.sub(lambda found: " ".join(found[0].split()), text)
+    if "<td" in text.lower():
+        for pattern, instead in _HTML:
+            text = pattern.sub(instead, text)
+
+    def lay_down(found: re.Match[str]) -> str:
+        names, cells = ([line.strip() for line in part.splitlines() if line.strip()] for part in found.groups())
+        rows = [names, *(cells[at : at + len(names)] for at in range(0, len(cells), len(names)))]
+        return "\n".join("\t".join(row) for row in rows)
+
+    return _UPRIGHT.sub(lay_down, text)
+
+
+@dataclass
+class Table:
+    """A table whose header was read: what its columns are, and what parts them."""
+
+    columns: list[str]
+    mark: str
+    shown: str | None = None
+
+    @classmethod
+    def headed_by(cls, line: str) -> "Table | None":
+        """Take a line for a header where it names a step or an epoch and a loss, each as a whole cell."""
+        if "loss" not in line.lower():
+            return None
+        mark = next((mark for mark in "|\t," if mark in line), " ")
+        columns = [field_of(cell) for cell in _cells(line, mark)]
+        if any(number_of(cell) is not None for cell in columns):
+            return None
+        is_header = {"step", "epoch"} & {*columns} and {"loss", "held_out_loss"} & {*columns}
+        return cls(columns, mark) if is_header else None
+
+    def row(self, line: str) -> dict[str, Any] | None:
+        """Read a row; None where the line is none."""
+        cells = _cells(line, self.mark)
+        if self.mark == " ":
+            cells = cells[len(cells) - len(self.columns) :] if len(cells) == len(self.columns) + 1 else cells
+            if len(cells) != len(self.columns):
+                return None
+        if not 1 < len(cells) <= len(self.columns):
+            return None
+        found: dict[str, Any] = {}
+        for name, cell in zip(self.columns, cells, strict=False):
+            if cell.lower() not in _NO_VALUE:
+                found.setdefault(name, cell)
+        told = [found[name] for name in ("loss", "held_out_loss") if name in found]
+        if any(number_of(cell) is None for cell in told) or not any(
+            number_of(cell) is not None for cell in found.values()
+        ):
+            return None
+        # Beside a held-out loss stands the last training loss that was logged, for as many rows as it takes.
+        if "held_out_loss" in found and found.get("loss") == self.shown:
+            found.pop("loss", None)
+        self.shown = found.get("loss", self.shown)
+        return found
+
+
+def _cells(line: str, mark: str) -> list[str]:
+    if mark == " ":
+        return _SPACED.findall(line)
+    return [cell.strip() for cell in (line.strip().strip("|") if mark == "|" else line.strip()).split(mark)]
+
 
 _PAIR = re.compile(
     rf"(?<![A-Za-z_./])(?:train/)?({NAME})['\"]?\s{{0,24}}[:=|\uff1a]?\s{{0,24}}"

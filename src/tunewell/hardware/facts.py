@@ -10,7 +10,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from tunewell.core.cores import num_cores
+# How many processor cores this process may use.
+
+
+def num_cores() -> int:
+    """Count the cores this process may run on, which can be fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
 
 _LIBRARIES = ("tunewell", "torch", "transformers", "peft", "safetensors", "tokenizers", "numpy", "pyarrow")
 _CGROUP = Path("/sys/fs/cgroup")

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 
-from tunewell.models.causal_products import LONGEST, Runs, causal_attention
+from tunewell.models.cpu_attention import LONGEST, Runs, causal_attention
 
 # Names without "sdpa" or "flash" in them: transformers takes those words for its own backends.
 SDPA, FLASH = "tunewell_documents", "tunewell_varlen"

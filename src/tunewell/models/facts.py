@@ -1,13 +1,15 @@
 """What a model is, read from its small files: no torch, no weights."""
 
+import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tunewell.core.gguf import read_metadata, tensor_count
 from tunewell.core.model_files import WEIGHT_SUFFIXES, ModelFiles, Origin, locate
-from tunewell.models.key_map import find_key_map
-from tunewell.models.presets import PREFIX, find_preset, is_preset
+from tunewell.core.presets import PREFIX, find_preset, is_preset
+from tunewell.models.key_map import find_key_map, key_map_path
 
 # Attention with separate q, k, v and o, a gated feed-forward block, two norms a layer.
 _LLAMA_SHAPED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -179,3 +181,57 @@ def _name(files: ModelFiles) -> str:
         return files.source.removeprefix("package:")
     path = Path(files.source).expanduser()
     return path.resolve().name if path.is_dir() else path.stem
+
+
+# Tell the weights of one model from those of another, without reading sixteen gigabytes: no torch.
+
+_WHOLE_BYTES = 16 << 20
+"""A file of at most so many bytes is read from end to end."""
+_NUM_BLOCKS = 1024
+_BLOCK_BYTES = 4096
+"""In a file of 5 GB a block every 5 MB: no matrix of such a model lies between two of them."""
+
+
+def fingerprint_weights(model: str) -> str | None:
+    """Hash what lies in a model's weight files; None for a preset, which has none.
+
+    Sizes and blocks spread evenly from the first byte to the last count; names, folders and times do not, so a copy has
+    the same fingerprint. The files are those that `load_model` reads, which must be on this machine by now.
+    """
+    files = [] if is_preset(model) else _weight_files(model)
+    if not files:
+        return None
+    digest = hashlib.sha256()
+    for file in files:
+        _add(digest, file)
+    return digest.hexdigest()
+
+
+def _weight_files(model: str) -> list[Path]:
+    files, path = locate(model), Path(model).expanduser()
+    if files.origin == "file" and path.suffix in WEIGHT_SUFFIXES:
+        return [path, *(other for other in [key_map_path(path)] if other.is_file())]
+    if files.gguf is not None:
+        return [files.gguf]
+    folder = next((file.parent for file in files.small.values()), path)
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        index = folder / f"{name}.index.json"
+        if (folder / name).is_file():
+            return [folder / name]
+        if index.is_file():
+            parts = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            return [folder / part for part in sorted(set(parts))]
+    kinds = ("*.safetensors", "*.bin", "*.gguf")
+    return next((found for kind in kinds if (found := sorted(folder.glob(kind)))), [])
+
+
+def _add(digest: "hashlib._Hash", file: Path) -> None:
+    size = file.stat().st_size
+    digest.update(size.to_bytes(8, "little"))
+    with file.open("rb") as opened:
+        if size <= _WHOLE_BYTES:
+            digest.update(opened.read())
+            return
+        for number in range(_NUM_BLOCKS):
+            opened.seek((size - _BLOCK_BYTES) * number // (_NUM_BLOCKS - 1))
+            digest.update(opened.read(_BLOCK_BYTES))

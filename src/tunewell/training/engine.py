@@ -5,17 +5,17 @@ import time
 import numpy as np
 
 from tunewell.core.units import count
-from tunewell.training.batches import lay_out, micro_batches
-from tunewell.training.compiling import Compiler
+from tunewell.data.batches import lay_out, micro_batches
+from tunewell.training.compile import Compiler
+from tunewell.training.evaluate import is_due, look
 from tunewell.training.healer import Healer
-from tunewell.training.journal import Journal, TakenStep
-from tunewell.training.looking import is_due, look
-from tunewell.training.memory_limits import OutOfMemory, free_memory, smaller
+from tunewell.training.memory import OutOfMemory, free_memory, smaller
 from tunewell.training.recovery import Rewind, Stop
 from tunewell.training.run import OPTIMIZER, Ending, Progress, Run, resume, state_of
 from tunewell.training.schedule import rate_at
 from tunewell.training.signals import Interrupted, Signals
 from tunewell.training.step import Numbers
+from tunewell.training.step_log import Journal, TakenStep
 
 __all__ = ["OPTIMIZER", "Ending", "Progress", "Run", "resume", "train"]
 

@@ -9,13 +9,13 @@ from typing import Any
 from tunewell.core.units import count
 from tunewell.models.placement import not_finite_names
 from tunewell.records.healing import ActionName, HealingEntry
+from tunewell.training.bisect import Cause, find_cause
+from tunewell.training.events import Sample, StepEvent
 from tunewell.training.health import Watch
-from tunewell.training.journal import TakenStep
-from tunewell.training.readings import Finding, Reading
+from tunewell.training.metrics import Finding, Reading
 from tunewell.training.recovery import CarryOn, Past, Rewind, Skip, Split, Stop, decide, remembered
 from tunewell.training.run import Run, past_events, rewind
-from tunewell.training.suspects import Cause, find_cause
-from tunewell.training.watching import Sample, StepEvent
+from tunewell.training.step_log import TakenStep
 
 _SHOWN_DOCUMENTS = 3
 _NAMED_DOCUMENTS = 50

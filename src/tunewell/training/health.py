@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import median
 
-from tunewell.training.hindsight import NOTHING_READ, look_back
-from tunewell.training.readings import WINDOW, About, Finding, History, Reading
-from tunewell.training.symptoms import ARMED_AFTER, BEGINNING, RECENT, RULES
+from tunewell.training.log_rules import NOTHING_READ, look_back
+from tunewell.training.metrics import WINDOW, About, Finding, History, Reading
+from tunewell.training.step_rules import ARMED_AFTER, BEGINNING, RECENT, RULES
 
 _SIGMAS = 6.0
 _LEAST_SIGMA = 0.25

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tunewell.training.batches import Documents, lay_out, micro_batches, spread
+from tunewell.data.batches import Documents, lay_out, micro_batches, spread
+from tunewell.training.events import Sample
 from tunewell.training.step import Learner
-from tunewell.training.watching import Sample
 
 Answer = Callable[[list[list[int]]], list[tuple[list[int], bool]]]
 """From the ids of questions to the ids of answers, and whether each ended by itself."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tunewell.core.errors import UserError
+from tunewell.data.batches import Documents, MicroBatch, lay_out
 from tunewell.models.attention import stock_attention
-from tunewell.training.batches import Documents, MicroBatch, lay_out
 from tunewell.training.step import Learner
 
 # Relative distance of logits: rounding of fp32 kernels is near 1e-6, of 16-bit ones near 1e-2; a leak is near 1.

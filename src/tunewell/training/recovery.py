@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from tunewell.config.rules import Healing
 from tunewell.records.healing import HealingEntry
-from tunewell.training.readings import Finding
+from tunewell.training.metrics import Finding
 
 _RISES = frozenset({"loss-spike", "lr-too-high"})
 NOT_FINITE = frozenset({"nan-gradients", "mps-nan-fp16", "loss-scale-exhausted"})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tunewell.records.events import EventLog
 from tunewell.records.healing import HealingEntry
-from tunewell.training.memory_limits import Fitting
+from tunewell.training.memory import Fitting
 
 
 @dataclass

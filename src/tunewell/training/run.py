@@ -8,17 +8,17 @@ from typing import Any
 
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
+from tunewell.data.batches import DataOrder, Documents
 from tunewell.records.events import EventLog, read_events, with_numbers
 from tunewell.records.outcome import Status
 from tunewell.records.plan import Plan
-from tunewell.training.batches import DataOrder, Documents
 from tunewell.training.checkpoints import Checkpoints, State
-from tunewell.training.optim import load_optimizer, optimizer_tensors
-from tunewell.training.readings import About
+from tunewell.training.events import Sample, Watcher
+from tunewell.training.metrics import About
+from tunewell.training.optimizers.adamw import load_optimizer, optimizer_tensors
 from tunewell.training.remedies import Remedies
-from tunewell.training.saved import find_newest, load_state, saved_steps
+from tunewell.training.saved_checkpoints import find_newest, load_state, saved_steps
 from tunewell.training.step import Learner
-from tunewell.training.watching import Sample, Watcher
 
 OPTIMIZER = "optimizer.safetensors"
 

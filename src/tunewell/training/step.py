@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from tunewell.config.schema import Train
-from tunewell.models.adapters import trainable
+from tunewell.data.batches import MicroBatch
+from tunewell.methods.adapter import trainable
 from tunewell.models.attention import SDPA
-from tunewell.training.batches import MicroBatch
-from tunewell.training.injection import NoFaults
-from tunewell.training.memory_limits import OutOfMemory, is_out_of_memory
-from tunewell.training.optim import Scaler, make_optimizer, prepare, update
-from tunewell.training.reading import Reader
-from tunewell.training.world import World
+from tunewell.models.packed_forward import Reader
+from tunewell.training.distributed import World
+from tunewell.training.faults import NoFaults
+from tunewell.training.memory import OutOfMemory, is_out_of_memory
+from tunewell.training.optimizers.adamw import Scaler, make_optimizer, prepare, update
 
 
 @dataclass(frozen=True)

@@ -13,27 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.core.errors import UserError
-from tunewell.exporting.card import model_card
-from tunewell.exporting.gguf_settings import can_write
-from tunewell.exporting.merge import merge
-from tunewell.models.presets import is_preset
+from tunewell.core.presets import is_preset
+from tunewell.data.text_pipeline import TextToTokens
+from tunewell.export.card import card_facts, model_card
+from tunewell.export.disk_space import expected_room, refuse_little
+from tunewell.export.existing import look_at
+from tunewell.export.files import Maker
+from tunewell.export.gguf.architecture import can_write
+from tunewell.export.merge import merge
+from tunewell.export.preflight import need_all, refuse_unwritable
+from tunewell.export.proof.record import check_merge, make_reference, with_artefacts, with_rounded
+from tunewell.export.request import KINDS, ExportOrder, ollama_name
+from tunewell.export.staging import bring_kept, forget_failed, keep_failed, publish, workshop
+from tunewell.inference.chat_model import open_voice
+from tunewell.inference.model_ref import FoundSubject
 from tunewell.records.parity import PARITY, PROOF, REFERENCE, Artefact, Parity, Proof, write_record
 from tunewell.records.report import Report
-from tunewell.workflows.export_card import card_facts
-from tunewell.workflows.export_failed import forget_failed, keep_failed
-from tunewell.workflows.export_files import Maker
-from tunewell.workflows.export_needs import need_all
-from tunewell.workflows.export_order import KINDS, ExportOrder
-from tunewell.workflows.export_place import bring_kept, publish, workshop
-from tunewell.workflows.export_proof import check_merge, make_reference, with_artefacts, with_rounded
-from tunewell.workflows.export_room import expected_room, refuse_little
-from tunewell.workflows.export_standing import look_at
-from tunewell.workflows.export_wish import refuse_unwritable
-from tunewell.workflows.model_ref import FoundSubject
-from tunewell.workflows.ollama_name import ollama_name
-from tunewell.workflows.subject import find_subject
-from tunewell.workflows.text_to_tokens import TextToTokens
-from tunewell.workflows.voice import open_voice
+from tunewell.runs.resolve import find_subject
 
 Progress = Callable[[str, int, int], None]
 EXIT_NOT_PROVEN = 4

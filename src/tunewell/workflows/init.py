@@ -17,8 +17,8 @@ from tunewell.core.units import count
 from tunewell.data.corpus.build import Progress
 from tunewell.data.sources.blocks import ReadOptions, read_blocks
 from tunewell.data.sources.files import SourceFile, find_files, split_limit
-from tunewell.data.templates import builtin_template, markers_of
-from tunewell.data.tokenizer import LoadedTokenizer, load_tokenizer
+from tunewell.data.templates.chat_template import builtin_template, markers_of
+from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
 from tunewell.models.facts import ModelFacts, read_facts
 from tunewell.planning.starting_point import StartingPoint, starting_point
 from tunewell.records.manifest import Manifest

@@ -11,8 +11,8 @@ from tunewell.config.load import Loaded
 from tunewell.core.errors import UserError
 from tunewell.data.corpus.build import Progress
 from tunewell.data.corpus.reader import Corpus, open_corpus
-from tunewell.data.token_text import token_texts
-from tunewell.data.tokenizer import load_tokenizer
+from tunewell.data.tokenizers.load import load_tokenizer
+from tunewell.data.tokenizers.token_text import token_texts
 from tunewell.records.manifest import MANIFEST, Manifest
 from tunewell.workflows.prepare import prepare
 

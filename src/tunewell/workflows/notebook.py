@@ -16,10 +16,9 @@ import tunewell
 from tunewell.config.load import FILE_NAME, Loaded, load_config
 from tunewell.core.errors import UserError
 from tunewell.core.files import write_atomic
+from tunewell.core.presets import is_preset
 from tunewell.core.redact import redact
-from tunewell.models.presets import is_preset
-from tunewell.workflows.notebook_config import MovedConfig, move_config
-from tunewell.workflows.notebook_install import PACKAGE, model_packages, requirement
+from tunewell.integrations.colab import PACKAGE, MovedConfig, model_packages, move_config, requirement
 
 _SECTION = re.compile(r"^<!-- ([a-z-]+) -->\n", re.MULTILINE)
 _CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -158,7 +157,7 @@ def _install_line(requirement: str) -> str:
 
 def _cells(section: str, values: dict[str, str]) -> list[dict[str, Any]]:
     """Make a section's cells: its words, then its code."""
-    parts = _SECTION.split(Path(__file__).with_name("notebook.md").read_text(encoding="utf-8"))
+    parts = _SECTION.split((Path(__file__).parents[1] / "integrations" / "notebook.md").read_text(encoding="utf-8"))
     text = dict(zip(parts[1::2], parts[2::2], strict=True))[section]
     code = _CODE.search(text)
     words = _filled(_CODE.sub("", text), values)

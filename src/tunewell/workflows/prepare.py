@@ -10,18 +10,18 @@ from tunewell import __version__
 from tunewell.config.load import Given, Loaded, as_loaded
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_file, sha256_text, stable_json
-from tunewell.data.cleaning import CleanOptions
 from tunewell.data.corpus.build import build
-from tunewell.data.corpus.order import NO_SHARE, Job, Order, Progress, stamp_of
-from tunewell.data.corpus.place import CorpusPlace
-from tunewell.data.formats import Converter
-from tunewell.data.preparing import PIPELINE_VERSION, Recipe
-from tunewell.data.row_functions import load_row_function
+from tunewell.data.corpus.output import CorpusPlace
+from tunewell.data.corpus.parts import PIPELINE_VERSION, Recipe
+from tunewell.data.corpus.spec import NO_SHARE, Job, Order, Progress, stamp_of
+from tunewell.data.rows.cleaning import CleanOptions
+from tunewell.data.rows.formats import Converter
+from tunewell.data.rows.functions import load_row_function
 from tunewell.data.sources.blocks import ReadOptions
 from tunewell.data.sources.files import SourceFile, find_files
+from tunewell.data.text_pipeline import TextToTokens
 from tunewell.models.facts import read_facts
 from tunewell.records.manifest import Manifest, TokenizerRecord
-from tunewell.workflows.text_to_tokens import TextToTokens
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,13 @@ from socket import socket
 from typing import Any
 
 from tunewell.core.errors import UserError
-from tunewell.core.need import need
-from tunewell.data.prompting import prompt_ids
-from tunewell.models.generate import Decoding
-from tunewell.models.streaming import Speller
-from tunewell.models.token_stream import Stream
+from tunewell.core.optional import need
+from tunewell.inference.chat_model import Voice, open_voice
+from tunewell.inference.generate import Decoding
+from tunewell.inference.model_ref import FoundSubject
+from tunewell.inference.prompt import prompt_ids
+from tunewell.inference.stream import Speller, Stream
 from tunewell.training.signals import Signals
-from tunewell.workflows.model_ref import FoundSubject
-from tunewell.workflows.voice import Voice, open_voice
 
 _IN_CLEAR = "what is sent is not encrypted: use a tunnel, or a proxy that speaks TLS"
 
@@ -89,9 +88,8 @@ def open_server(
     """
     for module in ("starlette", "uvicorn", "openai"):
         need(module, extra="serve", purpose="serving a model")
-    from tunewell.integrations.guards import check_origin
-    from tunewell.integrations.listening import listen, make_server, read_token
-    from tunewell.integrations.openai_server import Access, build_app
+    from tunewell.integrations.openai_server.access import check_origin, listen, make_server, read_token
+    from tunewell.integrations.openai_server.server import Access, build_app
 
     token = read_token(door.token_file)
     origins = [check_origin(origin) for origin in door.origins]

@@ -15,33 +15,32 @@ import torch
 from tunewell.config.load import Given, Loaded
 from tunewell.core.errors import UserError
 from tunewell.core.redact import redact
+from tunewell.data.batches import DataOrder
 from tunewell.data.corpus.reader import Corpus, open_corpus
+from tunewell.export.preflight import refuse_impossible
 from tunewell.hardware.allocator import keep_freed_memory
 from tunewell.hardware.probe import probe_device
 from tunewell.hardware.threads import measure_threads
-from tunewell.models.adapters import CONFIG as ADAPTER
+from tunewell.methods.adapter import CONFIG as ADAPTER
 from tunewell.models.facts import ModelFacts, read_facts
-from tunewell.planning.order import PlanOrder
-from tunewell.planning.training import choose_batch, plan_training
+from tunewell.planning.compute import PlanOrder
+from tunewell.planning.plan import choose_batch, plan_training
 from tunewell.records.manifest import MANIFEST
 from tunewell.records.plan import PLAN, Plan, write_plan
 from tunewell.records.rundir import RUN_CONFIG, RunDir
-from tunewell.training.batches import DataOrder
+from tunewell.runs.config import FIRST_COMMAND_AGAIN, config_of_run, load_for_run
+from tunewell.runs.heartbeat import Pulse
+from tunewell.runs.outcome import Since, leave_behind, result_of
+from tunewell.runs.result import Notebook, TrainResult
+from tunewell.runs.resume import plan_to_resume, put_back, refuse_idle_changes, remember
+from tunewell.training.build import Parts, probe, put_together, refuse_differences, start_of
 from tunewell.training.checkpoints import room_warning
+from tunewell.training.distributed import World
 from tunewell.training.engine import Run
 from tunewell.training.engine import train as take_steps
-from tunewell.training.injection import NoFaults, plant
-from tunewell.training.watching import Unwatched, Watcher
-from tunewell.training.world import World
-from tunewell.workflows.data_change import remember
-from tunewell.workflows.export_wish import refuse_impossible
+from tunewell.training.events import Unwatched, Watcher
+from tunewell.training.faults import NoFaults, plant
 from tunewell.workflows.prepare import prepare
-from tunewell.workflows.pulse import Pulse
-from tunewell.workflows.run_config import FIRST_COMMAND_AGAIN, config_of_run, load_for_run
-from tunewell.workflows.train_ending import Since, leave_behind, result_of
-from tunewell.workflows.train_result import Notebook, TrainResult
-from tunewell.workflows.train_resume import plan_to_resume, put_back, refuse_idle_changes
-from tunewell.workflows.training_parts import Parts, probe, put_together, refuse_differences, start_of
 from tunewell.workflows.validate import ValidateOrder, validate
 
 _NOT_JUDGED = 3

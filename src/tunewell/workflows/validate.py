@@ -9,17 +9,17 @@ from typing import Any
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import write_atomic
-from tunewell.core.need import need
+from tunewell.core.optional import need
 from tunewell.core.units import count
 from tunewell.data.corpus.reader import Corpus, open_corpus
-from tunewell.evaluation.report_markdown import report_markdown
-from tunewell.evaluation.report_page import report_page
+from tunewell.evaluation.report.markdown import report_markdown
+from tunewell.evaluation.report.page import report_page
+from tunewell.evaluation.session import Material, Progress, Sitting, ValidateOrder
+from tunewell.inference.model_ref import FoundSubject
 from tunewell.records.events import plain
 from tunewell.records.manifest import Manifest
 from tunewell.records.report import MARKDOWN, PAGE, Report, Validation, write_report
-from tunewell.workflows.model_ref import FoundSubject
-from tunewell.workflows.sitting import Material, Progress, Sitting, ValidateOrder
-from tunewell.workflows.subject import find_subject
+from tunewell.runs.resolve import find_subject
 from tunewell.workflows.validate_data import prepared
 
 

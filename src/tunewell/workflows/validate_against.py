@@ -6,10 +6,10 @@ from typing import Any
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
-from tunewell.evaluation.comparing import Comparison, compare
+from tunewell.evaluation.compare import Comparison, compare
+from tunewell.inference.model_ref import FoundSubject
 from tunewell.records.manifest import read_manifest
-from tunewell.workflows.model_ref import FoundSubject
-from tunewell.workflows.subject import find_subject
+from tunewell.runs.resolve import find_subject
 from tunewell.workflows.validate import Progress, ValidateOrder, Validation, validate
 
 COMPARISON = "comparison.json"

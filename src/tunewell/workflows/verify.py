@@ -11,9 +11,11 @@ import torch
 
 from tunewell import __version__
 from tunewell.core.errors import UserError
-from tunewell.exporting.checks import check_files, spoiled_files
-from tunewell.exporting.proving import prove
-from tunewell.exporting.reference import Reference
+from tunewell.export.preflight import need_all
+from tunewell.export.proof.checks import check_files, spoiled_files
+from tunewell.export.proof.modelfile import check_modelfile
+from tunewell.export.proof.prove import prove
+from tunewell.export.proof.reference import Reference
 from tunewell.models.load import LoadOrder, load_model
 from tunewell.records.parity import (
     PARITY,
@@ -27,8 +29,6 @@ from tunewell.records.parity import (
     read_proof,
     write_record,
 )
-from tunewell.workflows.export_needs import need_all
-from tunewell.workflows.export_template import check_modelfile
 
 Progress = Callable[[str, int, int], None]
 EXIT_NOT_PROVEN = 4

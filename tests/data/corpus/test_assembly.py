@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tunewell.data.corpus.assembly import Assembly
-from tunewell.data.parts import Part
+from tunewell.data.corpus.parts import Part
 
 
 def digest(text: str) -> list[int]:

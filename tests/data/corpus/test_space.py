@@ -1,6 +1,6 @@
 """How much room a build needs, before, while and after the rows are read."""
 
-from tunewell.data.corpus.space import Space
+from tunewell.data.corpus.output import Space
 
 REST = 8 << 20
 

@@ -7,7 +7,7 @@ import typer
 from tunewell.cli.options import AsJson
 
 if TYPE_CHECKING:
-    from tunewell.workflows.chat import Answer, Chat
+    from tunewell.inference.chat import Answer, Chat
 
 
 def command(
@@ -38,7 +38,7 @@ def command(
     """Talk with a model you trained, or any other; what it answers is what it learned."""
     import sys
 
-    from tunewell.cli.chat_screen import converse, loading
+    from tunewell.cli.screens.chat import converse, loading
     from tunewell.core.errors import UserError
 
     is_piped = not sys.stdin.isatty()
@@ -46,9 +46,9 @@ def command(
         raise UserError("`--json` is for scripts", fix="add `--prompt TEXT`, or send the questions through a pipe")
     with loading("loading the model"):
         # Seconds go by before torch is there: not at a prompt that says nothing.
-        from tunewell.workflows.chat import Chat, Manner
-        from tunewell.workflows.subject import find_subject
-        from tunewell.workflows.voice import open_voice
+        from tunewell.inference.chat import Chat, Manner
+        from tunewell.inference.chat_model import open_voice
+        from tunewell.runs.resolve import find_subject
 
         manner = Manner(temperature, length, seed)
         subject = find_subject(place, checkpoint=checkpoint, base=base)
@@ -71,8 +71,8 @@ def _once(chat: "Chat", text: str, *, with_base: bool, json: bool, is_line: bool
     import json as json_module
     import sys
 
-    from tunewell.cli.chat_screen import tell_forgotten, write_answers
     from tunewell.cli.render import emit, emit_json
+    from tunewell.cli.screens.chat import tell_forgotten, write_answers
 
     parts = chat.say(text)
     if not json:

@@ -36,10 +36,10 @@ def command(
     json: AsJson = False,
 ) -> None:
     """Make an adapter, merged weights, GGUF files or an Ollama model of a run, and prove each. Exit code 4 if not."""
-    from tunewell.cli.parity_screen import parity_screen
+    from tunewell.cli.progress import shown_stages
     from tunewell.cli.render import emit, emit_json
-    from tunewell.cli.stages import shown_stages
-    from tunewell.workflows.export_order import ExportOrder
+    from tunewell.cli.screens.export import parity_screen
+    from tunewell.export.request import ExportOrder
 
     order = ExportOrder(
         to=() if to is None else to,
@@ -69,7 +69,7 @@ def command(
 def closing(done: "Exported") -> str:
     """Say what was made and what to do next."""
     from tunewell.cli.render import table
-    from tunewell.cli.verdict_screen import hanging
+    from tunewell.cli.screens.verdict import hanging
     from tunewell.core.units import size_bytes
 
     rows = []

@@ -40,13 +40,13 @@ def command(
     """Serve a model to programs that speak OpenAI's API."""
     import sys
 
-    from tunewell.cli.chat_screen import loading
     from tunewell.cli.render import emit
+    from tunewell.cli.screens.chat import loading
 
     with loading("loading the model"):
         # Seconds go by before torch is there: not at a prompt that says nothing.
+        from tunewell.runs.resolve import find_subject
         from tunewell.workflows.serve import Door, open_server
-        from tunewell.workflows.subject import find_subject
 
         serving = open_server(
             find_subject(place, checkpoint=checkpoint, base=base, template=template),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tunewell.config.load import Loaded
-    from tunewell.training.watching import Start
+    from tunewell.training.events import Start
     from tunewell.workflows.train import TrainResult
 
 _RESUME = "Go on with the run in that folder; where there is no config, by the run's own settings."
@@ -47,9 +47,9 @@ def command(
 ) -> None:
     """Train a model on a corpus, which is prepared first where that has not been done, and judge it."""
     from tunewell.cli.render import emit, emit_json
-    from tunewell.cli.training_screen import is_first_process, shown_training
-    from tunewell.workflows.run_config import load_for_run
-    from tunewell.workflows.supervise import can_supervise
+    from tunewell.cli.screens.training import is_first_process, shown_training
+    from tunewell.runs.config import load_for_run
+    from tunewell.runs.supervisor import can_supervise
 
     sets = [*flags_as_sets(run=out, device=device), *(set_ or ())]
     if no_validate:
@@ -74,7 +74,7 @@ def command(
     with shown_training() as watcher:
         watcher.doing("starting torch")
         # Seconds go by before torch is there: not at a prompt that says nothing.
-        from tunewell.workflows.pulse import tell_ended, tell_printed
+        from tunewell.runs.heartbeat import tell_ended, tell_printed
         from tunewell.workflows.train import train
 
         result = train(
@@ -102,8 +102,8 @@ def command(
 
 def _supervise(loaded: "Loaded", flags: "Mapping[str, object]", *, is_resuming: bool) -> int:
     """Start the run in a process of its own and watch over it; give its exit code."""
-    from tunewell.cli.lasting_stream import LastingStream
-    from tunewell.workflows.supervise import supervise
+    from tunewell.cli.render import LastingStream
+    from tunewell.runs.supervisor import supervise
 
     stderr = LastingStream(sys.stderr)  # a run is watched over also when its terminal is gone
 
@@ -138,7 +138,7 @@ def flags_as_sets(**values: Path | str | None) -> list[str]:
 def screen(result: "TrainResult", start: "Start | None") -> str:
     """Say what was trained, how it went, what was made and what to do next."""
     from tunewell.cli.render import table
-    from tunewell.cli.training_words import one_line
+    from tunewell.cli.screens.numbers import one_line
     from tunewell.core.units import count
 
     parts = []
@@ -149,7 +149,7 @@ def screen(result: "TrainResult", start: "Start | None") -> str:
     if curve := _curve(result):
         parts += ["", curve, ""]
     if result.validation is not None:
-        from tunewell.cli.verdict_screen import verdict_screen
+        from tunewell.cli.screens.verdict import verdict_screen
 
         parts += [verdict_screen(result.validation.report), ""]
     if result.artefacts:
@@ -162,9 +162,9 @@ def screen(result: "TrainResult", start: "Start | None") -> str:
 
 def report_rows(result: "TrainResult", start: "Start | None") -> list[tuple[str, str, str]]:
     """Tell a run in a few lines: label, number, detail; what has no number is only words."""
-    from tunewell.cli.training_words import loss_words, method_words, model_words, one_line, speed_words
+    from tunewell.cli.screens.numbers import loss_words, method_words, model_words, one_line, speed_words
     from tunewell.core.units import count, duration, size_bytes
-    from tunewell.workflows.healing_story import story
+    from tunewell.runs.outcome import story
 
     rows = []
     if start is not None:
@@ -188,7 +188,7 @@ def report_rows(result: "TrainResult", start: "Start | None") -> list[tuple[str,
 
 
 def _best(result: "TrainResult") -> str:
-    from tunewell.cli.training_words import loss_words
+    from tunewell.cli.screens.numbers import loss_words
     from tunewell.core.units import count
 
     if result.held_out_best is None or result.best_step is None:
@@ -204,8 +204,8 @@ def _unbroken(stage: str, seconds: float) -> str:
 
 
 def _curve(result: "TrainResult") -> str:
-    from tunewell.cli.curves import draw_curve
     from tunewell.cli.render import width
+    from tunewell.cli.screens.curve import draw_curve
 
     if len(result.losses) < 2:
         return ""

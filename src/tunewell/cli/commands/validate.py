@@ -33,9 +33,9 @@ def command(
     json: AsJson = False,
 ) -> None:
     """Judge a trained model: PASS, WEAK or FAIL, with the evidence. Exit codes 0, 3 and 4."""
+    from tunewell.cli.progress import shown_stages
     from tunewell.cli.render import emit, emit_json
-    from tunewell.cli.stages import shown_stages
-    from tunewell.cli.verdict_screen import comparison_screen, verdict_lines, verdict_screen
+    from tunewell.cli.screens.verdict import comparison_screen, verdict_lines, verdict_screen
 
     with shown_stages() as progress:
         progress("starting torch", 0, 0)
@@ -68,7 +68,7 @@ def command(
 
 def closing(found: "Validation") -> str:
     """Say what was made and what to do next."""
-    from tunewell.cli.verdict_screen import hanging, lined
+    from tunewell.cli.screens.verdict import hanging, lined
 
     rows = [["wrote", f"`{found.page}`", "the whole story on one page, to read or to send"]]
     told = "the same for a program; `report.md` for a pull request"

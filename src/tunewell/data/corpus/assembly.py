@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tunewell.data.corpus.parts import Part
 from tunewell.data.corpus.seen import SeenDigests
-from tunewell.data.parts import Part
 
 _TWO_64 = float(2**64)
 _COLUMNS = {

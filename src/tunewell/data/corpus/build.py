@@ -12,10 +12,9 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import publish_folder, told_when_full
 from tunewell.data.corpus.assembly import Assembly
 from tunewell.data.corpus.finish import Finish
-from tunewell.data.corpus.order import Job, Order, Progress, stamp_of
-from tunewell.data.corpus.space import Space
-from tunewell.data.parts import Part, load_part, save_part
-from tunewell.data.preparing import Laid, Recipe, finish_block, lay_out_block, part_name
+from tunewell.data.corpus.output import Space
+from tunewell.data.corpus.parts import Laid, Part, Recipe, finish_block, lay_out_block, load_part, part_name, save_part
+from tunewell.data.corpus.spec import Job, Order, Progress, stamp_of
 from tunewell.data.sources.blocks import Block, read_blocks
 from tunewell.records.manifest import Manifest
 

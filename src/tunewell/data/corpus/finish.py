@@ -8,13 +8,22 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import refuse_full_disk, stable_json, sync_tree
 from tunewell.core.units import count
 from tunewell.data.corpus.assembly import DROPPED, Assembly, Documents
-from tunewell.data.corpus.card import data_card
-from tunewell.data.corpus.order import NO_SHARE, Order, Progress
-from tunewell.data.corpus.space import Space
-from tunewell.data.corpus.summary import Written, all_dropped, describe_file, summarise
-from tunewell.data.corpus.units import Mix, Units, mix_sources, repeat, split_long, whole_units, without_unlearned
+from tunewell.data.corpus.output import Space
+from tunewell.data.corpus.packing import (
+    ContextChoice,
+    Mix,
+    Units,
+    choose_context,
+    mix_sources,
+    pack,
+    repeat,
+    split_long,
+    whole_units,
+    without_unlearned,
+)
+from tunewell.data.corpus.spec import NO_SHARE, Order, Progress
+from tunewell.data.corpus.summary import Written, all_dropped, data_card, describe_file, summarise
 from tunewell.data.corpus.writer import write_split
-from tunewell.data.packing import ContextChoice, choose_context, pack
 from tunewell.records.manifest import Manifest, write_manifest
 
 _NUM_NAMED = 5

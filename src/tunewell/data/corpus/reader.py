@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_file
-from tunewell.core.need import need
-from tunewell.data.corpus.arrow import to_numpy
+from tunewell.core.optional import need
+from tunewell.data.corpus.writer import to_numpy
 from tunewell.records.manifest import MANIFEST, Manifest, SplitRecord, read_manifest
 
 Ids = npt.NDArray[np.int32]

@@ -4,17 +4,35 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from tunewell.core.files import sha256_file, sha256_text, stable_json
-from tunewell.data.corpus.arrow import to_arrow
 from tunewell.data.corpus.assembly import Documents
-from tunewell.data.corpus.units import Units
-from tunewell.data.packing import Packing
+from tunewell.data.corpus.packing import Packing, Units
 from tunewell.records.manifest import ShardRecord
+
+# Hand numbers between numpy and Arrow as they lie.
+
+
+def to_arrow(values: npt.NDArray[np.integer]) -> pa.Array:
+    """View a numpy array of whole numbers as an Arrow array, without copying."""
+    values = np.ascontiguousarray(values)
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+
+
+def to_numpy(values: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
+    """View an Arrow array of numbers without gaps as a numpy array; copied only where it lies in several chunks."""
+    if isinstance(values, pa.ChunkedArray):
+        chunks = [to_numpy(chunk) for chunk in values.chunks]
+        return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
+    buffer = values.buffers()[1]
+    numbers = np.frombuffer(buffer, dtype=values.type.to_pandas_dtype()) if buffer else np.zeros(0, dtype=np.int32)
+    return numbers[values.offset : values.offset + len(values)]
+
 
 SHARD_TOKENS = 1 << 22
 _BATCH_TOKENS = 1 << 18

@@ -13,11 +13,11 @@ from typing import Any
 
 import orjson
 
-from tunewell.data.json_rows import check_nesting, parse_row
+from tunewell.data.rows.conversation import Rejected
+from tunewell.data.rows.json_rows import check_nesting, parse_row
 from tunewell.data.sources.files import SourceFile
 from tunewell.data.sources.lines import TooLong, encoding_of, read_lines
 from tunewell.data.sources.records import read_records, too_large
-from tunewell.data.types import Rejected
 
 _MIN_ROWS, _MAX_ROWS, _MAX_BYTES = 512, 4096, 4 << 20
 _CUT_MASK = 0x3FF

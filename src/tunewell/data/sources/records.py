@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from tunewell.core.errors import UserError
-from tunewell.data.json_rows import text_of
+from tunewell.data.rows.conversation import Rejected
+from tunewell.data.rows.json_rows import text_of
 from tunewell.data.sources.files import SourceFile
 from tunewell.data.sources.json_files import read_rows
 from tunewell.data.sources.lines import TooLong, encoding_of, read_lines
 from tunewell.data.sources.tables import arrow_rows, parquet_rows
-from tunewell.data.types import Rejected
 
 _DELIMITERS = ",;\t|"
 

@@ -1,0 +1,132 @@
+"""A run as lines of a log: the first step, the last, each look, each note, and a step now and then in between."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from tunewell.cli.render import LastingStream
+from tunewell.cli.screens.numbers import (
+    healing_line,
+    loss_words,
+    method_words,
+    model_words,
+    norm_words,
+    one_line,
+    speed_words,
+)
+from tunewell.cli.screens.run_state import RunSoFar
+from tunewell.core.units import count, duration, size_bytes
+
+if TYPE_CHECKING:
+    from tunewell.records.healing import HealingEntry
+    from tunewell.training.events import HeldOutEvent, Sample, Start, StepEvent
+
+_SHORTEST_WAIT, _LONGEST_WAIT = 10.0, 60.0
+_WAIT_SHARE = 1 / 20
+"""The wait between two lines grows with the run, to about twenty lines so far, within its bounds."""
+_FEWEST_LINES = 10
+_LINE_CHARS = 110
+_LOSS_CHARS = len("  loss 1.2345")
+
+
+class PlainLines:
+    """A watcher that writes a line now and then: the first step, the last, each look, each note, and by time."""
+
+    def __init__(self, stream: LastingStream, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.run = RunSoFar(clock)
+        self._stream = stream
+        self._wrote_at = -math.inf  # so that the first step is due
+        self._wrote_step = 0
+        self._was_finite = True
+
+    def doing(self, stage: str) -> None:
+        """Write what is going on before the first step and after the last."""
+        is_new = stage != self.run.stage
+        self.run.doing(stage)
+        is_between_steps = self.run.start is not None and self.run.step < self.run.num_steps
+        if stage and is_new and not is_between_steps:
+            self._write(one_line(stage))
+
+    def begun(self, start: "Start") -> None:
+        """Write what the run is."""
+        self.run.begun(start)
+        left = f", going on after step {count(start.first_step)}" if start.first_step else ""
+        self._write(f"training {model_words(start.plan.model)}: {method_words(start)}")
+        self._write(f"{count(self.run.num_steps, 'step')}{left}")
+        for note in start.notes:
+            self._write(f"note: {one_line(note)}")
+
+    def stepped(self, event: "StepEvent") -> None:
+        """Write the numbers of a step where one is due."""
+        self.run.stepped(event)
+        is_finite = math.isfinite(event.loss) and math.isfinite(event.grad_norm)
+        turned_bad = self._was_finite and not is_finite
+        self._was_finite = is_finite
+        if turned_bad or event.step >= self.run.num_steps or self._is_due():
+            self._write(self._step_line(event))
+            self._wrote_at, self._wrote_step = self.run.clock(), event.step
+
+    def looked(self, event: "HeldOutEvent", samples: "Sequence[Sample]") -> None:
+        """Write the held-out loss, and the first question with its answer."""
+        self.run.looked(event, samples)
+        found = f"{count(event.documents, 'document')} in {duration(event.seconds)}"
+        best = "the best so far, " if event.is_best else ""
+        # Under the held-out column of the step lines.
+        self._write(
+            f"{self._place(event.step)}{' ' * _LOSS_CHARS}  held-out {loss_words(event.loss):>6}  {best}{found}"
+        )
+        for sample in samples[:1]:
+            self._write(f"  asked: {_cut(one_line(sample.question))}")
+            self._write(f"  said:  {_cut(one_line(sample.answer))}")
+
+    def healed(self, entry: "HealingEntry") -> None:
+        """Write what went wrong and what was done about it."""
+        self.run.healed(entry)
+        self._write(healing_line(entry))
+
+    def rewound(self, step: int) -> None:
+        """Count the steps from there again; what happened is told by itself."""
+        self.run.rewound(step)
+        self._wrote_step = min(self._wrote_step, step)
+
+    def noted(self, message: str) -> None:
+        """Write a note."""
+        self.run.noted(message)
+        self._write(f"note: {one_line(message)}")
+
+    def close(self) -> None:
+        """Leave the lines where they are."""
+
+    def _is_due(self) -> bool:
+        wait = min(max(self.run.elapsed() * _WAIT_SHARE, _SHORTEST_WAIT), _LONGEST_WAIT)
+        tenths = [step * _FEWEST_LINES // max(self.run.num_steps, 1) for step in (self._wrote_step, self.run.step)]
+        return self.run.clock() - self._wrote_at >= wait or tenths[1] > tenths[0]
+
+    def _place(self, step: int) -> str:
+        total = count(self.run.num_steps)
+        return f"step {count(step):>{len(total)}}/{total}"
+
+    def _step_line(self, event: "StepEvent") -> str:
+        run = self.run
+        words = [self._place(event.step), f"loss {loss_words(event.loss):>6}"]
+        if run.held_out is not None:
+            words.append(f"held-out {loss_words(run.held_out.loss):>6}")
+        words += [f"norm {norm_words(event.grad_norm):>5}", f"rate {event.learning_rate:.1e}"]
+        words.append(f"{speed_words(run.tokens_per_second()):>16}")
+        if event.memory_bytes is not None:
+            words.append(f"{size_bytes(event.memory_bytes):>9}")
+        left = run.seconds_left()
+        if left is not None and event.step < run.num_steps:
+            words.append(f"{duration(left)} left")
+        if event.was_skipped:
+            words.append("skipped")
+        return "  ".join(words)
+
+    def _write(self, line: str) -> None:
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LINE_CHARS else text[: _LINE_CHARS - 3] + "..."

@@ -1,0 +1,68 @@
+"""What is to be built: the files and how their rows become documents, and all that decides what becomes of those."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tunewell.data.corpus.parts import Recipe
+from tunewell.data.sources.files import SourceFile
+from tunewell.records.manifest import TemplateRecord, TokenizerRecord
+
+NO_SHARE = -2
+"""Stands for all sources without a share of their own."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a build is."""
+
+    stage: str
+    done: int
+    total: int | None
+    rows: int
+
+
+@dataclass
+class Job:
+    """One file to read, how its rows become documents, and which source of the config it belongs to."""
+
+    file: SourceFile
+    recipe: Recipe
+    sha256: str
+    source_index: int
+    is_held_out: bool = False
+    stamp: tuple[int, int] | None = None
+    """Size and time of the last change when the file was hashed, see `stamp_of`."""
+
+
+def stamp_of(path: Path) -> tuple[int, int]:
+    """Give what changes when a file is written to."""
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
+@dataclass
+class Order:
+    """What to build."""
+
+    jobs: list[Job]
+    held_out_share: float
+    drop_duplicates: bool
+    drop_answers_held_out: bool
+    context_length: int | str
+    context_limit: int | None
+    long_documents: str
+    shares: dict[int, float]
+    max_repeats: int
+    made_by: str
+    inputs_sha256: str
+    config: dict[str, Any]
+    tokenizer: TokenizerRecord
+    templates: list[TemplateRecord]
+    save_tokenizer: Callable[[Path], None]
+    progress: Callable[[Progress], None] = field(default=lambda progress: None)
+
+    def source_label(self, index: int) -> str:
+        """Name a source of the config, or all those without a share."""
+        return "the other sources" if index == NO_SHARE else f"`{self.config['data']['sources'][index]['path']}`"

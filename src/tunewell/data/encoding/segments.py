@@ -1,0 +1,237 @@
+"""The pieces a document is encoded from, and the vector arithmetic that turns them into ids and a mask."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tunewell.data.masking.masker import Piece, Plan
+from tunewell.data.masking.placeholders import NO_TRIM, Trim
+from tunewell.data.tokenizers.load import AddedFacts, LoadedTokenizer
+
+_ALL = 1 << 40
+# White space as the `tokenizers` library knows it; Python's own idea includes four control characters more.
+_WHITE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+
+Span = tuple[int, int]
+
+
+class Place(NamedTuple):
+    """Where in a document a stretch stands: tokenizers may treat its first and its last letters differently."""
+
+    is_first: bool
+    is_last: bool
+
+
+@dataclass(slots=True)
+class Fixed:
+    """Ids that are the same in every row of a shape."""
+
+    ids: list[int]
+    is_learned: bool
+
+
+class Open:
+    """A stretch of text between two markers, with words in it."""
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[str, int, bool]],
+        trims: Sequence[Trim],
+        *,
+        place: Place,
+        strip_left: bool = False,
+        strip_right: bool = False,
+    ) -> None:
+        """Take the parts as (template text, slot or -1, is learned); a marker beside it may swallow white space."""
+        self.place = place
+        self._parts = [
+            (text, slot, None if slot < 0 or trims[slot] == NO_TRIM else trims[slot], is_learned)
+            for text, slot, is_learned in parts
+        ]
+        self._strip_left, self._strip_right = strip_left, strip_right
+
+    def fill(self, words: Sequence[str]) -> tuple[str, list[Span]]:
+        """Put the words in; also give the learned stretches in characters."""
+        texts: list[str] = []
+        spans: list[Span] = []
+        at = 0
+        for literal, slot, trim, is_learned in self._parts:
+            part = literal if slot < 0 else trim(words[slot]) if trim else words[slot]
+            texts.append(part)
+            end = at + len(part)
+            if is_learned and part:
+                if spans and spans[-1][1] == at:
+                    spans[-1] = (spans[-1][0], end)
+                else:
+                    spans.append((at, end))
+            at = end
+        text = "".join(texts)
+        return self._stripped(text, spans) if self._strip_left or self._strip_right else (text, spans)
+
+    def _stripped(self, text: str, spans: list[Span]) -> tuple[str, list[Span]]:
+        if self._strip_left:
+            bare = text.lstrip(_WHITE)
+            cut = len(text) - len(bare)
+            text, spans = bare, [(max(0, a - cut), max(0, b - cut)) for a, b in spans]
+        if self._strip_right:
+            text = text.rstrip(_WHITE)
+            spans = [(a, min(b, len(text))) for a, b in spans]
+        return text, [(a, b) for a, b in spans if b > a]
+
+
+@dataclass(slots=True)
+class Text:
+    """A text to encode, with its learned stretches in characters."""
+
+    index: int
+    """Its place among the items of the batch."""
+    text: str
+    spans: list[Span]
+
+
+class Compiled:
+    """What the documents of one shape have in common, item by item, with holes where the words go."""
+
+    def __init__(self, items: Sequence[Fixed | Open], num_learned_markers: int) -> None:
+        self.ids = [item.ids if isinstance(item, Fixed) else [] for item in items]
+        self.edges = [_edges(item) for item in items]
+        self.holes = [(index, item) for index, item in enumerate(items) if isinstance(item, Open)]
+        self.num_learned_markers = num_learned_markers
+
+
+def _edges(item: Fixed | Open) -> tuple[int, int, int]:
+    return (0, _ALL if isinstance(item, Fixed) and item.is_learned else 0, -1)
+
+
+class Batch:
+    """Documents as items in a row: fixed ids and texts; `ends` says where each document's items stop."""
+
+    def __init__(self) -> None:
+        self.ids: list[list[int]] = []
+        self.edges: list[tuple[int, int, int]] = []
+        """Of each item the learned bytes, from and to, and its size in bytes; -1 for fixed ids."""
+        self.texts: dict[Place, list[Text]] = {}
+        self.ends: list[int] = []
+        self.num_learned_markers: list[int] = []
+
+    def add(self, compiled: Compiled, words: Sequence[str]) -> None:
+        """Add a document."""
+        begin = len(self.ids)
+        self.ids += compiled.ids
+        self.edges += compiled.edges
+        for offset, hole in compiled.holes:
+            text, spans = hole.fill(words)
+            if text:
+                self.edges[begin + offset] = _byte_span(text, spans)
+                self.texts.setdefault(hole.place, []).append(Text(begin + offset, text, spans))
+        self.ends.append(len(self.ids))
+        self.num_learned_markers.append(compiled.num_learned_markers)
+
+
+def _byte_span(text: str, spans: list[Span]) -> tuple[int, int, int]:
+    """Give the first learned stretch in UTF-8 bytes, and the text's size."""
+    a, b = spans[0] if spans else (0, 0)
+    if text.isascii():
+        return a, b, len(text)
+    size = len(text.encode())
+    if a == b:
+        return 0, 0, size
+    begin = len(text[:a].encode())
+    return begin, size if b == len(text) else begin + len(text[a:b].encode()), size
+
+
+class ItemTable:
+    """The items of a batch, flattened: every vector operation over tokens happens here."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.lengths = np.fromiter(map(len, batch.ids), dtype=np.int64, count=len(batch.ids))
+        self.bounds = np.zeros(len(batch.ids) + 1, dtype=np.int64)
+        np.cumsum(self.lengths, out=self.bounds[1:])
+        self.tokens = np.fromiter(chain.from_iterable(batch.ids), dtype=np.uint32, count=int(self.bounds[-1]))
+        columns = np.fromiter(chain.from_iterable(batch.edges), dtype=np.int64, count=3 * len(batch.edges)).reshape(
+            -1, 3
+        )
+        self._a, self._b, self._size = columns[:, 0], columns[:, 1], columns[:, 2]
+
+    def mask(
+        self, byte_lengths: npt.NDArray[np.int64] | None
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], list[int]]:
+        """Mark tokens that lie wholly inside their item's learned bytes, and those that lie across an edge of them.
+
+        Also list the texts whose bytes do not add up, so that this says nothing about them.
+        """
+        sizes = np.ones(len(self.tokens), dtype=np.int64) if byte_lengths is None else byte_lengths[self.tokens]
+        ends = np.zeros(len(self.tokens) + 1, dtype=np.int64)
+        np.cumsum(sizes, out=ends[1:])
+        base = ends[self.bounds[:-1]]
+        a, b = np.repeat(base + self._a, self.lengths), np.repeat(base + self._b, self.lengths)
+        start, end = ends[:-1], ends[1:]
+        learned = (start >= a) & (end <= b)
+        boundary = ((start < a) & (end > a)) | ((start < b) & (end > b))
+        boundary &= b > a
+        unsure = (self._size >= 0) & (self._b > self._a) & (ends[self.bounds[1:]] - base != self._size)
+        return learned, boundary, np.flatnonzero(unsure).tolist()
+
+    def control_leaks(self, is_control: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+        """List the tokens that came from text and are control ids all the same."""
+        found = np.flatnonzero(is_control[self.tokens])
+        item = np.searchsorted(self.bounds, found, side="right") - 1
+        return found[self._size[item] >= 0]
+
+
+# Make of a plan the ids that never change and the stretches that must be encoded for each row.
+
+
+def compile_plan(
+    plan: Plan, added: Mapping[str, AddedFacts], encode_once: Callable[[Open], list[Fixed] | None]
+) -> Compiled:
+    """Cut a plan at its markers; `encode_once` gives the ids of a stretch without words, None to leave it open."""
+    items: list[Fixed | Open] = []
+    run: list[Piece] = []
+    strips = False
+    for piece in [*plan.pieces, None]:
+        if piece is not None and not piece.is_marker:
+            run.append(piece)
+            continue
+        marker = added[piece.text] if piece is not None else None
+        if run:
+            stretch = Open(
+                [(part.text, part.slot, part.is_learned) for part in run],
+                plan.trims,
+                place=Place(not items, marker is None),
+                strip_left=strips,
+                strip_right=marker is not None and marker.lstrip,
+            )
+            has_words = any(part.slot >= 0 for part in run)
+            ids = None if has_words else encode_once(stretch)
+            items += [stretch] if ids is None else ids
+            run = []
+        if piece is not None and marker is not None:
+            items.append(Fixed([marker.id], piece.is_learned))
+            strips = marker.rstrip
+    return Compiled(_merged(items), sum(piece.is_marker and piece.is_learned for piece in plan.pieces))
+
+
+def compile_plain_text(tokenizer: LoadedTokenizer) -> Compiled:
+    """Frame a text that needs no template by the tokens that begin and end one."""
+    special, added = tokenizer.special_tokens, tokenizer.added
+    bos, eos = special.get("bos_token"), special.get("eos_token")
+    begin = [added[bos].id] if tokenizer.adds_bos and bos in added else []
+    end = [added[eos].id] if eos in added else []
+    hole = Open([("", 0, True)], [NO_TRIM], place=Place(not begin, not end))
+    return Compiled([Fixed(begin, True), hole, Fixed(end, True)], len(end))
+
+
+def _merged(items: Sequence[Fixed | Open]) -> list[Fixed | Open]:
+    merged: list[Fixed | Open] = []
+    for item in items:
+        last = merged[-1] if merged else None
+        if isinstance(item, Fixed) and isinstance(last, Fixed) and item.is_learned == last.is_learned:
+            last.ids.extend(item.ids)
+        else:
+            merged.append(Fixed(list(item.ids), item.is_learned) if isinstance(item, Fixed) else item)
+    return merged

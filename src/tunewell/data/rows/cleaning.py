@@ -1,0 +1,185 @@
+"""Decide which conversations may become documents, and know equal ones by a digest.
+
+Every refusal is a `Rejected` with a reason id from the glossary. Duplicates and the held-out part are judged later,
+over all sources together, from the digests made here.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tunewell.data.rows.conversation import Conversation, Rejected
+
+_URL = re.compile(r"https?://|\bwww\.", re.IGNORECASE)
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True)
+class CleanOptions:
+    """Which checks are on, and what is done about broken text."""
+
+    bad_text: str = "drop"
+    min_reply_chars: int = 0
+    drop_urls: bool = False
+
+
+class Digests(NamedTuple):
+    """Who a conversation is equal to: `whole` to the letter, `question` by what is asked."""
+
+    whole: bytes
+    question: bytes
+
+
+def clean(conversation: Conversation, options: CleanOptions) -> Digests:
+    """Check a conversation, mending its text in place if the policy says so; raise Rejected if it must go."""
+    try:
+        whole = digest_whole(conversation)
+    except _BadText as bad:
+        if options.bad_text != "replace":
+            raise Rejected("bad_text", str(bad)) from bad
+        _replace_bad_text(conversation)
+        whole = digest_whole(conversation)
+    if conversation.text is not None:
+        _check_text(conversation.text, options)
+    else:
+        _check_turns(conversation, options)
+    return Digests(whole, digest_question(conversation))
+
+
+def _check_text(text: str, options: CleanOptions) -> None:
+    if not text.strip():
+        raise Rejected("empty_reply", "the text is empty")
+    if len(text.strip()) < options.min_reply_chars:
+        raise Rejected("too_short", f"{len(text.strip())} characters")
+    if options.drop_urls and _URL.search(text):
+        raise Rejected("has_url")
+
+
+def _check_turns(conversation: Conversation, options: CleanOptions) -> None:
+    messages = conversation.messages
+    num_questions = num_replies = reply_chars = 0
+    for message in messages:
+        content, role = message["content"], message["role"]
+        is_blank = not content or content.isspace()
+        if role == "user":
+            num_questions += 1
+            if is_blank:
+                raise Rejected("empty_question")
+        elif role == "assistant":
+            num_replies += 1
+            reply_chars += len(content.strip())
+            if is_blank and not message.get("tool_calls"):
+                raise Rejected("empty_reply")
+    if not num_replies:
+        raise Rejected("not_a_conversation", "no reply")
+    if not num_questions:
+        raise Rejected("not_a_conversation", "no question")
+    if messages[0]["role"] == "assistant":
+        raise Rejected("not_a_conversation", "it begins with a reply")
+    if reply_chars < options.min_reply_chars:
+        raise Rejected("too_short", f"{reply_chars} characters of reply")
+    if options.drop_urls and any(_URL.search(message["content"]) for message in messages):
+        raise Rejected("has_url")
+
+
+class _BadText(Exception):
+    pass
+
+
+def digest_whole(conversation: Conversation) -> bytes:
+    """Digest all that the model would see; equal conversations and only those have equal digests."""
+    pieces: list[bytes] = []
+    for text in _texts(conversation):
+        try:
+            data = text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            character = text[error.start]
+            what = (
+                "a byte that is not UTF-8" if "\udc80" <= character <= "\udcff" else "half a character (lone surrogate)"
+            )
+            raise _BadText(f"{what} at position {error.start}") from error
+        pieces += (b"%d:" % len(data), data)
+    whole = b"".join(pieces)
+    if b"\0" in whole:
+        position = next(text.index("\0") for text in _texts(conversation) if "\0" in text)
+        raise _BadText(f"a NUL character at position {position}")
+    return hashlib.blake2b(whole, digest_size=DIGEST_BYTES).digest()
+
+
+def _texts(conversation: Conversation) -> Iterator[str]:
+    if conversation.text is not None:
+        yield conversation.text
+        return
+    for message in conversation.messages:
+        yield message["role"]
+        yield message["content"]
+        if len(message) > 2:
+            for key, value in message.items():
+                if key not in ("role", "content"):
+                    yield from _leaves({key: value})
+    if conversation.tools:
+        yield from _leaves(conversation.tools)
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """Write a value as texts, each container with its size and each leaf with its kind, so that no two look alike."""
+    waiting = [value]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, str):
+            yield "text"
+            yield node
+        elif isinstance(node, dict):
+            yield f"{{{len(node)}"
+            for key, inner in reversed(node.items()):
+                waiting += (inner, str(key))
+        elif isinstance(node, list):
+            yield f"[{len(node)}"
+            waiting += reversed(node)
+        else:
+            yield f"{type(node).__name__} {node!r}"
+
+
+def digest_question(conversation: Conversation) -> bytes:
+    """Digest what is asked: all before the last reply, ignoring case and spacing; the whole of a plain text."""
+    if conversation.text is not None:
+        return hashlib.blake2b(_folded(conversation.text), digest_size=DIGEST_BYTES).digest()
+    messages = conversation.messages
+    last = len(messages) - 1
+    while messages[last]["role"] != "assistant":
+        last -= 1
+    pieces: list[bytes] = []
+    for message in messages[:last]:
+        data = _folded(message["content"])
+        pieces += (message["role"].encode(), b"%d:" % len(data), data)
+    return hashlib.blake2b(b"".join(pieces), digest_size=DIGEST_BYTES).digest()
+
+
+def _folded(text: str) -> bytes:
+    return " ".join(text.split()).casefold().encode("utf-8", "replace")
+
+
+def _replace_bad_text(conversation: Conversation) -> None:
+    if conversation.text is not None:
+        conversation.text = _mended(conversation.text)
+    for message in conversation.messages:
+        for key, value in message.items():
+            message[key] = _mended_inside(value)
+    if conversation.tools:
+        conversation.tools = _mended_inside(conversation.tools)
+
+
+def _mended_inside(value: Any) -> Any:
+    if isinstance(value, str):
+        return _mended(value)
+    if isinstance(value, list):
+        return [_mended_inside(inner) for inner in value]
+    if isinstance(value, dict):
+        return {_mended_inside(key): _mended_inside(inner) for key, inner in value.items()}
+    return value
+
+
+def _mended(text: str) -> str:
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").replace("\0", "\ufffd")

@@ -1,0 +1,303 @@
+"""Chat templates: a conversation in, the text a model reads out, exactly as transformers 5.22 renders it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from jinja2 import Template, TemplateSyntaxError, meta, nodes
+from jinja2.exceptions import TemplateError
+from jinja2.runtime import Context
+
+from tunewell.core.errors import UserError
+from tunewell.data.rows.conversation import Message
+from tunewell.data.templates.jinja_limits import TemplateFailed, TemplateLimit
+from tunewell.data.templates.jinja_sandbox import Sandbox
+
+# What a template gets to see: plain data only, and a message's reasoning under the names that templates read.
+
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+
+class _NotPlain(Exception):
+    """Something other than text, numbers, lists and dicts."""
+
+
+def as_template_sees(messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[Any, Any, int]:
+    """Give messages and tools as plain data, reasoning under every name templates use, and their size in characters."""
+    try:
+        size = _plain_size(messages) + (_plain_size(tools) if tools is not None else 0)
+    except _NotPlain:
+        messages, tools = plain_data(messages), plain_data(tools)
+        size = _plain_size(messages) + _plain_size(tools)
+    for message in messages:
+        if type(message) is not dict:
+            raise TemplateFailed(f"a message is not an object with a role and content: {shortened(repr(message))}")
+    for tool in tools or ():
+        if type(tool) is not dict:
+            raise TemplateFailed("a tool is not a JSON schema (an object)")
+    for message in messages:
+        if "reasoning_content" in message or "thinking" in message or "reasoning" in message:
+            return [_with_reasoning(each) for each in messages], tools, size
+    return messages, tools, size
+
+
+def _with_reasoning(message: Message) -> Message:
+    reasoning = next((message[key] for key in _REASONING_FIELDS if message.get(key) is not None), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _plain_size(value: Any) -> int:
+    """Count the characters of plain data, or raise `_NotPlain`: the usual case, which needs no copy."""
+    kind = type(value)
+    if kind is str:
+        return len(value)
+    if kind is dict:
+        size = 0
+        for key, item in value.items():
+            size += len(key) if type(key) is str else _plain_size(key)
+            size += len(item) if type(item) is str else _plain_size(item)
+        return size
+    if kind is list or kind is tuple:
+        return sum(map(_plain_size, value))
+    if value is None or kind is int or kind is float or kind is bool:
+        return 8
+    raise _NotPlain
+
+
+def plain_data(value: Any) -> Any:
+    """Rebuild a value from text, numbers, lists and dicts only; what has no such form becomes `<its type>`.
+
+    Methods of richer objects (arrays, images, enums) are nothing a template may reach.
+    """
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, Mapping):
+        return {plain_data(key): plain_data(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain_data(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(plain_data(item) for item in value)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        return plain_data(value.item())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if callable(dump := getattr(value, "model_dump", None)):
+        return plain_data(dump())
+    return f"<{type(value).__name__}>"
+
+
+def shortened(text: str) -> str:
+    """Cut a text that goes into an error message."""
+    return text if len(text) <= 500 else text[:500] + "..."
+
+
+__all__ = ["BUILTIN_NAMES", "ChatTemplate", "TemplateFailed", "TemplateLimit", "builtin_template", "markers_of"]
+
+BUILTIN_NAMES = ("chatml", "zephyr", "llama3", "gemma", "alpaca", "instruct", "human-assistant")
+SIZE_LIMIT_CHARS = 4_000_000
+MAX_SOURCE_CHARS = 256_000
+"""The longest templates in use have about 30,000."""
+
+_RESERVED = ("messages", "tools", "add_generation_prompt")
+_TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError)
+"""What an expression in a template can raise besides the template language's own errors."""
+
+
+class ChatTemplate:
+    """One template, compiled, with everything besides the conversation that its text depends on.
+
+    The clock of `strftime_now` stands still at midnight of `date`. A rendering gets `time_limit_seconds` of processor
+    time and may make texts of `size_limit_chars` plus four times its input. Safe to use from several threads at once.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        special_tokens: Mapping[str, str],
+        name: str = "model",
+        date: str = "2025-01-01",
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+        time_limit_seconds: float = 1.0,
+        size_limit_chars: int = SIZE_LIMIT_CHARS,
+    ) -> None:
+        self.name = name
+        self.source = source
+        self.date = date
+        self._now = _midnight(date)
+        self._limits = (time_limit_seconds, size_limit_chars)
+        if reserved := [key for key in arguments if key in _RESERVED]:
+            raise UserError(f"`{reserved[0]}` cannot be given to a template as an argument", fix="choose another name")
+        self._special_tokens = {key: value for key, value in special_tokens.items() if value is not None}
+        self._arguments = plain_data(dict(arguments))
+        self._threads = threading.local()
+        sandbox = Sandbox(self._now)
+        try:
+            self._code = _compile(sandbox, source)
+            parsed = sandbox.parse(source)
+        except TemplateSyntaxError as error:
+            raise TemplateFailed(f"line {error.lineno}: {error.message}") from error
+        except (RecursionError, MemoryError) as error:
+            raise TemplateLimit("the template's expressions are nested too deeply") from error
+        except (TemplateError, *_TEMPLATE_ERRORS, SyntaxError) as error:
+            raise TemplateFailed(f"it does not compile: {error}") from error
+        self.variables = frozenset(meta.find_undeclared_variables(parsed))
+        """Names the template reads from outside: `messages`, `bos_token` and so on."""
+        self.uses_clock = any(name.name == "strftime_now" for name in parsed.find_all(nodes.Name))
+        self.has_generation = any(
+            isinstance(call.call.node, nodes.ExtensionAttribute) for call in parsed.find_all(nodes.CallBlock)
+        )
+
+    @cached_property
+    def special_variables(self) -> tuple[str, ...]:
+        """Names of special tokens the template reads, whether the tokenizer has them or not."""
+        return tuple(sorted(name for name in self.variables if name.endswith("_token") or name in self._special_tokens))
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash everything the text depends on besides the conversation."""
+        seen = {
+            "source": self.source,
+            "date": self.date if self.uses_clock else None,
+            "arguments": self._arguments,
+            "special_tokens": {name: text for name, text in self._special_tokens.items() if name in self.variables},
+        }
+        return hashlib.sha256(json.dumps(seen, sort_keys=True, default=str).encode()).hexdigest()
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
+    ) -> str:
+        """Give the text of a conversation; raise `TemplateFailed` where the template refuses it."""
+        return self._render(messages, tools, add_generation_prompt, None)
+
+    def render_marked(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Give the text of a conversation, and where in it the template's `{% generation %}` blocks stand."""
+        spans: list[tuple[int, int]] = []
+        return self._render(messages, tools, False, spans), spans
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        add_generation_prompt: bool,
+        spans: list[tuple[int, int]] | None,
+    ) -> str:
+        try:
+            program = self._threads.program
+        except AttributeError:
+            program = self._threads.program = _Program(self._code, self._now, self._special_tokens | self._arguments)
+        try:
+            messages, tools, size = as_template_sees(messages, tools)
+            variables = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+            seconds, chars = self._limits
+            program.meter.begin(limit=chars + 4 * size, seconds=seconds)
+            return program.run(variables, spans)
+        except (RecursionError, MemoryError) as error:
+            raise TemplateLimit("the template or the conversation is nested too deeply") from error
+        except TemplateError as error:
+            raise TemplateFailed(shortened(str(error.message))) from error
+        except _TEMPLATE_ERRORS as error:
+            raise TemplateFailed(shortened(f"{type(error).__name__}: {error}")) from error
+
+
+class _Program:
+    """A compiled template with an environment and a meter of its own, for one thread."""
+
+    def __init__(self, code: Any, now: datetime, constants: Mapping[str, Any]) -> None:
+        self._sandbox = Sandbox(now)
+        self._template = Template.from_code(self._sandbox, code, {})
+        self._constants = {**self._sandbox.globals, "documents": None, **constants}
+        self.meter = self._sandbox.meter
+
+    def run(self, variables: dict[str, Any], spans: list[tuple[int, int]] | None) -> str:
+        known = self._constants | variables
+        context = Context(self._sandbox, known, None, self._template.blocks)
+        pieces = self._template.root_render_func(context)
+        if spans is None:
+            return self._sandbox.concat(pieces)
+        self.meter.spans = spans
+        texts = []
+        for piece in pieces:
+            texts.append(piece)
+            self.meter.emitted += len(piece)
+            self.meter.room(self.meter.emitted)
+        return "".join(texts)
+
+
+def _compile(sandbox: Sandbox, source: str) -> Any:
+    if len(source) > MAX_SOURCE_CHARS:
+        raise TemplateLimit(f"the template has more than {MAX_SOURCE_CHARS:,} characters")
+    return sandbox.compile_bounded(source)
+
+
+def _midnight(date: str) -> datetime:
+    try:
+        return datetime.strptime(date, "%Y-%m-%d")
+    except ValueError as error:
+        raise UserError(f"`{date}` is not a date", fix="write it as 2025-01-31") from error
+
+
+# Built-in templates, and the tokens a template cannot do without.
+
+_DECLARED = re.compile(r"\A\s*\{#-?\s*markers:(.*?)-?#\}", re.DOTALL)
+_MARKER = re.compile(r"<\|[^<>|\s]{1,60}\|>|<｜[^<>｜\s]{1,60}｜>|<(?:start|end)_of_[a-z]+>|</?s>|<[be]os>")
+_ROLE_HEADER = re.compile(r"<\|(?:system|user|assistant|tool|model|human|bot)\|>")
+
+
+def builtin_template(name: str) -> str:
+    """Give the source of a built-in template."""
+    if name not in BUILTIN_NAMES:
+        raise UserError(f"there is no built-in template `{name}`", fix=f"choose one of {', '.join(BUILTIN_NAMES)}")
+    return (Path(__file__).parent / "builtin_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def markers_of(template: ChatTemplate | str, special_tokens: Mapping[str, str] = MappingProxyType({})) -> list[str]:
+    """List the texts that must be single tokens for a template to make sense, in the order they appear.
+
+    A comment that opens the template, `{#- markers: <|im_start|> <|im_end|> -#}`, says it outright. Otherwise a short
+    conversation is rendered and searched for `<|...|>`, `<start_of_...>`, `<s>` and the like. Headers that only name a
+    role (`<|user|>`) are left out: Zephyr and TinyLlama spell them as text. The special tokens that the template
+    takes from the tokenizer (`bos_token`, `eos_token`) are added; `ChatTemplate.special_variables` names them.
+    """
+    if isinstance(template, str):
+        template = ChatTemplate(template, special_tokens=special_tokens)
+    tokens = [special_tokens[name] for name in template.special_variables if special_tokens.get(name)]
+    if declared := _DECLARED.match(template.source):
+        return list(dict.fromkeys([*declared[1].split(), *tokens]))
+    text = _probe(template)
+    found = [marker for marker in _MARKER.findall(text) if not _ROLE_HEADER.fullmatch(marker)]
+    return list(dict.fromkeys([*found, *(token for token in tokens if token in text)]))
+
+
+def _probe(template: ChatTemplate) -> str:
+    """Render what the template accepts of a short conversation; its bare source if it accepts none."""
+    turns = [{"role": role, "content": "x"} for role in ("system", "user", "assistant", "user", "assistant")]
+    texts = []
+    for messages in (turns, turns[1:], turns[1:2]):
+        try:
+            texts.append(template.render(messages, add_generation_prompt=True))
+        except TemplateFailed:
+            continue
+    return "\n".join(texts) or template.source

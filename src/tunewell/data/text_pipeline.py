@@ -1,0 +1,164 @@
+"""The tokenizer and the templates of a config, resolved together, since each must fit the other."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tunewell.config.load import Loaded
+from tunewell.config.schema import Source
+from tunewell.config.schema import Template as TemplateSettings
+from tunewell.core.errors import UserError
+from tunewell.core.presets import find_preset, is_preset
+from tunewell.data.encoding.encoder import Encoder
+from tunewell.data.masking.masker import LearnRule, Masker
+from tunewell.data.templates.chat_template import (
+    BUILTIN_NAMES,
+    ChatTemplate,
+    TemplateFailed,
+    builtin_template,
+    markers_of,
+)
+from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
+from tunewell.records.manifest import TemplateRecord
+
+
+@dataclass
+class TextToTokens:
+    """What turns the text of a config's sources into tokens."""
+
+    model: str
+    tokenizer: LoadedTokenizer
+    templates: dict[str, ChatTemplate]
+    """By the name the config uses."""
+    default_name: str
+    rule: LearnRule
+    _maskers: dict[tuple[str, LearnRule], Masker] = field(default_factory=dict)
+    _encoders: dict[frozenset[str], Encoder] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, loaded: Loaded) -> "TextToTokens":
+        """Load the model's tokenizer, or the one named beside it, and every template named; check that they fit."""
+        config = loaded.config
+        assert config.model is not None
+        model = _place(config.model, loaded)
+        if is_preset(model):
+            find_preset(model)
+        tokenizer = load_tokenizer(_place(config.tokenizer, loaded) if config.tokenizer else model)
+        names = dict.fromkeys([config.template.name, *(s.template for s in config.data.sources if s.template)])
+        sources = {name: _source_of(name, tokenizer, loaded) for name in names}
+        templates = {
+            name: _template(name, text, tokenizer, config.template)
+            for name, text in sources.items()
+            if text is not None
+        }
+        missing = _missing_markers(templates, tokenizer)
+        if missing and not config.template.add_missing_tokens:
+            raise _refuse_missing(missing, tokenizer)
+        if missing:
+            tokenizer = tokenizer.with_tokens(sorted({marker for markers in missing.values() for marker in markers}))
+        rule = LearnRule(config.template.learn_from, tuple(config.template.learn_roles))
+        return cls(model, tokenizer, templates, config.template.name, rule)
+
+    def masker(self, source: Source) -> Masker | None:
+        """Give the masker for one source; None where the model has no template and none is named."""
+        name = source.template or self.default_name
+        template = self.templates.get(name)
+        if template is None:
+            return None
+        roles = tuple(source.learn_roles) if source.learn_roles else self.rule.roles
+        rule = LearnRule(source.learn_from or self.rule.learn_from, roles)
+        if (name, rule) not in self._maskers:
+            self._maskers[name, rule] = Masker(template, self.tokenizer.added, rule)
+        return self._maskers[name, rule]
+
+    def spoken(self, sources: Sequence[Source]) -> Masker | None:
+        """Give the masker of the template that is spoken: all sources' own, or else the one for those without."""
+        is_one = len({source.template for source in sources}) == 1
+        return self.masker(sources[0] if is_one else Source(path="chat"))
+
+    def encoder(self, masker: Masker | None) -> Encoder:
+        """Give the encoder that keeps a template's own markers out of the words."""
+        markers = frozenset(masker.turn_markers) if masker else frozenset()
+        if markers not in self._encoders:
+            self._encoders[markers] = Encoder(self.tokenizer, markers)
+        return self._encoders[markers]
+
+    def records(self) -> list[TemplateRecord]:
+        """Describe the templates for the manifest."""
+        return [
+            TemplateRecord(
+                name=masker.template.name,
+                sha256=masker.template.sha256,
+                learn_from=rule.learn_from,
+                learn_roles=list(rule.roles),
+                date=masker.template.date if masker.template.uses_clock else None,
+                end_of_turn=masker.end_marker,
+            )
+            for (_, rule), masker in self._maskers.items()
+        ]
+
+    def save(self, folder: Path) -> None:
+        """Save the tokenizer with the template that the documents were rendered by."""
+        template = self.templates.get(self.default_name)
+        self.tokenizer.save(folder, template.source if template else None)
+
+
+def _place(name: str, loaded: Loaded) -> str:
+    """Find a model or a tokenizer from the config's folder; a name that is no path there stays as it is."""
+    return loaded.seen(name)
+
+
+def _source_of(name: str, tokenizer: LoadedTokenizer, loaded: Loaded) -> str | None:
+    if name == "auto":
+        return tokenizer.chat_template
+    if name in BUILTIN_NAMES:
+        return builtin_template(name)
+    path = loaded.path(name)
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    raise UserError(
+        f"there is no template `{name}`",
+        fix=f"use `auto` for the model's own, one of {', '.join(BUILTIN_NAMES)}, or a `.jinja` file",
+    )
+
+
+def _template(name: str, source: str, tokenizer: LoadedTokenizer, settings: TemplateSettings) -> ChatTemplate:
+    try:
+        return ChatTemplate(
+            source,
+            special_tokens=tokenizer.special_tokens,
+            name="the model's own" if name == "auto" else name,
+            date=settings.date,
+            arguments=settings.arguments,
+        )
+    except TemplateFailed as failure:
+        raise UserError(
+            f"the template `{name}` cannot be used: {failure}",
+            where=f"tokenizer of `{tokenizer.source}`" if name == "auto" else name,
+            fix="choose another with `template.name`",
+        ) from failure
+
+
+def _missing_markers(templates: Mapping[str, ChatTemplate | str], tokenizer: LoadedTokenizer) -> dict[str, list[str]]:
+    missing = {
+        name: [marker for marker in markers_of(template, tokenizer.special_tokens) if marker not in tokenizer.added]
+        for name, template in templates.items()
+    }
+    return {name: markers for name, markers in missing.items() if markers}
+
+
+def _refuse_missing(missing: dict[str, list[str]], tokenizer: LoadedTokenizer) -> UserError:
+    name, markers = next(iter(missing.items()))
+    fitting = [
+        other
+        for other in BUILTIN_NAMES
+        if not _missing_markers({other: builtin_template(other)}, tokenizer)
+        and tokenizer.special_tokens.get("eos_token")
+    ]
+    others = f", or another template ({', '.join(fitting)} fit)" if fitting else ""
+    spelled = ", ".join(f"`{marker}`" for marker in markers)
+    return UserError(
+        f"the template `{name}` marks turns with {spelled}, which this tokenizer does not have as single tokens",
+        where=f"tokenizer of `{tokenizer.source}`",
+        fix=f"set `template.add_missing_tokens: true` to add them (training will learn them){others}",
+    )

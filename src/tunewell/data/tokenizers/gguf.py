@@ -1,0 +1,140 @@
+"""Rebuild the tokenizer that a GGUF file carries, with the ids that llama.cpp gives."""
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from tunewell.core.errors import UserError
+from tunewell.core.gguf import read_metadata
+from tunewell.data.tokenizers import sentencepiece
+from tunewell.data.tokenizers.parts import Parts, looks_like_marker, put_bos_in_front, table
+from tunewell.data.tokenizers.sentencepiece_model import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    USER_DEFINED,
+    SentencePieceModel,
+)
+
+_SPECIAL_IDS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "sep_token": "seperator_token_id",  # spelled so in the format
+    "pad_token": "padding_token_id",
+    "cls_token": "cls_token_id",
+    "mask_token": "mask_token_id",
+}
+# What llama.cpp assumes for SentencePiece vocabularies that name none.
+_LLAMA_DEFAULTS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}
+
+
+def load_gguf(path: Path) -> Parts:
+    """Read a GGUF file's tokenizer; UserError names a model or pre-tokenizer that is not known here."""
+    metadata = read_metadata(path)
+    kind = metadata.get("tokenizer.ggml.model")
+    tokens, types = _vocabulary(metadata, path)
+    special = _special_tokens(metadata, tokens, {} if kind != "llama" else _LLAMA_DEFAULTS)
+    if kind == "gpt2":
+        backend = _byte_level(metadata, tokens, types, path)
+        adds_bos = _pre_tokenizer(metadata, path).get("adds_bos", False)
+    elif kind == "llama":
+        backend, adds_bos = _sentencepiece(metadata, tokens, types, path), True
+    else:
+        raise UserError(
+            f"`{path.name}` has a tokenizer of kind `{kind}`, which tunewell does not rebuild"
+            if kind
+            else f"`{path.name}` carries no tokenizer",
+            where=f"{path}: tokenizer.ggml.model",
+            fix="give the model's folder with its `tokenizer.json`",
+        )
+    adds_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", adds_bos)) and "bos_token" in special
+    if adds_bos:
+        put_bos_in_front(backend, special["bos_token"])
+    template = metadata.get("tokenizer.chat_template")
+    return Parts(backend, special, template if isinstance(template, str) and template else None, adds_bos)
+
+
+def _vocabulary(metadata: dict[str, Any], path: Path) -> tuple[list[str], list[int]]:
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
+        raise UserError(f"`{path.name}` carries no vocabulary", where=f"{path}: tokenizer.ggml.tokens")
+    tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
+    types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    if len(types) < len(tokens) or len(set(tokens)) != len(tokens):
+        raise UserError(f"`{path.name}` has a damaged vocabulary", where=f"{path}: tokenizer.ggml.tokens")
+    if any("\udc80" <= character <= "\udcff" for token in tokens for character in token):
+        raise UserError(f"`{path.name}` has tokens that are not text", where=f"{path}: tokenizer.ggml.tokens")
+    always = frozenset(table("pretokenizers")["always_control"])
+    return tokens, [CONTROL if token in always else kind for token, kind in zip(tokens, types, strict=False)]
+
+
+def _special_tokens(metadata: dict[str, Any], tokens: list[str], defaults: dict[str, int]) -> dict[str, str]:
+    ids = {name: metadata.get(f"tokenizer.ggml.{key}", defaults.get(name)) for name, key in _SPECIAL_IDS.items()}
+    known = range(len(tokens))
+    return {name: tokens[number] for name, number in ids.items() if isinstance(number, int) and number in known}
+
+
+def _byte_level(metadata: dict[str, Any], tokens: list[str], types: list[int], path: Path) -> Tokenizer:
+    pre = _pre_tokenizer(metadata, path)
+    merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges") or []]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    for left, right in merges:
+        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+            raise UserError(
+                f"`{path.name}` joins `{left}` and `{right}`, which its vocabulary does not have",
+                where=f"{path}: tokenizer.ggml.merges",
+            )
+    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre.get("whole_words_first", False)))
+    patterns: list[str] = table("pretokenizers")["splits"][pre["splits"]]
+    # GPT-2's own pattern, where it comes last, is built into the byte-level step, which cuts by it a fifth faster.
+    is_built_in = patterns[-1] == table("pretokenizers")["splits"]["gpt2"][0]
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns[: -1 if is_built_in else None]]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=is_built_in)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens(
+        [
+            AddedToken(token, special=kind != USER_DEFINED or looks_like_marker(token), normalized=False)
+            for token, kind in zip(tokens, types, strict=True)
+            if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+        ]
+    )
+    return backend
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge[1:].partition(" ")
+    return merge[:1] + left, right
+
+
+def _pre_tokenizer(metadata: dict[str, Any], path: Path) -> dict[str, Any]:
+    name = metadata.get("tokenizer.ggml.pre") or "default"
+    known = table("pretokenizers")["names"].get(name)
+    if known is None:
+        raise UserError(
+            f"`{path.name}` cuts text by the rules `{name}`, which tunewell does not know",
+            where=f"{path}: tokenizer.ggml.pre",
+            fix="give the model's folder with its `tokenizer.json`",
+        )
+    return known
+
+
+def _sentencepiece(metadata: dict[str, Any], tokens: list[str], types: list[int], path: Path) -> Tokenizer:
+    scores = metadata.get("tokenizer.ggml.scores") or []
+    if len(scores) < len(tokens):
+        raise UserError(f"`{path.name}` has no score for every token", where=f"{path}: tokenizer.ggml.scores")
+    model = SentencePieceModel(
+        pieces=tokens,
+        scores=[float(score) for score in scores[: len(tokens)]],
+        # llama.cpp joins pieces of every other type like ordinary ones.
+        types=[kind if kind in (UNKNOWN, CONTROL, USER_DEFINED, BYTE) else NORMAL for kind in types],
+        is_bpe=True,
+        byte_fallback=BYTE in types,
+        add_dummy_prefix=bool(metadata.get("tokenizer.ggml.add_space_prefix", True)),
+        remove_extra_whitespaces=False,
+    )
+    return sentencepiece.build(model, after_markers="space")

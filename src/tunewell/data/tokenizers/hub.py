@@ -1,0 +1,174 @@
+"""Open a tokenizer as the hub knows it, `tokenizer.json` and its companions, the way transformers 5.22 does."""
+
+import json
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, models
+
+from tunewell.core.errors import UserError
+from tunewell.core.model_files import ModelFiles
+from tunewell.data.tokenizers.parts import Parts, table
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+# A length above this is how configs write "no limit".
+_LONGEST_LENGTH = 1_000_000_000
+
+
+class TokenTable:
+    """The added and special tokens that a model's companion files name, merged as transformers merges them."""
+
+    def __init__(self, files: ModelFiles, in_vocabulary: dict[int, AddedToken]) -> None:
+        self.config = files.read_object("tokenizer_config.json")
+        self.model_type = files.read_object("config.json").get("model_type")
+        name = self.config.get("tokenizer_class")
+        self.class_name = name.removesuffix("Fast") if isinstance(name, str) else None
+        if self.model_type in table("transformers")["file_as_it_is"]:
+            self.class_name = None
+        values: dict[str, Any] = dict(table("transformers")["class_tokens"].get(self.class_name or "", {}))
+        values |= {key: value for key, value in self.config.items() if _names_tokens(key)}
+        self.by_id: dict[int, AddedToken] = {}
+        if "added_tokens_decoder" in self.config:
+            self.by_id = {int(number): _token(value) for number, value in self.config["added_tokens_decoder"].items()}
+        else:
+            # Files of before 2023 kept these apart; where the config lists its added tokens, they are not looked at.
+            values |= {k: v for k, v in files.read_object("special_tokens_map.json").items() if _names_tokens(k)}
+            self._read_added_tokens(files.read_object("added_tokens.json"), values)
+            self.by_id |= in_vocabulary
+        self.named = self._named(values)
+        self.extra = [_token(value) for value in _listed(values)]
+
+    def _read_added_tokens(self, numbers: dict[str, int], values: dict[str, Any]) -> None:
+        special = {_content(values[name]) for name in SPECIAL_NAMES if values.get(name)}
+        special |= {_content(value) for value in _listed(values)}
+        for content, number in numbers.items():
+            is_special = content in special
+            self.by_id[int(number)] = AddedToken(content, normalized=not is_special, special=is_special)
+
+    def _named(self, values: dict[str, Any]) -> dict[str, AddedToken]:
+        extra = values.get("extra_special_tokens")
+        own = {key: value for key, value in values.items() if key.endswith("_token") and key not in SPECIAL_NAMES}
+        own |= extra if isinstance(extra, dict) else {}
+        chosen = {name: values[name] for name in SPECIAL_NAMES if values.get(name) is not None} | own
+        by_content = {token.content: token for token in self.by_id.values()}
+        return {name: by_content.get(_content(value), _token(value)) for name, value in chosen.items()}
+
+    def special_tokens(self) -> dict[str, str]:
+        """Name the special tokens as a chat template sees them."""
+        return {name: token.content for name, token in self.named.items()}
+
+    def additions(self, backend: Tokenizer) -> list[AddedToken]:
+        """List the tokens to add, in the order that decides their ids."""
+        tokens = [token for _, token in sorted(self.by_id.items())]
+        known = {token.content for token in [*backend.get_added_tokens_decoder().values(), *tokens]}
+        named = {token.content for token in self.named.values()}
+        for token in [*self.named.values(), *self.extra]:
+            if token.content not in known:
+                known.add(token.content)
+                tokens.append(token)
+        for token in tokens:
+            token.special = token.special or token.content in named
+        return tokens
+
+    def max_length(self) -> int | None:
+        """Read the length the tokenizer was made for, where that is one."""
+        length = self.config.get("model_max_length")
+        return int(length) if isinstance(length, int | float) and 0 < length < _LONGEST_LENGTH else None
+
+
+def read_tokens(files: ModelFiles, in_vocabulary: dict[int, AddedToken]) -> TokenTable:
+    """Read the companion files; UserError when they do not say what such files say."""
+    try:
+        return TokenTable(files, in_vocabulary)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"the special tokens of `{files.source}` cannot be read: {type(error).__name__} {error}",
+            where="tokenizer_config.json, special_tokens_map.json or added_tokens.json",
+        ) from None
+
+
+def load_json(files: ModelFiles) -> Parts:
+    """Open a `tokenizer.json` with the tokens and the template of its companion files."""
+    text = files.read_text("tokenizer.json") or ""
+    backend = _open(text, files)
+    padding = backend.padding
+    backend.no_truncation()
+    backend.no_padding()
+    tokens = read_tokens(files, backend.get_added_tokens_decoder())
+    if tokens.class_name == "LlamaTokenizer" and isinstance(backend.model, models.BPE):
+        backend = _open(_rebuilt_as_llama(backend.to_str(), tokens.config), files)
+    if padding and padding.get("pad_token"):
+        tokens.named.setdefault("pad_token", _token(padding["pad_token"]))
+    backend.add_tokens(tokens.additions(backend))
+    backend.encode_special_tokens = False
+    special = tokens.special_tokens()
+    return Parts(
+        backend, special, read_template(files, tokens.config), _adds_bos(backend, special), tokens.max_length()
+    )
+
+
+def _open(text: str, files: ModelFiles) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(text)
+    except Exception as error:  # noqa: BLE001  the library raises nothing narrower for a file it does not like
+        where = str(files.small["tokenizer.json"])
+        raise UserError(f"`tokenizer.json` cannot be opened: {str(error)[:200]}", where=where) from None
+
+
+def read_template(files: ModelFiles, config: dict[str, Any]) -> str | None:
+    """Find the model's own chat template: its file, then the config (the one named `default` of several)."""
+    text = files.read_text("chat_template.jinja")
+    if text is not None:
+        return text
+    for holder in (config, files.read_object("chat_template.json")):
+        template = holder.get("chat_template")
+        if isinstance(template, list):
+            named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+            template = named.get("default")
+        if isinstance(template, str):
+            return template
+    return None
+
+
+def _adds_bos(backend: Tokenizer, special: dict[str, str]) -> bool:
+    plain = backend.encode("a", add_special_tokens=False).ids
+    dressed = backend.encode("a", add_special_tokens=True).ids
+    bos = backend.token_to_id(special.get("bos_token", ""))
+    return bos is not None and dressed[:1] == [bos] and dressed[1 : 1 + len(plain)] == plain
+
+
+def _rebuilt_as_llama(text: str, config: dict[str, Any]) -> str:
+    """Replace the pipeline as transformers 5 does for this class: a space in front of the first text only.
+
+    The files themselves mostly say "in front of every text", which is what transformers 4 did.
+    """
+    raw = json.loads(text)
+    if "ByteLevel" in json.dumps([raw["pre_tokenizer"], raw["decoder"]]):
+        return text
+    wants_space = config.get("add_prefix_space")
+    scheme = "never" if wants_space is False else "always" if config.get("legacy") else "first"
+    raw["normalizer"] = None
+    raw["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False}
+    raw["model"] |= {"fuse_unk": True, "byte_fallback": True, "unk_token": None, "ignore_merges": False}
+    return json.dumps(raw)
+
+
+def _names_tokens(key: str) -> bool:
+    is_flag = key in ("add_bos_token", "add_eos_token")
+    return not is_flag and (key.endswith("_token") or key in ("additional_special_tokens", "extra_special_tokens"))
+
+
+def _listed(values: dict[str, Any]) -> list[Any]:
+    extra = values.get("extra_special_tokens") or values.get("additional_special_tokens")
+    return extra if isinstance(extra, list) else []
+
+
+def _content(value: Any) -> str:
+    return value["content"] if isinstance(value, dict) else str(value)
+
+
+def _token(value: Any) -> AddedToken:
+    if not isinstance(value, dict):
+        return AddedToken(str(value), special=True)
+    return AddedToken(value["content"], **{key: bool(value[key]) for key in _FLAGS if key in value})

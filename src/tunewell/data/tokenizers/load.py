@@ -1,0 +1,199 @@
+"""Open a model's tokenizer without torch and without transformers, with the ids that transformers or llama.cpp give."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import orjson
+from tokenizers import AddedToken, Tokenizer, models
+
+from tunewell.core.errors import UserError
+from tunewell.core.files import sha256_text, stable_json, write_atomic
+from tunewell.core.model_files import ModelFiles, locate
+from tunewell.data.tokenizers import sentencepiece
+from tunewell.data.tokenizers.gguf import load_gguf
+from tunewell.data.tokenizers.hub import load_json, read_template, read_tokens
+from tunewell.data.tokenizers.parts import Parts, put_bos_in_front
+from tunewell.data.tokenizers.sentencepiece_model import read_model
+
+Kind = Literal["tokenizer.json", "sentencepiece", "gguf"]
+
+# These bytes appear in no UTF-8 text, so a vocabulary may well lack them.
+_NEVER_IN_TEXT = frozenset([0xC0, 0xC1, *range(0xF5, 0x100)])
+
+
+@dataclass(frozen=True)
+class AddedFacts:
+    """How one added token is found in text."""
+
+    id: int
+    special: bool
+    lstrip: bool
+    rstrip: bool
+    normalized: bool
+    single_word: bool
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedTokenizer:
+    """A tokenizer and everything about it that preparing a corpus needs."""
+
+    backend: Tokenizer
+    """No truncation, no padding; text that spells a special token becomes that token."""
+    source: str
+    """As the user named the model."""
+    kind: Kind
+    special_tokens: dict[str, str]
+    """`bos_token`, `eos_token`, ... as a chat template sees them; only those the model has."""
+    chat_template: str | None
+    """The model's own."""
+    adds_bos: bool
+    """Whether plain text gets the bos token in front."""
+    control_ids: frozenset[int]
+    """The ids of all special tokens."""
+    added: dict[str, AddedFacts]
+    vocab_size: int
+    """The highest id plus one."""
+    byte_lengths: list[int] | None
+    """For byte-level BPE, how many UTF-8 bytes of text each id stands for; None for other kinds.
+
+    The sum over a text's ids is the length of the text after normalisation, unless it has a byte of `lost_bytes` or a
+    token that swallows the spaces around it (`lstrip`, `rstrip`).
+    """
+    lost_bytes: frozenset[int]
+    """Bytes of byte-level BPE that no token stands for: a character with one of them loses it without a word."""
+    sha256: str
+    """Changes with anything that can change ids, not with the chat template."""
+    max_length: int | None = None
+    added_by_us: tuple[str, ...] = ()
+
+    def with_tokens(self, tokens: Sequence[str]) -> "LoadedTokenizer":
+        """Copy the tokenizer with more special tokens, at new ids behind the vocabulary; known ones keep theirs."""
+        backend = Tokenizer.from_str(self.backend.to_str())
+        wanted = [token for token in dict.fromkeys(tokens) if token and token not in self.added]
+        new = [token for token in wanted if backend.token_to_id(token) is None]
+        if sentencepiece.is_ours(backend):
+            sentencepiece.add_markers(backend, [AddedToken(token, special=True, normalized=True) for token in wanted])
+        else:
+            backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in wanted])
+        parts = Parts(backend, self.special_tokens, self.chat_template, self.adds_bos, self.max_length)
+        loaded = _assemble(parts, self.source, self.kind)
+        return replace(loaded, added_by_us=(*self.added_by_us, *new))
+
+    def save(self, folder: Path, chat_template: str | None) -> None:
+        """Write files that transformers, old and new, opens to the same ids; equal tokenizers give equal bytes."""
+        folder.mkdir(parents=True, exist_ok=True)
+        config: dict[str, object] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **self.special_tokens,
+        }
+        if self.max_length is not None:
+            config["model_max_length"] = self.max_length
+        write_atomic(folder / "tokenizer.json", self.backend.to_str(pretty=True) + "\n")
+        write_atomic(folder / "tokenizer_config.json", stable_json(config))
+        template = folder / "chat_template.jinja"
+        if chat_template is not None:
+            write_atomic(template, chat_template)
+        else:
+            template.unlink(missing_ok=True)
+
+
+def load_tokenizer(model: str | Path) -> LoadedTokenizer:
+    """Open the tokenizer of a model folder, a file, a package or a hub id (see `core.model_files.locate`).
+
+    Raises UserError when there is none, when a file is damaged, or when it needs something not known here.
+    """
+    files = locate(model)
+    if "tokenizer.json" in files.small:
+        return _assemble(load_json(files), files.source, "tokenizer.json")
+    if files.sentencepiece is not None:
+        return _assemble(_load_sentencepiece(files, files.sentencepiece), files.source, "sentencepiece")
+    if files.gguf is not None:
+        return _assemble(load_gguf(files.gguf), files.source, "gguf")
+    raise UserError(
+        f"`{files.source}` has no tokenizer",
+        where="looked for tokenizer.json, tokenizer.model and one .gguf file",
+        fix="give a folder that has one of them, or a `.gguf` file",
+    )
+
+
+def _load_sentencepiece(files: ModelFiles, path: Path) -> Parts:
+    model = read_model(path)
+    backend = sentencepiece.build(model)
+    table = read_tokens(files, {})
+    special = model.special_tokens() | table.special_tokens()
+    known = backend.get_added_tokens_decoder().values()
+    contents = {token.content for token in known}
+    more = [token for token in table.additions(backend) if token.content not in contents]
+    # Found in the normalised text like the file's own markers, else each would start a text with its own space.
+    sentencepiece.add_markers(backend, [_normalized(token) for token in more])
+    adds_bos = bool(table.config.get("add_bos_token", True)) and "bos_token" in special
+    if adds_bos:
+        put_bos_in_front(backend, special["bos_token"])
+    return Parts(backend, special, read_template(files, table.config), adds_bos, table.max_length())
+
+
+def _normalized(token: AddedToken) -> AddedToken:
+    flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
+    return AddedToken(token.content, special=token.special, normalized=True, **flags)
+
+
+def _assemble(parts: Parts, source: str, kind: Kind) -> LoadedTokenizer:
+    backend = parts.backend
+    added = {
+        token.content: AddedFacts(
+            number, token.special, token.lstrip, token.rstrip, token.normalized, token.single_word
+        )
+        for number, token in sorted(backend.get_added_tokens_decoder().items())
+    }
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    vocab_size = max(vocabulary.values(), default=-1) + 1
+    is_byte_level = _is_byte_level(backend)
+    whole = orjson.dumps(orjson.loads(backend.to_str()), option=orjson.OPT_SORT_KEYS).decode()
+    return LoadedTokenizer(
+        backend=backend,
+        source=source,
+        kind=kind,
+        special_tokens=parts.special_tokens,
+        chat_template=parts.chat_template,
+        adds_bos=parts.adds_bos,
+        control_ids=frozenset(facts.id for facts in added.values() if facts.special),
+        added=added,
+        vocab_size=vocab_size,
+        byte_lengths=_byte_lengths(vocabulary, added, vocab_size) if is_byte_level else None,
+        lost_bytes=_lost_bytes(vocabulary) if is_byte_level else frozenset(),
+        sha256=sha256_text(whole, stable_json(parts.special_tokens)),
+        max_length=parts.max_length,
+    )
+
+
+def _is_byte_level(backend: Tokenizer) -> bool:
+    """Whether tokens spell bytes, and text gets nothing put in front of it."""
+    if not isinstance(backend.model, models.BPE) or backend.pre_tokenizer is None:
+        return False
+    state = orjson.loads(backend.pre_tokenizer.__getstate__())
+    steps = state["pretokenizers"] if state["type"] == "Sequence" else [state]
+    byte_level = [step for step in steps if step["type"] == "ByteLevel"]
+    return bool(byte_level) and not any(step["add_prefix_space"] for step in byte_level)
+
+
+def _byte_lengths(vocabulary: dict[str, int], added: dict[str, AddedFacts], vocab_size: int) -> list[int]:
+    lengths = [0] * vocab_size
+    for token, number in vocabulary.items():
+        # Each character of an ordinary token stands for one byte; added tokens are plain text.
+        lengths[number] = len(token.encode()) if token in added else len(token)
+    return lengths
+
+
+def _lost_bytes(vocabulary: dict[str, int]) -> frozenset[int]:
+    lost = {byte for byte, character in _byte_alphabet().items() if character not in vocabulary}
+    return frozenset(lost - _NEVER_IN_TEXT)
+
+
+def _byte_alphabet() -> dict[int, str]:
+    """Pair each byte with the character that stands for it: printable Latin-1 as it is, the others from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}

@@ -1,0 +1,39 @@
+"""Public benchmarks by lm-eval, on a model that is already loaded: `validate --lm-eval TASKS`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedModel
+
+from tunewell.core.errors import UserError
+from tunewell.core.optional import need
+from tunewell.models.attention import stock_attention
+from tunewell.models.quiet import quiet
+
+
+def run_tasks(model: PreTrainedModel, tokenizer_folder: Path, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Give the figures of some tasks, by task and metric; a path to a task's YAML file is taken for that task.
+
+    Raises UserError where lm-eval is not installed, does not know a task, or cannot get its data.
+    """
+    need("lm_eval", extra="lm-eval", purpose="`validate --lm-eval`")
+    from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]  an extra
+    from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_folder)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    with quiet(), stock_attention(model):
+        try:
+            wrapped = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=8)
+            found: Any = simple_evaluate(wrapped, tasks=list(tasks), log_samples=False, bootstrap_iters=0)
+        except (KeyError, ValueError, OSError, ConnectionError) as error:
+            raise UserError(
+                f"lm-eval could not run {', '.join(tasks)}: {type(error).__name__}: {str(error).strip()[:200]}",
+                fix="`lm-eval ls tasks` lists what it knows; its data come from the hub unless a task says otherwise",
+            ) from error
+    return {
+        task: {name: float(value) for name, value in figures.items() if isinstance(value, int | float)}
+        for task, figures in found["results"].items()
+    }

@@ -1,0 +1,171 @@
+"""`report.html`: a report as one page that needs nothing else, runs nothing and asks nobody.
+
+The style is allowed by its hash and everything else is forbidden, so no text of a model can do more than be read.
+"""
+
+import base64
+import hashlib
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from markupsafe import Markup, escape
+
+from tunewell.config.rules import VerdictRules
+from tunewell.core.units import count, duration, percent
+from tunewell.evaluation.report.curve import can_draw, curve_words, draw_curve, is_log
+from tunewell.evaluation.report.view import (
+    FAULT_WORDS,
+    NOTHING,
+    all_figures,
+    in_order,
+    is_closed,
+    key_figures,
+    ledger_lines,
+    loss,
+    on_one_line,
+    setting,
+    sorted_answers,
+    source_figures,
+    source_lines,
+    unfinite,
+    visible,
+)
+from tunewell.records.plan import Chosen, Plan
+from tunewell.records.report import Curve, Report
+
+VERDICT_WORDS = {
+    "PASS": "Nothing speaks against this model.",
+    "WEAK": "Usable with care: something speaks against this model.",
+    "FAIL": "Not fit for use.",
+}
+_WIDE, _NARROW = (760, 320), (340, 260)
+_MOST_LOOKS = 40
+_MOST_SCORES = 200
+_LONG_CHARS, _LONG_LINES = 500, 8
+"""From here on a text scrolls in its box, which must then be reachable by keyboard."""
+
+
+def report_page(report: Report) -> str:
+    """Write a report as an HTML page; equal reports give equal pages."""
+    template, style = _template(), _style()
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    return template.render(
+        report=report,
+        style=Markup(style),
+        style_hash=f"sha256-{digest}",
+        verdict_words=VERDICT_WORDS[report.verdict],
+        key_figures=key_figures(report),
+        figures=all_figures(report),
+        source_figures=source_figures(report),
+        curve=_curve(report.curve),
+        answers=sorted_answers(report),
+        ledger=_ledger(report),
+        plan=_chosen(report.plan, known=Plan.model_fields),
+        thresholds=_chosen(report.thresholds, known=VerdictRules.model_fields),
+        seconds=sorted(report.seconds.items(), key=lambda item: (-item[1], item[0])),
+        bad_weights=sorted(report.bad_weights.items(), key=lambda item: (-item[1], item[0])),
+        scores=_scores(report.lm_eval)[:_MOST_SCORES],
+    )
+
+
+@lru_cache(maxsize=1)
+def _template() -> Template:
+    environment = Environment(
+        loader=PackageLoader("tunewell.evaluation.report", "page"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "visible": visible,
+        "line": on_one_line,
+        "prose": prose,
+        "said": _said,
+        "is_long": _is_long,
+        "fault": lambda name: FAULT_WORDS[name],
+        "count": count,
+        "share": percent,
+        "duration": duration,
+        "loss": loss,
+        "setting": setting,
+        "f1": lambda value: unfinite(value) or f"{value:.2f}",
+        "number": lambda value: unfinite(value) or f"{value:,.4g}",
+    }
+    return environment.get_template("report.html")
+
+
+@lru_cache(maxsize=1)
+def _style() -> str:
+    text = files("tunewell.evaluation.report").joinpath("page/report.css").read_text(encoding="utf-8")
+    return "\n" + text.replace("\r\n", "\n")
+
+
+def prose(text: str) -> Markup:
+    """Show a sentence of ours, with what stands between backticks as code."""
+    *pairs, last = visible(text).split("`")
+    if len(pairs) % 2:
+        last = f"{pairs.pop()}`{last}"
+    marked = (Markup("<code>{}</code>").format(part) if place % 2 else escape(part) for place, part in enumerate(pairs))
+    return Markup("").join((*marked, escape(last)))
+
+
+def _said(text: str) -> str:
+    return visible(text) if text.strip() else f"{NOTHING}{_blank(text)}"
+
+
+def _blank(text: str) -> str:
+    return f" but {count(len(text), 'blank character')}" if text else ""
+
+
+def _is_long(text: str) -> bool:
+    return len(text) > _LONG_CHARS or text.count("\n") > _LONG_LINES
+
+
+def _chosen(values: dict[str, Chosen[Any]], *, known: Any) -> list[tuple[str, str, str]]:
+    names = in_order(values, known)
+    return [(name.replace("_", " "), setting(values[name].value), values[name].because) for name in names]
+
+
+def _ledger(report: Report) -> dict[str, Any] | None:
+    if report.ledger is None:
+        return None
+    ledger = report.ledger
+    total = sum(line.rows for line in ledger_lines(ledger))
+    return {
+        "lines": ledger_lines(ledger),
+        "total": total,
+        "is_closed": is_closed(ledger),
+        "missing": ledger.rows - total,
+        "dropped": sum(ledger.dropped.values()),
+        "sources": source_lines(ledger),
+        "learned": percent(ledger.supervised / ledger.tokens) if ledger.tokens else "",
+    }
+
+
+def _curve(curve: Curve) -> dict[str, Any]:
+    looks = sorted(curve.held_out, key=lambda point: point[0])
+    stride = -(-len(looks) // _MOST_LOOKS) or 1
+    return {
+        "pictures": [
+            (name, picture)
+            for name, (width, height) in (("wide", _WIDE), ("narrow", _NARROW))
+            if (picture := draw_curve(curve, width=width, height=height))
+        ],
+        "words": curve_words(curve),
+        "is_log": is_log(curve),
+        "looks": looks[::stride],
+        "stride": stride,
+        "is_empty": not curve.train and not curve.held_out,
+        "has_train": any(can_draw(value) for _, value in curve.train),
+        "has_gaps": any(not can_draw(value) for _, value in (*curve.train, *curve.held_out)),
+    }
+
+
+def _scores(value: Any, path: tuple[str, ...] = ()) -> list[tuple[str, str]]:
+    """Flatten what lm-eval gave, whatever its shape, into names and values."""
+    if isinstance(value, dict) and value and len(path) < 6:
+        return [score for key in sorted(value, key=str) for score in _scores(value[key], (*path, str(key)))]
+    return [(on_one_line(" / ".join(path)), setting(value))] if path else []

@@ -1,0 +1,251 @@
+"""One judgement: the tuned model and its base, measured side by side on the same documents and questions."""
+
+import gc
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tunewell.config.rules import VerdictRules
+from tunewell.core.errors import UserError
+from tunewell.core.units import count
+from tunewell.data.corpus.reader import Split
+from tunewell.evaluation.everyday import everyday_texts
+from tunewell.evaluation.lm_eval import run_tasks
+from tunewell.evaluation.provenance import Background, make_report
+from tunewell.evaluation.side_by_side import Side, exchanges_of, logits_change, loss_pair, losses_by_source
+from tunewell.evaluation.verdict import Facts, judge, tally
+from tunewell.inference.chat_model import Voice, open_voice, open_without_model
+from tunewell.inference.model_ref import FoundSubject
+from tunewell.inference.runtime import Measured, Runtime, Texts, bad_weights_in
+from tunewell.records.plan import Chosen
+from tunewell.records.report import Exchange, Report
+from tunewell.training.held_out import Question, questions_of
+
+_NUM_COMPARED = 8
+"""Prompts whose logits are compared with the base model's: a change that shows in none of them changes nothing."""
+_LEAST_ANSWER, _MOST_ANSWER = 32, 512
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a model is judged on."""
+
+    split: Split | None
+    name: str
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class ValidateOrder:
+    """What is to be judged, and how; everything has a default."""
+
+    data: str | Path | None = None
+    """Rows to judge on; by default the held-out rows of a run."""
+    corpus: Path | None = None
+    """A corpus whose held-out rows are judged on, in place of the run's own."""
+    checkpoint: str = "best"
+    base: str | None = None
+    template: str | None = None
+    device: str = "auto"
+    out: Path | None = None
+    """Where the report goes; by default into the run's folder."""
+    sets: Sequence[str] = ()
+    allow_pickle: bool = False
+    lm_eval: Sequence[str] = ()
+
+
+Progress = Callable[[str, int, int], None]
+
+
+class Sitting:
+    """One judgement, from loading to the report."""
+
+    def __init__(self, subject: FoundSubject, order: ValidateOrder, material: Material, progress: Progress) -> None:
+        self.subject, self.order, self.material, self.progress = subject, order, material, progress
+        self.rules: VerdictRules = subject.loaded.config.verdict
+        self.seconds: dict[str, float] = {}
+        self.notes: list[str] = list(material.notes)
+        self.lm_eval: dict[str, Any] = {}
+        self.questions: list[Question] = []
+        self.answer_tokens = _answer_tokens(self.rules, 0)
+
+    def judge(self) -> Report:
+        """Measure the tuned model and its base, and make the report of it."""
+        base = Side()
+        with self._timed("load"):
+            voice, bad = self._open_and_check()
+        if bad:
+            self.notes.append("nothing else was measured: with such weights every number is noise")
+            return self._report(voice, base, None, bad)
+        self._prepare_questions(voice)
+        tuned = self._measure(voice, voice.runtime, "tuned")
+        if self.order.lm_eval:
+            with self._timed("lm-eval"):
+                self._run_tasks(voice)
+        if voice.can_switch:
+            with voice.as_base() as runtime:
+                base = self._measure(voice, runtime, "base")
+        elif self.subject.base is not None:
+            base = self._measure_apart(voice)
+        return self._report(voice, base, tuned, bad)
+
+    def _run_tasks(self, voice: Voice) -> None:
+        self.progress(f"lm-eval: {', '.join(self.order.lm_eval)}", 0, 0)
+        with tempfile.TemporaryDirectory(prefix="tunewell-lm-eval-") as folder:
+            # Without a chat template: the tasks are plain text.
+            voice.tokenizer.save(Path(folder), None)
+            self.lm_eval = run_tasks(voice.model, Path(folder), self.order.lm_eval)
+
+    def _open(self, subject: FoundSubject) -> Voice:
+        self.progress(f"loading {subject.name}", 0, 0)
+        # The tasks of lm-eval are run by transformers.
+        in_llama_cpp = not self.order.lm_eval
+        return open_voice(
+            subject, device=self.order.device, allow_pickle=self.order.allow_pickle, in_llama_cpp=in_llama_cpp
+        )
+
+    def _open_and_check(self) -> tuple[Voice, dict[str, int]]:
+        """Load what is judged; where that is refused because of values that are not finite, do without."""
+        try:
+            voice = self._open(self.subject)
+        except UserError:
+            bad = bad_weights_in(Path(self.subject.model))
+            if not bad:
+                raise
+            return open_without_model(self.subject, device=self.order.device), bad
+        return voice, voice.runtime.bad_weights()
+
+    def _measure_apart(self, voice: Voice) -> Side:
+        """Measure a base that is another model, once the tuned one has made room for it."""
+        voice.release()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        try:
+            with self._timed("load"):
+                other = self._open(self.subject.as_base())
+        except UserError as error:
+            if self.order.base is not None:
+                raise  # it was asked for by name
+            self.notes.append(f"the base model could not be loaded, so there is nothing to compare with: {error.what}")
+            return Side()
+        return self._measure(other, other.runtime, "base")
+
+    def _prepare_questions(self, voice: Voice) -> None:
+        split = self.material.split
+        most = self.rules.max_documents
+        if split is not None and most is not None and len(split) > most:
+            self.notes.append(f"{count(most)} of {count(len(split))} held-out documents were measured, spread evenly")
+        if split is not None and self.rules.questions and voice.masker is not None:
+            self.questions = questions_of(split, number=self.rules.questions, spell=voice.spell)
+        longest = max((len(question.reference_ids) for question in self.questions), default=0)
+        self.answer_tokens = _answer_tokens(self.rules, longest)
+        front = _bos(voice)
+        rows = [front + voice.tokenizer.backend.encode(text, add_special_tokens=False).ids for text in everyday_texts()]
+        self.everyday = Texts(rows, longest=voice.runtime.context_length)
+
+    def _measure(self, voice: Voice, runtime: Runtime, who: str) -> Side:
+        side = Side()
+        split = self.material.split
+        with self._timed("losses"):
+            self.progress(f"{who}: everyday text", 0, 0)
+            side.everyday = Measured(*runtime.losses(self.everyday, most=None))
+            if split is not None:
+                losses = runtime.losses(
+                    split,
+                    most=self.rules.max_documents,
+                    progress=lambda done, of: self.progress(f"{who}: held-out loss", done, of),
+                )
+                side.held_out = Measured(*losses)
+        prompts = [question.ids for question in self.questions]
+        with self._timed("answers"):
+            if prompts:
+                self.progress(f"{who}: answering {len(prompts)} questions", 0, 0)
+                side.logits = runtime.next_logits(prompts[:_NUM_COMPARED])
+                side.answers = runtime.answer_all(
+                    prompts,
+                    max_new_tokens=self.answer_tokens.value,
+                    stop_ids=voice.stop_ids,
+                    pad_id=voice.pad_id,
+                    batch_size=None if self.rules.batch_size == "auto" else self.rules.batch_size,
+                )
+            elif len(self.everyday):
+                side.logits = runtime.next_logits([self.everyday.arrays(index)[0].tolist() for index in range(4)])
+        return side
+
+    def _report(self, voice: Voice, base: Side, tuned: Side | None, bad: dict[str, int]) -> Report:
+        held_out, by_source, everyday = None, [], None
+        exchanges: list[Exchange] = []
+        if tuned is not None:
+            held_out = loss_pair("held-out rows", base.held_out, tuned.held_out)
+            by_source = losses_by_source(self.material.split, base.held_out, tuned.held_out)
+            everyday = loss_pair("everyday text", base.everyday, tuned.everyday)
+            exchanges = exchanges_of(self.questions, self.material.split, voice=voice, base=base, tuned=tuned)
+        asked = [exchange.tuned for exchange in exchanges]
+        asked_base = [exchange.base for exchange in exchanges if exchange.base is not None]
+        background = Background.of(self.subject, voice)
+        facts = Facts(
+            bad_weights=bad,
+            change=logits_change(base.logits, None if tuned is None else tuned.logits),
+            held_out=held_out,
+            by_source=by_source,
+            everyday=everyday,
+            vocab_size=voice.tokenizer.vocab_size,
+            train_curve=background.curve.train,
+            held_out_curve=background.curve.held_out,
+            judged_step=self.subject.step,
+            best_step=background.curve.best_step,
+            base_tally=tally(asked_base) if asked_base else None,
+            tuned_tally=tally(asked) if asked else None,
+            exchanges=exchanges,
+            is_adapter=self.subject.adapter is not None,
+            **_how_trained(self.subject),
+        )
+        verdict = judge(facts, self.rules)
+        return make_report(
+            background,
+            facts,
+            verdict,
+            rules=self.rules,
+            data=self.material.name,
+            answer_tokens=self.answer_tokens if self.questions else None,
+            seconds=self.seconds,
+            notes=self.notes,
+            lm_eval=self.lm_eval,
+        )
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - began
+
+
+def _how_trained(subject: FoundSubject) -> dict[str, Any]:
+    """Give what advice is made of."""
+    if subject.plan is None:
+        return {}
+    plan = subject.plan
+    corpus = str(subject.corpus or plan.corpus)
+    return {"learning_rate": plan.learning_rate.value, "epochs": plan.epochs.value, "corpus": corpus}
+
+
+def _answer_tokens(rules: VerdictRules, longest: int) -> Chosen[int]:
+    if rules.answer_tokens != "auto":
+        return Chosen[int](value=rules.answer_tokens, because="`verdict.answer_tokens` says so")
+    wanted = math.ceil(1.5 * longest / 8) * 8
+    value = min(max(wanted, _LEAST_ANSWER), _MOST_ANSWER)
+    return Chosen[int](value=value, because=f"one and a half times the longest reference, {longest} tokens")
+
+
+def _bos(voice: Voice) -> list[int]:
+    token = voice.tokenizer.special_tokens.get("bos_token")
+    found = voice.tokenizer.backend.token_to_id(token) if token and voice.tokenizer.adds_bos else None
+    return [] if found is None else [found]

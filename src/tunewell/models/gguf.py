@@ -1,0 +1,237 @@
+"""Read a model's settings from a GGUF file, and refuse a file of which a setting would be ignored."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, PreTrainedConfig
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from tunewell.core.errors import UserError
+from tunewell.core.gguf import TensorEntry, read_metadata, read_tensor_table
+from tunewell.core.optional import need
+from tunewell.models.external import turn_rotary_pairs
+from tunewell.models.quiet import silent
+
+# Read the weights of a GGUF file, dequantised, under the names transformers uses, and account for every one.
+
+ROPE_TABLE = "rope_freqs.weight"
+LLAMA_NAMED = frozenset({"llama", "qwen2", "qwen3"})
+"""Architectures whose names are all in the two tables below."""
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+# Numbers dequantised at once: the package goes through 16 rows at a time, too few of a small matrix.
+_NUMBERS_AT_ONCE = 1 << 20
+_GROUP_ROWS = 16
+
+
+def read_gguf_weights(path: Path, config: PreTrainedConfig) -> dict[str, Tensor]:
+    """Dequantise the weights of a GGUF file in fp32; raise UserError where one of them would be left out."""
+    need("gguf", extra="train", purpose="reading the weights of a GGUF file")
+    entries = [entry for entry in read_tensor_table(path) if entry.name != ROPE_TABLE]
+    if config.model_type not in LLAMA_NAMED:
+        return _by_transformers(path, config, entries)
+    names = {entry.name: _name_of(entry.name) for entry in entries}
+    if strange := [name for name, known in names.items() if known is None]:
+        listed = ", ".join(f"`{name}`" for name in strange[:5])
+        raise refusal(path, f"{len(strange):,} of its tensors are not known here: {listed}")
+    weights = {str(names[entry.name]): _dequantised(path, entry) for entry in entries}
+    # Only files of this architecture have the pairs of rotary positions side by side.
+    weights = turn_rotary_pairs(weights, config) if config.model_type == "llama" else weights
+    if config.tie_word_embeddings:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    return weights
+
+
+def read_tensor(path: Path, name: str) -> Tensor:
+    """Dequantise one tensor of a GGUF file."""
+    return _dequantised(path, next(entry for entry in read_tensor_table(path) if entry.name == name))
+
+
+def refusal(path: Path, why: str) -> UserError:
+    """Say why the weights of a file are not used."""
+    fix = "use the model's own folder or its hub id instead of this file"
+    return UserError(f"the weights of `{path.name}` cannot be used: {why}", where=str(path), fix=fix)
+
+
+def _name_of(name: str) -> str | None:
+    if found := _IN_LAYER.fullmatch(name):
+        number, part, kind = found.groups()
+        known = _LAYER_NAMES.get(part)
+        return None if known is None else f"model.layers.{number}.{known}.{kind}"
+    part, _, kind = name.rpartition(".")
+    known = _NAMES.get(part)
+    return None if known is None else f"{known}.{kind}"
+
+
+def _dequantised(path: Path, entry: TensorEntry) -> Tensor:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+    try:
+        kind = GGMLQuantizationType(entry.type_number)
+        block_numbers, block_bytes = GGML_QUANT_SIZES[kind]
+    except (KeyError, ValueError):
+        raise refusal(path, f"`{entry.name}` is stored in the unknown way {entry.type_number}") from None
+    num_blocks = math.prod(entry.shape) // block_numbers
+    if entry.offset + num_blocks * block_bytes > path.stat().st_size:
+        raise UserError(f"`{path.name}` is cut short: `{entry.name}` ends behind its end", where=str(path))
+    data = np.memmap(path, np.uint8, "r", offset=entry.offset, shape=(num_blocks, block_bytes))
+    try:
+        # Blocks stand for themselves, so rows may be of any length that pleases the package.
+        at_once = max(1, _NUMBERS_AT_ONCE // block_numbers // _GROUP_ROWS)
+        whole = num_blocks // at_once * at_once
+        parts = [data[:whole].reshape(-1, at_once * block_bytes), data[whole:].reshape(1, -1)]
+        numbers = np.concatenate([dequantize(part, kind).reshape(-1) for part in parts if part.size])
+    except NotImplementedError:
+        raise refusal(path, f"`{entry.name}` is stored as {kind.name}, which `gguf` cannot read") from None
+    return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.float32)).reshape(entry.shape)
+
+
+def _by_transformers(path: Path, config: PreTrainedConfig, entries: list[TensorEntry]) -> dict[str, Tensor]:
+    """Leave it to transformers, which skips tensors it does not know, and count whether it did."""
+    with silent():
+        model = AutoModelForCausalLM.from_pretrained(
+            path.parent,
+            gguf_file=path.name,
+            config=config,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+            local_files_only=True,
+            attn_implementation="eager",
+        )
+    in_file = sum(math.prod(entry.shape) for entry in entries)
+    in_model = sum(parameter.numel() for parameter in model.parameters())
+    if in_file != in_model:
+        raise refusal(path, f"it holds {in_file:,} numbers, and what transformers makes of it {in_model:,}")
+    return model.state_dict()
+
+
+_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+# Keys of an architecture that change no number, or that only speak about another key.
+_HARMLESS = frozenset(
+    {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length"}
+)
+# Keys that transformers leaves to its defaults -> the setting that must then say the same.
+_MUST_MATCH = {
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "rope.dimension_count": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+
+
+def read_gguf_config(path: Path) -> PreTrainedConfig:
+    """Read a model's settings from a GGUF file; raise UserError for a file that would not be honoured as a whole."""
+    if _PART.search(path.name):
+        raise refusal(path, "it is one of several parts")
+    metadata, names = read_metadata(path), {entry.name for entry in read_tensor_table(path)}
+    if not names:
+        raise UserError(f"`{path.name}` holds a vocabulary and no weights", where=str(path))
+    kind = str(metadata.get("general.architecture"))
+    config = _config_of(metadata, names) if kind in LLAMA_NAMED else _config_by_transformers(path)
+    _check(path, kind, metadata, config)
+    if ROPE_TABLE in names:
+        _apply_rope_table(path, config)
+    return config
+
+
+def _config_of(metadata: dict[str, Any], names: set[str]) -> PreTrainedConfig:
+    """Name the settings as transformers does, without its reader, which takes seconds for a vocabulary."""
+    kind = metadata["general.architecture"]
+    keys = {f"{kind}.{key}": name for key, name in GGUF_CONFIG_MAPPING[kind].items()}
+    keys |= {f"tokenizer.{key}": name for key, name in GGUF_CONFIG_MAPPING["tokenizer"].items()}
+    settings = {name: metadata[key] for key, name in keys.items() if name is not None and key in metadata}
+    settings.setdefault("vocab_size", len(metadata.get("tokenizer.ggml.tokens") or ()))
+    settings.pop("unk_token_id", None)
+    if kind == "qwen3" and f"{kind}.attention.key_length" in metadata:
+        # transformers takes 128 for granted.
+        settings["head_dim"] = metadata[f"{kind}.attention.key_length"]
+    return AutoConfig.for_model(kind, tie_word_embeddings="output.weight" not in names, **settings)
+
+
+def _config_by_transformers(path: Path) -> PreTrainedConfig:
+    try:
+        with silent():
+            config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    except (ImportError, KeyError, NotImplementedError, ValueError) as error:
+        raise refusal(path, f"transformers does not read it: {error}") from error
+    config.__dict__.pop("quantization_config", None)
+    return config
+
+
+def _check(path: Path, kind: str, metadata: dict[str, Any], config: PreTrainedConfig) -> None:
+    """Refuse settings that transformers would leave out without a word."""
+    known = GGUF_CONFIG_MAPPING.get(kind) or GGUF_CONFIG_MAPPING.get(config.model_type) or {}
+    own = {key.removeprefix(f"{kind}."): value for key, value in metadata.items() if key.startswith(f"{kind}.")}
+    scaling = own.pop("rope.scaling.type", "none")
+    if scaling != "none":
+        raise refusal(path, f"it stretches positions by `{scaling}`, which is not read from such files")
+    own.pop("rope.scaling.factor", None)
+    for key, value in own.items():
+        name = _MUST_MATCH.get(key)
+        if known.get(key) is not None or key in _HARMLESS or (key == "attention.causal" and value is True):
+            continue
+        if name is None:
+            raise refusal(path, f"its setting `{kind}.{key}` ({value!r:.60}) is not known here")
+        if not _says(config, name, value):
+            used = getattr(config, name, None)
+            raise refusal(path, f"it sets `{kind}.{key}` to {value!r:.60}, and transformers would use {used}")
+
+
+def _says(config: PreTrainedConfig, name: str, value: Any) -> bool:
+    found = getattr(config, name, None)
+    if name == "head_dim":
+        rope = getattr(config, "rope_parameters", None) or {}
+        whole = found or config.hidden_size // config.num_attention_heads
+        return value in (whole, int(whole * rope.get("partial_rotary_factor", 1.0)))
+    if name == "sliding_window" and found is None:
+        # A window as long as the context cuts nothing off.
+        return value >= config.max_position_embeddings or value == 0
+    return found is not None and float(found) == float(value)
+
+
+def _apply_rope_table(path: Path, config: PreTrainedConfig) -> None:
+    """Read Llama 3's stretching of positions, which such files hold as a table that transformers does not look at.
+
+    The table is what each frequency is divided by; its largest value is the factor, and the rest of the rule is the
+    same in every Llama 3. A table that this rule does not give is refused.
+    """
+    table = read_tensor(path, ROPE_TABLE)
+    base = config.rope_parameters["rope_theta"]
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    config.rope_parameters = {
+        "rope_type": "llama3",
+        "rope_theta": base,
+        "factor": float(table.max()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    expected = base ** (-torch.arange(0, size, 2, dtype=torch.float32) / size) / table
+    if stretched.shape != expected.shape or not torch.allclose(stretched, expected, rtol=1e-4, atol=0):
+        raise refusal(path, f"its table `{ROPE_TABLE}` stretches positions in a way not known here")

@@ -1,0 +1,327 @@
+"""Put a run together: the model with its method, the optimizer, the log, the checkpoints, the questions it is asked."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tunewell.config.load import Loaded
+from tunewell.config.schema import Config, Method
+from tunewell.core.errors import UserError
+from tunewell.core.presets import is_preset
+from tunewell.core.units import count
+from tunewell.data.batches import DataOrder
+from tunewell.data.corpus.reader import Corpus
+from tunewell.data.tokenizers.load import load_tokenizer
+from tunewell.inference.generate import Decoding, generate, stop_ids_of
+from tunewell.methods import adapter as adapters
+from tunewell.models import attention
+from tunewell.models.facts import fingerprint_weights
+from tunewell.models.load import LoadOrder, load_model
+from tunewell.models.loss import HeadShape
+from tunewell.models.placement import verify_placement
+from tunewell.models.support import head_facts
+from tunewell.records.events import EventLog
+from tunewell.records.healing import HEALING, read_healing
+from tunewell.records.plan import Plan
+from tunewell.training.checkpoints import Checkpoints
+from tunewell.training.distributed import World
+from tunewell.training.engine import Run
+from tunewell.training.events import Sample, Start, Watcher
+from tunewell.training.faults import NoFaults
+from tunewell.training.held_out import ask
+from tunewell.training.leak_probe import probe_leaks
+from tunewell.training.metrics import About
+from tunewell.training.remedies import Remedies
+from tunewell.training.step import Learner
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_MODEL = "model.safetensors"
+_IDENTITY = (
+    *("precision", "attention", "method", "learning_rate", "schedule", "warmup_steps", "num_steps"),
+    *("batch_tokens", "batch_documents", "micro_batch_tokens"),
+)
+"""What of a plan must be the same for a run to go on."""
+_OPTIMIZER = ("min_rate_share", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")
+CHANGE_NAMES = frozenset(
+    ("model", "weights", "data", "tokenizer", "template", "seed", *_IDENTITY, *_OPTIMIZER, *Method.model_fields)
+) - {"kind"}
+"""Every name that the identity of some run has."""
+
+
+@dataclass
+class Parts:
+    """What a run is put together from."""
+
+    loaded: Loaded
+    plan: Plan
+    corpus: Corpus
+    order: DataOrder
+    folder: Path
+    own_folder: Path
+    """Where this process writes: of those that train together only the first writes into the run's folder."""
+    world: World
+    watcher: Watcher
+    allow_pickle: bool = False
+    faults: NoFaults = field(default_factory=NoFaults)
+    """Planted by tests."""
+    alive: Callable[[], None] = lambda: None
+    """Told whenever something is about to be computed."""
+
+    @property
+    def config(self) -> Config:
+        return self.loaded.config
+
+    @property
+    def model(self) -> str:
+        """Name the model as it can be found from here."""
+        return self.loaded.seen(self.plan.model)
+
+
+def put_together(parts: Parts) -> Run:
+    """Load the model, put the method on it, verify where everything lies, and lay out the rest of a run."""
+    attention.register()
+    config, plan, device = parts.config, parts.plan, torch.device(parts.plan.device.value)
+    is_lora = plan.method.value == "lora"
+    dtype = _DTYPES[plan.precision.value] if is_lora else torch.float32
+    held_out = parts.corpus.held_out
+    longest = max(int(split.index["length"].max()) for split in (parts.corpus, held_out) if len(split))
+    wanted = LoadOrder(
+        parts.model,
+        parts.corpus.path / "tokenizer",
+        device,
+        dtype,
+        attention=attention.FLASH if plan.attention.value == "flash" else attention.SDPA,
+        added_tokens=tuple(parts.corpus.manifest.tokenizer.added_by_us),
+        longest_document=longest,
+        seed=plan.seed,
+        allow_pickle=parts.allow_pickle,
+    )
+    found = load_model(wanted)
+    model = found.model
+    for note in found.notes:
+        parts.watcher.noted(note)
+    adapter = None
+    if is_lora:
+        method = _with_new_rows(config.method, model) if found.new_token_ids else config.method
+        for note in adapters.notes_of(model, method):
+            parts.watcher.noted(note)
+        adapter = adapters.add_lora(model, method, seed=plan.seed, inside=found.inside)
+    else:
+        adapters.train_everything(model)
+    verify_placement(model, device=device, dtype=dtype)
+    folder = parts.own_folder
+    samples = EventLog(folder / "samples.jsonl", on_trouble=parts.watcher.noted)
+    head = head_facts(model)
+    learner = Learner(
+        model,
+        plan.precision.value,
+        longest,
+        settings=config.train,
+        seed=plan.seed,
+        head=HeadShape(head.softcap, head.scale),
+        world=parts.world,
+        faults=parts.faults,
+        alive=parts.alive,
+    )
+    if config.train.recompute:
+        learner.recompute(True)
+    remedies = Remedies(folder / HEALING, on_trouble=parts.watcher.noted)
+    remedies.take_over(read_healing(parts.folder))
+    return Run(
+        plan=plan,
+        config=config,
+        learner=learner,
+        order=parts.order,
+        documents=parts.corpus,
+        held_out=parts.corpus.held_out,
+        checkpoints=Checkpoints(folder / "checkpoints", keep=config.checkpoints.keep, on_trouble=parts.watcher.noted),
+        events=EventLog(folder / "events.jsonl", on_trouble=parts.watcher.noted),
+        samples=samples,
+        remedies=remedies,
+        watcher=parts.watcher,
+        begin_again=partial(_begin_again, model, wanted, _first_tensors(model, adapter)),
+        name_of=partial(_name_of, parts.corpus),
+        about=_about(parts, model),
+        home=parts.folder / "checkpoints",
+        trained=partial(_trained, model, adapter, plan.model),
+        restore=partial(_restore, model, adapter is not None),
+        ask=_asker(parts, learner, samples),
+        identity=identity_of(plan, config, fingerprint_weights(parts.model)),
+    )
+
+
+def start_of(parts: Parts, run: Run) -> Start:
+    """Say what is about to be trained."""
+    own = sum(parameter.numel() for parameter in run.learner.parameters.values())
+    everything = sum(parameter.numel() for parameter in run.learner.model.parameters())
+    return Start(parts.plan, own, everything, run.progress.step)
+
+
+def probe(parts: Parts, run: Run) -> None:
+    """Prove that documents do not see each other, and note by how much."""
+    found = probe_leaks(run.learner, run.documents)
+    parts.watcher.noted(
+        f"{count(found.num_documents, 'document')} packed and alone differ by {found.packed_from_alone:.0e}, "
+        f"ours and transformers' attention by {found.alone_from_stock:.0e}"
+    )
+
+
+def identity_of(plan: Plan, config: Config, weights: str | None) -> dict[str, Any]:
+    """Name everything that must be the same for a run to go on as if it had never stopped.
+
+    `weights` is the fingerprint of those the run began with.
+    """
+    chosen = {name: getattr(plan, name).value for name in _IDENTITY}
+    method = config.method.model_dump(mode="json", exclude={"kind"}) if plan.method.value == "lora" else {}
+    train = config.train.model_dump(
+        mode="json",
+        include=set(_OPTIMIZER),
+    )
+    return {
+        "model": plan.model,
+        "weights": weights,
+        "data": plan.corpus_sha256,
+        "tokenizer": plan.tokenizer_sha256,
+        "template": ",".join(plan.template_sha256s),
+        "seed": plan.seed,
+        **chosen,
+        **method,
+        **train,
+    }
+
+
+def refuse_differences(parts: Parts, run: Run) -> None:
+    """Refuse to begin where processes that train together would take other steps, or would not stop at the same ones.
+
+    Raises UserError in all of them.
+    """
+    config, plan = parts.config, parts.plan
+    # What a person sets comes first: it is what to mend where something that follows from it differs too.
+    own: dict[str, Any] = {"seed": plan.seed}
+    own |= {f"train.{name}": value for name, value in config.train.model_dump(exclude={"threads"}).items()}
+    for section in ("evaluate", "checkpoints", "healing"):
+        own |= {f"{section}.{name}": value for name, value in getattr(config, section).model_dump().items()}
+    own |= {name: value for name, value in run.identity.items() if name not in ("model", "attention")}
+    own |= {"compile": plan.compile.value, "evaluate_every": plan.evaluate_every.value}
+    first = parts.world.from_first(own)
+    with parts.world.as_one():
+        for name, value in own.items():
+            if value != first.get(name):
+                raise UserError(
+                    f"`{name}` is {value} here, and {first.get(name)} in the first process",
+                    fix="start all processes with the same config and options, on the same data and model",
+                )
+
+
+def _with_new_rows(method: Method, model: nn.Module) -> Method:
+    """Train the embedding and the head too, where tokens were added that nothing has ever learned."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+    names = [name.rpartition(".")[2] for name, module in model.named_modules() if module is embedding or module is head]
+    return method.model_copy(update={"modules_to_save": tuple(dict.fromkeys([*method.modules_to_save, *names]))})
+
+
+def _trained(
+    model: Any, adapter: adapters.Adapter | None, base: str
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
+    if adapter is not None:
+        return {adapters.WEIGHTS: adapters.adapter_tensors(model, adapter)}, {
+            adapters.CONFIG: adapters.adapter_config(adapter, base)
+        }
+    return {_MODEL: _whole(model)}, {"config.json": model.config.to_json_string(use_diff=True)}
+
+
+def _restore(model: Any, is_lora: bool, tensors: dict[str, dict[str, Tensor]]) -> None:
+    if is_lora:
+        adapters.load_tensors(model, tensors[adapters.WEIGHTS], where="checkpoint")
+        return
+    saved, trained = tensors[_MODEL], dict(model.named_parameters())
+    with torch.no_grad():
+        for name, own in _whole(model).items():
+            if name in saved or name in trained:
+                own.copy_(saved[name])
+
+
+def _whole(model: Any) -> dict[str, Tensor]:
+    """Give every weight once, and what belongs to the model without being trained: the bias of a router."""
+    kept = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    return {name: tensor.detach() for name, tensor in [*model.named_parameters(), *buffers.items()]}
+
+
+def _first_tensors(model: Any, adapter: adapters.Adapter | None) -> dict[str, Tensor] | None:
+    """Keep the adapter as it begins; everything else can be read again."""
+    if adapter is None:
+        return None
+    return {name: tensor.cpu().clone() for name, tensor in adapters.adapter_tensors(model, adapter).items()}
+
+
+def _begin_again(model: Any, wanted: LoadOrder, first: dict[str, Tensor] | None) -> None:
+    """Read every weight again, into the model that is there; what an adapter put around a layer is looked through."""
+    fresh = load_model(replace(wanted, device=torch.device("cpu"), attention=attention.SDPA)).model
+    tensors = {**dict(fresh.named_parameters()), **dict(fresh.named_buffers())}
+    with torch.no_grad():
+        for name, own in [*model.named_parameters(), *model.named_buffers()]:
+            before = tensors.get(name.replace(".base_layer.", "."))
+            if before is not None:
+                own.copy_(before)
+    if first is not None:
+        adapters.load_tensors(model, first, where="beginning")
+
+
+def _name_of(corpus: Corpus, document: int) -> str:
+    own = corpus[document]
+    return f"{own.source} row {own.row}"
+
+
+def _about(parts: Parts, model: Any) -> About:
+    """Say what is known of the run beside its numbers."""
+    kind = parts.plan.device.value.partition(":")[0]
+    return About(
+        vocab_size=model.config.get_text_config().vocab_size,
+        precision=parts.plan.precision.value,
+        device=kind,
+        max_grad_norm=parts.config.train.max_grad_norm,
+        device_bytes=torch.cuda.get_device_properties(parts.plan.device.value).total_memory if kind == "cuda" else None,
+        spike_factor=parts.config.healing.spike_factor,
+        is_from_scratch=is_preset(parts.plan.model),
+    )
+
+
+def _asker(parts: Parts, learner: Learner, log: EventLog) -> Any:
+    """Make the function that answers held-out questions and writes them down."""
+    tokenizer = load_tokenizer(parts.corpus.path / "tokenizer")
+    stops = stop_ids_of(tokenizer, parts.corpus.manifest)
+    evaluate = parts.config.evaluate
+
+    def answer(batch_tokens: int, prompts: list[list[int]]) -> list[tuple[list[int], bool]]:
+        longest = max(len(prompt) for prompt in prompts) + evaluate.sample_tokens
+        learner.faults.before_answers(min(len(prompts), max(1, batch_tokens // longest)))
+        done = generate(
+            learner.model,
+            prompts,
+            max_new_tokens=evaluate.sample_tokens,
+            stop_ids=stops,
+            pad_id=min(stops, default=0),
+            decoding=Decoding(batch_tokens=batch_tokens),
+            before_token=lambda: learner.may_go_on(),  # set when the run begins
+        )
+        return [(one.ids, one.ended) for one in done]
+
+    def asked(step: int, batch_tokens: int) -> list[Sample]:
+        samples = ask(
+            parts.corpus.held_out,
+            number=evaluate.samples,
+            step=step,
+            answer=partial(answer, batch_tokens),
+            spell=partial(tokenizer.backend.decode, skip_special_tokens=False),
+        )
+        for sample in samples:
+            log.append(sample.__dict__)
+        return samples
+
+    return asked

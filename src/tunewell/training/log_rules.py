@@ -1,0 +1,213 @@
+"""What only the end of a log shows: logs of others have a few lines, each the mean of many steps."""
+
+import math
+from collections.abc import Sequence
+from itertools import groupby
+from statistics import median
+from typing import NamedTuple
+
+from tunewell.training.metrics import WINDOW, About, Finding, Reading
+
+NOTHING_READ = "nothing-read"
+_JUMP_FACTOR, _JUMP_NATS = 2.0, 1.5
+"""A hard batch among few rows has been seen at 2.8 times the others, 0.8 above them; spikes were 1.5 and more above."""
+_HIGH_FACTOR, _HIGH_NATS = 4.0, 3.0
+"""What is no hard batch even where the gradient is as long as ever."""
+_BACKED_FACTOR, _BACKED_NATS, _NORM_FACTOR = 1.5, 0.5, 10.0
+"""A smaller rise is a jump too where the gradient is so many times as long as usual; with the hard batch it doubled."""
+_QUIET_NORM = 3.0
+_SPREADS = 3.0
+_KNOWN_SPREAD = 8
+"""Lines from which on it is known how far apart they are."""
+_ONE_STEP = 0.8
+"""Share of a rise that is made in one line where it is a jump."""
+_STAYS = 0.85
+"""Share of its height at which a loss that jumped has not come back."""
+_LONG_AWAY = 8
+_MANY = 32
+_OFTEN = 3
+"""Jumps that came back at once and came again are hard batches."""
+_LEFT_FACTOR, _LEFT_NATS = 1.5, 0.7
+_FAR_ABOVE = 1.3
+"""First losses of fine-tuning, in units of what guessing costs; new tokens alone were seen to cost 1.2."""
+_NO_LENGTH = 1e-7
+_SAME_LINES, _SAME_DIGITS = 6, 4
+"""Equal losses that are no chance. Running means of three digits do stand still, and so does a preference's ln 2."""
+_OVERFLOWS_AT_END = 3
+
+
+class _Line(NamedTuple):
+    step: int
+    loss: float
+    norm: float | None
+
+
+def look_back(readings: Sequence[Reading], about: About) -> list[Finding]:
+    """Find what a log's proportions show, however few lines it has; one without any is not called healthy."""
+    if not readings:
+        return [Finding(NOTHING_READ, "note", 0, "no loss and no gradient could be read: nothing can be said")]
+    # Step by step, single hard batches are nothing; the rules for a run as it goes have seen the rest.
+    is_dense = about.is_raw and len(readings) > _MANY
+    found = (
+        (None if is_dense else rise(readings)) or left_for_good(readings),
+        never_moved(readings),
+        began_broken(readings, about),
+        overflows_to_the_end(readings, about),
+        learned_by_heart(readings),
+    )
+    return [finding for finding in found if finding is not None]
+
+
+def rise(readings: Sequence[Reading]) -> Finding | None:
+    """Tell a spike, which jumps and comes back or is the last thing seen, from a loss that left for good."""
+    lines = _told(readings)
+    begin = _KNOWN_SPREAD if len(lines) > _MANY else 1
+    at = next((at for at in range(begin, len(lines)) if _is_jump(lines, at)), None)
+    if at is None:
+        return None
+    base = _base(lines, at)
+    if _is_hard_batch(lines, at, base):
+        return None
+    peak = max(line.loss for line in lines[at:])
+    # From the lowest line before the jump on: a rate that is too high lifts a loss over several lines.
+    low = min(range(max(0, at - WINDOW), at), key=lambda place: lines[place].loss)
+    top = max(range(at, len(lines)), key=lambda place: lines[place].loss)
+    strides = [lines[place + 1].loss - lines[place].loss for place in range(low, top)]
+    is_one_stride = max(strides) >= _ONE_STEP * sum(strides)
+    away = sum(1 for line in lines[at:] if line.loss > (base + peak) / 2)
+    has_stayed = lines[-1].loss >= _STAYS * peak and (away > 1 or not is_one_stride)
+    numbers = {"before": base, "peak": peak, "last": lines[-1].loss}
+    if has_stayed or away >= _LONG_AWAY:
+        words = f"the loss rose from {base:.3g} to {peak:.3g} and did not come back"
+        return Finding("lr-too-high", "fault", lines[at].step, words, numbers)
+    words = f"the loss jumped from {base:.3g} to {peak:.3g}"
+    return Finding("loss-spike", "warning", lines[at].step, words, numbers)
+
+
+def _told(readings: Sequence[Reading]) -> list[_Line]:
+    return [
+        _Line(r.step, r.loss, r.grad_norm)
+        for r in readings
+        if r.loss is not None and math.isfinite(r.loss) and r.loss > 0
+    ]
+
+
+def _base(lines: Sequence[_Line], at: int) -> float:
+    return median(line.loss for line in lines[max(0, at - WINDOW) : at])
+
+
+def _is_jump(lines: Sequence[_Line], at: int) -> bool:
+    base, loss = _base(lines, at), lines[at].loss
+    if loss < _BACKED_FACTOR * base or loss < base + _BACKED_NATS:
+        return False
+    if (_norm_factor(lines, at) or 0.0) >= _NORM_FACTOR:
+        return True
+    if loss < _JUMP_FACTOR * base or loss < base + _JUMP_NATS:
+        return False
+    before = [math.log(line.loss / base) for line in lines[max(0, at - WINDOW) : at]]
+    spread = 1.4826 * median(abs(value) for value in before) if len(before) >= _KNOWN_SPREAD else 0.0
+    return math.log(loss / base) >= _SPREADS * spread
+
+
+def _norm_factor(lines: Sequence[_Line], at: int) -> float | None:
+    """Say how many times as long as usual a line's gradient is, where that is told."""
+    usual = [line.norm for line in lines[max(0, at - WINDOW) : at] if line.norm and math.isfinite(line.norm)]
+    norm = lines[at].norm
+    return norm / median(usual) if len(usual) > 1 and norm is not None and math.isfinite(norm) else None
+
+
+def _is_hard_batch(lines: Sequence[_Line], at: int, base: float) -> bool:
+    """See a jump that came back in the next line and is low with a quiet gradient, or comes again and again."""
+    factor = _norm_factor(lines, at)
+    if factor is not None and factor >= _QUIET_NORM:
+        return False
+    halfway, after = (base + lines[at].loss) / 2, [line.loss for line in lines[at:]]
+    is_back = len(after) > 1 and after[1] < halfway
+    is_low = lines[at].loss < _HIGH_FACTOR * base or lines[at].loss < base + _HIGH_NATS
+    if is_back and is_low and factor is not None:
+        return True
+    times = sum(1 for is_away, _ in groupby(after, key=lambda loss: loss >= halfway) if is_away)
+    return times >= _OFTEN and median(after) < _LEFT_FACTOR * base
+
+
+def left_for_good(readings: Sequence[Reading]) -> Finding | None:
+    """See a log whose last lines all lie above where the loss began and above all of its lowest stretch."""
+    lines = _told(readings)
+    size = max(4, len(lines) // 10)
+    parts = [lines[max(0, end - size) : end] for end in range(len(lines), 0, -size)]
+    parts = [part for part in parts if len(part) > 2]
+    if len(parts) < 2:
+        return None
+    last, lowest = parts[0], min(parts[1:], key=_middle)
+    now, low, least = _middle(last), _middle(lowest), min(line.loss for line in last)
+    is_above = least >= _LEFT_FACTOR * low and least >= low + _LEFT_NATS and now > _middle(lines[:3])
+    if not is_above or least <= max(line.loss for line in lowest):
+        return None
+    words = f"the loss rose from {low:.3g} to {now:.3g} and stays there"
+    return Finding("lr-too-high", "warning", last[0].step, words, {"low": low, "low_step": lowest[0].step, "now": now})
+
+
+def _middle(lines: Sequence[_Line]) -> float:
+    return median(line.loss for line in lines)
+
+
+def never_moved(readings: Sequence[Reading]) -> Finding | None:
+    """See a log whose every gradient is nothing, or whose every loss is the same to the last of its digits."""
+    told = [r for r in readings if r.grad_norm is not None and r.loss != 0.0]
+    norms = [abs(r.grad_norm) for r in told if r.grad_norm is not None]
+    if norms and (max(norms) == 0.0 or (len(norms) > 2 and max(norms) < _NO_LENGTH)):
+        size = "exactly 0" if max(norms) == 0.0 else f"at most {max(norms):.1g}"
+        words = f"the gradient is {size} in all {len(told)} lines: nothing is being trained"
+        numbers = {"grad_norm": max(norms), "steps": len(told)}
+        return Finding("zero-grad-no-learning", "fault", told[0].step, words, numbers)
+    lines = [r for r in readings if r.loss is not None]
+    losses = {r.loss for r in lines}
+    loss = losses.pop() if len(losses) == 1 and len({r.step for r in lines}) >= _SAME_LINES else None
+    if not loss or not math.isfinite(loss) or abs(loss - math.log(2)) < 1e-3:
+        return None
+    if len(repr(loss).partition("e")[0].replace(".", "").strip("-0")) < _SAME_DIGITS:
+        return None
+    words = f"the loss is exactly {loss!r} in all {len(lines)} lines: nothing is being trained"
+    numbers = {"loss": loss, "steps": len(lines)}
+    return Finding("zero-grad-no-learning", "fault", lines[0].step, words, numbers)
+
+
+def began_broken(readings: Sequence[Reading], about: About) -> Finding | None:
+    """See a first loss well above guessing in a log of fine-tuning; our own runs are warned of what is far above."""
+    first = next((r for r in readings if r.loss is not None), None)
+    if about.is_raw or about.is_from_scratch or first is None or first.loss is None:
+        return None
+    if not math.isfinite(first.loss) or first.loss <= _FAR_ABOVE * about.guessing:
+        return None
+    words = (
+        f"the first loss is {first.loss:,.2f}, and guessing costs {about.guessing:.2f}: weights or numbers are broken"
+    )
+    numbers = {"loss": first.loss, "guessing": round(about.guessing, 3)}
+    return Finding("initial-loss-implausible", "warning", first.step, words, numbers)
+
+
+def overflows_to_the_end(readings: Sequence[Reading], about: About) -> Finding | None:
+    """See gradients that are not finite in every line, or in the last ones: no scaler leaves out that many steps."""
+    lines = [r for r in readings if r.grad_norm is not None and r.loss]
+    bad = [r.step for r in lines if not r.is_finite]
+    at_end = next((at for at, r in enumerate(reversed(lines)) if r.is_finite), len(lines))
+    if about.device == "mps" or at_end < 2 or (at_end < _OVERFLOWS_AT_END and at_end < len(lines)):
+        return None
+    words = f"the gradient is not finite in the last {at_end} lines: nothing is learned any more"
+    return Finding("nan-gradients", "fault", bad[-at_end], words, {"lines": at_end, "of": len(lines)})
+
+
+def learned_by_heart(readings: Sequence[Reading]) -> Finding | None:
+    """See the held-out loss end well above its lowest, with the training loss far below it."""
+    looks = [(r.step, r.held_out_loss) for r in readings if r.held_out_loss is not None]
+    looks = [look for look in looks if math.isfinite(look[1])]
+    losses = [r.loss for r in readings if r.loss is not None and math.isfinite(r.loss)]
+    if len(looks) < 2 or not losses:
+        return None
+    # By place, since some logs count their steps anew in each epoch.
+    place = min(range(len(looks)), key=lambda at: looks[at][1])
+    (low_step, low), (step, last) = looks[place], looks[-1]
+    if place == len(looks) - 1 or last < 1.15 * low or last < low + 0.1 or losses[-1] > 0.5 * last:
+        return None
+    words = f"the held-out loss rose from {low:.3g} to {last:.3g} while the training loss fell to {losses[-1]:.3g}"
+    return Finding("overfitting", "warning", step, words, {"low": low, "low_step": low_step, "now": last})

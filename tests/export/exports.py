@@ -1,0 +1,76 @@
+"""Tiny models with adapters, and exports of them, that tests of the proof share and spoil."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf_tiny import save, tiny
+from transformers import AutoModelForCausalLM
+
+from tunewell.config.schema import Method
+from tunewell.core.files import sha256_file
+from tunewell.export.proof import gguf as proving_gguf
+from tunewell.export.proof import reference
+from tunewell.methods import adapter as adapters
+from tunewell.records.parity import PROOF
+from tunewell.workflows import export as workflow
+from tunewell.workflows.export import Exported
+from tunewell.workflows.verify import verify
+
+# Models this small gain nothing from a second thread, and wait for it on a busy machine.
+torch.set_num_threads(1)
+
+
+def write_adapter(folder: Path, base: Path, *, seed: int = 0, **method: Any) -> Path:
+    """An adapter on a model folder that changes what it says, with the tokenizer of the base left to the base."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapter = adapters.add_lora(model, Method(**{"rank": 4, "alpha": 8, **method}), seed=seed)
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in adapters.trainable(model).items():
+            size = 0.1 if "lora" in name else 0.02
+            parameter.add_(torch.randn(parameter.shape, generator=draw) * size)
+    folder.mkdir(parents=True)
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.contiguous() for name, tensor in adapters.adapter_tensors(model, adapter).items()}
+    save_file(tensors, folder / adapters.WEIGHTS)
+    (folder / adapters.CONFIG).write_text(adapters.adapter_config(adapter, str(base)))
+    return folder
+
+
+def rehash(folder: Path, *, only: str) -> None:
+    """Write down the hashes of files as they are now: whoever plants a defect is not found out by that.
+
+    The other artefacts are left out of the proof, which is quicker; a Modelfile needs the GGUF it names.
+    """
+    proof = json.loads((folder / PROOF).read_text())
+    named = [own for own in proof["artefacts"] if f"{own['kind']} {own['precision']}".strip() == only]
+    assert named
+    for artefact in named:
+        artefact["sha256s"] = {
+            name: sha256_file(folder / name) for name in artefact["sha256s"] if (folder / name).is_file()
+        }
+    proof["artefacts"] = [*(own for own in proof["artefacts"] if own["kind"] == "gguf" and only == "ollama"), *named]
+    (folder / PROOF).write_text(json.dumps(proof))
+
+
+def exported(place: Path, out: Path, **order: Any) -> Exported:
+    """Export something, proven in this process: a new one takes seconds to start."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(workflow, "_prove", lambda staged, tell: verify(staged))
+        for module in (reference, proving_gguf):
+            patched.setattr(module, "ANSWER_TOKENS", 6)
+        return workflow.export(place, out=out, **order)
+
+
+def write_base(folder: Path, case: str = "llama", *, seed: int = 0, **more: Any) -> Path:
+    """A tiny model folder of an architecture, with room for every probe."""
+    model = tiny(case, seed=seed, **{"max_position_embeddings": 1024} | more)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(0.4)  # as they are drawn, rounding to 8 bits would change every other answer
+    return save(model, folder)

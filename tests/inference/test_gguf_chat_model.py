@@ -1,0 +1,202 @@
+"""A GGUF file that is spoken to: llama.cpp computes it, and says what transformers says of the same numbers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+
+from parrots import write_parrot, write_random
+from tunewell.cli.main import main
+from tunewell.cli.screens.chat import introduce
+from tunewell.core.errors import UserError
+from tunewell.data.text_pipeline import TextToTokens
+from tunewell.export.gguf.write import write_gguf
+from tunewell.inference.chat import Chat, Manner
+from tunewell.inference.chat_model import Voice, open_in_llama_cpp, open_voice
+from tunewell.inference.llama_cpp.runtime import LlamaRuntime
+from tunewell.runs.resolve import find_subject
+
+pytest.importorskip("xllamacpp")
+QUESTIONS = ("Where is the river?", "naïve 日本 <|im_end|> x", "What  do\nyou see?", "a")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    return write_random(tmp_path_factory.mktemp("folder") / "model", tiny_model)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Path:
+    return write_gguf(folder, tmp_path_factory.mktemp("file") / "model.gguf", kind="f32").path
+
+
+@pytest.fixture(scope="module")
+def parrot(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    made = write_parrot(tmp_path_factory.mktemp("parrot") / "parrot", tiny_model, "Yes, ok.")
+    return write_gguf(made, made.parent / "parrot.gguf", kind="f32").path
+
+
+@pytest.fixture(scope="module")
+def dequantised(file: Path) -> PreTrainedModel:
+    """The file as transformers alone reads it."""
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+    model.generation_config = GenerationConfig()
+    return model
+
+
+def voice_of(place: Path, **more) -> Voice:
+    return open_voice(find_subject(place, **more), with_base=bool(more), in_llama_cpp=True)
+
+
+@pytest.fixture(scope="module")
+def voice(file: Path) -> Voice:
+    return voice_of(file)
+
+
+def by_transformers(model: PreTrainedModel, prompt: list[int], number: int, stops: list[int]) -> list[int]:
+    settings = GenerationConfig(max_new_tokens=number, do_sample=False, eos_token_id=stops, pad_token_id=0)
+    ids = torch.tensor([prompt])
+    written = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    words = written[0, len(prompt) :].tolist()
+    return words[: next((at for at, token in enumerate(words) if token in stops), None)]
+
+
+def test_a_conversation_is_token_for_token_that_of_transformers(
+    voice: Voice, folder: Path, dequantised: PreTrainedModel
+) -> None:
+    """Several turns on one cache, as they are streamed: a position or a token off by one, and the words differ."""
+    assert isinstance(voice.runtime, LlamaRuntime) and voice.model is None
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    chat = Chat(voice, manner=Manner(length=12))
+    for question in QUESTIONS:
+        pieces = list(chat.say(question))
+        expected = by_transformers(dequantised, chat._prompt, 12, voice.stop_ids)
+        words = tokenizer.decode(expected, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert "".join(pieces) == chat.answer.text == words
+        assert chat.answer.num_tokens == len(expected)
+    plain = tokenizer.apply_chat_template(
+        [{"role": "user", "content": QUESTIONS[0]}], add_generation_prompt=True, return_dict=False
+    )
+    fresh = Chat(voice, manner=Manner(length=1))
+    list(fresh.say(QUESTIONS[0]))
+    assert fresh._prompt == plain
+
+
+def test_answers_in_a_row_are_those_of_transformers(voice: Voice, dequantised: PreTrainedModel) -> None:
+    draw = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(4, 490, (length,), generator=draw).tolist() for length in (1, 9, 40, 244, 256, 300)]
+    found = voice.runtime.answer_all(prompts, max_new_tokens=16, stop_ids=[7, *voice.stop_ids], pad_id=0)
+    stops = [7, *voice.stop_ids]
+    rooms = [min(16, max(0, 256 - len(prompt))) for prompt in prompts]
+    expected = [
+        by_transformers(dequantised, prompt, room, stops) if room else []
+        for prompt, room in zip(prompts, rooms, strict=True)
+    ]
+    assert [answer.ids for answer in found] == expected
+    ended = [len(ids) < room for ids, room in zip(expected, rooms, strict=True)]
+    assert [answer.ended for answer in found] == ended
+
+
+def test_answers_end_and_are_stopped_as_elsewhere(voice: Voice, parrot: Path) -> None:
+    chat = Chat(voice_of(parrot))
+    assert "".join(chat.say("hi")) == "Yes, ok." and chat.answer.ended == "end"
+    chat = Chat(voice, manner=Manner(length=1000))
+    voice.stop_ids, known = [], voice.stop_ids
+    list(chat.say("hi"))
+    assert chat.answer.ended == "context" and chat.context == 256
+    assert chat.answer.num_tokens + chat.answer.num_prompt_tokens == 256
+    chat = Chat(voice, manner=Manner(length=5))
+    list(chat.say("hi"))
+    assert (chat.answer.ended, chat.answer.num_tokens) == ("length", 5)
+    parts = chat.say("more")
+    next(parts)
+    parts.close()
+    assert chat.answer.ended == "stopped"
+    assert "".join(chat.say("again")) == chat.answer.text
+    voice.stop_ids = known
+
+
+def test_drawn_answers_repeat_with_their_seed(voice: Voice) -> None:
+    def said(seed: int) -> str:
+        return "".join(Chat(voice, manner=Manner(temperature=1.5, length=12, seed=seed)).say("hi"))
+
+    assert said(3) == said(3) and len({said(seed) for seed in range(4)}) > 1
+
+
+def test_without_a_library_the_weights_are_dequantised_and_that_is_said(
+    voice: Voice, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Chat(voice, manner=Manner(length=8))
+    list(here.say("hi"))
+    monkeypatch.setattr("tunewell.inference.llama_cpp.library.known_places", lambda: iter(()))
+    monkeypatch.delenv("TUNEWELL_LLAMA_CPP", raising=False)
+    without = voice_of(file)
+    assert without.model is not None and without.computed_by == ""
+    assert any("no llama.cpp library" in note and "transformers computes" in note for note in without.notes)
+    there = Chat(without, manner=Manner(length=8))
+    list(there.say("hi"))
+    assert there.answer.text == here.answer.text and without.stop_ids == voice.stop_ids
+
+
+def test_only_a_file_that_is_asked_as_it_is_goes_to_llama_cpp(folder: Path, file: Path) -> None:
+    """What is trained, written or put on a GPU is torch's."""
+    subject = find_subject(file)
+    text = TextToTokens.load(subject.loaded)
+    for device in ("cuda", "cuda:1", "mps"):
+        assert open_in_llama_cpp(subject, text, device=device) == (None, [])
+    assert open_voice(subject, device="cpu").model is not None
+    assert voice_of(folder).model is not None
+
+
+def test_a_template_whose_tokens_the_file_lacks_needs_other_rows(file: Path) -> None:
+    subject = find_subject(file, template="llama3", sets=["template.add_missing_tokens=true"])
+    voice = open_voice(subject, device="cpu", in_llama_cpp=True)
+    assert voice.model is not None and any("which the file does not have" in note for note in voice.notes)
+
+
+def test_a_base_answers_beside_it_whatever_it_is(parrot: Path, folder: Path, file: Path) -> None:
+    said = []
+    for base in (file, folder):
+        chat = Chat(voice_of(parrot, base=str(base)), manner=Manner(length=8))
+        assert "".join(chat.say("hi")) == "Yes, ok."
+        said.append("".join(chat.base_says()))
+    assert said[0] == said[1] != "Yes, ok."
+
+
+def with_fewer_tokens(tokenizer: Path, folder: Path) -> Path:
+    """Leave the ten last words out of a tokenizer."""
+    folder.mkdir()
+    saved = json.loads((tokenizer / "tokenizer.json").read_text(encoding="utf-8"))
+    first = len(saved["model"]["vocab"]) - 10
+    saved["model"]["vocab"] = {token: number for token, number in saved["model"]["vocab"].items() if number < first}
+    saved["model"]["merges"] = saved["model"]["merges"][:-10]
+    for token in saved["added_tokens"]:
+        token["id"] -= 10
+    (folder / "tokenizer.json").write_text(json.dumps(saved), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_bytes((tokenizer / "tokenizer_config.json").read_bytes())
+    return folder
+
+
+def test_a_base_with_fewer_tokens_is_refused(file: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """llama.cpp would be asked for words it does not have."""
+    small = write_random(tmp_path / "small", with_fewer_tokens(tiny_model, tmp_path / "tokenizer"))
+    base = write_gguf(small, tmp_path / "small.gguf", kind="f32").path
+    with pytest.raises(UserError, match="knows 490 tokens, but what it is compared with has 500"):
+        voice_of(file, base=str(base))
+
+
+def test_a_damaged_file_is_refused_in_words(file: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(file.read_bytes()[:-5000])
+    with pytest.raises(UserError, match="not within the file"):
+        voice_of(cut)
+
+
+def test_the_screen_says_what_computes(voice: Voice, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    introduce(Chat(voice), with_base=False)
+    assert "fp32 on cpu, computed by llama.cpp" in " ".join(capsys.readouterr().err.split())
+    assert main(["chat", str(file), "--prompt", "hi", "--length", "4", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["computed_by"].startswith("llama.cpp") and told["tokens"] <= 4

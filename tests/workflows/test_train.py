@@ -1,0 +1,446 @@
+"""`tunewell train` from rows to an adapter, as a person runs it: a tiny model, a real tokenizer, real processes."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from tiny_runs import make_plan
+
+import tunewell
+from corpora import write_sums
+from forked import Command, run_command
+from tunewell.config.schema import Config
+from tunewell.core.errors import UserError
+from tunewell.records.checkpoint import read_manifest, write_manifest
+from tunewell.records.events import read_events
+from tunewell.records.plan import Chosen, read_plan
+from tunewell.runs import outcome as train_ending
+from tunewell.training.build import CHANGE_NAMES, identity_of
+
+SETTINGS = [
+    "method.rank=4",
+    "train.max_steps=6",
+    "train.batch_documents=4",
+    "train.threads=1",
+    "train.learning_rate=5e-3",
+    "evaluate.every_steps=3",
+    "evaluate.samples=2",
+    "evaluate.sample_tokens=4",
+    "checkpoints.every_steps=2",
+    "data.held_out=0.2",
+    "verdict.after_training=false",  # judged in test_validate
+]
+
+
+@pytest.fixture
+def project(tmp_path: Path, tiny_model: Path) -> Path:
+    """A folder with rows and a config for a model that starts from nothing."""
+    write_sums(tmp_path, tiny_model, model="preset:tiny-1m", num_rows=40)
+    return tmp_path
+
+
+def _arguments(*arguments: str, sets: tuple[str, ...] = ()) -> list[str]:
+    return ["train", *arguments, *(part for setting in (*SETTINGS, *sets) for part in ("--set", setting))]
+
+
+def _train(project: Path, *arguments: str, sets: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    return run_command(*_arguments(*arguments, sets=sets), cwd=project)
+
+
+def test_a_run_leaves_behind_what_it_promises(project: Path) -> None:
+    line = [sys.executable, "-m", "tunewell", *_arguments("--json")]
+    done = subprocess.run(line, cwd=project, capture_output=True, text=True, check=False, env=os.environ | {"CI": "1"})
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["steps"] == told["num_steps"] == 6 and told["status"] == "finished"
+    assert told["last_loss"] < told["first_loss"] and told["held_out"]["best"] <= told["held_out"]["first"]
+    run = project / "run"
+    names = {"plan.json", "config.yaml", "events.jsonl", "samples.jsonl", "outcome.json", "README.md", "loss.png"}
+    assert names <= {path.name for path in run.iterdir()}
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000004", "step-000006"]
+    assert all(
+        value["because"] for value in json.loads((run / "plan.json").read_text()).values() if "because" in str(value)
+    )
+    steps = [event for event in read_events(run / "events.jsonl") if event["kind"] == "step"]
+    assert [event["step"] for event in steps] == [1, 2, 3, 4, 5, 6]
+    samples = read_events(run / "samples.jsonl")
+    assert [sample["step"] for sample in samples] == [0, 0, 3, 3, 6, 6]
+    assert all(sample["question"] in sample["prompt"] and sample["reference"] for sample in samples)
+    assert "first step" not in done.stdout and "step 1/6" in done.stderr.replace("  ", " ")
+
+
+def test_the_config_in_the_run_folder_repeats_the_run(project: Path) -> None:
+    assert _train(project).returncode == 0
+    done = run_command("train", "--config", "run/config.yaml", "--out", "again", cwd=project)
+    assert done.returncode == 0, done.stderr
+    assert _losses(project / "again") == _losses(project / "run")
+
+
+def test_a_full_model_loads_in_transformers_as_it_was_saved(project: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    assert _train(project).returncode == 0
+    folder = project / "run" / "checkpoints" / "step-000006"
+    loaded = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    saved = load_file(folder / "model.safetensors")
+    assert saved.keys() == loaded.keys() and len(saved) > 10
+    assert all(torch.equal(saved[name], parameter) for name, parameter in loaded.items())
+
+
+def test_what_a_model_keeps_beside_its_weights_is_saved_with_them_and_read_again(
+    project: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The router of DeepSeek's experts has a bias that is no parameter; without it the saved model was another."""
+    from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+
+    size: dict[str, Any] = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"), 8)
+    size |= dict.fromkeys(("n_routed_experts", "num_attention_heads", "num_key_value_heads"), 4)
+    size |= {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    size |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_experts_per_tok": 2, "v_head_dim": 8}
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(vocab_size=512, **size))
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    bias = model.get_buffer(name).normal_()
+    model.save_pretrained(project / "experts")
+    monkeypatch.chdir(project)
+    sets = [*SETTINGS, "model=experts", "device=cpu", "train.max_steps=3"]
+    result = tunewell.train(sets=sets)
+    folder = project / "run" / "checkpoints" / "step-000003"
+    assert result.status == "finished" and torch.equal(load_file(folder / "model.safetensors")[name], bias)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(folder).get_buffer(name), bias)
+    longer = tunewell.train(sets=[*sets, "train.max_steps=4"], is_resuming=True, allowed_changes="num_steps")
+    assert longer.steps == 4
+
+
+def test_a_disk_that_is_full_at_the_end_is_no_bug(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was trained is saved; the words about it are not."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(train_ending, "write_outcome", full)
+    result = tunewell.train(sets=[*SETTINGS, "train.max_steps=2", "device=cpu"])
+    assert (result.status, result.exit_code) == ("finished", 0)
+    assert "could not be written: No space left on device" in result.notes[-1]
+
+
+def test_a_run_whose_config_went_away_is_finished_all_the_same(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its page is made from it: the run, trained and saved, ended as one that was refused."""
+    monkeypatch.chdir(project)
+    write = train_ending.write_outcome
+
+    def without(run: Path, outcome: Any) -> None:
+        (run / "config.yaml").unlink()
+        write(run, outcome)
+
+    monkeypatch.setattr(train_ending, "write_outcome", without)
+    result = tunewell.train(sets=[*SETTINGS, "train.max_steps=2", "device=cpu"])
+    assert (result.status, result.exit_code) == ("finished", 0)
+    assert "could not be written: the config file does not exist" in result.notes[-1]
+
+
+def test_an_adapter_on_a_folder_loads_in_peft(project: Path) -> None:
+    """The first run makes a model; the second puts an adapter on it."""
+    from transformers import AutoModelForCausalLM
+
+    assert _train(project).returncode == 0
+    base = project / "run" / "checkpoints" / "step-000006"
+    done = _train(project, "--model", str(base), "--out", "second", sets=("method.kind=lora",))
+    assert done.returncode == 0, done.stderr
+    tuned = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), project / "second" / "checkpoints" / "step-000006"
+    )
+    assert any("lora_A" in name for name, _ in tuned.named_parameters())
+
+
+def test_a_folder_that_holds_a_run_is_refused_and_resume_goes_on(project: Path) -> None:
+    assert _train(project).returncode == 0
+    again = _train(project)
+    assert again.returncode == 2 and "--resume" in again.stderr
+    resumed = _train(project, "--resume", "--json")
+    assert resumed.returncode == 0 and json.loads(resumed.stdout)["steps"] == 6
+    nothing = _train(project, "--resume", "--out", "elsewhere")
+    assert nothing.returncode == 2 and "no run" in nothing.stderr
+
+
+def test_a_refused_command_does_not_cost_the_folder(project: Path) -> None:
+    """The model is loaded before a wrong layer is known; the corrected command has the same `--out`."""
+    refused = _train(project, sets=("method.kind=lora", "method.targets=[q_projj]"))
+    assert refused.returncode == 2 and "q_projj" in refused.stderr
+    assert not (project / "run").exists()
+    done = _train(project, sets=("method.kind=lora", "method.targets=[q_proj]", "train.max_steps=2"))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [("train.learning_rate=1e-3", "learning_rate"), ("seed=5", "seed"), ("train.batch_documents=3", "batch_documents")],
+)
+def test_a_resume_with_other_settings_is_refused_with_the_difference(project: Path, change: str, name: str) -> None:
+    assert _train(project, sets=("train.max_steps=4",)).returncode == 0
+    refused = _train(project, "--resume", sets=("train.max_steps=4", change))
+    assert refused.returncode == 2 and name in refused.stderr and "--allow-change" in refused.stderr
+    if name == "learning_rate":
+        allowed = _train(project, "--resume", "--allow-change", name, sets=("train.max_steps=4", change))
+        assert allowed.returncode == 0, allowed.stderr
+
+
+def test_a_resume_on_other_rows_is_refused_and_they_are_named(project: Path) -> None:
+    assert _train(project).returncode == 0
+    with (project / "rows.jsonl").open("a") as file:
+        file.write(json.dumps({"instruction": "One more?", "output": "One more."}) + "\n")
+    refused = _train(project, "--resume")
+    assert refused.returncode == 2 and "1 added, 0 gone, 0 changed" in refused.stderr
+    assert "rows.jsonl row 41" in refused.stderr
+
+
+def test_a_resume_on_other_weights_is_refused_and_on_the_same_ones_elsewhere_goes_on(project: Path) -> None:
+    """An adapter is worth nothing on weights it was not trained on; a path alone does not tell."""
+    assert _train(project, "--out", "first", sets=("train.max_steps=2",)).returncode == 0
+    shutil.copytree(project / "first" / "checkpoints" / "step-000002", project / "base")
+    lora = ("method.kind=lora", "train.max_steps=2")
+    assert _train(project, "--model", "base", sets=lora).returncode == 0
+    (project / "base").rename(project / "moved")
+    moved = _train(project, "--resume", "--model", "moved", sets=lora)
+    assert moved.returncode == 0 and "base in the checkpoint, moved now" in moved.stderr, moved.stderr
+    assert read_plan(project / "run").model == "moved"
+    (project / "moved").rename(project / "base")
+    other = load_file(project / "base" / "model.safetensors")
+    save_file({name: tensor * 1.01 for name, tensor in other.items()}, project / "base" / "model.safetensors")
+    refused = _train(project, "--resume", "--model", "base", sets=lora)
+    assert refused.returncode == 2 and "`--allow-change weights`" in refused.stderr, refused.stderr
+    allowed = _train(project, "--resume", "--model", "base", "--allow-change", "weights", sets=lora)
+    assert allowed.returncode == 0, allowed.stderr
+
+
+def test_a_run_from_before_there_were_fingerprints_goes_on(project: Path) -> None:
+    """Old run formats open for ever."""
+    short = ("train.max_steps=2",)
+    assert _train(project, sets=short).returncode == 0
+    folder = project / "run" / "checkpoints" / "step-000002"
+    manifest = read_manifest(folder)
+    identity = {name: value for name, value in manifest.identity.items() if name != "weights"}
+    write_manifest(folder, manifest.model_copy(update={"identity": identity}))
+    resumed = _train(project, "--resume", sets=short)
+    assert resumed.returncode == 0 and "changed on resume" not in resumed.stderr, resumed.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)])
+def test_a_signal_saves_within_a_step_and_resume_ends_as_if_there_had_been_none(
+    project: Path, number: signal.Signals, code: int
+) -> None:
+    longer = ("train.max_steps=60", "evaluate.every_steps=1000", "checkpoints.every_steps=1000", "evaluate.samples=0")
+    assert _train(project, "--out", "whole", sets=longer).returncode == 0
+    process = Command(*_arguments(sets=longer), cwd=project)
+    log = project / "run" / "events.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (log.is_file() and len(log.read_bytes().splitlines()) > 8):
+        time.sleep(0.01)
+    process.send_signal(number)
+    done = process.wait(60)
+    assert done.returncode == code
+    assert "tunewell train --resume" in done.stdout
+    assert _train(project, "--resume", sets=longer).returncode == 0
+    assert _losses(project / "run") == _losses(project / "whole")
+
+
+def _losses(run: Path) -> list[Any]:
+    return [(event["step"], event["loss"]) for event in read_events(run / "events.jsonl") if event["kind"] == "step"]
+
+
+def test_the_library_does_the_same(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    result = tunewell.train(sets=[*SETTINGS, "train.max_steps=2", "device=cpu"])
+    assert result.status == "finished" and result.steps == 2
+    assert read_plan(project / "run").num_steps.value == 2
+
+
+def test_the_library_takes_a_mapping_and_its_run_can_be_gone_on_with(
+    project: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Settings of a notebook are a dictionary; the run folder has them for the command line."""
+    monkeypatch.chdir(project)
+    config = {"model": "preset:tiny-1m", "tokenizer": tiny_model, "data": {"sources": "rows.jsonl"}, "run": "mine"}
+    sets = [*SETTINGS, "train.max_steps=2", "method.kind=full", "device=cpu"]
+    assert tunewell.train(config, sets=sets).run == Path("mine")
+    resumed = run_command("train", "--resume", "--config", "mine/config.yaml", "--out", "mine", cwd=project)
+    assert resumed.returncode == 0 and "going on after step 2" in resumed.stderr, resumed.stderr
+
+
+def test_a_run_without_a_config_goes_on_by_its_own(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was said by flags the first time need not be said again: the run has it."""
+    (project / "tunewell.yaml").rename(project / "aside.yaml")
+    nothing = run_command("train", "--resume", cwd=project)
+    assert nothing.returncode == 2 and "there is no run `run`" in nothing.stderr, nothing.stderr
+    flags = ("--config", "aside.yaml", "--seed", "5", "--out", "mine", "--set", "device=cpu")
+    first = _train(project, *flags, sets=("train.max_steps=2",))
+    assert first.returncode == 0, first.stderr
+    (project / "aside.yaml").unlink()
+    made = (project / "corpus" / "manifest.json").stat()
+    again = run_command("train", "--resume", "--out", "mine", cwd=project)
+    assert again.returncode == 0 and "going on after step 2" in again.stderr, again.stderr
+    assert "changed on resume" not in again.stderr
+    assert (project / "corpus" / "manifest.json").stat() == made
+    (project / "mine" / "config.yaml").rename(project / "kept.yaml")
+    empty = run_command("train", "--resume", "--out", "mine", cwd=project)
+    assert empty.returncode == 2 and "the command that began the run once more" in empty.stderr, empty.stderr
+    (project / "kept.yaml").rename(project / "mine" / "config.yaml")
+    refused = run_command("train", "--resume", "--out", "mine", "--seed", "6", cwd=project)
+    assert refused.returncode == 2 and "seed" in refused.stderr, refused.stderr
+    monkeypatch.chdir(project)
+    result = tunewell.train(sets="run=mine", is_resuming=True)
+    assert result.status == "finished" and result.steps == 2
+
+
+def test_a_change_of_something_that_is_not_there_cannot_be_allowed(project: Path) -> None:
+    """A misspelt name would be believed to have been allowed; every name that a refusal gives is known."""
+    assert set(_lora_identity()) <= CHANGE_NAMES
+    idle = _train(project, "--allow-change", "seed")
+    assert idle.returncode == 2 and "add `--resume`" in idle.stderr, idle.stderr
+    refused = _train(project, "--allow-change", "learning-rate")
+    assert refused.returncode == 2 and "did you mean `learning_rate`" in refused.stderr and "seed" in refused.stderr
+    assert not (project / "run").exists()
+
+
+def _lora_identity() -> dict[str, Any]:
+    plan = make_plan()
+    return identity_of(plan.model_copy(update={"method": Chosen(value="lora", because="a test")}), Config(), "weights")
+
+
+def test_two_processes_train_one_run(project: Path) -> None:
+    """As `torchrun` starts them: the same losses as one process has, and one run folder."""
+    assert _train(project, "--out", "alone").returncode == 0
+    arguments = _arguments("--out", "together", sets=("train.micro_batch_tokens=40",))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    started = [Command(*arguments, cwd=project, env=meeting | {"RANK": str(rank)}) for rank in range(2)]
+    assert [process.wait().returncode for process in started] == [0, 0]
+    assert _losses(project / "together") == [
+        (step, pytest.approx(loss, rel=1e-4)) for step, loss in _losses(project / "alone")
+    ]
+    assert len(list((project / "together" / "checkpoints").iterdir())) == 2
+
+
+def test_what_two_processes_are_refused_is_told_once(project: Path) -> None:
+    """The first one prepares; what it cannot prepare is no bug of the second."""
+    unreadable = "data.sources=[{path: rows.jsonl, format: sharegpt}]"
+    first, second = _train_two(project, [unreadable], [unreadable])
+    assert "error: " in first.stderr and "fix: " in first.stderr and "bug" not in first.stderr
+    assert second.stdout == second.stderr == ""
+    assert not (project / "run").exists()
+
+
+def test_two_processes_with_other_settings_are_refused(project: Path) -> None:
+    """Two machines with two copies of a config would train on other documents from other weights, and call it good."""
+    first, second = _train_two(project, [], ["train.max_steps=5"])
+    assert "error: process 2 of 2: `train.max_steps` is 5 here, and 6 in the first process" in first.stderr
+    assert second.stderr == ""
+    assert not (project / "run").exists()
+
+
+def _train_two(project: Path, *sets: list[str]) -> list["subprocess.CompletedProcess[str]"]:
+    """Start two processes that are refused, each with settings of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    started = [
+        Command(
+            *_arguments("--out", "run", sets=tuple(own)),
+            cwd=project,
+            env=meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank, own in enumerate(sets)
+    ]
+    ended = [process.wait() for process in started]
+    assert [process.returncode for process in ended] == [2, 2], [process.stderr for process in ended]
+    return ended
+
+
+def test_what_cannot_work_is_said_before_anything_is_loaded(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    with pytest.raises(UserError, match="no device"):
+        tunewell.train(sets=["device=cuda:7"])
+    assert not (project / "run" / "plan.json").exists()
+
+
+@pytest.mark.parametrize(("name", "what"), [("adapter_config.json", "an adapter"), ("plan.json", "a run")])
+def test_an_adapter_in_the_place_of_a_model_is_refused_with_the_way_to_one(
+    project: Path, monkeypatch: pytest.MonkeyPatch, name: str, what: str
+) -> None:
+    """`has no tokenizer` was said of it, after the rows had been read."""
+    (project / "my adapter").mkdir()
+    (project / "my adapter" / name).write_text("{}")
+    monkeypatch.chdir(project)
+    with pytest.raises(UserError, match=f"`my adapter` is {what}") as refused:
+        tunewell.train(sets=["model=my adapter"])
+    assert "`tunewell export 'my adapter' --to merged --out NEW`" in str(refused.value.fix)
+    assert not (project / "run").exists()
+
+
+def test_nothing_to_train_on_is_said_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="nothing to train on") as refused:
+        tunewell.train()
+    assert "tunewell init" in str(refused.value.fix) and not list(tmp_path.iterdir())
+
+
+def test_two_runs_in_one_folder_are_kept_apart(project: Path) -> None:
+    longer = ("train.max_steps=40", "evaluate.samples=0")
+    first = Command(*_arguments(sets=longer), cwd=project)
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not (project / "run" / "plan.json").is_file():
+            time.sleep(0.05)
+        first.send_signal(signal.SIGSTOP)  # alive, and not done before the second is there
+        second = _train(project, "--resume", sets=longer)
+        assert second.returncode == 2 and str(first.pid) in second.stderr
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    taken_over = _train(project, "--resume", sets=(*longer, "checkpoints.keep=2"))
+    assert taken_over.returncode == 0, taken_over.stderr
+
+
+def test_secrets_do_not_reach_any_file_of_a_run(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "hf_" + "Abc123xYz" * 4
+    (project / "rows.jsonl").write_text(
+        "".join(
+            json.dumps({"instruction": f"token {n} {secret}", "output": f"kept {secret} {n}"}) + "\n" for n in range(30)
+        )
+    )
+    assert _train(project).returncode == 0
+    for path in (project / "run").rglob("*"):
+        if path.is_file() and path.suffix not in (".safetensors", ".png"):
+            assert secret not in path.read_text(encoding="utf-8"), path
+
+
+def test_a_model_in_a_folder_that_is_called_like_a_secret_is_trained_judged_and_gone_on_with(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is taken out of files is not taken out of what the program works with."""
+    monkeypatch.chdir(project)
+    sets = [*SETTINGS, "device=cpu", "train.max_steps=2"]
+    assert tunewell.train(sets=[*sets, "run=first"]).status == "finished"
+    base = project / "s3cr3t-b0x" / "base"
+    shutil.copytree(project / "first" / "checkpoints" / "step-000002", base)
+    sets += [f"model={base}", "method.kind=lora", "verdict.questions=0"]
+    monkeypatch.setenv("DB_PASSWORD", "s3cr3t-b0x")
+    assert tunewell.train(sets=[*sets, "verdict.after_training=true"]).validation is not None
+    for path in (project / "run").rglob("*"):
+        assert path.is_dir() or path.suffix == ".png" or b"s3cr3t-b0x" not in path.read_bytes(), path
+    assert "going on after step 2" in tunewell.train(sets=sets, is_resuming=True).notes
+    monkeypatch.delenv("DB_PASSWORD")
+    assert "going on after step 2" in tunewell.train(sets=sets, is_resuming=True).notes
