@@ -95,12 +95,12 @@ def documents_in_order(folder: Path) -> tuple[Any, Any]:
 
 def computed_share(folder: Path, num_steps: int) -> float:
     """Give which share of the tokens ours computes, where documents of a step begin alike."""
-    from tunewell.data.batches import lay_out, share_opening
+    from tunewell.data.batches import make_batch, share_prefix
     from tunewell.models.cpu_attention import LONGEST
 
     corpus, order = documents_in_order(folder)
-    batches = [lay_out(corpus, order.step(step).documents) for step in range(num_steps)]
-    opened = [share_opening(batch, longest=LONGEST) for batch in batches]
+    batches = [make_batch(corpus, order.step(step).documents) for step in range(num_steps)]
+    opened = [share_prefix(batch, longest=LONGEST) for batch in batches]
     computed = sum(b.num_tokens if s is None else len(s.kept) for b, s in zip(batches, opened, strict=True))
     return computed / sum(batch.num_tokens for batch in batches)
 

@@ -30,7 +30,7 @@ from tunewell.training.engine import Run
 from tunewell.training.engine import train as take_steps
 from tunewell.training.leak_probe import probe_leaks
 from tunewell.training.remedies import Remedies
-from tunewell.training.step import Learner
+from tunewell.training.step import TrainableModel
 
 CONTENDERS = {"ours-eager": "off", "ours-compiled": "on", "ours-auto": "auto"}
 MATMUL_SIZE = 8192
@@ -99,7 +99,7 @@ def put_together(case: Case, documents: Documents, *, model: Any, compiling: str
     return Run(
         plan=plan,
         config=config,
-        learner=Learner(model, plan.precision.value, LONGEST, settings=config.train),
+        learner=TrainableModel(model, plan.precision.value, LONGEST, settings=config.train),
         order=DataOrder(documents.index["length"].astype("int64"), 0, plan.corpus_sha256, case.step_tokens),
         documents=documents,
         held_out=NoDocuments(),

@@ -21,16 +21,16 @@ from loads import ALPHA, CASES, LEARNING_RATE, LONGEST, RANK, draw_documents
 from setting import setting, table
 
 from tunewell.config.schema import Config
-from tunewell.data.batches import DataOrder, lay_out, micro_batches
+from tunewell.data.batches import DataOrder, make_batch, micro_batches
 from tunewell.methods import adapter as adapters
 from tunewell.models import attention
 from tunewell.training import step as step_module
 from tunewell.training.compile import Compiler
-from tunewell.training.health import Watch
-from tunewell.training.metrics import About, Reading
+from tunewell.training.health import HealthMonitor
+from tunewell.training.metrics import RunContext, StepMetrics
 from tunewell.training.optimizers.adamw import Update
 from tunewell.training.optimizers.adamw import update as guarded_update
-from tunewell.training.step import Learner
+from tunewell.training.step import TrainableModel
 
 
 def plain_update(
@@ -50,9 +50,9 @@ def plain_update(
 class Loop:
     """Takes steps with guards or without, and counts the seconds spent in their Python."""
 
-    def __init__(self, learner: Learner, steps: list[list[Any]]) -> None:
+    def __init__(self, learner: TrainableModel, steps: list[list[Any]]) -> None:
         self.learner, self.steps = learner, steps
-        self.watch = Watch(About(vocab_size=learner.model.config.vocab_size, device=learner.device.type))
+        self.watch = HealthMonitor(RunContext(vocab_size=learner.model.config.vocab_size, device=learner.device.type))
         self.number = self.place = 0
         self.inside = 0.0
         self._late: tuple[int, Any, float] | None = None
@@ -83,7 +83,9 @@ class Loop:
             loss, norm, was_skipped, _ = late[1].read()
             if is_guarded:
                 began = time.perf_counter()
-                reading = Reading(late[0], loss, norm, LEARNING_RATE, seconds=0.1, tokens=1000, supervised_tokens=600)
+                reading = StepMetrics(
+                    late[0], loss, norm, LEARNING_RATE, seconds=0.1, tokens=1000, supervised_tokens=600
+                )
                 found = [f for f in self.watch.see(reading) if f.severity != "note"]
                 self.inside += time.perf_counter() - began
                 assert not found and not was_skipped, found
@@ -107,7 +109,7 @@ def main() -> None:
     config = Config.model_validate({"method": {"rank": RANK, "alpha": ALPHA}})
     plan = plan_of(case, config)
     adapters.add_lora(model, config.method, seed=0)
-    learner = Learner(model, plan.precision.value, LONGEST, settings=config.train)
+    learner = TrainableModel(model, plan.precision.value, LONGEST, settings=config.train)
     documents = draw_documents(case)
     tokens = case.step_tokens if has_gpu else 512
     order = DataOrder(documents.index["length"].astype("int64"), 0, plan.corpus_sha256, tokens)
@@ -117,7 +119,7 @@ def main() -> None:
     most = compiler.most_documents(learner)
     steps = [
         [
-            lay_out(documents, group)
+            make_batch(documents, group)
             for group in micro_batches(order.step(n).documents, order.lengths, tokens, most=most)
         ]
         for n in range(16)

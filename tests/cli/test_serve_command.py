@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tunewell.cli.commands.serve import screen
 from tunewell.core.errors import UserError
-from tunewell.runs.resolve import find_subject
+from tunewell.runs.resolve import resolve_model
 from tunewell.workflows.serve import Door, Ready, open_server
 
 READY = Ready(
@@ -79,9 +79,9 @@ def test_a_port_for_strangers_is_refused_before_anything_is_loaded(folder, monke
     monkeypatch.delenv("TUNEWELL_TOKEN", raising=False)
     monkeypatch.setattr("tunewell.workflows.serve.open_voice", lambda *_, **__: pytest.fail("it was loaded"))
     with pytest.raises(UserError, match="without a token"):
-        open_server(find_subject(folder), door=Door(host="0.0.0.0"))
+        open_server(resolve_model(folder), door=Door(host="0.0.0.0"))
     with pytest.raises(UserError, match="no origin"):
-        open_server(find_subject(folder), door=Door(origins=["*"]))
+        open_server(resolve_model(folder), door=Door(origins=["*"]))
 
 
 def test_a_port_is_given_back_when_the_model_cannot_be_served(folder, tmp_path):
@@ -93,7 +93,7 @@ def test_a_port_is_given_back_when_the_model_cannot_be_served(folder, tmp_path):
     del settings["chat_template"]
     (tmp_path / "plain" / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     with pytest.raises(UserError, match="no chat template"):
-        open_server(find_subject(tmp_path / "plain"), door=Door(port=0), device="cpu")
+        open_server(resolve_model(tmp_path / "plain"), door=Door(port=0), device="cpu")
 
 
 def test_the_screen_says_what_is_served_and_how_to_try_it():

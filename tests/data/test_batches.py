@@ -6,7 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lessons import RandomDocuments
 
-from tunewell.data.batches import DataOrder, FixedShape, bounds_of, fill, lay_out, micro_batches, share_opening
+from tunewell.data.batches import (
+    DataOrder,
+    FixedShape,
+    cumulative_lengths,
+    make_batch,
+    micro_batches,
+    pad_to_shape,
+    share_prefix,
+)
 
 lengths_of_documents = st.lists(st.integers(2, 50), min_size=1, max_size=60).map(np.array)
 
@@ -80,7 +88,7 @@ def test_micro_batches_hold_each_document_of_the_step_once_within_the_budget(len
 def test_targets_are_the_next_token_of_the_same_document() -> None:
     """A shift over the packed row would pair the end of one document with the beginning of the next."""
     documents = RandomDocuments(6)
-    batch = lay_out(documents, [3, 1, 4])
+    batch = make_batch(documents, [3, 1, 4])
     at, pairs = 0, []
     for document in (3, 1, 4):
         ids, labels = documents.arrays(document)
@@ -92,18 +100,18 @@ def test_targets_are_the_next_token_of_the_same_document() -> None:
 
 def test_filling_is_documents_of_its_own_and_is_not_learned() -> None:
     documents = RandomDocuments(6)
-    batch = lay_out(documents, [0, 1, 2])
+    batch = make_batch(documents, [0, 1, 2])
     shape = FixedShape(batch.num_tokens + 100, 16, 40)
     assert shape.fits(batch)
-    filled = fill(batch, shape)
+    filled = pad_to_shape(batch, shape)
     assert len(filled.input_ids) == len(filled.position_ids) == sum(filled.lengths) == shape.tokens
     assert filled.lengths[3:] == (40, 40, 20) and filled.rows is batch.rows
-    bounds = bounds_of(filled, shape.documents)
+    bounds = cumulative_lengths(filled, shape.documents)
     assert len(bounds) == 17 and (np.diff(bounds) >= 0).all() and bounds[-1] == shape.tokens
 
 
 def test_a_batch_whose_filling_needs_too_many_documents_does_not_fit() -> None:
-    batch = lay_out(RandomDocuments(6), [0, 1, 2])
+    batch = make_batch(RandomDocuments(6), [0, 1, 2])
     assert not FixedShape(batch.num_tokens + 100, 5, 40).fits(batch)
     assert not FixedShape(batch.num_tokens - 1, 50, 40).fits(batch)
 
@@ -117,8 +125,8 @@ def _beginning(opening: list[int], *own: list[int]) -> RandomDocuments:
 @given(st.integers(0, 20), st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=6))
 def test_a_shared_opening_is_laid_out_once_and_every_token_finds_its_place(size: int, own: list[list[int]]) -> None:
     documents = _beginning(list(range(100, 100 + size)), *own)
-    batch = lay_out(documents, range(len(own)))
-    shared = share_opening(batch, longest=512)
+    batch = make_batch(documents, range(len(own)))
+    shared = share_prefix(batch, longest=512)
     if shared is None:
         assert size < 8 or len(own) == 1
         return
@@ -131,10 +139,10 @@ def test_a_shared_opening_is_laid_out_once_and_every_token_finds_its_place(size:
 
 
 def test_documents_that_are_the_same_keep_a_token_of_their_own() -> None:
-    shared = share_opening(lay_out(_beginning(list(range(12)), [7], [7]), [0, 1]), longest=512)
+    shared = share_prefix(make_batch(_beginning(list(range(12)), [7], [7]), [0, 1]), longest=512)
     assert shared is not None and shared.size == 12 and shared.lengths == (12, 1, 1)
 
 
 def test_an_opening_is_not_shared_by_a_document_that_is_far_longer() -> None:
-    batch = lay_out(_beginning(list(range(12)), [7] * 30, [8]), [0, 1])
-    assert share_opening(batch, longest=30) is not None and share_opening(batch, longest=29) is None
+    batch = make_batch(_beginning(list(range(12)), [7] * 30, [8]), [0, 1])
+    assert share_prefix(batch, longest=30) is not None and share_prefix(batch, longest=29) is None

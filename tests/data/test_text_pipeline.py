@@ -12,9 +12,9 @@ from tunewell.config.load import Loaded
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
 from tunewell.data.corpus.reader import open_corpus
-from tunewell.data.text_pipeline import TextToTokens
+from tunewell.data.text_pipeline import TextPipeline
 from tunewell.data.tokenizers.load import load_tokenizer
-from tunewell.models.load import LoadOrder, load_model
+from tunewell.models.load import LoadOptions, load_model
 from tunewell.workflows.prepare import prepare
 
 
@@ -39,25 +39,25 @@ def test_the_tokenizer_named_beside_a_model_is_used(tmp_path, tiny_model):
     (tmp_path / "tok").symlink_to(tiny_model)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    tools = TextToTokens.load(config_in(tmp_path, model="model", tokenizer="tok"))
+    tools = TextPipeline.load(config_in(tmp_path, model="model", tokenizer="tok"))
     assert tools.tokenizer.sha256 == load_tokenizer(tiny_model).sha256
     assert tools.model == str(tmp_path / "model")
 
 
 def test_a_tokenizer_named_beside_a_model_wins_over_its_own(tmp_path, tiny_model, pieces):
-    tools = TextToTokens.load(config_in(tmp_path, model=str(tiny_model), tokenizer=str(pieces)))
+    tools = TextPipeline.load(config_in(tmp_path, model=str(tiny_model), tokenizer=str(pieces)))
     assert tools.tokenizer.kind == "sentencepiece"
 
 
 def test_a_preset_without_a_tokenizer_says_what_is_missing(tmp_path):
     with pytest.raises(UserError, match="no tokenizer") as caught:
-        TextToTokens.load(config_in(tmp_path, model="preset:tiny-23m"))
+        TextPipeline.load(config_in(tmp_path, model="preset:tiny-23m"))
     assert "`tokenizer:`" in str(caught.value.fix)
 
 
 def test_a_preset_that_is_none_is_noticed_before_anything_is_prepared(tmp_path, tiny_model):
     with pytest.raises(UserError, match="no preset `tiny-24m`"):
-        TextToTokens.load(config_in(tmp_path, model="preset:tiny-24m", tokenizer=str(tiny_model)))
+        TextPipeline.load(config_in(tmp_path, model="preset:tiny-24m", tokenizer=str(tiny_model)))
 
 
 def test_a_preset_is_prepared_and_loaded_with_someones_own_sentencepiece_model(tmp_path, pieces):
@@ -74,7 +74,7 @@ def test_a_preset_is_prepared_and_loaded_with_someones_own_sentencepiece_model(t
     added = corpus.manifest.tokenizer.added_by_us
     assert set(added) == {"<|im_start|>", "<|im_end|>"}
     assert corpus.manifest.packing.context_length == 1024
-    order = LoadOrder(
+    order = LoadOptions(
         "preset:tiny-1m",
         corpus.path / "tokenizer",
         torch.device("cpu"),

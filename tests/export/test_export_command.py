@@ -19,10 +19,10 @@ from tunewell.core.errors import UserError
 from tunewell.export import disk_space as export_room
 from tunewell.export import preflight as export_needs
 from tunewell.export import staging as export_place
-from tunewell.export.existing import look_at
+from tunewell.export.existing import find_existing
 from tunewell.export.proof import gguf as proving_gguf
 from tunewell.export.proof import reference
-from tunewell.export.request import ExportOrder, is_ollama_name, ollama_name
+from tunewell.export.request import ExportOptions, is_ollama_name, ollama_name
 from tunewell.records.parity import read_proof
 from tunewell.workflows import export as workflow
 from tunewell.workflows.verify import verify
@@ -93,20 +93,20 @@ def test_what_would_be_lost_is_refused_before_anything_is_loaded(out: Path) -> N
     (out / "merged").mkdir()
     (out / "merged" / "mine.txt").touch()
     with pytest.raises(UserError, match=r"mine\.txt.* is in the way"):
-        look_at(out, ["merged"], [])
+        find_existing(out, ["merged"], [])
     (out / "adapter" / "mine.txt").touch()
     with pytest.raises(UserError, match=r"mine\.txt"):
-        look_at(out, ["adapter"], [])
+        find_existing(out, ["adapter"], [])
     (out / "adapter" / "mine.txt").unlink()
     (out / "adapter" / "README.md").write_text("# My own words\n")
     with pytest.raises(UserError, match=r"README\.md.* was changed"):
-        look_at(out, ["adapter"], [])
+        find_existing(out, ["adapter"], [])
     with pytest.raises(UserError, match="no longer what was exported"):
-        look_at(out, ["gguf"], ["f16"])
+        find_existing(out, ["gguf"], ["f16"])
     (out / "proof.json").unlink()
     with pytest.raises(UserError, match="is no export"):
-        look_at(out, ["adapter"], [])
-    assert look_at(out.parent / "new", ["adapter"], []) is None
+        find_existing(out, ["adapter"], [])
+    assert find_existing(out.parent / "new", ["adapter"], []) is None
 
 
 def test_a_publish_that_fails_in_between_leaves_what_was_there(
@@ -138,9 +138,9 @@ def test_two_exports_to_one_place_do_not_meet_and_a_dead_one_is_cleared(tmp_path
     (dead / "export").mkdir(parents=True)
     (dead / "tunewell-export.lock").touch()
     (tmp_path / ".out.tunewell-mine").mkdir()
-    with export_place.workshop(out) as first:
+    with export_place.open_staging(out) as first:
         assert not dead.exists() and first.staged.is_dir()
-        with pytest.raises(UserError, match="another process is exporting"), export_place.workshop(out):
+        with pytest.raises(UserError, match="another process is exporting"), export_place.open_staging(out):
             raise AssertionError("both would work there")
         assert first.staged.is_dir()
     assert names(tmp_path) == {".out.tunewell-mine"}
@@ -225,7 +225,7 @@ def test_without_llama_cpp_a_gguf_cannot_be_tried(
     assert main(["verify", str(tmp_path / "out")]) == 2
     assert "llama.cpp" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"llama\.cpp"):
-        export_needs.need_all({"ollama"})
+        export_needs.require_proof_tools({"ollama"})
 
 
 def test_the_error_of_the_proving_process_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,15 +295,15 @@ def test_the_library_takes_what_the_command_takes(model: Path, tmp_path: Path, m
 
 def test_an_order_may_be_written_in_the_ways_of_python() -> None:
     """A step as a number, a path as a path and None for nothing were tracebacks."""
-    given = ExportOrder(to=None, gguf=None, checkpoint=3, base=Path("base"), sets="seed=1")
-    assert given.checked() == ExportOrder(to=[], gguf=[], checkpoint="3", base="base", sets=["seed=1"])
+    given = ExportOptions(to=None, gguf=None, checkpoint=3, base=Path("base"), sets="seed=1")
+    assert given.checked() == ExportOptions(to=[], gguf=[], checkpoint="3", base="base", sets=["seed=1"])
 
 
 def test_what_will_be_written_is_said_first_and_held_against_the_disk(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    order = ExportOrder(to=("adapter", "merged", "ollama"), out=tmp_path / "out", gguf=("q8_0", "q4_k_m"))
+    order = ExportOptions(to=("adapter", "merged", "ollama"), out=tmp_path / "out", gguf=("q8_0", "q4_k_m"))
     monkeypatch.setattr(export_room.shutil, "disk_usage", lambda place: _Usage(1 << 20))
     with pytest.raises(UserError, match="too full") as caught:
         workflow.export(model / "adapter", order=order, announce=told.append)
@@ -331,9 +331,9 @@ def test_expected_sizes_are_those_of_the_files(model: Path, tmp_path: Path) -> N
     told: list[str] = []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(workflow, "_prove", lambda staged, tell: verify(staged))
-        order = ExportOrder(to=("merged",), out=tmp_path / "out", precision="fp32")
+        order = ExportOptions(to=("merged",), out=tmp_path / "out", precision="fp32")
         seen: list[Any] = []
-        room = export_room.expected_room
+        room = export_room.estimate_disk_space
         patched.setattr(workflow, "expected_room", lambda *given: seen.append(room(*given)) or seen[0])
         workflow.export(model / "adapter", order=order, announce=told.append)
     size = (tmp_path / "out" / "merged" / "model.safetensors").stat().st_size

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models
 from corpora import rows_file
 from tunewell.config.load import load_config
 from tunewell.core.errors import UserError
-from tunewell.export.preflight import refuse_impossible
+from tunewell.export.preflight import require_exportable
 from tunewell.workflows.train import train
 
 EVERYTHING = "export.to=[adapter, merged, gguf, ollama]"
@@ -37,7 +37,7 @@ def _write(path: Path, value: Any) -> None:
 
 
 def _wish(model: Path | str, *sets: str) -> None:
-    refuse_impossible(load_config(None, [EVERYTHING, *sets], model=str(model), has_file=False))
+    require_exportable(load_config(None, [EVERYTHING, *sets], model=str(model), has_file=False))
 
 
 def _speaks(model: Path, template: str | None) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config
 
 from tunewell.config.schema import Method
 from tunewell.methods import adapter as adapters
-from tunewell.models.load import LoadOrder, load_model
+from tunewell.models.load import LoadOptions, load_model
 from tunewell.workflows.verify import verify
 
 _SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
@@ -41,7 +41,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_is_proven_on_the_whole_model_and_on_nothing_less(tmp_path: Path, base: Path) -> None:
     """Written for the text part alone, it did nothing in PEFT, and was called proven."""
     cpu = torch.device("cpu")
-    model = load_model(LoadOrder(str(base), base, cpu, torch.float32, attention="sdpa")).model
+    model = load_model(LoadOptions(str(base), base, cpu, torch.float32, attention="sdpa")).model
     # As tunewell once named them: for the part alone.
     adapter = adapters.add_lora(model, Method(rank=4, alpha=8), seed=0)
     torch.manual_seed(1)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tunewell.data.corpus.reader import open_corpus
-from tunewell.inference.chat_model import open_voice
+from tunewell.inference.chat_model import open_chat_model
 from tunewell.inference.generate import generate
 from tunewell.inference.llama_cpp.library import find_llama
-from tunewell.runs.resolve import find_subject
+from tunewell.runs.resolve import resolve_model
 from tunewell.training.held_out import questions_of
 
 pytestmark = pytest.mark.slow
@@ -37,7 +37,7 @@ def tuned(tmp_path_factory) -> Path:
 
 
 def test_forty_questions_are_answered_alike(tuned: Path) -> None:
-    voice = open_voice(find_subject(tuned / "run"), device="cpu", precision="fp32")
+    voice = open_chat_model(resolve_model(tuned / "run"), device="cpu", precision="fp32")
     questions = questions_of(open_corpus(tuned / "corpus").held_out, number=40, spell=voice.spell)
     prompts = [question.ids for question in questions]
     assert len(prompts) == 40

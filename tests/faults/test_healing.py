@@ -18,8 +18,8 @@ from tunewell.core.errors import UserError
 from tunewell.records.events import read_events
 from tunewell.records.healing import HealingEntry, read_healing
 from tunewell.training.engine import Ending, Run, resume, train
-from tunewell.training.faults import NoFaults, plant
-from tunewell.training.step import Numbers
+from tunewell.training.faults import NoFaults, parse_faults
+from tunewell.training.step import StepResult
 
 PLAN = {
     **{"num_steps": 48, "batch_documents": 4, "micro_batch_tokens": 64, "save_every": 5, "evaluate_every": 12},
@@ -328,11 +328,11 @@ def test_a_healed_run_that_is_resumed_ends_as_if_it_had_not_been_stopped(tmp_pat
 
 
 def test_faults_are_refused_unless_switched_on() -> None:
-    assert type(plant(None, is_allowed=False)) is NoFaults
+    assert type(parse_faults(None, is_allowed=False)) is NoFaults
     with pytest.raises(UserError, match="not switched on"):
-        plant("nan@gradients:step=1", is_allowed=False)
+        parse_faults("nan@gradients:step=1", is_allowed=False)
     with pytest.raises(UserError, match="no fault"):
-        plant("rain@roof:step=1", is_allowed=True)
+        parse_faults("rain@roof:step=1", is_allowed=True)
 
 
 PLAIN: dict[str, Any] = {"method": {"rank": 4, "dropout": 0.0}}
@@ -421,7 +421,7 @@ def test_two_bad_steps_that_are_read_together_are_both_treated(tmp_path: Path) -
     fault = "nan@gradients:step=2,times=2"
     at_once = make_run(tmp_path / "at-once", config=PLAIN, plan={"save_every": 4}, faults=fault)
     late = make_run(tmp_path / "late", config=PLAIN, plan={"save_every": 4}, faults=fault)
-    late.learner._send = lambda values: Numbers(values.clone(), Arrived())  # type: ignore[method-assign]
+    late.learner._send = lambda values: StepResult(values.clone(), Arrived())  # type: ignore[method-assign]
     train(at_once)
     train(late)
     assert acted(late) == acted(at_once) == [(3, "nan-gradients", "skip"), (4, "nan-gradients", "rewind")]

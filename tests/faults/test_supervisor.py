@@ -27,7 +27,7 @@ from tunewell.cli.main import main
 from tunewell.config.rules import Healing
 from tunewell.records.events import read_events
 from tunewell.records.healing import read_healing
-from tunewell.runs.heartbeat import Ear
+from tunewell.runs.heartbeat import HeartbeatMonitor
 from tunewell.runs.supervisor import supervise
 
 STAND_IN = """
@@ -334,7 +334,7 @@ def test_a_terminal_that_stops_what_writes_in_the_background_does_not_stop_a_run
 
 
 def test_patience_is_three_steps_and_more_and_longer_for_other_work() -> None:
-    ear = Ear(60.0)
+    ear = HeartbeatMonitor(60.0)
     ear.hear(b"stage\nalive\n")
     assert ear.patience is None, "loading may take any time"
     ear.hear(b"step 2.0\nstep 4.0\nste")

@@ -13,23 +13,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from parrots import write_parrot, write_random
 from tunewell.config.schema import Method
 from tunewell.core.errors import UserError
-from tunewell.inference.chat import Chat, Manner
-from tunewell.inference.chat_model import Voice, open_voice
+from tunewell.inference.chat import Chat, ChatOptions
+from tunewell.inference.chat_model import ChatModel, open_chat_model
 from tunewell.methods import adapter as adapters
-from tunewell.runs.resolve import find_subject
+from tunewell.runs.resolve import resolve_model
 
 
-def voice_of(place: Path, **more) -> Voice:
-    return open_voice(find_subject(place, **more), device="cpu", with_base=bool(more))
+def voice_of(place: Path, **more) -> ChatModel:
+    return open_chat_model(resolve_model(place, **more), device="cpu", with_base=bool(more))
 
 
 @pytest.fixture(scope="module")
-def parrot(tmp_path_factory, tiny_model) -> Voice:
+def parrot(tmp_path_factory, tiny_model) -> ChatModel:
     return voice_of(write_parrot(tmp_path_factory.mktemp("parrot") / "parrot", tiny_model, "Yes, ok."))
 
 
 @pytest.fixture(scope="module")
-def endless(tmp_path_factory, tiny_model) -> Voice:
+def endless(tmp_path_factory, tiny_model) -> ChatModel:
     return voice_of(write_parrot(tmp_path_factory.mktemp("endless") / "endless", tiny_model, "Yes", then="!"))
 
 
@@ -72,7 +72,7 @@ def test_answers_are_those_of_transformers_and_peft_turn_after_turn(random_model
     voice = voice_of(adapter if has_adapter else random_model)
     answers = set()
     for question in SENTENCES[:5]:
-        chat = Chat(voice, system="Be brief.", manner=Manner(length=9))
+        chat = Chat(voice, system="Be brief.", manner=ChatOptions(length=9))
         messages = [{"role": "system", "content": "Be brief."}]
         for text in (question, "And then?"):
             messages.append({"role": "user", "content": text})
@@ -86,9 +86,9 @@ def test_answers_are_those_of_transformers_and_peft_turn_after_turn(random_model
 
 def test_the_base_answers_the_same_prompt_and_the_adapter_is_back_afterwards(random_model, adapter):
     voice = voice_of(adapter)
-    alone = Chat(voice_of(random_model), manner=Manner(length=12))
+    alone = Chat(voice_of(random_model), manner=ChatOptions(length=12))
     expected = "".join(alone.say("hello"))
-    chat = Chat(voice, manner=Manner(length=12))
+    chat = Chat(voice, manner=ChatOptions(length=12))
     own = "".join(chat.say("hello"))
     beside = chat.base_says()
     assert next(beside)
@@ -103,7 +103,7 @@ def test_an_answer_says_how_it_ended(parrot, endless):
     chat = Chat(parrot)
     assert "".join(chat.say("hi")) == "Yes, ok."
     assert (chat.answer.ended, chat.answer.num_tokens > 3, chat.answer.seconds > 0) == ("end", True, True)
-    chat = Chat(endless, manner=Manner(length=20))
+    chat = Chat(endless, manner=ChatOptions(length=20))
     "".join(chat.say("hi"))
     assert (chat.answer.ended, chat.answer.num_tokens) == ("length", 20)
     chat.set_manner(length=1000)
@@ -170,7 +170,7 @@ def test_a_saved_conversation_can_be_learned_from(parrot, endless, tiny_model, t
     chat.save(file)
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     assert [len(row.get("messages", ())) for row in rows] == [0, 5, 0, 5], "what others added since is kept"
-    cut = Chat(endless, manner=Manner(length=5))
+    cut = Chat(endless, manner=ChatOptions(length=5))
     "".join(cut.say("four"))
     cut.save(tmp_path / "cut.jsonl")
     assert json.loads((tmp_path / "cut.jsonl").read_text())["messages"][-1]["weight"] == 0
@@ -183,14 +183,14 @@ def test_a_saved_conversation_can_be_learned_from(parrot, endless, tiny_model, t
 def test_settings_that_make_no_sense_are_refused():
     for wrong in ({"temperature": -1.0}, {"temperature": float("nan")}, {"length": 0}, {"seed": -1}):
         with pytest.raises(UserError):
-            Manner(**wrong)
+            ChatOptions(**wrong)
 
 
 def test_drawing_follows_the_seed(random_model):
     voice = voice_of(random_model)
 
     def said(seed: int) -> str:
-        return "".join(Chat(voice, manner=Manner(temperature=1.0, length=20, seed=seed)).say("hi"))
+        return "".join(Chat(voice, manner=ChatOptions(temperature=1.0, length=20, seed=seed)).say("hi"))
 
     assert said(1) == said(1) != said(2)
 
@@ -219,7 +219,7 @@ def test_a_model_without_a_template_goes_on_with_the_text(tiny_model, tmp_path):
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     voice = voice_of(folder)
     assert voice.masker is None
-    chat = Chat(voice, manner=Manner(length=4))
+    chat = Chat(voice, manner=ChatOptions(length=4))
     first = "".join(chat.say("Once upon"))
     "".join(chat.say(" and then"))
     assert voice.spell(chat._prompt) == "Once upon" + first + " and then"

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from parrots import END, write_parrot, write_random
 from tunewell.core.errors import UserError
-from tunewell.inference.chat_model import open_voice, open_without_model
+from tunewell.inference.chat_model import open_chat_model, open_without_model
 from tunewell.inference.runtime import next_logits
-from tunewell.runs.resolve import find_subject
+from tunewell.runs.resolve import resolve_model
 
 PROMPTS = [[7, 8, 9, 10, 11], [12, 13]]
 
@@ -41,7 +41,7 @@ def logits(model: PreTrainedModel) -> np.ndarray:
 
 
 def test_a_voice_is_frozen_in_eval_mode_and_stops_at_the_end_of_a_turn(model: Path) -> None:
-    voice = open_voice(find_subject(model), device="cpu")
+    voice = open_chat_model(resolve_model(model), device="cpu")
     assert voice.tokenizer.backend.token_to_id(END) in voice.stop_ids and voice.pad_id in voice.stop_ids
     assert not voice.model.training and not any(p.requires_grad for p in voice.model.parameters())
     assert voice.precision == "fp32" and voice.masker is not None and not voice.has_base
@@ -51,12 +51,12 @@ def test_a_voice_is_frozen_in_eval_mode_and_stops_at_the_end_of_a_turn(model: Pa
 def test_the_makers_own_end_is_one_too(tmp_path: Path, tiny_model: Path) -> None:
     folder = write_parrot(tmp_path / "parrot", tiny_model, "Yes")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
-    assert {3, 4} < set(open_voice(find_subject(folder), device="cpu").stop_ids)
+    assert {3, 4} < set(open_chat_model(resolve_model(folder), device="cpu").stop_ids)
 
 
 def test_switched_off_an_adapter_is_its_base(model: Path, tmp_path: Path) -> None:
     folder = peft_adapter(tmp_path / "adapter", model)
-    voice = open_voice(find_subject(folder), device="cpu", with_base=True)
+    voice = open_chat_model(resolve_model(folder), device="cpu", with_base=True)
     assert voice.can_switch and voice.has_base
     own = AutoModelForCausalLM.from_pretrained(model)
     with voice.as_base() as base:
@@ -67,7 +67,7 @@ def test_switched_off_an_adapter_is_its_base(model: Path, tmp_path: Path) -> Non
 def test_an_adapter_with_a_whole_module_of_its_own_needs_its_base_apart(model: Path, tmp_path: Path) -> None:
     """The head it brings is not switched off with its matrices."""
     folder = peft_adapter(tmp_path / "adapter", model, modules_to_save=["lm_head"])
-    voice = open_voice(find_subject(folder), device="cpu", with_base=True)
+    voice = open_chat_model(resolve_model(folder), device="cpu", with_base=True)
     assert not voice.can_switch and voice.has_base
     with voice.as_base() as base:
         assert base.model is not voice.model
@@ -75,11 +75,11 @@ def test_an_adapter_with_a_whole_module_of_its_own_needs_its_base_apart(model: P
 
 
 def test_all_but_the_model_is_known_of_one_that_cannot_be_loaded(model: Path) -> None:
-    voice = open_without_model(find_subject(model), device="cpu")
+    voice = open_without_model(resolve_model(model), device="cpu")
     assert voice.model is None and voice.tokenizer.vocab_size == 500 and voice.precision == "fp32"
 
 
 def test_a_model_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
-        open_voice(find_subject(tmp_path / "nowhere"), device="cpu")
+        open_chat_model(resolve_model(tmp_path / "nowhere"), device="cpu")
     assert "nowhere" in str(error.value)

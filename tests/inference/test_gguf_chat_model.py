@@ -11,12 +11,12 @@ from parrots import write_parrot, write_random
 from tunewell.cli.main import main
 from tunewell.cli.screens.chat import introduce
 from tunewell.core.errors import UserError
-from tunewell.data.text_pipeline import TextToTokens
+from tunewell.data.text_pipeline import TextPipeline
 from tunewell.export.gguf.write import write_gguf
-from tunewell.inference.chat import Chat, Manner
-from tunewell.inference.chat_model import Voice, open_in_llama_cpp, open_voice
+from tunewell.inference.chat import Chat, ChatOptions
+from tunewell.inference.chat_model import ChatModel, open_chat_model, open_in_llama_cpp
 from tunewell.inference.llama_cpp.runtime import LlamaRuntime
-from tunewell.runs.resolve import find_subject
+from tunewell.runs.resolve import resolve_model
 
 pytest.importorskip("xllamacpp")
 QUESTIONS = ("Where is the river?", "naïve 日本 <|im_end|> x", "What  do\nyou see?", "a")
@@ -46,12 +46,12 @@ def dequantised(file: Path) -> PreTrainedModel:
     return model
 
 
-def voice_of(place: Path, **more) -> Voice:
-    return open_voice(find_subject(place, **more), with_base=bool(more), in_llama_cpp=True)
+def voice_of(place: Path, **more) -> ChatModel:
+    return open_chat_model(resolve_model(place, **more), with_base=bool(more), in_llama_cpp=True)
 
 
 @pytest.fixture(scope="module")
-def voice(file: Path) -> Voice:
+def voice(file: Path) -> ChatModel:
     return voice_of(file)
 
 
@@ -64,12 +64,12 @@ def by_transformers(model: PreTrainedModel, prompt: list[int], number: int, stop
 
 
 def test_a_conversation_is_token_for_token_that_of_transformers(
-    voice: Voice, folder: Path, dequantised: PreTrainedModel
+    voice: ChatModel, folder: Path, dequantised: PreTrainedModel
 ) -> None:
     """Several turns on one cache, as they are streamed: a position or a token off by one, and the words differ."""
     assert isinstance(voice.runtime, LlamaRuntime) and voice.model is None
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    chat = Chat(voice, manner=Manner(length=12))
+    chat = Chat(voice, manner=ChatOptions(length=12))
     for question in QUESTIONS:
         pieces = list(chat.say(question))
         expected = by_transformers(dequantised, chat._prompt, 12, voice.stop_ids)
@@ -79,12 +79,12 @@ def test_a_conversation_is_token_for_token_that_of_transformers(
     plain = tokenizer.apply_chat_template(
         [{"role": "user", "content": QUESTIONS[0]}], add_generation_prompt=True, return_dict=False
     )
-    fresh = Chat(voice, manner=Manner(length=1))
+    fresh = Chat(voice, manner=ChatOptions(length=1))
     list(fresh.say(QUESTIONS[0]))
     assert fresh._prompt == plain
 
 
-def test_answers_in_a_row_are_those_of_transformers(voice: Voice, dequantised: PreTrainedModel) -> None:
+def test_answers_in_a_row_are_those_of_transformers(voice: ChatModel, dequantised: PreTrainedModel) -> None:
     draw = torch.Generator().manual_seed(2)
     prompts = [torch.randint(4, 490, (length,), generator=draw).tolist() for length in (1, 9, 40, 244, 256, 300)]
     found = voice.runtime.answer_all(prompts, max_new_tokens=16, stop_ids=[7, *voice.stop_ids], pad_id=0)
@@ -99,15 +99,15 @@ def test_answers_in_a_row_are_those_of_transformers(voice: Voice, dequantised: P
     assert [answer.ended for answer in found] == ended
 
 
-def test_answers_end_and_are_stopped_as_elsewhere(voice: Voice, parrot: Path) -> None:
+def test_answers_end_and_are_stopped_as_elsewhere(voice: ChatModel, parrot: Path) -> None:
     chat = Chat(voice_of(parrot))
     assert "".join(chat.say("hi")) == "Yes, ok." and chat.answer.ended == "end"
-    chat = Chat(voice, manner=Manner(length=1000))
+    chat = Chat(voice, manner=ChatOptions(length=1000))
     voice.stop_ids, known = [], voice.stop_ids
     list(chat.say("hi"))
     assert chat.answer.ended == "context" and chat.context == 256
     assert chat.answer.num_tokens + chat.answer.num_prompt_tokens == 256
-    chat = Chat(voice, manner=Manner(length=5))
+    chat = Chat(voice, manner=ChatOptions(length=5))
     list(chat.say("hi"))
     assert (chat.answer.ended, chat.answer.num_tokens) == ("length", 5)
     parts = chat.say("more")
@@ -118,48 +118,48 @@ def test_answers_end_and_are_stopped_as_elsewhere(voice: Voice, parrot: Path) ->
     voice.stop_ids = known
 
 
-def test_drawn_answers_repeat_with_their_seed(voice: Voice) -> None:
+def test_drawn_answers_repeat_with_their_seed(voice: ChatModel) -> None:
     def said(seed: int) -> str:
-        return "".join(Chat(voice, manner=Manner(temperature=1.5, length=12, seed=seed)).say("hi"))
+        return "".join(Chat(voice, manner=ChatOptions(temperature=1.5, length=12, seed=seed)).say("hi"))
 
     assert said(3) == said(3) and len({said(seed) for seed in range(4)}) > 1
 
 
 def test_without_a_library_the_weights_are_dequantised_and_that_is_said(
-    voice: Voice, file: Path, monkeypatch: pytest.MonkeyPatch
+    voice: ChatModel, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = Chat(voice, manner=Manner(length=8))
+    here = Chat(voice, manner=ChatOptions(length=8))
     list(here.say("hi"))
     monkeypatch.setattr("tunewell.inference.llama_cpp.library.known_places", lambda: iter(()))
     monkeypatch.delenv("TUNEWELL_LLAMA_CPP", raising=False)
     without = voice_of(file)
     assert without.model is not None and without.computed_by == ""
     assert any("no llama.cpp library" in note and "transformers computes" in note for note in without.notes)
-    there = Chat(without, manner=Manner(length=8))
+    there = Chat(without, manner=ChatOptions(length=8))
     list(there.say("hi"))
     assert there.answer.text == here.answer.text and without.stop_ids == voice.stop_ids
 
 
 def test_only_a_file_that_is_asked_as_it_is_goes_to_llama_cpp(folder: Path, file: Path) -> None:
     """What is trained, written or put on a GPU is torch's."""
-    subject = find_subject(file)
-    text = TextToTokens.load(subject.loaded)
+    subject = resolve_model(file)
+    text = TextPipeline.load(subject.loaded)
     for device in ("cuda", "cuda:1", "mps"):
         assert open_in_llama_cpp(subject, text, device=device) == (None, [])
-    assert open_voice(subject, device="cpu").model is not None
+    assert open_chat_model(subject, device="cpu").model is not None
     assert voice_of(folder).model is not None
 
 
 def test_a_template_whose_tokens_the_file_lacks_needs_other_rows(file: Path) -> None:
-    subject = find_subject(file, template="llama3", sets=["template.add_missing_tokens=true"])
-    voice = open_voice(subject, device="cpu", in_llama_cpp=True)
+    subject = resolve_model(file, template="llama3", sets=["template.add_missing_tokens=true"])
+    voice = open_chat_model(subject, device="cpu", in_llama_cpp=True)
     assert voice.model is not None and any("which the file does not have" in note for note in voice.notes)
 
 
 def test_a_base_answers_beside_it_whatever_it_is(parrot: Path, folder: Path, file: Path) -> None:
     said = []
     for base in (file, folder):
-        chat = Chat(voice_of(parrot, base=str(base)), manner=Manner(length=8))
+        chat = Chat(voice_of(parrot, base=str(base)), manner=ChatOptions(length=8))
         assert "".join(chat.say("hi")) == "Yes, ok."
         said.append("".join(chat.base_says()))
     assert said[0] == said[1] != "Yes, ok."
@@ -194,7 +194,7 @@ def test_a_damaged_file_is_refused_in_words(file: Path, tmp_path: Path) -> None:
         voice_of(cut)
 
 
-def test_the_screen_says_what_computes(voice: Voice, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_screen_says_what_computes(voice: ChatModel, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     introduce(Chat(voice), with_base=False)
     assert "fp32 on cpu, computed by llama.cpp" in " ".join(capsys.readouterr().err.split())
     assert main(["chat", str(file), "--prompt", "hi", "--length", "4", "--json"]) == 0

@@ -22,7 +22,7 @@ from tunewell.inference.runtime import (
     next_logits,
 )
 from tunewell.methods import adapter as adapters
-from tunewell.models.packed_forward import Reader
+from tunewell.models.packed_forward import PackedModel
 
 STOPS = [5, 17]
 NEW_TOKENS = 24
@@ -90,14 +90,14 @@ def test_losses_are_those_of_transformers(models: Any, kind: str, budget: int, m
     monkeypatch.setattr(measuring, "_BATCH_TOKENS", budget)
     documents = RandomDocuments(20, seed=2)
     told: list[tuple[int, int]] = []
-    found = measure_losses(Reader(ours, "fp32", 40), documents, most=None, progress=lambda *one: told.append(one))
+    found = measure_losses(PackedModel(ours, "fp32", 40), documents, most=None, progress=lambda *one: told.append(one))
     for index, (ids, labels) in enumerate(documents.rows):
         with torch.no_grad():
             out = theirs(input_ids=torch.tensor(ids)[None].long(), labels=torch.tensor(labels)[None].long())
         assert found.sums[index] / found.tokens[index] == pytest.approx(float(out.loss), abs=1e-5)
         assert found.tokens[index] == documents.index["supervised"][index]
     assert told[-1] == (20, 20) and len(told) == 1 if budget == 4096 else len(told) > 3
-    assert len(measure_losses(Reader(ours, "fp32", 40), documents, most=7).documents) == 7
+    assert len(measure_losses(PackedModel(ours, "fp32", 40), documents, most=7).documents) == 7
 
 
 def test_means_of_parts_add_up_to_the_mean_of_the_whole() -> None:

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from parrots import write_random
 from tunewell.cli.commands.serve import screen
 from tunewell.export.gguf.write import write_gguf
-from tunewell.inference.chat_model import open_voice
-from tunewell.runs.resolve import find_subject
+from tunewell.inference.chat_model import open_chat_model
+from tunewell.runs.resolve import resolve_model
 from tunewell.workflows.serve import Door, VoiceSpeaker, open_server
 
 pytest.importorskip("xllamacpp")
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 def test_a_file_is_served_as_transformers_would_answer(folder: Path) -> None:
     """Streamed, whole, and after a client that left in the middle: the cache is that of the next text then."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
-    voice = open_voice(find_subject(folder.parent / "model.gguf"), in_llama_cpp=True)
+    voice = open_chat_model(resolve_model(folder.parent / "model.gguf"), in_llama_cpp=True)
     assert voice.computed_by.startswith("llama.cpp")
     with served(VoiceSpeaker(voice, NAME)) as url:
         client = client_of(url)
@@ -54,7 +54,7 @@ def test_a_file_is_served_as_transformers_would_answer(folder: Path) -> None:
 
 
 def test_the_server_says_what_computes(folder: Path) -> None:
-    serving = open_server(find_subject(folder.parent / "model.gguf"), door=Door(port=0))
+    serving = open_server(resolve_model(folder.parent / "model.gguf"), door=Door(port=0))
     serving._listener.close()
     ready = serving.ready
     assert ready.computed_by.startswith("llama.cpp") and ready.context_length == 256 and ready.device == "cpu"

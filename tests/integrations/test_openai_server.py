@@ -14,9 +14,9 @@ import torch
 from serving import HELLO, NAME, Letters, chat, client_of, send, served
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from tunewell.inference.chat_model import open_voice
+from tunewell.inference.chat_model import open_chat_model
 from tunewell.integrations.openai_server.server import MAX_BODY_BYTES
-from tunewell.runs.resolve import find_subject
+from tunewell.runs.resolve import resolve_model
 from tunewell.workflows.serve import VoiceSpeaker
 
 QUESTIONS = ("What is the deadline?", "Grüße aus Köln", "a", "say <|im_end|> please", "1984, 42 and 7,473")
@@ -50,7 +50,7 @@ def folder(tiny_model: Path, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def voice(folder):
-    return open_voice(find_subject(folder), device="cpu")
+    return open_chat_model(resolve_model(folder), device="cpu")
 
 
 @pytest.fixture(scope="module")

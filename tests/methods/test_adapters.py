@@ -16,7 +16,7 @@ from tunewell.config.schema import Method, Train
 from tunewell.core.errors import UserError
 from tunewell.methods import adapter as adapters
 from tunewell.models.attention import stock_attention
-from tunewell.training.step import Learner
+from tunewell.training.step import TrainableModel
 
 IDS = torch.randint(0, 100, (2, 17), generator=torch.Generator().manual_seed(0))
 METHODS = {
@@ -103,7 +103,7 @@ def test_training_agrees_with_a_peft_loop_over_twenty_steps() -> None:
         name.replace(".weight", ".default.weight"): t for name, t in adapters.adapter_tensors(model, adapter).items()
     }
     assert not theirs.load_state_dict(begun, strict=False).unexpected_keys
-    learner = Learner(model, "fp32", 40, settings=Train(weight_decay=0.01))
+    learner = TrainableModel(model, "fp32", 40, settings=Train(weight_decay=0.01))
     own = [parameter for parameter in theirs.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(own, lr=1e-3, weight_decay=0.01)
     for number in range(20):

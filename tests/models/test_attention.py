@@ -12,7 +12,7 @@ from tunewell.config.schema import Train
 from tunewell.core.errors import UserError
 from tunewell.models import attention
 from tunewell.training.leak_probe import probe_leaks
-from tunewell.training.step import Learner
+from tunewell.training.step import TrainableModel
 
 _SHAPE = {
     "hidden_size": 32,
@@ -32,11 +32,11 @@ MODELS: dict[str, Any] = {
 }
 
 
-def _learner(name: str) -> Learner:
+def _learner(name: str) -> TrainableModel:
     attention.register()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(MODELS[name](), attn_implementation=attention.SDPA)
-    return Learner(model, "fp32", 40, settings=Train())
+    return TrainableModel(model, "fp32", 40, settings=Train())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -51,14 +51,14 @@ def test_equal_lengths_are_attended_together() -> None:
     assert attention.runs_of([9, 9, 4, 4, 4, 9]) == ((2, 9), (3, 4), (1, 9))
 
 
-class _Leaky(Learner):
+class _Leaky(TrainableModel):
     """Lays all documents down as one."""
 
     def hidden(self, batch: Any) -> Any:
         return super().hidden(replace(batch, lengths=(sum(batch.lengths),)))
 
 
-class _Shifted(Learner):
+class _Shifted(TrainableModel):
     """Cuts documents one token late."""
 
     def hidden(self, batch: Any) -> Any:
@@ -68,7 +68,7 @@ class _Shifted(Learner):
 
 
 @pytest.mark.parametrize("fault", [_Leaky, _Shifted])
-def test_the_probe_refuses_planted_leaks(fault: type[Learner]) -> None:
+def test_the_probe_refuses_planted_leaks(fault: type[TrainableModel]) -> None:
     model = tiny_llama()
     with pytest.raises(UserError, match="packed with others gives other logits"):
         probe_leaks(fault(model, "fp32", 40, settings=Train()), RandomDocuments())

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from lessons import distance
 
 from tunewell.models import loss
-from tunewell.models.loss import HeadShape, learned_rows_loss
+from tunewell.models.loss import HeadShape, supervised_loss
 
 
 def _reference(hidden, targets, weight, bias, head):
@@ -30,7 +30,7 @@ def test_it_is_torch_cross_entropy_with_the_gradients_of_autograd(num_rows: int,
     targets[0] = -100
     ours = [tensor.clone().requires_grad_() for tensor in tensors]
     theirs = [tensor.clone().requires_grad_() for tensor in tensors]
-    mine = learned_rows_loss(ours[0], targets, weight_VH=ours[1], bias_V=ours[2], head=head)
+    mine = supervised_loss(ours[0], targets, weight_VH=ours[1], bias_V=ours[2], head=head)
     other = _reference(theirs[0], targets, theirs[1], theirs[2], head)
     (mine * 0.7).backward()
     (other * 0.7).backward()
@@ -43,16 +43,16 @@ def test_it_is_torch_cross_entropy_with_the_gradients_of_autograd(num_rows: int,
 def test_chunks_do_not_change_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     hidden, weight, targets = torch.randn(300, 16), torch.randn(50, 16), torch.randint(0, 50, (300,))
-    whole = learned_rows_loss(hidden, targets, weight_VH=weight)
+    whole = supervised_loss(hidden, targets, weight_VH=weight)
     monkeypatch.setattr(loss, "_CPU_BYTES", 4 * 50 * 64)
     assert loss.chunk_rows(50, torch.device("cpu")) == 64
-    torch.testing.assert_close(learned_rows_loss(hidden, targets, weight_VH=weight), whole, rtol=1e-6, atol=0)
+    torch.testing.assert_close(supervised_loss(hidden, targets, weight_VH=weight), whole, rtol=1e-6, atol=0)
 
 
 def test_a_frozen_head_costs_no_gradient() -> None:
     hidden = torch.randn(5, 8, requires_grad=True)
     weight = torch.randn(11, 8)
-    learned_rows_loss(hidden, torch.arange(5), weight_VH=weight).backward()
+    supervised_loss(hidden, torch.arange(5), weight_VH=weight).backward()
     assert hidden.grad is not None and weight.grad is None
 
 
@@ -62,7 +62,7 @@ def test_the_form_for_the_compiler_computes_the_same(softcap: float | None) -> N
     logits, targets = torch.randn(40, 30) * 3, torch.randint(0, 30, (40,))
     targets[7] = -100
     for ours, theirs in zip(
-        loss.loss_and_slope_fused(logits, targets, softcap),
+        loss.loss_and_grad_fused(logits, targets, softcap),
         loss.loss_and_slope(logits.clone(), targets, softcap),
         strict=True,
     ):

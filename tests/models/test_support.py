@@ -9,7 +9,7 @@ from transformers import AutoConfig, BertConfig, Gemma3nConfig, GPT2Config, T5Co
 
 from tunewell.core.errors import UserError
 from tunewell.models import attention, support
-from tunewell.models.support import head_facts, refuse_unsupported, text_part
+from tunewell.models.support import head_facts, require_supported, text_part
 
 LENGTHS = [7, 3, 3, 13, 1]
 
@@ -19,7 +19,7 @@ def test_a_verified_architecture_keeps_packed_documents_apart_and_its_head_is_kn
     """Every name in the table of verified ones: windows, caps and scales of each against transformers' own logits."""
     attention.register()
     model = tiny(kind)
-    assert not [note for note in refuse_unsupported(model.config, longest_document=13) if "not among" in note]
+    assert not [note for note in require_supported(model.config, longest_document=13) if "not among" in note]
     head = head_facts(model)
     texts = [torch.randint(3, 99, (length,), generator=torch.Generator().manual_seed(length)) for length in LENGTHS]
     alone = [logits(model, text.tolist()) for text in texts]
@@ -72,33 +72,33 @@ def test_the_table_names_only_architectures_that_are_tested_here_or_were_by_hand
 )
 def test_what_is_not_honoured_is_refused_by_name(kind, reason):
     with pytest.raises(UserError, match=reason) as caught:
-        refuse_unsupported(AutoConfig.for_model(kind), longest_document=1)
+        require_supported(AutoConfig.for_model(kind), longest_document=1)
     assert f"`{kind}`" in caught.value.what
 
 
 def test_a_flag_is_enough_to_refuse():
     """Falcon, Gemma 4 and others switch such things on by a setting, not by another name."""
     with pytest.raises(UserError, match="ALiBi"):
-        refuse_unsupported(tiny_config("llama", alibi=True), longest_document=1)
+        require_supported(tiny_config("llama", alibi=True), longest_document=1)
     strange = tiny_config("qwen2")
     strange.layer_types = ["full_attention", "chunked_attention"]
     with pytest.raises(UserError, match="`chunked_attention`"):
-        refuse_unsupported(strange, longest_document=1)
+        require_supported(strange, longest_document=1)
     with pytest.raises(UserError, match="later tokens"):
-        refuse_unsupported(tiny_config("gemma3_text", use_bidirectional_attention=True), longest_document=1)
+        require_supported(tiny_config("gemma3_text", use_bidirectional_attention=True), longest_document=1)
 
 
 def test_quantised_weights_are_refused_with_their_method():
     config = tiny_config("llama", quantization_config={"quant_method": "gptq", "bits": 4})
     with pytest.raises(UserError, match=r"quantised \(gptq\)"):
-        refuse_unsupported(config, longest_document=1)
+        require_supported(config, longest_document=1)
 
 
 def test_documents_longer_than_learned_positions_are_refused():
     """Else the embedding of position 128 is read behind its end."""
-    assert refuse_unsupported(GPT2Config(n_positions=128), longest_document=128) == []
+    assert require_supported(GPT2Config(n_positions=128), longest_document=128) == []
     with pytest.raises(UserError, match=r"knows 128 positions .* 129") as caught:
-        refuse_unsupported(GPT2Config(n_positions=128), longest_document=129)
+        require_supported(GPT2Config(n_positions=128), longest_document=129)
     assert "packing.context_length" in str(caught.value.fix)
 
 
@@ -116,22 +116,22 @@ def test_positions_that_depend_on_a_neighbour_are_refused_only_where_they_do(kin
     """A short document beside a long one would get other positions than alone."""
     more = {"original_max_position_embeddings": 64} if kind == "phi3" else {}
     config = tiny_config(kind, rope_parameters=rope, **more)
-    refuse_unsupported(config, longest_document=limit)
+    require_supported(config, longest_document=limit)
     with pytest.raises(UserError, match=f"`{rope['rope_type']}`"):
-        refuse_unsupported(config, longest_document=limit + 1)
+        require_supported(config, longest_document=limit + 1)
 
 
 def test_a_cap_on_attention_is_refused_where_the_kernel_has_none():
-    refuse_unsupported(tiny_config("gemma2"), longest_document=1, attention=attention.SDPA)
+    require_supported(tiny_config("gemma2"), longest_document=1, attention=attention.SDPA)
     with pytest.raises(UserError, match="softcap") as caught:
-        refuse_unsupported(tiny_config("gemma2"), longest_document=1, attention=attention.FLASH)
+        require_supported(tiny_config("gemma2"), longest_document=1, attention=attention.FLASH)
     assert caught.value.fix == "set `train.attention: sdpa`"
 
 
 def test_what_is_left_out_is_said():
-    assert "extra loss" in refuse_unsupported(tiny_config("mixtral"), longest_document=1)[0]
-    assert "not among" in refuse_unsupported(tiny_config("ctrl"), longest_document=1)[0]
-    assert refuse_unsupported(tiny_config("llama"), longest_document=1) == []
+    assert "extra loss" in require_supported(tiny_config("mixtral"), longest_document=1)[0]
+    assert "not among" in require_supported(tiny_config("ctrl"), longest_document=1)[0]
+    assert require_supported(tiny_config("llama"), longest_document=1) == []
 
 
 def test_only_the_text_part_of_some_models_is_known():
@@ -142,7 +142,7 @@ def test_only_the_text_part_of_some_models_is_known():
     # `AutoModelForCausalLM` gives the whole, in which PEFT is to find what was trained.
     assert part.inside == "model.language_model."
     assert text_part(tiny_config("llama")) is None
-    assert refuse_unsupported(config, longest_document=1) == []
+    assert require_supported(config, longest_document=1) == []
 
 
 def test_an_unknown_head_is_refused_when_it_is_tried():
@@ -189,4 +189,4 @@ def test_the_table_is_well_formed():
 def test_encoders_and_pairs_of_models_are_refused_from_their_settings_alone():
     for config in (BertConfig(), T5Config()):
         with pytest.raises(UserError):
-            refuse_unsupported(config, longest_document=1)
+            require_supported(config, longest_document=1)

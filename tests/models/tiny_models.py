@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tunewell.models.load import LoadOrder
+from tunewell.models.load import LoadOptions
 
 VOCABULARY = 99
 _SIZES: dict[str, Any] = {
@@ -109,10 +109,10 @@ def tiny(kind: str, *, seed: int = 0, **more: Any) -> PreTrainedModel:
     return model
 
 
-def order(model: str | Path, tokenizer: Path, **more: Any) -> LoadOrder:
+def order(model: str | Path, tokenizer: Path, **more: Any) -> LoadOptions:
     """Order a model on the CPU in fp32, with transformers' own attention."""
     wanted = {"device": torch.device("cpu"), "dtype": torch.float32, "attention": "sdpa"} | more
-    return LoadOrder(str(model), tokenizer, **wanted)
+    return LoadOptions(str(model), tokenizer, **wanted)
 
 
 def logits(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:

@@ -10,7 +10,7 @@ from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
 from tunewell.data.batches import DataOrder
 from tunewell.hardware.facts import DeviceFacts
-from tunewell.planning.compute import PlanOrder
+from tunewell.planning.compute import PlanInputs
 from tunewell.planning.plan import choose_batch, plan_training
 from tunewell.records.manifest import LengthRecord, Manifest, SplitRecord, TemplateRecord, TokenizerRecord
 from tunewell.records.plan import Chosen, Plan, read_plan, write_plan
@@ -41,7 +41,7 @@ def _manifest(*, tokens=8_929, documents=150, longest=70, held_out=40):
 
 def _order(device=CPU, *, manifest=None, num_parameters=134_515_008, threads=None, **groups):
     config = Config.model_validate({"model": "some/model", **groups})
-    return PlanOrder(Loaded(config, Path(), None, {}), manifest or _manifest(), device, num_parameters, threads)
+    return PlanInputs(Loaded(config, Path(), None, {}), manifest or _manifest(), device, num_parameters, threads)
 
 
 def _plan(order, num_steps=95, epochs=5.0) -> Plan:
@@ -278,7 +278,7 @@ def test_reasons_name_the_line_and_only_for_what_is_written_there(tmp_path):
     """Guards the origin: a key that stands in no file is not set by the line of its group."""
     file = tmp_path / "tunewell.yaml"
     file.write_text("model: some/model\ntrain:\n  epochs: 5\n  batch_tokens: 1024\n", encoding="utf-8")
-    order = PlanOrder(load_config(file, ["train.learning_rate=1e-3"]), _manifest(), CPU, None)
+    order = PlanInputs(load_config(file, ["train.learning_rate=1e-3"]), _manifest(), CPU, None)
     plan = _plan(order)
     assert plan.epochs.because == f"set in {file} line 3"
     assert plan.batch_tokens.because == f"set in {file} line 4"
@@ -292,7 +292,7 @@ def test_a_refusal_names_the_line(tmp_path):
     file = tmp_path / "tunewell.yaml"
     file.write_text("model: some/model\ntrain:\n  precision: bf16\n", encoding="utf-8")
     with pytest.raises(UserError) as caught:
-        _plan(PlanOrder(load_config(file), _manifest(), CPU, None))
+        _plan(PlanInputs(load_config(file), _manifest(), CPU, None))
     assert caught.value.where == f"{file} line 3"
 
 

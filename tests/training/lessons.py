@@ -8,10 +8,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tunewell.config.schema import Method, Train
-from tunewell.data.batches import MicroBatch, lay_out, micro_batches
+from tunewell.data.batches import MicroBatch, make_batch, micro_batches
 from tunewell.methods import adapter as adapters
 from tunewell.models import attention
-from tunewell.training.step import Learner
+from tunewell.training.step import TrainableModel
 
 VOCABULARY = 131
 # Models this small gain nothing from a second thread, and wait for it on a busy machine.
@@ -42,7 +42,7 @@ class RandomDocuments:
 
     def batches(self, chosen: Sequence[int], budget: int) -> list[MicroBatch]:
         lengths = self.index["length"].astype(np.int64)
-        return [lay_out(self, group) for group in micro_batches(np.asarray(chosen), lengths, budget)]
+        return [make_batch(self, group) for group in micro_batches(np.asarray(chosen), lengths, budget)]
 
 
 def tiny_llama(*, seed: int = 0, **changes: Any) -> PreTrainedModel:
@@ -66,7 +66,7 @@ def tiny_llama(*, seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 def lora_learner(
     model: PreTrainedModel | None = None, *, train: Train | None = None, method: Method | None = None, **more: Any
-) -> Learner:
+) -> TrainableModel:
     """A tiny model with an adapter whose B is not zero, so that every gradient is there to be seen."""
     model = model or tiny_llama()
     adapters.add_lora(model, method or Method(rank=4, alpha=8), seed=1)
@@ -75,10 +75,10 @@ def lora_learner(
         for name, parameter in adapters.trainable(model).items():
             if name.endswith("lora_B"):
                 parameter.normal_(std=0.1)
-    return Learner(model, "fp32", 40, settings=train or Train(), **more)
+    return TrainableModel(model, "fp32", 40, settings=train or Train(), **more)
 
 
-def gradients(learner: Learner) -> dict[str, torch.Tensor]:
+def gradients(learner: TrainableModel) -> dict[str, torch.Tensor]:
     """Take the gradients away and give them."""
     found = {name: p.grad.clone() for name, p in learner.parameters.items() if p.grad is not None}
     learner.model.zero_grad(set_to_none=True)

@@ -14,7 +14,7 @@ from checkpoint_states import FILES, filled, names, same, state_at
 from tunewell.core.errors import UserError
 from tunewell.records.checkpoint import verify
 from tunewell.training import checkpoints as staging
-from tunewell.training.checkpoints import Checkpoints, Saved, State, compare_identity, room_warning
+from tunewell.training.checkpoints import Checkpoints, Saved, State, compare_identity, disk_space_warning
 from tunewell.training.saved_checkpoints import find_best, find_newest
 
 
@@ -243,10 +243,10 @@ def test_what_json_cannot_hold_is_refused_where_it_is_given(tmp_path):
 def test_too_little_room_for_the_checkpoints_is_said_before_the_first(tmp_path, monkeypatch):
     """Kept ones, the best, that of the lowest loss, and the one being written: keep 3 needs six at once."""
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=6 << 30))
-    assert room_warning(tmp_path, checkpoint_bytes=1 << 30, keep=3) is None
-    warning = room_warning(tmp_path, checkpoint_bytes=(1 << 30) + 1, keep=3)
+    assert disk_space_warning(tmp_path, checkpoint_bytes=1 << 30, keep=3) is None
+    warning = disk_space_warning(tmp_path, checkpoint_bytes=(1 << 30) + 1, keep=3)
     assert warning == "checkpoints will take about 6.0 GiB (6 at once), 6.0 GiB are free"
-    assert room_warning(tmp_path, checkpoint_bytes=(6 << 30) // 5, keep=1) is None
+    assert disk_space_warning(tmp_path, checkpoint_bytes=(6 << 30) // 5, keep=1) is None
 
 
 BEFORE = {"seed": 0, "train": {"learning_rate": 0.001, "betas": (0.9, 0.99)}, "corpus_sha256": "ab" * 32, "rows": 5}

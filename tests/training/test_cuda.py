@@ -13,14 +13,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from tunewell.config.schema import Method, Train
 from tunewell.core.errors import UserError
-from tunewell.data.batches import DataOrder, lay_out
+from tunewell.data.batches import DataOrder, make_batch
 from tunewell.methods import adapter as adapters
 from tunewell.models import attention
 from tunewell.training import compile as compiling
 from tunewell.training.compile import Compiler
 from tunewell.training.engine import resume, train
 from tunewell.training.leak_probe import probe_leaks
-from tunewell.training.step import Learner
+from tunewell.training.step import TrainableModel
 
 pytestmark = pytest.mark.gpu
 NUMBER = 50
@@ -55,7 +55,7 @@ def _documents() -> RandomDocuments:
     return RandomDocuments(NUMBER, longest=400)
 
 
-def _learner(shape: str, *, way: str, dtype: torch.dtype) -> Learner:
+def _learner(shape: str, *, way: str, dtype: torch.dtype) -> TrainableModel:
     attention.register()
     torch.manual_seed(0)
     model = SHAPES[shape]().to("cuda", dtype)
@@ -66,7 +66,7 @@ def _learner(shape: str, *, way: str, dtype: torch.dtype) -> Learner:
         for name, parameter in adapters.trainable(model).items():
             if name.endswith("lora_B"):
                 parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.02)
-    return Learner(model, "fp32" if dtype == torch.float32 else "bf16", 400, settings=Train())
+    return TrainableModel(model, "fp32" if dtype == torch.float32 else "bf16", 400, settings=Train())
 
 
 def _reference(shape: str, documents: RandomDocuments) -> tuple[float, dict[str, torch.Tensor]]:
@@ -82,9 +82,9 @@ def _reference(shape: str, documents: RandomDocuments) -> tuple[float, dict[str,
     return total.item(), gradients(learner)
 
 
-def _compare(learner: Learner, documents: RandomDocuments, reference: Any) -> None:
+def _compare(learner: TrainableModel, documents: RandomDocuments, reference: Any) -> None:
     wanted_loss, wanted = reference
-    loss = learner.loss_sum(lay_out(documents, range(len(documents))))
+    loss = learner.loss_sum(make_batch(documents, range(len(documents))))
     loss.backward()
     assert loss.item() == pytest.approx(wanted_loss, rel=2e-2)
     for name, gradient in gradients(learner).items():
@@ -111,7 +111,7 @@ def test_a_compiled_step_is_the_fp32_step_of_transformers(shape: str) -> None:
 
 def _compiled(
     shape: str, *, in_graphs: bool, monkeypatch: pytest.MonkeyPatch, method: str = "lora"
-) -> tuple[Learner, RandomDocuments]:
+) -> tuple[TrainableModel, RandomDocuments]:
     monkeypatch.setattr(compiling, "can_be_graphs", lambda learner, layers: in_graphs)
     documents = _documents()
     learner = _learner(shape, way=attention.FLASH, dtype=torch.bfloat16)
@@ -119,7 +119,7 @@ def _compiled(
         torch.manual_seed(0)
         model = SHAPES[shape]().to("cuda")
         model.set_attn_implementation(attention.FLASH)
-        learner = Learner(model, "bf16", 400, settings=Train())
+        learner = TrainableModel(model, "bf16", 400, settings=Train())
     order = DataOrder(documents.index["length"], 0, "x", batch_documents=NUMBER)
     Compiler("on", 100).run(learner, order, budget=3000)
     assert learner.in_graphs is in_graphs
@@ -137,7 +137,7 @@ def test_steps_in_graphs_are_those_without(monkeypatch: pytest.MonkeyPatch, meth
             taken = learner.take_step(documents.batches(chosen, budget), number=number, rate=rate).read()
             learner.model.eval()
             with torch.no_grad():
-                look = float(learner.loss_sum(lay_out(documents, range(40, 48))))
+                look = float(learner.loss_sum(make_batch(documents, range(40, 48))))
             numbers.append((taken[0], taken[1], look))
         found.append((numbers, {name: own.detach().clone() for name, own in learner.parameters.items()}))
         learner.uncompile()
@@ -184,7 +184,7 @@ def test_a_run_resumed_on_cuda_goes_on_where_it_was(tmp_path: Path) -> None:
         for parameter in adapters.trainable(model).values():
             parameter.data = parameter.data.float()
         model.set_attn_implementation(attention.FLASH)
-        made.learner = Learner(model, "bf16", 40, settings=made.config.train)
+        made.learner = TrainableModel(model, "bf16", 40, settings=made.config.train)
         made.plan = make_plan(num_steps=steps, device="cuda:0")
         return made
 
@@ -204,7 +204,7 @@ def test_full_training_in_bf16_keeps_fp32_weights_and_learns() -> None:
     model = SHAPES["windows"]().to("cuda")
     model.set_attn_implementation(attention.FLASH)
     adapters.train_everything(model)
-    learner = Learner(model, "bf16", 400, settings=Train())
+    learner = TrainableModel(model, "bf16", 400, settings=Train())
     documents = _documents()
     batches = documents.batches(range(12), 4000)
     losses = [learner.take_step(batches, number=number, rate=1e-3).read()[0] for number in range(20)]

@@ -23,10 +23,10 @@ from tunewell.records.events import EventLog
 from tunewell.records.healing import HEALING, read_healing
 from tunewell.training.checkpoints import Checkpoints
 from tunewell.training.engine import Run, train
-from tunewell.training.faults import plant
-from tunewell.training.metrics import About
+from tunewell.training.faults import parse_faults
+from tunewell.training.metrics import RunContext
 from tunewell.training.remedies import Remedies
-from tunewell.training.step import Learner
+from tunewell.training.step import TrainableModel
 
 pytestmark = pytest.mark.gpu
 VOCABULARY = 32_000
@@ -104,7 +104,9 @@ def _run(folder: Path, lengths: list[int], *, compiling: str = "off", faults: st
     return Run(
         plan=decided,
         config=config,
-        learner=Learner(model, "bf16", max(lengths), settings=config.train, faults=plant(faults, is_allowed=True)),
+        learner=TrainableModel(
+            model, "bf16", max(lengths), settings=config.train, faults=parse_faults(faults, is_allowed=True)
+        ),
         order=DataOrder(documents.index["length"].astype("int64"), 0, "c", batch_tokens=32_768),
         documents=documents,
         held_out=Documents([200] * 16),
@@ -116,7 +118,7 @@ def _run(folder: Path, lengths: list[int], *, compiling: str = "off", faults: st
         trained=lambda: ({adapters.WEIGHTS: adapters.adapter_tensors(model, adapter)}, {adapters.CONFIG: "{}"}),
         restore=lambda tensors: adapters.load_tensors(model, tensors[adapters.WEIGHTS], where="checkpoint"),
         begin_again=begin_again,
-        about=About(vocab_size=VOCABULARY, precision="bf16", device="cuda", max_grad_norm=1.0),
+        about=RunContext(vocab_size=VOCABULARY, precision="bf16", device="cuda", max_grad_norm=1.0),
     )
 
 

@@ -4,16 +4,16 @@ import math
 
 import pytest
 
-from tunewell.training.health import Watch, norm_limit, replay, verdict
-from tunewell.training.metrics import About, Finding, Reading
+from tunewell.training.health import HealthMonitor, norm_limit, replay, verdict
+from tunewell.training.metrics import Finding, RunContext, StepMetrics
 
-ABOUT = About(vocab_size=50_000, precision="fp32", device="cpu", max_grad_norm=1.0)
+ABOUT = RunContext(vocab_size=50_000, precision="fp32", device="cpu", max_grad_norm=1.0)
 
 
-def healthy(number: int, *, first: float = 2.5, norm: float = 0.8) -> list[Reading]:
+def healthy(number: int, *, first: float = 2.5, norm: float = 0.8) -> list[StepMetrics]:
     """A loss that falls with noise, and norms that vary by a factor of two."""
     return [
-        Reading(
+        StepMetrics(
             step + 1,
             loss=first * math.exp(-step / number) + 0.1 * math.sin(step * 7.3),
             grad_norm=norm * (1 + 0.4 * math.sin(step * 3.7)),
@@ -40,35 +40,35 @@ def test_a_healthy_run_raises_nothing(number: int) -> None:
     [
         ({"loss": math.nan}, ABOUT, ("nan-gradients", "fault")),
         ({"grad_norm": math.inf}, ABOUT, ("nan-gradients", "fault")),
-        ({"grad_norm": math.nan, "scale": 65536.0}, About(precision="fp16"), ("fp16-scaler-skip-benign", "note")),
-        ({"loss": math.nan, "scale": 65536.0}, About(precision="fp16"), ("nan-gradients", "fault")),
-        ({"grad_norm": math.nan}, About(precision="fp16", device="mps"), ("mps-nan-fp16", "fault")),
-        ({"loss": 0.0, "grad_norm": math.nan}, About(is_raw=False), ("loss-zero-collapse", "fault")),
-        ({"loss": 0.0, "grad_norm": 1.0}, About(is_raw=False), ("loss-zero-collapse", "fault")),
+        ({"grad_norm": math.nan, "scale": 65536.0}, RunContext(precision="fp16"), ("fp16-scaler-skip-benign", "note")),
+        ({"loss": math.nan, "scale": 65536.0}, RunContext(precision="fp16"), ("nan-gradients", "fault")),
+        ({"grad_norm": math.nan}, RunContext(precision="fp16", device="mps"), ("mps-nan-fp16", "fault")),
+        ({"loss": 0.0, "grad_norm": math.nan}, RunContext(is_raw=False), ("loss-zero-collapse", "fault")),
+        ({"loss": 0.0, "grad_norm": 1.0}, RunContext(is_raw=False), ("loss-zero-collapse", "fault")),
     ],
 )
-def test_a_bad_step_is_called_by_its_name(change: dict, about: About, expected: tuple[str, str]) -> None:
-    watch = Watch(about)
+def test_a_bad_step_is_called_by_its_name(change: dict, about: RunContext, expected: tuple[str, str]) -> None:
+    watch = HealthMonitor(about)
     steps = healthy(20)
     assert [finding for reading in steps for finding in watch.see(reading)] == []
-    [finding] = watch.see(Reading(**{**steps[-1].__dict__, "step": 21, **change}))
+    [finding] = watch.see(StepMetrics(**{**steps[-1].__dict__, "step": 21, **change}))
     assert (finding.name, finding.severity, finding.step) == (*expected, 21)
 
 
 def test_overflows_that_do_not_end_are_a_fault() -> None:
-    watch = Watch(About(precision="fp16"))
-    found = [watch.see(Reading(step, loss=2.0, grad_norm=math.inf, scale=1.0))[0].name for step in range(1, 10)]
+    watch = HealthMonitor(RunContext(precision="fp16"))
+    found = [watch.see(StepMetrics(step, loss=2.0, grad_norm=math.inf, scale=1.0))[0].name for step in range(1, 10)]
     assert found[:7] == ["fp16-scaler-skip-benign"] * 7 and found[7] == "loss-scale-exhausted"
 
 
 def test_few_tokens_known_by_heart_may_come_to_exactly_nothing() -> None:
     """In fp32 the loss of a single well-known token is 0.0; three whole steps of that are not learning."""
-    watch = Watch(ABOUT)
+    watch = HealthMonitor(ABOUT)
     for reading in healthy(20, first=0.6):
         watch.see(reading)
-    lone = [watch.see(Reading(step, loss=0.0, grad_norm=0.1, supervised_tokens=2)) for step in (21, 22)]
+    lone = [watch.see(StepMetrics(step, loss=0.0, grad_norm=0.1, supervised_tokens=2)) for step in (21, 22)]
     assert lone == [[], []]
-    assert names(watch.see(Reading(23, loss=0.0, grad_norm=0.1, supervised_tokens=2))) == ["loss-zero-collapse"]
+    assert names(watch.see(StepMetrics(23, loss=0.0, grad_norm=0.1, supervised_tokens=2))) == ["loss-zero-collapse"]
 
 
 @pytest.mark.parametrize(
@@ -77,21 +77,21 @@ def test_few_tokens_known_by_heart_may_come_to_exactly_nothing() -> None:
         (10.9, ABOUT, "healthy"),
         (12.5, ABOUT, "note"),
         (22.0, ABOUT, "warning"),
-        (64.0, About(is_from_scratch=True), "note"),
-        (14577.0, About(), "warning"),
+        (64.0, RunContext(is_from_scratch=True), "note"),
+        (14577.0, RunContext(), "warning"),
     ],
 )
-def test_the_first_loss_is_held_against_guessing(loss: float, about: About, expected: str) -> None:
-    found = Watch(about).see(Reading(1, loss=loss, grad_norm=1.0))
+def test_the_first_loss_is_held_against_guessing(loss: float, about: RunContext, expected: str) -> None:
+    found = HealthMonitor(about).see(StepMetrics(1, loss=loss, grad_norm=1.0))
     assert ([finding.severity for finding in found] or ["healthy"]) == [expected]
 
 
 def test_no_gradient_at_all_is_a_fault_after_three_steps() -> None:
-    watch = Watch(ABOUT)
-    found = [names(watch.see(Reading(step, loss=2.0, grad_norm=0.0, supervised_tokens=9))) for step in range(1, 6)]
+    watch = HealthMonitor(ABOUT)
+    found = [names(watch.see(StepMetrics(step, loss=2.0, grad_norm=0.0, supervised_tokens=9))) for step in range(1, 6)]
     assert found == [[], [], ["zero-grad-no-learning"], [], []]
     # A step whose documents were all left out has no gradient, and that is no fault.
-    assert Watch(ABOUT).see(Reading(1, loss=0.0, grad_norm=0.0, supervised_tokens=0)) == []
+    assert HealthMonitor(ABOUT).see(StepMetrics(1, loss=0.0, grad_norm=0.0, supervised_tokens=0)) == []
 
 
 def test_a_norm_is_a_spike_only_beyond_the_usual_spread() -> None:
@@ -106,23 +106,23 @@ def test_a_norm_is_a_spike_only_beyond_the_usual_spread() -> None:
 
 def test_blooms_first_spike_is_seen_before_the_loss_moves() -> None:
     """Norm 0.24, 0.95, 2.4, 15.9, 145, 960; the loss went from 2.20 to 5.10 a step after 145."""
-    watch = Watch(About(max_grad_norm=1.0))
+    watch = HealthMonitor(RunContext(max_grad_norm=1.0))
     for step in range(64):
-        watch.see(Reading(step, loss=2.2, grad_norm=0.14 + 0.01 * math.sin(step)))
+        watch.see(StepMetrics(step, loss=2.2, grad_norm=0.14 + 0.01 * math.sin(step)))
     norms, limits = [0.24, 0.95, 2.4, 15.9, 145.0, 960.0], []
     for at, norm in enumerate(norms):
         limits.append(watch.norm_limit())
         is_over = norm > limits[-1]
-        watch.see(Reading(64 + at, loss=2.2, grad_norm=norm, was_skipped=is_over, norm_limit=limits[-1]))
+        watch.see(StepMetrics(64 + at, loss=2.2, grad_norm=norm, was_skipped=is_over, norm_limit=limits[-1]))
     assert [norm > limit for norm, limit in zip(norms, limits, strict=True)] == [False, False, True, True, True, True]
 
 
 def test_a_loss_that_leaves_and_stays_away_has_diverged() -> None:
-    watch, found = Watch(ABOUT), []
+    watch, found = HealthMonitor(ABOUT), []
     for reading in healthy(40):
         found += watch.see(reading)
     for step in range(41, 60):
-        found += watch.see(Reading(step, loss=min(9.0, 1 + 0.8 * (step - 40)), grad_norm=1.0, learning_rate=0.1))
+        found += watch.see(StepMetrics(step, loss=min(9.0, 1 + 0.8 * (step - 40)), grad_norm=1.0, learning_rate=0.1))
     assert names(found) == ["lr-too-high"] and found[0].step < 54
     assert found[0].numbers["low_step"] <= 41 and "stays there" in found[0].words
     watch.rewind(20)
@@ -131,17 +131,20 @@ def test_a_loss_that_leaves_and_stays_away_has_diverged() -> None:
 
 def test_one_hard_batch_is_no_divergence() -> None:
     steps = healthy(80)
-    steps[50] = Reading(**{**steps[50].__dict__, "loss": 4.0})
+    steps[50] = StepMetrics(**{**steps[50].__dict__, "loss": 4.0})
     assert replay(steps, ABOUT) == []
 
 
 def test_over_fitting_needs_looks_that_rise_while_training_falls() -> None:
-    def log(looks: list[float], losses: list[float]) -> list[Reading]:
+    def log(looks: list[float], losses: list[float]) -> list[StepMetrics]:
         pairs = zip(losses, looks, strict=True)
         return [
             reading
             for step, (loss, look) in enumerate(pairs, start=1)
-            for reading in (Reading(step * 10, loss=loss, grad_norm=1.0), Reading(step * 10, held_out_loss=look))
+            for reading in (
+                StepMetrics(step * 10, loss=loss, grad_norm=1.0),
+                StepMetrics(step * 10, held_out_loss=look),
+            )
         ]
 
     falling = [2.0, 1.2, 0.6, 0.3, 0.1]
@@ -152,24 +155,25 @@ def test_over_fitting_needs_looks_that_rise_while_training_falls() -> None:
 
 def test_speed_that_falls_off_a_cliff_is_noted_and_a_full_device_is_more() -> None:
     slow = [
-        Reading(**{**reading.__dict__, "seconds": (reading.seconds or 1) * (5 if reading.step > 60 else 1)})
+        StepMetrics(**{**reading.__dict__, "seconds": (reading.seconds or 1) * (5 if reading.step > 60 else 1)})
         for reading in healthy(90)
     ]
     assert [(f.name, f.severity) for f in replay(slow, ABOUT)] == [("throughput-cliff", "note")]
-    full = [Reading(**{**reading.__dict__, "memory_bytes": 97}) for reading in slow]
-    found = replay(full, About(vocab_size=50_000, device="cuda", device_bytes=100))
+    full = [StepMetrics(**{**reading.__dict__, "memory_bytes": 97}) for reading in slow]
+    found = replay(full, RunContext(vocab_size=50_000, device="cuda", device_bytes=100))
     assert ("memory-spill", "warning") in [(f.name, f.severity) for f in found]
 
 
 def test_steps_that_wait_again_and_again_are_noted() -> None:
     """Packing while training made every fiftieth step take 250 times as long."""
     cycles = [
-        Reading(**{**reading.__dict__, "seconds": 20.0 if reading.step % 25 == 0 else 1.0}) for reading in healthy(200)
+        StepMetrics(**{**reading.__dict__, "seconds": 20.0 if reading.step % 25 == 0 else 1.0})
+        for reading in healthy(200)
     ]
     assert [(f.name, f.severity) for f in replay(cycles, ABOUT)] == [("slow-fast-cycles", "note")]
 
 
-LOG = About(is_raw=False)
+LOG = RunContext(is_raw=False)
 
 
 @pytest.mark.parametrize(
@@ -186,15 +190,17 @@ LOG = About(is_raw=False)
 def test_a_model_that_lost_what_it_knew_at_once_is_seen_by_its_first_loss(
     losses: list[float], expected: list[str]
 ) -> None:
-    watch = Watch(ABOUT)
-    steps = [Reading(step, loss=loss, grad_norm=0.5) for step, loss in enumerate(losses, 1)]
+    watch = HealthMonitor(ABOUT)
+    steps = [StepMetrics(step, loss=loss, grad_norm=0.5) for step, loss in enumerate(losses, 1)]
     assert names([finding for reading in steps for finding in watch.see(reading)]) == expected
 
 
-def judged(losses: list[float], norms: list[float] | None = None, about: About = LOG) -> str:
+def judged(losses: list[float], norms: list[float] | None = None, about: RunContext = LOG) -> str:
     told = norms or [None] * len(losses)
     pairs = zip(losses, told, strict=True)
-    return verdict(replay([Reading(at + 1, loss=loss, grad_norm=norm) for at, (loss, norm) in enumerate(pairs)], about))
+    return verdict(
+        replay([StepMetrics(at + 1, loss=loss, grad_norm=norm) for at, (loss, norm) in enumerate(pairs)], about)
+    )
 
 
 @pytest.mark.parametrize("about", [LOG, ABOUT])
@@ -205,7 +211,7 @@ def judged(losses: list[float], norms: list[float] | None = None, about: About =
         [2.1, 0.9, 0.2, 0.05, 0.01, 0.0, 0.0, 0.0, 0.0],
     ],
 )
-def test_rows_learned_by_heart_come_to_nothing_in_a_rounded_log(losses: list[float], about: About) -> None:
+def test_rows_learned_by_heart_come_to_nothing_in_a_rounded_log(losses: list[float], about: RunContext) -> None:
     assert judged(losses, [max(loss, 1e-4) for loss in losses], about) == "healthy"
 
 
@@ -253,12 +259,13 @@ def test_a_log_of_others_is_judged_by_its_proportions(
 )
 def test_overflows_that_never_end_are_no_scaler_at_work(norms: list[float], expected: str) -> None:
     assert (
-        judged([1.0 + 0.01 * at for at in range(len(norms))], norms, About(precision="fp16", is_raw=False)) == expected
+        judged([1.0 + 0.01 * at for at in range(len(norms))], norms, RunContext(precision="fp16", is_raw=False))
+        == expected
     )
 
 
 def test_a_held_out_loss_that_is_no_number_is_not_over_fitting() -> None:
-    looks = [Reading(step, held_out_loss=math.nan) for step in (2, 4)]
-    losses = [Reading(step, loss=2.0 - 0.4 * step) for step in (1, 3)]
+    looks = [StepMetrics(step, held_out_loss=math.nan) for step in (2, 4)]
+    losses = [StepMetrics(step, loss=2.0 - 0.4 * step) for step in (1, 3)]
     found = replay([losses[0], looks[0], losses[1], looks[1]], LOG)
     assert names(found) == ["nan-gradients"] and "held-out loss" in found[0].words

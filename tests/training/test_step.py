@@ -6,18 +6,18 @@ import torch
 from lessons import RandomDocuments, distance, gradients, lora_learner, tiny_llama
 
 from tunewell.config.schema import Method, Train
-from tunewell.data.batches import FixedShape, lay_out
+from tunewell.data.batches import FixedShape, make_batch
 from tunewell.methods.adapter import train_everything
 from tunewell.models.attention import stock_attention
 from tunewell.training.optimizers.adamw import load_optimizer, optimizer_tensors
-from tunewell.training.step import Learner
+from tunewell.training.step import TrainableModel
 
 CHOSEN = list(range(11))
 # Adam divides a gradient by its own size: with the usual 1e-8 here, rounding of one that is nearly zero becomes a step.
 TRAIN = Train(adam_epsilon=1e-4)
 
 
-def _loss_alone(learner: Learner, documents: RandomDocuments, chosen: list[int]) -> torch.Tensor:
+def _loss_alone(learner: TrainableModel, documents: RandomDocuments, chosen: list[int]) -> torch.Tensor:
     """The sum of the loss that plain transformers gives document by document."""
     total = torch.zeros(())
     with stock_attention(learner.model):
@@ -33,7 +33,7 @@ def test_a_packed_step_is_what_transformers_gives_document_by_document() -> None
     theirs = _loss_alone(learner, documents, CHOSEN)
     theirs.backward()
     wanted = gradients(learner)
-    ours = learner.loss_sum(lay_out(documents, CHOSEN))
+    ours = learner.loss_sum(make_batch(documents, CHOSEN))
     ours.backward()
     assert float(ours) == pytest.approx(float(theirs), rel=1e-5)
     for name, gradient in gradients(learner).items():
@@ -61,7 +61,7 @@ def test_an_opening_that_documents_share_is_computed_once_and_learned_as_often_a
     """Also where documents are as long as the opening itself."""
     learner, documents = lora_learner(), _beginning_alike(12, own)
     chosen = CHOSEN if own is None else list(range(len(own)))
-    batch = lay_out(documents, chosen)
+    batch = make_batch(documents, chosen)
     seen: list[int] = []
     learner.body.register_forward_pre_hook(
         lambda module, given, named: seen.append(named["input_ids"].numel()), with_kwargs=True
@@ -87,9 +87,9 @@ def test_a_whole_model_trained_in_bf16_on_a_cpu_takes_the_step_of_fp32_within_ro
     for precision in ("fp32", "bf16"):
         model = tiny_llama()
         train_everything(model)
-        learner = Learner(model, precision, 40, settings=Train())
+        learner = TrainableModel(model, precision, 40, settings=Train())
         documents = _beginning_alike(size) if size else RandomDocuments()
-        loss = learner.loss_sum(lay_out(documents, CHOSEN))
+        loss = learner.loss_sum(make_batch(documents, CHOSEN))
         loss.backward()
         made[precision] = loss.item(), gradients(learner)
     assert made["bf16"][0] == pytest.approx(made["fp32"][0], rel=2e-2)
@@ -100,14 +100,14 @@ def test_a_whole_model_trained_in_bf16_on_a_cpu_takes_the_step_of_fp32_within_ro
 def test_a_rate_that_only_the_config_knows_counts_as_drawing() -> None:
     """Some models drop by a function, not by a module."""
     model = tiny_llama()
-    assert not Learner(model, "fp32", 40).is_drawing
+    assert not TrainableModel(model, "fp32", 40).is_drawing
     model.config.residual_dropout = 0.1
-    assert Learner(model, "fp32", 40).is_drawing
+    assert TrainableModel(model, "fp32", 40).is_drawing
 
 
 def test_where_something_is_drawn_every_document_draws_its_own_opening() -> None:
     learner = lora_learner(method=Method(rank=4, alpha=8, dropout=0.1))
-    batch, seen = lay_out(_beginning_alike(), CHOSEN), []
+    batch, seen = make_batch(_beginning_alike(), CHOSEN), []
     learner.body.register_forward_pre_hook(
         lambda module, given, named: seen.append(named["input_ids"].numel()), with_kwargs=True
     )
@@ -130,7 +130,7 @@ def test_any_cut_into_micro_batches_makes_the_same_step(kind: str, budget: int) 
         else:
             model = tiny_llama()
             train_everything(model)
-            learner = Learner(model, "fp32", 40, settings=TRAIN)
+            learner = TrainableModel(model, "fp32", 40, settings=TRAIN)
         numbers = [
             learner.take_step(documents.batches(chosen, budget), number=number, rate=1e-3).read()
             for number, chosen in enumerate([CHOSEN, list(range(11, 22)), [22, 23]])
@@ -146,11 +146,11 @@ def test_any_cut_into_micro_batches_makes_the_same_step(kind: str, budget: int) 
 
 def test_filling_up_to_a_fixed_shape_changes_nothing() -> None:
     learner, documents = lora_learner(), RandomDocuments()
-    plain = learner.loss_sum(lay_out(documents, CHOSEN))
+    plain = learner.loss_sum(make_batch(documents, CHOSEN))
     plain.backward()
     wanted = gradients(learner)
     learner.shape = FixedShape(640, 64, 40)
-    filled = learner.loss_sum(lay_out(documents, CHOSEN))
+    filled = learner.loss_sum(make_batch(documents, CHOSEN))
     filled.backward()
     assert float(filled) == pytest.approx(float(plain), rel=1e-6)
     for name, gradient in gradients(learner).items():
@@ -189,7 +189,7 @@ def test_clipping_is_torch_clipping() -> None:
     ours, theirs = lora_learner(train=Train(max_grad_norm=0.5, adam_epsilon=1e-4)), lora_learner()
     ours.take_step(documents.batches(CHOSEN, 100), number=0, rate=1e-2)
     optimizer = torch.optim.AdamW(theirs.parameters.values(), lr=1e-2, weight_decay=0.0, eps=1e-4)
-    batch = lay_out(documents, CHOSEN)
+    batch = make_batch(documents, CHOSEN)
     (theirs.loss_sum(batch) / len(batch.rows)).backward()
     torch.nn.utils.clip_grad_norm_(theirs.parameters.values(), 0.5)
     optimizer.step()
@@ -201,7 +201,7 @@ def test_what_a_step_draws_depends_on_its_number_only() -> None:
     """Dropout after a resume must be that of the unbroken run."""
     documents = RandomDocuments()
 
-    def learner() -> Learner:
+    def learner() -> TrainableModel:
         return lora_learner(method=Method(rank=4, dropout=0.3))
 
     straight, resumed = learner(), learner()
@@ -222,7 +222,7 @@ def test_under_fp16_an_overflow_halves_the_scale_and_skips_the_step() -> None:
     model = tiny_llama().half()
     learner = lora_learner(model)
     learner.precision = "fp16"
-    learner = Learner(model, "fp16", 40, settings=Train())
+    learner = TrainableModel(model, "fp16", 40, settings=Train())
     documents = RandomDocuments()
     first = learner.scaler.scale.item()
     learner.scaler.scale.fill_(2.0**60)

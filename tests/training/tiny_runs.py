@@ -9,7 +9,7 @@ from lessons import RandomDocuments, tiny_llama
 from transformers import PreTrainedModel
 
 from tunewell.config.schema import Config
-from tunewell.data.batches import DataOrder, lay_out
+from tunewell.data.batches import DataOrder, make_batch
 from tunewell.methods import adapter as adapters
 from tunewell.records.events import EventLog
 from tunewell.records.healing import HEALING, HealingEntry, read_healing
@@ -17,10 +17,10 @@ from tunewell.records.plan import Chosen, Plan
 from tunewell.training.checkpoints import Checkpoints
 from tunewell.training.engine import Run
 from tunewell.training.events import HeldOutEvent, Sample, StepEvent, Unwatched
-from tunewell.training.faults import plant
-from tunewell.training.metrics import About
+from tunewell.training.faults import parse_faults
+from tunewell.training.metrics import RunContext
 from tunewell.training.remedies import Remedies
-from tunewell.training.step import Learner
+from tunewell.training.step import TrainableModel
 
 
 class Remembering(Unwatched):
@@ -85,8 +85,8 @@ def learned_llama(seed: int) -> PreTrainedModel:
     """A tiny model that knows the documents of these runs, as a base model knows its language."""
     model, documents = tiny_llama(seed=seed), RandomDocuments(23)
     optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
-    learner = Learner(model, "fp32", 40)
-    batch = lay_out(documents, range(len(documents)))
+    learner = TrainableModel(model, "fp32", 40)
+    batch = make_batch(documents, range(len(documents)))
     for _ in range(60):
         (learner.loss_sum(batch) / len(batch.rows)).backward()
         optimizer.step()
@@ -133,7 +133,9 @@ def make_run(
     return Run(
         plan=decided,
         config=settings,
-        learner=Learner(model, "fp32", 40, settings=settings.train, faults=plant(faults, is_allowed=True)),
+        learner=TrainableModel(
+            model, "fp32", 40, settings=settings.train, faults=parse_faults(faults, is_allowed=True)
+        ),
         order=DataOrder(documents.index["length"], seed, "c", batch_documents=decided.batch_documents.value),
         documents=documents,
         held_out=RandomDocuments(5, seed=9),
@@ -147,6 +149,6 @@ def make_run(
         trained=trained,
         restore=restore,
         begin_again=lambda: begin_again(first),
-        about=About(vocab_size=131, precision="fp32", device="cpu", max_grad_norm=settings.train.max_grad_norm),
+        about=RunContext(vocab_size=131, precision="fp32", device="cpu", max_grad_norm=settings.train.max_grad_norm),
         identity={"seed": 0},
     )

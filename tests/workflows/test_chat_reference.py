@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tunewell.config.schema import Method
 from tunewell.core.model_files import locate
-from tunewell.inference.chat_model import open_voice
+from tunewell.inference.chat_model import open_chat_model
 from tunewell.inference.generate import Decoding, generate
 from tunewell.inference.prompt import prompt_ids
 from tunewell.inference.stream import stream
 from tunewell.methods import adapter as adapters
-from tunewell.runs.resolve import find_subject
+from tunewell.runs.resolve import resolve_model
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ NUM_TOKENS = 12
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory) -> Path:
     """An adapter that changes what the model says."""
-    voice = open_voice(find_subject(MODEL), device="cpu")
+    voice = open_chat_model(resolve_model(MODEL), device="cpu")
     own = adapters.add_lora(voice.model, Method(rank=8, alpha=16), seed=3)
     torch.manual_seed(5)
     with torch.no_grad():
@@ -52,7 +52,7 @@ def by_transformers(model, prompts: list[list[int]], stops: list[int]) -> list[l
 
 @pytest.mark.parametrize("has_adapter", [False, True])
 def test_forty_college_questions_are_answered_as_by_transformers(has_adapter, adapter, tmp_path):
-    voice = open_voice(find_subject(adapter if has_adapter else MODEL), device="cpu")
+    voice = open_chat_model(resolve_model(adapter if has_adapter else MODEL), device="cpu")
     voice.tokenizer.save(tmp_path, voice.tokenizer.chat_template)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     gguf = locate(MODEL).gguf

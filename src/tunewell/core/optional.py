@@ -6,7 +6,7 @@ from types import ModuleType
 from tunewell.core.errors import UserError
 
 
-def need(module: str, *, extra: str, purpose: str) -> ModuleType:
+def import_optional(module: str, *, extra: str, purpose: str) -> ModuleType:
     """Import an optional dependency; raise UserError with the command that installs it."""
     try:
         return importlib.import_module(module)

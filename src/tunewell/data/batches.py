@@ -203,7 +203,7 @@ class FixedShape:
         return spare >= 0 and len(batch.lengths) + -(-spare // self.longest) <= self.documents
 
 
-def lay_out(split: Documents, documents: Sequence[int] | Numbers) -> MicroBatch:
+def make_batch(split: Documents, documents: Sequence[int] | Numbers) -> MicroBatch:
     """Read documents and lay them end to end; the shift by one happens here, within each document."""
     read = [split.arrays(int(document)) for document in documents]
     ids = np.concatenate([own for own, _ in read]).astype(np.int64)
@@ -225,7 +225,7 @@ def lay_out(split: Documents, documents: Sequence[int] | Numbers) -> MicroBatch:
     )
 
 
-def fill(batch: MicroBatch, shape: FixedShape) -> MicroBatch:
+def pad_to_shape(batch: MicroBatch, shape: FixedShape) -> MicroBatch:
     """Fill a batch up to a fixed shape: the filling is documents of its own, and none of it is learned."""
     spare = shape.tokens - batch.num_tokens
     filling = [min(shape.longest, spare - at) for at in range(0, spare, shape.longest)]
@@ -238,7 +238,7 @@ def fill(batch: MicroBatch, shape: FixedShape) -> MicroBatch:
     )
 
 
-def share_opening(batch: MicroBatch, *, longest: int) -> SharedOpening | None:
+def share_prefix(batch: MicroBatch, *, longest: int) -> SharedOpening | None:
     """Lay the tokens that all documents of a batch begin with out once; None where that saves next to nothing.
 
     What a token becomes depends on those before it in its document alone, so it is the same in all of them. Where
@@ -261,7 +261,7 @@ def share_opening(batch: MicroBatch, *, longest: int) -> SharedOpening | None:
     return SharedOpening(size, (size, *(length - size for length in batch.lengths)), np.flatnonzero(is_own), places)
 
 
-def bounds_of(batch: MicroBatch, num_documents: int | None = None) -> npt.NDArray[np.int32]:
+def cumulative_lengths(batch: MicroBatch, num_documents: int | None = None) -> npt.NDArray[np.int32]:
     """Give where documents begin and end, followed by empty documents up to a fixed number of them."""
     ends = np.cumsum((0, *batch.lengths), dtype=np.int32)
     spare = 0 if num_documents is None else num_documents + 1 - len(ends)

@@ -23,7 +23,7 @@ from tunewell.records.manifest import TemplateRecord
 
 
 @dataclass
-class TextToTokens:
+class TextPipeline:
     """What turns the text of a config's sources into tokens."""
 
     model: str
@@ -36,7 +36,7 @@ class TextToTokens:
     _encoders: dict[frozenset[str], Encoder] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, loaded: Loaded) -> "TextToTokens":
+    def load(cls, loaded: Loaded) -> "TextPipeline":
         """Load the model's tokenizer, or the one named beside it, and every template named; check that they fit."""
         config = loaded.config
         assert config.model is not None

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from tunewell.records.events import as_number, read_events, with_numbers
-from tunewell.training.metrics import About, Reading
+from tunewell.training.metrics import RunContext, StepMetrics
 
 # What a log says of the run beside its numbers: the device, the precision, the vocabulary.
 
@@ -44,11 +44,11 @@ _VOCABULARY = re.compile(r"vocab(?:ulary)?[_ ]?size['\"]?\s{0,24}[:=]?\s{0,24}(\
 _FROM_SCRATCH = re.compile(r"from scratch|\blm loss\b|consumed samples|\bctc\b|\bwer\b|wav2vec", re.I)
 
 
-def about_run(text: str) -> About:
+def about_run(text: str) -> RunContext:
     """Gather what can be told from the first pages of a log."""
     head = text[:200_000]
     sizes = [int(size.replace(",", "")) for size in _VOCABULARY.findall(head)]
-    return About(
+    return RunContext(
         vocab_size=max((size for size in sizes if size > 1), default=None),
         device="mps" if _APPLE.search(head) or (_MAC.search(head) and not _NVIDIA.search(head)) else None,
         precision=next((name for name, pattern in _PRECISIONS if pattern.search(head)), None),
@@ -202,8 +202,8 @@ _LONGEST_LINE = 20_000
 class TrainingLog:
     """The numbers of a log, and what it says of the run."""
 
-    readings: list[Reading]
-    about: About
+    readings: list[StepMetrics]
+    about: RunContext
 
 
 def read_log(text: str) -> TrainingLog:
@@ -230,12 +230,12 @@ def read_run(folder: Path) -> TrainingLog:
     readings = []
     for event in read_events(folder / "events.jsonl"):
         if event["kind"] == "step":
-            known: dict[str, Any] = {key: event[key] for key in Reading.__dataclass_fields__ if key in event}
-            readings.append(Reading(**with_numbers(known)))
+            known: dict[str, Any] = {key: event[key] for key in StepMetrics.__dataclass_fields__ if key in event}
+            readings.append(StepMetrics(**with_numbers(known)))
         elif event["kind"] == "held_out":
-            readings.append(Reading(event["step"], held_out_loss=as_number(event["loss"])))
+            readings.append(StepMetrics(event["step"], held_out_loss=as_number(event["loss"])))
     device, precision = (plan.get(key, {}).get("value") for key in ("device", "precision"))
-    return TrainingLog(readings, About(device=device and device.partition(":")[0], precision=precision))
+    return TrainingLog(readings, RunContext(device=device and device.partition(":")[0], precision=precision))
 
 
 def _states(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
@@ -290,7 +290,7 @@ def _bare(text: str) -> list[dict[str, Any]]:
     return [{"loss": value} for value in found] if len(found) > 1 else []
 
 
-def _readings(entries: Iterable[dict[str, Any]]) -> Iterator[Reading]:
+def _readings(entries: Iterable[dict[str, Any]]) -> Iterator[StepMetrics]:
     """Turn entries into readings; where no step is told, they are counted."""
     step = 0
     for told in entries:
@@ -306,12 +306,12 @@ def _readings(entries: Iterable[dict[str, Any]]) -> Iterator[Reading]:
         held_out, at = number_of(entry.get("held_out_loss")), number_of(entry.get("step"))
         step = int(at) if at is not None and math.isfinite(at) else step + 1
         if numbers["loss"] is not None or numbers["grad_norm"] is not None:
-            yield Reading(step, **numbers)
+            yield StepMetrics(step, **numbers)
         if held_out is not None:
-            yield Reading(step, held_out_loss=held_out)
+            yield StepMetrics(step, held_out_loss=held_out)
 
 
-def _as_measured(readings: Sequence[Reading], *, is_frozen: bool) -> list[Reading]:
+def _as_measured(readings: Sequence[StepMetrics], *, is_frozen: bool) -> list[StepMetrics]:
     """Add the norm that follows from having nothing to train, and take away zeros that only mean it is not computed."""
     losses = [reading.loss for reading in readings if reading.loss is not None and math.isfinite(reading.loss)]
     third = len(losses) // 3

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedModel
 
 from tunewell.core.errors import UserError
-from tunewell.core.optional import need
+from tunewell.core.optional import import_optional
 from tunewell.models.attention import stock_attention
 from tunewell.models.quiet import quiet
 
@@ -17,7 +17,7 @@ def run_tasks(model: PreTrainedModel, tokenizer_folder: Path, tasks: Sequence[st
 
     Raises UserError where lm-eval is not installed, does not know a task, or cannot get its data.
     """
-    need("lm_eval", extra="lm-eval", purpose="`validate --lm-eval`")
+    import_optional("lm_eval", extra="lm-eval", purpose="`validate --lm-eval`")
     from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]  an extra
     from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
 

@@ -15,15 +15,15 @@ from tunewell.config.rules import VerdictRules
 from tunewell.core.units import count, size_bytes
 from tunewell.evaluation.verdict import Facts, Verdict, thresholds_with_reasons
 from tunewell.hardware.facts import num_cores
-from tunewell.inference.chat_model import Voice
-from tunewell.inference.model_ref import FoundSubject
+from tunewell.inference.chat_model import ChatModel
+from tunewell.inference.model_ref import ModelRef
 from tunewell.records.checkpoint import read_manifest as read_checkpoint
 from tunewell.records.events import as_number, read_events
 from tunewell.records.healing import HealingEntry, read_healing
 from tunewell.records.manifest import read_manifest
 from tunewell.records.plan import Chosen, Plan
 from tunewell.records.report import Curve, Ledger, Report, Subject
-from tunewell.runs.outcome import advice, story
+from tunewell.runs.outcome import advice, healing_summary
 
 _VERSIONED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow")
 
@@ -43,7 +43,7 @@ class Background:
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, found: FoundSubject, voice: Voice) -> "Background":
+    def of(cls, found: ModelRef, voice: ChatModel) -> "Background":
         """Gather what lies in the run's folder and what is known of the machine."""
         is_run = found.kind == "run" and found.place is not None
         return cls(
@@ -95,7 +95,7 @@ def make_report(
         versions=_versions(),
         hashes=background.hashes,
         repeat=background.repeat,
-        healing=story(background.healing),
+        healing=healing_summary(background.healing),
         advice=advice(background.healing),
         notes=notes,
         next=verdict.reasons[0].next if verdict.reasons else chat,
@@ -103,7 +103,7 @@ def make_report(
     )
 
 
-def _subject(found: FoundSubject) -> Subject:
+def _subject(found: ModelRef) -> Subject:
     method = "" if found.plan is None else found.plan.method.value
     return Subject(
         name=found.name,
@@ -127,7 +127,7 @@ def _curve(run: Path) -> Curve:
     return Curve(train=train, held_out=held_out, best_step=min(finite)[1] if finite else None)
 
 
-def _ledger(found: FoundSubject) -> Ledger | None:
+def _ledger(found: ModelRef) -> Ledger | None:
     """Tell of the rows that were trained on, whatever it is judged on; None where they are gone or others."""
     manifest = None if found.corpus is None else read_manifest(found.corpus)
     if manifest is None or found.plan is None or manifest.corpus_sha256 != found.plan.corpus_sha256:
@@ -151,7 +151,7 @@ def _plan(plan: Plan) -> dict[str, Chosen[Any]]:
     return {name: value for name, value in fields if isinstance(value, Chosen) and value.value is not None}
 
 
-def _machine(voice: Voice) -> dict[str, str]:
+def _machine(voice: ChatModel) -> dict[str, str]:
     facts = voice.device
     told = {"device": facts.label, "precision": voice.precision}
     if voice.computed_by:
@@ -173,7 +173,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _hashes(found: FoundSubject) -> dict[str, str]:
+def _hashes(found: ModelRef) -> dict[str, str]:
     if found.plan is None:
         return {}
     told = {"corpus": found.plan.corpus_sha256, "tokenizer": found.plan.tokenizer_sha256}
@@ -188,7 +188,7 @@ def _hashes(found: FoundSubject) -> dict[str, str]:
 _WEIGHTS = ("adapter_model.safetensors", "model.safetensors")
 
 
-def _repeat(found: FoundSubject) -> list[str]:
+def _repeat(found: ModelRef) -> list[str]:
     if found.place is None:
         return []
     place = shlex.quote(str(found.place))

@@ -21,8 +21,8 @@ from tunewell.evaluation.lm_eval import run_tasks
 from tunewell.evaluation.provenance import Background, make_report
 from tunewell.evaluation.side_by_side import Side, exchanges_of, logits_change, loss_pair, losses_by_source
 from tunewell.evaluation.verdict import Facts, judge, tally
-from tunewell.inference.chat_model import Voice, open_voice, open_without_model
-from tunewell.inference.model_ref import FoundSubject
+from tunewell.inference.chat_model import ChatModel, open_chat_model, open_without_model
+from tunewell.inference.model_ref import ModelRef
 from tunewell.inference.runtime import Measured, Runtime, Texts, bad_weights_in
 from tunewell.records.plan import Chosen
 from tunewell.records.report import Exchange, Report
@@ -43,7 +43,7 @@ class Material:
 
 
 @dataclass(frozen=True)
-class ValidateOrder:
+class ValidateOptions:
     """What is to be judged, and how; everything has a default."""
 
     data: str | Path | None = None
@@ -64,10 +64,10 @@ class ValidateOrder:
 Progress = Callable[[str, int, int], None]
 
 
-class Sitting:
+class EvaluationSession:
     """One judgement, from loading to the report."""
 
-    def __init__(self, subject: FoundSubject, order: ValidateOrder, material: Material, progress: Progress) -> None:
+    def __init__(self, subject: ModelRef, order: ValidateOptions, material: Material, progress: Progress) -> None:
         self.subject, self.order, self.material, self.progress = subject, order, material, progress
         self.rules: VerdictRules = subject.loaded.config.verdict
         self.seconds: dict[str, float] = {}
@@ -96,22 +96,22 @@ class Sitting:
             base = self._measure_apart(voice)
         return self._report(voice, base, tuned, bad)
 
-    def _run_tasks(self, voice: Voice) -> None:
+    def _run_tasks(self, voice: ChatModel) -> None:
         self.progress(f"lm-eval: {', '.join(self.order.lm_eval)}", 0, 0)
         with tempfile.TemporaryDirectory(prefix="tunewell-lm-eval-") as folder:
             # Without a chat template: the tasks are plain text.
             voice.tokenizer.save(Path(folder), None)
             self.lm_eval = run_tasks(voice.model, Path(folder), self.order.lm_eval)
 
-    def _open(self, subject: FoundSubject) -> Voice:
+    def _open(self, subject: ModelRef) -> ChatModel:
         self.progress(f"loading {subject.name}", 0, 0)
         # The tasks of lm-eval are run by transformers.
         in_llama_cpp = not self.order.lm_eval
-        return open_voice(
+        return open_chat_model(
             subject, device=self.order.device, allow_pickle=self.order.allow_pickle, in_llama_cpp=in_llama_cpp
         )
 
-    def _open_and_check(self) -> tuple[Voice, dict[str, int]]:
+    def _open_and_check(self) -> tuple[ChatModel, dict[str, int]]:
         """Load what is judged; where that is refused because of values that are not finite, do without."""
         try:
             voice = self._open(self.subject)
@@ -122,7 +122,7 @@ class Sitting:
             return open_without_model(self.subject, device=self.order.device), bad
         return voice, voice.runtime.bad_weights()
 
-    def _measure_apart(self, voice: Voice) -> Side:
+    def _measure_apart(self, voice: ChatModel) -> Side:
         """Measure a base that is another model, once the tuned one has made room for it."""
         voice.release()
         gc.collect()
@@ -138,7 +138,7 @@ class Sitting:
             return Side()
         return self._measure(other, other.runtime, "base")
 
-    def _prepare_questions(self, voice: Voice) -> None:
+    def _prepare_questions(self, voice: ChatModel) -> None:
         split = self.material.split
         most = self.rules.max_documents
         if split is not None and most is not None and len(split) > most:
@@ -151,7 +151,7 @@ class Sitting:
         rows = [front + voice.tokenizer.backend.encode(text, add_special_tokens=False).ids for text in everyday_texts()]
         self.everyday = Texts(rows, longest=voice.runtime.context_length)
 
-    def _measure(self, voice: Voice, runtime: Runtime, who: str) -> Side:
+    def _measure(self, voice: ChatModel, runtime: Runtime, who: str) -> Side:
         side = Side()
         split = self.material.split
         with self._timed("losses"):
@@ -180,7 +180,7 @@ class Sitting:
                 side.logits = runtime.next_logits([self.everyday.arrays(index)[0].tolist() for index in range(4)])
         return side
 
-    def _report(self, voice: Voice, base: Side, tuned: Side | None, bad: dict[str, int]) -> Report:
+    def _report(self, voice: ChatModel, base: Side, tuned: Side | None, bad: dict[str, int]) -> Report:
         held_out, by_source, everyday = None, [], None
         exchanges: list[Exchange] = []
         if tuned is not None:
@@ -228,7 +228,7 @@ class Sitting:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - began
 
 
-def _how_trained(subject: FoundSubject) -> dict[str, Any]:
+def _how_trained(subject: ModelRef) -> dict[str, Any]:
     """Give what advice is made of."""
     if subject.plan is None:
         return {}
@@ -245,7 +245,7 @@ def _answer_tokens(rules: VerdictRules, longest: int) -> Chosen[int]:
     return Chosen[int](value=value, because=f"one and a half times the longest reference, {longest} tokens")
 
 
-def _bos(voice: Voice) -> list[int]:
+def _bos(voice: ChatModel) -> list[int]:
     token = voice.tokenizer.special_tokens.get("bos_token")
     found = voice.tokenizer.backend.token_to_id(token) if token and voice.tokenizer.adds_bos else None
     return [] if found is None else [found]

@@ -10,7 +10,7 @@ import numpy as np
 from tunewell.data.corpus.reader import Split
 from tunewell.evaluation.behaviour import Answer, faults_of
 from tunewell.evaluation.matching import is_short, match
-from tunewell.inference.chat_model import Voice
+from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.generate import Generated
 from tunewell.inference.runtime import Measured
 from tunewell.records.report import Change, Exchange, LossPair, Said
@@ -67,7 +67,7 @@ def logits_change(base: Any, tuned: Any) -> Change | None:
 
 
 def exchanges_of(
-    questions: Sequence[Question], split: Split | None, *, voice: Voice, base: Side, tuned: Side
+    questions: Sequence[Question], split: Split | None, *, voice: ChatModel, base: Side, tuned: Side
 ) -> list[Exchange]:
     """Give each question with what both said, judged by the reference."""
     found = []
@@ -89,13 +89,13 @@ def exchanges_of(
     return found
 
 
-def _words(voice: Voice, ids: list[int]) -> str:
+def _words(voice: ChatModel, ids: list[int]) -> str:
     """Spell an answer without what ends it."""
     end = next((at for at, token in enumerate(ids) if token in voice.stop_ids), len(ids))
     return voice.spell(ids[:end]).strip()
 
 
-def _said(voice: Voice, answer: Generated, question: Question, reference: str) -> Said:
+def _said(voice: ChatModel, answer: Generated, question: Question, reference: str) -> Said:
     text = voice.spell(answer.ids).strip()
     found = match(text, reference)
     control = [voice.spell([token]) for token in answer.ids if token in voice.tokenizer.control_ids]

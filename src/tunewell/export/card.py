@@ -10,8 +10,8 @@ from tunewell.core.errors import UserError
 from tunewell.core.model_files import locate
 from tunewell.core.redact import redact
 from tunewell.core.units import count
-from tunewell.inference.chat_model import Voice
-from tunewell.inference.model_ref import FoundSubject
+from tunewell.inference.chat_model import ChatModel
+from tunewell.inference.model_ref import ModelRef
 from tunewell.records.manifest import read_manifest
 from tunewell.records.plan import Chosen, Plan
 from tunewell.records.report import Report
@@ -88,7 +88,7 @@ def _front_matter(facts: CardFacts, kind: str) -> str:
 _REPORT = "report.json"
 
 
-def card_facts(found: FoundSubject, voice: Voice) -> CardFacts:
+def card_facts(found: ModelRef, voice: ChatModel) -> CardFacts:
     """Gather base, licence, data, plan and verdict, as far as they are known."""
     manifest = read_manifest(found.corpus) if found.corpus is not None else None
     name = found.place.resolve().name if found.place is not None else found.name

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tunewell.core.errors import UserError
 from tunewell.core.units import size_bytes
-from tunewell.inference.chat_model import Voice
+from tunewell.inference.chat_model import ChatModel
 from tunewell.methods import adapter as adapters
 
 _BITS = {
@@ -50,7 +50,9 @@ class Room:
         return f"to be written: about {each}{more}; {size_bytes(self.free)} are free"
 
 
-def expected_room(place: Path, voice: Voice, wanted: Sequence[str], kinds: Sequence[str], precision: str) -> Room:
+def estimate_disk_space(
+    place: Path, voice: ChatModel, wanted: Sequence[str], kinds: Sequence[str], precision: str
+) -> Room:
     """Count what will be written to a folder that exists."""
     weights = sum(parameter.numel() for parameter in voice.model.parameters())
     stays: dict[str, int] = {}
@@ -67,7 +69,7 @@ def expected_room(place: Path, voice: Voice, wanted: Sequence[str], kinds: Seque
     return Room(stays, on_the_way, shutil.disk_usage(place).free)
 
 
-def refuse_little(room: Room, out: Path) -> None:
+def require_disk_space(room: Room, out: Path) -> None:
     """Raise UserError where the disk has less than will be needed."""
     if room.free < room.needed:
         raise UserError(

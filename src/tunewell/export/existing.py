@@ -19,7 +19,7 @@ _SAME = 1e-5
 
 
 @dataclass(frozen=True)
-class Standing:
+class ExistingExport:
     """What is there, by what becomes of it."""
 
     folder: Path
@@ -50,7 +50,7 @@ class Standing:
             )
 
 
-def look_at(out: Path, wanted: Sequence[str], kinds: Sequence[str]) -> Standing | None:
+def find_existing(out: Path, wanted: Sequence[str], kinds: Sequence[str]) -> ExistingExport | None:
     """Read what lies where an export is to be; None where there is nothing.
 
     Raises UserError where something would be lost that is no export's, or was changed since.
@@ -79,7 +79,7 @@ def look_at(out: Path, wanted: Sequence[str], kinds: Sequence[str]) -> Standing 
                 f"`{out / own.path}` was made of a GGUF file that would be made again",
                 fix=f"add `ollama` to `--to`, or {_ELSEWHERE}",
             )
-    return Standing(out, proof, kept, replaced)
+    return ExistingExport(out, proof, kept, replaced)
 
 
 def _is_made_again(own: Artefact, wanted: Sequence[str], kinds: Sequence[str]) -> bool:
@@ -121,5 +121,5 @@ def _names(artefacts: Iterable[Artefact]) -> str:
     return ", ".join(own.name for own in artefacts)
 
 
-def _kinds(standing: Standing) -> list[str]:
+def _kinds(standing: ExistingExport) -> list[str]:
     return list(dict.fromkeys(own.kind for own in standing.proof.artefacts))

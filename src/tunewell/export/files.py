@@ -13,13 +13,13 @@ from safetensors.torch import save_file
 
 from tunewell.core.files import sha256_file
 from tunewell.core.units import count, size_bytes
-from tunewell.data.text_pipeline import TextToTokens
+from tunewell.data.text_pipeline import TextPipeline
 from tunewell.export.card import CardFacts, model_card
 from tunewell.export.gguf.quantize import quantize
 from tunewell.export.gguf.write import write_gguf
 from tunewell.export.ollama.chat_template import saved_template
 from tunewell.export.ollama.modelfile import derive_for_ollama, modelfile
-from tunewell.inference.chat_model import Voice
+from tunewell.inference.chat_model import ChatModel
 from tunewell.methods import adapter as adapters
 from tunewell.models.quiet import quiet
 from tunewell.records.parity import Artefact, ExportKind
@@ -33,13 +33,13 @@ OLLAMA_PARAMETERS: Mapping[str, float] = MappingProxyType({"temperature": 0.0})
 """What a Modelfile sets besides context and stops: the likeliest token, as everything is proven."""
 
 
-class Maker:
+class ArtefactWriter:
     """Writes the artefacts of one export; the model is merged between the adapter and the rest."""
 
     def __init__(
         self,
-        voice: Voice,
-        text: TextToTokens,
+        voice: ChatModel,
+        text: TextPipeline,
         folder: Path,
         stop_ids: Sequence[int],
         facts: CardFacts,

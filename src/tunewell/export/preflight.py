@@ -11,9 +11,9 @@ from transformers import LlamaConfig
 from tunewell.config.load import Loaded
 from tunewell.core.errors import UserError
 from tunewell.core.model_files import WEIGHT_SUFFIXES, hub_is_out_of_reach, locate
-from tunewell.core.optional import need
+from tunewell.core.optional import import_optional
 from tunewell.core.presets import find_preset, is_preset, llama_settings
-from tunewell.data.text_pipeline import TextToTokens
+from tunewell.data.text_pipeline import TextPipeline
 from tunewell.data.tokenizers.load import LoadedTokenizer
 from tunewell.export.gguf.architecture import can_write
 from tunewell.export.gguf.tokenizer import read_vocabulary
@@ -27,7 +27,7 @@ from tunewell.models.support import text_part
 from tunewell.records.manifest import MANIFEST
 
 
-def refuse_impossible(loaded: Loaded) -> None:
+def require_exportable(loaded: Loaded) -> None:
     """Raise UserError for whatever of `export.to` cannot be made of this config, while nothing is written yet."""
     config = loaded.config
     wanted = set(config.export.to)
@@ -39,12 +39,12 @@ def refuse_impossible(loaded: Loaded) -> None:
                 f"`export.to` lists an adapter, and `method.kind: {config.method.kind}` makes none",
                 fix="list `merged` instead",
             )
-        need("peft", extra="export", purpose="proving an adapter (`export.to`)")
+        import_optional("peft", extra="export", purpose="proving an adapter (`export.to`)")
     has_gguf = bool({"gguf", "ollama"} & wanted)
     if has_gguf:
-        need("gguf", extra="export", purpose="writing a GGUF file (`export.to`)")
+        import_optional("gguf", extra="export", purpose="writing a GGUF file (`export.to`)")
         find_llama()
-    text = TextToTokens.load(_with_corpus_tokenizer(loaded))
+    text = TextPipeline.load(_with_corpus_tokenizer(loaded))
     masker = text.spoken(config.data.sources)
     if masker is None:
         raise UserError(
@@ -55,10 +55,10 @@ def refuse_impossible(loaded: Loaded) -> None:
     special = text.tokenizer.special_tokens
     saved = saved_template(masker.template, arguments=config.template.arguments, special_tokens=special)
     if has_gguf:
-        refuse_unwritable(_settings(text), tokenizer=text.tokenizer, template=saved, for_ollama="ollama" in wanted)
+        require_writable(_settings(text), tokenizer=text.tokenizer, template=saved, for_ollama="ollama" in wanted)
 
 
-def refuse_unwritable(
+def require_writable(
     settings: dict[str, Any], *, tokenizer: LoadedTokenizer, template: SavedTemplate, for_ollama: bool
 ) -> None:
     """Raise UserError where a model with these settings, or its tokenizer, or for Ollama its template, has no GGUF."""
@@ -81,7 +81,7 @@ def _with_corpus_tokenizer(loaded: Loaded) -> Loaded:
     return replace(loaded, config=loaded.config.model_copy(update={"tokenizer": str(folder / "tokenizer")}))
 
 
-def _settings(text: TextToTokens) -> dict[str, Any]:
+def _settings(text: TextPipeline) -> dict[str, Any]:
     """Give the settings that the model will have when it is loaded, from its small files."""
     model, path = text.model, Path(text.model).expanduser()
     size = text.tokenizer.vocab_size
@@ -110,10 +110,10 @@ def _text_settings(place: str, *, is_local: bool) -> dict[str, Any]:
 # What proving an export takes beside its files: said where it is missing, for that is no fault of the export.
 
 
-def need_all(kinds: Collection[str]) -> None:
+def require_proof_tools(kinds: Collection[str]) -> None:
     """Raise UserError, with the command that installs it, for whatever one of these kinds cannot be proven without."""
     if "adapter" in kinds:
-        need("peft", extra="export", purpose="proving an adapter")
+        import_optional("peft", extra="export", purpose="proving an adapter")
     if {"gguf", "ollama"} & set(kinds):
-        need("gguf", extra="export", purpose="a GGUF file")
+        import_optional("gguf", extra="export", purpose="a GGUF file")
         find_llama()

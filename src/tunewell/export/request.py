@@ -31,7 +31,7 @@ PRECISIONS = ("bf16", "fp16", "fp32")
 
 
 @dataclass(frozen=True)
-class ExportOrder:
+class ExportOptions:
     """What is to be made; everything has a default."""
 
     to: Sequence[str] | str | None = ()
@@ -53,7 +53,7 @@ class ExportOrder:
     creates: bool = True
     """Whether `ollama create` is called where the program is there."""
 
-    def checked(self) -> "ExportOrder":
+    def checked(self) -> "ExportOptions":
         """Give the order in one way of writing it; raises UserError for what cannot be made of anything."""
         if self.name is not None and not is_ollama_name(self.name):
             raise UserError(

@@ -19,7 +19,7 @@ from tunewell.core.lock import FolderLock
 from tunewell.records.parity import FORMAT, PARITY, PROOF, REFERENCE, Parity, write_record
 
 if TYPE_CHECKING:
-    from tunewell.export.existing import Standing
+    from tunewell.export.existing import ExistingExport
 
 _LOCK = "tunewell-export.lock"
 _BESIDE = (PARITY, PROOF, REFERENCE, "README.md")
@@ -37,7 +37,7 @@ class Workshop:
 
 
 @contextmanager
-def workshop(out: Path) -> Iterator[Workshop]:
+def open_staging(out: Path) -> Iterator[Workshop]:
     """Give a folder to work in, on the same disk as `out`; it is removed however the body ends, SIGTERM included.
 
     Raises UserError where nothing can be written, and where another process is exporting to the same place.
@@ -58,7 +58,7 @@ def workshop(out: Path) -> Iterator[Workshop]:
             shutil.rmtree(work, ignore_errors=True)
 
 
-def publish(shop: Workshop, out: Path, standing: "Standing | None") -> None:
+def publish(shop: Workshop, out: Path, standing: "ExistingExport | None") -> None:
     """Give an export its name: by one move where nothing is there, else file by file, the proof last.
 
     Whatever fails in between, all that was there is back in its place. Files that are no export's are never moved.
@@ -166,7 +166,7 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def bring_kept(standing: "Standing", staged: Path) -> None:
+def copy_kept(standing: "ExistingExport", staged: Path) -> None:
     """Give what stays of an export a second name beside the new, or copy it: all of it is proven together."""
     for name in (name for own in standing.kept for name in own.sha256s):
         target = staged / name

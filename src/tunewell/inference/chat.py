@@ -12,7 +12,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import write_atomic
 from tunewell.core.units import count
 from tunewell.data.rows.conversation import Message
-from tunewell.inference.chat_model import Voice
+from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.generate import Decoding
 from tunewell.inference.prompt import prompt_ids, text_ids
 from tunewell.inference.runtime import Runtime
@@ -22,7 +22,7 @@ _MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
-class Manner:
+class ChatOptions:
     """How answers are given; raises UserError for what makes no sense."""
 
     temperature: float = 0.0
@@ -63,9 +63,9 @@ class Answer:
 class Chat:
     """A conversation under way; one answer at a time."""
 
-    voice: Voice
+    voice: ChatModel
     system: str | None = None
-    manner: Manner = field(default_factory=Manner)
+    manner: ChatOptions = field(default_factory=ChatOptions)
     messages: list[Message] = field(default_factory=list)
     """Without the system prompt."""
     answer: Answer = field(default_factory=Answer)

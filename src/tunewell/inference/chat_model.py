@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from tunewell.core.errors import UserError
 from tunewell.data.encoding.encoder import Encoder
 from tunewell.data.masking.masker import Masker
-from tunewell.data.text_pipeline import TextToTokens
+from tunewell.data.text_pipeline import TextPipeline
 from tunewell.data.tokenizers.load import LoadedTokenizer
 from tunewell.hardware.facts import DeviceFacts
 from tunewell.hardware.probe import probe_device
@@ -20,11 +20,11 @@ from tunewell.hardware.threads import measure_threads
 from tunewell.inference.generate import stop_ids_of
 from tunewell.inference.llama_cpp.library import find_llama
 from tunewell.inference.llama_cpp.runtime import LlamaRuntime
-from tunewell.inference.model_ref import FoundSubject
+from tunewell.inference.model_ref import ModelRef
 from tunewell.inference.runtime import Runtime, TorchRuntime
 from tunewell.methods import adapter as adapters
 from tunewell.models.attention import SDPA
-from tunewell.models.load import LoadedModel, LoadOrder, load_model
+from tunewell.models.load import LoadedModel, LoadOptions, load_model
 from tunewell.records.manifest import read_manifest
 
 # Whether llama.cpp computes a GGUF file that is spoken to or judged, and which.
@@ -32,9 +32,7 @@ from tunewell.records.manifest import read_manifest
 _INSTEAD = "the weights were dequantised, and transformers computes"
 
 
-def open_in_llama_cpp(
-    subject: FoundSubject, text: TextToTokens, *, device: str
-) -> tuple[LlamaRuntime | None, list[str]]:
+def open_in_llama_cpp(subject: ModelRef, text: TextPipeline, *, device: str) -> tuple[LlamaRuntime | None, list[str]]:
     """Open a `.gguf` file in llama.cpp; None where another way is asked for or the only one, with notes that say why.
 
     Raises UserError for a file that llama.cpp does not take: whoever it is made for would meet that too.
@@ -73,10 +71,10 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
-class Voice:
+class ChatModel:
     """A model in eval mode, adapter on, and everything it takes to ask it something."""
 
-    subject: FoundSubject
+    subject: ModelRef
     runtime: Runtime
     tokenizer: LoadedTokenizer
     masker: Masker | None
@@ -128,8 +126,8 @@ class Voice:
         return self.tokenizer.backend.decode(ids, skip_special_tokens=False)
 
 
-def open_voice(
-    subject: FoundSubject,
+def open_chat_model(
+    subject: ModelRef,
     *,
     device: str = "auto",
     with_base: bool = False,
@@ -137,13 +135,13 @@ def open_voice(
     precision: str | None = None,
     in_llama_cpp: bool = False,
     is_packed: bool = True,
-) -> Voice:
+) -> ChatModel:
     """Load a subject; `with_base` also loads what it was made from where its matrices cannot just be switched off.
 
     `in_llama_cpp` lets llama.cpp compute a `.gguf` file as it is, where the device allows it and a library is found.
     Without `is_packed` it reads one text at a time only, which any model can.
     """
-    text = TextToTokens.load(subject.loaded)
+    text = TextPipeline.load(subject.loaded)
     opened, notes = open_in_llama_cpp(subject, text, device=device) if in_llama_cpp else (None, [])
     voice = _voice(subject, text, device if opened is None else "cpu")
     voice.precision = torch_precision = precision or voice.precision
@@ -153,7 +151,7 @@ def open_voice(
         added = subject.added_tokens or text.tokenizer.added_by_us
 
         def load(model: str) -> LoadedModel:
-            order = LoadOrder(
+            order = LoadOptions(
                 model,
                 Path(folder),
                 torch.device(voice.device.name),
@@ -191,15 +189,15 @@ def open_voice(
     return voice
 
 
-def open_without_model(subject: FoundSubject, *, device: str = "auto") -> Voice:
+def open_without_model(subject: ModelRef, *, device: str = "auto") -> ChatModel:
     """Give all that can be told of a subject whose weights cannot be loaded; its `model` is None."""
-    return _voice(subject, TextToTokens.load(subject.loaded), device)
+    return _voice(subject, TextPipeline.load(subject.loaded), device)
 
 
-def _voice(subject: FoundSubject, text: TextToTokens, device: str) -> Voice:
+def _voice(subject: ModelRef, text: TextPipeline, device: str) -> ChatModel:
     facts = probe_device(device)
     masker = text.spoken(subject.loaded.config.data.sources)
-    return Voice(
+    return ChatModel(
         subject,
         None,  # type: ignore[arg-type]
         text.tokenizer,
@@ -228,7 +226,7 @@ def _use_fastest_threads(model: PreTrainedModel) -> None:
         torch.set_num_threads(measure_threads(products, seconds=_MEASURING_SECONDS).value)
 
 
-def _precision(subject: FoundSubject, facts: DeviceFacts) -> str:
+def _precision(subject: ModelRef, facts: DeviceFacts) -> str:
     """Compute as in training where that can be done here, else as `train` would choose."""
     if subject.plan is not None and subject.plan.device.value.partition(":")[0] == facts.kind:
         return subject.plan.precision.value

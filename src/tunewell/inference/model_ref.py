@@ -10,7 +10,7 @@ from tunewell.records.plan import Plan
 
 
 @dataclass(frozen=True)
-class FoundSubject:
+class ModelRef:
     """What was found, and all it takes to load it."""
 
     name: str
@@ -39,7 +39,7 @@ class FoundSubject:
         folder = self.loaded.path(self.loaded.config.corpus)
         return folder if self.kind == "run" and (folder / MANIFEST).is_file() else None
 
-    def as_base(self) -> "FoundSubject":
+    def as_base(self) -> "ModelRef":
         """Give what this was made from, to be loaded in its place with the same tokenizer and template."""
         assert self.base is not None
         return replace(self, name=self.base, model=self.base, adapter=None, base=None)

@@ -14,12 +14,12 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from tunewell.core.errors import UserError
-from tunewell.data.batches import Documents, lay_out, micro_batches, spread
+from tunewell.data.batches import Documents, make_batch, micro_batches, spread
 from tunewell.inference.generate import GREEDY, Decoding, Generated, context_limit, generate
 from tunewell.inference.stream import Stream, stream
 from tunewell.models.attention import stock_attention
 from tunewell.models.loss import HeadShape
-from tunewell.models.packed_forward import Reader
+from tunewell.models.packed_forward import PackedModel
 from tunewell.models.quiet import quiet
 from tunewell.models.support import head_facts
 
@@ -44,7 +44,11 @@ class Measured:
 
 
 def measure_losses(
-    reader: Reader, split: Documents, *, most: int | None, progress: Callable[[int, int], None] = lambda done, of: None
+    reader: PackedModel,
+    split: Documents,
+    *,
+    most: int | None,
+    progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Measured:
     """Give the loss of some documents of a split, spread evenly, each as if it were read alone."""
     chosen = spread(len(split), most)
@@ -54,7 +58,7 @@ def measure_losses(
     reader.model.eval()
     num_read = 0
     for group in micro_batches(chosen, lengths, _BATCH_TOKENS):
-        batch = lay_out(split, group)
+        batch = make_batch(split, group)
         losses = reader.row_losses(batch)
         # Which of the batch's documents each supervised token belongs to.
         owners = np.searchsorted(np.cumsum(batch.lengths), batch.rows, side="right")
@@ -236,7 +240,7 @@ class TorchRuntime:
         """Give the loss of some documents of a split, several laid end to end and read at once."""
         head = self._head or self._head_for(split.arrays(0)[0].tolist())
         self._head = head
-        reader = Reader(self.model, self._precision, int(split.index["length"].max()), head=head)
+        reader = PackedModel(self.model, self._precision, int(split.index["length"].max()), head=head)
         found = measure_losses(reader, split, most=most, progress=progress)
         return found.documents, found.sums, found.tokens
 

@@ -20,7 +20,7 @@ from tunewell.methods.lora import (
     endings_of,
     linears_of,
     outermost,
-    with_twin,
+    with_tied,
 )
 from tunewell.methods.peft_format import (
     CONFIG,
@@ -40,7 +40,7 @@ from tunewell.methods.peft_format import (
     selected,
     stacked_experts,
     tables_in,
-    twins_of,
+    tied_names,
 )
 
 __all__ = [
@@ -70,7 +70,7 @@ def add_lora(model: PreTrainedModel, method: Method, *, seed: int, inside: str =
         alpha=method.alpha,
         dropout=method.dropout,
         rslora=method.rslora,
-        is_tied=bool(twins_of(model)),
+        is_tied=bool(tied_names(model)),
         **in_peft(model, chosen, inside),
     )
     _put_on(model, adapter, chosen)
@@ -108,7 +108,7 @@ def adapter_tensors(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tenso
         for name, parameter in model.named_parameters()
         if name.endswith((".lora_A", ".lora_B")) or is_within(name, adapter.whole)
     }
-    twins = [peft_name(f"{name}.weight", adapter.inside) for name in twins_of(model)]
+    twins = [peft_name(f"{name}.weight", adapter.inside) for name in tied_names(model)]
     for own in [tensors[name] for name in twins if name in tensors]:
         for name in twins:
             tensors.setdefault(name, own.clone())
@@ -135,7 +135,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, inside: str = "") -> A
     saved_by = tuple(config.get("modules_to_save") or ())
     names = [name for name, _ in model.named_modules() if name]
     # PEFT also writes the embedding and the head of a lengthened vocabulary, and does not say so in its settings.
-    whole = with_twin(model, outermost((*saved_in(names, saved_by, tensors), *tables_in(model, tensors))))
+    whole = with_tied(model, outermost((*saved_in(names, saved_by, tensors), *tables_in(model, tensors))))
     chosen = Selection(
         linears=tuple(dict.fromkeys(name for name in wanted if not is_within(name, whole))),
         whole=whole,
@@ -148,7 +148,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, inside: str = "") -> A
         alpha=config["lora_alpha"],
         dropout=config.get("lora_dropout", 0.0),
         rslora=bool(config.get("use_rslora")),
-        is_tied=bool(twins_of(model)),
+        is_tied=bool(tied_names(model)),
         **in_peft(model, chosen, inside),
     )
     _put_on(model, adapter, chosen)
@@ -173,7 +173,7 @@ def load_tensors(model: PreTrainedModel, tensors: dict[str, Tensor], *, where: s
     """Copy tensors under PEFT's names into an adapter; none may be missing, left over or of another shape."""
     own = {peft_name(name): parameter for name, parameter in trainable(model).items()}
     tensors = {own_name(name): tensor for name, tensor in tensors.items()}
-    twins = [peft_name(f"{name}.weight") for name in twins_of(model)]
+    twins = [peft_name(f"{name}.weight") for name in tied_names(model)]
     if given := [tensors[name] for name in twins if name in tensors]:
         kept = {name: tensor for name, tensor in tensors.items() if name not in twins}
         tensors = kept | {name: given[0] for name in twins if name in own}
@@ -192,7 +192,7 @@ def load_tensors(model: PreTrainedModel, tensors: dict[str, Tensor], *, where: s
 
 def _refuse_apart(model: PreTrainedModel, tensors: dict[str, Tensor], *, is_tied: bool, where: str) -> None:
     """Raise UserError for an adapter that trained a head apart from the embedding that it is one with here."""
-    given = [own for name in twins_of(model) if (own := tensors.get(peft_name(f"{name}.weight"))) is not None]
+    given = [own for name in tied_names(model) if (own := tensors.get(peft_name(f"{name}.weight"))) is not None]
     if not given or (len(given) == 1 and is_tied):
         return
     shared: Any = model.get_input_embeddings().weight
@@ -221,7 +221,7 @@ def _put_on(model: PreTrainedModel, adapter: Adapter, chosen: Selection) -> None
 def _train_whole(model: PreTrainedModel, name: str) -> None:
     """Train a module in fp32; where the head and the embedding are one, they stay one."""
     module = model.get_submodule(name)
-    tied = name in twins_of(model)
+    tied = name in tied_names(model)
     # Once, before anything is widened: what is tied has one tensor, which the first of the two widens for both.
     dtype = next(module.parameters()).dtype
     if dtype != torch.float32 and not isinstance(module, nn.Embedding | nn.Linear):

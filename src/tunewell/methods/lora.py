@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from tunewell.config.schema import Method
 from tunewell.core.errors import UserError
-from tunewell.methods.peft_format import Selection, ending_of, is_named, is_within, layer_of, twins_of
+from tunewell.methods.peft_format import Selection, ending_of, is_named, is_within, layer_of, tied_names
 
 
 def chosen_layers(model: PreTrainedModel, method: Method) -> Selection:
@@ -24,7 +24,7 @@ def chosen_layers(model: PreTrainedModel, method: Method) -> Selection:
         _refuse_layers(linears, layers)
         wanted = tuple(name for name in wanted if layer_of(name) in layers)
     names = [name for name, _ in model.named_modules() if name]
-    whole = with_twin(model, outermost(_matching(names, method.modules_to_save, "module")))
+    whole = with_tied(model, outermost(_matching(names, method.modules_to_save, "module")))
     if empty := [name for name in whole if next(model.get_submodule(name).parameters(), None) is None]:
         raise UserError(
             f"`{empty[0]}` has no weights to train",
@@ -72,9 +72,9 @@ def outermost(modules: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in modules if not is_within(name, (own for own in modules if own != name)))
 
 
-def with_twin(model: PreTrainedModel, whole: tuple[str, ...]) -> tuple[str, ...]:
+def with_tied(model: PreTrainedModel, whole: tuple[str, ...]) -> tuple[str, ...]:
     """Train the embedding with the head and the head with the embedding, where the two are one."""
-    twins = twins_of(model)
+    twins = tied_names(model)
     return tuple(dict.fromkeys([*whole, *twins])) if set(twins) & set(whole) else whole
 
 

@@ -240,7 +240,7 @@ def ending_of(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def twins_of(model: PreTrainedModel) -> tuple[str, ...]:
+def tied_names(model: PreTrainedModel) -> tuple[str, ...]:
     """Name the embedding and the head where the two are one; nothing where they are not."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or getattr(head, "weight", None) is not getattr(embedding, "weight", 0):

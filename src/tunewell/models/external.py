@@ -22,7 +22,7 @@ _WRAPPERS = ("_orig_mod.", "module.")
 _SHOWN = 5
 
 
-def read_foreign_weights(path: Path, key_map: KeyMap, *, allow_pickle: bool) -> dict[str, Tensor]:
+def read_external_weights(path: Path, key_map: KeyMap, *, allow_pickle: bool) -> dict[str, Tensor]:
     """Read the weights of a `.pt`, `.pth`, `.bin` or `.safetensors` file under the names transformers uses.
 
     A file made by `torch.save` is read only when `allow_pickle` is set, and then tensors alone: code in it never runs.

@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tunewell.core.errors import UserError
 from tunewell.core.gguf import TensorEntry, read_metadata, read_tensor_table
-from tunewell.core.optional import need
+from tunewell.core.optional import import_optional
 from tunewell.models.external import turn_rotary_pairs
 from tunewell.models.quiet import silent
 
@@ -49,7 +49,7 @@ _GROUP_ROWS = 16
 
 def read_gguf_weights(path: Path, config: PreTrainedConfig) -> dict[str, Tensor]:
     """Dequantise the weights of a GGUF file in fp32; raise UserError where one of them would be left out."""
-    need("gguf", extra="train", purpose="reading the weights of a GGUF file")
+    import_optional("gguf", extra="train", purpose="reading the weights of a GGUF file")
     entries = [entry for entry in read_tensor_table(path) if entry.name != ROPE_TABLE]
     if config.model_type not in LLAMA_NAMED:
         return _by_transformers(path, config, entries)

@@ -14,13 +14,13 @@ from tunewell.core.errors import UserError
 from tunewell.core.model_files import WEIGHT_SUFFIXES, hub_is_out_of_reach, locate
 from tunewell.core.presets import find_preset, is_preset, llama_settings
 from tunewell.models import attention as packed_attention
-from tunewell.models.external import fit_weights, read_foreign_weights, turn_rotary_pairs
+from tunewell.models.external import fit_weights, read_external_weights, turn_rotary_pairs
 from tunewell.models.gguf import read_gguf_config, read_gguf_weights
 from tunewell.models.key_map import find_key_map
 from tunewell.models.placement import verify_placement
 from tunewell.models.pretrained import from_files, from_tensors, named, read_config, refuse_folder, skeleton, wanted
 from tunewell.models.quiet import quiet
-from tunewell.models.support import refuse_unsupported, text_part
+from tunewell.models.support import require_supported, text_part
 
 # Make a model's vocabulary and a corpus's tokenizer fit each other, or say why they cannot.
 
@@ -95,7 +95,7 @@ def _weight(table: nn.Module) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LoadOrder:
+class LoadOptions:
     """Which model, and how it is wanted."""
 
     model: str
@@ -127,7 +127,7 @@ class LoadOrder:
         """Refuse a model that would not be trained as it is meant; give what there is to say of one that will be."""
         if not self.is_packed:
             return []
-        return refuse_unsupported(config, longest_document=self.longest_document, attention=self.attention)
+        return require_supported(config, longest_document=self.longest_document, attention=self.attention)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class LoadedModel:
     """Where it lies in what `AutoModelForCausalLM` makes of its files, if it is the text part of a larger model."""
 
 
-def load_model(order: LoadOrder) -> LoadedModel:
+def load_model(order: LoadOptions) -> LoadedModel:
     """Load a model, refuse what would not be trained as it is meant, and check that it lies where it should.
 
     Raises UserError for a model that is not there, not whole, not supported, or not the tokenizer's.
@@ -168,7 +168,7 @@ def load_model(order: LoadOrder) -> LoadedModel:
     return LoadedModel(model, notes, was_resized, vocabulary.new_ids, inside)
 
 
-def _load(order: LoadOrder, vocabulary: Vocabulary) -> tuple[PreTrainedModel, list[str], str]:
+def _load(order: LoadOptions, vocabulary: Vocabulary) -> tuple[PreTrainedModel, list[str], str]:
     if is_preset(order.model):
         return *_from_preset(order, vocabulary), ""
     files = locate(order.model)
@@ -195,7 +195,7 @@ def _only_gguf(folder: Path) -> Path | None:
     return found[0] if len(found) == 1 else None
 
 
-def _from_preset(order: LoadOrder, vocabulary: Vocabulary) -> tuple[PreTrainedModel, list[str]]:
+def _from_preset(order: LoadOptions, vocabulary: Vocabulary) -> tuple[PreTrainedModel, list[str]]:
     preset = find_preset(order.model)
     config = LlamaConfig(**llama_settings(preset, vocabulary.size, vocabulary.special_ids))
     notes = order.refuse(config)
@@ -209,16 +209,16 @@ def _from_preset(order: LoadOrder, vocabulary: Vocabulary) -> tuple[PreTrainedMo
     return model.to(order.device), [*notes, "the weights are random: this model has learned nothing yet"]
 
 
-def _from_gguf(path: Path, order: LoadOrder) -> tuple[PreTrainedModel, list[str]]:
+def _from_gguf(path: Path, order: LoadOptions) -> tuple[PreTrainedModel, list[str]]:
     config = read_gguf_config(path)
     notes = order.refuse(config)
     model = from_tensors(config, read_gguf_weights(path, config), source=order.model, how=order.how())
     return model, [*notes, f"the weights of `{path.name}` were dequantised"]
 
 
-def _from_foreign(path: Path, order: LoadOrder) -> tuple[PreTrainedModel, list[str]]:
+def _from_foreign(path: Path, order: LoadOptions) -> tuple[PreTrainedModel, list[str]]:
     key_map = find_key_map(path, order.key_map)
-    weights = read_foreign_weights(path, key_map, allow_pickle=order.allow_pickle)
+    weights = read_external_weights(path, key_map, allow_pickle=order.allow_pickle)
     if key_map.model is not None:
         table = weights.get("model.embed_tokens.weight")
         num_rows = 1 if table is None else len(table)
@@ -232,7 +232,7 @@ def _from_foreign(path: Path, order: LoadOrder) -> tuple[PreTrainedModel, list[s
     return from_tensors(config, weights, source=order.model, how=order.how()), notes
 
 
-def _from_transformers(place: str, order: LoadOrder) -> tuple[PreTrainedModel, list[str], str]:
+def _from_transformers(place: str, order: LoadOptions) -> tuple[PreTrainedModel, list[str], str]:
     is_folder = Path(place).is_dir()
     is_local = is_folder or hub_is_out_of_reach() is not None
     if is_folder:

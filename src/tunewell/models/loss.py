@@ -55,7 +55,7 @@ def loss_and_slope(logits_RV: Tensor, targets_R: Tensor, softcap: float | None) 
     return total, dz_RV.to(logits_RV.dtype)
 
 
-def loss_and_slope_fused(logits_RV: Tensor, targets_R: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+def loss_and_grad_fused(logits_RV: Tensor, targets_R: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
     """Compute the same in a form that a compiler makes two passes of: nothing in fp32 is ever written to memory."""
     z_RV = logits_RV.float()
     bent_RV = None if softcap is None else torch.tanh(z_RV / softcap)
@@ -115,7 +115,7 @@ class _How:
     slope: Callable[[Tensor, Tensor, float | None], tuple[Tensor, Tensor]]
 
 
-def learned_rows_loss(
+def supervised_loss(
     hidden_RH: Tensor,
     targets_R: Tensor,
     *,

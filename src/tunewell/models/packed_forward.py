@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tunewell.data.batches import FixedShape, MicroBatch, bounds_of, fill, share_opening
+from tunewell.data.batches import FixedShape, MicroBatch, cumulative_lengths, pad_to_shape, share_prefix
 from tunewell.models.attention import FLASH, runs_of
 from tunewell.models.cpu_attention import LONGEST
-from tunewell.models.loss import COMPILED_ROWS, HeadShape, chunk_rows, learned_rows_loss
+from tunewell.models.loss import COMPILED_ROWS, HeadShape, chunk_rows, supervised_loss
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
-class Reader:
+class PackedModel:
     """A model that reads packed documents, in the precision that was chosen."""
 
     model: PreTrainedModel
@@ -59,7 +59,7 @@ class Reader:
             rows, targets = np.pad(rows, (0, spare)), np.pad(targets, (0, spare), constant_values=-100)
         # Not by brackets: the gradient of those sorts its rows first.
         hidden_RH = torch.index_select(hidden_TH, 0, self._tensor(rows)).to(self._casts_to or hidden_TH.dtype)
-        return learned_rows_loss(
+        return supervised_loss(
             hidden_RH,
             self._tensor(targets),
             weight_VH=self.head_module.weight,
@@ -73,13 +73,13 @@ class Reader:
         self.alive()
         room, stance = None, self.stance(batch)
         if self.shape is not None and self._is_compiled_for(batch):
-            batch, room = fill(batch, self.shape), self.shape.documents
+            batch, room = pad_to_shape(batch, self.shape), self.shape.documents
             if self.in_graphs:
                 torch.compiler.cudagraph_mark_step_begin()
-        shared = share_opening(batch, longest=LONGEST) if self._is_sharing else None
+        shared = share_prefix(batch, longest=LONGEST) if self._is_sharing else None
         layout: dict[str, Any] = {"packed_runs": runs_of(batch.lengths)}
         if self.is_flash:
-            bounds = bounds_of(batch, room)
+            bounds = cumulative_lengths(batch, room)
             layout = {"packed_bounds": self._tensor(bounds), "packed_longest": self.longest}
         elif shared is not None:
             # The opening is a run of its own, whatever the length of what follows it.

@@ -55,7 +55,7 @@ class HeadFacts:
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
-def refuse_unsupported(config: PreTrainedConfig, *, longest_document: int, attention: str = "") -> list[str]:
+def require_supported(config: PreTrainedConfig, *, longest_document: int, attention: str = "") -> list[str]:
     """Raise UserError with the reason when a model cannot be trained on packed documents; give notes when it can."""
     if getattr(config, "quantization_config", None) is not None:
         method = dict(_plain(config.quantization_config)).get("quant_method", "a method of its own")

@@ -13,7 +13,7 @@ from tunewell.records.plan import Chosen
 
 
 @dataclass(frozen=True)
-class PlanOrder:
+class PlanInputs:
     """A run to be planned: the settings, the data, the machine and the size of the model."""
 
     loaded: Loaded
@@ -72,7 +72,7 @@ Attention = Literal["sdpa", "flash"]
 Compile = Literal["auto", "on", "off"]
 
 
-def choose_device(order: PlanOrder) -> Chosen[str]:
+def choose_device(order: PlanInputs) -> Chosen[str]:
     """Say which device it is, and who wanted it."""
     device = order.device
     size = f", {size_bytes(device.memory_bytes)}" if device.memory_bytes else ""
@@ -82,7 +82,7 @@ def choose_device(order: PlanOrder) -> Chosen[str]:
     return Chosen[str](value=device.name, because=f"{reason[device.kind]}: {device.label}{size}")
 
 
-def choose_precision(order: PlanOrder) -> Chosen[Precision]:
+def choose_precision(order: PlanInputs) -> Chosen[Precision]:
     """Choose the numbers the model computes in; raise UserError where they would be emulated or go unchecked."""
     device, wanted = order.device, order.config.train.precision
     if wanted == "auto":
@@ -102,7 +102,7 @@ _WHY_NO_BF16 = {
 }
 
 
-def _automatic_precision(order: PlanOrder) -> Chosen[Precision]:
+def _automatic_precision(order: PlanInputs) -> Chosen[Precision]:
     device = order.device
     if device.kind == "cuda" and device.has_bf16:
         return Chosen[Precision](
@@ -118,7 +118,7 @@ def _automatic_precision(order: PlanOrder) -> Chosen[Precision]:
     return Chosen[Precision](value="fp32", because=reasons[device.kind])
 
 
-def choose_attention(order: PlanOrder, precision: Precision) -> Chosen[Attention]:
+def choose_attention(order: PlanInputs, precision: Precision) -> Chosen[Attention]:
     """Choose how documents are kept apart; raise UserError where the flash kernel was asked for and cannot run."""
     device, wanted = order.device, order.config.train.attention
     if device.kind != "cuda":
@@ -140,7 +140,7 @@ def choose_attention(order: PlanOrder, precision: Precision) -> Chosen[Attention
     )
 
 
-def choose_threads(order: PlanOrder) -> Chosen[int]:
+def choose_threads(order: PlanInputs) -> Chosen[int]:
     """Take the number that is set, or was measured; on a GPU every core may help, since little is computed on them."""
     wanted, cores = order.config.train.threads, num_cores()
     if wanted != "auto":
@@ -150,7 +150,7 @@ def choose_threads(order: PlanOrder) -> Chosen[int]:
     return Chosen[int](value=cores, because=f"{count(cores, 'core')} can be used; not measured")
 
 
-def choose_compile(order: PlanOrder, attention: Attention) -> Chosen[Compile]:
+def choose_compile(order: PlanInputs, attention: Attention) -> Chosen[Compile]:
     """Say whether layers are compiled; raise UserError where that was asked for and cannot be."""
     wanted, is_cuda = order.config.train.compile, order.device.kind == "cuda"
     if is_cuda and attention == "sdpa":
@@ -171,5 +171,5 @@ def choose_compile(order: PlanOrder, attention: Attention) -> Chosen[Compile]:
     )
 
 
-def _refused(order: PlanOrder, key: str, what: str, reason: str) -> UserError:
+def _refused(order: PlanInputs, key: str, what: str, reason: str) -> UserError:
     return UserError(f"{what}: {reason}", where=order.where(key), fix=f"leave `{key}: auto`")

@@ -13,7 +13,7 @@ from tunewell import __version__
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
 from tunewell.planning.compute import (
-    PlanOrder,
+    PlanInputs,
     choose_attention,
     choose_compile,
     choose_device,
@@ -46,7 +46,7 @@ class Batch:
     documents: _Bound
 
 
-def choose_batch(order: PlanOrder) -> Batch:
+def choose_batch(order: PlanInputs) -> Batch:
     """Choose how much one optimizer step learns from; raise UserError where two settings contradict each other."""
     train, longest, epoch_tokens = order.config.train, order.manifest.lengths.max, order.split.tokens
     if train.batch_documents is not None:
@@ -86,7 +86,7 @@ def _automatic_batch(epoch_tokens: int, longest: int) -> _Bound:
     return _Bound(value=value, because=because)
 
 
-def plan_training(order: PlanOrder, *, batch: Batch, num_steps: int, epochs: float) -> Plan:
+def plan_training(order: PlanInputs, *, batch: Batch, num_steps: int, epochs: float) -> Plan:
     """Decide everything else: `num_steps` is what the data order counted for this batch, `epochs` what that comes to.
 
     Raises UserError where a setting cannot work on this device or with these documents.
@@ -125,7 +125,7 @@ def plan_training(order: PlanOrder, *, batch: Batch, num_steps: int, epochs: flo
     )
 
 
-def _num_steps(order: PlanOrder, batch: Batch, num_steps: int) -> Chosen[int]:
+def _num_steps(order: PlanInputs, batch: Batch, num_steps: int) -> Chosen[int]:
     train = order.config.train
     if train.max_steps is not None:
         instead = ", in place of `train.epochs`" if order.is_set("train.epochs") else ""
@@ -140,13 +140,13 @@ def _num_steps(order: PlanOrder, batch: Batch, num_steps: int) -> Chosen[int]:
     return Chosen[int](value=num_steps, because=f"{passes} of {documents}, at most {bound} in a step")
 
 
-def _epochs(order: PlanOrder, num_steps: int, epochs: float) -> Chosen[float]:
+def _epochs(order: PlanInputs, num_steps: int, epochs: float) -> Chosen[float]:
     if order.config.train.max_steps is not None:
         return Chosen[float](value=epochs, because=f"what {count(num_steps, 'step')} come to")
     return Chosen[float](value=epochs, because=order.why("train.epochs"))
 
 
-def _warmup_steps(order: PlanOrder, num_steps: int) -> Chosen[int]:
+def _warmup_steps(order: PlanInputs, num_steps: int) -> Chosen[int]:
     warmup, because = order.config.train.warmup, order.why("train.warmup")
     if warmup >= 1:
         steps = math.ceil(warmup)
@@ -159,7 +159,7 @@ def _warmup_steps(order: PlanOrder, num_steps: int) -> Chosen[int]:
     return Chosen[int](value=steps, because=f"{warmup * 100:g}% of {count(num_steps, 'step')}, {because}")
 
 
-def _micro_batch(order: PlanOrder, batch: Batch) -> Chosen[int]:
+def _micro_batch(order: PlanInputs, batch: Batch) -> Chosen[int]:
     wanted, longest = order.config.train.micro_batch_tokens, order.manifest.lengths.max
     if wanted != "auto":
         because = order.why("train.micro_batch_tokens")
@@ -175,7 +175,7 @@ def _micro_batch(order: PlanOrder, batch: Batch) -> Chosen[int]:
     return Chosen[int](value=usual, because=because)
 
 
-def _usual_micro_batch(order: PlanOrder) -> tuple[int, str]:
+def _usual_micro_batch(order: PlanInputs) -> tuple[int, str]:
     if order.device.kind != "cuda":
         return 2_048, f"more at once needs more memory and is hardly faster on {order.device.label}"
     size = order.num_parameters
@@ -186,7 +186,7 @@ def _usual_micro_batch(order: PlanOrder) -> tuple[int, str]:
     return 16_384, "a model under 3 B parameters needs that many to fill a GPU"
 
 
-def _evaluate_every(order: PlanOrder, num_steps: int) -> Chosen[int]:
+def _evaluate_every(order: PlanInputs, num_steps: int) -> Chosen[int]:
     wanted = order.config.evaluate.every_steps
     if wanted != "auto":
         return Chosen[int](value=wanted, because=order.why("evaluate.every_steps"))
@@ -197,7 +197,7 @@ def _evaluate_every(order: PlanOrder, num_steps: int) -> Chosen[int]:
     return Chosen[int](value=every, because=f"{count(looks, 'look')} in {count(num_steps, 'step')}{looked_at}")
 
 
-def _save_every(order: PlanOrder, num_steps: int, evaluate_every: int) -> Chosen[int]:
+def _save_every(order: PlanInputs, num_steps: int, evaluate_every: int) -> Chosen[int]:
     wanted = order.config.checkpoints.every_steps
     if wanted != "auto":
         return Chosen[int](value=wanted, because=order.why("checkpoints.every_steps"))

@@ -25,7 +25,7 @@ _STEPS_REMEMBERED = 32
 
 
 @dataclass
-class Ear:
+class HeartbeatMonitor:
     """Hears a run's signs of life for its supervisor, and knows how long silence may last."""
 
     hang_seconds: float
@@ -79,7 +79,7 @@ class Ear:
         return self.patience is not None and time.monotonic() - self.heard > self.patience
 
 
-class Pulse:
+class Heartbeat:
     """A watcher that tells a supervisor how a run goes, and passes everything on."""
 
     def __init__(self, watcher: Any, handles: str) -> None:
@@ -125,12 +125,12 @@ class Pulse:
         _send(self._write, line)
 
 
-def tell_ended(handles: str, code: int) -> None:
+def send_ended(handles: str, code: int) -> None:
     """Tell a supervisor the exit code, before last words are printed: a screen that is gone is no crash of the run."""
     _send(_opened(handles)[1], f"ended {code}\n".encode())
 
 
-def tell_printed(handles: str) -> None:
+def send_printed(handles: str) -> None:
     """Tell a supervisor that nothing is left to do but to leave: from now on silence is a hang again."""
     _send(_opened(handles)[1], b"printed\n")
 

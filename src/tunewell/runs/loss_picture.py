@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tunewell.core.files import write_atomic
-from tunewell.core.optional import need
+from tunewell.core.optional import import_optional
 from tunewell.core.units import count
 
 Points = Sequence[tuple[int, float]]
@@ -23,8 +23,10 @@ _ROOM_ABOVE = 1.5
 def draw_losses(path: Path, *, losses: Points, held_out: Points, title: str) -> None:
     """Write the curve as a PNG in one move; raise UserError where matplotlib is not installed."""
     purpose = "a picture of the loss"
-    figure = need("matplotlib.figure", extra="train", purpose=purpose).Figure(figsize=_INCHES, layout="constrained")
-    need("matplotlib.backends.backend_agg", extra="train", purpose=purpose).FigureCanvasAgg(figure)
+    figure = import_optional("matplotlib.figure", extra="train", purpose=purpose).Figure(
+        figsize=_INCHES, layout="constrained"
+    )
+    import_optional("matplotlib.backends.backend_agg", extra="train", purpose=purpose).FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     _draw_training(axes, losses)
     _draw_held_out(axes, held_out)
@@ -139,7 +141,7 @@ def _mark_bad(axes: Any, losses: Points) -> None:
 
 
 def _dress(axes: Any, title: str) -> None:
-    ticker = need("matplotlib.ticker", extra="train", purpose="a picture of the loss")
+    ticker = import_optional("matplotlib.ticker", extra="train", purpose="a picture of the loss")
     axes.set_title(title, loc="left", fontsize=13, color=_INK, pad=12, parse_math=False)
     axes.set_xlabel("optimizer step", fontsize=11, color=_INK)
     axes.set_ylabel("loss per supervised token", fontsize=11, color=_INK)

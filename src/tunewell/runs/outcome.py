@@ -19,7 +19,7 @@ from tunewell.records.plan import Plan
 from tunewell.runs.config import resume_command
 from tunewell.runs.loss_picture import draw_losses
 from tunewell.runs.readme import Usage, run_readme
-from tunewell.runs.result import Notebook, TrainResult
+from tunewell.runs.result import MetricsRecorder, TrainResult
 from tunewell.training.engine import Ending, Run
 
 # Tell what a run went through: what was healed, what that cost, and what to change next time.
@@ -27,7 +27,7 @@ from tunewell.training.engine import Ending, Run
 _SHOWN = 6
 
 
-def story(entries: Sequence[HealingEntry]) -> list[str]:
+def healing_summary(entries: Sequence[HealingEntry]) -> list[str]:
     """Give a line for each thing that was more than a note, the first few of many, and one for what it all cost."""
     told = [entry for entry in entries if entry.severity != "note" or entry.action != "none"]
     lines = [_line(entry) for entry in told[:_SHOWN]]
@@ -97,8 +97,8 @@ class Since:
     allow_pickle: bool
 
 
-def result_of(
-    loaded: Loaded, run: Run, ending: Ending, *, notebook: Notebook, stages: dict[str, float], since: Since
+def make_result(
+    loaded: Loaded, run: Run, ending: Ending, *, notebook: MetricsRecorder, stages: dict[str, float], since: Since
 ) -> TrainResult:
     """Say what a run came to."""
     folder = run.checkpoints.folder
@@ -144,7 +144,7 @@ def _next(loaded: Loaded, ending: Ending, run: Path, *, allow_pickle: bool) -> s
     return f"tunewell validate {shlex.quote(str(run))}" if ending.status == "finished" else ""
 
 
-def leave_behind(run: Run, result: TrainResult, plan: Plan, corpus: Corpus, *, allow_pickle: bool) -> None:
+def write_run_files(run: Run, result: TrainResult, plan: Plan, corpus: Corpus, *, allow_pickle: bool) -> None:
     """Write what tells the story of the run to whoever finds its folder."""
     if result.losses:
         picture = result.run / "loss.png"
@@ -156,7 +156,7 @@ def leave_behind(run: Run, result: TrainResult, plan: Plan, corpus: Corpus, *, a
             result.notes.append(f"the loss curve could not be drawn: {error}")
     try:
         write_outcome(result.run, _outcome(result, plan))
-        told, healed, usage = result.as_json(), story(result.healing), _usage(run, allow_pickle)
+        told, healed, usage = result.as_json(), healing_summary(result.healing), _usage(run, allow_pickle)
         run_readme(result.run, plan=plan, manifest=corpus.manifest, result=told, healed=healed, usage=usage)
     except (UserError, OSError) as error:
         why = error.what if isinstance(error, UserError) else error.strerror or error
@@ -179,7 +179,7 @@ def _outcome(result: TrainResult, plan: Plan) -> Outcome:
         supervised_tokens=result.supervised_tokens,
         artefacts={what: _from_run(path, result.run) for path, what in result.artefacts},
         notes=result.notes,
-        healing=story(result.healing),
+        healing=healing_summary(result.healing),
         advice=result.advice,
         signal=result.signal,
         allowed_changes=result.changes,

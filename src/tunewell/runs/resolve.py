@@ -13,7 +13,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.model_files import locate
 from tunewell.core.presets import is_preset
 from tunewell.core.redact import REDACTED
-from tunewell.inference.model_ref import FoundSubject
+from tunewell.inference.model_ref import ModelRef
 from tunewell.methods.adapter import CONFIG, WEIGHTS
 from tunewell.models.facts import read_facts
 from tunewell.records.checkpoint import CheckpointManifest, checkpoint_name, checkpoint_step, verify
@@ -25,14 +25,14 @@ from tunewell.training.saved_checkpoints import Saved, find_best, find_newest, s
 _CHECKPOINTS = "checkpoints"
 
 
-def find_subject(
+def resolve_model(
     place: str | Path | None,
     *,
     checkpoint: str = "best",
     base: str | None = None,
     template: str | None = None,
     sets: Sequence[str] = (),
-) -> FoundSubject:
+) -> ModelRef:
     """Find a run, an adapter or a model; None means the run of the config in the current folder.
 
     `checkpoint` is `best`, `last` or a step. `base` names the model an adapter or a tuned model was made from, where
@@ -56,7 +56,7 @@ def find_subject(
     name = path.name if path.exists() else str(place)
     found = str(path) if path.exists() else str(place)
     loaded = _config_of(found, template, sets, tokenizer=None)
-    return FoundSubject(name, "model", path if path.exists() else None, found, None, base, loaded)
+    return ModelRef(name, "model", path if path.exists() else None, found, None, base, loaded)
 
 
 def _run_of_config() -> Path:
@@ -68,7 +68,7 @@ def _run_of_config() -> Path:
     return run
 
 
-def _of_run(run: Path, checkpoint: str, base: str | None, sets: Sequence[str]) -> FoundSubject:
+def _of_run(run: Path, checkpoint: str, base: str | None, sets: Sequence[str]) -> ModelRef:
     plan = read_plan(run)
     loaded = load_config(run / RUN_CONFIG, sets)
     notes: list[str] = []
@@ -78,7 +78,7 @@ def _of_run(run: Path, checkpoint: str, base: str | None, sets: Sequence[str]) -
     if REDACTED in str(made_from):
         made_from = _without_name(run, notes, is_lora=is_lora)
     own, added = _with_corpus_tokenizer(loaded, plan, notes)
-    return FoundSubject(
+    return ModelRef(
         name=f"{run.resolve().name}, step {saved.step}",
         kind="run",
         place=run,
@@ -148,7 +148,7 @@ def _without_name(run: Path, notes: list[str], *, is_lora: bool) -> None:
     notes.append(f"{what}; to compare with it, {fix}")
 
 
-def _of_adapter(folder: Path, base: str | None, template: str | None, sets: Sequence[str]) -> FoundSubject:
+def _of_adapter(folder: Path, base: str | None, template: str | None, sets: Sequence[str]) -> ModelRef:
     if not (folder / WEIGHTS).is_file():
         raise UserError(
             f"the adapter in `{folder}` has no `{WEIGHTS}`",
@@ -166,7 +166,7 @@ def _of_adapter(folder: Path, base: str | None, template: str | None, sets: Sequ
     has_own = (folder / "tokenizer.json").is_file()
     loaded = _config_of(made_from, template, sets, tokenizer=str(folder) if has_own else None)
     added = _own_tokens(folder, made_from) if has_own else ()
-    return FoundSubject(folder.name, "adapter", folder, made_from, folder, made_from, loaded, added_tokens=added)
+    return ModelRef(folder.name, "adapter", folder, made_from, folder, made_from, loaded, added_tokens=added)
 
 
 def _own_tokens(folder: Path, base: str) -> tuple[str, ...]:

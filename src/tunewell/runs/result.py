@@ -98,7 +98,7 @@ class TrainResult:
         return plain(told)
 
 
-class Notebook:
+class MetricsRecorder:
     """A watcher that remembers what the report needs, and passes everything on."""
 
     def __init__(self, watcher: Watcher) -> None:

@@ -14,7 +14,7 @@ from tunewell.data.corpus.reader import Corpus
 from tunewell.records.events import as_number, read_events
 from tunewell.records.plan import Plan, read_plan
 from tunewell.records.rundir import DOCUMENTS
-from tunewell.runs.result import Notebook
+from tunewell.runs.result import MetricsRecorder
 from tunewell.training.build import CHANGE_NAMES
 from tunewell.training.engine import OPTIMIZER, Run, resume
 from tunewell.training.saved_checkpoints import compare_identity, find_newest, load_state
@@ -25,7 +25,7 @@ _SHOWN = 3
 _Key = tuple[str, int, int]
 
 
-def remember(folder: Path, corpus: Corpus) -> None:
+def write_document_hashes(folder: Path, corpus: Corpus) -> None:
     """Write down a short hash of every document: source, row, piece, hash."""
     lines = ("\t".join(map(str, (*key, digest))) for key, digest in _digests(corpus))
     write_atomic(folder / DOCUMENTS, "\n".join(lines) + "\n")
@@ -80,7 +80,7 @@ _MEASURED = ("threads", "micro_batch_tokens", "compile")
 """What a run chooses by its machine, and keeps."""
 
 
-def refuse_idle_changes(allowed: Sequence[str], *, is_resuming: bool) -> None:
+def require_resume_for_changes(allowed: Sequence[str], *, is_resuming: bool) -> None:
     """Raise UserError for a change that cannot be allowed: nothing has that name, or no run goes on."""
     names = sorted(CHANGE_NAMES | set(_MEASURED))
     for name in allowed:
@@ -100,7 +100,7 @@ def refuse_idle_changes(allowed: Sequence[str], *, is_resuming: bool) -> None:
         )
 
 
-def plan_to_resume(folder: Path, plan: Plan, allowed: Sequence[str], notebook: Notebook) -> Plan:
+def plan_to_resume(folder: Path, plan: Plan, allowed: Sequence[str], notebook: MetricsRecorder) -> Plan:
     """Go on as the run began: what was measured then is not measured again, or the numbers would differ."""
     before, wishes = read_plan(folder), plan.config["train"]
     measured = [name for name in _MEASURED if wishes[name] == "auto"]
@@ -111,7 +111,7 @@ def plan_to_resume(folder: Path, plan: Plan, allowed: Sequence[str], notebook: N
     return plan.model_copy(update=same)
 
 
-def put_back(loaded: Loaded, run: Run, allowed: Sequence[str], *, notebook: Notebook, corpus: Corpus) -> bool:
+def restore_run(loaded: Loaded, run: Run, allowed: Sequence[str], *, notebook: MetricsRecorder, corpus: Corpus) -> bool:
     """Put a run back to its newest whole checkpoint; raise UserError where it would not be the same run.
 
     Says whether it now does something else than was written down when it began.

@@ -23,7 +23,7 @@ from tunewell.records.checkpoint import checkpoint_step
 from tunewell.records.events import EventLog
 from tunewell.records.healing import HEALING, ActionName, HealingEntry, read_healing
 from tunewell.records.plan import read_plan
-from tunewell.runs.heartbeat import Ear
+from tunewell.runs.heartbeat import HeartbeatMonitor
 
 STACKS = "stacks.txt"
 """What every thread was doing when a run was found hanging."""
@@ -112,7 +112,7 @@ def _watch(line: Any, *, is_again: bool, rules: Healing, folder: Path, post: "_P
     life_read, life_write = os.pipe()
     pulse_read, pulse_write = os.pipe()
     os.set_blocking(pulse_read, False)
-    ear = Ear(rules.hang_seconds)
+    ear = HeartbeatMonitor(rules.hang_seconds)
     try:
         with tempfile.TemporaryFile() as stacks:
             theirs = (life_read, pulse_write, stacks.fileno())
@@ -140,7 +140,7 @@ def _watch(line: Any, *, is_again: bool, rules: Healing, folder: Path, post: "_P
         os.close(life_write)
 
 
-def _listen(run: "subprocess.Popen[Any]", ear: Ear, pulse: int) -> bool:
+def _listen(run: "subprocess.Popen[Any]", ear: HeartbeatMonitor, pulse: int) -> bool:
     """Hear the run until it ends; say whether it hangs instead."""
     turned = time.monotonic()
     while run.poll() is None:
@@ -175,7 +175,7 @@ class _Post:
         """What the command ends with, once it was asked to stop."""
         self._asked: int | None = None
         self._run: subprocess.Popen[Any] | None = None
-        self._ear: Ear | None = None
+        self._ear: HeartbeatMonitor | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "_Post":
@@ -195,7 +195,7 @@ class _Post:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     @contextlib.contextmanager
-    def to(self, run: "subprocess.Popen[Any]", ear: Ear) -> Iterator[None]:
+    def to(self, run: "subprocess.Popen[Any]", ear: HeartbeatMonitor) -> Iterator[None]:
         """Hand on to this run, also what came while it was being started."""
         self._run, self._ear = run, ear
         try:

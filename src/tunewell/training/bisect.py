@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tunewell.data.batches import Documents, lay_out
+from tunewell.data.batches import Documents, make_batch
 from tunewell.models.placement import not_finite_names
 from tunewell.training.memory import free_memory, is_out_of_memory
-from tunewell.training.step import Learner
+from tunewell.training.step import TrainableModel
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Cause:
     are_weights_bad: bool = False
 
 
-def find_cause(learner: Learner, split: Documents, groups: Sequence[np.ndarray], *, number: int) -> Cause:
+def find_cause(learner: TrainableModel, split: Documents, groups: Sequence[np.ndarray], *, number: int) -> Cause:
     """Compute the micro-batches of a step again until one goes bad; nothing of the run is changed."""
     if broken := not_finite_names(learner.model):
         return Cause(f"weight `{broken[0]}`", are_weights_bad=True)
@@ -40,7 +40,7 @@ def find_cause(learner: Learner, split: Documents, groups: Sequence[np.ndarray],
     return Cause(None)
 
 
-def _cause_in(learner: Learner, split: Documents, group: list[int], *, number: int, place: int) -> Cause | None:
+def _cause_in(learner: TrainableModel, split: Documents, group: list[int], *, number: int, place: int) -> Cause | None:
     """Look for a cause in one micro-batch; in halves of it, where it needs more memory with checks than without."""
     try:
         where = _goes_bad_at(learner, split, group, number=number, place=place)
@@ -64,10 +64,10 @@ def _cause_in(learner: Learner, split: Documents, group: list[int], *, number: i
     return None
 
 
-def _goes_bad_at(learner: Learner, split: Documents, group: Any, *, number: int, place: int) -> str | None:
+def _goes_bad_at(learner: TrainableModel, split: Documents, group: Any, *, number: int, place: int) -> str | None:
     """Name the first tensor that is not finite, forwards or, where all is well there, backwards."""
     learner.drop_gradients()
-    batch = lay_out(split, group)
+    batch = make_batch(split, group)
     found: list[str] = []
     with _checked(learner.model, found), learner.uncompiled():
         learner.model.train()

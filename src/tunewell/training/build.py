@@ -21,7 +21,7 @@ from tunewell.inference.generate import Decoding, generate, stop_ids_of
 from tunewell.methods import adapter as adapters
 from tunewell.models import attention
 from tunewell.models.facts import fingerprint_weights
-from tunewell.models.load import LoadOrder, load_model
+from tunewell.models.load import LoadOptions, load_model
 from tunewell.models.loss import HeadShape
 from tunewell.models.placement import verify_placement
 from tunewell.models.support import head_facts
@@ -35,9 +35,9 @@ from tunewell.training.events import Sample, Start, Watcher
 from tunewell.training.faults import NoFaults
 from tunewell.training.held_out import ask
 from tunewell.training.leak_probe import probe_leaks
-from tunewell.training.metrics import About
+from tunewell.training.metrics import RunContext
 from tunewell.training.remedies import Remedies
-from tunewell.training.step import Learner
+from tunewell.training.step import TrainableModel
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MODEL = "model.safetensors"
@@ -54,7 +54,7 @@ CHANGE_NAMES = frozenset(
 
 
 @dataclass
-class Parts:
+class RunInputs:
     """What a run is put together from."""
 
     loaded: Loaded
@@ -82,7 +82,7 @@ class Parts:
         return self.loaded.seen(self.plan.model)
 
 
-def put_together(parts: Parts) -> Run:
+def build_run(parts: RunInputs) -> Run:
     """Load the model, put the method on it, verify where everything lies, and lay out the rest of a run."""
     attention.register()
     config, plan, device = parts.config, parts.plan, torch.device(parts.plan.device.value)
@@ -90,7 +90,7 @@ def put_together(parts: Parts) -> Run:
     dtype = _DTYPES[plan.precision.value] if is_lora else torch.float32
     held_out = parts.corpus.held_out
     longest = max(int(split.index["length"].max()) for split in (parts.corpus, held_out) if len(split))
-    wanted = LoadOrder(
+    wanted = LoadOptions(
         parts.model,
         parts.corpus.path / "tokenizer",
         device,
@@ -117,7 +117,7 @@ def put_together(parts: Parts) -> Run:
     folder = parts.own_folder
     samples = EventLog(folder / "samples.jsonl", on_trouble=parts.watcher.noted)
     head = head_facts(model)
-    learner = Learner(
+    learner = TrainableModel(
         model,
         plan.precision.value,
         longest,
@@ -155,14 +155,14 @@ def put_together(parts: Parts) -> Run:
     )
 
 
-def start_of(parts: Parts, run: Run) -> Start:
+def describe_start(parts: RunInputs, run: Run) -> Start:
     """Say what is about to be trained."""
     own = sum(parameter.numel() for parameter in run.learner.parameters.values())
     everything = sum(parameter.numel() for parameter in run.learner.model.parameters())
     return Start(parts.plan, own, everything, run.progress.step)
 
 
-def probe(parts: Parts, run: Run) -> None:
+def check_packing(parts: RunInputs, run: Run) -> None:
     """Prove that documents do not see each other, and note by how much."""
     found = probe_leaks(run.learner, run.documents)
     parts.watcher.noted(
@@ -195,7 +195,7 @@ def identity_of(plan: Plan, config: Config, weights: str | None) -> dict[str, An
     }
 
 
-def refuse_differences(parts: Parts, run: Run) -> None:
+def require_same_settings(parts: RunInputs, run: Run) -> None:
     """Refuse to begin where processes that train together would take other steps, or would not stop at the same ones.
 
     Raises UserError in all of them.
@@ -260,7 +260,7 @@ def _first_tensors(model: Any, adapter: adapters.Adapter | None) -> dict[str, Te
     return {name: tensor.cpu().clone() for name, tensor in adapters.adapter_tensors(model, adapter).items()}
 
 
-def _begin_again(model: Any, wanted: LoadOrder, first: dict[str, Tensor] | None) -> None:
+def _begin_again(model: Any, wanted: LoadOptions, first: dict[str, Tensor] | None) -> None:
     """Read every weight again, into the model that is there; what an adapter put around a layer is looked through."""
     fresh = load_model(replace(wanted, device=torch.device("cpu"), attention=attention.SDPA)).model
     tensors = {**dict(fresh.named_parameters()), **dict(fresh.named_buffers())}
@@ -278,10 +278,10 @@ def _name_of(corpus: Corpus, document: int) -> str:
     return f"{own.source} row {own.row}"
 
 
-def _about(parts: Parts, model: Any) -> About:
+def _about(parts: RunInputs, model: Any) -> RunContext:
     """Say what is known of the run beside its numbers."""
     kind = parts.plan.device.value.partition(":")[0]
-    return About(
+    return RunContext(
         vocab_size=model.config.get_text_config().vocab_size,
         precision=parts.plan.precision.value,
         device=kind,
@@ -292,7 +292,7 @@ def _about(parts: Parts, model: Any) -> About:
     )
 
 
-def _asker(parts: Parts, learner: Learner, log: EventLog) -> Any:
+def _asker(parts: RunInputs, learner: TrainableModel, log: EventLog) -> Any:
     """Make the function that answers held-out questions and writes them down."""
     tokenizer = load_tokenizer(parts.corpus.path / "tokenizer")
     stops = stop_ids_of(tokenizer, parts.corpus.manifest)

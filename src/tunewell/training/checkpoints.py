@@ -85,7 +85,7 @@ def _write(path: Path, data: bytes) -> FileRecord:
     return FileRecord(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
-__all__ = ["Checkpoints", "Saved", "State", "compare_identity", "room_warning"]
+__all__ = ["Checkpoints", "Saved", "State", "compare_identity", "disk_space_warning"]
 
 _LEAST_KEPT = 2
 _TRIES = 3
@@ -255,7 +255,7 @@ class Checkpoints:
                 self._tell(f"`{entry.name}`, left by a run that was killed, could not be removed: {_reason(error)}")
 
 
-def room_warning(folder: Path, *, checkpoint_bytes: int, keep: int) -> str | None:
+def disk_space_warning(folder: Path, *, checkpoint_bytes: int, keep: int) -> str | None:
     """Say in one line if the checkpoints of a run will not all fit on the disk; None if they will."""
     at_once = max(keep, _LEAST_KEPT) + 3  # beside them the best, the one at the lowest loss, and the one being written
     needed, free = at_once * checkpoint_bytes, shutil.disk_usage(folder).free

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from tunewell.data.batches import DataOrder, FixedShape, micro_batches
-from tunewell.models.loss import loss_and_slope_fused
-from tunewell.training.step import Learner
+from tunewell.models.loss import loss_and_grad_fused
+from tunewell.training.step import TrainableModel
 
 # Measured on an H200 (torch 2.11): 20 to 60 s for models of 0.02 to 8 B parameters; a third of the time is saved.
 _COMPILE_SECONDS = 60.0
@@ -35,7 +35,7 @@ class Compiler:
     _seconds: float = 0.0
     _timed: int = 0
 
-    def budget(self, learner: Learner, wanted: int) -> int:
+    def budget(self, learner: TrainableModel, wanted: int) -> int:
         """Give the size of micro-batches: while it is still open whether to compile, small ones.
 
         Uncompiled layers keep more for the way back, and the first steps should not be what decides how much memory a
@@ -44,7 +44,7 @@ class Compiler:
         is_open = self._is_possible(learner) and self._timed <= _TIMED_STEPS
         return max(wanted // _FIRST_CUT, min(learner.longest, wanted)) if is_open else wanted
 
-    def is_due(self, learner: Learner, *, step: int, seconds: float) -> bool:
+    def is_due(self, learner: TrainableModel, *, step: int, seconds: float) -> bool:
         """Whether to compile after this step; the first steps are not counted, since they warm things up."""
         if not self._is_possible(learner):
             return False
@@ -59,14 +59,14 @@ class Compiler:
         is_worth_it = (self.num_steps - step) * mean * _SAVED_SHARE > 2 * _COMPILE_SECONDS
         return learner.world.any(is_worth_it)  # clocks differ, and all must cut their steps alike
 
-    def _is_possible(self, learner: Learner) -> bool:
+    def _is_possible(self, learner: TrainableModel) -> bool:
         return self.wish != "off" and learner.device.type == "cuda" and learner.shape is None and learner.may_compile
 
-    def most_documents(self, learner: Learner) -> int | None:
+    def most_documents(self, learner: TrainableModel) -> int | None:
         """Give how many documents a micro-batch may have so that it fits the compiled shape with its filling."""
         return None if learner.shape is None else learner.shape.documents - 1
 
-    def run(self, learner: Learner, order: DataOrder, *, budget: int) -> str:
+    def run(self, learner: TrainableModel, order: DataOrder, *, budget: int) -> str:
         """Compile the layers and the loss for one shape; give what was done in words."""
         learner.shape = fixed_shape(order, budget=budget, longest=learner.longest)
         layers = decoder_layers(learner.model)
@@ -75,13 +75,13 @@ class Compiler:
         learner.in_graphs = can_be_graphs(learner, layers)
         for layer in layers:
             layer.compile(fullgraph=True, dynamic=False, mode="reduce-overhead" if learner.in_graphs else None)
-        learner.slope = torch.compile(loss_and_slope_fused, dynamic=False)
+        learner.slope = torch.compile(loss_and_grad_fused, dynamic=False)
         recorded = ", launches recorded in CUDA graphs" if learner.in_graphs else ""
         shape = learner.shape
         return f"compiling {len(layers)} layers for {shape.tokens:,} tokens in {shape.documents} documents{recorded}"
 
 
-def can_be_graphs(learner: Learner, layers: list[nn.Module]) -> bool:
+def can_be_graphs(learner: TrainableModel, layers: list[nn.Module]) -> bool:
     """Whether to record the launches of the layers: where they take the time, and nothing differs between two runs.
 
     What is drawn at random would be drawn as it was recorded, and layers that are computed again on the way back are

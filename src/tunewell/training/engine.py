@@ -5,17 +5,17 @@ import time
 import numpy as np
 
 from tunewell.core.units import count
-from tunewell.data.batches import lay_out, micro_batches
+from tunewell.data.batches import make_batch, micro_batches
 from tunewell.training.compile import Compiler
-from tunewell.training.evaluate import is_due, look
+from tunewell.training.evaluate import evaluate, is_evaluation_due
 from tunewell.training.healer import Healer
 from tunewell.training.memory import OutOfMemory, free_memory, smaller
 from tunewell.training.recovery import Rewind, Stop
 from tunewell.training.run import OPTIMIZER, Ending, Progress, Run, resume, state_of
 from tunewell.training.schedule import rate_at
 from tunewell.training.signals import Interrupted, Signals
-from tunewell.training.step import Numbers
-from tunewell.training.step_log import Journal, TakenStep
+from tunewell.training.step import StepResult
+from tunewell.training.step_log import StepLog, StepRecord
 
 __all__ = ["OPTIMIZER", "Ending", "Progress", "Run", "resume", "train"]
 
@@ -33,13 +33,13 @@ def train(run: Run) -> Ending:
 def _train(run: Run) -> Ending:
     plan = run.plan
     healer = Healer(run)
-    journal = Journal(run, reader=healer.see)
+    journal = StepLog(run, reader=healer.see)
     compiler = Compiler(plan.compile.value, plan.num_steps.value)
     healer.reinstate()
     with Signals() as signals:
         if run.learner.world.size == 1:  # several must end a look together
             run.learner.may_go_on = signals.check
-        if is_due(run):
+        if is_evaluation_due(run):
             is_better, is_asked = _look(run, journal, healer)
             if is_asked:
                 return _interrupted(run, signals)
@@ -104,15 +104,15 @@ def _spent(run: Run) -> Ending:
     return Ending("stopped", lost, EXIT_STOPPED, advice=advice, is_resumable=True)
 
 
-def _look(run: Run, journal: Journal, healer: Healer) -> tuple[bool, bool]:
+def _look(run: Run, journal: StepLog, healer: Healer) -> tuple[bool, bool]:
     """Look at the held-out rows; say whether they were never answered better, and whether the run was asked to stop."""
     try:
-        return look(run, journal, healer), False
+        return evaluate(run, journal, healer), False
     except Interrupted:
         return False, True  # the look is taken when the run goes on
 
 
-def _take(run: Run, journal: Journal, healer: Healer, *, compiler: Compiler) -> None:
+def _take(run: Run, journal: StepLog, healer: Healer, *, compiler: Compiler) -> None:
     """Take one step, in smaller parts where it does not fit, and hand it to the journal, which reads it later."""
     plan, progress = run.plan, run.progress
     step = run.order.step(progress.step)
@@ -133,12 +133,12 @@ def _take(run: Run, journal: Journal, healer: Healer, *, compiler: Compiler) -> 
     progress.step += 1
     progress.tokens += tokens
     progress.supervised_tokens += supervised
-    journal.take(TakenStep(step, groups, numbers, rate, limit, tokens, supervised))
+    journal.take(StepRecord(step, groups, numbers, rate, limit, tokens, supervised))
 
 
 def _fit(
     run: Run, healer: Healer, kept: np.ndarray, *, planned: int, compiler: Compiler, rate: float, limit: float
-) -> tuple[Numbers, list[np.ndarray], int]:
+) -> tuple[StepResult, list[np.ndarray], int]:
     """Take a step's update, cutting the step smaller until it fits: the same documents, the same gradient.
 
     Gives its numbers, the documents of each micro-batch, and how many tokens were learned.
@@ -151,7 +151,7 @@ def _fit(
     with_recompute = False
     while True:
         groups = micro_batches(kept, run.order.lengths, budget, most=compiler.most_documents(learner))
-        batches = [lay_out(run.documents, group) for group in groups]
+        batches = [make_batch(run.documents, group) for group in groups]
         try:
             if cut is None and not with_recompute:
                 numbers = learner.take_step(batches, number=number, rate=rate, norm_limit=limit)

@@ -11,20 +11,20 @@ from tunewell.training.healer import Healer
 from tunewell.training.held_out import HeldOutLoss, held_out_loss
 from tunewell.training.memory import OutOfMemory, free_memory, is_out_of_memory
 from tunewell.training.run import Run
-from tunewell.training.step_log import Journal
+from tunewell.training.step_log import StepLog
 
 _ANSWER_TOKENS = (8192, 1024, 1)
 """Tokens answered at once, where more did not fit; the last is one question at a time."""
 
 
-def is_due(run: Run) -> bool:
+def is_evaluation_due(run: Run) -> bool:
     """Whether there should have been a look where the run is: before the first step, and where it was interrupted."""
     progress, plan = run.progress, run.plan
     is_time = progress.step % plan.evaluate_every.value == 0 or progress.step == plan.num_steps.value
     return progress.last_look < 0 or (is_time and progress.last_look != progress.step)
 
 
-def look(run: Run, journal: Journal, healer: Healer) -> bool:
+def evaluate(run: Run, journal: StepLog, healer: Healer) -> bool:
     """Look at the held-out rows; say whether they were never answered better.
 
     Raises Interrupted where the run is asked to stop meanwhile; then it is as if there had been no look.

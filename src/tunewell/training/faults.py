@@ -168,7 +168,7 @@ class PlantedFaults(NoFaults):
         return [fault for fault in self._of(place) if fault.is_due(step)]
 
 
-def plant(spec: str | None, *, is_allowed: bool) -> NoFaults:
+def parse_faults(spec: str | None, *, is_allowed: bool) -> NoFaults:
     """Read a plan of faults, parted by `;`. Raises UserError unless they are allowed, and for one that is not known."""
     if not spec:
         return NoFaults()

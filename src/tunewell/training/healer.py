@@ -11,11 +11,11 @@ from tunewell.models.placement import not_finite_names
 from tunewell.records.healing import ActionName, HealingEntry
 from tunewell.training.bisect import Cause, find_cause
 from tunewell.training.events import Sample, StepEvent
-from tunewell.training.health import Watch
-from tunewell.training.metrics import Finding, Reading
+from tunewell.training.health import HealthMonitor
+from tunewell.training.metrics import Finding, StepMetrics
 from tunewell.training.recovery import CarryOn, Past, Rewind, Skip, Split, Stop, decide, remembered
 from tunewell.training.run import Run, past_events, rewind
-from tunewell.training.step_log import TakenStep
+from tunewell.training.step_log import StepRecord
 
 _SHOWN_DOCUMENTS = 3
 _NAMED_DOCUMENTS = 50
@@ -30,11 +30,11 @@ class Healer:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._rules = run.config.healing
-        self.watch = Watch(run.about)
+        self.watch = HealthMonitor(run.about)
         self._remember()
         start = Past(run.plan.precision.value, run.learner.device.type)
         self.past = remembered(run.remedies.entries, start, self._rules)
-        self._pending: list[tuple[list[Finding], TakenStep]] = []
+        self._pending: list[tuple[list[Finding], StepRecord]] = []
         self._told: set[tuple[int, str]] = {(entry.step, entry.name) for entry in run.remedies.entries}
         self._repeated = _skips_since_rewind(run.remedies.entries)
         self._unexplained: set[int] = set()
@@ -64,11 +64,11 @@ class Healer:
         self.seconds += time.perf_counter() - began
         return limit
 
-    def see(self, taken: TakenStep, event: StepEvent) -> None:
+    def see(self, taken: StepRecord, event: StepEvent) -> None:
         """Judge a step by its numbers."""
         began = time.perf_counter()
-        known = {key: value for key, value in event.__dict__.items() if key in Reading.__dataclass_fields__}
-        findings = self.watch.see(Reading(**known, norm_limit=taken.norm_limit))
+        known = {key: value for key, value in event.__dict__.items() if key in StepMetrics.__dataclass_fields__}
+        findings = self.watch.see(StepMetrics(**known, norm_limit=taken.norm_limit))
         if findings:
             # What one process measures the others do not, and what is treated must be known to all.
             is_alone = self._run.learner.world.size == 1
@@ -83,13 +83,15 @@ class Healer:
         """Know of the steps before a resume what was known when they were taken, in every process alike."""
         until = self._run.progress.step
         for event in past_events(self._run, kind="step", until=until):
-            self.watch.remember(Reading(**{key: event[key] for key in event if key in Reading.__dataclass_fields__}))
+            self.watch.remember(
+                StepMetrics(**{key: event[key] for key in event if key in StepMetrics.__dataclass_fields__})
+            )
         for event in past_events(self._run, kind="held_out", until=until):
-            self.watch.remember(Reading(event["step"], held_out_loss=event["loss"]))
+            self.watch.remember(StepMetrics(event["step"], held_out_loss=event["loss"]))
 
     def look(self, step: int, loss: float, samples: list[Sample]) -> None:
         """Judge a look at the held-out rows, and what was answered there."""
-        for finding in self.watch.see(Reading(step, held_out_loss=loss)):
+        for finding in self.watch.see(StepMetrics(step, held_out_loss=loss)):
             words = finding.words
             if not math.isfinite(loss) and (broken := not_finite_names(self._run.learner.model)):
                 words += f" (weight `{broken[0]}`)"
@@ -119,7 +121,7 @@ class Healer:
                 return action
         return None
 
-    def _treat(self, findings: list[Finding], taken: TakenStep) -> "Stop | Rewind | None":
+    def _treat(self, findings: list[Finding], taken: StepRecord) -> "Stop | Rewind | None":
         worst = findings[0]
         if (worst.step, worst.name) in self._repeated:
             return None  # left out in an earlier sitting, and now again: what was done about it is in force
@@ -157,14 +159,14 @@ class Healer:
                 return action
         return None
 
-    def _is_explained(self, cause: Cause, taken: TakenStep) -> bool:
+    def _is_explained(self, cause: Cause, taken: StepRecord) -> bool:
         """Whether few documents did it by themselves: others of the step are well, and little would be left out."""
         if not 0 < len(cause.documents) < len(taken.step.documents):
             return False
         left_out = len({*self._run.remedies.quarantine, *cause.documents})
         return left_out <= max(_FEW_DOCUMENTS, self._rules.max_left_out * len(self._run.order.lengths))
 
-    def _skip(self, finding: Finding, cause: Cause, taken: TakenStep, *, is_explained: bool) -> None:
+    def _skip(self, finding: Finding, cause: Cause, taken: StepRecord, *, is_explained: bool) -> None:
         if finding.name != "loss-spike" and not cause.documents:
             self._unexplained.update(map(int, taken.step.documents))
         who = f"; {self._documents(cause)} left out from now on" if cause.documents else ""
@@ -179,7 +181,7 @@ class Healer:
         words = f"{finding.words}; from now on {count(half)} tokens are computed at once"
         self._tell(finding, "split", words, micro_batch_tokens=half)
 
-    def _rewind(self, action: Rewind, cause: Cause, taken: TakenStep) -> None:
+    def _rewind(self, action: Rewind, cause: Cause, taken: StepRecord) -> None:
         run = self._run
         before, lost = run.progress.step, run.seconds["train"]
         num_rewinds = self.past.num_rewinds

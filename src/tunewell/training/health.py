@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import median
 
-from tunewell.training.log_rules import NOTHING_READ, look_back
-from tunewell.training.metrics import WINDOW, About, Finding, History, Reading
+from tunewell.training.log_rules import NOTHING_READ, apply_log_rules
+from tunewell.training.metrics import WINDOW, Finding, History, RunContext, StepMetrics
 from tunewell.training.step_rules import ARMED_AFTER, BEGINNING, RECENT, RULES
 
 _SIGMAS = 6.0
@@ -37,14 +37,14 @@ def norm_limit(norms: Sequence[float], *, factor: float, floor: float) -> float:
     return max(math.exp(middle + _SIGMAS * sigma), factor * math.exp(middle), 2.0 * max(norms), floor)
 
 
-class Watch:
+class HealthMonitor:
     """Sees the readings of one run in order, and says what it finds in each."""
 
-    def __init__(self, about: About) -> None:
+    def __init__(self, about: RunContext) -> None:
         self.about = about
         self.history = History()
 
-    def see(self, reading: Reading) -> list[Finding]:
+    def see(self, reading: StepMetrics) -> list[Finding]:
         """Take a reading; give what it shows, worst first."""
         if reading.supervised_tokens == 0:
             return []  # every document of the step is left out: it has no numbers
@@ -70,7 +70,7 @@ class Watch:
         if history.low_step > step:
             history.lows, history.low_step = math.inf, 0
 
-    def remember(self, reading: Reading) -> None:
+    def remember(self, reading: StepMetrics) -> None:
         """Take a reading without judging it."""
         if reading.supervised_tokens == 0:
             return
@@ -93,14 +93,14 @@ class Watch:
                 history.lows, history.low_step = low, reading.step
 
 
-def replay(readings: Iterable[Reading], about: About) -> list[Finding]:
+def replay(readings: Iterable[StepMetrics], about: RunContext) -> list[Finding]:
     """Find what a whole log shows, in the order of its steps; a log of a few lines is judged by their proportions."""
-    watch, seen, found = Watch(about), [], []
+    watch, seen, found = HealthMonitor(about), [], []
     for reading in readings:
         seen.append(reading)
         found += watch.see(reading)
     known = {finding.name for finding in found}
-    return sorted([*found, *(f for f in look_back(seen, about) if f.name not in known)], key=lambda f: f.step)
+    return sorted([*found, *(f for f in apply_log_rules(seen, about) if f.name not in known)], key=lambda f: f.step)
 
 
 def verdict(findings: Sequence[Finding]) -> str:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tunewell.data.batches import Documents, lay_out, micro_batches, spread
+from tunewell.data.batches import Documents, make_batch, micro_batches, spread
 from tunewell.training.events import Sample
-from tunewell.training.step import Learner
+from tunewell.training.step import TrainableModel
 
 Answer = Callable[[list[list[int]]], list[tuple[list[int], bool]]]
 """From the ids of questions to the ids of answers, and whether each ended by itself."""
@@ -26,7 +26,7 @@ class HeldOutLoss:
     documents: int
 
 
-def held_out_loss(learner: Learner, split: Documents, *, budget: int, most: int | None) -> HeldOutLoss:
+def held_out_loss(learner: TrainableModel, split: Documents, *, budget: int, most: int | None) -> HeldOutLoss:
     """Compute the loss of some documents of a split, spread evenly; processes that train together share the work.
 
     Raises OutOfMemory, in all of them, where it does not fit in one; and what `learner.may_go_on` raises.
@@ -39,7 +39,7 @@ def held_out_loss(learner: Learner, split: Documents, *, budget: int, most: int 
     tokens = 0
     with learner.fitting_everywhere(), torch.no_grad():
         for place, group in enumerate(micro_batches(chosen, lengths, budget)):
-            batch = lay_out(split, group)
+            batch = make_batch(split, group)
             tokens += len(batch.rows)
             learner.may_go_on()
             if place % learner.world.size == learner.world.rank:

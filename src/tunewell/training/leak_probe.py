@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tunewell.core.errors import UserError
-from tunewell.data.batches import Documents, MicroBatch, lay_out
+from tunewell.data.batches import Documents, MicroBatch, make_batch
 from tunewell.models.attention import stock_attention
-from tunewell.training.step import Learner
+from tunewell.training.step import TrainableModel
 
 # Relative distance of logits: rounding of fp32 kernels is near 1e-6, of 16-bit ones near 1e-2; a leak is near 1.
 _BOUNDS = {"fp32": 1e-4, "bf16": 6e-2, "fp16": 2e-2}
@@ -33,7 +33,7 @@ class Probe:
     longest: int
 
 
-def probe_leaks(learner: Learner, documents: Documents) -> Probe:
+def probe_leaks(learner: TrainableModel, documents: Documents) -> Probe:
     """Compare packed with alone and ours with stock; raise UserError where they differ."""
     learner.model.eval()
     parts = _parts(learner, documents)
@@ -69,7 +69,7 @@ def probe_leaks(learner: Learner, documents: Documents) -> Probe:
     return probe
 
 
-def _parts(learner: Learner, documents: Documents) -> list[MicroBatch]:
+def _parts(learner: TrainableModel, documents: Documents) -> list[MicroBatch]:
     """Take the longest document, short ones around it, and an invented one longer than any window."""
     lengths = documents.index["length"]
     order = np.argsort(lengths, kind="stable")
@@ -80,7 +80,7 @@ def _parts(learner: Learner, documents: Documents) -> list[MicroBatch]:
     window = getattr(learner.model.config, "sliding_window", None)
     bites = window is not None and int(lengths[order[-1]]) > window
     most = max(_MOST_TOKENS, window + 16) if window is not None and bites else _MOST_TOKENS
-    parts = [_shortened(lay_out(documents, [document]), most) for document in chosen]
+    parts = [_shortened(make_batch(documents, [document]), most) for document in chosen]
     wanted = 64 if window is None else window + 16
     if max(part.num_tokens for part in parts) < wanted <= most:
         vocabulary = learner.head_module.weight.shape[0]
@@ -111,14 +111,14 @@ def _joined(parts: list[MicroBatch]) -> MicroBatch:
     )
 
 
-def _logits(learner: Learner, hidden_TH: Tensor) -> Tensor:
+def _logits(learner: TrainableModel, hidden_TH: Tensor) -> Tensor:
     """Give the logits of a document's first and last tokens: all of them would be gigabytes for large vocabularies."""
     if len(hidden_TH) > 2 * _ENDS:
         hidden_TH = torch.cat([hidden_TH[:_ENDS], hidden_TH[-_ENDS:]])
     return learner.head_module(hidden_TH.to(learner.head_module.weight.dtype)).float()
 
 
-def _stock_logits(learner: Learner, part: MicroBatch) -> Tensor:
+def _stock_logits(learner: TrainableModel, part: MicroBatch) -> Tensor:
     ids = torch.from_numpy(part.input_ids)[None].to(learner.device)
     with learner.casting():
         return _logits(learner, learner.body(input_ids=ids, use_cache=False).last_hidden_state[0])

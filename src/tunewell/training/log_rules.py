@@ -6,7 +6,7 @@ from itertools import groupby
 from statistics import median
 from typing import NamedTuple
 
-from tunewell.training.metrics import WINDOW, About, Finding, Reading
+from tunewell.training.metrics import WINDOW, Finding, RunContext, StepMetrics
 
 NOTHING_READ = "nothing-read"
 _JUMP_FACTOR, _JUMP_NATS = 2.0, 1.5
@@ -42,7 +42,7 @@ class _Line(NamedTuple):
     norm: float | None
 
 
-def look_back(readings: Sequence[Reading], about: About) -> list[Finding]:
+def apply_log_rules(readings: Sequence[StepMetrics], about: RunContext) -> list[Finding]:
     """Find what a log's proportions show, however few lines it has; one without any is not called healthy."""
     if not readings:
         return [Finding(NOTHING_READ, "note", 0, "no loss and no gradient could be read: nothing can be said")]
@@ -58,7 +58,7 @@ def look_back(readings: Sequence[Reading], about: About) -> list[Finding]:
     return [finding for finding in found if finding is not None]
 
 
-def rise(readings: Sequence[Reading]) -> Finding | None:
+def rise(readings: Sequence[StepMetrics]) -> Finding | None:
     """Tell a spike, which jumps and comes back or is the last thing seen, from a loss that left for good."""
     lines = _told(readings)
     begin = _KNOWN_SPREAD if len(lines) > _MANY else 1
@@ -84,7 +84,7 @@ def rise(readings: Sequence[Reading]) -> Finding | None:
     return Finding("loss-spike", "warning", lines[at].step, words, numbers)
 
 
-def _told(readings: Sequence[Reading]) -> list[_Line]:
+def _told(readings: Sequence[StepMetrics]) -> list[_Line]:
     return [
         _Line(r.step, r.loss, r.grad_norm)
         for r in readings
@@ -130,7 +130,7 @@ def _is_hard_batch(lines: Sequence[_Line], at: int, base: float) -> bool:
     return times >= _OFTEN and median(after) < _LEFT_FACTOR * base
 
 
-def left_for_good(readings: Sequence[Reading]) -> Finding | None:
+def left_for_good(readings: Sequence[StepMetrics]) -> Finding | None:
     """See a log whose last lines all lie above where the loss began and above all of its lowest stretch."""
     lines = _told(readings)
     size = max(4, len(lines) // 10)
@@ -151,7 +151,7 @@ def _middle(lines: Sequence[_Line]) -> float:
     return median(line.loss for line in lines)
 
 
-def never_moved(readings: Sequence[Reading]) -> Finding | None:
+def never_moved(readings: Sequence[StepMetrics]) -> Finding | None:
     """See a log whose every gradient is nothing, or whose every loss is the same to the last of its digits."""
     told = [r for r in readings if r.grad_norm is not None and r.loss != 0.0]
     norms = [abs(r.grad_norm) for r in told if r.grad_norm is not None]
@@ -172,7 +172,7 @@ def never_moved(readings: Sequence[Reading]) -> Finding | None:
     return Finding("zero-grad-no-learning", "fault", lines[0].step, words, numbers)
 
 
-def began_broken(readings: Sequence[Reading], about: About) -> Finding | None:
+def began_broken(readings: Sequence[StepMetrics], about: RunContext) -> Finding | None:
     """See a first loss well above guessing in a log of fine-tuning; our own runs are warned of what is far above."""
     first = next((r for r in readings if r.loss is not None), None)
     if about.is_raw or about.is_from_scratch or first is None or first.loss is None:
@@ -186,7 +186,7 @@ def began_broken(readings: Sequence[Reading], about: About) -> Finding | None:
     return Finding("initial-loss-implausible", "warning", first.step, words, numbers)
 
 
-def overflows_to_the_end(readings: Sequence[Reading], about: About) -> Finding | None:
+def overflows_to_the_end(readings: Sequence[StepMetrics], about: RunContext) -> Finding | None:
     """See gradients that are not finite in every line, or in the last ones: no scaler leaves out that many steps."""
     lines = [r for r in readings if r.grad_norm is not None and r.loss]
     bad = [r.step for r in lines if not r.is_finite]
@@ -197,7 +197,7 @@ def overflows_to_the_end(readings: Sequence[Reading], about: About) -> Finding |
     return Finding("nan-gradients", "fault", bad[-at_end], words, {"lines": at_end, "of": len(lines)})
 
 
-def learned_by_heart(readings: Sequence[Reading]) -> Finding | None:
+def learned_by_heart(readings: Sequence[StepMetrics]) -> Finding | None:
     """See the held-out loss end well above its lowest, with the training loss far below it."""
     looks = [(r.step, r.held_out_loss) for r in readings if r.held_out_loss is not None]
     looks = [look for look in looks if math.isfinite(look[1])]

@@ -14,7 +14,7 @@ LARGEST_VOCABULARY = 262_144
 
 
 @dataclass(frozen=True)
-class Reading:
+class StepMetrics:
     """The numbers of one step, or of one line of another trainer's log; None is what was not told."""
 
     step: int
@@ -45,7 +45,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class About:
+class RunContext:
     """What is known of a run beside its numbers."""
 
     vocab_size: int | None = None
@@ -81,8 +81,8 @@ class Finding:
 class History:
     """What is remembered of earlier steps."""
 
-    first: Reading | None = None
-    recent: deque[Reading] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    first: StepMetrics | None = None
+    recent: deque[StepMetrics] = field(default_factory=lambda: deque(maxlen=WINDOW))
     """Ordinary steps, newest last."""
     lows: float = math.inf
     """The lowest median loss of eight steps so far."""

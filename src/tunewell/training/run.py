@@ -14,11 +14,11 @@ from tunewell.records.outcome import Status
 from tunewell.records.plan import Plan
 from tunewell.training.checkpoints import Checkpoints, State
 from tunewell.training.events import Sample, Watcher
-from tunewell.training.metrics import About
+from tunewell.training.metrics import RunContext
 from tunewell.training.optimizers.adamw import load_optimizer, optimizer_tensors
 from tunewell.training.remedies import Remedies
 from tunewell.training.saved_checkpoints import find_newest, load_state, saved_steps
-from tunewell.training.step import Learner
+from tunewell.training.step import TrainableModel
 
 OPTIMIZER = "optimizer.safetensors"
 
@@ -43,7 +43,7 @@ class Run:
 
     plan: Plan
     config: Config
-    learner: Learner
+    learner: TrainableModel
     order: DataOrder
     documents: Documents
     held_out: Documents
@@ -62,7 +62,7 @@ class Run:
     """Answers held-out questions, so many tokens at once."""
     name_of: Callable[[int], str] = lambda document: f"document {document}"
     """Says where a document came from, as a person can find it."""
-    about: About = field(default_factory=About)
+    about: RunContext = field(default_factory=RunContext)
     home: Path | None = None
     """Where the checkpoints of the run lie, for processes that do not write them."""
     identity: dict[str, Any] = field(default_factory=dict)
@@ -172,7 +172,7 @@ def _cut_logs(run: Run) -> None:
         run.samples.truncate_to(run.progress.step)
 
 
-def _scaler_state(learner: Learner) -> dict[str, float] | None:
+def _scaler_state(learner: TrainableModel) -> dict[str, float] | None:
     if not learner.scaler.is_on:
         return None
     return {"scale": float(learner.scaler.scale), "steps_since": float(learner.scaler.steps_since)}

@@ -14,7 +14,7 @@ from tunewell.config.schema import Train
 from tunewell.data.batches import MicroBatch
 from tunewell.methods.adapter import trainable
 from tunewell.models.attention import SDPA
-from tunewell.models.packed_forward import Reader
+from tunewell.models.packed_forward import PackedModel
 from tunewell.training.distributed import World
 from tunewell.training.faults import NoFaults
 from tunewell.training.memory import OutOfMemory, is_out_of_memory
@@ -22,7 +22,7 @@ from tunewell.training.optimizers.adamw import Scaler, make_optimizer, prepare, 
 
 
 @dataclass(frozen=True)
-class Numbers:
+class StepResult:
     """The numbers of a step on their way from the device; reading them before they are there waits."""
 
     values: Tensor
@@ -39,7 +39,7 @@ class Numbers:
 
 
 @dataclass
-class Learner(Reader):
+class TrainableModel(PackedModel):
     """A model that is being taught, with all it takes: optimizer, scaler, the others who train."""
 
     settings: Train = field(default_factory=Train)
@@ -57,7 +57,7 @@ class Learner(Reader):
 
     def take_step(
         self, batches: Sequence[MicroBatch], *, number: int, rate: float, norm_limit: float = math.inf
-    ) -> Numbers:
+    ) -> StepResult:
         """Learn from a step's documents: the loss is its sum over all supervised tokens, however they are cut.
 
         Where a number is not finite, or the gradient longer than `norm_limit`, nothing is changed. Raises OutOfMemory,
@@ -157,14 +157,14 @@ class Learner(Reader):
                 parameter.grad = torch.zeros_like(parameter)
         self.world.add_up([total, *(p.grad for p in self.parameters.values() if p.grad is not None)])
 
-    def _send(self, values: Tensor) -> Numbers:
+    def _send(self, values: Tensor) -> StepResult:
         if self.device.type != "cuda":
-            return Numbers(values.cpu(), None)
+            return StepResult(values.cpu(), None)
         here = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         here.copy_(values, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        return Numbers(here, arrived)
+        return StepResult(here, arrived)
 
 
 def _mix(seed: int, step: int, place: int) -> int:

@@ -10,37 +10,37 @@ from tunewell.data.batches import Step
 from tunewell.hardware.probe import memory_in_use
 from tunewell.training.events import StepEvent
 from tunewell.training.run import Run
-from tunewell.training.step import Numbers
+from tunewell.training.step import StepResult
 
 
 @dataclass(frozen=True)
-class TakenStep:
+class StepRecord:
     """A step that was taken; its numbers may not have been read yet."""
 
     step: Step
     groups: Sequence[np.ndarray]
     """Its documents, micro-batch by micro-batch."""
-    numbers: Numbers
+    numbers: StepResult
     rate: float
     norm_limit: float
     tokens: int
     supervised: int
 
 
-Reader = Callable[[TakenStep, StepEvent], None]
+Reader = Callable[[StepRecord, StepEvent], None]
 """Is told every step with its numbers."""
 
 
-class Journal:
+class StepLog:
     """Reads the numbers of a step once the next is under way; on a device without a queue, at once."""
 
     def __init__(self, run: Run, *, reader: Reader) -> None:
         self._run, self._reader = run, reader
-        self._late: TakenStep | None = None
+        self._late: StepRecord | None = None
         self._clock = time.perf_counter()
         self.last_seconds = 0.0
 
-    def take(self, taken: TakenStep) -> None:
+    def take(self, taken: StepRecord) -> None:
         """Remember a step, and write the one before it; on a device without a queue, write it at once."""
         before, self._late = self._late, taken
         if before is not None:
@@ -62,7 +62,7 @@ class Journal:
         """Do not count what was done since the last step."""
         self._clock = time.perf_counter()
 
-    def _write(self, taken: TakenStep) -> None:
+    def _write(self, taken: StepRecord) -> None:
         loss, norm, was_skipped, scale = taken.numbers.read()
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now

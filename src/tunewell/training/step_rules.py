@@ -5,7 +5,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from statistics import median
 
-from tunewell.training.metrics import About, Finding, History, Reading
+from tunewell.training.metrics import Finding, History, RunContext, StepMetrics
 
 ARMED_AFTER = 32
 """Steps that must be known before one can be called unusual: runs here have a few hundred."""
@@ -24,10 +24,10 @@ _ZERO_STEPS = 3
 _SLOW_FACTOR = 3.0
 _CYCLE_FACTOR = 5.0
 
-Rule = Callable[[Reading, History, About], Finding | None]
+Rule = Callable[[StepMetrics, History, RunContext], Finding | None]
 
 
-def not_finite(reading: Reading, history: History, about: About) -> Finding | None:
+def not_finite(reading: StepMetrics, history: History, about: RunContext) -> Finding | None:
     """See a loss or a gradient that is not finite; a lone overflow under an fp16 scaler is how a scaler works."""
     if reading.is_finite:
         return None
@@ -69,7 +69,7 @@ def _has_risen(history: History) -> tuple[float, int, float] | None:
     return (low, low_step, last) if last > 1.5 * low and last > low + 1.0 else None
 
 
-def pinned_at_zero(reading: Reading, history: History, about: About) -> Finding | None:
+def pinned_at_zero(reading: StepMetrics, history: History, about: RunContext) -> Finding | None:
     """See a loss of exactly nothing: what is learned by heart comes near it, and does not jump there."""
     if reading.loss != 0.0 or reading.supervised_tokens == 0 or not reading.is_finite:
         return None
@@ -88,7 +88,7 @@ def pinned_at_zero(reading: Reading, history: History, about: About) -> Finding 
     return Finding("loss-zero-collapse", "fault", reading.step, words, numbers)
 
 
-def first_loss(reading: Reading, history: History, about: About) -> Finding | None:
+def first_loss(reading: StepMetrics, history: History, about: RunContext) -> Finding | None:
     """Hold the first loss against what guessing costs."""
     if history.first is not None or reading.loss is None or not math.isfinite(reading.loss):
         return None
@@ -103,7 +103,7 @@ def first_loss(reading: Reading, history: History, about: About) -> Finding | No
     return None
 
 
-def no_gradient(reading: Reading, history: History, about: About) -> Finding | None:
+def no_gradient(reading: StepMetrics, history: History, about: RunContext) -> Finding | None:
     """See gradients of exactly zero: nothing is trained."""
     if reading.grad_norm != 0.0 or reading.supervised_tokens == 0 or reading.loss == 0.0:
         return None
@@ -114,7 +114,7 @@ def no_gradient(reading: Reading, history: History, about: About) -> Finding | N
     return Finding("zero-grad-no-learning", "fault", reading.step, words, {"grad_norm": 0.0, "steps": in_a_row})
 
 
-def spike(reading: Reading, history: History, about: About) -> Finding | None:
+def spike(reading: StepMetrics, history: History, about: RunContext) -> Finding | None:
     """See an update that was left out because its gradient was far too long."""
     norm, limit = reading.grad_norm, reading.norm_limit
     if norm is None or limit is None or not math.isfinite(norm) or norm <= limit:
@@ -125,7 +125,7 @@ def spike(reading: Reading, history: History, about: About) -> Finding | None:
     return Finding("loss-spike", "warning", reading.step, words, numbers)
 
 
-def divergence(reading: Reading, history: History, about: About) -> Finding | None:
+def divergence(reading: StepMetrics, history: History, about: RunContext) -> Finding | None:
     """See a loss that left where it was and stays away."""
     if reading.loss is None or not reading.is_quiet or "lr-too-high" in history.said:
         return None
@@ -155,7 +155,7 @@ def _spread(values: list[float]) -> float:
     return 1.4826 * median(abs(value - middle) for value in values)
 
 
-def held_out_not_finite(reading: Reading, history: History, about: About) -> Finding | None:
+def held_out_not_finite(reading: StepMetrics, history: History, about: RunContext) -> Finding | None:
     """See a held-out loss that is not finite while training goes on."""
     loss = reading.held_out_loss
     if loss is None or math.isfinite(loss) or "held-out-not-finite" in history.said:
@@ -165,7 +165,7 @@ def held_out_not_finite(reading: Reading, history: History, about: About) -> Fin
     return Finding("nan-gradients", "warning", reading.step, words, {"held_out_loss": loss})
 
 
-def over_fitting(reading: Reading, history: History, about: About) -> Finding | None:
+def over_fitting(reading: StepMetrics, history: History, about: RunContext) -> Finding | None:
     """See the held-out loss rise look after look while the training loss falls."""
     now = reading.held_out_loss
     if now is None or len(history.held_out) < 2 or "overfitting" in history.said or not math.isfinite(now):
@@ -186,7 +186,7 @@ def over_fitting(reading: Reading, history: History, about: About) -> Finding | 
     return Finding("overfitting", "warning", reading.step, words, {"low": low, "low_step": low_step, "now": now})
 
 
-def memory_spill(reading: Reading, history: History, about: About) -> Finding | None:
+def memory_spill(reading: StepMetrics, history: History, about: RunContext) -> Finding | None:
     """See steps become slow for good while the device's memory is full: the driver has begun to use the host's."""
     if about.device_bytes is None or reading.memory_bytes is None or "memory-spill" in history.said:
         return None
@@ -199,7 +199,7 @@ def memory_spill(reading: Reading, history: History, about: About) -> Finding | 
     return Finding("memory-spill", "warning", reading.step, words, numbers)
 
 
-def slow(reading: Reading, history: History, about: About) -> Finding | None:
+def slow(reading: StepMetrics, history: History, about: RunContext) -> Finding | None:
     """See speed fall off a cliff and stay there; something else on the machine may be why, so it is a note."""
     factor = None if "throughput-cliff" in history.said else _slowdown(reading, history)
     if factor is None:
@@ -209,7 +209,7 @@ def slow(reading: Reading, history: History, about: About) -> Finding | None:
     return Finding("throughput-cliff", "note", reading.step, words, {"factor": round(factor, 2)})
 
 
-def slow_fast_cycles(reading: Reading, history: History, about: About) -> Finding | None:
+def slow_fast_cycles(reading: StepMetrics, history: History, about: RunContext) -> Finding | None:
     """See single steps that take many times as long as the others, again and again at like distances."""
     if "slow-fast-cycles" in history.said or len(history.recent) < 2 * ARMED_AFTER:
         return None
@@ -241,12 +241,12 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def _pace(reading: Reading) -> float | None:
+def _pace(reading: StepMetrics) -> float | None:
     """Give the seconds a token took."""
     return reading.seconds / reading.tokens if reading.seconds and reading.tokens else None
 
 
-def _slowdown(reading: Reading, history: History) -> float | None:
+def _slowdown(reading: StepMetrics, history: History) -> float | None:
     """Say how many times slower the last eight steps were than those before, where that is a cliff."""
     paces = [pace for r in [*history.recent, reading] if (pace := _pace(r)) is not None]
     if len(paces) < ARMED_AFTER:

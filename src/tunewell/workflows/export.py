@@ -14,22 +14,22 @@ from typing import Any
 
 from tunewell.core.errors import UserError
 from tunewell.core.presets import is_preset
-from tunewell.data.text_pipeline import TextToTokens
+from tunewell.data.text_pipeline import TextPipeline
 from tunewell.export.card import card_facts, model_card
-from tunewell.export.disk_space import expected_room, refuse_little
-from tunewell.export.existing import look_at
-from tunewell.export.files import Maker
+from tunewell.export.disk_space import estimate_disk_space, require_disk_space
+from tunewell.export.existing import find_existing
+from tunewell.export.files import ArtefactWriter
 from tunewell.export.gguf.architecture import can_write
 from tunewell.export.merge import merge
-from tunewell.export.preflight import need_all, refuse_unwritable
+from tunewell.export.preflight import require_proof_tools, require_writable
 from tunewell.export.proof.record import check_merge, make_reference, with_artefacts, with_rounded
-from tunewell.export.request import KINDS, ExportOrder, ollama_name
-from tunewell.export.staging import bring_kept, forget_failed, keep_failed, publish, workshop
-from tunewell.inference.chat_model import open_voice
-from tunewell.inference.model_ref import FoundSubject
+from tunewell.export.request import KINDS, ExportOptions, ollama_name
+from tunewell.export.staging import copy_kept, forget_failed, keep_failed, open_staging, publish
+from tunewell.inference.chat_model import open_chat_model
+from tunewell.inference.model_ref import ModelRef
 from tunewell.records.parity import PARITY, PROOF, REFERENCE, Artefact, Parity, Proof, write_record
 from tunewell.records.report import Report
-from tunewell.runs.resolve import find_subject
+from tunewell.runs.resolve import resolve_model
 
 Progress = Callable[[str, int, int], None]
 EXIT_NOT_PROVEN = 4
@@ -64,7 +64,7 @@ class Exported:
 def export(
     place: str | Path | None = None,
     *,
-    order: ExportOrder | None = None,
+    order: ExportOptions | None = None,
     progress: Progress | None = None,
     announce: Callable[[str], None] | None = None,
     **options: Any,
@@ -76,35 +76,35 @@ def export(
     before it is. Raises UserError for what cannot be made, before anything is written, and for what cannot be tried.
     What is made and not proven is removed again; the result then says which link of the chain broke, with exit code 4.
     """
-    order = replace(order or ExportOrder(), **options).checked()
+    order = replace(order or ExportOptions(), **options).checked()
     tell = progress or (lambda stage, done, of: None)
     base = None if order.base is None else str(order.base)
-    found = find_subject(place, checkpoint=str(order.checkpoint), base=base, sets=order.sets)
+    found = resolve_model(place, checkpoint=str(order.checkpoint), base=base, sets=order.sets)
     wanted, kinds, precision = _wishes(order, found)
     out = Path(order.out or ((found.place or Path.cwd()) / "export")).expanduser().resolve()
-    standing = look_at(out, wanted, kinds)
-    need_all({*wanted, *(own.kind for own in standing.kept)} if standing else wanted)
+    standing = find_existing(out, wanted, kinds)
+    require_proof_tools({*wanted, *(own.kind for own in standing.kept)} if standing else wanted)
     tell("loading the trained model", 0, 0)
-    voice = open_voice(found, device="cpu", allow_pickle=order.allow_pickle, precision="fp32", is_packed=False)
+    voice = open_chat_model(found, device="cpu", allow_pickle=order.allow_pickle, precision="fp32", is_packed=False)
     has_gguf = bool({"gguf", "ollama"} & set(wanted))
     if has_gguf:
         can_write(voice.model.config.to_dict())
     with ExitStack() as held:
-        shop = held.enter_context(workshop(out))
+        shop = held.enter_context(open_staging(out))
         staged = shop.staged
-        room = expected_room(staged, voice, wanted, kinds, precision)
-        refuse_little(room, out)
+        room = estimate_disk_space(staged, voice, wanted, kinds, precision)
+        require_disk_space(room, out)
         (announce or (lambda words: tell(words, 0, 0)))(str(room))
         proof, reference = make_reference(voice, tell)
         if standing is not None:
             standing.refuse_other(proof, reference)
-            bring_kept(standing, staged)
+            copy_kept(standing, staged)
         facts = card_facts(found, voice)
-        text = TextToTokens.load(found.loaded)
-        maker = Maker(voice, text, staged, proof.stop_ids, facts, precision, tell)
+        text = TextPipeline.load(found.loaded)
+        maker = ArtefactWriter(voice, text, staged, proof.stop_ids, facts, precision, tell)
         if has_gguf:
             own, for_ollama = voice.model.config.to_dict(), "ollama" in wanted
-            refuse_unwritable(own, tokenizer=text.tokenizer, template=maker.template, for_ollama=for_ollama)
+            require_writable(own, tokenizer=text.tokenizer, template=maker.template, for_ollama=for_ollama)
         artefacts = list(standing.kept) if standing else []
         if "adapter" in wanted:
             artefacts.append(maker.adapter())
@@ -140,7 +140,7 @@ def export(
     return replace(done, notes=[*told, *done.notes])
 
 
-def _wishes(order: ExportOrder, found: FoundSubject) -> tuple[list[str], list[str], str]:
+def _wishes(order: ExportOptions, found: ModelRef) -> tuple[list[str], list[str], str]:
     """Say what is to be made: kinds of artefacts, kinds of GGUF files, and the precision of merged weights."""
     settings = found.loaded.config.export
     is_rootless = found.base is not None and is_preset(found.base)
@@ -165,7 +165,7 @@ def _verdict_notes(report: Report | None) -> list[str]:
     return [f"the verdict of the run is {report.verdict}: {report.summary}; proven is what it is, not that it is good"]
 
 
-def _done(out: Path, parity: Parity, proof: Proof, order: ExportOrder, run: Path) -> Exported:
+def _done(out: Path, parity: Parity, proof: Proof, order: ExportOptions, run: Path) -> Exported:
     kinds = {artefact.kind for artefact in proof.artefacts}
     created = None
     shown = _from_here(out)

@@ -11,15 +11,15 @@ from tunewell.config.load import Given, Loaded, as_loaded
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_file, sha256_text, stable_json
 from tunewell.data.corpus.build import build
-from tunewell.data.corpus.output import CorpusPlace
+from tunewell.data.corpus.output import CorpusOutput
 from tunewell.data.corpus.parts import PIPELINE_VERSION, Recipe
-from tunewell.data.corpus.spec import NO_SHARE, Job, Order, Progress, stamp_of
+from tunewell.data.corpus.spec import NO_SHARE, BuildSpec, Job, Progress, stamp_of
 from tunewell.data.rows.cleaning import CleanOptions
 from tunewell.data.rows.formats import Converter
 from tunewell.data.rows.functions import load_row_function
 from tunewell.data.sources.blocks import ReadOptions
 from tunewell.data.sources.files import SourceFile, find_files
-from tunewell.data.text_pipeline import TextToTokens
+from tunewell.data.text_pipeline import TextPipeline
 from tunewell.models.facts import read_facts
 from tunewell.records.manifest import Manifest, TokenizerRecord
 
@@ -74,7 +74,7 @@ def prepare(
     config = as_loaded(config, sets, model=model, data=data, out=out)
     order = plan_order(config, progress)
     target = config.path(config.config.corpus)
-    place = CorpusPlace(target)
+    place = CorpusOutput(target)
     manifest = None if place.has_leftovers() else place.up_to_date(order)
     if manifest is not None:
         return PrepareResult(target, manifest, True, time.perf_counter() - started)
@@ -85,7 +85,7 @@ def prepare(
     return PrepareResult(target, manifest, found is not None, time.perf_counter() - started)
 
 
-def plan_order(loaded: Loaded, progress: Callable[[Progress], None] = lambda progress: None) -> Order:
+def plan_order(loaded: Loaded, progress: Callable[[Progress], None] = lambda progress: None) -> BuildSpec:
     """Resolve everything a config names: model, templates, files; nothing is read of the rows but their hash."""
     config, base = loaded.config, loaded.base
     if config.model is None:
@@ -95,7 +95,7 @@ def plan_order(loaded: Loaded, progress: Callable[[Progress], None] = lambda pro
         )
     if not config.data.sources:
         raise UserError("no data is named", fix="add `data.sources` to the config, or `--data FILE` to the command")
-    tools = TextToTokens.load(loaded)
+    tools = TextPipeline.load(loaded)
     found: list[tuple[int, SourceFile]] = []
     if isinstance(config.data.held_out, str):
         found += [(-1, file) for file in find_files(config.data.held_out, base=base)]
@@ -118,7 +118,7 @@ def plan_order(loaded: Loaded, progress: Callable[[Progress], None] = lambda pro
     limit = read_facts(tools.model).context_limit
     inputs = [str(PIPELINE_VERSION), stable_json(settings), str(limit), tools.tokenizer.sha256]
     inputs += [f"{job.file.name} {job.sha256} {job.recipe.key()} {job.source_index}" for job in jobs]
-    return Order(
+    return BuildSpec(
         jobs=jobs,
         held_out_share=0.0 if isinstance(config.data.held_out, str) else config.data.held_out,
         drop_duplicates=config.data.clean.exact_duplicate == "drop",
@@ -145,7 +145,7 @@ def plan_order(loaded: Loaded, progress: Callable[[Progress], None] = lambda pro
     )
 
 
-def _recipe(loaded: Loaded, tools: TextToTokens, index: int) -> Recipe:
+def _recipe(loaded: Loaded, tools: TextPipeline, index: int) -> Recipe:
     """Say how the rows of one source become documents; -1 stands for the held-out file, read like the first source."""
     config = loaded.config
     source = (
@@ -192,7 +192,7 @@ def _with_distinct_names(found: list[tuple[int, SourceFile]]) -> list[tuple[int,
     return renamed
 
 
-def _named_source(tools: TextToTokens, name: str) -> str:
+def _named_source(tools: TextPipeline, name: str) -> str:
     """Name where the tokenizer came from, without the place that it has on this machine."""
     return Path(tools.model).name if Path(tools.model).is_absolute() or Path(name).is_absolute() else name
 

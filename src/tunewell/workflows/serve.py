@@ -9,10 +9,10 @@ from socket import socket
 from typing import Any
 
 from tunewell.core.errors import UserError
-from tunewell.core.optional import need
-from tunewell.inference.chat_model import Voice, open_voice
+from tunewell.core.optional import import_optional
+from tunewell.inference.chat_model import ChatModel, open_chat_model
 from tunewell.inference.generate import Decoding
-from tunewell.inference.model_ref import FoundSubject
+from tunewell.inference.model_ref import ModelRef
 from tunewell.inference.prompt import prompt_ids
 from tunewell.inference.stream import Speller, Stream
 from tunewell.training.signals import Signals
@@ -75,7 +75,7 @@ class Serving:
 
 
 def open_server(
-    subject: FoundSubject,
+    subject: ModelRef,
     *,
     door: Door = AT_HOME,
     device: str = "auto",
@@ -87,7 +87,7 @@ def open_server(
     Raises UserError, before anything is loaded, for an address that strangers could reach without a token.
     """
     for module in ("starlette", "uvicorn", "openai"):
-        need(module, extra="serve", purpose="serving a model")
+        import_optional(module, extra="serve", purpose="serving a model")
     from tunewell.integrations.openai_server.access import check_origin, listen, make_server, read_token
     from tunewell.integrations.openai_server.server import Access, build_app
 
@@ -96,7 +96,7 @@ def open_server(
     address = listen(door.host, door.port, has_token=token is not None)
     with ExitStack() as undo:
         undo.callback(address.listener.close)
-        voice = open_voice(subject, device=device, allow_pickle=allow_pickle, in_llama_cpp=True)
+        voice = open_chat_model(subject, device=device, allow_pickle=allow_pickle, in_llama_cpp=True)
         speaker = VoiceSpeaker(voice, name or name_of(subject))
         undo.pop_all()
     ready = Ready(
@@ -119,7 +119,7 @@ def open_server(
 class VoiceSpeaker:
     """A voice as the server sees it: prompts as in training, answers that end where turns end."""
 
-    def __init__(self, voice: Voice, name: str) -> None:
+    def __init__(self, voice: ChatModel, name: str) -> None:
         """Take a voice; raise UserError for one without a chat template."""
         if voice.masker is None:
             raise UserError(
@@ -147,6 +147,6 @@ class VoiceSpeaker:
         return Speller(self._voice.tokenizer.backend)
 
 
-def name_of(subject: FoundSubject) -> str:
+def name_of(subject: ModelRef) -> str:
     """Name a model for clients: the folder's name, the same for every checkpoint of a run."""
     return subject.model if subject.place is None else subject.place.resolve().name

@@ -17,29 +17,29 @@ from tunewell.core.errors import UserError
 from tunewell.core.redact import redact
 from tunewell.data.batches import DataOrder
 from tunewell.data.corpus.reader import Corpus, open_corpus
-from tunewell.export.preflight import refuse_impossible
+from tunewell.export.preflight import require_exportable
 from tunewell.hardware.allocator import keep_freed_memory
 from tunewell.hardware.probe import probe_device
 from tunewell.hardware.threads import measure_threads
 from tunewell.methods.adapter import CONFIG as ADAPTER
 from tunewell.models.facts import ModelFacts, read_facts
-from tunewell.planning.compute import PlanOrder
+from tunewell.planning.compute import PlanInputs
 from tunewell.planning.plan import choose_batch, plan_training
 from tunewell.records.manifest import MANIFEST
 from tunewell.records.plan import PLAN, Plan, write_plan
 from tunewell.records.rundir import RUN_CONFIG, RunDir
 from tunewell.runs.config import FIRST_COMMAND_AGAIN, config_of_run, load_for_run
-from tunewell.runs.heartbeat import Pulse
-from tunewell.runs.outcome import Since, leave_behind, result_of
-from tunewell.runs.result import Notebook, TrainResult
-from tunewell.runs.resume import plan_to_resume, put_back, refuse_idle_changes, remember
-from tunewell.training.build import Parts, probe, put_together, refuse_differences, start_of
-from tunewell.training.checkpoints import room_warning
+from tunewell.runs.heartbeat import Heartbeat
+from tunewell.runs.outcome import Since, make_result, write_run_files
+from tunewell.runs.result import MetricsRecorder, TrainResult
+from tunewell.runs.resume import plan_to_resume, require_resume_for_changes, restore_run, write_document_hashes
+from tunewell.training.build import RunInputs, build_run, check_packing, describe_start, require_same_settings
+from tunewell.training.checkpoints import disk_space_warning
 from tunewell.training.distributed import World
 from tunewell.training.engine import Run
 from tunewell.training.engine import train as take_steps
 from tunewell.training.events import Unwatched, Watcher
-from tunewell.training.faults import NoFaults, plant
+from tunewell.training.faults import NoFaults, parse_faults
 from tunewell.workflows.prepare import prepare
 from tunewell.workflows.validate import ValidateOrder, validate
 
@@ -67,19 +67,19 @@ def train(
     """
     if isinstance(allowed_changes, str):
         allowed_changes = [allowed_changes]
-    refuse_idle_changes(allowed_changes, is_resuming=is_resuming)
+    require_resume_for_changes(allowed_changes, is_resuming=is_resuming)
     loaded = load_for_run(config, sets, is_resuming=is_resuming)
     _refuse_nothing(loaded, is_resuming=is_resuming)
-    refuse_impossible(loaded)
+    require_exportable(loaded)
     watcher = watcher or Unwatched()
-    pulse = Pulse(watcher, supervised) if supervised else None
-    notebook = Notebook(pulse or watcher)
+    pulse = Heartbeat(watcher, supervised) if supervised else None
+    notebook = MetricsRecorder(pulse or watcher)
     wish = _Wish(
         loaded,
         is_resuming,
         allowed_changes,
         allow_pickle,
-        faults=plant(faults, is_allowed=allow_faults),
+        faults=parse_faults(faults, is_allowed=allow_faults),
         alive=pulse.beat if pulse else lambda: None,
     )
     result, is_first = _train(wish, notebook)
@@ -100,7 +100,7 @@ class _Wish:
     alive: Callable[[], None]
 
 
-def _train(wish: "_Wish", notebook: Notebook) -> tuple[TrainResult, bool]:
+def _train(wish: "_Wish", notebook: MetricsRecorder) -> tuple[TrainResult, bool]:
     """Train; also say whether this process speaks for the run."""
     started = time.perf_counter()
     loaded, is_resuming, allowed_changes = wish.loaded, wish.is_resuming, wish.allowed_changes
@@ -143,7 +143,7 @@ def _train(wish: "_Wish", notebook: Notebook) -> tuple[TrainResult, bool]:
                 _write_down(run_dir, loaded, plan, corpus)
             with _timed(stages, "load"):
                 notebook.doing("loading the model")
-                parts = Parts(
+                parts = RunInputs(
                     loaded,
                     plan,
                     corpus,
@@ -156,34 +156,34 @@ def _train(wish: "_Wish", notebook: Notebook) -> tuple[TrainResult, bool]:
                     wish.faults,
                     wish.alive,
                 )
-                run = put_together(parts)
+                run = build_run(parts)
             if is_resuming:
-                is_changed = put_back(loaded, run, allowed_changes, notebook=notebook, corpus=corpus)
+                is_changed = restore_run(loaded, run, allowed_changes, notebook=notebook, corpus=corpus)
                 if run_dir is not None and is_changed:
                     _write_down(run_dir, loaded, plan, corpus)
                 elif run_dir is not None:
                     _write_settings(run_dir, loaded)
             with _timed(stages, "check"):
                 notebook.doing("checking that packed documents do not see each other")
-                probe(parts, run)
-        refuse_differences(parts, run)
+                check_packing(parts, run)
+        require_same_settings(parts, run)
         _warn(loaded, corpus, run, notebook)
         since = Since(started, run.progress.tokens, allow_pickle)
-        notebook.begun(start_of(parts, run))
+        notebook.begun(describe_start(parts, run))
         if run_dir is not None:
             run_dir.keep()
         with world.explaining_loss("`tunewell train --resume` in all of them goes on from the newest checkpoint"):
             ending = take_steps(run)
-        result = result_of(loaded, run, ending, notebook=notebook, stages=stages, since=since)
+        result = make_result(loaded, run, ending, notebook=notebook, stages=stages, since=since)
         if world.is_first:
-            leave_behind(run, result, plan, corpus, allow_pickle=allow_pickle)
+            write_run_files(run, result, plan, corpus, allow_pickle=allow_pickle)
         run.events.close()
         run.remedies.close()
         world.leave()
         return result, world.is_first
 
 
-def _judged(result: TrainResult, wish: "_Wish", notebook: Notebook) -> TrainResult:
+def _judged(result: TrainResult, wish: "_Wish", notebook: MetricsRecorder) -> TrainResult:
     """Judge what was trained, as it lies on disk; a judgement that fails does not undo the training."""
     gc.collect()
     if torch.cuda.is_available():
@@ -248,7 +248,7 @@ def _refuse_nothing(loaded: Loaded, *, is_resuming: bool) -> None:
             )
 
 
-def _warn(loaded: Loaded, corpus: Corpus, run: Run, notebook: Notebook) -> None:
+def _warn(loaded: Loaded, corpus: Corpus, run: Run, notebook: MetricsRecorder) -> None:
     """Say before the first step what will not work as it may be meant."""
     config = loaded.config
     if config.evaluate.patience is not None and not len(corpus.held_out):
@@ -256,7 +256,7 @@ def _warn(loaded: Loaded, corpus: Corpus, run: Run, notebook: Notebook) -> None:
     # Weights as they are saved, and the optimizer's two numbers for each.
     size = sum(3 * 4 * parameter.numel() for parameter in run.learner.parameters.values())
     folder = run.checkpoints.folder
-    if warning := room_warning(folder.parent, checkpoint_bytes=size, keep=config.checkpoints.keep):
+    if warning := disk_space_warning(folder.parent, checkpoint_bytes=size, keep=config.checkpoints.keep):
         notebook.noted(warning)
 
 
@@ -267,7 +267,7 @@ def _plan(loaded: Loaded, corpus: Corpus, device: Any) -> tuple[Plan, DataOrder]
     threads = None
     if device.kind == "cpu" and config.train.threads == "auto":
         threads = measure_threads(_shapes(facts))
-    planned = PlanOrder(loaded, corpus.manifest, device, facts.num_parameters, threads)
+    planned = PlanInputs(loaded, corpus.manifest, device, facts.num_parameters, threads)
     batch = choose_batch(planned)
     order = DataOrder(
         lengths=corpus.index["length"].astype("int64"),
@@ -291,7 +291,7 @@ def _write_down(run_dir: RunDir, loaded: Loaded, plan: Plan, corpus: Corpus) -> 
     """Write what the run does, what was asked for, and what it learns from."""
     write_plan(run_dir.path, plan)
     _write_settings(run_dir, loaded)
-    remember(run_dir.path, corpus)
+    write_document_hashes(run_dir.path, corpus)
 
 
 def _write_settings(run_dir: RunDir, loaded: Loaded) -> None:

@@ -9,17 +9,17 @@ from typing import Any
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import write_atomic
-from tunewell.core.optional import need
+from tunewell.core.optional import import_optional
 from tunewell.core.units import count
 from tunewell.data.corpus.reader import Corpus, open_corpus
 from tunewell.evaluation.report.markdown import report_markdown
 from tunewell.evaluation.report.page import report_page
-from tunewell.evaluation.session import Material, Progress, Sitting, ValidateOrder
-from tunewell.inference.model_ref import FoundSubject
+from tunewell.evaluation.session import EvaluationSession, Material, Progress, ValidateOptions
+from tunewell.inference.model_ref import ModelRef
 from tunewell.records.events import plain
 from tunewell.records.manifest import Manifest
 from tunewell.records.report import MARKDOWN, PAGE, Report, Validation, write_report
-from tunewell.runs.resolve import find_subject
+from tunewell.runs.resolve import resolve_model
 from tunewell.workflows.validate_data import prepared
 
 
@@ -30,7 +30,7 @@ def _silent(stage: str, done: int, of: int) -> None:
 def validate(
     place: str | Path | None = None,
     *,
-    order: ValidateOrder | None = None,
+    order: ValidateOptions | None = None,
     progress: Progress = _silent,
     **options: Any,
 ) -> Validation:
@@ -39,14 +39,14 @@ def validate(
     `options` are fields of the order: `validate("run", data="more.jsonl")`. Raises UserError when there is nothing to
     judge or nothing to judge it on.
     """
-    order = replace(order or ValidateOrder(), **options)
-    subject = find_subject(
+    order = replace(order or ValidateOptions(), **options)
+    subject = resolve_model(
         place, checkpoint=order.checkpoint, base=order.base, template=order.template, sets=order.sets
     )
     folder = order.out or (subject.place if subject.kind == "run" and subject.place else Path("report"))
     _refuse_early(folder, order)
     with _documents(subject, order) as material:
-        sitting = Sitting(subject, order, material, progress)
+        sitting = EvaluationSession(subject, order, material, progress)
         # Rows and answers may hold secrets too, and pages are sent to others.
         report = Report.model_validate(plain(sitting.judge().model_dump(mode="python")))
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,10 +56,10 @@ def validate(
     return Validation(report, folder)
 
 
-def _refuse_early(folder: Path, order: ValidateOrder) -> None:
+def _refuse_early(folder: Path, order: ValidateOptions) -> None:
     """Refuse what would only be found out after minutes of measuring; nothing is made yet."""
     if order.lm_eval:
-        need("lm_eval", extra="lm-eval", purpose="`validate --lm-eval`")
+        import_optional("lm_eval", extra="lm-eval", purpose="`validate --lm-eval`")
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise UserError(
@@ -70,7 +70,7 @@ def _refuse_early(folder: Path, order: ValidateOrder) -> None:
 
 
 @contextmanager
-def _documents(subject: FoundSubject, order: ValidateOrder) -> Iterator[Material]:
+def _documents(subject: ModelRef, order: ValidateOptions) -> Iterator[Material]:
     if order.data is not None:
         with prepared(subject.loaded, str(order.data)) as corpus:
             yield Material(corpus, str(order.data), _dropped(corpus.manifest))
@@ -99,7 +99,7 @@ def _dropped(manifest: Manifest) -> list[str]:
     return [f"{count(number)} of {count(manifest.rows_in, 'row')} could not be judged on: {kinds}"]
 
 
-def _refuse_other_rows(subject: FoundSubject, corpus: Corpus) -> None:
+def _refuse_other_rows(subject: ModelRef, corpus: Corpus) -> None:
     plan = subject.plan
     if plan is not None and plan.corpus_sha256 != corpus.manifest.corpus_sha256:
         raise UserError(

@@ -7,9 +7,9 @@ from typing import Any
 from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
 from tunewell.evaluation.compare import Comparison, compare
-from tunewell.inference.model_ref import FoundSubject
+from tunewell.inference.model_ref import ModelRef
 from tunewell.records.manifest import read_manifest
-from tunewell.runs.resolve import find_subject
+from tunewell.runs.resolve import resolve_model
 from tunewell.workflows.validate import Progress, ValidateOrder, Validation, validate
 
 COMPARISON = "comparison.json"
@@ -29,8 +29,8 @@ def validate_against(
     place: str | Path | None, other: str | Path, *, order: ValidateOrder, progress: Progress
 ) -> Against:
     """Judge a run and another on the first one's rows where both read the same tokens, else each on its own."""
-    mine = find_subject(place, checkpoint=order.checkpoint, base=order.base, sets=order.sets)
-    theirs = find_subject(other, sets=order.sets)
+    mine = resolve_model(place, checkpoint=order.checkpoint, base=order.base, sets=order.sets)
+    theirs = resolve_model(other, sets=order.sets)
     if order.data is None and theirs.kind != "run":
         raise UserError(
             f"`{other}` is no run, so it has no rows to be compared on", fix="name a file of rows with `--data`"
@@ -44,7 +44,7 @@ def validate_against(
     return Against(this, judged, comparison, notes)
 
 
-def _same_rows(order: ValidateOrder, mine: FoundSubject, theirs: FoundSubject) -> tuple[ValidateOrder, list[str]]:
+def _same_rows(order: ValidateOrder, mine: ModelRef, theirs: ModelRef) -> tuple[ValidateOrder, list[str]]:
     if order.data is not None or mine.corpus is None:
         return order, []
     manifest = read_manifest(mine.corpus)
@@ -57,7 +57,7 @@ def _same_rows(order: ValidateOrder, mine: FoundSubject, theirs: FoundSubject) -
     return order, ["the two read other tokens or templates, so each is judged on its own held-out rows"]
 
 
-def _config(subject: FoundSubject) -> dict[str, Any]:
+def _config(subject: ModelRef) -> dict[str, Any]:
     if subject.plan is not None:
         return {key: value for key, value in subject.plan.config.items() if key not in ("run", "corpus")}
     return subject.loaded.config.model_dump(mode="json", exclude_unset=True)

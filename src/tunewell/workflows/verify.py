@@ -11,12 +11,12 @@ import torch
 
 from tunewell import __version__
 from tunewell.core.errors import UserError
-from tunewell.export.preflight import need_all
+from tunewell.export.preflight import require_proof_tools
 from tunewell.export.proof.checks import check_files, spoiled_files
 from tunewell.export.proof.modelfile import check_modelfile
 from tunewell.export.proof.prove import prove
 from tunewell.export.proof.reference import Reference
-from tunewell.models.load import LoadOrder, load_model
+from tunewell.models.load import LoadOptions, load_model
 from tunewell.records.parity import (
     PARITY,
     PROOF,
@@ -53,7 +53,7 @@ def verify(
     tell = progress or (lambda stage, done, of: None)
     proof = read_proof(folder)
     reference = Reference.load(folder / REFERENCE, proof.model)
-    need_all({artefact.kind for artefact in proof.artefacts})
+    require_proof_tools({artefact.kind for artefact in proof.artefacts})
     links = _whole(folder, proof, reference)
     for artefact in proof.artefacts:
         tell(f"proving {artefact.name}", 0, 0)
@@ -121,7 +121,7 @@ def _base(place: Path, proof: Proof, base: str | None, *, allow_pickle: bool) ->
         raise UserError("the adapter does not say what it was made from", fix="add `--base MODEL`")
     cpu = torch.device("cpu")
     try:
-        order = LoadOrder(
+        order = LoadOptions(
             name,
             place,
             cpu,

@@ -46,15 +46,17 @@ def command(
         raise UserError("`--json` is for scripts", fix="add `--prompt TEXT`, or send the questions through a pipe")
     with loading("loading the model"):
         # Seconds go by before torch is there: not at a prompt that says nothing.
-        from tunewell.inference.chat import Chat, Manner
-        from tunewell.inference.chat_model import open_voice
-        from tunewell.runs.resolve import find_subject
+        from tunewell.inference.chat import Chat, ChatOptions
+        from tunewell.inference.chat_model import open_chat_model
+        from tunewell.runs.resolve import resolve_model
 
-        manner = Manner(temperature, length, seed)
-        subject = find_subject(place, checkpoint=checkpoint, base=base)
+        manner = ChatOptions(temperature, length, seed)
+        subject = resolve_model(place, checkpoint=checkpoint, base=base)
         if with_base and subject.base is None:
             raise UserError("what this model was made from is not known", fix="name it with `--base MODEL`")
-        voice = open_voice(subject, device=device, with_base=with_base, allow_pickle=allow_pickle, in_llama_cpp=True)
+        voice = open_chat_model(
+            subject, device=device, with_base=with_base, allow_pickle=allow_pickle, in_llama_cpp=True
+        )
         chat = Chat(voice, system, manner)
     if prompt is not None:
         _once(chat, sys.stdin.read().rstrip("\n") if prompt == "-" else prompt, with_base=with_base, json=json)

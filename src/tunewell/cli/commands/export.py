@@ -39,9 +39,9 @@ def command(
     from tunewell.cli.progress import shown_stages
     from tunewell.cli.render import emit, emit_json
     from tunewell.cli.screens.export import parity_screen
-    from tunewell.export.request import ExportOrder
+    from tunewell.export.request import ExportOptions
 
-    order = ExportOrder(
+    order = ExportOptions(
         to=() if to is None else to,
         out=out,
         precision=precision,

@@ -45,11 +45,11 @@ def command(
 
     with loading("loading the model"):
         # Seconds go by before torch is there: not at a prompt that says nothing.
-        from tunewell.runs.resolve import find_subject
+        from tunewell.runs.resolve import resolve_model
         from tunewell.workflows.serve import Door, open_server
 
         serving = open_server(
-            find_subject(place, checkpoint=checkpoint, base=base, template=template),
+            resolve_model(place, checkpoint=checkpoint, base=base, template=template),
             door=Door(host, port, token_file, allow_origin or ()),
             device=device,
             name=name,

@@ -74,7 +74,7 @@ def command(
     with shown_training() as watcher:
         watcher.doing("starting torch")
         # Seconds go by before torch is there: not at a prompt that says nothing.
-        from tunewell.runs.heartbeat import tell_ended, tell_printed
+        from tunewell.runs.heartbeat import send_ended, send_printed
         from tunewell.workflows.train import train
 
         result = train(
@@ -88,14 +88,14 @@ def command(
             allow_faults=enable_fault_injection,
         )
         if supervised:
-            tell_ended(supervised, result.exit_code)
+            send_ended(supervised, result.exit_code)
     if is_first_process() and json:
         emit_json(result.as_json())
     elif is_first_process():
         emit(screen(result, watcher.run.start))
     if supervised:
         sys.stdout.flush()
-        tell_printed(supervised)
+        send_printed(supervised)
     if result.exit_code:
         raise typer.Exit(result.exit_code)
 
@@ -164,7 +164,7 @@ def report_rows(result: "TrainResult", start: "Start | None") -> list[tuple[str,
     """Tell a run in a few lines: label, number, detail; what has no number is only words."""
     from tunewell.cli.screens.numbers import loss_words, method_words, model_words, one_line, speed_words
     from tunewell.core.units import count, duration, size_bytes
-    from tunewell.runs.outcome import story
+    from tunewell.runs.outcome import healing_summary
 
     rows = []
     if start is not None:
@@ -181,7 +181,7 @@ def report_rows(result: "TrainResult", start: "Start | None") -> list[tuple[str,
     rows.append(("speed", speed_words(result.tokens_per_second), memory))
     stages = ", ".join(_unbroken(name, seconds) for name, seconds in result.stages.items() if seconds >= 0.0005)
     rows.append(("time", duration(result.seconds), stages))
-    rows += [("healed", "", one_line(line)) for line in story(result.healing)]
+    rows += [("healed", "", one_line(line)) for line in healing_summary(result.healing)]
     rows += [("next time", "", one_line(line)) for line in result.advice]
     notes = dict.fromkeys([*(start.notes if start else ()), *result.notes])
     return [*rows, *(("note", "", one_line(note)) for note in notes)]

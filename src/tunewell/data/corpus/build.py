@@ -14,7 +14,7 @@ from tunewell.data.corpus.assembly import Assembly
 from tunewell.data.corpus.finish import Finish
 from tunewell.data.corpus.output import Space
 from tunewell.data.corpus.parts import Laid, Part, Recipe, finish_block, lay_out_block, load_part, part_name, save_part
-from tunewell.data.corpus.spec import Job, Order, Progress, stamp_of
+from tunewell.data.corpus.spec import BuildSpec, Job, Progress, stamp_of
 from tunewell.data.sources.blocks import Block, read_blocks
 from tunewell.records.manifest import Manifest
 
@@ -22,7 +22,7 @@ _BLOCKS_AHEAD = 2
 _PROOF_ROWS = 48
 
 
-def build(order: Order, *, out: Path, work: Path) -> Manifest:
+def build(order: BuildSpec, *, out: Path, work: Path) -> Manifest:
     """Build the corpus in `work` and move it to `out` when it is whole; `out` stays as it was until then.
 
     Parts of an earlier run that were made from the same rows under the same settings are used again. Raises UserError
@@ -45,7 +45,7 @@ def build(order: Order, *, out: Path, work: Path) -> Manifest:
     return manifest
 
 
-def _fill_and_finish(order: Order, parts: Path, staging: Path, space: Space) -> tuple[Manifest, set[str]]:
+def _fill_and_finish(order: BuildSpec, parts: Path, staging: Path, space: Space) -> tuple[Manifest, set[str]]:
     assembly = Assembly(
         staging,
         held_out_share=order.held_out_share,
@@ -59,7 +59,7 @@ def _fill_and_finish(order: Order, parts: Path, staging: Path, space: Space) -> 
         return Finish(order, assembly, documents, space).run(), used
 
 
-def _fill(assembly: Assembly, order: Order, parts: Path, space: Space) -> set[str]:
+def _fill(assembly: Assembly, order: BuildSpec, parts: Path, space: Space) -> set[str]:
     """Make or find the part of every block, and hand them over in order."""
     used: set[str] = set()
     rows = 0

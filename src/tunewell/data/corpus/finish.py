@@ -21,7 +21,7 @@ from tunewell.data.corpus.packing import (
     whole_units,
     without_unlearned,
 )
-from tunewell.data.corpus.spec import NO_SHARE, Order, Progress
+from tunewell.data.corpus.spec import NO_SHARE, BuildSpec, Progress
 from tunewell.data.corpus.summary import Written, all_dropped, data_card, describe_file, summarise
 from tunewell.data.corpus.writer import write_split
 from tunewell.records.manifest import Manifest, write_manifest
@@ -32,7 +32,7 @@ _NUM_NAMED = 5
 class Finish:
     """Turns gathered documents into the files of a corpus, in `assembly.folder / "corpus"`."""
 
-    def __init__(self, order: Order, assembly: Assembly, documents: Documents, space: Space) -> None:
+    def __init__(self, order: BuildSpec, assembly: Assembly, documents: Documents, space: Space) -> None:
         self._order = order
         self._assembly = assembly
         self._documents = documents

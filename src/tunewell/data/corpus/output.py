@@ -10,7 +10,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import publish_was_cut_short, told_when_full, undo_publish
 from tunewell.core.lock import only_one
 from tunewell.data.corpus.reader import open_corpus
-from tunewell.data.corpus.spec import Order
+from tunewell.data.corpus.spec import BuildSpec
 from tunewell.data.corpus.writer import BYTES_PER_TOKEN
 from tunewell.records.manifest import CORPUS_NAMES, MANIFEST, DamagedManifest, Manifest, read_manifest
 
@@ -19,7 +19,7 @@ _MARKS = frozenset({"dataset_dict.json", "dropped.jsonl", "train"})
 _SMALL_FILES_BYTES = 4096
 
 
-class CorpusPlace:
+class CorpusOutput:
     """Where a corpus goes, and the folder beside it where it is made: on one disk, so that it can be moved whole."""
 
     def __init__(self, target: Path) -> None:
@@ -27,7 +27,7 @@ class CorpusPlace:
         self.home = target.resolve()  # where a link leads is replaced, not the link
         self.work = self.home.parent / ".tunewell" / f"prepare-{self.home.name}"
 
-    def up_to_date(self, order: Order) -> Manifest | None:
+    def up_to_date(self, order: BuildSpec) -> Manifest | None:
         """Give the manifest of the corpus that lies there if it is whole and what the order would make."""
         try:
             manifest = read_manifest(self.home)

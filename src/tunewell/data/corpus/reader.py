@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_file
-from tunewell.core.optional import need
+from tunewell.core.optional import import_optional
 from tunewell.data.corpus.writer import to_numpy
 from tunewell.records.manifest import MANIFEST, Manifest, SplitRecord, read_manifest
 
@@ -124,7 +124,7 @@ class Split:
 
     def as_dataset(self) -> Any:
         """Give the packed sequences as a `datasets.Dataset` with `input_ids`, `labels`, `seq_lengths`."""
-        datasets = need("datasets", extra="datasets", purpose="a corpus as a dataset")
+        datasets = import_optional("datasets", extra="datasets", purpose="a corpus as a dataset")
         if self._record is None:
             numbers = datasets.List(datasets.Value("int32"))
             features = datasets.Features(dict.fromkeys(_COLUMNS, numbers))

@@ -43,7 +43,7 @@ def stamp_of(path: Path) -> tuple[int, int]:
 
 
 @dataclass
-class Order:
+class BuildSpec:
     """What to build."""
 
     jobs: list[Job]

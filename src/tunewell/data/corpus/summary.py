@@ -10,7 +10,7 @@ from tunewell.core.files import sha256_file, sha256_text
 from tunewell.core.units import count, percent
 from tunewell.data.corpus.assembly import Assembly, SourceLedger
 from tunewell.data.corpus.packing import ContextChoice, Mix, Packing, Units, padding_waste
-from tunewell.data.corpus.spec import Order
+from tunewell.data.corpus.spec import BuildSpec
 from tunewell.data.corpus.writer import SplitFacts
 from tunewell.records.manifest import (
     FileRecord,
@@ -29,7 +29,7 @@ Written = tuple[Units, Packing, SplitFacts]
 
 
 def summarise(
-    order: Order,
+    order: BuildSpec,
     assembly: Assembly,
     *,
     splits: dict[str, Written],

@@ -22,7 +22,7 @@ import numpy as np
 from tunewell.core.errors import UserError
 from tunewell.core.files import refuse_full_disk, sync_folder, told_when_full
 from tunewell.core.gguf import TensorEntry, read_metadata, read_tensor_table
-from tunewell.core.optional import need
+from tunewell.core.optional import import_optional
 from tunewell.hardware.facts import num_cores
 from tunewell.inference.llama_cpp.calls import Calls
 from tunewell.inference.llama_cpp.library import LlamaLibrary, find_llama
@@ -58,7 +58,7 @@ def file_type(kind: str) -> int:
 
 def plan_mixture(source: Path, kind: str) -> Mixture:
     """Plan how each tensor of a GGUF file is stored as `kind`, and count the bytes; nothing is written."""
-    gguf = need("gguf", extra="export", purpose="quantising a GGUF file")
+    gguf = import_optional("gguf", extra="export", purpose="quantising a GGUF file")
     file_type(kind)
     table, meta = read_tensor_table(source), read_metadata(source)
     wanted = _wanted(table, meta, _facts()["kinds"][kind])
@@ -172,7 +172,7 @@ def write_quantized(source: Path, target: Path, plan: Mixture, *, calls: Calls, 
 
     Raises UserError for a file that is cut short and for a number that is not finite.
     """
-    gguf = need("gguf", extra="export", purpose="quantising a GGUF file")
+    gguf = import_optional("gguf", extra="export", purpose="quantising a GGUF file")
     kinds = {name: gguf.GGMLQuantizationType[kind] for name, kind in plan.types.items()}
     table = read_tensor_table(source)
     with target.open("wb") as file, ThreadPoolExecutor(threads) as pool:
@@ -387,5 +387,5 @@ def _refuse_quantized(source: Path, plan: Mixture) -> None:
 
 
 def _types_in(path: Path) -> dict[str, str]:
-    gguf = need("gguf", extra="export", purpose="quantising a GGUF file")
+    gguf = import_optional("gguf", extra="export", purpose="quantising a GGUF file")
     return {entry.name: gguf.GGMLQuantizationType(entry.type_number).name for entry in read_tensor_table(path)}

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tunewell.core.errors import UserError
-from tunewell.core.optional import need
+from tunewell.core.optional import import_optional
 from tunewell.export.gguf.architecture import Settings
 
 _SHOWN = 5
@@ -119,7 +119,7 @@ def open_weights(folder: Path, settings: Settings) -> WeightFiles:
 
 def name_tensors(weights: WeightFiles, settings: Settings) -> list[NamedTensor]:
     """Name every tensor as llama.cpp does, in the order of its layers."""
-    gguf = need("gguf", extra="export", purpose="writing a GGUF file")
+    gguf = import_optional("gguf", extra="export", purpose="writing a GGUF file")
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == settings.gguf_name)
     known = gguf.get_tensor_name_map(number, settings.values["num_hidden_layers"])
     stacked = re.compile(settings.spec.get("stacked", r"(?!)"))
@@ -200,7 +200,7 @@ _NUMBERS_AT_ONCE = 1 << 20
 
 def storage_type(name: str, shape: tuple[int, ...], kind: GgufKind) -> Any:
     """Choose a tensor's type: norms and everything of one dimension stay fp32, rows that fill no block become f16."""
-    gguf = need("gguf", extra="export", purpose="writing a GGUF file")
+    gguf = import_optional("gguf", extra="export", purpose="writing a GGUF file")
     types = gguf.GGMLQuantizationType
     if len(shape) < 2 or name.endswith("_norm.weight") or not name.endswith(".weight"):
         return types.F32
@@ -211,7 +211,7 @@ def storage_type(name: str, shape: tuple[int, ...], kind: GgufKind) -> Any:
 
 def num_bytes(shape: tuple[int, ...], kind: Any) -> int:
     """Count the bytes of a tensor in a file."""
-    gguf = need("gguf", extra="export", purpose="writing a GGUF file")
+    gguf = import_optional("gguf", extra="export", purpose="writing a GGUF file")
     block, size = gguf.GGML_QUANT_SIZES[kind]
     return math.prod(shape) // block * size
 

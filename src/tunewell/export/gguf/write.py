@@ -15,7 +15,7 @@ import torch
 from tunewell.core.errors import UserError
 from tunewell.core.files import refuse_full_disk, sync_folder, told_when_full
 from tunewell.core.model_files import locate
-from tunewell.core.optional import need
+from tunewell.core.optional import import_optional
 from tunewell.export.gguf.architecture import FieldValue, Settings, fields_of, read_settings, rope_tables
 from tunewell.export.gguf.tokenizer import GgufVocabulary, read_vocabulary
 from tunewell.export.gguf.weights import (
@@ -168,7 +168,7 @@ def write_gguf(
     whether llama.cpp puts a space in front of text, for tokenizers of SentencePiece's kind. Raises UserError for a
     model or a tokenizer that llama.cpp would not read as meant, for numbers that are not finite, and for a full disk.
     """
-    need("gguf", extra="export", purpose="writing a GGUF file")
+    import_optional("gguf", extra="export", purpose="writing a GGUF file")
     plan = _plan(model_folder, kind)
     refuse_full_disk(target.parent, plan.num_bytes)
     num_parameters = sum(math.prod(tensor.shape) for tensor in plan.tensors.values())

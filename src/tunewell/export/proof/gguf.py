@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tunewell.core.gguf import read_metadata, read_tensor_table
-from tunewell.core.optional import need
+from tunewell.core.optional import import_optional
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.export.gguf.architecture import Settings, fields_of, read_settings, rope_tables
 from tunewell.export.gguf.weights import NamedTensor, WeightFiles, name_tensors
@@ -161,7 +161,7 @@ def _as_it_is(rows: Rows) -> Rows:
 
 
 def _pairs(path: Path, wanted: Mapping[str, tuple[Sketch, dict[str, Rows]]]) -> Iterator[Compared]:
-    gguf = need("gguf", extra="export", purpose="proving a GGUF file")
+    gguf = import_optional("gguf", extra="export", purpose="proving a GGUF file")
     from gguf.quants import dequantize
 
     for tensor in gguf.GGUFReader(path).tensors:
@@ -279,7 +279,7 @@ def round_as(
     The model is the merged one. Types for which neither the `gguf` package nor llama.cpp's library lends its arithmetic
     are left out.
     """
-    gguf = need("gguf", extra="export", purpose="proving a GGUF file")
+    gguf = import_optional("gguf", extra="export", purpose="proving a GGUF file")
     known = sources_of(settings, sketches)
     weights = dict(model.named_parameters())
     found: dict[str, Rows] = {}

@@ -15,7 +15,7 @@ from tunewell.export.proof.checks import check_logits, digest_of, plain_settings
 from tunewell.export.proof.gguf import round_as
 from tunewell.export.proof.reference import Reference, answer, last_logits, long_length, num_positions, probe_messages
 from tunewell.export.proof.tensors import check_tensors, compare_weights, sketches_of
-from tunewell.inference.chat_model import Voice
+from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.prompt import prompt_ids
 from tunewell.records.parity import PROOF_FILES, Artefact, ModelFacts, Probe, Proof
 from tunewell.training.held_out import questions_of
@@ -24,7 +24,7 @@ Progress = Callable[[str, int, int], None]
 _QUESTIONS = 8
 
 
-def make_reference(voice: Voice, tell: Progress) -> tuple[Proof, Reference]:
+def make_reference(voice: ChatModel, tell: Progress) -> tuple[Proof, Reference]:
     """Write down how the trained model reads, computes and answers, and what each of its tensors is."""
     probes, notes = _probes(voice)
     number = num_positions(len(probes), voice.model.config.get_text_config().vocab_size)
@@ -59,7 +59,7 @@ def make_reference(voice: Voice, tell: Progress) -> tuple[Proof, Reference]:
     return proof, Reference(logits, sketches)
 
 
-def check_merge(voice: Voice, proof: Proof, reference: Reference) -> None:
+def check_merge(voice: ChatModel, proof: Proof, reference: Reference) -> None:
     """Hold the merged weights against what was trained before they are rounded: later it would be lost in that."""
     prompts = [probe.ids for probe in proof.probes]
     found = last_logits(voice.model, prompts, number=proof.num_positions, progress=lambda done, of: None)
@@ -77,7 +77,7 @@ def check_merge(voice: Voice, proof: Proof, reference: Reference) -> None:
             )
 
 
-def with_rounded(reference: Reference, voice: Voice, folder: Path, artefacts: Sequence[Artefact]) -> Reference:
+def with_rounded(reference: Reference, voice: ChatModel, folder: Path, artefacts: Sequence[Artefact]) -> Reference:
     """Add what rounding makes of the merged weights in each type that the GGUF files of a folder have."""
     files = [folder / artefact.path for artefact in artefacts if artefact.kind == "gguf"]
     settings = read_settings(voice.model.config.to_dict())
@@ -99,7 +99,7 @@ def with_artefacts(
     )
 
 
-def _facts(voice: Voice, stops: list[int], shapes: dict[str, list[int]], twins: dict[str, str]) -> ModelFacts:
+def _facts(voice: ChatModel, stops: list[int], shapes: dict[str, list[int]], twins: dict[str, str]) -> ModelFacts:
     generation = deepcopy(voice.model.generation_config)
     assert generation is not None
     # A reply ends where training ends it, whatever the makers of the base had in mind; nothing is padded.
@@ -118,7 +118,7 @@ def _facts(voice: Voice, stops: list[int], shapes: dict[str, list[int]], twins: 
     )
 
 
-def _probes(voice: Voice) -> tuple[list[Probe], list[str]]:
+def _probes(voice: ChatModel) -> tuple[list[Probe], list[str]]:
     """Render the probes as training does; what a template refuses, a system prompt say, is no probe of it."""
     if voice.masker is None:
         raise UserError(
@@ -135,7 +135,7 @@ def _probes(voice: Voice) -> tuple[list[Probe], list[str]]:
     return found, [f"texts of more than {longest} tokens were not tried: the model has little more room"]
 
 
-def _probe(voice: Voice, messages: list[dict[str, str]]) -> Probe | None:
+def _probe(voice: ChatModel, messages: list[dict[str, str]]) -> Probe | None:
     assert voice.masker is not None
     try:
         text = voice.masker.template.render(messages, None, add_generation_prompt=True)
@@ -144,7 +144,7 @@ def _probe(voice: Voice, messages: list[dict[str, str]]) -> Probe | None:
         return None
 
 
-def _long_probe(voice: Voice, probes: Sequence[Probe], length: int) -> Probe | None:
+def _long_probe(voice: ChatModel, probes: Sequence[Probe], length: int) -> Probe | None:
     """Ask the questions of all probes at once, again and again, until there are so many tokens; None for too few."""
     texts = [message["content"] for probe in probes for message in probe.messages if message["role"] == "user"]
     found = None
@@ -159,7 +159,7 @@ def _long_probe(voice: Voice, probes: Sequence[Probe], length: int) -> Probe | N
     return found.model_copy(update={"is_long": True})
 
 
-def _questions(voice: Voice) -> list[list[int]]:
+def _questions(voice: ChatModel) -> list[list[int]]:
     """Take held-out questions of the run, where they still are."""
     if voice.subject.corpus is None:
         return []
@@ -167,7 +167,7 @@ def _questions(voice: Voice) -> list[list[int]]:
     return [question.ids for question in questions_of(held_out, number=_QUESTIONS, spell=voice.spell)]
 
 
-def _stops(voice: Voice) -> list[int]:
+def _stops(voice: ChatModel) -> list[int]:
     """List the ids at which a reply ends, the template's own end of a turn first."""
     assert voice.masker is not None
     own = voice.tokenizer.backend.token_to_id(voice.masker.end_marker) if voice.masker.end_marker else None

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from tunewell.core.gguf import read_tensor_table
-from tunewell.core.optional import need
+from tunewell.core.optional import import_optional
 from tunewell.data.batches import Documents, spread
 from tunewell.hardware.threads import measure_threads
 from tunewell.inference.generate import GREEDY, Decoding, Generated
@@ -46,7 +46,7 @@ class LlamaRuntime:
     @property
     def stored_as(self) -> str:
         """Name the type that most of the weights are stored in, which is what they are multiplied in."""
-        gguf = need("gguf", extra="export", purpose="reading a GGUF file")
+        gguf = import_optional("gguf", extra="export", purpose="reading a GGUF file")
         sizes: Counter[int] = Counter()
         for entry in read_tensor_table(self.path):
             sizes[entry.type_number] += prod(entry.shape)

@@ -24,8 +24,8 @@ from tunewell.core.units import count
 from tunewell.integrations.hf_callback.logs import HealthLogs
 from tunewell.integrations.hf_callback.signals import Rules, Signals, Taken, find_culprit
 from tunewell.records.healing import ActionName, HealingEntry
-from tunewell.training.health import Watch
-from tunewell.training.metrics import About, Finding, Reading
+from tunewell.training.health import HealthMonitor
+from tunewell.training.metrics import Finding, RunContext, StepMetrics
 
 # Which loss a step had: the model's own, unless the trainer's log shows that it trains on another.
 
@@ -122,7 +122,7 @@ class HealthCallback(TrainerCallback):
         self._action, self._folder = action, folder
         self._is_first = True
         self._signals: Signals | None = None
-        self._pending: Reading | None = None
+        self._pending: StepMetrics | None = None
         self._is_seen = False
         self._fault: Finding | None = None
         self._doubtful: Finding | None = None
@@ -135,7 +135,7 @@ class HealthCallback(TrainerCallback):
         self._is_first = bool(state.is_world_process_zero)
         folder = Path(self._folder or args.output_dir)
         self._logs = HealthLogs(folder, finished_steps=state.global_step, is_on=self._is_first, say=self._say)
-        self._watch = Watch(_about(args, model))
+        self._watch = HealthMonitor(_about(args, model))
         self._loss = TrainedLoss(finished_steps=state.global_step)
         self._signals = Signals(model, _rules(args))
         self._pending = self._fault = self._doubtful = None
@@ -164,7 +164,7 @@ class HealthCallback(TrainerCallback):
         taken = self._signals.read(scale=scale, is_stopping=self._fault is not None)
         if taken.is_stop_asked:
             self._stop_late(state.global_step)
-        reading = Reading(
+        reading = StepMetrics(
             step=state.global_step + 1,
             loss=taken.loss,
             grad_norm=taken.grad_norm,
@@ -204,7 +204,7 @@ class HealthCallback(TrainerCallback):
         loss = _number((metrics or {}).get("eval_loss"))
         if loss is not None:
             self._logs.look(state.global_step, loss, seconds=_number(metrics.get("eval_runtime")))
-            self._judge(Reading(state.global_step, held_out_loss=loss))
+            self._judge(StepMetrics(state.global_step, held_out_loss=loss))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Write the last step and take the hooks away."""
@@ -219,7 +219,7 @@ class HealthCallback(TrainerCallback):
         was_own = self._loss.is_own
         loss = self._loss.settle(reading.step, reading.loss, logged)
         if was_own and not self._loss.is_own:
-            self._watch, self._doubtful = Watch(self._watch.about), None
+            self._watch, self._doubtful = HealthMonitor(self._watch.about), None
             words = "the model's own loss is not the one that is trained on: the logged loss is judged from here on"
             self._write(Finding("another-loss", "note", reading.step, words), "none", words)
         if self._is_seen:
@@ -233,7 +233,7 @@ class HealthCallback(TrainerCallback):
         if self._loss.is_sure and self._action == "stop":
             self._fault = self._fault or self._doubtful
 
-    def _judge(self, reading: Reading, *, is_own: bool = True) -> None:
+    def _judge(self, reading: StepMetrics, *, is_own: bool = True) -> None:
         """Say what a reading shows; a fault ends the run before the next update, in every process alike.
 
         Where it is not known to be the model's own loss that is trained on, some faults are warnings for now.
@@ -249,7 +249,7 @@ class HealthCallback(TrainerCallback):
             if is_ending and self._fault is None:
                 self._fault = finding
 
-    def _treat(self, reading: Reading, taken: Taken, model: nn.Module) -> None:
+    def _treat(self, reading: StepMetrics, taken: Taken, model: nn.Module) -> None:
         """Leave out an update that is not finite; a lone overflow is left to the scaler, which does the same."""
         worst = next(iter(self._watch.see(reading)), None) or Finding(
             "nothing-to-learn", "warning", reading.step, _EMPTY
@@ -327,12 +327,12 @@ def _rules(args: Any) -> Rules:
     return Rules(args.device, max_grad_norm=float(args.max_grad_norm or 0.0), is_loss_shared=is_shared)
 
 
-def _about(args: Any, model: Any) -> About:
+def _about(args: Any, model: Any) -> RunContext:
     """Say what is known of a run before its first step."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     is_gpu = args.device.type == "cuda"
-    return About(
+    return RunContext(
         vocab_size=getattr(text, "vocab_size", None),
         precision="fp16" if args.fp16 else "bf16" if args.bf16 else None,
         device=args.device.type,

@@ -8,7 +8,7 @@ from pathlib import Path
 from tunewell.core.errors import UserError
 from tunewell.records.events import EventLog
 from tunewell.records.healing import HEALING, HealingEntry
-from tunewell.training.metrics import Reading
+from tunewell.training.metrics import StepMetrics
 
 EVENTS = "events.jsonl"
 _NOT_OF_STEPS = ("norm_limit", "held_out_loss")
@@ -40,7 +40,7 @@ class HealthLogs:
             fix = "give HealthCallback a `folder` that can be written to"
             raise UserError(f"`{folder}` cannot be written to ({error.strerror})", fix=fix) from error
 
-    def step(self, reading: Reading) -> None:
+    def step(self, reading: StepMetrics) -> None:
         """Write a step; what is not known is left out."""
         known = {key: value for key, value in asdict(reading).items() if value is not None and key not in _NOT_OF_STEPS}
         if self._events is not None:
