@@ -1,0 +1,56 @@
+"""Registries of extension points: data sources, training methods, optimizers, export targets.
+
+A registry stores import paths as strings. Listing names for `--help`, the config schema or the docs imports nothing.
+"""
+
+import importlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tunewell.core.errors import UserError
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One implementation of an extension point."""
+
+    name: str
+    doc: str
+    """One line for `--help` and the docs."""
+    path: str
+    """Import path of the class or function: `package.module:Name`."""
+
+
+class Registry:
+    """All implementations of one extension point, in the order of their declaration."""
+
+    def __init__(self, kind: str, entries: Iterable[Entry]) -> None:
+        """Store the entries; `kind` is the singular noun for error messages, e.g. `training method`."""
+        self.kind = kind
+        self._entries = {entry.name: entry for entry in entries}
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names in the order of their declaration."""
+        return tuple(self._entries)
+
+    def doc(self, name: str) -> str:
+        """Return the one-line description of an entry."""
+        return self.entry(name).doc
+
+    def load(self, name: str) -> Any:
+        """Import an entry's module and return the object that its path names."""
+        module, _, attribute = self.entry(name).path.partition(":")
+        return getattr(importlib.import_module(module), attribute)
+
+    def entry(self, name: str) -> Entry:
+        """Return an entry; raise UserError with the known names if there is none."""
+        if name in self._entries:
+            return self._entries[name]
+        raise UserError(
+            f"unknown {self.kind} `{name}`", fix="use one of: " + ", ".join(f"`{known}`" for known in self._entries)
+        )
+
+    def add(self, entry: Entry) -> None:
+        """Add an entry, or replace the one of the same name."""
+        self._entries[entry.name] = entry
