@@ -32,7 +32,7 @@ from tunewell.core.errors import UserError
 from tunewell.records.report import Report, read_report
 from tunewell.runs.result import TrainResult
 from tunewell.workflows.prepare import prepare
-from tunewell.workflows.validate import ValidateOrder, Validation, validate
+from tunewell.workflows.validate import ValidateOptions, Validation, validate
 from tunewell.workflows.validate_against import validate_against
 
 TRAINED, HELD_OUT = colour_rows(WORDINGS[:9]), colour_rows(WORDINGS[9:])
@@ -387,7 +387,7 @@ def test_a_model_with_few_positions_reads_what_it_can(base: Path, tmp_path: Path
 def test_two_runs_are_compared_both_ways(lora: TrainResult, project: Path, base: Path, tmp_path: Path) -> None:
     wishes = {"train.max_steps": 2, "train.learning_rate": 1e-4, "corpus": str(project / "lora-corpus")}
     worse = run_of(project, base, out="worse", sets=FAST | wishes).run
-    order = ValidateOrder(device="cpu", out=tmp_path)
+    order = ValidateOptions(device="cpu", out=tmp_path)
     up = validate_against(lora.run, worse, order=order, progress=lambda *_: None)
     assert up.comparison.verdicts[1] == "PASS" and up.comparison.became_right >= 10 > up.comparison.became_wrong
     assert {"train.max_steps", "train.learning_rate"} <= {one.name for one in up.comparison.config}
@@ -408,7 +408,7 @@ def test_runs_on_other_rows_or_tokens_are_compared_with_a_word_about_it(
     write_jsonl(tmp_path / "rows.jsonl", colour_rows(WORDINGS[:3]))
     few = {"train.max_steps": 2, "data.held_out": 0.2}
     other = run_of(tmp_path, base, out="other", sets=FAST | few).run
-    order = ValidateOrder(device="cpu", out=tmp_path / "report")
+    order = ValidateOptions(device="cpu", out=tmp_path / "report")
     rows = validate_against(lora.run, other, order=order, progress=lambda *_: None)
     assert "may have trained on" in rows.notes[0] and rows.comparison.num_both == 18
     assert {"corpus", "rows", "documents"} <= {one.name for one in rows.comparison.data}

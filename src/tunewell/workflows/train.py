@@ -41,7 +41,7 @@ from tunewell.training.engine import train as take_steps
 from tunewell.training.events import Unwatched, Watcher
 from tunewell.training.faults import NoFaults, parse_faults
 from tunewell.workflows.prepare import prepare
-from tunewell.workflows.validate import ValidateOrder, validate
+from tunewell.workflows.validate import ValidateOptions, validate
 
 _NOT_JUDGED = 3
 """Exit code of a run whose model could not be judged: as for WEAK, since nothing proves it good."""
@@ -192,7 +192,7 @@ def _judged(result: TrainResult, wish: "_Wish", notebook: MetricsRecorder) -> Tr
     model = wish.loaded.config.model or ""
     # A secret in the model's name is not written into the run, so the run does not know where its model is.
     base = wish.loaded.seen(model) if redact(model) != model else None
-    order = ValidateOrder(device=wish.loaded.config.device, base=base, allow_pickle=wish.allow_pickle)
+    order = ValidateOptions(device=wish.loaded.config.device, base=base, allow_pickle=wish.allow_pickle)
     try:
         found = validate(result.run, order=order, progress=lambda stage, done, of: notebook.doing(f"judging: {stage}"))
     except Exception as error:  # noqa: BLE001  the training is done and saved, whatever happens to the judging of it

@@ -10,7 +10,7 @@ from tunewell.evaluation.compare import Comparison, compare
 from tunewell.inference.model_ref import ModelRef
 from tunewell.records.manifest import read_manifest
 from tunewell.runs.resolve import resolve_model
-from tunewell.workflows.validate import Progress, ValidateOrder, Validation, validate
+from tunewell.workflows.validate import Progress, ValidateOptions, Validation, validate
 
 COMPARISON = "comparison.json"
 
@@ -26,7 +26,7 @@ class Against:
 
 
 def validate_against(
-    place: str | Path | None, other: str | Path, *, order: ValidateOrder, progress: Progress
+    place: str | Path | None, other: str | Path, *, order: ValidateOptions, progress: Progress
 ) -> Against:
     """Judge a run and another on the first one's rows where both read the same tokens, else each on its own."""
     mine = resolve_model(place, checkpoint=order.checkpoint, base=order.base, sets=order.sets)
@@ -44,7 +44,7 @@ def validate_against(
     return Against(this, judged, comparison, notes)
 
 
-def _same_rows(order: ValidateOrder, mine: ModelRef, theirs: ModelRef) -> tuple[ValidateOrder, list[str]]:
+def _same_rows(order: ValidateOptions, mine: ModelRef, theirs: ModelRef) -> tuple[ValidateOptions, list[str]]:
     if order.data is not None or mine.corpus is None:
         return order, []
     manifest = read_manifest(mine.corpus)

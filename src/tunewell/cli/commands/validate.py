@@ -39,10 +39,10 @@ def command(
 
     with shown_stages() as progress:
         progress("starting torch", 0, 0)
-        from tunewell.workflows.validate import ValidateOrder, validate
+        from tunewell.workflows.validate import ValidateOptions, validate
         from tunewell.workflows.validate_against import validate_against
 
-        order = ValidateOrder(
+        order = ValidateOptions(
             data=data,
             checkpoint=checkpoint,
             base=base,
