@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunewell.core.errors import UserError
-from tunewell.records.events import EventLog, as_number, plain, read_events
+from tunewell.records import events
+from tunewell.records.events import EventLog, as_number, last_step, plain, read_events
 
 WRITE_AND_DIE = """
 import os, signal, sys
@@ -197,3 +198,49 @@ def test_closing_twice_does_nothing(path):
     log = EventLog(path)
     log.close()
     log.close()
+
+
+def log_of(path, lines, end="\n"):
+    path.write_text("\n".join(lines) + end, encoding="utf-8")
+    return path
+
+
+def test_the_last_step_is_the_last_whole_line_of_kind_step(path):
+    lines = ['{"kind": "step", "step": 7}', '{"step":8,"kind":"step"}', '{"kind": "held_out", "step": 9}']
+    assert last_step(log_of(path, lines)) == 8
+
+
+def test_the_last_step_does_not_depend_on_spaces_or_the_order_of_keys(path):
+    """The supervisor once searched for `"kind": "step", "step": ` and read the number behind it."""
+    assert last_step(log_of(path, ['{ "loss":1.0,"step" : 12 , "kind":"step"}'])) == 12
+
+
+def test_a_text_that_quotes_a_step_is_not_a_step(path):
+    lines = ['{"kind": "step", "step": 3}', '{"kind": "change", "step": 3, "change": "{\\"kind\\": \\"step\\", \\"step\\": 99}"}']
+    assert last_step(log_of(path, lines)) == 3
+
+
+@pytest.mark.parametrize("torn", ['{"kind": "step", "st', '{"kind": "step", "step": 5}'])
+def test_a_last_line_without_its_end_is_not_read(path, torn):
+    """A line that was cut off may show a shorter number: 5 of 50."""
+    assert last_step(log_of(path, ['{"kind": "step", "step": 4}', torn], end="")) == 4
+
+
+def test_damaged_lines_are_skipped(path):
+    lines = ['{"kind": "step", "step": 4}', "\x00\x00", "[]", "", '{"kind": "step", "step": "x"}']
+    assert last_step(log_of(path, lines)) == 4
+
+
+def test_a_log_without_a_step_has_no_last_step(path):
+    assert last_step(path) is None
+    assert last_step(log_of(path, [], end="")) is None
+    assert last_step(log_of(path, ['{"kind": "held_out", "step": 1}'])) is None
+
+
+@given(st.lists(st.tuples(st.integers(1, 9999), st.integers(0, 40)), max_size=12), st.integers(1, 50))
+def test_the_last_step_is_found_wherever_blocks_are_cut(tmp_path_factory, entries, block_bytes):
+    path = tmp_path_factory.mktemp("log") / "events.jsonl"
+    lines = [json.dumps({"kind": "step", "step": step, "text": "x" * size}) for step, size in entries]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(events, "_BLOCK_BYTES", block_bytes)
+        assert last_step(log_of(path, lines)) == (entries[-1][0] if entries else None)

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import sync_folder, write_all, write_atomic
@@ -18,6 +18,7 @@ from tunewell.core.redact import redact
 from tunewell.core.units import count
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_BLOCK_BYTES = 1 << 16
 
 
 class EventLog:
@@ -135,6 +136,39 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
             raise UserError(f"line {number:,} of `{path.name}` is damaged", where=str(path))
 
 
+def last_step(path: Path) -> int | None:
+    """Return the number of the last `step` event; None if there is no such event or no file.
+
+    Reads the file from its end, one block at a time. Torn and damaged lines are skipped.
+    """
+    try:
+        with path.open("rb") as file:
+            for line in _lines_from_the_end(file):
+                event = _parse(line)
+                if event and event.get("kind") == "step" and isinstance(event.get("step"), int):
+                    return event["step"]
+    except OSError:
+        return None
+    return None
+
+
+def _lines_from_the_end(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the whole lines of a file, the last one first."""
+    position, rest = file.seek(0, os.SEEK_END), b""
+    is_end = True
+    while position > 0:
+        size = min(_BLOCK_BYTES, position)
+        position -= size
+        file.seek(position)
+        rest, *lines = (file.read(size) + rest).split(b"\n")
+        if is_end and lines:
+            lines.pop()  # empty, or a line that was cut off
+            is_end = False
+        yield from reversed(lines)
+    if not is_end:
+        yield rest
+
+
 def as_number(value: float | str) -> float:
     """Read a number of an event back: `"nan"`, `"inf"` and `"-inf"` are numbers too; other texts are a ValueError."""
     if not isinstance(value, str):
@@ -172,7 +206,7 @@ def _cut_torn_line(handle: int) -> None:
     """Shorten a file to its last whole line, so that the next one does not continue half of another."""
     size = end = os.fstat(handle).st_size
     while end > 0:
-        start = max(end - 65_536, 0)
+        start = max(end - _BLOCK_BYTES, 0)
         os.lseek(handle, start, os.SEEK_SET)
         found = os.read(handle, end - start).rfind(b"\n")
         if found >= 0:
