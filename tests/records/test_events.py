@@ -216,7 +216,9 @@ def test_the_last_step_does_not_depend_on_spaces_or_the_order_of_keys(path):
 
 
 def test_a_text_that_quotes_a_step_is_not_a_step(path):
-    lines = ['{"kind": "step", "step": 3}', '{"kind": "change", "step": 3, "change": "{\\"kind\\": \\"step\\", \\"step\\": 99}"}']
+    quoted = json.dumps({"kind": "step", "step": 99})
+    lines = [{"kind": "step", "step": 3}, {"kind": "change", "step": 3, "change": quoted}]
+    lines = [json.dumps(line) for line in lines]
     assert last_step(log_of(path, lines)) == 3
 
 
