@@ -1,8 +1,12 @@
 """What every group of keys is made of: a frozen branch, and values that stay what they were written as."""
 
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Strict
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, Strict
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from tunewell.core.registry import Registry
 
 Auto = Literal["auto"]
 Whole = Annotated[int, Strict()]
@@ -15,3 +19,28 @@ class Branch(BaseModel):
     """A group of keys: frozen, and closed to keys it does not know."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Restricts a text to the names in a registry: `Annotated[str, OneOf(METHODS)]`.
+
+    The registry is read at validation, so an entry that is added later is accepted too.
+    """
+
+    registry: Registry[Any]
+
+    def doc(self) -> str:
+        """Return every name with its description, for the key's documentation."""
+        return "; ".join(f"`{name}`: {self.registry.doc(name)}" for name in self.registry.names()) + "."
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._validate, core_schema.str_schema(strict=True))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"type": "string", "enum": list(self.registry.names())}
+
+    def _validate(self, name: str) -> str:
+        if name not in self.registry.names():
+            raise PydanticCustomError("not_in_registry", "unknown {kind}", {"kind": self.registry.kind})
+        return name

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from tunewell.config.fields import Branch
+from tunewell.config.fields import Branch, OneOf
 from tunewell.config.schema import ALIASES, Config
 from tunewell.config.yaml_reader import Steps
 from tunewell.core.errors import UserError
@@ -89,7 +89,7 @@ def _walk(branch: type[Branch], prefix: str) -> Iterator[Key]:
             takes=_takes(field.annotation, field.metadata),
             default=None if field.is_required() else _plain(field.default),
             doc=" ".join((field.description or "").split()),
-            allowed=tuple(_choices(field.annotation)),
+            allowed=tuple(_choices(field.annotation, field.metadata)),
             aliases=tuple(alias for alias, key in ALIASES.items() if key == full),
             children=tuple(f"{full}.{child}" for child in inner.model_fields) if inner else (),
             is_branch=inner is not None and inner is field.annotation,
@@ -110,10 +110,16 @@ def _branch_in(annotation: Any) -> type[Branch] | None:
     return next((found for part in get_args(annotation) if (found := _branch_in(part))), None)
 
 
-def _choices(annotation: Any) -> Iterator[str]:
+def _choices(annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[str]:
+    for marker in metadata:
+        if isinstance(marker, OneOf):
+            yield from marker.registry.names()
     if get_origin(annotation) is Literal:
         yield from map(str, get_args(annotation))
-    elif get_origin(annotation) in (Union, UnionType, Annotated, tuple):
+    elif get_origin(annotation) is Annotated:
+        part, *markers = get_args(annotation)
+        yield from _choices(part, markers)
+    elif get_origin(annotation) in (Union, UnionType, tuple):
         for part in get_args(annotation):
             yield from _choices(part)
 
@@ -125,8 +131,8 @@ def _takes(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return _takes(parts[0], [*metadata, *parts[1:]])
     if origin in (Union, UnionType):
         return ", or ".join(_takes(part, metadata) for part in parts)
-    if origin is Literal:
-        *most, last = (f"`{part}`" for part in parts)
+    if origin is Literal or any(isinstance(marker, OneOf) for marker in metadata):
+        *most, last = (f"`{name}`" for name in _choices(annotation, metadata))
         return f"{', '.join(most)} or {last}" if most else last
     if origin is tuple:
         is_sources = _branch_in(parts[0]) is not None

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tunewell.config.fields import Auto, Branch, Flag, Real, Text, Whole
+from tunewell.config.extensions import METHODS, MethodName
+from tunewell.config.fields import Auto, Branch, Flag, OneOf, Real, Text, Whole
 from tunewell.config.rules import Export, Healing, VerdictRules
 
 LearnFrom = Literal["responses", "last_response", "everything"]
@@ -222,8 +223,7 @@ class Packing(Branch):
 class Method(Branch):
     """What of the model is trained."""
 
-    kind: Literal["lora", "full"] = "lora"
-    """`lora`: small added matrices; `full`: every weight."""
+    kind: MethodName = Field(default="lora", description=OneOf(METHODS).doc())
     rank: Annotated[Whole, Field(ge=1, le=4096)] = 16
     """Rank of the added matrices: higher learns more and needs more memory."""
     alpha: Annotated[Whole, Field(ge=1)] = 32

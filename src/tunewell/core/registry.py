@@ -6,7 +6,7 @@ A registry stores import paths as strings. Listing names for `--help`, the confi
 import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from tunewell.core.errors import UserError
 
@@ -22,10 +22,13 @@ class Entry:
     """Import path of the class or function: `package.module:Name`."""
 
 
-class Registry:
+E = TypeVar("E", bound=Entry)
+
+
+class Registry(Generic[E]):
     """All implementations of one extension point, in the order of their declaration."""
 
-    def __init__(self, kind: str, entries: Iterable[Entry]) -> None:
+    def __init__(self, kind: str, entries: Iterable[E]) -> None:
         """Store the entries; `kind` is the singular noun for error messages, e.g. `training method`."""
         self.kind = kind
         self._entries = {entry.name: entry for entry in entries}
@@ -43,7 +46,7 @@ class Registry:
         module, _, attribute = self.entry(name).path.partition(":")
         return getattr(importlib.import_module(module), attribute)
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> E:
         """Return an entry; raise UserError with the known names if there is none."""
         if name in self._entries:
             return self._entries[name]
@@ -51,6 +54,6 @@ class Registry:
             f"unknown {self.kind} `{name}`", fix="use one of: " + ", ".join(f"`{known}`" for known in self._entries)
         )
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: E) -> None:
         """Add an entry, or replace the one of the same name."""
         self._entries[entry.name] = entry

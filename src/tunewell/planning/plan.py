@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tunewell import __version__
+from tunewell.config.extensions import MethodName
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
 from tunewell.planning.compute import (
@@ -33,7 +34,6 @@ _SHORT_RUN = 10
 """Steps below which a warm-up of some percent would be a whole step or nothing; it is rounded, not rounded up."""
 _LARGE_MODEL = 3_000_000_000
 
-Method = Literal["lora", "full"]
 Schedule = Literal["cosine", "linear", "constant"]
 _Bound = Chosen[int | None]
 
@@ -110,7 +110,7 @@ def plan_training(order: PlanInputs, *, batch: Batch, num_steps: int, epochs: fl
         precision=precision,
         attention=attention,
         threads=choose_threads(order),
-        method=Chosen[Method](value=config.method.kind, because=order.why("method.kind")),
+        method=Chosen[MethodName](value=config.method.kind, because=order.why("method.kind")),
         learning_rate=Chosen[float](value=config.train.learning_rate, because=order.why("train.learning_rate")),
         schedule=Chosen[Schedule](value=config.train.schedule, because=order.why("train.schedule")),
         warmup_steps=_warmup_steps(order, num_steps),

@@ -6,6 +6,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+from tunewell.config.extensions import MethodName
 from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
 from tunewell.core.redact import redact
@@ -51,7 +52,7 @@ class Plan(_Record):
     attention: Chosen[Literal["sdpa", "flash"]]
     threads: Chosen[int]
 
-    method: Chosen[Literal["lora", "full"]]
+    method: Chosen[MethodName]
     learning_rate: Chosen[float]
     schedule: Chosen[Literal["cosine", "linear", "constant"]]
     warmup_steps: Chosen[int]
