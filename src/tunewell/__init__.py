@@ -1,6 +1,8 @@
 """Fine-tune a language model on your own conversations, and know that it worked."""
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,6 +39,17 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'tunewell' has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+class _TopLevelModule(ModuleType):
+    """Keeps `tunewell.export` the function: importing the package `tunewell.export` would replace it by the package."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _TopLevelModule
 
 
 def __dir__() -> list[str]:

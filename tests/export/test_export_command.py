@@ -293,6 +293,12 @@ def test_the_library_takes_what_the_command_takes(model: Path, tmp_path: Path, m
     assert done.parity.is_ok
 
 
+def test_the_package_of_the_same_name_does_not_replace_the_function() -> None:
+    """After `tunewell.train`, which imports `tunewell.export.preflight`, `tunewell.export` was a module."""
+    code = "import tunewell.export.request, tunewell; assert callable(tunewell.export), tunewell.export"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_an_order_may_be_written_in_the_ways_of_python() -> None:
     """A step as a number, a path as a path and None for nothing were tracebacks."""
     given = ExportOptions(to=None, gguf=None, checkpoint=3, base=Path("base"), sets="seed=1")
