@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tunewell.core.errors import UserError
+from tunewell.export.proof import gguf as proving_gguf
 from tunewell.records.parity import Parity
 from tunewell.workflows.export import export
 from tunewell.workflows.verify import verify
@@ -224,7 +225,7 @@ DEFECTS: dict[str, tuple[Spoil, str, str]] = {
 @pytest.fixture(autouse=True)
 def _short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random weights never end an answer."""
-    monkeypatch.setattr("tunewell.export.proof.gguf.ANSWER_TOKENS", 6)
+    monkeypatch.setattr(proving_gguf, "ANSWER_TOKENS", 6)
 
 
 @pytest.mark.parametrize("name", DEFECTS)

@@ -15,6 +15,8 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from tunewell.core.errors import UserError
 from tunewell.export.gguf.architecture import read_settings
+from tunewell.export.proof import gguf as proving_gguf
+from tunewell.export.proof import prove as proving
 from tunewell.export.proof.checks import check_settings, check_template
 from tunewell.export.proof.gguf import check_gguf_fields, check_gguf_tensors
 from tunewell.export.proof.modelfile import check_modelfile
@@ -38,7 +40,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tunewell.export.proof.gguf.ANSWER_TOKENS", 6)
+    monkeypatch.setattr(proving_gguf, "ANSWER_TOKENS", 6)
 
 
 # A GGUF file, by what it holds and says.
@@ -270,7 +272,7 @@ def test_a_folder_that_lacks_something_to_prove_is_not_proven(
     rehash(out, only="merged bf16")
     spoil(out)
     # The rest of the proof is not asked here.
-    monkeypatch.setattr("tunewell.export.proof.prove._transformers", lambda *_: [])
+    monkeypatch.setattr(proving, "_transformers", lambda *_: [])
     parity = verify(out)
     assert not parity.is_ok
     assert any(words in check.words for link in parity.links for check in link.checks if not check.is_ok), parity
