@@ -55,7 +55,7 @@ def test_a_curve_of_sixty_by_ten():
         "1.00 ┤                                                      ⠈⠉⠒⠢⠤⣀",
         "     └────────────────────────────────────────────────────────────",
         "      0                           50                           100 step",
-        "line: training loss, shown as the mean of 5 steps",
+        "line: training loss, mean of 5 steps",
         "o held-out loss, * its lowest",
     ]
 
@@ -95,7 +95,7 @@ def test_one_spike_does_not_flatten_the_curve():
 
 def test_smoothing_is_said_and_only_done_where_there_is_much():
     """A number on a screen that was averaged without a word is a lie."""
-    assert "shown as the mean of 5 steps" in draw_curve(FALLING, [])
+    assert "mean of 5 steps" in draw_curve(FALLING, [])
     assert "mean" not in draw_curve(FALLING[:10], [])
 
 

@@ -46,7 +46,7 @@ class Result:
     tokens_per_second: float = 1928.4
     peak_memory_bytes: int | None = 1_300_000_000
     artefacts: list[tuple[str, str]] = field(
-        default_factory=lambda: [("run/adapter", "the adapter"), ("run/loss.png", "the curve")]
+        default_factory=lambda: [("run/adapter", "the adapter"), ("run/loss.svg", "the curve")]
     )
     next_command: str = "tunewell validate run"
     losses: list[tuple[int, float]] = field(default_factory=lambda: LOSSES)
@@ -103,7 +103,7 @@ def test_the_report_of_a_finished_run(monkeypatch):
         "o held-out loss, * its lowest",
         "",
         "wrote   `run/adapter`    the adapter",
-        "wrote   `run/loss.png`   the curve",
+        "wrote   `run/loss.svg`   the curve",
         "next: `tunewell validate run`",
     ]
 
@@ -266,7 +266,7 @@ def test_the_command_imports_nothing_heavy():
     """`tunewell --help` asks every command for its summary."""
     check = (
         "import sys, tunewell.cli.commands.train;"
-        "heavy = {'torch', 'numpy', 'rich', 'pydantic', 'matplotlib'} & set(sys.modules); assert not heavy, heavy"
+        "heavy = {'torch', 'numpy', 'rich', 'pydantic'} & set(sys.modules); assert not heavy, heavy"
     )
     env = os.environ | {"PYTHONPATH": str(Path(frame.__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, env=env)

@@ -26,11 +26,11 @@ from sample_reports import (
     with_text,
 )
 
-from tunewell.evaluation.report.curve import draw_curve
 from tunewell.evaluation.report.page import report_page
 from tunewell.evaluation.report.view import visible
 from tunewell.records.plan import Chosen
 from tunewell.records.report import Curve, Exchange, Ledger, LossPair, Report, Said, read_report, write_report
+from tunewell.runs.loss_curve import draw_curve
 
 _VOID = {"meta", "link", "br", "img", "input", "hr"}
 _TEXTS = st.text(st.characters(codec=None, exclude_categories=[]), max_size=80)
@@ -335,7 +335,7 @@ def test_every_colour_of_text_can_be_read():
                 assert _contrast(colours[ink], colours[paper]) >= 4.5, (ink, paper)
         for tone in ("pass", "weak", "fail"):
             assert min(_contrast(colours[ink], colours[f"{tone}-paper"]) for ink in (tone, "ink")) >= 4.5
-        assert min(_contrast(colours[line], colours["paper"]) for line in ("smooth", "look")) >= 3
+        assert min(_contrast(colours[line], colours["paper"]) for line in ("smooth", "evaluation")) >= 3
 
 
 def _contrast(one: str, other: str) -> float:
@@ -352,7 +352,7 @@ def _luminance(colour: str) -> float:
 def test_the_page_needs_no_torch():
     """A report can be made again where nothing can be trained."""
     check = (
-        "import sys, tunewell.evaluation.report_page, tunewell.evaluation.report_markdown;"
+        "import sys, tunewell.evaluation.report.page, tunewell.evaluation.report.markdown;"
         "heavy = {'torch', 'transformers', 'rich', 'typer'} & set(sys.modules); assert not heavy, heavy"
     )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60)

@@ -75,7 +75,7 @@ def test_the_wheel_brings_no_framework(bare, tmp_path):
 
 IMPORT_ALL = """
 import importlib, pkgutil, tunewell
-optional = {"torch", "transformers", "safetensors", "gguf", "starlette", "uvicorn", "openai", "matplotlib", "peft"}
+optional = {"torch", "transformers", "safetensors", "gguf", "starlette", "uvicorn", "openai", "peft"}
 imported = []
 for module in pkgutil.walk_packages(tunewell.__path__, "tunewell."):
     try:

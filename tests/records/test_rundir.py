@@ -40,7 +40,7 @@ def test_a_new_run_makes_its_folder_and_knows_its_files(tmp_path):
     """Everything else reads the run by these names."""
     with RunDir.begin(tmp_path / "runs" / "first") as run:
         files = [run.plan, run.config, run.events, run.healing, run.samples, run.checkpoints, run.outcome]
-        files += [run.readme, run.loss_picture]
+        files += [run.readme, run.loss_curve]
         assert [file.relative_to(tmp_path / "runs" / "first").as_posix() for file in files] == [
             "plan.json",
             "config.yaml",
@@ -50,7 +50,7 @@ def test_a_new_run_makes_its_folder_and_knows_its_files(tmp_path):
             "checkpoints",
             "outcome.json",
             "README.md",
-            "loss.png",
+            "loss.svg",
         ]
         assert [entry.name for entry in run.path.iterdir()] == [".lock"]
 

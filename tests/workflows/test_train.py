@@ -67,7 +67,7 @@ def test_a_run_leaves_behind_what_it_promises(project: Path) -> None:
     assert told["steps"] == told["num_steps"] == 6 and told["status"] == "finished"
     assert told["last_loss"] < told["first_loss"] and told["held_out"]["best"] <= told["held_out"]["first"]
     run = project / "run"
-    names = {"plan.json", "config.yaml", "events.jsonl", "samples.jsonl", "outcome.json", "README.md", "loss.png"}
+    names = {"plan.json", "config.yaml", "events.jsonl", "samples.jsonl", "outcome.json", "README.md", "loss.svg"}
     assert names <= {path.name for path in run.iterdir()}
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000004", "step-000006"]
     assert all(

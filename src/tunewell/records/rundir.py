@@ -165,9 +165,9 @@ class RunDir:
         return self.path / "README.md"
 
     @property
-    def loss_picture(self) -> Path:
+    def loss_curve(self) -> Path:
         """The loss curve."""
-        return self.path / "loss.png"
+        return self.path / "loss.svg"
 
 
 def _parts_within(path: Path, corpus: Path | None) -> frozenset[str]:

@@ -16,8 +16,9 @@ from tunewell.hardware.probe import memory_in_use
 from tunewell.records.healing import HealingEntry
 from tunewell.records.outcome import OUTCOME, HeldOutLosses, Outcome, write_outcome
 from tunewell.records.plan import Plan
+from tunewell.records.report import Curve
 from tunewell.runs.config import resume_command
-from tunewell.runs.loss_picture import draw_losses
+from tunewell.runs.loss_curve import write_loss_svg
 from tunewell.runs.readme import Usage, run_readme
 from tunewell.runs.result import MetricsRecorder, TrainResult
 from tunewell.training.engine import Ending, Run
@@ -147,13 +148,14 @@ def _next(loaded: Loaded, ending: Ending, run: Path, *, allow_pickle: bool) -> s
 def write_run_files(run: Run, result: TrainResult, plan: Plan, corpus: Corpus, *, allow_pickle: bool) -> None:
     """Write what tells the story of the run to whoever finds its folder."""
     if result.losses:
-        picture = result.run / "loss.png"
+        path = result.run / "loss.svg"
+        curve = Curve(train=result.losses, held_out=result.held_out, best_step=result.best_step)
         try:
-            draw_losses(picture, losses=result.losses, held_out=result.held_out, title=redact(Path(plan.model).name))
-            result.artefacts.append((str(picture), "the loss curve"))
+            write_loss_svg(path, curve, title=redact(Path(plan.model).name))
+            result.artefacts.append((str(path), "the loss curve"))
         except (UserError, OSError) as error:
-            # The training is done and saved; a missing picture is no reason to call it failed.
-            result.notes.append(f"the loss curve could not be drawn: {error}")
+            # The training is done and saved: a missing picture does not make it a failed run.
+            result.notes.append(f"the loss curve could not be written: {error}")
     try:
         write_outcome(result.run, _outcome(result, plan))
         told, healed, usage = result.as_json(), healing_summary(result.healing), _usage(run, allow_pickle)

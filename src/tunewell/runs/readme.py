@@ -113,7 +113,7 @@ def run_readme(
         f"{count(result['steps'], 'step')}, {count(result['tokens'])} tokens, {duration(result['seconds'])}, "
         f"{result['tokens_per_second']:,.0f} tokens/s while training.",
         "",
-        "![loss](loss.png)",
+        "![loss](loss.svg)",
         "",
         "## What lies here",
         "",

@@ -1,12 +1,10 @@
-"""The loss curve in the terminal: a line of dots for training, marks for held-out looks, numbers on both axes."""
+"""Draw the loss curve in the terminal: a line of dots for training, marks for evaluations, numbers on both axes."""
 
 import math
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from tunewell.core.units import count
-from tunewell.runs.loss_picture import Points, ceiling, finite, heights, smoothed, smoothing_window
+from tunewell.runs.loss_curve import Points, ceiling, cut, drawable, smooth, smoothing_window
 
 _BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """The bit of each dot in a braille character, by row and column."""
@@ -14,7 +12,7 @@ _LABELLED_ROWS = 3
 
 
 def draw_curve(losses: Points, held_out: Points, *, width: int = 60, height: int = 10, is_ascii: bool = False) -> str:
-    """Draw losses over steps in `width` by `height` characters and the axes around them; empty without a finite loss.
+    """Draw losses over steps in `width` by `height` characters, with axes; return "" if no loss is finite.
 
     2.41 ┤⢇
          │ ⠑⢄⡀    o
@@ -22,24 +20,21 @@ def draw_curve(losses: Points, held_out: Points, *, width: int = 60, height: int
          └──────────────
           1           95
     """
-    trained, looked = finite(losses), finite(held_out)
-    if not trained and not looked:
+    evaluations = drawable(held_out)
+    if not drawable(losses) and not evaluations:
         return ""
     limit = ceiling(losses, held_out)
-    window = smoothing_window(len(losses))
-    raw = heights(losses)
-    calm = smoothed(np.minimum(raw, limit) if limit else raw, window) if len(raw) else raw
-    line = [(step, value) for (step, _), value in zip(losses, calm.tolist(), strict=True)]
-    marks = [(step, min(value, limit or value)) for step, value in looked]
+    line = smooth(cut(losses, limit))
+    marks = cut(evaluations, limit)
     canvas = _Canvas(width, height, is_ascii=is_ascii).over([*line, *marks])
     canvas.draw_line(line)
     canvas.draw_marks(marks)
-    return "\n".join([*canvas.rows(), *_legend(losses, held_out, window=window, limit=limit)])
+    return "\n".join([*canvas.rows(), *_legend(losses, held_out, limit=limit)])
 
 
 @dataclass
 class _Canvas:
-    """A grid of dots, several to a character, and marks of a whole character over them."""
+    """A grid of dots, several per character, below marks of one character each."""
 
     width: int
     height: int
@@ -50,9 +45,9 @@ class _Canvas:
     marks: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def over(self, points: Points) -> "_Canvas":
-        """Choose the axes so that all points are inside."""
+        """Set the axes so that all points are inside."""
         steps = [step for step, _ in points]
-        values = [value for _, value in finite(points)]
+        values = [value for _, value in drawable(points)]
         low, high = min(values), max(values)
         if high - low <= 1e-9 * max(abs(high), 1e-9):
             middle, half = (low + high) / 2, max(abs(high) * 0.05, 1e-3)
@@ -68,17 +63,17 @@ class _Canvas:
     def _dots_down(self) -> int:
         return self.height * (2 if self.is_ascii else 4)
 
-    def _place(self, step: int, value: float) -> tuple[int, int]:
+    def _dot(self, step: int, value: float) -> tuple[int, int]:
         (first, last), (low, high) = self.steps, self.values
         across = (step - first) / max(last - first, 1)
         down = (high - value) / (high - low)
         return round(across * (self._dots_across - 1)), round(down * (self._dots_down - 1))
 
     def draw_line(self, points: Points) -> None:
-        """Draw through the points; the line is broken where a value is not finite."""
+        """Draw a line through the points, broken where a value is not finite."""
         before: tuple[int, int] | None = None
         for step, value in points:
-            here = self._place(step, value) if math.isfinite(value) else None
+            here = self._dot(step, value) if math.isfinite(value) else None
             if here is not None:
                 self._join(before or here, here)
             before = here
@@ -90,24 +85,24 @@ class _Canvas:
             self.dots.add((round(one[0] + share * (other[0] - one[0])), round(one[1] + share * (other[1] - one[1]))))
 
     def draw_marks(self, points: Points) -> None:
-        """Put `o` at each point and `*` at the lowest."""
+        """Mark each point with `o` and the lowest with `*`."""
         best = min(points, key=lambda point: point[1], default=None)
         for point in (*points, *([best] if best else [])):
-            across, down = self._place(*point)
+            across, down = self._dot(*point)
             cell = (across * self.width // self._dots_across, down * self.height // self._dots_down)
             self.marks[cell] = "*" if point == best else "o"
 
     def rows(self) -> list[str]:
-        """Write the grid as text, with numbers on both axes."""
+        """Return the grid as lines of text, with numbers on both axes."""
         labels = self._value_labels()
-        room = max(map(len, labels.values()))
+        margin = max(map(len, labels.values()))
         side, tick, corner, floor = ("|", "+", "+", "-") if self.is_ascii else ("│", "┤", "└", "─")
         lines = []
         for row in range(self.height):
             cells = "".join(self._character(column, row) for column in range(self.width))
             axis = tick if row in labels else side
-            lines.append(f"{labels.get(row, ''):>{room}} {axis}{cells}".rstrip())
-        return [*lines, " " * room + f" {corner}" + floor * self.width, " " * (room + 2) + self._step_labels()]
+            lines.append(f"{labels.get(row, ''):>{margin}} {axis}{cells}".rstrip())
+        return [*lines, " " * margin + f" {corner}" + floor * self.width, " " * (margin + 2) + self._step_labels()]
 
     def _character(self, column: int, row: int) -> str:
         if (column, row) in self.marks:
@@ -140,18 +135,17 @@ class _Canvas:
         return f"{left}{middle:^{spare}}{right} step"
 
 
-def _legend(losses: Points, held_out: Points, *, window: int, limit: float | None) -> list[str]:
-    trained, looked = finite(losses), finite(held_out)
-    words = []
+def _legend(losses: Points, held_out: Points, *, limit: float | None) -> list[str]:
+    trained, evaluations, window = drawable(losses), drawable(held_out), smoothing_window(len(losses))
+    lines = []
     if trained:
-        words.append(f"line: training loss{f', shown as the mean of {window} steps' if window > 1 else ''}")
-    if looked:
-        words.append("o held-out loss, * its lowest")
-    lines = words
-    num_bad = len(losses) - len(trained) + len(held_out) - len(looked)
+        lines.append(f"line: training loss{f', mean of {window} steps' if window > 1 else ''}")
+    if evaluations:
+        lines.append("o held-out loss, * its lowest")
+    num_bad = len(losses) - len(trained) + len(held_out) - len(evaluations)
     if num_bad:
         lines.append(f"left out: {count(num_bad, 'value')} that {'is' if num_bad == 1 else 'are'} not finite")
     if limit is not None:
-        highest = max(value for _, value in (*trained, *looked))
+        highest = max(value for _, value in (*trained, *evaluations))
         lines.append(f"cut at {limit:.4g}; the highest value is {highest:.4g}")
     return lines

@@ -14,7 +14,6 @@ from markupsafe import Markup, escape
 
 from tunewell.config.rules import VerdictRules
 from tunewell.core.units import count, duration, percent
-from tunewell.evaluation.report.curve import can_draw, curve_words, draw_curve, is_log
 from tunewell.evaluation.report.view import (
     FAULT_WORDS,
     NOTHING,
@@ -34,6 +33,7 @@ from tunewell.evaluation.report.view import (
 )
 from tunewell.records.plan import Chosen, Plan
 from tunewell.records.report import Curve, Report
+from tunewell.runs.loss_curve import describe_curve, draw_curve, is_log, legend, svg_shapes
 
 VERDICT_WORDS = {
     "PASS": "Nothing speaks against this model.",
@@ -41,7 +41,7 @@ VERDICT_WORDS = {
     "FAIL": "Not fit for use.",
 }
 _WIDE, _NARROW = (760, 320), (340, 260)
-_MOST_LOOKS = 40
+_MAX_EVALUATIONS = 40
 _MOST_SCORES = 200
 _LONG_CHARS, _LONG_LINES = 500, 8
 """From here on a text scrolls in its box, which must then be reachable by keyboard."""
@@ -146,21 +146,20 @@ def _ledger(report: Report) -> dict[str, Any] | None:
 
 
 def _curve(curve: Curve) -> dict[str, Any]:
-    looks = sorted(curve.held_out, key=lambda point: point[0])
-    stride = -(-len(looks) // _MOST_LOOKS) or 1
+    evaluations = sorted(curve.held_out, key=lambda point: point[0])
+    stride = -(-len(evaluations) // _MAX_EVALUATIONS) or 1
     return {
         "pictures": [
-            (name, picture)
+            (name, picture, Markup(svg_shapes(picture)))
             for name, (width, height) in (("wide", _WIDE), ("narrow", _NARROW))
             if (picture := draw_curve(curve, width=width, height=height))
         ],
-        "words": curve_words(curve),
+        "legend": [(Markup(key), text) for key, text in legend(curve)],
+        "captions": describe_curve(curve),
         "is_log": is_log(curve),
-        "looks": looks[::stride],
+        "evaluations": evaluations[::stride],
         "stride": stride,
         "is_empty": not curve.train and not curve.held_out,
-        "has_train": any(can_draw(value) for _, value in curve.train),
-        "has_gaps": any(not can_draw(value) for _, value in (*curve.train, *curve.held_out)),
     }
 
 

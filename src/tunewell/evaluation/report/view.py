@@ -8,6 +8,7 @@ from typing import Any
 
 from tunewell.core.units import count, percent
 from tunewell.records.report import Exchange, Ledger, LossPair, Report, Tally
+from tunewell.runs.loss_curve import format_loss
 
 # Texts of a report made fit to be shown: what cannot be seen is made visible, numbers are written for people.
 
@@ -53,10 +54,8 @@ def shortened(text: str, longest: int) -> str:
 
 
 def loss(value: float | None) -> str:
-    """Write a loss with four digits after the point; what is not finite in words."""
-    if value is None:
-        return "not measured"
-    return unfinite(value) or (f"{value:,.4f}" if abs(value) < 1e6 else f"{value:.3e}")
+    """Format a loss with four decimals; a value that is not finite, or missing, in words."""
+    return "not measured" if value is None else format_loss(value)
 
 
 def perplexity(value: float | None) -> str:
@@ -70,10 +69,8 @@ def perplexity(value: float | None) -> str:
 
 
 def unfinite(value: float) -> str:
-    """Give the words for a number that is not finite; an empty text for one that is."""
-    if math.isnan(value):
-        return "not a number"
-    return "" if math.isfinite(value) else "infinite" if value > 0 else "minus infinite"
+    """Return the words for a number that is not finite; an empty text for a finite one."""
+    return "" if math.isfinite(value) else format_loss(value)
 
 
 def setting(value: Any) -> str:
