@@ -1,18 +1,18 @@
-"""Cutting `.json` files into rows: which rows they hold, and what one broken row costs."""
+"""Reading `.json` files: which rows they contain, and what is an error."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tunewell.core.errors import UserError
 from tunewell.data.rows.conversation import Rejected
+from tunewell.data.sources import json_files
 from tunewell.data.sources.blocks import ReadOptions, parse_item, read_blocks
 from tunewell.data.sources.files import find_files
-from tunewell.data.sources.json_files import split_members
-from tunewell.data.sources.lines import TooLong
 
 ROWS = [{"question": "a]b}", "answer": '"{['}, {"question": "\\", "answer": "x\\\\"}, {"question": "ü", "answer": ","}]
 
@@ -77,24 +77,39 @@ def test_a_list_under_the_name_of_jsonl_is_read_as_a_list(tmp_path):
 @pytest.mark.parametrize(
     ("broken", "reason"),
     [
-        ('{"question": "a" "answer": "b"}', "unparsable"),
-        ('{"question": [1, 2}', "unparsable"),
-        ('{"question": "a"}}', "unparsable"),
-        ('{"question": "never closed,\n"answer": "b"}', "unparsable"),
-        ('{"a": 1, "a": 2}', "unparsable"),
-        ('{"a": NaN}', "unparsable"),
-        ('{"a": {"b": {"c": 1, "c": 2}}}', "unparsable"),
-        ("nonsense", "unparsable"),
         ('{"question": "' + "x" * 20_000 + '"}', "too_large"),
-        ("[" * 100_000 + "]" * 100_000, "too_large"),
         ("[" * 100 + "]" * 100, "too_large"),
     ],
 )
-def test_a_broken_row_costs_one_row(broken, reason, tmp_path):
+def test_a_row_that_is_too_large_costs_one_row(broken, reason, tmp_path):
     """Whoever has 100,000 rows must not lose the file to one of them."""
     good = [json.dumps(row) for row in ROWS]
     data = "[\n" + ",\n".join([good[0], broken, *good[1:]]) + "\n]"
     assert read(tmp_path, data) == [ROWS[0], reason, *ROWS[1:]]
+
+
+@pytest.mark.parametrize(
+    ("broken", "where"),
+    [
+        ('{"question": "a" "answer": "b"}', "line 3 column 18"),
+        ('{"question": [1, 2}', "line 3 column 19"),
+        ('{"question": "a"}}', "line 3 column 18"),
+        ('{"question": "never closed,\n"answer": "b"}', "line 3 column 28"),
+        ("nonsense", "line 3 column 1"),
+        ('{"a": 1, "a": 2}', "the key 'a' stands twice"),
+        ('{"a": {"b": {"c": 1, "c": 2}}}', "the key 'c' stands twice"),
+        ('{"a": NaN}', "NaN is not JSON"),
+        ("[" * 100_000 + "]" * 100_000, "nested more than"),
+        (", ", "line 3 column 1"),
+    ],
+)
+def test_a_syntax_error_is_an_error_with_its_position(broken, where, tmp_path):
+    """The file is parsed as a whole: nobody can tell how many rows an error hides."""
+    good = [json.dumps(row) for row in ROWS]
+    with pytest.raises(UserError, match="is not valid JSON") as caught:
+        read(tmp_path, "[\n" + ",\n".join([good[0], broken, *good[1:]]) + "\n]")
+    assert where in str(caught.value.where)
+    assert ".jsonl" in str(caught.value.fix)
 
 
 def test_bytes_that_are_no_text_cost_one_row_at_most(tmp_path):
@@ -107,33 +122,33 @@ def test_bytes_that_are_no_text_cost_one_row_at_most(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "message"),
     [
         ("", "is empty"),
         (" \n ", "is empty"),
-        ('[{"a": 1}, {"b": 2}', "ends before its brackets are closed"),
-        ('[{"a": 1}, {"b": ', "ends before its brackets are closed"),
-        ('{"data": [{"a": 1}', "ends before its brackets are closed"),
-        ('[{"a": 1}] trailing', "goes on behind the end"),
-        ('[{"a": 1}][{"b": 2}]', "goes on behind the end"),
+        ('[{"a": 1}, {"b": 2}', "is not valid JSON"),
+        ('[{"a": 1}, {"b": ', "is not valid JSON"),
+        ('{"data": [{"a": 1}', "is not valid JSON"),
+        ('[{"a": 1}] trailing', "is not valid JSON"),
+        ('[{"a": 1}][{"b": 2}]', "continues after the end of its list"),
     ],
 )
-def test_a_file_that_is_broken_as_a_whole_is_refused(data, words, tmp_path):
-    """Nobody can say how many rows are missing behind the place where a file was cut."""
-    with pytest.raises(UserError, match=words):
+def test_a_truncated_or_continued_file_is_an_error(data, message, tmp_path):
+    """Nobody can say how many rows are missing after the place where a file was cut."""
+    with pytest.raises(UserError, match=message):
         read(tmp_path, data)
 
 
-def test_a_row_that_swallows_the_rest_is_named(tmp_path):
-    """The person has to find the missing quote."""
-    with pytest.raises(UserError) as caught:
-        read(tmp_path, '[{"a": 1},\n{"b": "never closed},\n{"c": 3}]')
-    assert caught.value.where == "in row 2"
+def test_a_file_over_the_limit_is_an_error_that_names_jsonl(tmp_path, monkeypatch):
+    """A file is parsed as a whole, so one of any size would fill the memory."""
+    monkeypatch.setattr(json_files, "MAX_JSON_BYTES", 100)
+    assert read(tmp_path, json.dumps([{"text": "x" * 50}])) == [{"text": "x" * 50}]
+    with pytest.raises(UserError, match="the limit for `.json` files") as caught:
+        read(tmp_path, json.dumps([{"text": "x" * 50}] * 2))
+    assert "convert it to .jsonl" in str(caught.value.fix)
 
 
-def test_commas_too_many_are_no_rows(tmp_path):
-    """A comma behind the last row is the commonest slip in JSON written by hand."""
-    assert read(tmp_path, '[{"a": 1},, {"b": 2}, ]') == [{"a": 1}, {"b": 2}]
+def test_an_empty_list_has_no_rows(tmp_path):
     assert read(tmp_path, "[]") == []
 
 
@@ -144,30 +159,14 @@ json_values = st.recursive(
 )
 
 
-@given(rows=st.lists(json_values, max_size=6), indent=st.sampled_from([None, 1]), size=st.integers(1, 9))
-@settings(max_examples=100)
-def test_members_do_not_depend_on_where_blocks_are_cut(rows, indent, size):
-    """Quotes, escapes and brackets fall on the edges of blocks sooner or later."""
-    data = json.dumps(rows, indent=indent).encode()
-    blocks = [data[start : start + size] for start in range(0, len(data), size)]
-    members = list(split_members(blocks, level=1, max_bytes=10_000, name="rows.json"))
-    assert [json.loads(member.value) for member in members] == rows  # type: ignore[arg-type]
-    small = list(split_members(blocks, level=1, max_bytes=5, name="rows.json"))
-    assert len(small) == len(rows)
-    assert all(isinstance(member.value, TooLong) or len(member.value) <= 5 for member in small)
+@given(rows=st.lists(json_values, max_size=6), indent=st.sampled_from([None, 1]))
+def test_the_elements_of_a_list_are_its_rows(tmp_path_factory, rows, indent):
+    """Whatever the rows are, none is lost or changed."""
+    assert read(tmp_path_factory.mktemp("json"), json.dumps(rows, indent=indent)) == rows
 
 
-@given(data=st.text(alphabet='[]{},:"\\ab1 \n', max_size=60), level=st.integers(0, 2), size=st.integers(1, 9))
-@example(data='"\\\n[', level=1, size=1)
-@settings(max_examples=300)
-def test_no_text_breaks_the_splitter(data, level, size):
-    """Whatever stands in the file, it gives members or a UserError, the same for every cut into blocks."""
-    raw = data.encode()
-
-    def split(blocks):
-        try:
-            return [(m.value, m.key, m.parent) for m in split_members(blocks, level=level, max_bytes=1000, name="x")]
-        except UserError as error:
-            return error.what
-
-    assert split([raw]) == split([raw[start : start + size] for start in range(0, len(raw), size)])
+@given(data=st.text(alphabet='[]{},:"\\ab1 \n', max_size=60))
+def test_any_text_gives_rows_or_a_user_error(tmp_path_factory, data):
+    """A broken file is the user's to correct; it must never end in a traceback."""
+    with suppress(UserError):
+        read(tmp_path_factory.mktemp("json"), data)

@@ -7,6 +7,7 @@ from typing import Any
 from tunewell.config.keys import plain_name, write_key
 from tunewell.config.yaml_reader import Steps
 from tunewell.core.errors import UserError
+from tunewell.core.files import is_url
 from tunewell.core.units import count
 
 _ALWAYS_PATHS = ("corpus", "run", "data.sources.path", "data.sources.map", "data.held_out")
@@ -51,7 +52,7 @@ def seen_from(base: Path, name: str, value: Any) -> Any:
 
 
 def _is_path(name: str, value: str) -> bool:
-    if not value or "://" in value or value.startswith("~") or Path(value).is_absolute():
+    if not value or is_url(value) or value.startswith("~") or Path(value).is_absolute():
         return False
     if name in ("model", "tokenizer"):
         return value.endswith((".gguf", ".model")) or Path(value).exists()

@@ -63,7 +63,7 @@ def _as_source(entry: Any) -> Any:
     return {"path": entry}
 
 
-class Source(Branch):
+class SourceConfig(Branch):
     """One place rows come from."""
 
     path: Text
@@ -118,7 +118,7 @@ class Source(Branch):
         return value
 
     @model_validator(mode="after")
-    def _batch_needs_a_function(self) -> "Source":
+    def _batch_needs_a_function(self) -> "SourceConfig":
         if self.map_batch is not None and self.map is None:
             raise ValueError("has `map_batch` without `map`: name the function the batches are for")
         return self
@@ -148,7 +148,7 @@ class Clean(Branch):
 class Data(Branch):
     """The rows: where they come from, which are held out, which are left out."""
 
-    sources: tuple[Source, ...] = ()
+    sources: tuple[SourceConfig, ...] = ()
     """Where rows come from: one path, a list of paths, or a list of groups of keys."""
     held_out: Annotated[Real, Field(ge=0, lt=0.5)] | Text = 0.05
     """Share of the rows kept from training to judge it by, chosen by a hash of the content; or a file of

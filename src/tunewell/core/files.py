@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tunewell.core.errors import UserError
 from tunewell.core.units import size_bytes
@@ -19,12 +19,22 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _CANNOT_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP})
 
 
+def is_url(path: str) -> bool:
+    """Return True for `scheme://...`, which must never be joined, normalised or made relative like a path."""
+    return "://" in path
+
+
 def sha256_file(path: Path) -> str:
     """Hash a file's bytes."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_HASH_BLOCK_BYTES):
-            digest.update(block)
+        return sha256_stream(file)
+
+
+def sha256_stream(stream: BinaryIO) -> str:
+    """Hash the rest of an open file."""
+    digest = hashlib.sha256()
+    while block := stream.read(_HASH_BLOCK_BYTES):
+        digest.update(block)
     return digest.hexdigest()
 
 

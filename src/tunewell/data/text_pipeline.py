@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tunewell.config.load import Loaded
-from tunewell.config.schema import Source
+from tunewell.config.schema import SourceConfig
 from tunewell.config.schema import Template as TemplateSettings
 from tunewell.core.errors import UserError
 from tunewell.core.presets import find_preset, is_preset
@@ -59,7 +59,7 @@ class TextPipeline:
         rule = LearnRule(config.template.learn_from, tuple(config.template.learn_roles))
         return cls(model, tokenizer, templates, config.template.name, rule)
 
-    def masker(self, source: Source) -> Masker | None:
+    def masker(self, source: SourceConfig) -> Masker | None:
         """Give the masker for one source; None where the model has no template and none is named."""
         name = source.template or self.default_name
         template = self.templates.get(name)
@@ -71,10 +71,10 @@ class TextPipeline:
             self._maskers[name, rule] = Masker(template, self.tokenizer.added, rule)
         return self._maskers[name, rule]
 
-    def spoken(self, sources: Sequence[Source]) -> Masker | None:
+    def spoken(self, sources: Sequence[SourceConfig]) -> Masker | None:
         """Give the masker of the template that is spoken: all sources' own, or else the one for those without."""
         is_one = len({source.template for source in sources}) == 1
-        return self.masker(sources[0] if is_one else Source(path="chat"))
+        return self.masker(sources[0] if is_one else SourceConfig(path="chat"))
 
     def encoder(self, masker: Masker | None) -> Encoder:
         """Give the encoder that keeps a template's own markers out of the words."""

@@ -16,6 +16,7 @@ import tunewell
 from tunewell.config.load import FILE_NAME, Loaded, load_config
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
+from tunewell.core.files import is_url
 from tunewell.core.redact import redact
 from tunewell.core.units import size_bytes
 
@@ -68,7 +69,8 @@ def _read_paths(loaded: Loaded) -> list[str]:
     templates = (config.template.name, *(source.template for source in config.data.sources))
     paths += [name for name in templates if name and name.endswith(".jinja")]
     models = (config.model, config.tokenizer)
-    return [*paths, *(name for name in models if name and loaded.path(name).exists())]
+    local = [path for path in paths if not is_url(path)]
+    return [*local, *(name for name in models if name and loaded.path(name).exists())]
 
 
 def _names_inside(paths: list[str]) -> dict[str, str]:

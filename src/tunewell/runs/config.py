@@ -12,9 +12,10 @@ import yaml
 from tunewell.config.keys import parse_key, without_alias
 from tunewell.config.load import FILE_NAME, GIVEN, Given, Loaded, as_loaded, load_config
 from tunewell.config.overrides import relative
-from tunewell.config.schema import Config, Source
+from tunewell.config.schema import Config, SourceConfig
 from tunewell.config.yaml_reader import plain_value
 from tunewell.core.errors import UserError
+from tunewell.core.files import is_url
 from tunewell.core.redact import REDACTED, redact
 from tunewell.records.rundir import RUN_CONFIG
 
@@ -70,7 +71,7 @@ def _with_paths(loaded: Loaded, respelled: Callable[[str], str]) -> dict[str, An
     config = loaded.config.model_dump(mode="json", exclude_unset=True, exclude={"run"})
 
     def seen(path: str) -> str:
-        return path if Path(path).expanduser().is_absolute() else respelled(path)
+        return path if is_url(path) or Path(path).expanduser().is_absolute() else respelled(path)
 
     for key in ("model", "tokenizer"):
         if config.get(key) and loaded.path(config[key]).exists():
@@ -112,11 +113,11 @@ def _goes_on_by_its_own(loaded: Loaded) -> bool:
 
 def _typed(loaded: Loaded, path: str) -> str:
     """Spell a path from the command line as it was typed in the current folder; the config has it from its own."""
-    is_relative = "://" not in path and not path.startswith("~") and not Path(path).is_absolute()
+    is_relative = not is_url(path) and not path.startswith("~") and not Path(path).is_absolute()
     return os.path.relpath(loaded.path(path)) if is_relative and loaded.base != Path() else path
 
 
-def _typed_source(loaded: Loaded, source: Source) -> str:
+def _typed_source(loaded: Loaded, source: SourceConfig) -> str:
     path = _typed(loaded, source.path)
     return path if source.limit is None else f"{path}#{source.limit}"
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import yaml
 
 from tunewell.config.load import FILE_NAME, Loaded
@@ -17,6 +16,8 @@ from tunewell.core.units import count
 from tunewell.data.corpus.build import Progress
 from tunewell.data.sources.blocks import ReadOptions, read_blocks
 from tunewell.data.sources.files import SourceFile, find_files, split_limit
+from tunewell.data.sources.local import LocalFile
+from tunewell.data.sources.tables import count_parquet_rows
 from tunewell.data.templates.chat_template import builtin_template, markers_of
 from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
 from tunewell.models.facts import ModelFacts, read_facts
@@ -116,7 +117,7 @@ def _count_rows(files: list[SourceFile]) -> int:
     total = 0
     for file in files:
         if file.format == "parquet":
-            total += pq.read_metadata(file.path).num_rows
+            total += count_parquet_rows(file)
         else:
             total += sum(len(block) for block in read_blocks(file, ReadOptions(1 << 22, 64)))
     return total
@@ -124,9 +125,9 @@ def _count_rows(files: list[SourceFile]) -> int:
 
 def _held_out_beside(files: list[SourceFile]) -> str | None:
     """Find a file beside the data that is plainly meant for validation."""
-    if len(files) != 1:
+    if len(files) != 1 or not isinstance(files[0].source, LocalFile):
         return None
-    path = files[0].path
+    path = files[0].source.path
     endings = "".join(path.suffixes[-2:]) if files[0].compression else path.suffix
     for name in _HELD_OUT_NAMES:
         found = path.with_name(name + endings)

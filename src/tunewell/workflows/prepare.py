@@ -2,18 +2,18 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tunewell import __version__
 from tunewell.config.load import Given, Loaded, as_loaded
 from tunewell.core.errors import UserError
-from tunewell.core.files import sha256_file, sha256_text, stable_json
+from tunewell.core.files import sha256_text, stable_json
 from tunewell.data.corpus.build import build
 from tunewell.data.corpus.output import CorpusOutput
 from tunewell.data.corpus.parts import PIPELINE_VERSION, Recipe
-from tunewell.data.corpus.spec import NO_SHARE, BuildSpec, Job, Progress, stamp_of
+from tunewell.data.corpus.spec import NO_SHARE, BuildSpec, Job, Progress
 from tunewell.data.rows.cleaning import CleanOptions
 from tunewell.data.rows.formats import Converter
 from tunewell.data.rows.functions import load_row_function
@@ -107,8 +107,8 @@ def plan_order(loaded: Loaded, progress: Callable[[Progress], None] = lambda pro
         Job(
             file,
             _named(recipes[index], file.name),
-            stamp=stamp_of(file.path),
-            sha256=sha256_file(file.path),
+            stamp=file.source.stamp(),
+            sha256=file.sha256(),
             source_index=index,
             is_held_out=index < 0,
         )
@@ -188,7 +188,7 @@ def _with_distinct_names(found: list[tuple[int, SourceFile]]) -> list[tuple[int,
     for index, file in found:
         seen[file.name] = seen.get(file.name, 0) + 1
         name = file.name if seen[file.name] == 1 else f"{file.name} ({seen[file.name]})"
-        renamed.append((index, SourceFile(file.path, name, file.format, file.compression)))
+        renamed.append((index, replace(file, name=name)))
     return renamed
 
 

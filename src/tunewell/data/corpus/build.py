@@ -14,7 +14,7 @@ from tunewell.data.corpus.assembly import Assembly
 from tunewell.data.corpus.finish import Finish
 from tunewell.data.corpus.output import Space
 from tunewell.data.corpus.parts import Laid, Part, Recipe, finish_block, lay_out_block, load_part, part_name, save_part
-from tunewell.data.corpus.spec import BuildSpec, Job, Progress, stamp_of
+from tunewell.data.corpus.spec import BuildSpec, Job, Progress
 from tunewell.data.sources.blocks import Block, read_blocks
 from tunewell.records.manifest import Manifest
 
@@ -29,7 +29,7 @@ def build(order: BuildSpec, *, out: Path, work: Path) -> Manifest:
     when no document is left, when one is too long and the policy is to stop, or when the disk is full.
     """
     parts, staging = work / "parts", work / "staging"
-    space = Space(sum(job.file.path.stat().st_size for job in order.jobs))
+    space = Space(sum(job.file.source.size() for job in order.jobs))
     with told_when_full(work, space.bytes_for_another_try):
         shutil.rmtree(staging, ignore_errors=True)
         parts.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def _fill(assembly: Assembly, order: BuildSpec, parts: Path, space: Space) -> se
     taken: Counter[int] = Counter()
     is_known = all(job.file.format == "jsonl" and not job.file.compression for job in order.jobs)
     for job in order.jobs:
-        assembly.begin_source(job.file.name, job.sha256, job.file.path.stat().st_size)
+        assembly.begin_source(job.file.name, job.sha256, job.file.source.size())
         for block, part, name in _parts(job, parts, taken[job.source_index]):
             assembly.add(part, block.numbers, is_held_out=job.is_held_out)
             used.add(name)
@@ -75,7 +75,7 @@ def _fill(assembly: Assembly, order: BuildSpec, parts: Path, space: Space) -> se
             space.read_bytes += block.num_bytes
             space.tokens = assembly.num_tokens
             order.progress(Progress("reading", space.read_bytes, space.source_bytes if is_known else None, rows))
-        if job.stamp and stamp_of(job.file.path) != job.stamp:
+        if job.stamp and job.file.source.stamp() != job.stamp:
             raise UserError(
                 f"`{job.file.name}` was changed while it was read", fix="run it again when nothing writes to the file"
             )

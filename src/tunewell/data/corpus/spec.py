@@ -32,14 +32,8 @@ class Job:
     sha256: str
     source_index: int
     is_held_out: bool = False
-    stamp: tuple[int, int] | None = None
-    """Size and time of the last change when the file was hashed, see `stamp_of`."""
-
-
-def stamp_of(path: Path) -> tuple[int, int]:
-    """Give what changes when a file is written to."""
-    stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns
+    stamp: str | None = None
+    """`Source.stamp()` when the file was hashed: a file that changes during the build is an error."""
 
 
 @dataclass

@@ -13,6 +13,7 @@ from tunewell.data.rows.conversation import Rejected
 _MAX_EXACT = float(2**64)
 _MAX_DIGITS = 4300
 """Python's own limit, above which reading a whole number takes more than linear time."""
+_NOT_SPACE = re.compile(r"[^ \t\r\n]|\Z")
 # A string is passed over as one, so that brackets in it do not count; one that never ends goes to the end.
 _BRACKET = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
 
@@ -31,6 +32,24 @@ def parse_row(line: bytes, *, max_nesting: int) -> Any:
     has_duplicate = b"\\u0022" in line or orjson.dumps(value).count(b'"') != line.count(b'"')
     has_huge_number = check_nesting(value, max_nesting)
     return _parse_slowly(line, max_nesting) if has_duplicate or has_huge_number else value
+
+
+def parse_values(data: bytes, *, max_nesting: int) -> list[Any]:
+    """Parse one JSON value, or several that follow one another; raise Rejected as `parse_row` does."""
+    try:
+        return [parse_row(data, max_nesting=max_nesting)]
+    except Rejected as rejected:
+        if not rejected.detail.startswith("Extra data"):
+            raise
+    text, decoder = text_of(data), _decoder()
+    values, position = [], 0
+    while (position := _NOT_SPACE.search(text, position).start()) < len(text):  # type: ignore[union-attr]
+        try:
+            value, position = decoder.raw_decode(text, position)
+        except ValueError as error:
+            raise Rejected("unparsable", str(error)) from error
+        values.append(value)
+    return values
 
 
 def check_nesting(value: Any, max_nesting: int) -> bool:
@@ -85,16 +104,19 @@ def _parse_slowly(line: bytes, max_nesting: int) -> Any:
 
 def _loads(text: str, *, is_strict: bool = True) -> Any:
     try:
-        return json.loads(
-            text,
-            strict=is_strict,
-            object_pairs_hook=_unique_keys,
-            parse_constant=_refuse_constant,
-            parse_int=_whole_number,
-            parse_float=_finite_number,
-        )
+        return _decoder(is_strict).decode(text)
     except RecursionError as error:
         raise Rejected("too_large", "nested too deep") from error
+
+
+def _decoder(is_strict: bool = True) -> json.JSONDecoder:
+    return json.JSONDecoder(
+        strict=is_strict,
+        object_pairs_hook=_unique_keys,
+        parse_constant=_refuse_constant,
+        parse_int=_whole_number,
+        parse_float=_finite_number,
+    )
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

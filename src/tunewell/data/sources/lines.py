@@ -4,7 +4,7 @@ import codecs
 import gzip
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import IO, cast
+from typing import IO, BinaryIO, cast
 
 import pyarrow as pa
 
@@ -51,26 +51,27 @@ class TooLong:
 
 
 def read_bytes(file: SourceFile) -> Iterator[bytes]:
-    """Yield a file's bytes in blocks, decompressed; UserError when the compressed data is damaged or cut short."""
+    """Yield the decompressed bytes of a file in blocks; raise UserError for damaged or truncated compressed data."""
     try:
-        with _opened(file) as stream:
+        with file.open() as stored:
+            stream = _decompress(stored, file.compression)
             while block := stream.read(_BLOCK_BYTES):
                 yield block
     except (EOFError, OSError, zlib.error) as error:
         if file.compression is None or (isinstance(error, OSError) and error.errno is not None):
             raise
         raise UserError(
-            f"`{file.name}` cannot be decompressed: {error}", fix="it may be cut short; copy or download it again"
+            f"`{file.name}` cannot be decompressed: {error}", fix="it may be truncated; copy or download it again"
         ) from error
 
 
-def _opened(file: SourceFile) -> IO[bytes]:
-    if file.compression == "gzip":
-        return cast(IO[bytes], gzip.open(file.path, "rb"))
-    if file.compression == "zstd":
-        # Not the zstandard package: its reader takes a file that was cut short for a whole one.
-        return cast(IO[bytes], pa.input_stream(str(file.path), compression="zstd"))
-    return file.path.open("rb")
+def _decompress(stored: BinaryIO, compression: str | None) -> IO[bytes]:
+    if compression == "gzip":
+        return cast(IO[bytes], gzip.GzipFile(fileobj=stored))
+    if compression == "zstd":
+        # Not the zstandard package: its reader accepts a truncated file as complete.
+        return cast(IO[bytes], pa.input_stream(stored, compression="zstd"))
+    return stored
 
 
 def encoding_of(file: SourceFile, wanted: str) -> str:

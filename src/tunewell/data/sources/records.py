@@ -9,7 +9,7 @@ from tunewell.core.errors import UserError
 from tunewell.data.rows.conversation import Rejected
 from tunewell.data.rows.json_rows import text_of
 from tunewell.data.sources.files import SourceFile
-from tunewell.data.sources.json_files import read_rows
+from tunewell.data.sources.json_files import read_json_rows
 from tunewell.data.sources.lines import TooLong, encoding_of, read_lines
 from tunewell.data.sources.tables import arrow_rows, parquet_rows
 
@@ -30,7 +30,7 @@ def read_records(file: SourceFile, *, text_rows: str, encoding: str, max_bytes: 
         return enumerate(arrow_rows(file), start=1)
     encoding = encoding_of(file, encoding)
     if file.format == "json":
-        return enumerate(_json_rows(file, encoding, max_bytes), start=1)
+        return enumerate(read_json_rows(file, encoding=encoding), start=1)
     if file.format in ("csv", "tsv"):
         return enumerate(_csv_rows(file, encoding, max_bytes), start=1)
     return _text_rows(file, text_rows, encoding, max_bytes)
@@ -39,11 +39,6 @@ def read_records(file: SourceFile, *, text_rows: str, encoding: str, max_bytes: 
 def too_large(num_bytes: int, max_bytes: int) -> Rejected:
     """Say that a row was passed over for its size."""
     return Rejected("too_large", f"{num_bytes:,} bytes; a row may have {max_bytes:,}")
-
-
-def _json_rows(file: SourceFile, encoding: str, max_bytes: int) -> Iterator[Record]:
-    for row in read_rows(file, encoding=encoding, max_bytes=max_bytes):
-        yield too_large(row.num_bytes, max_bytes) if isinstance(row, TooLong) else row
 
 
 class _RecordTooLarge(Exception):

@@ -1,7 +1,8 @@
 """Read the rows of Parquet and Arrow files as JSON would give them."""
 
+import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,42 +17,48 @@ _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def parquet_rows(file: SourceFile) -> Iterator[Any]:
-    """Yield each row of a Parquet file; raise UserError when the file is damaged."""
+    """Yield the rows of a Parquet file; raise UserError if the file is damaged."""
     try:
-        with pq.ParquetFile(file.path) as parquet:
-            _check_names(parquet.schema_arrow, file)
+        with file.open() as stream, pq.ParquetFile(stream) as parquet:
+            _require_unique_columns(parquet.schema_arrow, file)
             for batch in parquet.iter_batches(batch_size=_BATCH_ROWS):
                 yield from _batch_rows(batch)
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: the name of a column
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last one: a column name
         raise _damaged(file, "Parquet", error) from error
 
 
+def count_parquet_rows(file: SourceFile) -> int:
+    """Return the number of rows that the footer of a Parquet file states."""
+    with file.open() as stream:
+        return pq.read_metadata(stream).num_rows
+
+
 def arrow_rows(file: SourceFile) -> Iterator[Any]:
-    """Yield each row of an Arrow file, stream or not; raise UserError when the file is damaged."""
+    """Yield the rows of an Arrow file or stream; raise UserError if the file is damaged."""
     try:
-        with pa.memory_map(str(file.path)) as mapped:
-            for batch in _arrow_batches(mapped):
-                _check_names(batch.schema, file)
+        with file.open() as stream:
+            for batch in _arrow_batches(stream):
+                _require_unique_columns(batch.schema, file)
                 for start in range(0, batch.num_rows, _BATCH_ROWS):
                     yield from _batch_rows(batch.slice(start, _BATCH_ROWS))
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: the name of a column
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last one: a column name
         raise _damaged(file, "Arrow", error) from error
 
 
-def _arrow_batches(mapped: pa.MemoryMappedFile) -> Iterator[pa.RecordBatch]:
-    if mapped.read(6) == b"ARROW1":
-        whole = pa.ipc.open_file(mapped)
+def _arrow_batches(stream: BinaryIO) -> Iterator[pa.RecordBatch]:
+    if stream.read(6) == b"ARROW1":
+        whole = pa.ipc.open_file(stream)
         yield from (whole.get_batch(index) for index in range(whole.num_record_batches))
         return
-    # A stream that was cut between two batches reads as a shorter one; only its last bytes tell.
-    mapped.seek(max(0, mapped.size() - len(_STREAM_END)))
-    if mapped.read() != _STREAM_END:
+    # A stream that was cut between two batches reads like a shorter one; only its last bytes show the cut.
+    stream.seek(max(0, stream.seek(0, os.SEEK_END) - len(_STREAM_END)))
+    if stream.read() != _STREAM_END:
         raise pa.ArrowInvalid("its end is missing")
-    mapped.seek(0)
-    yield from pa.ipc.open_stream(mapped)
+    stream.seek(0)
+    yield from pa.ipc.open_stream(stream)
 
 
-def _check_names(schema: pa.Schema, file: SourceFile) -> None:
+def _require_unique_columns(schema: pa.Schema, file: SourceFile) -> None:
     twice = next((name for name in schema.names if schema.names.count(name) > 1), None)
     if twice is not None:
         raise UserError(f"`{file.name}` has two columns called `{twice}`", fix="rename one of them")

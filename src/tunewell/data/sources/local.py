@@ -1,0 +1,142 @@
+"""Local files as a data source: a file, a folder, a glob, or a dataset written by `datasets.save_to_disk`."""
+
+import glob as globbing
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tunewell.core.errors import UserError
+from tunewell.data.sources.files import READABLE, detect_format
+
+_SPLITS, _STATE = "dataset_dict.json", "state.json"
+_NUM_SUGGESTED = 8
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """A file on this machine."""
+
+    path: Path
+    name: str
+
+    @classmethod
+    def find(cls, path: str, *, base: Path) -> list["LocalFile"]:
+        """Return the files behind a path, folder or glob in a stable order; raise UserError if there are none."""
+        path = path.removeprefix("file://")
+        full = base / Path(path).expanduser()
+        if full.is_file():
+            files = [full]
+        elif full.is_dir():
+            files = _files_in(full)
+            if not files:
+                raise UserError(f"the folder `{path}` contains no readable file", fix=f"put files there: {READABLE}")
+        elif globbing.has_magic(path):
+            files = _files_matching(path, base)
+            if not files:
+                raise UserError(f"no file matches `{path}`", where=f"searched in `{base.resolve().name}`")
+        else:
+            raise UserError(f"there is no file or folder `{path}`", fix=_suggest_names(full))
+        return [cls._of(file, base) for file in files]
+
+    @classmethod
+    def _of(cls, path: Path, base: Path) -> "LocalFile":
+        if not os.access(path, os.R_OK):
+            raise UserError(f"no permission to read `{path.name}`", fix="change its permissions")
+        resolved, home = path.resolve(), base.resolve()
+        return cls(path, resolved.relative_to(home).as_posix() if resolved.is_relative_to(home) else path.name)
+
+    def open(self) -> BinaryIO:
+        """Open the file for reading."""
+        return self.path.open("rb")
+
+    def size(self) -> int:
+        """Return the size in bytes."""
+        return self.path.stat().st_size
+
+    def stamp(self) -> str:
+        """Return the size and the time of the last change."""
+        stat = self.path.stat()
+        return f"{stat.st_size} {stat.st_mtime_ns}"
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Return the readable files below a folder; a saved dataset below it counts as a whole."""
+    saved = _saved_dataset(folder)
+    if saved is not None:
+        return saved
+    files: list[Path] = []
+    for entry in sorted(folder.iterdir()):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            files += [] if _is_corpus(entry) else _files_in(entry)
+        elif entry.is_file() and detect_format(entry.name)[0]:
+            files.append(entry)
+    return files
+
+
+def _files_matching(pattern: str, base: Path) -> list[Path]:
+    """Expand a glob to files; a matching folder counts only if it is a saved dataset."""
+    pattern = str(Path(pattern).expanduser())
+    # Path.glob rejects absolute patterns; joining base and pattern fails if the name of base contains brackets.
+    found = [base / name for name in sorted(globbing.glob(pattern, root_dir=base, recursive=True))]  # noqa: PTH207
+    saved = {folder: files for folder in found if folder.is_dir() and (files := _saved_dataset(folder)) is not None}
+    inside = {file for folder in saved for file in folder.rglob("*")}
+    return [
+        file
+        for path in found
+        if path not in inside
+        for file in (saved.get(path, []) if path.is_dir() else [path] if path.is_file() else [])
+    ]
+
+
+def _suggest_names(missing: Path) -> str:
+    if not missing.parent.is_dir():
+        return f"the folder `{missing.parent.name}` does not exist either; check the path"
+    names = sorted(entry.name for entry in missing.parent.iterdir() if detect_format(entry.name)[0])[:_NUM_SUGGESTED]
+    return f"files there: {', '.join(names)}" if names else f"give a path to your rows: {READABLE}"
+
+
+def _is_corpus(folder: Path) -> bool:
+    """Return True for a folder that `prepare` wrote: its files must not become rows of the next run."""
+    return all((folder / name).is_file() for name in ("manifest.json", "dropped.jsonl", _SPLITS))
+
+
+def _saved_dataset(folder: Path) -> list[Path] | None:
+    """Return the files that `datasets.save_to_disk` wrote, in its order; None for any other folder.
+
+    Of a dataset with several splits only `train` is read.
+    """
+    if (folder / _SPLITS).is_file():
+        splits = [str(split) for split in _read_listing(folder / _SPLITS, "splits")]
+        if "train" not in splits:
+            raise UserError(
+                f"the dataset in `{folder.name}` has no split named `train`",
+                where=f"its splits: {', '.join(splits) or 'none'}",
+                fix=f"name one of them, for example `{folder.name}/{splits[0]}`" if splits else None,
+            )
+        folder = folder / "train"
+    elif not (folder / _STATE).is_file():
+        return None
+    names = [entry.get("filename") for entry in _read_listing(folder / _STATE, "_data_files")]
+    missing = next((name for name in names if Path(str(name)).name != name or not (folder / name).is_file()), None)
+    if missing is not None:
+        raise UserError(
+            f"the file `{missing}` of the dataset in `{folder.name}` is missing", fix="save it again with `save_to_disk`"
+        )
+    return [folder / name for name in names]
+
+
+def _read_listing(path: Path, key: str) -> list[Any]:
+    try:
+        listing = json.loads(path.read_text(encoding="utf-8"))[key]
+        if not isinstance(listing, list) or (key != "splits" and not all(isinstance(entry, dict) for entry in listing)):
+            raise TypeError(f"`{key}` is not a list")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"`{path.parent.name}` looks like a saved dataset, but its `{path.name}` cannot be read: {error}",
+            fix="save it again with `save_to_disk`",
+        ) from error
+    return listing
