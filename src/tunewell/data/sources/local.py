@@ -124,7 +124,8 @@ def _saved_dataset(folder: Path) -> list[Path] | None:
     missing = next((name for name in names if Path(str(name)).name != name or not (folder / name).is_file()), None)
     if missing is not None:
         raise UserError(
-            f"the file `{missing}` of the dataset in `{folder.name}` is missing", fix="save it again with `save_to_disk`"
+            f"`{folder.name}` is a saved dataset whose file `{missing}` is missing",
+            fix="save it again with `save_to_disk`",
         )
     return [folder / name for name in names]
 
