@@ -1,5 +1,6 @@
 """`tunewell train` as a command: its flags, its report and its exit code; the training itself is tested elsewhere."""
 
+import inspect
 import io
 import json
 import os
@@ -8,11 +9,14 @@ import sys
 import types
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Annotated, get_type_hints
 
 import pytest
+import typer
 from recorded_runs import Clock, a_start, play
 
 from tunewell.cli import main as frame
+from tunewell.cli.commands import train as train_command
 from tunewell.cli.commands.train import flags_as_sets, screen
 from tunewell.cli.main import COMMANDS, main
 from tunewell.config.load import load_config
@@ -66,13 +70,13 @@ def trained(monkeypatch):
     calls = []
 
     def add(result):
-        def train(config, **how):
-            calls.append((config, how))
-            play(how["watcher"], Clock(), num_steps=3)
+        def run_training(config, options, watcher):
+            calls.append((config, options))
+            play(watcher, Clock(), num_steps=3)
             return result
 
         module = types.ModuleType("tunewell.workflows.train")
-        module.train = train  # type: ignore[attr-defined]
+        module.run_training = run_training  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
         names = (*(entry for entry in COMMANDS if entry[0] != "train"), ("train", "tunewell.cli.commands.train"))
         monkeypatch.setattr(frame, "COMMANDS", names)
@@ -167,14 +171,14 @@ def test_flags_reach_the_config_and_the_workflow(trained, monkeypatch, tmp_path,
     config = loaded.config
     assert (config.run, config.device, config.seed, config.model) == ("my run: 5", "cuda:1", 7, "m")
     assert config.data.sources[0].path == "a.jsonl" and config.train.max_steps == 3
-    assert how["is_resuming"] and how["allow_pickle"] and list(how["allowed_changes"]) == ["seed", "device"]
+    assert how.is_resuming and how.allow_pickle and list(how.allowed_changes) == ["seed", "device"]
     shown = capsys.readouterr()
     assert shown.out.endswith("next: `tunewell validate run`\n")
     assert "step 1/3  loss" in shown.err and "step 1/3" not in shown.out
 
 
 def test_flags_survive_the_supervisor(trained, monkeypatch, tmp_path):
-    """The run is started by a line that is spelled anew: what was typed must be what it gets."""
+    """The supervised child must get the arguments that the user typed."""
     monkeypatch.chdir(tmp_path)
     calls = trained(Result())
     lines = []
@@ -189,15 +193,40 @@ def test_flags_survive_the_supervisor(trained, monkeypatch, tmp_path):
     arguments += ["--set", 'train.schedule="linear"', "--set", "train.max_steps=3"]
     assert main(["train", *arguments]) == 3 and not calls
     first, again, folder = lines[0]
-    assert folder.name == "my run: 5" and again == [*first[:-2], "--resume", *first[-2:]]
-    assert first[1:4] == ["-m", "tunewell", "train"] and first[-2:] == ["--supervised", "7,8,9"]
-    assert main([*first[3:-2], "--no-supervisor"]) == 0
+    assert folder.name == "my run: 5" and first[6:] == arguments
+    assert first[1:6] == ["-m", "tunewell", "train", "--worker", "7,8,9"]
+    assert again == [*first[:6], "--resume", *arguments]
+    assert main(["train", "--no-supervisor", *first[6:]]) == 0
     ((loaded, how),) = calls
     config = loaded.config
     assert (config.run, config.device, config.seed, config.model) == ("my run: 5", "cpu", 7, "-m")
     assert [source.path for source in config.data.sources] == ["a b.jsonl", "--x.jsonl"]
     assert (config.train.schedule, config.train.max_steps, config.verdict.after_training) == ("linear", 3, False)
-    assert how["allow_pickle"] and list(how["allowed_changes"]) == ["seed"] and not how["is_resuming"]
+    assert how.allow_pickle and list(how.allowed_changes) == ["seed"] and not how.is_resuming
+
+
+def test_a_flag_that_the_supervisor_does_not_know_reaches_the_child(trained, monkeypatch, tmp_path):
+    """The child's command line was rebuilt from a list of flags; a flag missing from it was ignored."""
+    monkeypatch.chdir(tmp_path)
+    trained(Result())
+    seen, lines = [], []
+    original = train_command.command
+
+    def extended(**how):
+        seen.append(how.pop("planted"))
+        original(**how)
+
+    planted = inspect.Parameter("planted", inspect.Parameter.KEYWORD_ONLY, default=None)
+    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in inspect.signature(original).parameters.values()]
+    extended.__signature__ = inspect.Signature([*parameters, planted])  # type: ignore[attr-defined]
+    option = Annotated[str | None, typer.Option("--planted")]
+    extended.__annotations__ = get_type_hints(original, include_extras=True) | {"planted": option}
+    monkeypatch.setattr(train_command, "command", extended)
+    monkeypatch.setattr("tunewell.runs.supervisor.supervise", lambda line, **_: lines.append(line(True, "7,8,9")) or 0)
+    assert main(["train", "--planted", "a b"]) == 0
+    (line,) = lines
+    assert main(["train", "--no-supervisor", *line[6:]]) == 0
+    assert seen == ["a b", "a b"]
 
 
 def test_what_was_healed_is_told_with_its_cost_and_what_to_change():
@@ -220,7 +249,7 @@ def test_without_flags_nothing_is_allowed(trained, monkeypatch, tmp_path):
     calls = trained(Result())
     assert main(["train", "--no-supervisor"]) == 0
     ((_, how),) = calls
-    assert not how["is_resuming"] and not how["allow_pickle"] and list(how["allowed_changes"]) == []
+    assert not how.is_resuming and not how.allow_pickle and list(how.allowed_changes) == []
 
 
 def test_the_exit_code_is_the_runs(trained, monkeypatch, tmp_path):

@@ -58,7 +58,7 @@ def watched(tmp_path: Path) -> Any:
         def line(is_again: bool, handles: str) -> list[str]:
             return [sys.executable, str(path), str(tmp_path), "again" if is_again else "new", handles]
 
-        code = supervise(line, folder=tmp_path, rules=Healing(hang_seconds=0.3, **rules), tell=told.append)
+        code = supervise(line, folder=tmp_path, rules=Healing(hang_seconds=0.3, **rules), report=told.append)
         return code, told
 
     return run
@@ -106,7 +106,7 @@ def test_an_end_of_its_own_is_an_end(watched: Any, tmp_path: Path, code: int) ->
         ("os.kill(os.getpid(), signal.SIGKILL)", "killed", "memory"),
         ("os.abort()", "crashed", "SIGABRT"),
         ("sys.exit(1)", "crashed", "exit code 1"),
-        ("time.sleep(60)", "hung", "did nothing"),
+        ("time.sleep(60)", "hung", "stopped responding"),
     ],
 )
 def test_what_ends_a_run_once_does_not_end_it(watched: Any, tmp_path: Path, end: str, name: str, words: str) -> None:
@@ -120,7 +120,7 @@ def test_what_ends_a_run_once_does_not_end_it(watched: Any, tmp_path: Path, end:
 def test_the_same_step_is_tried_four_times_in_all(watched: Any, tmp_path: Path) -> None:
     code, told = watched("steps(5); os.abort()")
     assert code == 1 and (tmp_path / "starts").read_text() == "xxxx"
-    assert "3 times at the same step" in told[-1]
+    assert "4 times at the same step" in told[-1]
     assert [entry.action for entry in read_healing(tmp_path)] == [*["restart"] * 3, "stop"]
 
 
@@ -200,7 +200,7 @@ def test_a_signal_that_finds_no_run_is_not_lost(tmp_path: Path, moment: str) -> 
         os.kill(os.getpid(), signal.SIGTERM)
 
     began = time.monotonic()
-    code = supervise(line, folder=tmp_path, rules=Healing(hang_seconds=9), tell=tell)
+    code = supervise(line, folder=tmp_path, rules=Healing(hang_seconds=9), report=tell)
     assert (code, past) == (143, []) and time.monotonic() - began < 2
 
 
@@ -208,7 +208,7 @@ def test_what_goes_wrong_after_a_request_is_told_and_not_tried_again(watched: An
     send(signal.SIGTERM, once=tmp_path / "listening")
     script = "signal.signal(signal.SIGTERM, lambda *_: os.abort()); steps(2); (folder / 'listening').touch()"
     code, told = watched(script + "\ntime.sleep(2)")
-    assert code == 143 and told == ["asked to stop, the run crashed (SIGABRT) after step 2"]
+    assert code == 143 and told == ["while stopping, the run crashed (SIGABRT) after step 2"]
 
 
 @pytest.mark.parametrize("end", ["sys.exit(1)", "sys.exit(141)", "os.abort()", "os.kill(os.getpid(), signal.SIGKILL)"])
@@ -224,20 +224,21 @@ def test_a_run_that_nobody_reads_any_more_is_not_started_again(watched: Any) -> 
     assert watched(f"steps(3); {end}") == (141, [])
 
 
+@pytest.mark.parametrize("flag", ["--worker", "--supervised"])
 @pytest.mark.parametrize(("is_read", "said"), [(True, b"ended 3\nprinted\n"), (False, b"ended 3\n")])
 def test_the_command_tells_its_code_before_it_prints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_read: bool, said: bytes
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_read: bool, said: bytes, flag: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     result = SimpleNamespace(exit_code=3, as_json=dict)
-    monkeypatch.setitem(sys.modules, "tunewell.workflows.train", SimpleNamespace(train=lambda *_, **__: result))
+    monkeypatch.setitem(sys.modules, "tunewell.workflows.train", SimpleNamespace(run_training=lambda *_, **__: result))
     out_read, out_write = os.pipe()
     if not is_read:
         os.close(out_read)
     pulse_read, pulse_write = os.pipe()
     with os.fdopen(os.dup(out_write), "w") as stdout, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stdout)
-        code = main(["train", "--json", "--supervised", f"0,{pulse_write},0"])
+        code = main(["train", "--json", flag, f"0,{pulse_write},0"])
         os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
     os.close(pulse_write)
     with os.fdopen(pulse_read, "rb") as pulse:
@@ -273,12 +274,12 @@ ALONE = """
 import sys
 from pathlib import Path
 from tunewell.config.rules import Healing
-from tunewell.workflows import supervise
+from tunewell.runs import supervisor
 folder = Path(sys.argv[1])
-supervise._STOPPED_SECONDS = float(sys.argv[2])
+supervisor._PAUSE_SECONDS = float(sys.argv[2])
 def line(is_again, handles):
     return [sys.executable, str(folder / "stand_in.py"), str(folder), "again" if is_again else "new", handles]
-sys.exit(supervise.supervise(line, folder=folder, rules=Healing(hang_seconds=1.0), tell=print))
+sys.exit(supervisor.supervise(line, folder=folder, rules=Healing(hang_seconds=1.0), report=print))
 """
 
 
@@ -334,19 +335,19 @@ def test_a_terminal_that_stops_what_writes_in_the_background_does_not_stop_a_run
 
 
 def test_patience_is_three_steps_and_more_and_longer_for_other_work() -> None:
-    ear = HeartbeatMonitor(60.0)
-    ear.hear(b"stage\nalive\n")
-    assert ear.patience is None, "loading may take any time"
-    ear.hear(b"step 2.0\nstep 4.0\nste")
-    assert ear.patience == 60 + 3 * 3.0
-    ear.hear(b"p 4.0\nstage\n")
-    assert ear.patience == 20 * (60 + 3 * 4.0)
-    ear.hear(b"alive\n")
-    assert ear.patience > 1000, "still at it"
-    ear.hear(b"ended 0\n")
-    assert ear.patience is None and ear.ended == 0, "whoever reads the last words may take any time"
-    ear.hear(b"printed\n")
-    assert ear.patience == 20 * (60 + 3 * 4.0), "what does not leave hangs"
+    monitor = HeartbeatMonitor(60.0)
+    monitor.feed(b"stage\nalive\n")
+    assert monitor.patience is None, "loading may take any time"
+    monitor.feed(b"step 2.0\nstep 4.0\nste")
+    assert monitor.patience == 60 + 3 * 3.0
+    monitor.feed(b"p 4.0\nstage\n")
+    assert monitor.patience == 20 * (60 + 3 * 4.0)
+    monitor.feed(b"alive\n")
+    assert monitor.patience > 1000, "still at it"
+    monitor.feed(b"ended 0\n")
+    assert monitor.patience is None and monitor.exit_code == 0, "whoever reads the last words may take any time"
+    monitor.feed(b"printed\n")
+    assert monitor.patience == 20 * (60 + 3 * 4.0), "what does not leave hangs"
 
 
 @pytest.fixture
@@ -396,7 +397,7 @@ def test_a_real_run_goes_on_where_it_died(project: Path, record_property: Any, k
     assert done.returncode == 0, done.stderr
     assert told["status"] == "finished" and told["steps"] == 12
     assert name in [entry["name"] for entry in told["healing"]]
-    assert "supervisor: the run" in done.stderr and "started again" in done.stderr
+    assert "supervisor: the run" in done.stderr and "restarted" in done.stderr
     steps = [event["step"] for event in read_events(project / "run" / "events.jsonl") if event["kind"] == "step"]
     assert steps == list(range(1, 13))
     if kind == "hang":

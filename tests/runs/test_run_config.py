@@ -1,4 +1,4 @@
-"""The command that goes on with a run can be pasted where the first one was given."""
+"""The command that resumes a run can be pasted in the folder where the run was started."""
 
 import shlex
 from pathlib import Path
@@ -8,7 +8,8 @@ import pytest
 from tunewell.config.load import Loaded, as_loaded, load_config
 from tunewell.core.errors import UserError
 from tunewell.core.redact import redact
-from tunewell.runs.config import config_of_run, load_for_run, resume_command
+from tunewell.runs.config import dump_config, load_for_run, resume_command
+from tunewell.runs.options import RunOptions
 
 
 @pytest.fixture
@@ -24,57 +25,60 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _began(loaded: Loaded) -> None:
-    """Leave behind what a run does."""
+def _start(loaded: Loaded, *argv: str) -> RunOptions:
+    """Write what a run writes when it starts, and return the options of its command line."""
     run = loaded.path(loaded.config.run)
     run.mkdir(exist_ok=True)
-    (run / "config.yaml").write_text(redact(config_of_run(loaded)))
+    (run / "config.yaml").write_text(dump_config(loaded, argv))
+    return RunOptions(argv=argv)
 
 
-def _again(loaded: Loaded) -> Loaded:
-    """Read the command as the shell and the command line would."""
-    words = shlex.split(resume_command(loaded))
-    assert words[:3] == ["tunewell", "train", "--resume"]
-    pairs = list(zip(words[3::2], words[4::2], strict=True))
-    given = {flag: [value for name, value in pairs if name == flag] for flag, _ in pairs}
-    config = Path(given["--config"][0]) if "--config" in given else None
-    model, data, seed = given.get("--model", [None])[0], given.get("--data"), given.get("--seed", [None])[0]
-    return load_config(config, given.get("--set", []), model=model, data=data, seed=int(seed) if seed else None)
+def test_a_run_with_a_config_file_repeats_its_arguments(here: Path) -> None:
+    argv = ["--config", "some config/tunewell.yaml", "--out", "my run", "--data", "my rows.jsonl#5", "--json"]
+    loaded = load_config(Path("some config/tunewell.yaml"), ['run="my run"'], data=["my rows.jsonl#5"])
+    command = resume_command(loaded, _start(loaded, *argv))
+    assert shlex.split(command) == ["tunewell", "train", "--resume", *argv]
 
 
-@pytest.mark.parametrize("config", [None, "some config/tunewell.yaml", "{here}/some config/tunewell.yaml"])
-@pytest.mark.parametrize("model", ["my model", "{here}/my model", "org/name", "preset:tiny-1m", "~/models/llama"])
-def test_it_means_the_same_as_the_first_one(here: Path, config: str | None, model: str) -> None:
-    """Paths of a config elsewhere were printed as seen from there, and looked for one folder too far up."""
-    first = load_config(
-        Path(config.format(here=here)) if config else None,
-        ['run="my run"', "data.held_out=more rows/a.jsonl"],
-        model=model.format(here=here),
-        data=["my rows.jsonl#5", "more rows/*.jsonl", "s3://bucket/rows.jsonl"],
-        seed=7,
-    )
-    again = _again(first)
-    assert again.config == first.config and again.base == first.base
-    words = shlex.split(resume_command(first))
-    assert "my rows.jsonl#5" in words and model.format(here=here).removeprefix(f"{here}/") in " ".join(words)
+@pytest.mark.parametrize(
+    "added",
+    [
+        ["--resume", "--allow-change", "seed", "--worker", "7,8,9"],
+        ["--allow-change=seed", "--supervised=7,8,9", "--resume"],
+    ],
+)
+def test_flags_of_one_start_are_not_repeated(here: Path, added: list[str]) -> None:
+    """`--allow-change` once allowed the same change on every later resume."""
+    loaded = load_config(None, seed=7)
+    command = resume_command(loaded, _start(loaded, *added, "--seed", "7"))
+    assert command == "tunewell train --resume --seed 7"
 
 
 def test_what_the_config_says_is_not_said_again(here: Path) -> None:
-    assert resume_command(load_config()) == "tunewell train --resume"
+    loaded = load_config()
+    assert resume_command(loaded, _start(loaded)) == "tunewell train --resume"
+
+
+def test_the_config_of_a_run_names_the_command_that_started_it(here: Path) -> None:
+    argv = ["--data", "my\nrows", "--worker", "7,8,9", "--model", "hf_abcdefghijklmnopqrstuvwxyz012345", "\udc80"]
+    text = dump_config(load_config(), argv)
+    first = text.splitlines()[0]
+    assert first.startswith("# tunewell train --data 'my rows' --model ") and "hf_" not in text and "7,8,9" not in text
+    assert load_config({"train": {"epochs": 2}}).config.train == load_config().config.train
 
 
 def test_where_flags_were_all_there_was_the_run_has_them(here: Path) -> None:
     Path("tunewell.yaml").unlink()
     typed = load_config(None, ['run="my run"'], model="my model", data="my rows.jsonl#5", seed=7)
-    _began(typed)
-    assert resume_command(typed) == "tunewell train --resume --out 'my run'"
+    options = _start(typed, "--out", "my run")
+    assert resume_command(typed, options) == "tunewell train --resume --out 'my run'"
     own = load_for_run(None, ['run="my run"'], is_resuming=True)
     assert own.config.model_dump() == typed.config.model_dump() and own.base == typed.base
-    assert resume_command(own) == resume_command(typed)
+    assert resume_command(own, options) == resume_command(typed, options)
     assert load_for_run(None, ['run="my run"'], is_resuming=False).config.model is None
     more = load_for_run(None, ['run="my run"', "data.sources[0].limit=4"], is_resuming=True)
     assert more.config.data.sources[0].limit == 4
-    _began(load_config(None, model="my model", data="my rows.jsonl"))
+    _start(load_config(None, model="my model", data="my rows.jsonl"))
     assert load_for_run("", is_resuming=True).config.model == "my model"
 
 
@@ -86,7 +90,7 @@ def test_a_run_behind_a_link_finds_what_it_was_given(here: Path, link: str) -> N
     Path(link).symlink_to(here / "disk" / "far" / "off")
     run = "run" if link == "run" else "scratch/run"
     typed = load_config(None, [f"run={run}"], model="my model", data="my rows.jsonl")
-    _began(typed)
+    _start(typed)
     assert load_for_run(None, [f"run={run}"], is_resuming=True).config.model_dump() == typed.config.model_dump()
     read = load_config(Path(run, "config.yaml"))
     assert read.path(read.config.model or "").samefile("my model")
@@ -99,23 +103,28 @@ def test_it_says_everything_where_the_run_does_not(here: Path) -> None:
     secret = "hf_abcdefghijklmnopqrstuvwxyz012345"
     Path(secret).mkdir()
     hidden = load_config(model=secret, data="my rows.jsonl")
-    _began(hidden)
-    assert resume_command(hidden) == f"tunewell train --resume --model {secret} --data 'my rows.jsonl'"
-    with pytest.raises(UserError, match="secret was taken out"):
+    flags = ["--model", secret, "--data", "my rows.jsonl"]
+    assert (
+        resume_command(hidden, _start(hidden, *flags))
+        == f"tunewell train --resume --model {secret} --data 'my rows.jsonl'"
+    )
+    with pytest.raises(UserError, match="secret was removed"):
         load_for_run(None, is_resuming=True)
     plain = load_config(model="my model", data="my rows.jsonl")
-    _began(plain)
-    assert resume_command(plain) == "tunewell train --resume"
+    flags = ["--model", "my model", "--data", "my rows.jsonl"]
+    options = _start(plain, *flags)
+    assert resume_command(plain, options) == "tunewell train --resume"
     changed = load_config(None, ["train.epochs=9"], model="my model", data="my rows.jsonl")
-    assert resume_command(changed).endswith("--set train.epochs=9")
+    more = RunOptions(argv=[*flags, "--set", "train.epochs=9"])
+    assert resume_command(changed, more).endswith("--set train.epochs=9")
     Path("tunewell.yml").write_text("seed: 1\n")
-    assert resume_command(plain) == "tunewell train --resume --model 'my model' --data 'my rows.jsonl'"
+    assert resume_command(plain, options) == "tunewell train --resume --model 'my model' --data 'my rows.jsonl'"
 
 
 @pytest.mark.parametrize("text", ["1e5", "0o17", "0x1F", "12:30:45", "~", "null", "yes", "2025-01-01", ".inf", ""])
 def test_text_that_looks_like_something_else_stays_text_in_the_run(here: Path, text: str) -> None:
     typed = load_config({"model": "my model", "data": {"sources": [{"path": "my rows.jsonl", "system": text}]}})
-    _began(typed)
+    _start(typed)
     assert load_config(Path("run/config.yaml")).config.data.sources[0].system == text
 
 
@@ -123,4 +132,4 @@ def test_what_a_program_handed_over_is_taken_from_the_run(here: Path) -> None:
     """Nothing was typed that could be typed again."""
     loaded = as_loaded({"model": "my model", "run": "my run"})
     words = "tunewell train --resume --config 'my run/config.yaml' --out 'my run'"
-    assert resume_command(loaded) == words
+    assert resume_command(loaded, RunOptions()) == words

@@ -122,7 +122,8 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
     usage_error = typer.BadParameter.__mro__[1]
     try:
         # Not `parser.main`: it would turn an interrupt and a closed pipe into plain exits before they get here.
-        with parser.make_context(f"tunewell {name}", list(arguments)) as context:
+        # `obj` hands the command its arguments as typed: a supervised `train` starts its child with them.
+        with parser.make_context(f"tunewell {name}", list(arguments), obj=tuple(arguments)) as context:
             parser.invoke(context)
     except typer.Exit as leave:
         return leave.exit_code

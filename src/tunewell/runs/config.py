@@ -1,4 +1,4 @@
-"""What repeats a run and what goes on with it: its config, written into its folder, and a command."""
+"""Write a run's config into its folder, load it again for `--resume`, and build the command that resumes the run."""
 
 import json
 import os
@@ -10,89 +10,107 @@ from typing import Any
 import yaml
 
 from tunewell.config.keys import parse_key, without_alias
-from tunewell.config.load import FILE_NAME, GIVEN, Given, Loaded, as_loaded, load_config
+from tunewell.config.load import Given, Loaded, as_loaded, load_config
 from tunewell.config.overrides import relative
-from tunewell.config.schema import Config, SourceConfig
+from tunewell.config.schema import Config
 from tunewell.config.yaml_reader import plain_value
 from tunewell.core.errors import UserError
 from tunewell.core.files import is_url
 from tunewell.core.redact import REDACTED, redact
 from tunewell.records.rundir import RUN_CONFIG
+from tunewell.runs.options import RunOptions
 
-FIRST_COMMAND_AGAIN = "give the command that began the run once more, with `--resume`"
+REPEAT_FIRST_COMMAND = "repeat the command that started the run and add `--resume`"
+_FLAGS_OF_ONE_START = {"--resume": 0, "--allow-change": 1, "--worker": 1, "--supervised": 1}
+"""Flags that a later resume must not repeat, and how many values each takes."""
 
 
 def load_for_run(given: Given, sets: Sequence[str] = (), *, is_resuming: bool, **flags: Any) -> Loaded:
-    """Load a config to train by; a run that goes on has its own, which counts where no other is there or named."""
+    """Load the config to train with.
+
+    On resume, if neither a config nor a model is given and the current folder has no `tunewell.yaml`, the config in the
+    run folder is used.
+    """
     sets = [sets] if isinstance(sets, str) else sets
-    is_bare = given is None or given == ""
-    own = _own_config(sets) if is_resuming and is_bare and flags.get("model") is None else None
-    if own is None:
+    is_unnamed = given is None or given == ""
+    saved = _saved_config(sets) if is_resuming and is_unnamed and flags.get("model") is None else None
+    if saved is None:
         return as_loaded(given, sets, **flags)
-    loaded = load_config(own, sets, **flags)
+    loaded = load_config(saved, sets, **flags)
     if REDACTED in json.dumps(loaded.config.model_dump(mode="json"), ensure_ascii=False):
         raise UserError(
-            "a secret was taken out of the run's settings, so they do not say all that is needed",
+            "the run's config is incomplete: a secret was removed from it",
             where=str(loaded.path(loaded.config.run) / RUN_CONFIG),
-            fix=FIRST_COMMAND_AGAIN,
+            fix=REPEAT_FIRST_COMMAND,
         )
     return loaded
 
 
-def _own_config(sets: Sequence[str]) -> dict[str, Any] | None:
-    """Read a run's own config, with paths that hold from the current folder; None where another or no run is there."""
-    place = load_config(sets=[text for text in sets if _key(text) == ("run",)])
-    folder = place.path(place.config.run)
-    if place.file is not None or not (folder / RUN_CONFIG).is_file():
+def _saved_config(sets: Sequence[str]) -> dict[str, Any] | None:
+    """Read the config in the run folder, with paths relative to the current folder.
+
+    Returns None if the run folder has no config, or if the current folder has a config file, which takes precedence.
+    """
+    current = load_config(sets=[text for text in sets if _key(text) == ("run",)])
+    folder = current.path(current.config.run)
+    if current.file is not None or not (folder / RUN_CONFIG).is_file():
         return None
-    own = load_config(folder / RUN_CONFIG)
-    home, here = folder.resolve(), Path.cwd()
-    tree = _with_paths(own, lambda path: relative(os.path.normpath(home / path), here))
-    return tree | {"run": place.config.run}
+    saved = load_config(folder / RUN_CONFIG)
+    run_folder, working_folder = folder.resolve(), Path.cwd()
+    tree = _with_paths(saved, lambda path: relative(os.path.normpath(run_folder / path), working_folder))
+    return tree | {"run": current.config.run}
 
 
 def _key(text: str) -> tuple[str | int, ...]:
-    """Give the key that a `--set` is about."""
+    """Return the key that a `--set KEY=VALUE` sets; empty if it cannot be parsed, which `load_config` reports."""
     try:
         return without_alias(parse_key(text.partition("=")[0].strip()))
-    except UserError:  # told when it is taken
+    except UserError:
         return ()
 
 
-def config_of_run(loaded: Loaded) -> str:
-    """Write the config down, every key that was set, with paths that hold from the run's folder, links or not."""
-    home = loaded.path(loaded.config.run).resolve()
-    config = _with_paths(loaded, lambda path: relative(loaded.path(path), home))
-    return yaml.dump(redact(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+def dump_config(loaded: Loaded, argv: Sequence[str] | None = None) -> str:
+    """Return the config as YAML: every key that was set, with paths relative to the run folder, secrets removed.
+
+    A comment above it holds the command line that started the run.
+    """
+    # The run folder may be a link: relative paths must start from the real folder.
+    run_folder = loaded.path(loaded.config.run).resolve()
+    config = _with_paths(loaded, lambda path: relative(loaded.path(path), run_folder))
+    text = yaml.dump(redact(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    if argv is not None:
+        command = " ".join(shlex.join(["tunewell", "train", *_repeatable(argv)]).splitlines())
+        text = f"# {command.encode('utf-8', 'backslashreplace').decode()}\n{text}"
+    return redact(text)
 
 
-def _with_paths(loaded: Loaded, respelled: Callable[[str], str]) -> dict[str, Any]:
-    """Give every key that was set, but the run's, and where the corpus is, with relative paths spelled anew."""
+def _with_paths(loaded: Loaded, respell: Callable[[str], str]) -> dict[str, Any]:
+    """Return every key that was set, and `corpus`, with relative paths respelled; without `run`."""
     config = loaded.config.model_dump(mode="json", exclude_unset=True, exclude={"run"})
 
-    def seen(path: str) -> str:
-        return path if is_url(path) or Path(path).expanduser().is_absolute() else respelled(path)
+    def respelled(path: str) -> str:
+        return path if is_url(path) or Path(path).expanduser().is_absolute() else respell(path)
 
     for key in ("model", "tokenizer"):
         if config.get(key) and loaded.path(config[key]).exists():
-            config[key] = seen(config[key])
-    config["corpus"] = seen(loaded.config.corpus)
+            config[key] = respelled(config[key])
+    config["corpus"] = respelled(loaded.config.corpus)
     data = config.get("data", {})
     if isinstance(data.get("held_out"), str):
-        data["held_out"] = seen(data["held_out"])
+        data["held_out"] = respelled(data["held_out"])
     for source in data.get("sources", []):
-        source |= {key: seen(source[key]) for key in ("path", "map") if source.get(key)}
-    for holder, key in [
+        source |= {key: respelled(source[key]) for key in ("path", "map") if source.get(key)}
+    for group, key in [
         (config.get("template", {}), "name"),
         *((source, "template") for source in data.get("sources", [])),
     ]:
-        if str(holder.get(key, "")).endswith(".jinja"):
-            holder[key] = seen(holder[key])
+        if str(group.get(key, "")).endswith(".jinja"):
+            group[key] = respelled(group[key])
     return config
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what our reader reads as it was: text like `1e5`, a number there, is quoted."""
+    """Writes YAML that our reader reads back unchanged: text like `1e5`, which it would read as a number, is quoted."""
 
 
 def _quoted_if_needed(dumper: _Dumper, text: str) -> yaml.ScalarNode:
@@ -102,50 +120,43 @@ def _quoted_if_needed(dumper: _Dumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _quoted_if_needed)
 
 
-def _goes_on_by_its_own(loaded: Loaded) -> bool:
-    """Say whether a run's folder is all that the command that goes on with it need name."""
+def resume_command(loaded: Loaded, options: RunOptions) -> str:
+    """Return the command that resumes this run from the current folder.
+
+    If the run folder holds everything, the command names only the folder. Otherwise it repeats the first command line
+    or, after a library call, names the config in the run folder.
+    """
+    words = ["tunewell", "train", "--resume"]
+    pickle = ["--allow-pickle"] if options.allow_pickle else []
+    if _is_complete_in_folder(loaded):
+        run = loaded.config.run
+        return shlex.join([*words, *pickle, *(["--out", run] if run != Config().run else [])])
+    if options.argv is not None:
+        return shlex.join([*words, *_repeatable(options.argv)])
+    folder = loaded.path(loaded.config.run)
+    return shlex.join([*words, *pickle, "--config", str(folder / RUN_CONFIG), "--out", str(folder)])
+
+
+def _is_complete_in_folder(loaded: Loaded) -> bool:
+    """Return True if `--resume` with the run folder alone would load the same config."""
     try:
-        own = load_for_run(None, [f"run={json.dumps(loaded.config.run)}"], is_resuming=True)
+        saved = load_for_run(None, [f"run={json.dumps(loaded.config.run)}"], is_resuming=True)
     except UserError:
         return False
-    return (own.file, own.base) == (None, loaded.base) and own.config.model_dump() == loaded.config.model_dump()
+    return (saved.file, saved.base) == (None, loaded.base) and saved.config.model_dump() == loaded.config.model_dump()
 
 
-def _typed(loaded: Loaded, path: str) -> str:
-    """Spell a path from the command line as it was typed in the current folder; the config has it from its own."""
-    is_relative = not is_url(path) and not path.startswith("~") and not Path(path).is_absolute()
-    return os.path.relpath(loaded.path(path)) if is_relative and loaded.base != Path() else path
-
-
-def _typed_source(loaded: Loaded, source: SourceConfig) -> str:
-    path = _typed(loaded, source.path)
-    return path if source.limit is None else f"{path}#{source.limit}"
-
-
-def resume_command(loaded: Loaded, *, allow_pickle: bool = False) -> str:
-    """Give the command that goes on with this run, with whatever was said on the command line the first time.
-
-    It is to be given in the folder where that was.
-    """
-    words = ["tunewell", "train", "--resume", *(["--allow-pickle"] if allow_pickle else [])]
-    if _goes_on_by_its_own(loaded):
-        where = loaded.config.run
-        return shlex.join([*words, *(["--out", where] if where != Config().run else [])])
-    if GIVEN in loaded.origins.values():  # by a program: nothing was typed, but the run has it
-        run = loaded.path(loaded.config.run)
-        return shlex.join([*words, "--config", str(run / RUN_CONFIG), "--out", str(run)])
-    if loaded.file is not None and loaded.file != Path(FILE_NAME):
-        words += ["--config", str(loaded.file)]
-    model = loaded.config.model or ""
-    is_path = loaded.path(model).exists()
-    flags = {"--model": _typed(loaded, model) if is_path else model, "--seed": str(loaded.config.seed)}
-    for origin in dict.fromkeys(loaded.origins.values()):
-        if origin.startswith("--set "):
-            words += ["--set", origin.removeprefix("--set ")]
-        elif flags.get(origin):
-            words += [origin, str(flags[origin])]
-        elif origin == "--data":
-            words += [
-                word for source in loaded.config.data.sources for word in ("--data", _typed_source(loaded, source))
-            ]
-    return shlex.join(words)
+def _repeatable(argv: Sequence[str]) -> list[str]:
+    """Return the arguments without the flags that belong to one start of the run."""
+    kept: list[str] = []
+    num_values = 0
+    for word in argv:
+        if num_values:
+            num_values -= 1
+            continue
+        flag, equals, _ = word.partition("=")
+        if flag in _FLAGS_OF_ONE_START:
+            num_values = 0 if equals else _FLAGS_OF_ONE_START[flag]
+        else:
+            kept.append(word)
+    return kept

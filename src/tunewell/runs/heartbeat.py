@@ -29,36 +29,36 @@ class HeartbeatMonitor:
     """Hears a run's signs of life for its supervisor, and knows how long silence may last."""
 
     hang_seconds: float
-    ended: int | None = None
-    """The exit code that the run said it ends with; None before."""
+    exit_code: int | None = None
+    """The exit code that the run reported before printing its result; None before."""
     heard: float = field(default_factory=time.monotonic)
     seconds: list[float] = field(default_factory=list)
     is_in_stage: bool = True
     is_printing: bool = False
     _rest: bytes = b""
 
-    def listen(self, pulse: int) -> bool:
+    def read(self, heartbeat: int) -> bool:
         """Hear all that has been said in a pipe that does not block; False where nothing more can come."""
         try:
-            while data := os.read(pulse, 65_536):
-                self.hear(data)
+            while data := os.read(heartbeat, 65_536):
+                self.feed(data)
         except BlockingIOError:
             return True
         return False
 
-    def hear(self, data: bytes) -> None:
+    def feed(self, data: bytes) -> None:
         """Take in lines, the last of which may be cut."""
-        self.begin_anew()
+        self.reset_timer()
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             self.is_in_stage = line in (b"stage", b"printed") or (self.is_in_stage and line == b"alive")
             self.is_printing = line.startswith(b"ended ")
             if self.is_printing:
-                self.ended = int(line[6:])
+                self.exit_code = int(line[6:])
             if line.startswith(b"step "):
                 self.seconds = [*self.seconds[-_STEPS_REMEMBERED:], float(line[5:])]
 
-    def begin_anew(self) -> None:
+    def reset_timer(self) -> None:
         """Count silence from now on."""
         self.heard = time.monotonic()
 

@@ -19,6 +19,7 @@ from tunewell.records.plan import Plan
 from tunewell.records.report import Curve
 from tunewell.runs.config import resume_command
 from tunewell.runs.loss_curve import write_loss_svg
+from tunewell.runs.options import RunOptions
 from tunewell.runs.readme import Usage, run_readme
 from tunewell.runs.result import MetricsRecorder, TrainResult
 from tunewell.training.engine import Ending, Run
@@ -95,7 +96,7 @@ class Since:
 
     started: float
     tokens: int
-    allow_pickle: bool
+    options: RunOptions
 
 
 def make_result(
@@ -129,7 +130,7 @@ def make_result(
         held_out=notebook.held_out,
         best_step=run.progress.best_step,
         artefacts=artefacts,
-        next_command=_next(loaded, ending, folder.parent, allow_pickle=since.allow_pickle),
+        next_command=_next(loaded, ending, folder.parent, since.options),
         notes=notebook.notes,
         signal=ending.signal,
         changes=notebook.changes,
@@ -138,9 +139,9 @@ def make_result(
     )
 
 
-def _next(loaded: Loaded, ending: Ending, run: Path, *, allow_pickle: bool) -> str:
+def _next(loaded: Loaded, ending: Ending, run: Path, options: RunOptions) -> str:
     if ending.is_resumable:
-        return resume_command(loaded, allow_pickle=allow_pickle)
+        return resume_command(loaded, options)
     # A run that health stopped has its last good checkpoint, which may be worth something.
     return f"tunewell validate {shlex.quote(str(run))}" if ending.status == "finished" else ""
 

@@ -1,7 +1,7 @@
-"""Watch over a run from a small process beside it: what kills, crashes or hangs the run does not end it.
+"""Supervise a training run from a parent process: restart it when it is killed, crashes or hangs.
 
-tunewell train          the supervisor: no torch, no lock, a few megabytes
-  tunewell train ...    the run itself, started again with `--resume` where it died
+tunewell train                    the supervisor: no torch, no lock, a few megabytes
+  tunewell train --worker FDS     the run; restarted with `--resume` after it died
 """
 
 import contextlib
@@ -13,249 +13,251 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from tunewell.config.rules import Healing
 from tunewell.core.units import count
 from tunewell.records.checkpoint import checkpoint_step
-from tunewell.records.events import EventLog
+from tunewell.records.events import EventLog, last_step
 from tunewell.records.healing import HEALING, ActionName, HealingEntry, read_healing
 from tunewell.records.plan import read_plan
 from tunewell.runs.heartbeat import HeartbeatMonitor
 
 STACKS = "stacks.txt"
-"""What every thread was doing when a run was found hanging."""
+"""The stack of every thread of a run that hung."""
 EXIT_MACHINE = 1
 _EXIT_PIPE = 141
 _FINAL_CODES = frozenset({0, 2, 3, 4, 130, _EXIT_PIPE, 143})
-"""Ends that a run has chosen itself: done, refused, weak, stopped by health, asked to stop, nobody to print to."""
+"""Exit codes that a run chooses itself: success, user error, WEAK, stopped by health, SIGINT, closed pipe, SIGTERM."""
 _FORWARDED = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
-_FRUITLESS_FACTOR = 2
-"""How many times more often than at one step a run may die without a new checkpoint: by then it is no bad luck."""
-_SECONDS_FOR_STACKS = 2.0
-_TURN_SECONDS = 0.2
-_STOPPED_SECONDS = 5.0
-"""A turn that took so much longer was a pause of the supervisor itself: docker pause, a scheduler's suspend."""
+_NO_PROGRESS_FACTOR = 2
+"""A run may die this many times more often without a new checkpoint than at one step, before it is given up."""
+_STACK_DUMP_SECONDS = 2.0
+_POLL_SECONDS = 0.2
+_PAUSE_SECONDS = 5.0
+"""A poll that took this much longer means that the supervisor itself was paused: docker pause, a scheduler."""
+
+CommandLine = Callable[[bool, str], Sequence[str]]
+"""Builds the child's command line from `is_restart` and the file descriptors it inherits."""
 
 
 def can_supervise() -> bool:
-    """Whether a run here can have a supervisor: a launcher is one itself, and Windows has no groups of processes."""
+    """Return True if a run can be supervised here: not under torchrun, in a debugger or on Windows."""
     return os.name == "posix" and int(os.environ.get("WORLD_SIZE", "1")) <= 1 and sys.gettrace() is None
 
 
-def supervise(
-    line: Callable[[bool, str], Sequence[str]], *, folder: Path, rules: Healing, tell: Callable[[str], None]
-) -> int:
-    """Run a training command until it ends by itself, starting it again where something ended it; give its exit code.
+def supervise(command_line: CommandLine, *, folder: Path, rules: Healing, report: Callable[[str], None]) -> int:
+    """Run a training command until it ends by itself; restart it if it dies. Return its exit code.
 
-    `line(is_again, handles)` spells the command. Nothing is started again that was asked to stop or has not taken a
-    step, nothing more often for the same step than the rules allow, and nothing for ever without a new checkpoint.
+    A run is not restarted if a signal asked it to stop or if it died before its first step. `rules.restarts` limits the
+    restarts at one step; twice as many are allowed without a new checkpoint.
     """
-    tries = _Tries(folder, rules.restarts)
-    is_again = False
-    with _Post() as post:
+    budget = _RestartBudget(folder, rules.restarts)
+    is_restart = False
+    with _SignalForwarder() as signals:
         while True:
-            code, is_hung = _watch(line, is_again=is_again, rules=rules, folder=folder, post=post)
-            if code in _FINAL_CODES and not is_hung:
+            code, has_hung = _run_child(
+                command_line, is_restart=is_restart, rules=rules, folder=folder, signals=signals
+            )
+            if code in _FINAL_CODES and not has_hung:
                 return code
-            step = _last_step(folder)
-            cause, name = _cause(code, is_hung=is_hung)
-            after = f"{cause} after step {count(max(step, 0))}"
-            if post.exit_code is not None:
-                if is_hung or code not in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGUSR1):
-                    tell(f"asked to stop, the run {after}{_where(folder)}")
-                return post.exit_code
-            num_tries, enough = tries.add(step)
+            step = last_step(folder / "events.jsonl")
+            death = _Death.from_exit(code, has_hung=has_hung)
+            message = f"the run {death.cause} after step {count(max(step, 0))}"
+            if signals.exit_code is not None:
+                if has_hung or code not in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGUSR1):
+                    report(f"while stopping, {message}{_stacks_hint(folder)}")
+                return signals.exit_code
+            num_deaths, exhausted = budget.add(step)
             if step < 1 or not rules.on:
-                tell(f"the run {after}{_where(folder)}")
+                report(f"{message}{_stacks_hint(folder)}")
                 return EXIT_MACHINE
-            if enough:
-                tell(f"the run {after}, {enough}{_where(folder)}")
-                _write(folder, step, name, "stop", f"{cause}, {enough}; given up")
+            if exhausted:
+                report(f"{message}, {exhausted}; not restarted{_stacks_hint(folder)}")
+                _log(folder, step, death, "stop", f"{death.cause}, {exhausted}; not restarted")
                 return EXIT_MACHINE
-            halved = _halved(folder) if name == "killed" and num_tries > 1 else None
-            smaller = f", {count(halved)} tokens at once" if halved else ""
-            words = f"{cause}: started again from the last checkpoint{smaller}"
-            tell(f"the run {words} ({count(num_tries)} of {count(rules.restarts)} tries){_where(folder)}")
-            _write(folder, step, name, "restart", words, micro_batch_tokens=halved)
-            is_again = True
+            halved = _halved_micro_batch(folder) if death.name == "killed" and num_deaths > 1 else None
+            smaller = f" with {count(halved)} tokens per micro-batch" if halved else ""
+            action = f"{death.cause}; restarted from the last checkpoint{smaller}"
+            report(f"the run {action} (restart {count(num_deaths)} of {count(rules.restarts)}){_stacks_hint(folder)}")
+            _log(folder, step, death, "restart", action, micro_batch_tokens=halved)
+            is_restart = True
 
 
-class _Tries:
-    """Counts how often a run died: at each step, and without a new checkpoint."""
+@dataclass(frozen=True)
+class _Death:
+    """How a run died: a name for `healing.jsonl` and a phrase for people."""
+
+    name: Literal["hung", "killed", "crashed"]
+    cause: str
+
+    @classmethod
+    def from_exit(cls, code: int, *, has_hung: bool) -> "_Death":
+        if has_hung:
+            return cls("hung", "stopped responding and was killed")
+        if code == -signal.SIGKILL:
+            return cls("killed", "was killed by the system (signal 9), most likely because it ran out of memory")
+        if code < 0:
+            return cls("crashed", f"crashed ({signal.Signals(-code).name})")
+        return cls("crashed", f"failed (exit code {code})")
+
+
+class _RestartBudget:
+    """Counts how often a run died at each step, and how often without a new checkpoint."""
 
     def __init__(self, folder: Path, restarts: int) -> None:
         self._folder = folder
         self._restarts = restarts
-        self._at: dict[int, int] = {}
-        self._num_fruitless = 0
+        self._deaths_by_step: dict[int, int] = {}
+        self._num_without_checkpoint = 0
         self._newest = _newest_checkpoint(folder)
 
     def add(self, step: int) -> tuple[int, str]:
-        """Count a death at a step; give how many it has seen, and why that is enough where it is."""
-        self._at[step] = self._at.get(step, 0) + 1
+        """Count a death at a step; return the deaths at that step, and the reason to give up or an empty string."""
+        num_deaths = self._deaths_by_step[step] = self._deaths_by_step.get(step, 0) + 1
         newest = _newest_checkpoint(self._folder)
-        self._num_fruitless = 1 if newest > self._newest else self._num_fruitless + 1
+        self._num_without_checkpoint = 1 if newest > self._newest else self._num_without_checkpoint + 1
         self._newest = max(self._newest, newest)
-        enough = ""
-        if self._at[step] > self._restarts:
-            enough = f"{count(self._restarts)} times at the same step"
-        elif self._num_fruitless > _FRUITLESS_FACTOR * self._restarts:
-            enough = f"{count(self._num_fruitless)} times without a new checkpoint"
-        return self._at[step], enough
+        if num_deaths > self._restarts:
+            return num_deaths, f"{count(num_deaths)} times at the same step"
+        if self._num_without_checkpoint > _NO_PROGRESS_FACTOR * self._restarts:
+            return num_deaths, f"{count(self._num_without_checkpoint)} times without a new checkpoint"
+        return num_deaths, ""
 
 
-def _watch(line: Any, *, is_again: bool, rules: Healing, folder: Path, post: "_Post") -> tuple[int, bool]:
-    """Start the run and wait for its end; end it where it hangs. Gives the exit code and whether it hung."""
-    life_read, life_write = os.pipe()
-    pulse_read, pulse_write = os.pipe()
-    os.set_blocking(pulse_read, False)
-    ear = HeartbeatMonitor(rules.hang_seconds)
+def _run_child(
+    command_line: CommandLine, *, is_restart: bool, rules: Healing, folder: Path, signals: "_SignalForwarder"
+) -> tuple[int, bool]:
+    """Start the run and wait for it; kill it if it hangs. Return its exit code and whether it hung."""
+    lifeline_read, lifeline_write = os.pipe()
+    heartbeat_read, heartbeat_write = os.pipe()
+    os.set_blocking(heartbeat_read, False)
+    monitor = HeartbeatMonitor(rules.hang_seconds)
     try:
         with tempfile.TemporaryFile() as stacks:
-            theirs = (life_read, pulse_write, stacks.fileno())
-            run = subprocess.Popen(
-                line(is_again, ",".join(map(str, theirs))),
-                pass_fds=theirs,
-                # A group of its own: a terminal's Ctrl-C comes here alone, and is handed on once. Such a group is
-                # stopped where it reads from the terminal; rows from a pipe it may read.
+            inherited = (lifeline_read, heartbeat_write, stacks.fileno())
+            child = subprocess.Popen(
+                command_line(is_restart, ",".join(map(str, inherited))),
+                pass_fds=inherited,
+                # Its own process group: Ctrl-C in a terminal then reaches the supervisor only, which forwards it once.
+                # A background group that reads from the terminal is stopped, so the child gets stdin only from a pipe.
                 process_group=0,
                 stdin=subprocess.DEVNULL if os.isatty(0) else None,
             )
-            os.close(life_read)
-            os.close(pulse_write)
-            with post.to(run, ear):
-                is_hung = _listen(run, ear, pulse_read)
-            if is_hung:
-                _end(run)
+            os.close(lifeline_read)
+            os.close(heartbeat_write)
+            with signals.forwarded_to(child, monitor):
+                has_hung = _wait(child, monitor, heartbeat_read)
+            if has_hung:
+                _dump_stacks_and_kill(child)
                 stacks.seek(0)
                 (folder / STACKS).write_bytes(stacks.read())
-            if ear.ended is not None:  # whatever became of its last words, or of its leaving
-                return ear.ended, False
-            return _EXIT_PIPE if run.returncode == -signal.SIGPIPE else run.returncode, is_hung
+            if monitor.exit_code is not None:  # the run was done; printing its result or exiting may have failed
+                return monitor.exit_code, False
+            return _EXIT_PIPE if child.returncode == -signal.SIGPIPE else child.returncode, has_hung
     finally:
-        os.close(pulse_read)
-        os.close(life_write)
+        os.close(heartbeat_read)
+        os.close(lifeline_write)
 
 
-def _listen(run: "subprocess.Popen[Any]", ear: HeartbeatMonitor, pulse: int) -> bool:
-    """Hear the run until it ends; say whether it hangs instead."""
-    turned = time.monotonic()
-    while run.poll() is None:
-        is_said = bool(select.select([pulse], [], [], _TURN_SECONDS)[0])
-        before, turned = turned, time.monotonic()
-        if turned - before > _STOPPED_SECONDS:
-            ear.begin_anew()
-        if is_said and not ear.listen(pulse):  # it has closed its end, and is about to leave
+def _wait(child: "subprocess.Popen[Any]", monitor: HeartbeatMonitor, heartbeat: int) -> bool:
+    """Wait until the child exits or hangs; return True if it hangs."""
+    polled_at = time.monotonic()
+    while child.poll() is None:
+        has_data = bool(select.select([heartbeat], [], [], _POLL_SECONDS)[0])
+        before, polled_at = polled_at, time.monotonic()
+        if polled_at - before > _PAUSE_SECONDS:
+            monitor.reset_timer()
+        if has_data and not monitor.read(heartbeat):  # the child closed the pipe and is about to exit
             break
-        if not is_said and ear.is_overdue:
+        if not has_data and monitor.is_overdue:
             return True
-    run.wait()
-    ear.listen(pulse)  # what it said since the last turn
+    child.wait()
+    monitor.read(heartbeat)
     return False
 
 
-def _end(run: "subprocess.Popen[Any]") -> None:
-    """Ask a run that hangs what it is doing, and end it."""
+def _dump_stacks_and_kill(child: "subprocess.Popen[Any]") -> None:
+    """Let a hung child write the stacks of its threads, then kill its process group."""
     with contextlib.suppress(OSError):
-        run.send_signal(signal.SIGUSR2)
-    time.sleep(_SECONDS_FOR_STACKS)
+        child.send_signal(signal.SIGUSR2)
+    time.sleep(_STACK_DUMP_SECONDS)
     with contextlib.suppress(OSError):
-        os.killpg(run.pid, signal.SIGKILL)
-    run.wait()
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
-class _Post:
-    """Hands signals on to the run while it is entered, and remembers that one asked to stop: also between two tries."""
+class _SignalForwarder:
+    """Forwards signals to the child, and remembers a request to stop that arrives between two children."""
 
     def __init__(self) -> None:
         self.exit_code: int | None = None
-        """What the command ends with, once it was asked to stop."""
-        self._asked: int | None = None
-        self._run: subprocess.Popen[Any] | None = None
-        self._ear: HeartbeatMonitor | None = None
-        self._before: dict[int, Any] = {}
+        """The exit code of the command after a request to stop; None before."""
+        self._requested: int | None = None
+        self._child: subprocess.Popen[Any] | None = None
+        self._monitor: HeartbeatMonitor | None = None
+        self._previous: dict[int, Any] = {}
 
-    def __enter__(self) -> "_Post":
-        handlers = dict.fromkeys((signal.Signals[name] for name in _FORWARDED), self._forward)
-        handlers[signal.SIGTSTP] = self._pause
+    def __enter__(self) -> "_SignalForwarder":
+        handlers = dict.fromkeys((signal.Signals[name] for name in _FORWARDED), self._on_stop)
+        handlers[signal.SIGTSTP] = self._on_pause
         for number, handler in handlers.items():
-            # `nohup` means that a hang-up is no reason to stop. SIGINT is taken even so: every script starts what it
-            # puts into the background with it ignored, and whoever then sends one means this run.
+            # An ignored signal stays ignored: `nohup` ignores SIGHUP. SIGINT is the exception: shells start background
+            # jobs with SIGINT ignored, and whoever sends one to this process means the run.
             if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
-                self._before[number] = signal.signal(number, handler)
-        # The run inherits it: not in the terminal's foreground, `stty tostop` would stop it at its first word.
-        self._before[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+                self._previous[number] = signal.signal(number, handler)
+        # Inherited by the child: under `stty tostop` a background group would be stopped when it prints.
+        self._previous[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     @contextlib.contextmanager
-    def to(self, run: "subprocess.Popen[Any]", ear: HeartbeatMonitor) -> Iterator[None]:
-        """Hand on to this run, also what came while it was being started."""
-        self._run, self._ear = run, ear
+    def forwarded_to(self, child: "subprocess.Popen[Any]", monitor: HeartbeatMonitor) -> Iterator[None]:
+        """Forward signals to this child, including one that arrived while it was being started."""
+        self._child, self._monitor = child, monitor
         try:
-            if self._asked is not None:
-                self._hand_on(self._asked)
+            if self._requested is not None:
+                self._forward(self._requested)
             yield
         finally:
-            self._run = self._ear = None
+            self._child = self._monitor = None
 
-    def _forward(self, number: int, frame: FrameType | None) -> None:
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
-            if self._asked is not None:  # shell and system both tell of one hang-up; asked twice, a run does not save
+            # The shell and the kernel both send SIGHUP; a second request would make the run exit without saving.
+            if self._requested is not None:
                 return
             number = signal.SIGTERM
-        self._asked, self.exit_code = number, 130 if number == signal.SIGINT else 143
-        self._hand_on(number)
+        self._requested, self.exit_code = number, 130 if number == signal.SIGINT else 143
+        self._forward(number)
 
-    def _hand_on(self, number: int) -> None:
-        if self._run is not None:
+    def _forward(self, number: int) -> None:
+        if self._child is not None:
             with contextlib.suppress(OSError):
-                self._run.send_signal(number)
-                os.killpg(self._run.pid, signal.SIGCONT)  # stopped by whatever, it would not hear it
+                self._child.send_signal(number)
+                os.killpg(self._child.pid, signal.SIGCONT)  # a stopped process would not handle the signal
 
-    def _pause(self, number: int, frame: FrameType | None) -> None:
-        """Stop the run and this process, until somebody lets this process go on."""
-        run, ear = self._run, self._ear
-        if run is not None:
+    def _on_pause(self, number: int, frame: FrameType | None) -> None:
+        """Stop the child and this process until this process is continued."""
+        child, monitor = self._child, self._monitor
+        if child is not None:
             with contextlib.suppress(OSError):
-                os.killpg(run.pid, signal.SIGSTOP)
+                os.killpg(child.pid, signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
-        if run is not None and ear is not None:
+        if child is not None and monitor is not None:
             with contextlib.suppress(OSError):
-                os.killpg(run.pid, signal.SIGCONT)
-            ear.begin_anew()
-
-
-def _cause(code: int, *, is_hung: bool) -> tuple[str, str]:
-    """Say what happened to a run, and give it a name."""
-    if is_hung:
-        return "did nothing any more and was ended", "hung"
-    if code == -signal.SIGKILL:
-        return "was ended by the system (signal 9), most likely because memory ran out", "killed"
-    if code < 0:
-        return f"crashed ({signal.Signals(-code).name})", "crashed"
-    return f"failed (exit code {code})", "crashed"
-
-
-def _last_step(folder: Path) -> int:
-    """Read the last step of a run's log; -1 where there is none."""
-    try:
-        tail = (folder / "events.jsonl").read_bytes()[-65_536:]
-    except OSError:
-        return -1
-    found = tail.rfind(b'"kind": "step", "step": ')
-    digits = tail[found + 24 : found + 36].split(b",")[0] if found >= 0 else b""
-    return int(digits) if digits.isdigit() else -1
+                os.killpg(child.pid, signal.SIGCONT)
+            monitor.reset_timer()
 
 
 def _newest_checkpoint(folder: Path) -> int:
-    """Find the step of the newest checkpoint by its name; -1 where there is none."""
+    """Return the step of the newest checkpoint, from its folder name; -1 if there is none."""
     try:
         steps = [checkpoint_step(entry.name) for entry in (folder / "checkpoints").iterdir()]
     except OSError:
@@ -263,8 +265,8 @@ def _newest_checkpoint(folder: Path) -> int:
     return max((step for step in steps if step is not None), default=-1)
 
 
-def _halved(folder: Path) -> int | None:
-    """Give half of the tokens that are computed at once, on a CPU, whose memory is the system's."""
+def _halved_micro_batch(folder: Path) -> int | None:
+    """Return half of the current micro-batch tokens for a run on a CPU, whose memory is the system's; else None."""
     plan = read_plan(folder)
     if plan.device.value != "cpu":
         return None
@@ -272,15 +274,15 @@ def _halved(folder: Path) -> int | None:
     return max(1, (limits[-1] if limits else plan.micro_batch_tokens.value) // 2)
 
 
-def _write(
-    folder: Path, step: int, name: str, action: ActionName, words: str, micro_batch_tokens: int | None = None
+def _log(
+    folder: Path, step: int, death: _Death, action: ActionName, message: str, *, micro_batch_tokens: int | None = None
 ) -> None:
-    entry = HealingEntry(step, name, "fault", action, words, micro_batch_tokens=micro_batch_tokens)
+    entry = HealingEntry(step, death.name, "fault", action, message, micro_batch_tokens=micro_batch_tokens)
     with EventLog(folder / HEALING) as log:
         log.append(entry.as_json())
 
 
-def _where(folder: Path) -> str:
+def _stacks_hint(folder: Path) -> str:
     stacks = folder / STACKS
     has_stacks = stacks.is_file() and stacks.stat().st_size
-    return f"; what it was doing is in `{stacks}`" if has_stacks else ""
+    return f"; the stack of each thread is in `{stacks}`" if has_stacks else ""

@@ -28,8 +28,9 @@ from tunewell.planning.plan import choose_batch, plan_training
 from tunewell.records.manifest import MANIFEST
 from tunewell.records.plan import PLAN, Plan, write_plan
 from tunewell.records.rundir import RUN_CONFIG, RunDir
-from tunewell.runs.config import FIRST_COMMAND_AGAIN, config_of_run, load_for_run
+from tunewell.runs.config import REPEAT_FIRST_COMMAND, dump_config, load_for_run
 from tunewell.runs.heartbeat import Heartbeat
+from tunewell.runs.options import RunOptions
 from tunewell.runs.outcome import Since, make_result, write_run_files
 from tunewell.runs.result import MetricsRecorder, TrainResult
 from tunewell.runs.resume import plan_to_resume, require_resume_for_changes, restore_run, write_document_hashes
@@ -55,31 +56,29 @@ def train(
     allowed_changes: Sequence[str] = (),
     allow_pickle: bool = False,
     watcher: Watcher | None = None,
-    supervised: str | None = None,
-    faults: str | None = None,
-    allow_faults: bool = False,
 ) -> TrainResult:
-    """Train what a config describes, preparing the corpus first where that has not been done, and judge the result.
+    """Train the model that a config describes and validate it; prepare the corpus first if needed.
 
-    The config is a file, or a mapping with the keys of one, whose paths start from the current folder. Raises UserError
-    for whatever the person can mend, before the first step; afterwards a checkpoint is kept. A supervisor hands in its
-    pipes as `supervised`; `faults` are planted by tests of tunewell itself.
+    The config is a path, or a mapping with the same keys; relative paths in a mapping start from the current folder.
+    Raises UserError for every problem found before the first step. After that, checkpoints stay on disk.
     """
-    if isinstance(allowed_changes, str):
-        allowed_changes = [allowed_changes]
-    require_resume_for_changes(allowed_changes, is_resuming=is_resuming)
-    loaded = load_for_run(config, sets, is_resuming=is_resuming)
-    _refuse_nothing(loaded, is_resuming=is_resuming)
+    changes = [allowed_changes] if isinstance(allowed_changes, str) else allowed_changes
+    options = RunOptions(is_resuming=is_resuming, allowed_changes=changes, allow_pickle=allow_pickle)
+    return run_training(load_for_run(config, sets, is_resuming=is_resuming), options, watcher)
+
+
+def run_training(loaded: Loaded, options: RunOptions, watcher: Watcher | None = None) -> TrainResult:
+    """Train and validate: what both `train` and the command line call."""
+    require_resume_for_changes(options.allowed_changes, is_resuming=options.is_resuming)
+    _refuse_nothing(loaded, is_resuming=options.is_resuming)
     require_exportable(loaded)
     watcher = watcher or Unwatched()
-    pulse = Heartbeat(watcher, supervised) if supervised else None
+    pulse = Heartbeat(watcher, options.supervisor_fds) if options.supervisor_fds else None
     notebook = MetricsRecorder(pulse or watcher)
     wish = _Wish(
         loaded,
-        is_resuming,
-        allowed_changes,
-        allow_pickle,
-        faults=parse_faults(faults, is_allowed=allow_faults),
+        options,
+        faults=parse_faults(options.faults, is_allowed=options.allow_faults),
         alive=pulse.beat if pulse else lambda: None,
     )
     result, is_first = _train(wish, notebook)
@@ -93,9 +92,7 @@ class _Wish:
     """What was asked for this time."""
 
     loaded: Loaded
-    is_resuming: bool
-    allowed_changes: Sequence[str]
-    allow_pickle: bool
+    options: RunOptions
     faults: NoFaults
     alive: Callable[[], None]
 
@@ -103,8 +100,8 @@ class _Wish:
 def _train(wish: "_Wish", notebook: MetricsRecorder) -> tuple[TrainResult, bool]:
     """Train; also say whether this process speaks for the run."""
     started = time.perf_counter()
-    loaded, is_resuming, allowed_changes = wish.loaded, wish.is_resuming, wish.allowed_changes
-    allow_pickle = wish.allow_pickle
+    loaded, options = wish.loaded, wish.options
+    is_resuming, allowed_changes, allow_pickle = options.is_resuming, options.allowed_changes, options.allow_pickle
     stages: dict[str, float] = {}
     World.take_place(loaded.config.device)
     facts = probe_device(loaded.config.device)
@@ -140,7 +137,7 @@ def _train(wish: "_Wish", notebook: MetricsRecorder) -> tuple[TrainResult, bool]
             if facts.kind == "cpu":
                 keep_freed_memory(facts.free_bytes)
             if run_dir is not None and not is_resuming:
-                _write_down(run_dir, loaded, plan, corpus)
+                _write_down(run_dir, loaded, plan, corpus, options)
             with _timed(stages, "load"):
                 notebook.doing("loading the model")
                 parts = RunInputs(
@@ -160,15 +157,15 @@ def _train(wish: "_Wish", notebook: MetricsRecorder) -> tuple[TrainResult, bool]
             if is_resuming:
                 is_changed = restore_run(loaded, run, allowed_changes, notebook=notebook, corpus=corpus)
                 if run_dir is not None and is_changed:
-                    _write_down(run_dir, loaded, plan, corpus)
+                    _write_down(run_dir, loaded, plan, corpus, options)
                 elif run_dir is not None:
-                    _write_settings(run_dir, loaded)
+                    _write_settings(run_dir, loaded, options)
             with _timed(stages, "check"):
                 notebook.doing("checking that packed documents do not see each other")
                 check_packing(parts, run)
         require_same_settings(parts, run)
         _warn(loaded, corpus, run, notebook)
-        since = Since(started, run.progress.tokens, allow_pickle)
+        since = Since(started, run.progress.tokens, options)
         notebook.begun(describe_start(parts, run))
         if run_dir is not None:
             run_dir.keep()
@@ -192,7 +189,7 @@ def _judged(result: TrainResult, wish: "_Wish", notebook: MetricsRecorder) -> Tr
     model = wish.loaded.config.model or ""
     # A secret in the model's name is not written into the run, so the run does not know where its model is.
     base = wish.loaded.seen(model) if redact(model) != model else None
-    order = ValidateOptions(device=wish.loaded.config.device, base=base, allow_pickle=wish.allow_pickle)
+    order = ValidateOptions(device=wish.loaded.config.device, base=base, allow_pickle=wish.options.allow_pickle)
     try:
         found = validate(result.run, order=order, progress=lambda stage, done, of: notebook.doing(f"judging: {stage}"))
     except Exception as error:  # noqa: BLE001  the training is done and saved, whatever happens to the judging of it
@@ -230,7 +227,7 @@ def _refuse_nothing(loaded: Loaded, *, is_resuming: bool) -> None:
     fix = "begin with `tunewell init DATA --model MODEL`, or add `--data` and `--model` to the command"
     if is_resuming and config.model is None:
         RunDir.refuse_absent(loaded.path(config.run))
-        fix = FIRST_COMMAND_AGAIN
+        fix = REPEAT_FIRST_COMMAND
     if not config.data.sources and not (loaded.path(config.corpus) / MANIFEST).is_file():
         raise UserError(
             f"there is nothing to train on: no data is named and there is no corpus `{config.corpus}`", fix=fix
@@ -287,15 +284,15 @@ def _shapes(facts: ModelFacts) -> list[tuple[int, int, int]]:
     return [(512, width, width), (512, width, 3 * width), (512, 3 * width, width)]
 
 
-def _write_down(run_dir: RunDir, loaded: Loaded, plan: Plan, corpus: Corpus) -> None:
+def _write_down(run_dir: RunDir, loaded: Loaded, plan: Plan, corpus: Corpus, options: RunOptions) -> None:
     """Write what the run does, what was asked for, and what it learns from."""
     write_plan(run_dir.path, plan)
-    _write_settings(run_dir, loaded)
+    _write_settings(run_dir, loaded, options)
     write_document_hashes(run_dir.path, corpus)
 
 
-def _write_settings(run_dir: RunDir, loaded: Loaded) -> None:
+def _write_settings(run_dir: RunDir, loaded: Loaded, options: RunOptions) -> None:
     """Write the settings down where they are not there already."""
-    text = redact(config_of_run(loaded))
+    text = dump_config(loaded, options.argv)
     if not run_dir.config.is_file() or run_dir.config.read_text(encoding="utf-8") != text:
         run_dir.write(RUN_CONFIG, text)

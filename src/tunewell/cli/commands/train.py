@@ -10,7 +10,7 @@ import typer
 from tunewell.cli.options import AsJson, ConfigFile, Sets
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from tunewell.config.load import Loaded
     from tunewell.training.events import Start
@@ -22,6 +22,7 @@ _NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 def command(
+    context: typer.Context,
     config: ConfigFile = None,
     set_: Sets = None,
     model: Annotated[str | None, typer.Option(help="Model to train.")] = None,
@@ -41,7 +42,7 @@ def command(
     no_supervisor: Annotated[
         bool, typer.Option("--no-supervisor", help="Run in this process: for debuggers; a crash ends the run.")
     ] = False,
-    supervised: Annotated[str | None, typer.Option(hidden=True)] = None,
+    worker: Annotated[str | None, typer.Option("--worker", "--supervised", hidden=True)] = None,
     no_validate: Annotated[bool, typer.Option("--no-validate", help="Do not judge the model at the end.")] = False,
     json: AsJson = False,
 ) -> None:
@@ -49,83 +50,63 @@ def command(
     from tunewell.cli.render import emit, emit_json
     from tunewell.cli.screens.training import is_first_process, shown_training
     from tunewell.runs.config import load_for_run
+    from tunewell.runs.options import RunOptions
     from tunewell.runs.supervisor import can_supervise
 
     sets = [*flags_as_sets(run=out, device=device), *(set_ or ())]
     if no_validate:
         sets.append("verdict.after_training=false")
     loaded = load_for_run(config, sets, is_resuming=resume, model=model, data=data, seed=seed)
-    if supervised is None and not no_supervisor and can_supervise():
-        flags = {
-            "--config": config,
-            "--model": model,
-            "--out": out,
-            "--seed": seed,
-            "--device": device,
-            "--set": set_,
-            "--data": data,
-            "--allow-change": allow_change,
-            "--allow-pickle": allow_pickle,
-            "--no-validate": no_validate,
-            "--enable-fault-injection": enable_fault_injection,
-            "--json": json,
-        }
-        raise typer.Exit(_supervise(loaded, flags, is_resuming=resume))
+    if worker is None and not no_supervisor and can_supervise():
+        raise typer.Exit(_supervise(loaded, context.obj))
+    options = RunOptions(
+        is_resuming=resume,
+        allowed_changes=allow_change or (),
+        allow_pickle=allow_pickle,
+        argv=context.obj,
+        supervisor_fds=worker,
+        owns_process=True,
+        faults=os.environ.get("TUNEWELL_FAULTS"),
+        allow_faults=enable_fault_injection,
+    )
     with shown_training() as watcher:
         watcher.doing("starting torch")
         # Seconds go by before torch is there: not at a prompt that says nothing.
         from tunewell.runs.heartbeat import send_ended, send_printed
-        from tunewell.workflows.train import train
+        from tunewell.workflows.train import run_training
 
-        result = train(
-            loaded,
-            is_resuming=resume,
-            allowed_changes=allow_change or (),
-            allow_pickle=allow_pickle,
-            watcher=watcher,
-            supervised=supervised,
-            faults=os.environ.get("TUNEWELL_FAULTS"),
-            allow_faults=enable_fault_injection,
-        )
-        if supervised:
-            send_ended(supervised, result.exit_code)
+        result = run_training(loaded, options, watcher)
+        if worker:
+            send_ended(worker, result.exit_code)
     if is_first_process() and json:
         emit_json(result.as_json())
     elif is_first_process():
         emit(screen(result, watcher.run.start))
-    if supervised:
+    if worker:
         sys.stdout.flush()
-        send_printed(supervised)
+        send_printed(worker)
     if result.exit_code:
         raise typer.Exit(result.exit_code)
 
 
-def _supervise(loaded: "Loaded", flags: "Mapping[str, object]", *, is_resuming: bool) -> int:
-    """Start the run in a process of its own and watch over it; give its exit code."""
+def _supervise(loaded: "Loaded", argv: "Sequence[str]") -> int:
+    """Start the run in a child process with the same arguments, supervise it and return its exit code."""
     from tunewell.cli.render import LastingStream
     from tunewell.runs.supervisor import supervise
 
-    stderr = LastingStream(sys.stderr)  # a run is watched over also when its terminal is gone
+    stderr = LastingStream(sys.stderr)  # supervision continues after the terminal is closed
 
-    def line(is_again: bool, handles: str) -> list[str]:
-        resume = ["--resume"] if is_resuming or is_again else []
-        return [sys.executable, "-m", "tunewell", "train", *spelled(flags), *resume, "--supervised", handles]
+    def command_line(is_restart: bool, fds: str) -> list[str]:
+        # In front of the user's arguments: those may end with `--`.
+        added = ["--worker", fds, *(["--resume"] if is_restart else [])]
+        return [sys.executable, "-m", "tunewell", "train", *added, *argv]
 
-    def tell(words: str) -> None:
-        stderr.write(f"supervisor: {words}\n")
+    def report(message: str) -> None:
+        stderr.write(f"supervisor: {message}\n")
         stderr.flush()
 
-    return supervise(line, folder=loaded.path(loaded.config.run), rules=loaded.config.healing, tell=tell)
-
-
-def spelled(flags: "Mapping[str, object]") -> list[str]:
-    """Spell options as they are typed; what is None or false is left out, a list is repeated."""
-    words: list[str] = []
-    for name, value in flags.items():
-        values = value if isinstance(value, list | tuple) else [] if value is None or value is False else [value]
-        for one in values:
-            words += [name] if one is True else [f"{name}={one}"]
-    return words
+    folder = loaded.path(loaded.config.run)
+    return supervise(command_line, folder=folder, rules=loaded.config.healing, report=report)
 
 
 def flags_as_sets(**values: Path | str | None) -> list[str]:
