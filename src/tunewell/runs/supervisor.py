@@ -64,9 +64,9 @@ def supervise(command_line: CommandLine, *, folder: Path, rules: Healing, report
             )
             if code in _FINAL_CODES and not has_hung:
                 return code
-            step = last_step(folder / "events.jsonl")
+            step = last_step(folder / "events.jsonl") or 0
             death = _Death.from_exit(code, has_hung=has_hung)
-            message = f"the run {death.cause} after step {count(max(step, 0))}"
+            message = f"the run {death.cause} after step {count(step)}"
             if signals.exit_code is not None:
                 if has_hung or code not in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGUSR1):
                     report(f"while stopping, {message}{_stacks_hint(folder)}")
