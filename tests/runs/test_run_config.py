@@ -7,7 +7,6 @@ import pytest
 
 from tunewell.config.load import Loaded, as_loaded, load_config
 from tunewell.core.errors import UserError
-from tunewell.core.redact import redact
 from tunewell.runs.config import dump_config, load_for_run, resume_command
 from tunewell.runs.options import RunOptions
 
