@@ -12,7 +12,7 @@ OLD_TRANSFORMERS := 5.17.0
 TRL    := .venv-trl
 TRL_PINS := transformers==4.57.3 trl==0.26.1
 
-.PHONY: help setup test test-all test-old faults check lint types contracts demo bench clean
+.PHONY: help setup test test-all test-old faults check lint types contracts docs counts demo bench clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,6 +68,12 @@ types: setup
 
 contracts: setup
 	$(BIN)/lint-imports
+
+docs: setup ## write the generated pages: docs/map.md and docs/reference/
+	$(BIN)/python docs/generate.py
+
+counts: setup ## how large the code is, and how many files a training step enters
+	$(BIN)/python tests/house/counts.py
 
 demo: setup ## the whole story on the bundled example: init, inspect, prepare, train, validate, chat
 	@$(BIN)/python examples/college/demo.py
