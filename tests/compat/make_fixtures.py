@@ -24,10 +24,11 @@ from typing import Any
 
 import test_written_by_0_1_0 as tests
 import torch
-import tunewell
 import typer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
+
+import tunewell
 from tunewell.cli.main import COMMANDS, _function
 
 WORK = Path("/tmp/written_by_0_1_0")

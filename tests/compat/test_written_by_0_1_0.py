@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 import tunewell
 from tunewell.cli.main import main
 
