@@ -120,7 +120,9 @@ def test_stages_are_told_on_stderr_only_and_once(capsys: pytest.CaptureFixture[s
 def test_in_a_terminal_stages_leave_nothing_on_stdout() -> None:
     """A status line that is drawn over stays on the terminal's side; a pipe gets the result alone."""
     code = (
-        "from tunewell.cli.stages import shown_stages\nwith shown_stages() as show: show('reading', 1, 2)\nprint('end')"
+        "from tunewell.cli.progress import shown_stages\n"
+        "with shown_stages() as show: show('reading', 1, 2)\n"
+        "print('end')"
     )
     ours, theirs = pty.openpty()
     environment = {name: value for name, value in os.environ.items() if name != "CI"} | {"TERM": "xterm"}

@@ -12,7 +12,18 @@ from typing import Any
 
 from tunewell.config.rules import VerdictRules
 from tunewell.records.plan import Chosen
-from tunewell.records.report import Change, Curve, Exchange, Ledger, LossPair, Reason, Report, Said, Subject, Tally
+from tunewell.records.report import (
+    Answer,
+    AnswerCounts,
+    AnsweredQuestion,
+    Curve,
+    EvaluatedModel,
+    LogitChange,
+    LossPair,
+    Reason,
+    Report,
+    RowCounts,
+)
 
 COLLEGE = Path(__file__).parents[2] / "examples" / "college"
 _BASE_ANSWERS = (
@@ -32,7 +43,7 @@ def college_report() -> Report:
         verdict="PASS",
         summary="38 of 40 held-out questions are answered right, where the base model had 1, and the held-out loss "
         "fell from 2.0925 to 0.0272.",
-        subject=Subject(
+        subject=EvaluatedModel(
             name="college-run",
             kind="run",
             path="run",
@@ -48,7 +59,7 @@ def college_report() -> Report:
         base_tally=_tally([exchange.base for exchange in exchanges if exchange.base]),
         tuned_tally=_tally([exchange.tuned for exchange in exchanges]),
         exchanges=exchanges,
-        change=Change(largest=18.44, prompts=8, same_first_token=2),
+        change=LogitChange(largest=18.44, prompts=8, same_first_token=2),
         thresholds=_thresholds(),
         answer_tokens=Chosen(value=48, because="the longest reference has 32 tokens, and half as much again is room"),
         curve=_learning_curve(),
@@ -155,7 +166,7 @@ def weak_report() -> Report:
             "base_tally": _tally([exchange.base for exchange in exchanges if exchange.base]),
             "tuned_tally": _tally([exchange.tuned for exchange in exchanges]),
             "curve": _long_curve(),
-            "ledger": Ledger(
+            "ledger": RowCounts(
                 rows=12_480,
                 documents=12_408,
                 held_out=41,
@@ -181,7 +192,7 @@ def minimal_report() -> Report:
         made_at="2026-03-14 09:26",
         verdict="FAIL",
         summary="The model cannot be loaded.",
-        subject=Subject(name="model", kind="model"),
+        subject=EvaluatedModel(name="model", kind="model"),
         data="rows.jsonl",
     )
 
@@ -231,7 +242,7 @@ def with_text(report: Report, text: str) -> Report:
 SAMPLES = {"pass": college_report, "fail": looping_report, "weak": weak_report, "minimal": minimal_report}
 
 
-def _exchanges(*, tuned: Any, faults: Any = lambda text: []) -> list[Exchange]:
+def _exchanges(*, tuned: Any, faults: Any = lambda text: []) -> list[AnsweredQuestion]:
     rows = [json.loads(line) for line in (COLLEGE / "held_out.jsonl").read_text(encoding="utf-8").splitlines()][:40]
     return [
         _exchange(
@@ -246,8 +257,10 @@ def _exchanges(*, tuned: Any, faults: Any = lambda text: []) -> list[Exchange]:
     ]
 
 
-def _exchange(number: int, question: str, reference: str, *, base: str, tuned: str, faults: Any = ()) -> Exchange:
-    return Exchange(
+def _exchange(
+    number: int, question: str, reference: str, *, base: str, tuned: str, faults: Any = ()
+) -> AnsweredQuestion:
+    return AnsweredQuestion(
         document=number,
         source="held_out.jsonl",
         row=number + 1,
@@ -258,12 +271,12 @@ def _exchange(number: int, question: str, reference: str, *, base: str, tuned: s
     )
 
 
-def _said(text: str, reference: str, faults: Any = ()) -> Said:
+def _said(text: str, reference: str, faults: Any = ()) -> Answer:
     kinds = [*faults, *([] if text else ["empty"])]
     right = text == reference
     f1 = 1.0 if right else len({*text.split()} & {*reference.split()}) / (len(text.split()) + 1)
     ended = "no_stop" not in kinds
-    return Said(
+    return Answer(
         text=text,
         num_tokens=len(text.split()) + 1,
         ended=ended,
@@ -279,9 +292,9 @@ def _other(reference: str) -> str:
     return reference.replace("January", "July").replace("March", "May").replace("1", "7").replace("4", "3")
 
 
-def _tally(answers: list[Said]) -> Tally:
+def _tally(answers: list[Answer]) -> AnswerCounts:
     kinds = [fault for said in answers for fault in said.faults]
-    return Tally(
+    return AnswerCounts(
         asked=len(answers),
         judged=len(answers),
         exact=sum(said.exact for said in answers),
@@ -306,8 +319,8 @@ def _long_curve() -> Curve:
     return Curve(train=losses, held_out=looks, best_step=3_250)
 
 
-def _ledger() -> Ledger:
-    return Ledger(
+def _ledger() -> RowCounts:
+    return RowCounts(
         rows=190,
         documents=150,
         held_out=40,

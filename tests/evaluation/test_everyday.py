@@ -3,7 +3,7 @@
 from collections import Counter
 
 from tunewell.evaluation.everyday import everyday_texts
-from tunewell.evaluation.language import language_of
+from tunewell.evaluation.language import detect_language
 
 
 def test_there_are_forty_passages_of_ordinary_length():
@@ -15,7 +15,7 @@ def test_there_are_forty_passages_of_ordinary_length():
 
 def test_most_passages_are_english_and_some_are_not():
     """Guards both the mixture and the detector of languages, on text written before it."""
-    languages = Counter(language_of(text) for text in everyday_texts())
+    languages = Counter(detect_language(text) for text in everyday_texts())
     assert languages.pop("en") >= 28
     assert languages.pop(None) <= 4
     assert languages == {"de": 3, "fr": 2, "es": 2}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunewell.evaluation.language import language_of, script_of
+from tunewell.evaluation.language import detect_language, detect_script
 
 SENTENCES = {
     "en": "We were late because the train had stopped between two stations, but they kept our table for us.",
@@ -66,13 +66,13 @@ UNSURE = [
 @pytest.mark.parametrize("language", SENTENCES)
 def test_a_sentence_tells_its_language(language):
     """Guards the table of function words and the scripts."""
-    assert language_of(SENTENCES[language]) == language
+    assert detect_language(SENTENCES[language]) == language
 
 
 @pytest.mark.parametrize("text", UNSURE)
 def test_names_code_numbers_and_mixtures_tell_nothing(text):
     """Guards against accusing a model of another language because of a name or a line of code."""
-    assert language_of(text) is None
+    assert detect_language(text) is None
 
 
 @pytest.mark.parametrize("language", SENTENCES)
@@ -81,18 +81,20 @@ def test_any_part_of_a_sentence_tells_its_language_or_nothing(language):
     words = SENTENCES[language].split()
     for begin in range(len(words)):
         for end in range(begin + 1, len(words) + 1):
-            assert language_of(" ".join(words[begin:end])) in (None, language)
+            assert detect_language(" ".join(words[begin:end])) in (None, language)
 
 
 @given(st.text(max_size=200))
 def test_no_text_is_too_odd(text):
     """Guards against characters without a name or a script."""
-    assert language_of(text) is None or script_of(text) is not None or "`" in text or "http" in text or "@" in text
+    assert (
+        detect_language(text) is None or detect_script(text) is not None or "`" in text or "http" in text or "@" in text
+    )
 
 
 def test_the_alphabet_is_told_where_the_language_is_not():
     """Guards the check that needs no language: Cyrillic in place of Latin."""
-    assert script_of("Гора Мусала, България") == "CYRILLIC"
-    assert script_of("a few words of English") == "LATIN"
-    assert script_of("東京タワーは高い") == "CJK"
-    assert script_of("12") is None
+    assert detect_script("Гора Мусала, България") == "CYRILLIC"
+    assert detect_script("a few words of English") == "LATIN"
+    assert detect_script("東京タワーは高い") == "CJK"
+    assert detect_script("12") is None

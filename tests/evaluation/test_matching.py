@@ -4,7 +4,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tunewell.evaluation.matching import SHORT_WORDS, is_short, match, words_of
+from tunewell.evaluation.matching import SHORT_WORDS, is_short_reference, match, split_words
 
 WORDS = st.text(alphabet="abcdefghij 0123456789.,%$-'äß北京ไทย\n", max_size=30)
 
@@ -178,11 +178,15 @@ def test_a_number_is_contained_only_in_itself(one, other):
 
 def test_short_references_are_those_of_thirty_words():
     """Guards the line above which right and wrong are not counted."""
-    assert is_short("yes") and is_short("word " * SHORT_WORDS) and not is_short("word " * (SHORT_WORDS + 1))
-    assert is_short("北京" * SHORT_WORDS) and not is_short("北京" * SHORT_WORDS + "市")
-    assert not is_short("") and not is_short(" \n")
+    assert (
+        is_short_reference("yes")
+        and is_short_reference("word " * SHORT_WORDS)
+        and not is_short_reference("word " * (SHORT_WORDS + 1))
+    )
+    assert is_short_reference("北京" * SHORT_WORDS) and not is_short_reference("北京" * SHORT_WORDS + "市")
+    assert not is_short_reference("") and not is_short_reference(" \n")
 
 
 def test_words_are_split_without_spaces_where_the_script_has_none():
     """Guards the units that loops and echoes are counted in."""
-    assert words_of("Hello, WORLD: 你好!") == ["hello", "world", "你", "好"]
+    assert split_words("Hello, WORLD: 你好!") == ["hello", "world", "你", "好"]

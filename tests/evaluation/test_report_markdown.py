@@ -11,7 +11,7 @@ from markdown_it.token import Token
 from sample_reports import SAMPLES, college_report, minimal_report, report_of_everything, weak_report, with_text
 
 from tunewell.evaluation.report.markdown import escaped, fenced, prose, report_markdown
-from tunewell.evaluation.report.view import on_one_line, visible
+from tunewell.evaluation.report.view import single_line, visible
 from tunewell.records.report import read_report, write_report
 
 # A parser nobody here wrote, with the tables and the strike-through of GitHub's dialect.
@@ -93,8 +93,8 @@ def test_escaped_text_is_one_paragraph_that_reads_as_it_was(text):
         kinds = {token.type for token in tokens} - {"text_special"}
         assert kinds <= {"paragraph_open", "inline", "text", "code_inline", "paragraph_close"}
         _is_not_linked(tokens)
-        if write is escaped and len(on_one_line(text)) < 160:
-            assert _text_of(write(text)) == on_one_line(text)
+        if write is escaped and len(single_line(text)) < 160:
+            assert _text_of(write(text)) == single_line(text)
 
 
 @given(_TEXTS)

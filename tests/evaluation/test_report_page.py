@@ -29,7 +29,16 @@ from sample_reports import (
 from tunewell.evaluation.report.page import report_page
 from tunewell.evaluation.report.view import visible
 from tunewell.records.plan import Chosen
-from tunewell.records.report import Curve, Exchange, Ledger, LossPair, Report, Said, read_report, write_report
+from tunewell.records.report import (
+    Answer,
+    AnsweredQuestion,
+    Curve,
+    LossPair,
+    Report,
+    RowCounts,
+    read_report,
+    write_report,
+)
 from tunewell.runs.loss_curve import draw_curve
 
 _VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -186,8 +195,10 @@ def _without_focus(page: Page) -> list[Any]:
 
 
 def _asking(question: str, reference: str, answer: str) -> Report:
-    said = Said(text=answer, num_tokens=3, ended=True)
-    exchange = Exchange(document=0, source="rows", row=1, question=question, reference=reference, base=said, tuned=said)
+    said = Answer(text=answer, num_tokens=3, ended=True)
+    exchange = AnsweredQuestion(
+        document=0, source="rows", row=1, question=question, reference=reference, base=said, tuned=said
+    )
     return minimal_report().model_copy(update={"exchanges": [exchange]})
 
 
@@ -218,7 +229,7 @@ def test_the_ledger_closes_on_the_page():
 @pytest.mark.parametrize(("rows", "words"), [(12, "2 rows unaccounted for"), (9, "1 row too many")])
 def test_a_ledger_that_does_not_close_says_so(rows, words):
     """The one thing worse than a lost row is a page that hides it."""
-    ledger = Ledger(rows=rows, documents=7, held_out=2, dropped={"empty": 1}, tokens=0, supervised=0, sources=[])
+    ledger = RowCounts(rows=rows, documents=7, held_out=2, dropped={"empty": 1}, tokens=0, supervised=0, sources=[])
     page = Page(report_page(minimal_report().model_copy(update={"ledger": ledger})))
     assert f"The sum does not close: {words}." in page.text and "The sum closes" not in page.text
 

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from tunewell.config.keys import all_keys
 from tunewell.config.rules import VerdictRules
-from tunewell.evaluation.evidence import FEW
-from tunewell.evaluation.verdict import CODES, Facts, judge, tally, thresholds_with_reasons
-from tunewell.records.report import Change, Exchange, LossPair, Said
+from tunewell.evaluation.measurements import FEW_QUESTIONS, Measurements, count_answers
+from tunewell.evaluation.verdict import REASON_CODES, decide_verdict, thresholds
+from tunewell.records.report import Answer, AnsweredQuestion, LogitChange, LossPair
 
 RULES = VerdictRules()
-GOOD = Said(text="It is 15 January.", num_tokens=6, ended=True, contains=True, f1=0.7, right=True)
-WRONG = Said(text="It is 1 March.", num_tokens=6, ended=True, f1=0.3)
+GOOD = Answer(text="It is 15 January.", num_tokens=6, ended=True, contains=True, f1=0.7, right=True)
+WRONG = Answer(text="It is 1 March.", num_tokens=6, ended=True, f1=0.3)
 FAULTS = ["empty", "ends_at_once", "loops", "echo", "no_stop", "other_language", "control_tokens"]
 
 
@@ -25,7 +25,7 @@ def loss(base, tuned, documents=40):
 
 
 def asked(tuned, base=WRONG, reference="15 January"):
-    return Exchange(
+    return AnsweredQuestion(
         document=0, source="rows.jsonl", row=1, question="When is it?", reference=reference, base=base, tuned=tuned
     )
 
@@ -39,8 +39,8 @@ def curve(*losses):
     return [(10 * number, value) for number, value in enumerate(losses, 1)]
 
 
-HEALTHY = Facts(
-    change=Change(largest=9.0, prompts=8, same_first_token=1),
+HEALTHY = Measurements(
+    change=LogitChange(largest=9.0, prompts=8, same_first_token=1),
     held_out=loss(2.09, 0.03),
     everyday=LossPair(name="everyday", documents=40, tokens=2600, base=3.10, tuned=3.35),
     vocab_size=49_152,
@@ -63,12 +63,12 @@ def with_answers(*saids, **others):
 
 
 def codes(facts, rules=RULES):
-    return [reason.code for reason in judge(facts, rules).reasons]
+    return [reason.code for reason in decide_verdict(facts, rules).reasons]
 
 
 def test_a_healthy_model_passes_with_its_figures_in_one_sentence():
     """Guards the best case, which must be free of complaints."""
-    verdict = judge(HEALTHY, RULES)
+    verdict = decide_verdict(HEALTHY, RULES)
     assert (verdict.level, verdict.reasons) == ("PASS", [])
     assert verdict.summary == (
         "40 of 40 held-out questions answered right (base: 0), held-out loss 2.09 -> 0.03, everyday text 3.10 -> 3.35"
@@ -88,7 +88,7 @@ SICK = {
     "NaN loss": (replace(HEALTHY, held_out=loss(2.0, math.nan)), "FAIL", "loss_not_finite"),
     "infinite loss of one source": (replace(HEALTHY, by_source=[loss(2.0, math.inf)]), "FAIL", "loss_not_finite"),
     "adapter never applied": (
-        replace(HEALTHY, change=Change(largest=0.0, prompts=8, same_first_token=8), held_out=loss(2.0, 2.0)),
+        replace(HEALTHY, change=LogitChange(largest=0.0, prompts=8, same_first_token=8), held_out=loss(2.0, 2.0)),
         "FAIL",
         "nothing_changed",
     ),
@@ -138,9 +138,9 @@ SICK = {
         "no_better_than_base",
     ),
     "one document": (replace(HEALTHY, held_out=loss(2.0, 0.1, 1), exchanges=[]), "WEAK", "not_enough_evidence"),
-    "nothing at all": (Facts(), "WEAK", "not_enough_evidence"),
+    "nothing at all": (Measurements(), "WEAK", "not_enough_evidence"),
     "no base and no short reference": (
-        Facts(held_out=loss(None, 0.5), exchanges=[asked(GOOD, base=None, reference="word " * 50)] * 9),
+        Measurements(held_out=loss(None, 0.5), exchanges=[asked(GOOD, base=None, reference="word " * 50)] * 9),
         "WEAK",
         "not_enough_evidence",
     ),
@@ -151,16 +151,16 @@ SICK = {
 def test_a_sick_model_is_told_its_own_reason_first(name):
     """Guards each way to go wrong, and that the first reason is the cause."""
     facts, level, code = SICK[name]
-    verdict = judge(facts, RULES)
+    verdict = decide_verdict(facts, RULES)
     assert (verdict.level, verdict.reasons[0].code) == (level, code)
-    assert verdict.summary.lower().startswith(CODES[code])
+    assert verdict.summary.lower().startswith(REASON_CODES[code])
 
 
 @pytest.mark.parametrize("name", SICK)
 def test_a_reason_has_numbers_and_something_to_do(name):
     """Guards the promise of a verdict one can act on: figures, and keys that exist."""
     facts, _, _ = SICK[name]
-    for reason in judge(facts, RULES).reasons:
+    for reason in decide_verdict(facts, RULES).reasons:
         assert re.search(r"\d", reason.what) and reason.what.endswith(".")
         keys = re.findall(r"`((?:train|method|data|template|evaluate|verdict)\.\w+)", reason.next)
         assert keys or "`tunewell " in reason.next
@@ -169,7 +169,7 @@ def test_a_reason_has_numbers_and_something_to_do(name):
 
 def test_every_code_can_come_first():
     """Guards against a code that no model can ever get."""
-    assert {code for _, _, code in SICK.values()} == set(CODES)
+    assert {code for _, _, code in SICK.values()} == set(REASON_CODES)
 
 
 FINE = {
@@ -198,8 +198,8 @@ FINE = {
     "a noisy last step": replace(
         HEALTHY, train_curve=[(1, 2.0), *[(step, math.nan) for step in range(2, 9)], (9, 0.1)]
     ),
-    "no curves, no everyday text, no change": Facts(held_out=loss(2.0, 1.0)),
-    "no base, but right answers": Facts(held_out=loss(None, 0.5), exchanges=[asked(GOOD, base=None)] * 9),
+    "no curves, no everyday text, no change": Measurements(held_out=loss(2.0, 1.0)),
+    "no base, but right answers": Measurements(held_out=loss(None, 0.5), exchanges=[asked(GOOD, base=None)] * 9),
     "the base's loss is not finite": replace(HEALTHY, held_out=loss(math.nan, 0.5)),
 }
 
@@ -222,27 +222,29 @@ def test_what_a_cause_explains_is_left_out():
     assert codes(replace(everything, bad_weights={"x": 1, "y": 2})) == ["weights_not_finite"]
     broken = replace(everything, bad_weights={"x": 1}, held_out=loss(1.0, math.nan))
     assert codes(broken) == ["weights_not_finite"]
-    assert codes(replace(everything, change=Change(largest=0.0, prompts=3, same_first_token=3))) == ["nothing_changed"]
+    assert codes(replace(everything, change=LogitChange(largest=0.0, prompts=3, same_first_token=3))) == [
+        "nothing_changed"
+    ]
 
 
 def test_over_fitting_says_which_step_was_best_and_which_is_judged():
     """Guards the sentence a person decides by."""
-    best = judge(OVER_FITTED, RULES).reasons[0]
+    best = decide_verdict(OVER_FITTED, RULES).reasons[0]
     assert "0.60 at step 30, to 1.30 at step 100 (step 30 is judged, the best)" in best.what
     assert "`evaluate.patience: 2` or `train.epochs: 1.5`" in best.next
-    last = judge(replace(OVER_FITTED, held_out=loss(1.0, 1.3), judged_step=100), RULES).reasons[0]
+    last = decide_verdict(replace(OVER_FITTED, held_out=loss(1.0, 1.3), judged_step=100), RULES).reasons[0]
     assert "(step 100 is judged; step 30 was the best)" in last.what
     assert "1.30 is above the base model's 1.00" in last.what
 
 
 def test_very_few_questions_or_documents_never_fail_a_model():
     """Guards against a FAIL from one answer in two."""
-    few = with_answers(*[faulty("ends_at_once")] * (FEW - 1))
-    assert judge(few, RULES).level == "WEAK" and "fewer than 5" in judge(few, RULES).reasons[0].what
-    assert judge(with_answers(*[faulty("ends_at_once")] * FEW), RULES).level == "FAIL"
-    worse = loss(1.0, 2.0, FEW - 1)
-    assert judge(Facts(held_out=worse), RULES).level == "WEAK"
-    assert judge(replace(OVER_FITTED, held_out=worse), RULES).level == "WEAK"
+    few = with_answers(*[faulty("ends_at_once")] * (FEW_QUESTIONS - 1))
+    assert decide_verdict(few, RULES).level == "WEAK" and "fewer than 5" in decide_verdict(few, RULES).reasons[0].what
+    assert decide_verdict(with_answers(*[faulty("ends_at_once")] * FEW_QUESTIONS), RULES).level == "FAIL"
+    worse = loss(1.0, 2.0, FEW_QUESTIONS - 1)
+    assert decide_verdict(Measurements(held_out=worse), RULES).level == "WEAK"
+    assert decide_verdict(replace(OVER_FITTED, held_out=worse), RULES).level == "WEAK"
 
 
 def test_the_rules_of_the_config_are_followed():
@@ -259,27 +261,27 @@ def test_the_rules_of_the_config_are_followed():
 def test_an_example_shows_what_was_asked_and_said():
     """Guards the line a person looks at first, and its length."""
     long = faulty("loops").model_copy(update={"text": "round and\nround " * 50})
-    (reason,) = judge(with_answers(*[long] * 6, *[GOOD] * 34), RULES).reasons
+    (reason,) = decide_verdict(with_answers(*[long] * 6, *[GOOD] * 34), RULES).reasons
     assert reason.example is not None and len(reason.example) < 250
     assert reason.example.startswith('asked "When is it?", it said "round and round round')
-    (silent,) = judge(with_answers(*[faulty("empty")] * 6, *[GOOD] * 34), RULES).reasons
+    (silent,) = decide_verdict(with_answers(*[faulty("empty")] * 6, *[GOOD] * 34), RULES).reasons
     assert silent.example == 'asked "When is it?", it said nothing'
 
 
 def test_the_next_value_is_named_where_the_present_one_is_known():
     """Guards advice with a number in it."""
-    assert "`train.learning_rate: 0.00033`" in judge(SICK["forgets"][0], RULES).reasons[0].next
+    assert "`train.learning_rate: 0.00033`" in decide_verdict(SICK["forgets"][0], RULES).reasons[0].next
     unknown = replace(SICK["forgets"][0], learning_rate=None)
-    assert "`train.learning_rate` a third of what it was" in judge(unknown, RULES).reasons[0].next
+    assert "`train.learning_rate` a third of what it was" in decide_verdict(unknown, RULES).reasons[0].next
 
 
 def test_tallies_alone_are_enough():
     """Guards reports without exchanges."""
     bare = replace(HEALTHY, exchanges=[])
-    right, silent = tally([GOOD] * 40), tally([faulty("empty")] * 40)
-    assert judge(replace(bare, tuned_tally=right, base_tally=silent), RULES).level == "PASS"
+    right, silent = count_answers([GOOD] * 40), count_answers([faulty("empty")] * 40)
+    assert decide_verdict(replace(bare, tuned_tally=right, base_tally=silent), RULES).level == "PASS"
     assert codes(replace(bare, tuned_tally=silent, base_tally=right)) == ["answers_nothing"]
-    fewer = tally([GOOD] * 30 + [WRONG] * 10)
+    fewer = count_answers([GOOD] * 30 + [WRONG] * 10)
     assert codes(replace(bare, tuned_tally=fewer, base_tally=right)) == ["no_better_than_base"]
 
 
@@ -292,15 +294,15 @@ def test_answers_further_from_long_references_than_the_bases_are_seen():
 
 def test_a_tally_counts_every_answer_once():
     """Guards the figures of the report."""
-    counted = tally([GOOD, faulty("loops", "echo"), faulty("echo"), GOOD.model_copy(update={"exact": True})])
+    counted = count_answers([GOOD, faulty("loops", "echo"), faulty("echo"), GOOD.model_copy(update={"exact": True})])
     assert (counted.asked, counted.right, counted.contains, counted.exact) == (4, 2, 2, 1)
     assert counted.f1 == pytest.approx(0.5) and counted.faults == {"loops": 1, "echo": 2}
-    assert tally([]).f1 == 0.0
+    assert count_answers([]).f1 == 0.0
 
 
 def test_every_threshold_comes_with_the_reason_its_key_gives():
     """Guards the promise that no number comes without a reason."""
-    shown = thresholds_with_reasons(VerdictRules(min_right=0.7))
+    shown = thresholds(VerdictRules(min_right=0.7))
     assert set(shown) == {"min_gain", "min_right", "max_faults", "max_rise", "max_forgetting"}
     assert shown["min_right"].value == 0.7
     assert shown["min_right"].because == all_keys()["verdict.min_right"].doc
@@ -313,11 +315,11 @@ SAIDS = st.builds(
 )
 LOSSES = st.one_of(st.floats(0.001, 20), st.sampled_from([math.nan, math.inf]))
 FACTS = st.builds(
-    Facts,
+    Measurements,
     bad_weights=st.one_of(st.just({}), st.just({"w": 1})),
     change=st.one_of(
         st.none(),
-        st.builds(Change, largest=LOSSES | st.just(0.0), prompts=st.integers(0, 8), same_first_token=st.just(0)),
+        st.builds(LogitChange, largest=LOSSES | st.just(0.0), prompts=st.integers(0, 8), same_first_token=st.just(0)),
     ),
     held_out=st.one_of(st.none(), st.builds(loss, st.none() | LOSSES, LOSSES, st.integers(0, 50))),
     everyday=st.one_of(st.none(), st.builds(loss, st.none() | LOSSES, LOSSES)),
@@ -336,10 +338,10 @@ RANK = {"PASS": 0, "WEAK": 1, "FAIL": 2}
 @given(FACTS)
 def test_a_verdict_is_as_bad_as_its_worst_reason(facts):
     """Guards the level, the order and the codes: no PASS with a reason, and none without evidence."""
-    verdict = judge(facts, RULES)
+    verdict = decide_verdict(facts, RULES)
     levels = [reason.level for reason in verdict.reasons]
     assert verdict.level == (("FAIL" if "FAIL" in levels else "WEAK") if levels else "PASS")
-    ranks = [(reason.level == "WEAK", list(CODES).index(reason.code)) for reason in verdict.reasons]
+    ranks = [(reason.level == "WEAK", list(REASON_CODES).index(reason.code)) for reason in verdict.reasons]
     assert ranks == sorted(set(ranks))
     assert verdict.summary and "\n" not in verdict.summary
     assert verdict.level != "PASS" or facts.held_out is not None or facts.exchanges
@@ -354,8 +356,8 @@ def test_one_more_fault_never_improves_a_verdict(facts, place, fault):
     said = exchange.tuned.model_copy(update={"faults": list({*exchange.tuned.faults, fault})})
     worse = [*facts.exchanges]
     worse[place] = exchange.model_copy(update={"tuned": said})
-    after = judge(replace(facts, exchanges=worse), RULES).level
-    assert RANK[after] >= RANK[judge(facts, RULES).level]
+    after = decide_verdict(replace(facts, exchanges=worse), RULES).level
+    assert RANK[after] >= RANK[decide_verdict(facts, RULES).level]
 
 
 @given(FACTS, st.floats(1.0, 5.0))
@@ -364,5 +366,5 @@ def test_a_higher_held_out_loss_never_improves_a_verdict(facts, times):
     if facts.held_out is None:
         return
     higher = facts.held_out.model_copy(update={"tuned": facts.held_out.tuned * times})
-    after = judge(replace(facts, held_out=higher), RULES).level
-    assert RANK[after] >= RANK[judge(facts, RULES).level]
+    after = decide_verdict(replace(facts, held_out=higher), RULES).level
+    assert RANK[after] >= RANK[decide_verdict(facts, RULES).level]

@@ -7,8 +7,15 @@ from typing import Literal
 
 from tunewell.config.rules import VerdictRules
 from tunewell.core.units import count, percent
-from tunewell.evaluation.evidence import FEW, Facts, asked_and_said, level_for, rate_times, tally
-from tunewell.records.report import Exchange, Reason, Said
+from tunewell.evaluation.measurements import (
+    FEW_QUESTIONS,
+    Measurements,
+    count_answers,
+    quote_answer,
+    soften,
+    suggest_rate,
+)
+from tunewell.records.report import Answer, AnsweredQuestion, Reason
 
 HALF = 0.5
 """Share of faulty answers that is FAIL: a reader meets more bad answers than good ones."""
@@ -73,7 +80,7 @@ _KINDS = (
 FAULT_CODES = tuple(kind.code for kind in _KINDS)
 
 
-def faulty_answers(facts: Facts, rules: VerdictRules) -> Iterator[Reason]:
+def faulty_answers(facts: Measurements, rules: VerdictRules) -> Iterator[Reason]:
     """Speak of each kind of faulty answers that is too frequent, or of the most frequent if only all together are."""
     asked, total, counts = _counts(facts)
     if not _is_too_much(total, asked, rules):
@@ -87,12 +94,12 @@ def faulty_answers(facts: Facts, rules: VerdictRules) -> Iterator[Reason]:
             is_said = True
             # Where no kind alone is half of the answers but all together are, the most frequent stands for them.
             fails = number >= HALF * asked or (is_failing and kind is worst and number < total)
-            yield _faulty(kind, facts, rules, (number, total, asked), level_for("FAIL" if fails else "WEAK", asked))
+            yield _faulty(kind, facts, rules, (number, total, asked), soften("FAIL" if fails else "WEAK", asked))
 
 
-def few_right(facts: Facts, rules: VerdictRules) -> Iterator[Reason]:
+def few_right(facts: Measurements, rules: VerdictRules) -> Iterator[Reason]:
     """Speak of too few right answers to questions with a short reference."""
-    asked, right = right_of(facts)
+    asked, right = count_right(facts)
     if asked and right < rules.min_right * asked:
         wrong = next((exchange for exchange in facts.short if not exchange.tuned.right), None)
         longer = f"`train.epochs: {2 * facts.epochs:.3g}`" if facts.epochs else "twice the `train.epochs`"
@@ -102,13 +109,13 @@ def few_right(facts: Facts, rules: VerdictRules) -> Iterator[Reason]:
             what=f"{count(right)} of {count(asked, 'question')} with a short reference "
             f"{'is' if right == 1 else 'are'} answered right ({percent(right / asked, 0)}); "
             f"{percent(rules.min_right, 0)} are asked for.",
-            example=asked_and_said(wrong, with_reference=True) if wrong else None,
+            example=quote_answer(wrong, with_reference=True) if wrong else None,
             next=f"add rows that ask for the same in other words, or train longer ({longer}); where replies may be "
             "worded freely set `verdict.min_right: 0`",
         )
 
 
-def answers_got_better(facts: Facts) -> bool:
+def answers_got_better(facts: Measurements) -> bool:
     """Say whether more questions are answered right than by the base model, by more than chance."""
     pairs = [(exchange.tuned, exchange.base) for exchange in facts.exchanges if exchange.base is not None]
     won = sum(bool(tuned.right and not base.right) for tuned, base in pairs)
@@ -116,7 +123,7 @@ def answers_got_better(facts: Facts) -> bool:
     return _is_beyond_chance(won, lost)
 
 
-def no_better_than_base(facts: Facts) -> Iterator[Reason]:
+def no_better_than_base(facts: Measurements) -> Iterator[Reason]:
     """Speak of a base model that answers better, by more than chance."""
     pairs = [(exchange, exchange.base) for exchange in facts.exchanges if exchange.base is not None]
     lost = [exchange for exchange, base in pairs if base.right and not exchange.tuned.right]
@@ -127,20 +134,23 @@ def no_better_than_base(facts: Facts) -> Iterator[Reason]:
             code="no_better_than_base",
             level="WEAK",
             what=told,
-            example=asked_and_said(lost[0], with_reference=True) if lost else None,
-            next=f"set {rate_times(facts, 1 / 3, 'a third of what it was')}, and compare the answers in the report "
+            example=quote_answer(lost[0], with_reference=True) if lost else None,
+            next=f"set {suggest_rate(facts, 1 / 3, 'a third of what it was')}, and compare the answers in the report "
             "side by side",
         )
 
 
-def _how_base_is_better(pairs: list[tuple[Exchange, Said]], lost: int, won: int) -> str | None:
+def _how_base_is_better(pairs: list[tuple[AnsweredQuestion, Answer]], lost: int, won: int) -> str | None:
     if _is_beyond_chance(lost, won):
         return (
             f"{count(lost)} questions the base model answers right are now wrong, and {count(won)} went the other way."
         )
     worse = sum(exchange.tuned.f1 < base.f1 for exchange, base in pairs)
     better = sum(exchange.tuned.f1 > base.f1 for exchange, base in pairs)
-    now, before = tally([exchange.tuned for exchange, _ in pairs]).f1, tally([base for _, base in pairs]).f1
+    now, before = (
+        count_answers([exchange.tuned for exchange, _ in pairs]).f1,
+        count_answers([base for _, base in pairs]).f1,
+    )
     if lost < won or now >= before or not _is_beyond_chance(worse, better):
         return None
     return (
@@ -149,7 +159,7 @@ def _how_base_is_better(pairs: list[tuple[Exchange, Said]], lost: int, won: int)
     )
 
 
-def _by_tallies(facts: Facts) -> str | None:
+def _by_tallies(facts: Measurements) -> str | None:
     now, before = facts.tuned_tally, facts.base_tally
     if now is None or before is None or not _is_beyond_chance(before.right - now.right, 0):
         return None
@@ -158,7 +168,7 @@ def _by_tallies(facts: Facts) -> str | None:
     )
 
 
-def right_of(facts: Facts, *, of_base: bool = False) -> tuple[int, int]:
+def count_right(facts: Measurements, *, of_base: bool = False) -> tuple[int, int]:
     """Count the questions that can be right or wrong, and those that are right."""
     if not facts.exchanges:
         counted = facts.base_tally if of_base else facts.tuned_tally
@@ -168,7 +178,7 @@ def right_of(facts: Facts, *, of_base: bool = False) -> tuple[int, int]:
     return len(present), sum(bool(answer.right) for answer in present)
 
 
-def _counts(facts: Facts) -> tuple[int, int, dict[str, int]]:
+def _counts(facts: Measurements) -> tuple[int, int, dict[str, int]]:
     """Count the answers, those with any fault, and those of each kind."""
     if facts.exchanges:
         by_kind = {kind.code: sum(_is_of(exchange, kind) for exchange in facts.exchanges) for kind in _KINDS}
@@ -181,7 +191,7 @@ def _counts(facts: Facts) -> tuple[int, int, dict[str, int]]:
     return facts.tuned_tally.asked, max(by_kind.values()), by_kind
 
 
-def _is_of(exchange: Exchange, kind: _Kind) -> bool:
+def _is_of(exchange: AnsweredQuestion, kind: _Kind) -> bool:
     return any(fault in kind.faults for fault in exchange.tuned.faults)
 
 
@@ -191,19 +201,23 @@ def _is_too_much(number: int, asked: int, rules: VerdictRules) -> bool:
 
 
 def _faulty(
-    kind: _Kind, facts: Facts, rules: VerdictRules, numbers: tuple[int, int, int], level: Literal["WEAK", "FAIL"]
+    kind: _Kind, facts: Measurements, rules: VerdictRules, numbers: tuple[int, int, int], level: Literal["WEAK", "FAIL"]
 ) -> Reason:
     number, total, asked = numbers
     others = f"; with other faults {count(total)} of them are faulty" if total > number else ""
-    few = f" Of fewer than {FEW} questions no share is FAIL." if asked < FEW and number >= HALF * asked else ""
+    few = (
+        f" Of fewer than {FEW_QUESTIONS} questions no share is FAIL."
+        if asked < FEW_QUESTIONS and number >= HALF * asked
+        else ""
+    )
     example = next((exchange for exchange in facts.exchanges if _is_of(exchange, kind)), None)
     return Reason(
         code=kind.code,
         level=level,
         what=f"{count(number)} of {count(asked, 'answer')} {kind.does}{others}; {percent(rules.max_faults, 0)} may be "
         f"faulty.{few}",
-        example=asked_and_said(example) if example else None,
-        next=kind.next.format(corpus=facts.corpus, third=rate_times(facts, 1 / 3, "a third of what it was")),
+        example=quote_answer(example) if example else None,
+        next=kind.next.format(corpus=facts.corpus, third=suggest_rate(facts, 1 / 3, "a third of what it was")),
     )
 
 

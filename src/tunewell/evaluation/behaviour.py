@@ -5,8 +5,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tunewell.evaluation.language import language_of, script_of
-from tunewell.evaluation.matching import words_of
+from tunewell.evaluation.language import detect_language, detect_script
+from tunewell.evaluation.matching import split_words
 from tunewell.records.report import Fault
 
 # Find the stretch of an answer that says the same thing over and over.
@@ -37,7 +37,7 @@ _SIGNS = re.compile(r"([^\d\s]{1,4}?)\1+|(\s)\2+")
 
 
 @dataclass(frozen=True)
-class Run:
+class Repetition:
     """A unit said several times in a row."""
 
     begin: int
@@ -52,10 +52,10 @@ class Run:
 
 def is_loop(text: str, *, ids: Sequence[int], ended: bool, reference: str) -> bool:
     """Say whether an answer goes round in circles, in a way its reference does not."""
-    said = words_of(_COUNTER.sub("", text))
+    said = split_words(_COUNTER.sub("", text))
     longest = _longest_run(said)
     # A reference far longer than the answer tells no more than its beginning, and takes the square of its length.
-    wanted = _longest_run(words_of(_COUNTER.sub("", reference))[: max(200, 2 * len(said))])
+    wanted = _longest_run(split_words(_COUNTER.sub("", reference))[: max(200, 2 * len(said))])
     if wanted and longest and wanted.times >= 3 and 2 * wanted.times >= longest.times:
         return False
     if ended:
@@ -70,7 +70,7 @@ def is_loop(text: str, *, ids: Sequence[int], ended: bool, reference: str) -> bo
     )
 
 
-def _goes_round(words: list[str], run: Run | None) -> bool:
+def _goes_round(words: list[str], run: Repetition | None) -> bool:
     """Judge an answer that ended: most of it is one unit, and the unit is none that people repeat."""
     if run is None or 2 * (run.end - run.begin) <= len(words):
         return False
@@ -99,27 +99,27 @@ def _says_nothing_new(words: list[str]) -> bool:
     return len(set(fours)) < _MIN_NEW * len(fours)
 
 
-def _tail_run(items: Sequence[Hashable]) -> Run | None:
+def _tail_run(items: Sequence[Hashable]) -> Repetition | None:
     """Find the run at the very end that covers most; its last unit may be cut off."""
-    best: Run | None = None
+    best: Repetition | None = None
     for period in range(1, len(items) // _TIMES + 1):
         begin = len(items) - period
         while begin > 0 and items[begin - 1] == items[begin - 1 + period]:
             begin -= 1
-        run = Run(begin, len(items), period)
+        run = Repetition(begin, len(items), period)
         if run.times >= _TIMES and (best is None or run.begin < best.begin):
             best = run
     return best
 
 
-def _longest_run(items: Sequence[Hashable]) -> Run | None:
+def _longest_run(items: Sequence[Hashable]) -> Repetition | None:
     """Find the run of at least three units that covers most, anywhere."""
-    best: Run | None = None
+    best: Repetition | None = None
     for period in range(1, len(items) // 3 + 1):
         differs = [-1, *(at for at in range(len(items) - period) if items[at] != items[at + period])]
         differs.append(len(items) - period)
         before, after = max(pairwise(differs), key=lambda pair: pair[1] - pair[0])
-        run = Run(before + 1, after + period, period)
+        run = Repetition(before + 1, after + period, period)
         if run.times >= 3 and (best is None or run.end - run.begin > best.end - best.begin):
             best = run
     return best
@@ -155,7 +155,7 @@ _TRANSLATES = re.compile(
 
 
 @dataclass(frozen=True)
-class Answer:
+class Sample:
     """What a model said to one question, and what it should have said."""
 
     text: str
@@ -170,7 +170,7 @@ class Answer:
     """The control tokens among the ids, as they are spelled; an empty text where they spell nothing."""
 
 
-def faults_of(answer: Answer) -> list[Fault]:
+def find_faults(answer: Sample) -> list[Fault]:
     """List what is wrong with how an answer behaves, the gravest first; nothing is said about its truth.
 
     A prompt that leaves no room for an answer gives neither tokens nor an end, and that is no fault of the model.
@@ -190,12 +190,12 @@ def faults_of(answer: Answer) -> list[Fault]:
     return [fault for fault, is_there in found.items() if is_there]
 
 
-def _is_past_the_reference(answer: Answer) -> bool:
+def _is_past_the_reference(answer: Sample) -> bool:
     # A limit that cuts off the reference too says nothing about whether the model would have ended.
     return len(answer.text) > len(answer.reference) or not answer.text.strip()
 
 
-def _has_control_tokens(answer: Answer) -> bool:
+def _has_control_tokens(answer: Sample) -> bool:
     if any(not token or token not in answer.reference for token in answer.control_texts):
         return True
     known = answer.reference + answer.question
@@ -223,9 +223,9 @@ def _goes_on_as_the_user(text: str) -> bool:
     return "Human" in user[0] or (not begins_as_dialogue and others >= 2)
 
 
-def _echoes(answer: Answer) -> bool:
+def _echoes(answer: Sample) -> bool:
     lines = [line for line in answer.question.splitlines() if line.strip()]
-    asked = [words_of(answer.question), *([words_of(lines[-1])] if len(lines) > 1 else [])]
+    asked = [split_words(answer.question), *([split_words(lines[-1])] if len(lines) > 1 else [])]
     return any(_begins_with(answer.text, words) and not _begins_with(answer.reference, words) for words in asked)
 
 
@@ -235,19 +235,22 @@ def _begins_with(text: str, question: list[str]) -> bool:
     is_telling = len("".join(question[:needed])) >= 3 * _MIN_ECHO or needed == _MOST_ECHO
     if needed < _MIN_ECHO or not is_telling:
         return False
-    said = words_of(text[:2000])
+    said = split_words(text[:2000])
     return any(said[skipped : skipped + needed] == question[:needed] for skipped in range(_LABEL_WORDS + 1))
 
 
-def _is_in_another_language(answer: Answer) -> bool:
+def _is_in_another_language(answer: Sample) -> bool:
     wanted = answer.reference
-    if language_of(wanted) is None and script_of(wanted) in ("LATIN", None):
+    if detect_language(wanted) is None and detect_script(wanted) in ("LATIN", None):
         wanted = answer.question
         if _TRANSLATES.search(wanted):
             return False
-    said = script_of(answer.text)
+    said = detect_script(answer.text)
     # A name or a formula may stand in the letters of the reference whatever was asked.
-    scripts = said, script_of(answer.reference) if said == script_of(answer.reference) else script_of(wanted)
-    languages = language_of(answer.text), language_of(wanted)
+    scripts = (
+        said,
+        detect_script(answer.reference) if said == detect_script(answer.reference) else detect_script(wanted),
+    )
+    languages = detect_language(answer.text), detect_language(wanted)
     # Letters of another alphabet tell although neither language is certain: Cyrillic in place of Latin.
     return any(own is not None and due is not None and own != due for own, due in (scripts, languages))

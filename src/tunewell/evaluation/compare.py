@@ -5,13 +5,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tunewell.records.events import plain
-from tunewell.records.report import Exchange, Report
+from tunewell.records.report import AnsweredQuestion, Report
 
 _SHOWN_CHANGES = 100
 
 
 @dataclass(frozen=True)
-class Figure:
+class MetricPair:
     """One number of both runs; None where one of them has none."""
 
     name: str
@@ -49,7 +49,7 @@ class Comparison:
     other: str
     verdicts: tuple[str, str]
     """The other's, then this one's."""
-    figures: list[Figure]
+    figures: list[MetricPair]
     num_both: int
     """Questions that both were asked."""
     became_right: int
@@ -99,7 +99,7 @@ def differences(this: Mapping[str, Any], other: Mapping[str, Any]) -> list[Diffe
     ]
 
 
-def _figures(this: Report, other: Report) -> list[Figure]:
+def _figures(this: Report, other: Report) -> list[MetricPair]:
     def loss(report: Report, name: str) -> float | None:
         pair = getattr(report, name)
         return None if pair is None else pair.tuned
@@ -117,16 +117,16 @@ def _figures(this: Report, other: Report) -> list[Figure]:
         return None if report.tuned_tally is None else report.tuned_tally.f1
 
     found = [
-        Figure("held-out loss", loss(other, "held_out"), loss(this, "held_out"), True),
-        Figure("everyday loss", loss(other, "everyday"), loss(this, "everyday"), True),
-        Figure("right", share(other, "right"), share(this, "right"), False),
-        Figure("F1", f1(other), f1(this), False),
-        Figure("faulty answers", faults(other), faults(this), True),
+        MetricPair("held-out loss", loss(other, "held_out"), loss(this, "held_out"), True),
+        MetricPair("everyday loss", loss(other, "everyday"), loss(this, "everyday"), True),
+        MetricPair("right", share(other, "right"), share(this, "right"), False),
+        MetricPair("F1", f1(other), f1(this), False),
+        MetricPair("faulty answers", faults(other), faults(this), True),
     ]
     return [figure for figure in found if figure.other is not None or figure.this is not None]
 
 
-def _change(before: Exchange, now: Exchange) -> AnswerChange:
+def _change(before: AnsweredQuestion, now: AnsweredQuestion) -> AnswerChange:
     return AnswerChange(
         now.question, now.reference, before.tuned.text, now.tuned.text, before.tuned.right, now.tuned.right
     )

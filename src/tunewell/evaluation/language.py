@@ -56,14 +56,14 @@ _WORD = re.compile(r"(?<![\w%])[^\W\d_]+(?!\w)")
 _SENTENCE_START = re.compile(r"(?:^|[.!?:\n\"“„«»(¿¡–—-])\W*$")
 
 
-def language_of(text: str) -> str | None:
+def detect_language(text: str) -> str | None:
     """Name the language of a text by its code; None where there is any doubt.
 
     Danish and Norwegian are one, `da/no`; Czech and Slovak and their like are told apart where words tell, and are None
     where none do.
     """
     prose = _NO_PROSE.sub(" ", text)
-    script = script_of(prose)
+    script = detect_script(prose)
     if script == "LATIN":
         return _by_function_words(prose)
     if script == "CJK":
@@ -80,7 +80,7 @@ def language_of(text: str) -> str | None:
     return _ONE_LANGUAGE.get(script or "")
 
 
-def script_of(text: str) -> str | None:
+def detect_script(text: str) -> str | None:
     """Name the script nearly all letters of a text belong to, Han and Kana both as `CJK`; None where there is none."""
     scripts = Counter(_script(letter) for letter in text if letter.isalpha())
     scripts["CJK"] += scripts.pop("HIRAGANA", 0) + scripts.pop("KATAKANA", 0)

@@ -7,7 +7,7 @@ from typing import Literal
 from tunewell.config.rules import VerdictRules
 from tunewell.core.units import count, percent
 from tunewell.evaluation.answer_reasons import answers_got_better
-from tunewell.evaluation.evidence import FEW, Facts, level_for, rate_times, short_text, shown
+from tunewell.evaluation.measurements import FEW_QUESTIONS, Measurements, short_loss, short_text, soften, suggest_rate
 from tunewell.records.report import LossPair, Reason
 
 SAME_LOGITS = 1e-4
@@ -32,7 +32,7 @@ LEAST_DOCUMENTS = 2
 """Held-out documents without which nothing is shown: one may be the easy one."""
 
 
-def weights_not_finite(facts: Facts) -> Iterator[Reason]:
+def weights_not_finite(facts: Measurements) -> Iterator[Reason]:
     """Speak of weights that are not numbers."""
     if facts.bad_weights:
         values = sum(facts.bad_weights.values())
@@ -44,11 +44,11 @@ def weights_not_finite(facts: Facts) -> Iterator[Reason]:
             f"{'is' if values == 1 else 'are'} not finite.",
             example=", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
             next="use an earlier checkpoint, or train again with `train.precision: fp32` and "
-            + rate_times(facts, 1 / 3, "a third of what it was"),
+            + suggest_rate(facts, 1 / 3, "a third of what it was"),
         )
 
 
-def loss_not_finite(facts: Facts) -> Iterator[Reason]:
+def loss_not_finite(facts: Measurements) -> Iterator[Reason]:
     """Speak of losses and logits that are not numbers."""
     pairs = [pair for pair in (facts.held_out, *facts.by_source, facts.everyday) if pair is not None]
     bad = [pair.name for pair in pairs if not math.isfinite(pair.tuned)]
@@ -61,11 +61,11 @@ def loss_not_finite(facts: Facts) -> Iterator[Reason]:
             what=f"{count(len(bad), 'figure')} of the tuned model {'is' if len(bad) == 1 else 'are'} not finite.",
             example=", ".join(short_text(name) for name in bad[:5]),
             next="judge it again with `train.precision: fp32`; if that does not help train again with "
-            + rate_times(facts, 1 / 3, "a third of what it was"),
+            + suggest_rate(facts, 1 / 3, "a third of what it was"),
         )
 
 
-def nothing_changed(facts: Facts) -> Iterator[Reason]:
+def nothing_changed(facts: Measurements) -> Iterator[Reason]:
     """Speak of a model that is its base."""
     change = facts.change
     if change is not None and change.prompts > 0 and change.largest <= SAME_LOGITS:
@@ -78,11 +78,11 @@ def nothing_changed(facts: Facts) -> Iterator[Reason]:
             next="check that the adapter was made for this base model and that `method.targets` names its layers"
             if facts.is_adapter
             else "check that this is the trained model's folder, and train again with "
-            + rate_times(facts, 3, "three times what it was"),
+            + suggest_rate(facts, 3, "three times what it was"),
         )
 
 
-def over_fitted_or_not_learned(facts: Facts, rules: VerdictRules) -> Iterator[Reason]:
+def over_fitted_or_not_learned(facts: Measurements, rules: VerdictRules) -> Iterator[Reason]:
     """Speak of rows known by heart; else of a held-out loss that is no lower than the base's, or hardly."""
     worse = facts.held_out is not None and facts.base_loss is not None and not _is_lower(facts.held_out)
     over_fitted = _over_fitted(facts, rules, is_worse=worse)
@@ -92,7 +92,7 @@ def over_fitted_or_not_learned(facts: Facts, rules: VerdictRules) -> Iterator[Re
     if held_out is None or base is None or (over_fitted and worse) or max(base, held_out.tuned) < TINY_LOSS:
         return
     gain = 1 - held_out.tuned / base
-    figures = f"{shown(base)} -> {shown(held_out.tuned)} on {count(held_out.documents, 'document')}"
+    figures = f"{short_loss(base)} -> {short_loss(held_out.tuned)} on {count(held_out.documents, 'document')}"
     if worse:
         yield Reason(
             code="not_learned",
@@ -100,7 +100,7 @@ def over_fitted_or_not_learned(facts: Facts, rules: VerdictRules) -> Iterator[Re
             what=f"The held-out loss is not lower than the base model's: {figures}.",
             example=_worst_source(facts),
             next=f"run `tunewell inspect {facts.corpus}` to see whether the replies are learned; if the training loss "
-            f"jumped set {rate_times(facts, 1 / 3, 'a third of what it was')}, and if it hardly fell, "
+            f"jumped set {suggest_rate(facts, 1 / 3, 'a third of what it was')}, and if it hardly fell, "
             "more `train.epochs`",
         )
     elif gain < rules.min_gain:
@@ -114,19 +114,19 @@ def over_fitted_or_not_learned(facts: Facts, rules: VerdictRules) -> Iterator[Re
             if facts.epochs
             else "train longer (twice the `train.epochs`), or on more rows",
         )
-    elif sources := [pair for pair in facts.by_source if pair.documents >= FEW and not _is_lower(pair)]:
+    elif sources := [pair for pair in facts.by_source if pair.documents >= FEW_QUESTIONS and not _is_lower(pair)]:
         worst = sources[0]
         yield Reason(
             code="little_gain",
             level="WEAK",
             what=f"The held-out loss fell as a whole, but not on {count(len(sources), 'source')}: "
-            f"`{short_text(worst.name)}` {shown(worst.base or 0.0)} -> {shown(worst.tuned)} "
+            f"`{short_text(worst.name)}` {short_loss(worst.base or 0.0)} -> {short_loss(worst.tuned)} "
             f"on {count(worst.documents, 'document')}.",
             next="look at its rows with `tunewell inspect`, or give it a larger `share` in `data.sources`",
         )
 
 
-def forgets(facts: Facts, rules: VerdictRules) -> Iterator[Reason]:
+def forgets(facts: Measurements, rules: VerdictRules) -> Iterator[Reason]:
     """Speak of everyday text that has become strange, to a model that knew it."""
     pair = facts.everyday
     if (
@@ -140,14 +140,14 @@ def forgets(facts: Facts, rules: VerdictRules) -> Iterator[Reason]:
         yield Reason(
             code="forgets",
             level="FAIL" if times >= DOUBLED else "WEAK",
-            what=f"The loss on everyday text rose from {shown(pair.base)} to {shown(pair.tuned)}, by "
+            what=f"The loss on everyday text rose from {short_loss(pair.base)} to {short_loss(pair.tuned)}, by "
             f"{percent(times - 1, 0)}; {percent(rules.max_forgetting, 0)} is allowed.",
-            next=f"set {rate_times(facts, 1 / 3, 'a third of what it was')}, or fewer `train.epochs`, or mix general "
+            next=f"set {suggest_rate(facts, 1 / 3, 'a third of what it was')}, or fewer `train.epochs`, or mix general "
             "conversations into `data.sources`",
         )
 
 
-def not_enough_evidence(facts: Facts) -> Iterator[Reason]:
+def not_enough_evidence(facts: Measurements) -> Iterator[Reason]:
     """Speak of a judgement that rests on nothing: too few held-out rows, or nothing to compare with."""
     documents = facts.held_out.documents if facts.held_out else 0
     asked = facts.tuned_tally.asked if facts.tuned_tally and not facts.exchanges else len(facts.short)
@@ -168,16 +168,16 @@ def not_enough_evidence(facts: Facts) -> Iterator[Reason]:
         )
 
 
-def _level(facts: Facts, number: int) -> Literal["WEAK", "FAIL"]:
+def _level(facts: Measurements, number: int) -> Literal["WEAK", "FAIL"]:
     """Fail a loss that got worse, unless the answers got better: the references are then worded otherwise."""
-    return "WEAK" if answers_got_better(facts) else level_for("FAIL", number)
+    return "WEAK" if answers_got_better(facts) else soften("FAIL", number)
 
 
 def _is_lower(pair: LossPair) -> bool:
     return pair.base is not None and (pair.tuned < pair.base or pair.tuned < TINY_LOSS)
 
 
-def _over_fitted(facts: Facts, rules: VerdictRules, *, is_worse: bool) -> Reason | None:
+def _over_fitted(facts: Measurements, rules: VerdictRules, *, is_worse: bool) -> Reason | None:
     train = [loss for _, loss in facts.train_curve if math.isfinite(loss)]
     looks = [(loss, step) for step, loss in facts.held_out_curve if math.isfinite(loss)]
     if len(train) < 2 or len(looks) < 2:
@@ -194,24 +194,26 @@ def _over_fitted(facts: Facts, rules: VerdictRules, *, is_worse: bool) -> Reason
     which = f"step {judged:,} is judged" + (", the best" if judged == best else f"; step {best:,} was the best")
     above = ""
     if is_worse and facts.held_out is not None and facts.base_loss is not None:
-        above = f" Its held-out loss {shown(facts.held_out.tuned)} is above the base model's {shown(facts.base_loss)}."
+        tuned, base = short_loss(facts.held_out.tuned), short_loss(facts.base_loss)
+        above = f" Its held-out loss {tuned} is above the base model's {base}."
     documents = facts.held_out.documents if facts.held_out else 0
     return Reason(
         code="over_fitted",
         level=_level(facts, documents) if is_worse else "WEAK",
-        what=f"While the training loss fell from {shown(first)} to {shown(last)}, the held-out loss rose from its "
-        f"lowest, {shown(lowest)} at step {best:,}, to {shown(final)} at step {final_step:,} ({which}).{above}",
+        what=f"While the training loss fell from {short_loss(first)} to {short_loss(last)}, the held-out loss rose "
+        f"from its lowest, {short_loss(lowest)} at step {best:,}, to {short_loss(final)} at step {final_step:,} "
+        f"({which}).{above}",
         next=_stop_earlier(facts, best, final_step),
     )
 
 
-def _stop_earlier(facts: Facts, best: int, final: int) -> str:
+def _stop_earlier(facts: Measurements, best: int, final: int) -> str:
     if facts.epochs and 0 < best < final:
         return f"set `evaluate.patience: 2` or `train.epochs: {facts.epochs * best / final:.2g}`, or add more rows"
     return "set `evaluate.patience: 2`, or fewer `train.epochs`, or add more rows"
 
 
-def _worst_source(facts: Facts) -> str | None:
+def _worst_source(facts: Measurements) -> str | None:
     gains = [
         (pair.base - pair.tuned, pair)
         for pair in facts.by_source
@@ -220,7 +222,8 @@ def _worst_source(facts: Facts) -> str | None:
     if len(gains) < 2:
         return None
     _, worst = min(gains, key=lambda entry: entry[0])
-    return f"the least was learned of {short_text(worst.name)}: {shown(worst.base or 0.0)} -> {shown(worst.tuned)}"
+    losses = f"{short_loss(worst.base or 0.0)} -> {short_loss(worst.tuned)}"
+    return f"the least was learned of {short_text(worst.name)}: {losses}"
 
 
 def _mean(values: list[float]) -> float:

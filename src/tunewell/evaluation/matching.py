@@ -72,7 +72,7 @@ def match(answer: str, reference: str) -> Match:
     return Match(exact=exact, contains=contains, f1=1.0 if exact else _f1(answer, reference), right=exact or contains)
 
 
-def is_short(reference: str) -> bool:
+def is_short_reference(reference: str) -> bool:
     """Say whether a reference is short enough for right and wrong to be a fair measure."""
     text = _normal(reference)
     spaceless = len(_SPACELESS_LETTER.findall(text))
@@ -81,7 +81,7 @@ def is_short(reference: str) -> bool:
     return 0 < words <= SHORT_WORDS
 
 
-def words_of(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Split into words without case and punctuation; of scripts without spaces each character is one."""
     letters = (" " if _is_punctuation(letter) else letter for letter in _folded(text))
     return _SPACELESS_LETTER.sub(lambda found: f" {found[0]} ", "".join(letters)).split()

@@ -13,7 +13,8 @@ import torch
 from tunewell import __version__
 from tunewell.config.rules import VerdictRules
 from tunewell.core.units import count, size_bytes
-from tunewell.evaluation.verdict import Facts, Verdict, thresholds_with_reasons
+from tunewell.evaluation.measurements import Measurements
+from tunewell.evaluation.verdict import Verdict, thresholds
 from tunewell.hardware.facts import num_cores
 from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.model_ref import ModelRef
@@ -22,19 +23,19 @@ from tunewell.records.events import as_number, read_events
 from tunewell.records.healing import HealingEntry, read_healing
 from tunewell.records.manifest import read_manifest
 from tunewell.records.plan import Chosen, Plan
-from tunewell.records.report import Curve, Ledger, Report, Subject
+from tunewell.records.report import Curve, EvaluatedModel, Report, RowCounts
 from tunewell.runs.outcome import advice, healing_summary
 
 _VERSIONED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow")
 
 
 @dataclass(frozen=True)
-class Background:
+class Provenance:
     """Everything a report tells that was not measured for it."""
 
-    subject: Subject
+    subject: EvaluatedModel
     curve: Curve = field(default_factory=Curve)
-    ledger: Ledger | None = None
+    ledger: RowCounts | None = None
     plan: dict[str, Chosen[Any]] = field(default_factory=dict)
     machine: dict[str, str] = field(default_factory=dict)
     hashes: dict[str, str] = field(default_factory=dict)
@@ -43,7 +44,7 @@ class Background:
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, found: ModelRef, voice: ChatModel) -> "Background":
+    def of(cls, found: ModelRef, voice: ChatModel) -> "Provenance":
         """Gather what lies in the run's folder and what is known of the machine."""
         is_run = found.kind == "run" and found.place is not None
         return cls(
@@ -60,8 +61,8 @@ class Background:
 
 
 def make_report(
-    background: Background,
-    facts: Facts,
+    background: Provenance,
+    facts: Measurements,
     verdict: Verdict,
     *,
     rules: VerdictRules,
@@ -87,7 +88,7 @@ def make_report(
         exchanges=list(facts.exchanges),
         change=facts.change,
         bad_weights=dict(facts.bad_weights),
-        thresholds=thresholds_with_reasons(rules),
+        thresholds=thresholds(rules),
         curve=background.curve,
         ledger=background.ledger,
         plan=background.plan,
@@ -103,9 +104,9 @@ def make_report(
     )
 
 
-def _subject(found: ModelRef) -> Subject:
+def _subject(found: ModelRef) -> EvaluatedModel:
     method = "" if found.plan is None else found.plan.method.value
-    return Subject(
+    return EvaluatedModel(
         name=found.name,
         kind=found.kind,
         path=None if found.place is None else str(found.place),
@@ -127,12 +128,12 @@ def _curve(run: Path) -> Curve:
     return Curve(train=train, held_out=held_out, best_step=min(finite)[1] if finite else None)
 
 
-def _ledger(found: ModelRef) -> Ledger | None:
+def _ledger(found: ModelRef) -> RowCounts | None:
     """Tell of the rows that were trained on, whatever it is judged on; None where they are gone or others."""
     manifest = None if found.corpus is None else read_manifest(found.corpus)
     if manifest is None or found.plan is None or manifest.corpus_sha256 != found.plan.corpus_sha256:
         return None
-    return Ledger(
+    return RowCounts(
         rows=manifest.rows_in,
         documents=manifest.documents,
         held_out=manifest.held_out,

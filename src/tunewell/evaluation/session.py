@@ -18,14 +18,21 @@ from tunewell.core.units import count
 from tunewell.data.corpus.reader import Split
 from tunewell.evaluation.everyday import everyday_texts
 from tunewell.evaluation.lm_eval import run_tasks
-from tunewell.evaluation.provenance import Background, make_report
-from tunewell.evaluation.side_by_side import Side, exchanges_of, logits_change, loss_pair, losses_by_source
-from tunewell.evaluation.verdict import Facts, judge, tally
+from tunewell.evaluation.measurements import Measurements, count_answers
+from tunewell.evaluation.provenance import Provenance, make_report
+from tunewell.evaluation.side_by_side import (
+    ModelMeasurements,
+    answered_questions,
+    logits_change,
+    loss_pair,
+    losses_by_source,
+)
+from tunewell.evaluation.verdict import decide_verdict
 from tunewell.inference.chat_model import ChatModel, open_chat_model, open_without_model
 from tunewell.inference.model_ref import ModelRef
 from tunewell.inference.runtime import Measured, Runtime, Texts, bad_weights_in
 from tunewell.records.plan import Chosen
-from tunewell.records.report import Exchange, Report
+from tunewell.records.report import AnsweredQuestion, Report
 from tunewell.training.held_out import Question, questions_of
 
 _NUM_COMPARED = 8
@@ -34,7 +41,7 @@ _LEAST_ANSWER, _MOST_ANSWER = 32, 512
 
 
 @dataclass(frozen=True)
-class Material:
+class EvaluationSet:
     """What a model is judged on."""
 
     split: Split | None
@@ -67,7 +74,7 @@ Progress = Callable[[str, int, int], None]
 class EvaluationSession:
     """One judgement, from loading to the report."""
 
-    def __init__(self, subject: ModelRef, order: ValidateOptions, material: Material, progress: Progress) -> None:
+    def __init__(self, subject: ModelRef, order: ValidateOptions, material: EvaluationSet, progress: Progress) -> None:
         self.subject, self.order, self.material, self.progress = subject, order, material, progress
         self.rules: VerdictRules = subject.loaded.config.verdict
         self.seconds: dict[str, float] = {}
@@ -78,7 +85,7 @@ class EvaluationSession:
 
     def judge(self) -> Report:
         """Measure the tuned model and its base, and make the report of it."""
-        base = Side()
+        base = ModelMeasurements()
         with self._timed("load"):
             voice, bad = self._open_and_check()
         if bad:
@@ -122,7 +129,7 @@ class EvaluationSession:
             return open_without_model(self.subject, device=self.order.device), bad
         return voice, voice.runtime.bad_weights()
 
-    def _measure_apart(self, voice: ChatModel) -> Side:
+    def _measure_apart(self, voice: ChatModel) -> ModelMeasurements:
         """Measure a base that is another model, once the tuned one has made room for it."""
         voice.release()
         gc.collect()
@@ -135,7 +142,7 @@ class EvaluationSession:
             if self.order.base is not None:
                 raise  # it was asked for by name
             self.notes.append(f"the base model could not be loaded, so there is nothing to compare with: {error.what}")
-            return Side()
+            return ModelMeasurements()
         return self._measure(other, other.runtime, "base")
 
     def _prepare_questions(self, voice: ChatModel) -> None:
@@ -151,8 +158,8 @@ class EvaluationSession:
         rows = [front + voice.tokenizer.backend.encode(text, add_special_tokens=False).ids for text in everyday_texts()]
         self.everyday = Texts(rows, longest=voice.runtime.context_length)
 
-    def _measure(self, voice: ChatModel, runtime: Runtime, who: str) -> Side:
-        side = Side()
+    def _measure(self, voice: ChatModel, runtime: Runtime, who: str) -> ModelMeasurements:
+        side = ModelMeasurements()
         split = self.material.split
         with self._timed("losses"):
             self.progress(f"{who}: everyday text", 0, 0)
@@ -180,18 +187,20 @@ class EvaluationSession:
                 side.logits = runtime.next_logits([self.everyday.arrays(index)[0].tolist() for index in range(4)])
         return side
 
-    def _report(self, voice: ChatModel, base: Side, tuned: Side | None, bad: dict[str, int]) -> Report:
+    def _report(
+        self, voice: ChatModel, base: ModelMeasurements, tuned: ModelMeasurements | None, bad: dict[str, int]
+    ) -> Report:
         held_out, by_source, everyday = None, [], None
-        exchanges: list[Exchange] = []
+        exchanges: list[AnsweredQuestion] = []
         if tuned is not None:
             held_out = loss_pair("held-out rows", base.held_out, tuned.held_out)
             by_source = losses_by_source(self.material.split, base.held_out, tuned.held_out)
             everyday = loss_pair("everyday text", base.everyday, tuned.everyday)
-            exchanges = exchanges_of(self.questions, self.material.split, voice=voice, base=base, tuned=tuned)
+            exchanges = answered_questions(self.questions, self.material.split, voice=voice, base=base, tuned=tuned)
         asked = [exchange.tuned for exchange in exchanges]
         asked_base = [exchange.base for exchange in exchanges if exchange.base is not None]
-        background = Background.of(self.subject, voice)
-        facts = Facts(
+        background = Provenance.of(self.subject, voice)
+        facts = Measurements(
             bad_weights=bad,
             change=logits_change(base.logits, None if tuned is None else tuned.logits),
             held_out=held_out,
@@ -202,13 +211,13 @@ class EvaluationSession:
             held_out_curve=background.curve.held_out,
             judged_step=self.subject.step,
             best_step=background.curve.best_step,
-            base_tally=tally(asked_base) if asked_base else None,
-            tuned_tally=tally(asked) if asked else None,
+            base_tally=count_answers(asked_base) if asked_base else None,
+            tuned_tally=count_answers(asked) if asked else None,
             exchanges=exchanges,
             is_adapter=self.subject.adapter is not None,
             **_how_trained(self.subject),
         )
-        verdict = judge(facts, self.rules)
+        verdict = decide_verdict(facts, self.rules)
         return make_report(
             background,
             facts,

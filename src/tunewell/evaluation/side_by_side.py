@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 
 from tunewell.data.corpus.reader import Split
-from tunewell.evaluation.behaviour import Answer, faults_of
-from tunewell.evaluation.matching import is_short, match
+from tunewell.evaluation.behaviour import Sample, find_faults
+from tunewell.evaluation.matching import is_short_reference, match
 from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.generate import Generated
 from tunewell.inference.runtime import Measured
-from tunewell.records.report import Change, Exchange, LossPair, Said
+from tunewell.records.report import Answer, AnsweredQuestion, LogitChange, LossPair
 from tunewell.training.held_out import Question
 
 
 @dataclass
-class Side:
+class ModelMeasurements:
     """What was measured of one model."""
 
     held_out: Measured | None = None
@@ -51,7 +51,7 @@ def losses_by_source(split: Split | None, base: Measured | None, tuned: Measured
     ]
 
 
-def logits_change(base: Any, tuned: Any) -> Change | None:
+def logits_change(base: Any, tuned: Any) -> LogitChange | None:
     """Say how far the tuned model's logits are from its base's; None where one of them is not there."""
     if base is None or tuned is None:
         return None
@@ -63,12 +63,17 @@ def logits_change(base: Any, tuned: Any) -> Change | None:
     known = np.isfinite(base) & np.isfinite(tuned)
     is_broken = bool(np.isnan(tuned).any()) or not known.any()
     largest = math.nan if is_broken else float(np.abs(base[known] - tuned[known]).max())
-    return Change(largest=largest, prompts=len(base), same_first_token=same)
+    return LogitChange(largest=largest, prompts=len(base), same_first_token=same)
 
 
-def exchanges_of(
-    questions: Sequence[Question], split: Split | None, *, voice: ChatModel, base: Side, tuned: Side
-) -> list[Exchange]:
+def answered_questions(
+    questions: Sequence[Question],
+    split: Split | None,
+    *,
+    voice: ChatModel,
+    base: ModelMeasurements,
+    tuned: ModelMeasurements,
+) -> list[AnsweredQuestion]:
     """Give each question with what both said, judged by the reference."""
     found = []
     for place, question in enumerate(questions):
@@ -76,7 +81,7 @@ def exchanges_of(
         document = split[question.document]
         reference = _words(voice, question.reference_ids)
         found.append(
-            Exchange(
+            AnsweredQuestion(
                 document=question.document,
                 source=document.source,
                 row=document.row,
@@ -95,12 +100,12 @@ def _words(voice: ChatModel, ids: list[int]) -> str:
     return voice.spell(ids[:end]).strip()
 
 
-def _said(voice: ChatModel, answer: Generated, question: Question, reference: str) -> Said:
+def _said(voice: ChatModel, answer: Generated, question: Question, reference: str) -> Answer:
     text = voice.spell(answer.ids).strip()
     found = match(text, reference)
     control = [voice.spell([token]) for token in answer.ids if token in voice.tokenizer.control_ids]
-    faults = faults_of(
-        Answer(
+    faults = find_faults(
+        Sample(
             text=text,
             ids=answer.ids,
             ended=answer.ended,
@@ -109,13 +114,13 @@ def _said(voice: ChatModel, answer: Generated, question: Question, reference: st
             control_texts=control,
         )
     )
-    return Said(
+    return Answer(
         text=text,
         num_tokens=len(answer.ids),
         ended=answer.ended,
         exact=found.exact,
         contains=found.contains,
         f1=found.f1,
-        right=found.right if is_short(reference) else None,
+        right=found.right if is_short_reference(reference) else None,
         faults=faults,
     )

@@ -5,14 +5,12 @@ from typing import Any
 
 from tunewell.config.rules import VerdictRules
 from tunewell.evaluation import answer_reasons, loss_reasons
-from tunewell.evaluation.answer_reasons import right_of
-from tunewell.evaluation.evidence import Facts, shown, tally
+from tunewell.evaluation.answer_reasons import count_right
+from tunewell.evaluation.measurements import Measurements, count_answers, short_loss
 from tunewell.records.plan import Chosen
 from tunewell.records.report import Level, LossPair, Reason
 
-__all__ = ["CODES", "Facts", "Verdict", "judge", "tally", "thresholds_with_reasons"]
-
-CODES: dict[str, str] = {
+REASON_CODES: dict[str, str] = {
     "weights_not_finite": "its weights are broken",
     "loss_not_finite": "its losses are not finite",
     "nothing_changed": "it is its base model",
@@ -52,7 +50,7 @@ class Verdict:
     """The worst first: FAIL before WEAK, causes before what follows from them; none with PASS."""
 
 
-def judge(facts: Facts, rules: VerdictRules) -> Verdict:
+def decide_verdict(facts: Measurements, rules: VerdictRules) -> Verdict:
     """Weigh what was measured: FAIL or WEAK where a reason says so, PASS where none does."""
     found = [
         *loss_reasons.weights_not_finite(facts),
@@ -73,7 +71,7 @@ def judge(facts: Facts, rules: VerdictRules) -> Verdict:
     return Verdict(level, _summary(facts, reasons), reasons)
 
 
-def thresholds_with_reasons(rules: VerdictRules) -> dict[str, Chosen[Any]]:
+def thresholds(rules: VerdictRules) -> dict[str, Chosen[Any]]:
     """List the figures that decide, as set in the config, each with what its key says about it."""
     return {
         name: Chosen(value=getattr(rules, name), because=" ".join((field.description or "").split()))
@@ -83,7 +81,7 @@ def thresholds_with_reasons(rules: VerdictRules) -> dict[str, Chosen[Any]]:
 
 
 def _without_explained(found: list[Reason]) -> list[Reason]:
-    order = list(CODES)
+    order = list(REASON_CODES)
     ranked = sorted(found, key=lambda reason: (reason.level == "WEAK", order.index(reason.code)))
     if ranked and ranked[0].code in _EXPLAIN_ALL:
         return ranked[:1]
@@ -91,29 +89,29 @@ def _without_explained(found: list[Reason]) -> list[Reason]:
     return [reason for reason in ranked if reason.code not in explained]
 
 
-def _summary(facts: Facts, reasons: list[Reason]) -> str:
+def _summary(facts: Measurements, reasons: list[Reason]) -> str:
     figures = [part for part in (_answers(facts), _loss("held-out loss", facts.held_out)) if part]
     figures += [part for part in [_loss("everyday text", facts.everyday)] if part]
     told = ", ".join(figures) or "nothing was measured"
-    sentence = f"{CODES[reasons[0].code]}: {told}" if reasons else told
+    sentence = f"{REASON_CODES[reasons[0].code]}: {told}" if reasons else told
     return sentence[:1].upper() + sentence[1:]
 
 
-def _answers(facts: Facts) -> str:
-    asked, right = right_of(facts)
-    num_base, base_right = right_of(facts, of_base=True)
+def _answers(facts: Measurements) -> str:
+    asked, right = count_right(facts)
+    num_base, base_right = count_right(facts, of_base=True)
     if asked:
         beside = f" (base: {base_right:,})" if num_base else ""
         return f"{right:,} of {asked:,} held-out question{'s' if asked != 1 else ''} answered right{beside}"
     if facts.exchanges:
         base = [exchange.base for exchange in facts.exchanges if exchange.base is not None]
-        beside = f" (base: {tally(base).f1:.2f})" if base else ""
-        return f"F1 {tally([exchange.tuned for exchange in facts.exchanges]).f1:.2f}{beside}"
+        beside = f" (base: {count_answers(base).f1:.2f})" if base else ""
+        return f"F1 {count_answers([exchange.tuned for exchange in facts.exchanges]).f1:.2f}{beside}"
     return ""
 
 
 def _loss(name: str, pair: LossPair | None) -> str:
     if pair is None:
         return ""
-    before = f"{shown(pair.base)} -> " if pair.base is not None else ""
-    return f"{name} {before}{shown(pair.tuned)}"
+    before = f"{short_loss(pair.base)} -> " if pair.base is not None else ""
+    return f"{name} {before}{short_loss(pair.tuned)}"

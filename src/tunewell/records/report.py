@@ -37,7 +37,7 @@ class Reason(_Record):
     """The next thing to do: a command or a key of the config."""
 
 
-class Subject(_Record):
+class EvaluatedModel(_Record):
     """What was judged."""
 
     name: str
@@ -62,7 +62,7 @@ class LossPair(_Record):
     tuned: float
 
 
-class Said(_Record):
+class Answer(_Record):
     """What a model answered to one question."""
 
     text: str
@@ -77,7 +77,7 @@ class Said(_Record):
     faults: list[Fault] = Field(default_factory=list)
 
 
-class Exchange(_Record):
+class AnsweredQuestion(_Record):
     """One held-out question with what should be said and what was."""
 
     document: int
@@ -85,11 +85,11 @@ class Exchange(_Record):
     row: int
     question: str
     reference: str
-    base: Said | None = None
-    tuned: Said
+    base: Answer | None = None
+    tuned: Answer
 
 
-class Tally(_Record):
+class AnswerCounts(_Record):
     """The answers of one model counted."""
 
     asked: int
@@ -103,7 +103,7 @@ class Tally(_Record):
     faults: dict[str, int]
 
 
-class Change(_Record):
+class LogitChange(_Record):
     """How far the tuned model is from its base, on some held-out prompts."""
 
     largest: float
@@ -121,7 +121,7 @@ class Curve(_Record):
     best_step: int | None = None
 
 
-class Ledger(_Record):
+class RowCounts(_Record):
     """Where the rows went."""
 
     rows: int
@@ -145,24 +145,24 @@ class Report(_Record):
     """One sentence that says why."""
     reasons: list[Reason] = Field(default_factory=list)
     """The worst first; none where the verdict is PASS."""
-    subject: Subject
+    subject: EvaluatedModel
     data: str
     """What was asked about: the held-out rows of a corpus, or a file."""
     held_out: LossPair | None = None
     by_source: list[LossPair] = Field(default_factory=list)
     everyday: LossPair | None = None
     """Loss on everyday text that has nothing to do with the rows."""
-    base_tally: Tally | None = None
-    tuned_tally: Tally | None = None
-    exchanges: list[Exchange] = Field(default_factory=list)
-    change: Change | None = None
+    base_tally: AnswerCounts | None = None
+    tuned_tally: AnswerCounts | None = None
+    exchanges: list[AnsweredQuestion] = Field(default_factory=list)
+    change: LogitChange | None = None
     bad_weights: dict[str, int] = Field(default_factory=dict)
     """Tensors with values that are not finite, and how many."""
     thresholds: dict[str, Chosen[Any]] = Field(default_factory=dict)
     answer_tokens: Chosen[int] | None = None
     """The longest answer that was allowed."""
     curve: Curve = Curve()
-    ledger: Ledger | None = None
+    ledger: RowCounts | None = None
     plan: dict[str, Chosen[Any]] = Field(default_factory=dict)
     """How it was trained, value by value with reasons."""
     machine: dict[str, str] = Field(default_factory=dict)

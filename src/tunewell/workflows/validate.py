@@ -14,7 +14,7 @@ from tunewell.core.units import count
 from tunewell.data.corpus.reader import Corpus, open_corpus
 from tunewell.evaluation.report.markdown import report_markdown
 from tunewell.evaluation.report.page import report_page
-from tunewell.evaluation.session import EvaluationSession, Material, Progress, ValidateOptions
+from tunewell.evaluation.session import EvaluationSession, EvaluationSet, Progress, ValidateOptions
 from tunewell.inference.model_ref import ModelRef
 from tunewell.records.events import plain
 from tunewell.records.manifest import Manifest
@@ -70,17 +70,17 @@ def _refuse_early(folder: Path, order: ValidateOptions) -> None:
 
 
 @contextmanager
-def _documents(subject: ModelRef, order: ValidateOptions) -> Iterator[Material]:
+def _documents(subject: ModelRef, order: ValidateOptions) -> Iterator[EvaluationSet]:
     if order.data is not None:
         with prepared(subject.loaded, str(order.data)) as corpus:
-            yield Material(corpus, str(order.data), _dropped(corpus.manifest))
+            yield EvaluationSet(corpus, str(order.data), _dropped(corpus.manifest))
     elif order.corpus is not None:
         corpus = open_corpus(order.corpus)
-        yield Material(corpus.held_out if len(corpus.held_out) else None, f"the held-out rows of {order.corpus}")
+        yield EvaluationSet(corpus.held_out if len(corpus.held_out) else None, f"the held-out rows of {order.corpus}")
     elif subject.corpus is not None:
         corpus = open_corpus(subject.corpus)
         _refuse_other_rows(subject, corpus)
-        yield Material(corpus.held_out if len(corpus.held_out) else None, "the held-out rows of the run")
+        yield EvaluationSet(corpus.held_out if len(corpus.held_out) else None, "the held-out rows of the run")
     elif subject.kind == "run":
         raise UserError(
             f"the corpus `{subject.loaded.config.corpus}` of the run is gone",

@@ -10,7 +10,7 @@ from tunewell.core.units import count, duration
 
 if TYPE_CHECKING:
     from tunewell.evaluation.compare import Comparison
-    from tunewell.records.report import LossPair, Report, Said, Tally
+    from tunewell.records.report import Answer, AnswerCounts, LossPair, Report
 
 _SHOWN_EXCHANGES = 3
 _SHOWN_SOURCES = 8
@@ -102,7 +102,7 @@ def _figures(report: "Report") -> str:
     return _folded_table(rows, right=(1, 2) if has_base else (1,))
 
 
-def _of(exchange: object, who: str) -> "Said | None":
+def _of(exchange: object, who: str) -> "Answer | None":
     return getattr(exchange, who)
 
 
@@ -190,7 +190,7 @@ def _mark(is_right: bool | None, faults: Sequence[str] = ()) -> str:
     return ", ".join([*said, *(fault.replace("_", " ") for fault in faults[:1])])
 
 
-def _right(tally: "Tally | None") -> str:
+def _right(tally: "AnswerCounts | None") -> str:
     return "-" if tally is None else f"{tally.right} of {tally.judged}"
 
 

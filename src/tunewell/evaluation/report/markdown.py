@@ -9,15 +9,15 @@ from tunewell.core.units import count
 from tunewell.evaluation.report.view import (
     FAULT_WORDS,
     NOTHING,
-    all_figures,
-    is_closed,
-    on_one_line,
+    all_metrics,
+    is_balanced,
     shortened,
+    single_line,
     sorted_answers,
-    source_figures,
+    source_metrics,
     visible,
 )
-from tunewell.records.report import Exchange, Reason, Report, Said
+from tunewell.records.report import Answer, AnsweredQuestion, Reason, Report
 
 _LONGEST_CELL, _LONGEST_SENTENCE, _LONGEST_BLOCK = 160, 600, 800
 _MOST_REASONS, _MOST_SOURCES, _MOST_COMMANDS, _MOST_NOTES = 6, 10, 20, 6
@@ -57,7 +57,7 @@ def escaped(value: object, longest: int = _LONGEST_CELL) -> str:
 
 def prose(value: str) -> str:
     """Write a sentence of ours, with what stands between backticks as code."""
-    text = shortened(on_one_line(value), _LONGEST_SENTENCE)
+    text = shortened(single_line(value), _LONGEST_SENTENCE)
     *pairs, last = text.split("`")
     if len(pairs) % 2:
         last = f"{pairs.pop()}`{last}"
@@ -68,7 +68,7 @@ def prose(value: str) -> str:
 
 
 def _cell(value: object, longest: int = _LONGEST_CELL) -> str:
-    return _plain(shortened(on_one_line(value), longest), room=2 * longest)
+    return _plain(shortened(single_line(value), longest), room=2 * longest)
 
 
 def _plain(text: str, room: int | None = None) -> str:
@@ -90,8 +90,8 @@ def fenced(value: str) -> str:
 
 
 def _figures(report: Report) -> list[str]:
-    figures = all_figures(report)
-    sources = source_figures(report)
+    figures = all_metrics(report)
+    sources = source_metrics(report)
     rows = [(figure.name, figure.base, figure.tuned, figure.change) for figure in figures]
     if len(sources) > 1:
         shown = [figure for _, figure in sources[:_MOST_SOURCES]]
@@ -117,7 +117,7 @@ def _answers(report: Report) -> list[str]:
     return [*parts, *_and_more(answers.left_out, "answer")]
 
 
-def _exchanges(exchanges: list[Exchange]) -> str:
+def _exchanges(exchanges: list[AnsweredQuestion]) -> str:
     has_base = any(exchange.base for exchange in exchanges)
     head = ("question", "should say", *(("base said",) if has_base else ()), "tuned said")
     rows = [
@@ -132,7 +132,7 @@ def _exchanges(exchanges: list[Exchange]) -> str:
     return _table(head, rows)
 
 
-def _answer(said: Said | None) -> str:
+def _answer(said: Answer | None) -> str:
     if said is None:
         return "not asked"
     faults = ", ".join(FAULT_WORDS[fault] for fault in said.faults)
@@ -145,7 +145,7 @@ def _rows(report: Report) -> list[str]:
     if ledger is None:
         return []
     dropped = sum(ledger.dropped.values())
-    end = "" if is_closed(ledger) else " **The sum does not close.**"
+    end = "" if is_balanced(ledger) else " **The sum does not close.**"
     return [
         f"Data: {count(ledger.rows, 'row')} = {count(ledger.documents, 'document')} + {count(ledger.held_out)} held out"
         f" + {count(dropped)} dropped.{end}"

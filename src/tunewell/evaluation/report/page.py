@@ -17,18 +17,18 @@ from tunewell.core.units import count, duration, percent
 from tunewell.evaluation.report.view import (
     FAULT_WORDS,
     NOTHING,
-    all_figures,
-    in_order,
-    is_closed,
-    key_figures,
-    ledger_lines,
+    all_metrics,
+    declared_order,
+    is_balanced,
+    key_metrics,
     loss,
-    on_one_line,
+    nonfinite_text,
+    row_count_lines,
     setting,
+    single_line,
     sorted_answers,
-    source_figures,
     source_lines,
-    unfinite,
+    source_metrics,
     visible,
 )
 from tunewell.records.plan import Chosen, Plan
@@ -56,9 +56,9 @@ def report_page(report: Report) -> str:
         style=Markup(style),
         style_hash=f"sha256-{digest}",
         verdict_words=VERDICT_WORDS[report.verdict],
-        key_figures=key_figures(report),
-        figures=all_figures(report),
-        source_figures=source_figures(report),
+        key_figures=key_metrics(report),
+        figures=all_metrics(report),
+        source_figures=source_metrics(report),
         curve=_curve(report.curve),
         answers=sorted_answers(report),
         ledger=_ledger(report),
@@ -81,7 +81,7 @@ def _template() -> Template:
     )
     environment.filters |= {
         "visible": visible,
-        "line": on_one_line,
+        "line": single_line,
         "prose": prose,
         "said": _said,
         "is_long": _is_long,
@@ -91,8 +91,8 @@ def _template() -> Template:
         "duration": duration,
         "loss": loss,
         "setting": setting,
-        "f1": lambda value: unfinite(value) or f"{value:.2f}",
-        "number": lambda value: unfinite(value) or f"{value:,.4g}",
+        "f1": lambda value: nonfinite_text(value) or f"{value:.2f}",
+        "number": lambda value: nonfinite_text(value) or f"{value:,.4g}",
     }
     return environment.get_template("report.html")
 
@@ -125,7 +125,7 @@ def _is_long(text: str) -> bool:
 
 
 def _chosen(values: dict[str, Chosen[Any]], *, known: Any) -> list[tuple[str, str, str]]:
-    names = in_order(values, known)
+    names = declared_order(values, known)
     return [(name.replace("_", " "), setting(values[name].value), values[name].because) for name in names]
 
 
@@ -133,11 +133,11 @@ def _ledger(report: Report) -> dict[str, Any] | None:
     if report.ledger is None:
         return None
     ledger = report.ledger
-    total = sum(line.rows for line in ledger_lines(ledger))
+    total = sum(line.rows for line in row_count_lines(ledger))
     return {
-        "lines": ledger_lines(ledger),
+        "lines": row_count_lines(ledger),
         "total": total,
-        "is_closed": is_closed(ledger),
+        "is_closed": is_balanced(ledger),
         "missing": ledger.rows - total,
         "dropped": sum(ledger.dropped.values()),
         "sources": source_lines(ledger),
@@ -167,4 +167,4 @@ def _scores(value: Any, path: tuple[str, ...] = ()) -> list[tuple[str, str]]:
     """Flatten what lm-eval gave, whatever its shape, into names and values."""
     if isinstance(value, dict) and value and len(path) < 6:
         return [score for key in sorted(value, key=str) for score in _scores(value[key], (*path, str(key)))]
-    return [(on_one_line(" / ".join(path)), setting(value))] if path else []
+    return [(single_line(" / ".join(path)), setting(value))] if path else []

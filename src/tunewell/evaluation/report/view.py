@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tunewell.core.units import count, percent
-from tunewell.records.report import Exchange, Ledger, LossPair, Report, Tally
+from tunewell.records.report import AnswerCounts, AnsweredQuestion, LossPair, Report, RowCounts
 from tunewell.runs.loss_curve import format_loss
 
 # Texts of a report made fit to be shown: what cannot be seen is made visible, numbers are written for people.
@@ -43,7 +43,7 @@ def visible(value: object) -> str:
     return shown if left <= 0 else f"{shown}\n[{count(left, 'more character')}]"
 
 
-def on_one_line(value: object) -> str:
+def single_line(value: object) -> str:
     """Write a text like `visible`, with its breaks and runs of white space as single spaces."""
     return " ".join(visible(value).split())
 
@@ -68,7 +68,7 @@ def perplexity(value: float | None) -> str:
     return f"{power:,.0f}" if power < 1e6 else f"{power:.1e}" if power < math.inf else "over 1e304"
 
 
-def unfinite(value: float) -> str:
+def nonfinite_text(value: float) -> str:
     """Return the words for a number that is not finite; an empty text for a finite one."""
     return "" if math.isfinite(value) else format_loss(value)
 
@@ -82,7 +82,7 @@ def setting(value: Any) -> str:
     if isinstance(value, int):
         return count(value)
     if isinstance(value, float):
-        return unfinite(value) or (f"{value:,.6g}" if 1e-3 <= abs(value) < 1e6 or value == 0 else f"{value:.4g}")
+        return nonfinite_text(value) or (f"{value:,.6g}" if 1e-3 <= abs(value) < 1e6 or value == 0 else f"{value:.4g}")
     if isinstance(value, list | tuple) and all(isinstance(entry, str | int | float) for entry in value):
         return ", ".join(setting(entry) for entry in value) or "none"
     if isinstance(value, dict | list | tuple):
@@ -90,14 +90,14 @@ def setting(value: Any) -> str:
     return visible(value)
 
 
-def in_order(keys: Any, known: Any) -> list[str]:
+def declared_order(keys: Any, known: Any) -> list[str]:
     """Order keys as they are declared, and those that are not by name, so that equal reports give equal pages."""
     places = {name: place for place, name in enumerate(known)}
     return sorted(keys, key=lambda key: (places.get(key, len(places)), key))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figure:
+class MetricRow:
     """One thing that was measured, before and after, in words."""
 
     name: str
@@ -110,7 +110,7 @@ class Figure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LedgerLine:
+class RowCountLine:
     """One term of the sum that must close."""
 
     name: str
@@ -118,7 +118,7 @@ class LedgerLine:
     is_dropped: bool = False
 
 
-def key_figures(report: Report) -> list[Figure]:
+def key_metrics(report: Report) -> list[MetricRow]:
     """List the two or three figures that say most."""
     figures = []
     if report.tuned_tally and report.tuned_tally.asked:
@@ -130,7 +130,7 @@ def key_figures(report: Report) -> list[Figure]:
     return figures
 
 
-def all_figures(report: Report) -> list[Figure]:
+def all_metrics(report: Report) -> list[MetricRow]:
     """List everything that was measured before and after."""
     figures = []
     if report.held_out:
@@ -144,27 +144,27 @@ def all_figures(report: Report) -> list[Figure]:
     return figures
 
 
-def source_figures(report: Report) -> list[tuple[LossPair, Figure]]:
+def source_metrics(report: Report) -> list[tuple[LossPair, MetricRow]]:
     """List the held-out losses of every source."""
-    return [(pair, _loss(on_one_line(pair.name), pair)) for pair in report.by_source]
+    return [(pair, _loss(single_line(pair.name), pair)) for pair in report.by_source]
 
 
-def ledger_lines(ledger: Ledger) -> list[LedgerLine]:
+def row_count_lines(ledger: RowCounts) -> list[RowCountLine]:
     """List what the rows became, the dropped ones by reason, most first."""
     dropped = sorted(ledger.dropped.items(), key=lambda item: (-item[1], item[0]))
     return [
-        LedgerLine(name="documents to train on", rows=ledger.documents),
-        LedgerLine(name="held out", rows=ledger.held_out),
-        *(LedgerLine(name=on_one_line(name).replace("_", " "), rows=rows, is_dropped=True) for name, rows in dropped),
+        RowCountLine(name="documents to train on", rows=ledger.documents),
+        RowCountLine(name="held out", rows=ledger.held_out),
+        *(RowCountLine(name=single_line(name).replace("_", " "), rows=rows, is_dropped=True) for name, rows in dropped),
     ]
 
 
-def is_closed(ledger: Ledger) -> bool:
+def is_balanced(ledger: RowCounts) -> bool:
     """Say whether every row is accounted for."""
-    return ledger.rows == sum(line.rows for line in ledger_lines(ledger))
+    return ledger.rows == sum(line.rows for line in row_count_lines(ledger))
 
 
-def source_lines(ledger: Ledger) -> list[dict[str, str]]:
+def source_lines(ledger: RowCounts) -> list[dict[str, str]]:
     """List the sources as texts; `unknown` where a source does not say."""
     return [{name: _source_value(source, name) for name in _SOURCE_COLUMNS} for source in ledger.sources]
 
@@ -175,24 +175,24 @@ _SOURCE_COLUMNS = ("name", "formats", "rows", "documents", "held_out", "dropped"
 def _source_value(source: dict[str, Any], name: str) -> str:
     value = source.get(name)
     if name == "formats" and isinstance(value, dict):
-        return ", ".join(on_one_line(key) for key in sorted(value)) or "none"
+        return ", ".join(single_line(key) for key in sorted(value)) or "none"
     if name == "dropped" and isinstance(value, dict):
         value = sum(part for part in value.values() if isinstance(part, int))
     if value is None:
         return "unknown"
-    return count(value) if isinstance(value, int) else on_one_line(value)
+    return count(value) if isinstance(value, int) else single_line(value)
 
 
-def _loss(name: str, pair: LossPair, hint: str = "") -> Figure:
-    return Figure(name=name, hint=hint, base=loss(pair.base), tuned=loss(pair.tuned), change=_moved(pair))
+def _loss(name: str, pair: LossPair, hint: str = "") -> MetricRow:
+    return MetricRow(name=name, hint=hint, base=loss(pair.base), tuned=loss(pair.tuned), change=_moved(pair))
 
 
-def _perplexity(name: str, pair: LossPair) -> Figure:
-    return Figure(name=name, hint="lower is better", base=perplexity(pair.base), tuned=perplexity(pair.tuned))
+def _perplexity(name: str, pair: LossPair) -> MetricRow:
+    return MetricRow(name=name, hint="lower is better", base=perplexity(pair.base), tuned=perplexity(pair.tuned))
 
 
 def _moved(pair: LossPair) -> str:
-    if pair.base is None or unfinite(pair.base) or unfinite(pair.tuned) or pair.base <= 0:
+    if pair.base is None or nonfinite_text(pair.base) or nonfinite_text(pair.tuned) or pair.base <= 0:
         return ""
     share = pair.tuned / pair.base - 1
     if abs(share) < 0.0005:
@@ -202,18 +202,18 @@ def _moved(pair: LossPair) -> str:
     return f"{percent(abs(share))} {'lower' if share < 0 else 'higher'}"
 
 
-def _right(base: Tally | None, tuned: Tally) -> Figure:
+def _right(base: AnswerCounts | None, tuned: AnswerCounts) -> MetricRow:
     figure = _counted("Right answers", base, tuned, "right")
     shares = (base.right / base.judged if base and base.judged else None, tuned.right / max(1, tuned.judged))
-    return Figure(**{**vars(figure), "hint": "of the questions with a short reference", "shares": shares})
+    return MetricRow(**{**vars(figure), "hint": "of the questions with a short reference", "shares": shares})
 
 
-def _answers(base: Tally | None, tuned: Tally) -> list[Figure]:
+def _answers(base: AnswerCounts | None, tuned: AnswerCounts) -> list[MetricRow]:
     figures = [
         _right(base, tuned),
         _counted("Word for word the reference", base, tuned, "exact"),
         _counted("Contain the reference", base, tuned, "contains"),
-        Figure(
+        MetricRow(
             name="Token F1, mean",
             hint="0 to 1, words in common with the reference",
             base=_f1(base),
@@ -221,35 +221,37 @@ def _answers(base: Tally | None, tuned: Tally) -> list[Figure]:
             change=_f1_moved(base, tuned),
         ),
     ]
-    for name in in_order({*tuned.faults, *(base.faults if base else ())}, FAULT_WORDS):
+    for name in declared_order({*tuned.faults, *(base.faults if base else ())}, FAULT_WORDS):
         was, now = (base.faults.get(name, 0) if base else 0), tuned.faults.get(name, 0)
         if was or now:
-            words = on_one_line(FAULT_WORDS.get(name, name.replace("_", " ")))
+            words = single_line(FAULT_WORDS.get(name, name.replace("_", " ")))
             shown = _of(was, base.asked) if base else "not measured"
-            figures.append(Figure(name=f"Fault: {words}", hint="none is best", base=shown, tuned=_of(now, tuned.asked)))
+            figures.append(
+                MetricRow(name=f"Fault: {words}", hint="none is best", base=shown, tuned=_of(now, tuned.asked))
+            )
     return figures
 
 
-def _counted(name: str, base: Tally | None, tuned: Tally, field: str) -> Figure:
+def _counted(name: str, base: AnswerCounts | None, tuned: AnswerCounts, field: str) -> MetricRow:
     now, whole = getattr(tuned, field), tuned.judged if field == "right" else tuned.asked
     if base is None:
-        return Figure(name=name, base="not measured", tuned=_of(now, whole))
+        return MetricRow(name=name, base="not measured", tuned=_of(now, whole))
     was, base_whole = getattr(base, field), base.judged if field == "right" else base.asked
     difference = now - was if base_whole == whole else 0
     change = f"{count(abs(difference))} {'more' if difference > 0 else 'fewer'}" if difference else ""
-    return Figure(name=name, base=_of(was, base_whole), tuned=_of(now, whole), change=change)
+    return MetricRow(name=name, base=_of(was, base_whole), tuned=_of(now, whole), change=change)
 
 
 def _of(part: int, whole: int) -> str:
     return f"{count(part)} of {count(whole)}"
 
 
-def _f1(tally: Tally | None) -> str:
-    return "not measured" if tally is None else unfinite(tally.f1) or f"{tally.f1:.3f}"
+def _f1(tally: AnswerCounts | None) -> str:
+    return "not measured" if tally is None else nonfinite_text(tally.f1) or f"{tally.f1:.3f}"
 
 
-def _f1_moved(base: Tally | None, tuned: Tally) -> str:
-    if base is None or unfinite(base.f1) or unfinite(tuned.f1):
+def _f1_moved(base: AnswerCounts | None, tuned: AnswerCounts) -> str:
+    if base is None or nonfinite_text(base.f1) or nonfinite_text(tuned.f1):
         return ""
     difference = tuned.f1 - base.f1
     return f"{abs(difference):.3f} {'higher' if difference > 0 else 'lower'}" if abs(difference) >= 0.0005 else ""
@@ -263,16 +265,16 @@ _MOST = 500
 
 
 @dataclass(frozen=True)
-class Answers:
+class SortedAnswers:
     """Every exchange of a report in one of three lists."""
 
-    telling: list[Exchange]
-    wrong: list[Exchange]
-    right: list[Exchange]
+    telling: list[AnsweredQuestion]
+    wrong: list[AnsweredQuestion]
+    right: list[AnsweredQuestion]
     left_out: int
 
 
-def sorted_answers(report: Report, *, telling: int = _TELLING, most: int = _MOST) -> Answers:
+def sorted_answers(report: Report, *, telling: int = _TELLING, most: int = _MOST) -> SortedAnswers:
     """Sort the exchanges: half of the telling ones wrong, half right, and more of one where the other lacks."""
     ranked = sorted(report.exchanges, key=_rank)
     wrong = [exchange for exchange in ranked if _is_wrong(exchange)]
@@ -281,7 +283,7 @@ def sorted_answers(report: Report, *, telling: int = _TELLING, most: int = _MOST
     num_right = min(len(right), telling - num_wrong)
     more_wrong = wrong[num_wrong:][:most]
     more_right = right[num_right:][: most - len(more_wrong)]
-    return Answers(
+    return SortedAnswers(
         telling=[*wrong[:num_wrong], *right[:num_right]],
         wrong=more_wrong,
         right=more_right,
@@ -289,11 +291,11 @@ def sorted_answers(report: Report, *, telling: int = _TELLING, most: int = _MOST
     )
 
 
-def _is_wrong(exchange: Exchange) -> bool:
+def _is_wrong(exchange: AnsweredQuestion) -> bool:
     return exchange.tuned.right is False or bool(exchange.tuned.faults)
 
 
-def _rank(exchange: Exchange) -> tuple[bool, bool, bool, int]:
+def _rank(exchange: AnsweredQuestion) -> tuple[bool, bool, bool, int]:
     """Put faults first, then what the base knew and the tuned model does not, then what it learned."""
     was_right = exchange.base is not None and bool(exchange.base.right)
     has_changed = was_right != bool(exchange.tuned.right)

@@ -5,20 +5,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tunewell.evaluation.matching import is_short
-from tunewell.records.report import Change, Exchange, LossPair, Said, Tally
+from tunewell.evaluation.matching import is_short_reference
+from tunewell.records.report import Answer, AnswerCounts, AnsweredQuestion, LogitChange, LossPair
 
-FEW = 5
+FEW_QUESTIONS = 5
 """Questions or documents below which no share of them makes a FAIL: of three, one more or less is everything."""
 
 
 @dataclass(frozen=True)
-class Facts:
+class Measurements:
     """Everything that was measured of a model; what was not is None or empty."""
 
     bad_weights: Mapping[str, int] = field(default_factory=dict)
     """Tensors with values that are not finite, and how many."""
-    change: Change | None = None
+    change: LogitChange | None = None
     held_out: LossPair | None = None
     by_source: Sequence[LossPair] = ()
     everyday: LossPair | None = None
@@ -29,10 +29,10 @@ class Facts:
     held_out_curve: Sequence[tuple[int, float]] = ()
     judged_step: int | None = None
     best_step: int | None = None
-    base_tally: Tally | None = None
-    tuned_tally: Tally | None = None
+    base_tally: AnswerCounts | None = None
+    tuned_tally: AnswerCounts | None = None
     """Used where there are no exchanges."""
-    exchanges: Sequence[Exchange] = ()
+    exchanges: Sequence[AnsweredQuestion] = ()
     is_adapter: bool = False
     learning_rate: float | None = None
     """How it was trained, so that the next value can be named."""
@@ -47,17 +47,17 @@ class Facts:
         return base if base is not None and math.isfinite(base) else None
 
     @property
-    def short(self) -> list[Exchange]:
+    def short(self) -> list[AnsweredQuestion]:
         """The exchanges whose answers can be right or wrong."""
-        return [exchange for exchange in self.exchanges if is_short(exchange.reference)]
+        return [exchange for exchange in self.exchanges if is_short_reference(exchange.reference)]
 
 
-def tally(saids: Sequence[Said]) -> Tally:
+def count_answers(saids: Sequence[Answer]) -> AnswerCounts:
     """Count the answers of one model."""
     faults: dict[str, int] = {}
     for fault in (fault for said in saids for fault in said.faults):
         faults[fault] = faults.get(fault, 0) + 1
-    return Tally(
+    return AnswerCounts(
         asked=len(saids),
         judged=sum(said.right is not None for said in saids),
         exact=sum(said.exact for said in saids),
@@ -68,12 +68,12 @@ def tally(saids: Sequence[Said]) -> Tally:
     )
 
 
-def level_for(level: Literal["WEAK", "FAIL"], number: int) -> Literal["WEAK", "FAIL"]:
+def soften(level: Literal["WEAK", "FAIL"], number: int) -> Literal["WEAK", "FAIL"]:
     """Soften a FAIL that rests on very few questions or documents."""
-    return "WEAK" if number < FEW else level
+    return "WEAK" if number < FEW_QUESTIONS else level
 
 
-def shown(loss: float) -> str:
+def short_loss(loss: float) -> str:
     """Write a loss with two digits: `2.09`, `0.03`, `0.0052`."""
     if not math.isfinite(loss):
         return "not finite"
@@ -86,14 +86,14 @@ def short_text(text: str, most: int = 100) -> str:
     return line if len(line) <= most else line[: most - 3].rstrip() + "..."
 
 
-def asked_and_said(exchange: Exchange, *, with_reference: bool = False) -> str:
+def quote_answer(exchange: AnsweredQuestion, *, with_reference: bool = False) -> str:
     """Show one exchange: what was asked, what should have been said and what was."""
     said = f'"{short_text(exchange.tuned.text)}"' if exchange.tuned.text.strip() else "nothing"
     due = f' (reference: "{short_text(exchange.reference, 60)}")' if with_reference else ""
     return f'asked "{short_text(exchange.question)}", it said {said}{due}'
 
 
-def rate_times(facts: Facts, factor: float, words: str) -> str:
+def suggest_rate(facts: Measurements, factor: float, words: str) -> str:
     """Name a learning rate to try: `train.learning_rate: 0.0003` where the present one is known."""
     if facts.learning_rate is None:
         return f"`train.learning_rate` {words}"
