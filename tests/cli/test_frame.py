@@ -209,7 +209,7 @@ def test_explain_shows_a_key_and_its_place(tmp_path):
     (tmp_path / "tunewell.yaml").write_text("seed: 1\nmax_length: 1024\n")
     done = run(ENTRY, "explain", "max_length", cwd=tmp_path)
     assert done.stdout.splitlines()[0] == "packing.context_length"
-    assert "now         1,024   (tunewell.yaml line 2)" in done.stdout
+    assert "now         1,024 (tunewell.yaml line 2)" in done.stdout
     assert json.loads(run(ENTRY, "explain", "seed", "--json", cwd=tmp_path).stdout)["value"] == 1
 
 

@@ -77,7 +77,7 @@ def test_it_says_where_it_is_answers_and_ends_when_asked(folder, number, code, t
 
 def test_a_port_for_strangers_is_refused_before_anything_is_loaded(folder, monkeypatch):
     monkeypatch.delenv("TUNEWELL_TOKEN", raising=False)
-    monkeypatch.setattr("tunewell.workflows.serve.open_voice", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr("tunewell.workflows.serve.open_chat_model", lambda *_, **__: pytest.fail("it was loaded"))
     with pytest.raises(UserError, match="without a token"):
         open_server(resolve_model(folder), door=Door(host="0.0.0.0"))
     with pytest.raises(UserError, match="no origin"):

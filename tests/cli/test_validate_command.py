@@ -14,8 +14,8 @@ from sample_reports import college_report
 
 from tunewell.cli.commands.validate import as_json, closing
 from tunewell.cli.progress import shown_stages
-from tunewell.cli.screens import verdict as screens
-from tunewell.cli.screens.verdict import cells, comparison_screen, hanging, verdict_lines, verdict_screen
+from tunewell.cli.render import cell_width, hanging
+from tunewell.cli.screens.verdict import comparison_screen, verdict_lines, verdict_screen
 from tunewell.evaluation.compare import compare
 from tunewell.records.report import Reason, Report
 
@@ -46,13 +46,13 @@ def long_report() -> Report:
 @pytest.mark.parametrize("columns", [64, 80, 120])
 def test_nothing_leaves_the_screen(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wide characters take two columns, and long paths have no space to break at."""
-    monkeypatch.setattr(screens, "width", lambda: columns)
+    monkeypatch.setenv("COLUMNS", str(columns))
     report = long_report()
     folder = Path("/a/folder" * 12)
     found = types.SimpleNamespace(report=report, folder=folder, page=folder / "report.html")
     compared = compare(report, college_report(), configs=({"a": "v" * 90}, {"a": "w" * 90}))
     text = "\n".join([verdict_screen(report), closing(found), comparison_screen(compared, ["a note " * 40])])  # pyright: ignore[reportArgumentType]
-    assert [line for line in text.split("\n") if cells(line) > columns] == []
+    assert [line for line in text.split("\n") if cell_width(line) > columns] == []
     assert [line for line in text.split("\n") if line != line.rstrip()] == []
     assert "/far/away" * 15 in text.replace("\n", "").replace(" ", ""), "names are broken, never cut"
 
@@ -96,7 +96,7 @@ def test_control_characters_of_an_answer_do_not_reach_the_terminal() -> None:
 
 
 def test_a_text_is_folded_under_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(screens, "width", lambda: 30)
+    monkeypatch.setenv("COLUMNS", "30")
     assert hanging("  do: ", "one two three four five six") == "  do: one two three four five\n      six"
     assert hanging("x ", "") == "x"
     assert verdict_lines(college_report()).startswith("PASS  38 of 40")

@@ -1,33 +1,41 @@
-"""Put words on the screen: results on stdout, progress and errors on stderr, all readable without colour."""
+"""Print to the terminal: results on stdout, progress and errors on stderr, tables and folded text, no colour needed."""
 
 import json
 import shutil
 import sys
-import textwrap
 import unicodedata
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from tunewell.cli.screens.numbers import one_line
 from tunewell.core.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _MAX_WIDTH = 120
+_MIN_FOLD_WIDTH = 20
 
 
 def console() -> "Console":
-    """Open stdout for results; colour only in a terminal and without `NO_COLOR`."""
+    """Return a rich console on stdout; it colours only in a terminal and without `NO_COLOR`."""
     from rich.console import Console
 
     return Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def err_console() -> "Console":
-    """Open stderr for progress; colour only in a terminal and without `NO_COLOR`."""
+    """Return a rich console on stderr; it colours only in a terminal and without `NO_COLOR`."""
     from rich.console import Console
 
     return Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+def is_interactive() -> bool:
+    """Return True if stderr is a terminal that can show a live display, and not a log of `CI`."""
+    import os
+
+    return sys.stderr.isatty() and not os.environ.get("CI") and os.environ.get("TERM") != "dumb"
 
 
 def emit(text: str = "") -> None:
@@ -36,90 +44,95 @@ def emit(text: str = "") -> None:
 
 
 def emit_json(value: Any) -> None:
-    """Write one JSON object to stdout, valid in whatever encoding stdout has."""
+    """Write one JSON object to stdout, with escapes if stdout is not UTF-8."""
     is_utf8 = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") == "utf8"
     emit(json.dumps(value, indent=2, ensure_ascii=not is_utf8, allow_nan=False, default=str))
 
 
 def emit_error(error: UserError) -> None:
-    """Write an error a person can mend to stderr."""
+    """Write a user error to stderr."""
     sys.stderr.write(f"error: {error}\n")
 
 
 def width() -> int:
-    """Say how wide text may be: the terminal, at most 120 columns; 100 where there is no terminal."""
+    """Return the columns that text may use: the terminal's width, at most 120; 100 without a terminal."""
     return min(shutil.get_terminal_size((100, 24)).columns, _MAX_WIDTH)
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), gap: int = 3) -> str:
-    """Align columns with spaces and no lines; `right` names the columns of numbers, counted from 0.
+    """Align columns with spaces; `right` lists the columns to align right, counted from 0.
 
     model         SmolLM2-135M    135 M parameters
-    micro-batch   16,384 tokens   because it fits
+    micro-batch   16,384 tokens   fits in memory
     """
     num_columns = max((len(row) for row in rows), default=0)
     widths = [
-        max((_cells(row[column]) for row in rows if column < len(row)), default=0) for column in range(num_columns)
+        max((cell_width(row[column]) for row in rows if column < len(row)), default=0) for column in range(num_columns)
     ]
     lines = []
     for row in rows:
-        cells = [
-            " " * (widths[number] - _cells(cell)) + cell
-            if number in right
-            else cell + " " * (widths[number] - _cells(cell))
-            for number, cell in enumerate(row)
-        ]
+        cells = []
+        for number, cell in enumerate(row):
+            padding = " " * (widths[number] - cell_width(cell))
+            cells.append(padding + cell if number in right else cell + padding)
         lines.append((" " * gap).join(cells).rstrip())
     return "\n".join(lines)
 
 
-def definitions(entries: Sequence[tuple[str, str]], *, gap: int = 3) -> str:
-    """Align words with their meaning, folded to the width of the screen."""
-    column = max((_cells(word) for word, _ in entries), default=0) + gap
-    lines = []
-    for word, meaning in entries:
-        folded = textwrap.wrap(meaning, max(width() - column, 40), break_long_words=False, break_on_hyphens=False) or [
-            ""
-        ]
-        lines.append((word + " " * (column - _cells(word)) + folded[0]).rstrip())
-        lines += [" " * column + line for line in folded[1:]]
-    return "\n".join(lines)
+def folded_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), gap: int = 3) -> str:
+    """Align columns like `table`, and fold the last column under itself at the width of the screen."""
+    leads = table([[*row[:-1], "|"] for row in rows], right=right, gap=gap).splitlines()
+    return "\n".join(hanging(lead[:-1], row[-1]) for lead, row in zip(leads, rows, strict=True))
 
 
-def fold(text: str, *, indent: str = "") -> str:
-    """Fold a paragraph to the width of the screen."""
-    return textwrap.fill(
-        text, width(), initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+def hanging(lead: str, text: str) -> str:
+    """Fold a text to the width of the screen with a hanging indent: further lines start below the first word."""
+    indent = cell_width(lead)
+    fold_width = max(width() - indent, _MIN_FOLD_WIDTH)
+    lines = [""]
+    for word in one_line(text).split():
+        if lines[-1] and cell_width(lines[-1]) + 1 + cell_width(word) > fold_width:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+        # A path, or a sentence in a script without spaces, is broken at the edge of the screen.
+        while cell_width(lines[-1]) > fold_width:
+            head = fitting(lines[-1], fold_width)
+            lines[-1:] = [head, lines[-1][len(head) :]]
+    return (lead + f"\n{' ' * indent}".join(lines)).rstrip()
 
 
-def _cells(text: str) -> int:
-    """Count terminal columns: wide characters take two, combining ones none."""
+def fitting(text: str, columns: int) -> str:
+    """Return the longest beginning of a text that fits into some columns, at least one character."""
+    end = min(len(text), columns)
+    while end > 1 and cell_width(text[:end]) > columns:
+        end -= 1
+    return text[:end]
+
+
+def cell_width(text: str) -> int:
+    """Return the terminal columns of a text: wide characters take two, combining ones none."""
     return sum(
         0 if unicodedata.combining(character) else 2 if unicodedata.east_asian_width(character) in "WF" else 1
         for character in text
     )
 
 
-# Write to a screen that may go away.
-
-
 class LastingStream:
-    """A stream that may go away, as stderr does with its terminal or its reader; a run goes on without it."""
+    """A stream whose reader may go away, as stderr does when its terminal closes; writing then does nothing."""
 
     def __init__(self, stream: TextIO, *, is_gone: bool = False) -> None:
         self._stream = stream
         self._is_gone = is_gone
 
     def write(self, text: str) -> int:
-        """Write, or forget it; what the stream cannot encode is spelled out."""
+        """Write a text if the reader is still there; characters that the encoding lacks are escaped."""
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         writable = text.encode(encoding, "backslashreplace").decode(encoding)
         self._try(lambda: self._stream.write(writable))
         return len(text)
 
     def flush(self) -> None:
-        """Flush, or forget it."""
+        """Flush the stream if the reader is still there."""
         self._try(self._stream.flush)
 
     def __getattr__(self, name: str) -> Any:

@@ -22,7 +22,7 @@ def command(
     """Say what a config key means, what it takes and where it is set."""
     from dataclasses import asdict
 
-    from tunewell.cli.render import definitions, emit, emit_json
+    from tunewell.cli.render import emit, emit_json, folded_table
     from tunewell.config.explain import explain, explain_all
 
     if key is None:
@@ -30,7 +30,7 @@ def command(
         if json:
             emit_json({"keys": dict(listed)})
         else:
-            emit(definitions(listed))
+            emit(folded_table(listed))
         return
     found = explain(key, _loaded(config))
     if json:
@@ -54,21 +54,20 @@ def _loaded(config: Path | None) -> "Loaded | None":
 
 
 def _page(found: "Explanation") -> str:
-    from tunewell.cli.render import definitions, fold
+    from tunewell.cli.render import folded_table, hanging
 
-    lines = [found.key, fold(found.doc, indent="  ")]
+    lines = [found.key, hanging("  ", found.doc)]
     if found.keys:
-        lines += ["", definitions([(f"  {name}", doc) for name, doc in found.keys])]
+        lines += ["", folded_table([(f"  {name}", doc) for name, doc in found.keys])]
     facts = [("takes", found.type)]
     if not found.keys:
         facts.append(("default", _shown(found.default)))
     if found.origin is not None and not found.keys:
-        facts.append(
-            ("now", _shown(found.value) + (f"   ({found.origin})" if found.origin != "default" else "   (the default)"))
-        )
+        origin = "the default" if found.origin == "default" else found.origin
+        facts.append(("now", f"{_shown(found.value)} ({origin})"))
     if found.aliases:
         facts.append(("also read", ", ".join(found.aliases)))
-    return "\n".join([*lines, "", definitions(facts)])
+    return "\n".join([*lines, "", folded_table(facts)])
 
 
 def _shown(value: Any) -> str:

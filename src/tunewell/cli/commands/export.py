@@ -68,8 +68,7 @@ def command(
 
 def closing(done: "Exported") -> str:
     """Say what was made and what to do next."""
-    from tunewell.cli.render import table
-    from tunewell.cli.screens.verdict import hanging
+    from tunewell.cli.render import hanging, table
     from tunewell.core.units import size_bytes
 
     rows = []
@@ -87,9 +86,9 @@ def closing(done: "Exported") -> str:
 
 def announce(words: str) -> None:
     """Say on stderr what is going to be written, so that it stays there."""
-    from tunewell.cli.render import fold
+    from tunewell.cli.render import hanging
 
     # From the beginning of the line, over a stage that is being shown there.
     start = "\r\x1b[2K" if sys.stderr.isatty() else ""
-    sys.stderr.write(f"{start}{fold(words)}\n")
+    sys.stderr.write(f"{start}{hanging('', words)}\n")
     sys.stderr.flush()

@@ -14,11 +14,11 @@ def command(
     json: AsJson = False,
 ) -> None:
     """Say what a word or the reason for a dropped row means."""
-    from tunewell.cli.render import definitions, emit, emit_json
+    from tunewell.cli.render import emit, emit_json, folded_table
     from tunewell.config.glossary import look_up, words
 
     found = dict([look_up(" ".join(word))]) if word else words()
     if json:
         emit_json(found)
     else:
-        emit(definitions(list(found.items())))
+        emit(folded_table(list(found.items())))

@@ -37,8 +37,7 @@ def command(
 
 def screen(result: "NotebookResult") -> str:
     """Say what was written, what to bring to it, and where to open it."""
-    from tunewell.cli.render import table
-    from tunewell.cli.screens.verdict import hanging
+    from tunewell.cli.render import hanging, table
     from tunewell.core.units import count
 
     ways = {"upload": "Colab asks for them", "drive": "from the folder `tunewell` of your Google Drive"}

@@ -68,7 +68,8 @@ def command(
 
 def closing(found: "Validation") -> str:
     """Say what was made and what to do next."""
-    from tunewell.cli.screens.verdict import hanging, lined
+    from tunewell.cli.render import hanging
+    from tunewell.cli.screens.verdict import lined
 
     rows = [["wrote", f"`{found.page}`", "the whole story on one page, to read or to send"]]
     told = "the same for a program; `report.md` for a pull request"

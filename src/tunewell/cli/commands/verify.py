@@ -20,9 +20,8 @@ def command(
 ) -> None:
     """Prove an export again from its files: ids, logits, answers, stops. Exit code 4 if a link of the chain broke."""
     from tunewell.cli.progress import shown_stages
-    from tunewell.cli.render import emit, emit_json
+    from tunewell.cli.render import emit, emit_json, hanging
     from tunewell.cli.screens.export import parity_screen
-    from tunewell.cli.screens.verdict import hanging
 
     with shown_stages() as progress:
         progress("starting torch", 0, 0)

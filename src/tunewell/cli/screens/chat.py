@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunewell.cli.render import console, definitions, emit_error, err_console, width
+from tunewell.cli.render import console, emit_error, err_console, folded_table, width
 from tunewell.cli.screens.numbers import one_line, speed_words
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
@@ -70,7 +70,7 @@ def obey(chat: "Chat", name: str, rest: str) -> str:
             return manner_words(chat)
         case "/help":
             rows = [(f"{command} {takes}".rstrip(), meaning) for command, (takes, meaning) in COMMANDS.items()]
-            return definitions([*rows, ("a line that ends with \\", "goes on in the next")])
+            return folded_table([*rows, ("a line that ends with \\", "goes on in the next")])
     close = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
     raise UserError(
         f"there is no command `{name}`", fix=f"did you mean `{close[0]}`?" if close else "`/help` lists them"

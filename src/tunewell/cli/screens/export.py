@@ -2,8 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from tunewell.cli.render import table
-from tunewell.cli.screens.verdict import hanging
+from tunewell.cli.render import hanging, table
 
 if TYPE_CHECKING:
     from tunewell.records.parity import Link, Parity

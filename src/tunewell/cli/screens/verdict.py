@@ -1,10 +1,10 @@
 """A verdict in words: the figures before and after, every reason with its example, and what to do next."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tunewell.cli.render import table, width
+from tunewell.cli.render import cell_width, fitting, folded_table, hanging, table, width
 from tunewell.cli.screens.numbers import one_line
 from tunewell.core.units import count, duration
 
@@ -62,7 +62,7 @@ def comparison_screen(comparison: "Comparison", notes: list[str]) -> str:
         parts += ["", f"{title}: nothing differs" if not found else f"{title}:"]
         if found:
             rows = [[f"  {one.name}", f"{one.other} -> {one.this}"] for one in found]
-            parts.append(_folded_table(rows))
+            parts.append(folded_table(rows))
     return "\n".join([*parts, *(hanging("note: ", note) for note in notes)])
 
 
@@ -99,7 +99,7 @@ def _figures(report: "Report") -> str:
         names = ", ".join(f"{name} {number}" for name, number in tuned.faults.items() if number)
         faulty = [sum(1 for e in report.exchanges if (s := _of(e, who)) and s.faults) for who in ("base", "tuned")]
         add("faulty answers", "-" if base is None else str(faulty[0]), str(faulty[1]), names)
-    return _folded_table(rows, right=(1, 2) if has_base else (1,))
+    return folded_table(rows, right=(1, 2) if has_base else (1,))
 
 
 def _of(exchange: object, who: str) -> "Answer | None":
@@ -123,66 +123,29 @@ def _exchanges(report: "Report") -> str:
 
 def lined(rows: Sequence[Sequence[str]]) -> str:
     """Align labels, each with a name and some words; words that do not fit beside the name go under it."""
-    front = max(cells(row[0]) for row in rows) + 3
-    names = max((cells(row[1]) for row in rows if cells(row[1]) <= _LONGEST_NAME + 4), default=0)
+    front = max(cell_width(row[0]) for row in rows) + 3
+    names = max((cell_width(row[1]) for row in rows if cell_width(row[1]) <= _LONGEST_NAME + 4), default=0)
     lines = []
     for label, name, words in rows:
-        lead = label + " " * (front - cells(label))
-        beside = name + " " * (names - cells(name) + 3) + words
-        if not words or front + cells(beside) <= width():
+        lead = label + " " * (front - cell_width(label))
+        beside = name + " " * (names - cell_width(name) + 3) + words
+        if not words or front + cell_width(beside) <= width():
             lines.append((lead + beside).rstrip() if words else hanging(lead, name))
         else:
             lines += [hanging(lead, name), hanging(" " * front, words)]
     return "\n".join(lines)
 
 
-def hanging(front: str, text: str) -> str:
-    """Fold a text to the width of the screen, further lines under its beginning."""
-    indent = cells(front)
-    room = max(width() - indent, _LEAST_ROOM)
-    lines = [""]
-    for word in one_line(text).split():
-        if lines[-1] and cells(lines[-1]) + 1 + cells(word) > room:
-            lines.append("")
-        lines[-1] += f" {word}" if lines[-1] else word
-        # A path or a sentence without spaces is broken where the screen ends.
-        while cells(lines[-1]) > room:
-            head = _fitting(lines[-1], room)
-            lines[-1:] = [head, lines[-1][len(head) :]]
-    return (front + f"\n{' ' * indent}".join(lines)).rstrip()
-
-
-def cells(text: str) -> int:
-    """Count the columns that a text takes on the screen."""
-    from rich.cells import cell_len
-
-    return cell_len(text)
-
-
-def _fitting(text: str, room: int) -> str:
-    """Give as much of a text as fits, one sign at least."""
-    end = min(len(text), room)
-    while end > 1 and cells(text[:end]) > room:
-        end -= 1
-    return text[:end]
-
-
 def _short(text: str, room: int) -> str:
     words = one_line(text)
-    return words if cells(words) <= room else _fitting(words, room - 3) + "..."
+    return words if cell_width(words) <= room else fitting(words, room - 3) + "..."
 
 
 def _cut_table(rows: Sequence[Sequence[str]]) -> str:
     """Align rows, and cut their last column where the screen ends."""
-    lead = sum(max(cells(row[column]) for row in rows) + 3 for column in range(2))
+    lead = sum(max(cell_width(row[column]) for row in rows) + 3 for column in range(2))
     room = max(width() - lead, _LEAST_ROOM)
     return table([[*row[:-1], _short(row[-1], room)] for row in rows])
-
-
-def _folded_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
-    """Align rows, and fold their last column under itself."""
-    fronts = table([[*row[:-1], "|"] for row in rows], right=right).splitlines()
-    return "\n".join(hanging(front[:-1], row[-1]) for front, row in zip(fronts, rows, strict=True))
 
 
 def _mark(is_right: bool | None, faults: Sequence[str] = ()) -> str:
