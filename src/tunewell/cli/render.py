@@ -7,7 +7,6 @@ import unicodedata
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from tunewell.cli.screens.numbers import one_line
 from tunewell.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
 
 _MAX_WIDTH = 120
 _MIN_FOLD_WIDTH = 20
+_LONGEST_TEXT = 2000
 
 
 def console() -> "Console":
@@ -99,6 +99,13 @@ def hanging(lead: str, text: str) -> str:
             head = fitting(lines[-1], fold_width)
             lines[-1:] = [head, lines[-1][len(head) :]]
     return (lead + f"\n{' ' * indent}".join(lines)).rstrip()
+
+
+def one_line(text: str, *, encoding: str = "utf-8") -> str:
+    """Put a text on one line; control characters and characters that the encoding lacks are escaped."""
+    words = " ".join(text[:_LONGEST_TEXT].split())
+    printable = "".join(character if character.isprintable() else repr(character)[1:-1] for character in words)
+    return printable.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def fitting(text: str, columns: int) -> str:

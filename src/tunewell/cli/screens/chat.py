@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunewell.cli.render import console, emit_error, err_console, folded_table, width
-from tunewell.cli.screens.numbers import one_line, speed_words
+from tunewell.cli.render import console, emit_error, err_console, folded_table, one_line, width
+from tunewell.cli.screens.numbers import speed_words
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
 

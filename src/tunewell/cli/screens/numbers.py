@@ -4,6 +4,7 @@ import math
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from tunewell.cli.render import one_line
 from tunewell.core.units import count
 
 if TYPE_CHECKING:
@@ -11,7 +12,6 @@ if TYPE_CHECKING:
     from tunewell.training.events import Start
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_LONGEST_TEXT = 2000
 _LONGEST_MODEL = 40
 
 
@@ -92,10 +92,3 @@ def sparkline(values: list[float], width: int) -> str:
         return _BLOCKS[min(int(share * len(_BLOCKS)), len(_BLOCKS) - 1)]
 
     return "".join(map(block, shown))
-
-
-def one_line(text: str, *, encoding: str = "utf-8") -> str:
-    """Put a text on one line; control characters are spelled out, and so is what the screen cannot show."""
-    words = " ".join(text[:_LONGEST_TEXT].split())
-    printable = "".join(character if character.isprintable() else repr(character)[1:-1] for character in words)
-    return printable.encode(encoding, "backslashreplace").decode(encoding)

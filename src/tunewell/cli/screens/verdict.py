@@ -4,8 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tunewell.cli.render import cell_width, fitting, folded_table, hanging, table, width
-from tunewell.cli.screens.numbers import one_line
+from tunewell.cli.render import cell_width, fitting, folded_table, hanging, one_line, table, width
 from tunewell.core.units import count, duration
 
 if TYPE_CHECKING:
