@@ -74,7 +74,7 @@ class Clock:
 
 @dataclass
 class Marks:
-    """A watcher of tunewell's engine that reads the clock, and does something of its own at the marks."""
+    """A listener of tunewell's engine that reads the clock, and calls `at_mark` at the marks."""
 
     clock: Clock
     at_mark: Callable[[], None] = lambda: None
@@ -83,34 +83,25 @@ class Marks:
     notes: list[str] = field(default_factory=list)
     tokens: int = 0
 
-    def stepped(self, event: Any) -> None:
-        """Count a step; the engine gives it when its numbers have come from the device."""
+    def __call__(self, event: Any) -> None:
+        """Count a step when its numbers have come from the device; keep notes, and what had to be healed."""
+        from tunewell.training.events import Healed, Note, StepTaken
+
+        match event:
+            case StepTaken():
+                self._count(event)
+            case Note(message):
+                self.notes.append(message)
+            case Healed(entry):  # a run that had to be healed is not to be timed
+                self.notes.append(f"healed: {entry.words}")
+
+    def _count(self, event: Any) -> None:
         self.tokens += event.tokens
         self.losses.append(event.loss)
         self.grad_norms.append(event.grad_norm)
         self.clock.step(event.step, self.tokens)
         if event.step in self.clock.marks:
             self.at_mark()
-
-    def noted(self, message: str) -> None:
-        """Keep what the engine says."""
-        self.notes.append(message)
-
-    def doing(self, stage: str) -> None:
-        """Look away."""
-
-    def begun(self, start: Any) -> None:
-        """Look away."""
-
-    def looked(self, event: Any, samples: Any) -> None:
-        """Look away."""
-
-    def rewound(self, step: int) -> None:
-        """Look away."""
-
-    def healed(self, entry: Any) -> None:
-        """Keep it: a run that had to be healed is not to be timed."""
-        self.notes.append(f"healed: {entry.words}")
 
 
 def _wait_for_device() -> None:

@@ -223,7 +223,7 @@ def ours(folder: Path, clock: Clock, name: str) -> None:
         "checkpoints.every_steps": 5,
     }
     clock.call()
-    train(sets=[f"{key}={value}" for key, value in settings.items()], watcher=marks)
+    train(sets=[f"{key}={value}" for key, value in settings.items()], listener=marks)
     clock.report(losses=marks.losses, sgemm=sgemm, steps=num_steps)
 
 

@@ -1,12 +1,13 @@
-"""Runs as a watcher hears of them, on a clock that only moves when told to."""
+"""Runs as a listener receives them, on a clock that only moves when told to."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tunewell.core.progress import Progress
 from tunewell.records.plan import Chosen, Plan
-from tunewell.training.events import HeldOutEvent, Sample, Start, StepEvent, Watcher
+from tunewell.training.events import Evaluated, Listener, RunStarted, Sample, StepTaken
 
 STAGES = ("loading the model", "checking that packed documents do not see each other")
 QUESTION = "What is the tuition for one year,\nand is it paid at once?"
@@ -55,27 +56,27 @@ def a_plan(num_steps: int = 95, *, every: int = 10, model: str = "package:llm-sm
     )
 
 
-def a_start(num_steps: int = 95, *, every: int = 10, first_step: int = 0) -> Start:
+def a_start(num_steps: int = 95, *, every: int = 10, first_step: int = 0) -> RunStarted:
     notes = ["2 threads, because 1 was 1.7 times slower"]
-    return Start(a_plan(num_steps, every=every), 4_884_480, 139_400_000, first_step, notes)
+    return RunStarted(a_plan(num_steps, every=every), 4_884_480, 139_400_000, first_step, notes)
 
 
-def a_step(step: int, *, loss: float | None = None, seconds: float = 2.0, num_steps: int = 95) -> StepEvent:
+def a_step(step: int, *, loss: float | None = None, seconds: float = 2.0, num_steps: int = 95) -> StepTaken:
     """A step of a run whose loss falls from 2 to 0.7 with a ripple on it."""
     if loss is None:
         loss = 0.7 + 1.3 * math.exp(-4 * step / num_steps) + 0.1 * math.sin(2.3 * step)
     is_bad = not math.isfinite(loss)
     norm = math.inf if is_bad else 0.83
     rate = 2e-4 * (1 - step / (num_steps + 1))
-    return StepEvent(step, 3 * step / num_steps, loss, norm, rate, 4000, 1500, 20, seconds, 1_300_000_000, "ab", is_bad)
+    return StepTaken(step, 3 * step / num_steps, loss, norm, rate, 4000, 1500, 20, seconds, 1_300_000_000, "ab", is_bad)
 
 
-def a_look(step: int, loss: float, *, is_best: bool = True) -> HeldOutEvent:
-    return HeldOutEvent(step, loss, 1234, 37, 4.0, is_best)
+def a_look(step: int, loss: float, *, is_best: bool = True, samples: Sequence[Sample] = ()) -> Evaluated:
+    return Evaluated(step, loss, 1234, 37, 4.0, is_best, list(samples))
 
 
 def play(
-    watcher: Watcher,
+    listener: Listener,
     clock: Clock,
     *,
     num_steps: int = 95,
@@ -85,17 +86,17 @@ def play(
     seconds: float = 2.0,
     until: int | None = None,
 ) -> None:
-    """Tell a watcher a whole run, or a run up to a step."""
+    """Send a listener a whole run, or a run up to a step."""
     for stage in STAGES:
-        watcher.doing(stage)
+        listener(Progress(stage))
         clock.now += 1
-    watcher.begun(a_start(num_steps, every=every, first_step=first_step))
+    listener(a_start(num_steps, every=every, first_step=first_step))
     for step in range(first_step + 1, (until or num_steps) + 1):
         clock.now += seconds
         loss = math.nan if step in bad else None
-        watcher.stepped(a_step(step, loss=loss, seconds=seconds, num_steps=num_steps))
+        listener(a_step(step, loss=loss, seconds=seconds, num_steps=num_steps))
         if step % every == 0 or step == num_steps:
-            watcher.doing("looking at the held-out rows")
+            listener(Progress("looking at the held-out rows"))
             clock.now += 4
             sample = Sample(step, 0, QUESTION, QUESTION, ANSWER, "12,000 dollars", True)
-            watcher.looked(a_look(step, 0.9 + math.exp(-4 * step / num_steps)), [sample])
+            listener(a_look(step, 0.9 + math.exp(-4 * step / num_steps), samples=[sample]))

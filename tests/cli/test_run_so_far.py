@@ -7,6 +7,7 @@ import pytest
 from recorded_runs import Clock, a_look, a_start, a_step, play
 
 from tunewell.cli.screens.run_state import RECENT_STEPS, RunSoFar
+from tunewell.core.progress import Progress
 
 
 @pytest.fixture
@@ -31,18 +32,18 @@ def test_the_time_left_counts_steps_and_looks(run, clock):
 
 def test_a_look_takes_as_long_as_the_clock_says(run, clock):
     """The samples made at a look may take longer than the look itself, and belong to it."""
-    run.begun(a_start(20, every=10))
-    run.stepped(a_step(10))
-    run.doing("looking at the held-out rows")
+    run(a_start(20, every=10))
+    run(a_step(10))
+    run(Progress("looking at the held-out rows"))
     clock.now += 25
-    run.looked(a_look(10, 1.0), [])
+    run(a_look(10, 1.0))
     assert run.seconds_left() == pytest.approx(10 * 2.0 + 25)
 
 
 def test_a_look_that_is_due_still_counts(run, clock):
     """After the last step there is still the last look to wait for."""
     play(run, clock, num_steps=100, every=10, until=99)
-    run.stepped(a_step(100))
+    run(a_step(100))
     assert run.seconds_left() == pytest.approx(4.0)
 
 
@@ -54,9 +55,9 @@ def test_the_end_is_looked_at_even_between_two_looks(run, clock):
 
 def test_a_slow_first_step_does_not_set_the_time_left(run):
     """The first step compiles, allocates and warms up."""
-    run.begun(a_start(100, every=1000))
+    run(a_start(100, every=1000))
     for step, seconds in enumerate((60.0, 1.0, 1.0, 1.0), start=1):
-        run.stepped(a_step(step, seconds=seconds))
+        run(a_step(step, seconds=seconds))
     assert run.seconds_left() == pytest.approx(96.0)
     assert run.tokens_per_second() == pytest.approx(4000)
 
@@ -64,11 +65,11 @@ def test_a_slow_first_step_does_not_set_the_time_left(run):
 def test_nothing_is_said_before_there_is_something_to_say(run):
     """Zeros would look like measurements."""
     assert (run.step, run.num_steps) == (0, 0)
-    run.looked(a_look(0, 2.0), [])
-    run.begun(a_start(100, first_step=50))
+    run(a_look(0, 2.0))
+    run(a_start(100, first_step=50))
     assert run.step == 50
     assert run.seconds_left() is None and run.tokens_per_second() is None and run.change() is None
-    run.stepped(a_step(51, seconds=0.0))
+    run(a_step(51, seconds=0.0))
     assert run.seconds_left() is None and run.tokens_per_second() is None
 
 
@@ -76,7 +77,7 @@ def test_the_trend_of_a_straight_line_is_its_slope(run):
     """Checked against numpy's least squares, which agree where there is no noise."""
     losses = [2.0 - 0.01 * step for step in range(1, 101)]
     for step, loss in enumerate(losses, start=1):
-        run.stepped(a_step(step, loss=loss))
+        run(a_step(step, loss=loss))
     amount, num_steps = run.change() or (0.0, 0)
     slope = float(np.polyfit(range(RECENT_STEPS), losses[-RECENT_STEPS:], 1)[0])
     assert num_steps == RECENT_STEPS - 1
@@ -86,7 +87,7 @@ def test_the_trend_of_a_straight_line_is_its_slope(run):
 def test_one_wild_step_does_not_turn_the_trend_around(run):
     """A single hard batch is no trend; least squares would say the loss goes up."""
     for step in range(1, 41):
-        run.stepped(a_step(step, loss=50.0 if step == 39 else 2.0 - 0.01 * step))
+        run(a_step(step, loss=50.0 if step == 39 else 2.0 - 0.01 * step))
     amount, _ = run.change() or (0.0, 0)
     assert -0.45 < amount < -0.3
 
@@ -94,7 +95,7 @@ def test_one_wild_step_does_not_turn_the_trend_around(run):
 def test_what_is_not_finite_is_left_out_of_the_trend_and_counted(run):
     """A nan in an average makes an average of nan."""
     for step in range(1, 21):
-        run.stepped(a_step(step, loss=math.nan if step % 4 == 0 else 2.0 - 0.01 * step))
+        run(a_step(step, loss=math.nan if step % 4 == 0 else 2.0 - 0.01 * step))
     assert run.num_skipped == 5
     amount, num_steps = run.change() or (0.0, 0)
     assert amount == pytest.approx(-0.01 * num_steps)
@@ -102,7 +103,7 @@ def test_what_is_not_finite_is_left_out_of_the_trend_and_counted(run):
 
 def test_the_best_look_stays_when_later_ones_are_worse(run):
     """The best checkpoint is the one that will be used."""
-    run.looked(a_look(10, 1.0), [])
-    run.looked(a_look(20, 1.2, is_best=False), [])
+    run(a_look(10, 1.0))
+    run(a_look(20, 1.2, is_best=False))
     assert run.best is not None and run.held_out is not None
     assert (run.best.step, run.held_out.step) == (10, 20)

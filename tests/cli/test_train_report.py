@@ -70,9 +70,9 @@ def trained(monkeypatch):
     calls = []
 
     def add(result):
-        def run_training(config, options, watcher):
+        def run_training(config, options, listener):
             calls.append((config, options))
-            play(watcher, Clock(), num_steps=3)
+            play(listener, Clock(), num_steps=3)
             return result
 
         module = types.ModuleType("tunewell.workflows.train")

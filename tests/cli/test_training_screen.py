@@ -30,6 +30,8 @@ from tunewell.cli.screens.run_state import RunSoFar
 from tunewell.cli.screens.training import LivePanel, shown_training
 from tunewell.cli.screens.training_lines import PlainLines
 from tunewell.cli.screens.training_panel import Panel, panel_lines
+from tunewell.core.progress import Progress
+from tunewell.training.events import Note
 
 SIZES = [(80, 24), (50, 20), (100, 40), (30, 8), (12, 3)]
 
@@ -112,7 +114,7 @@ def test_the_panel_speaks_plain_ascii_where_it_must():
     clock = Clock()
     run = RunSoFar(clock)
     play(run, clock, until=57)
-    run.noted("東京 is not in this alphabet")
+    run(Note("東京 is not in this alphabet"))
     shown = drawn(run, 80, 24, encoding="ascii")
     assert shown[2].startswith("step      57 of 95         ####")
     assert "note      \\u6771\\u4eac is not in this alphabet" in shown
@@ -124,10 +126,10 @@ def test_stages_are_shown_while_nothing_steps_yet():
     clock = Clock()
     run = RunSoFar(clock)
     assert drawn(run, 80, 24) == ["now       starting"]
-    run.doing(STAGES[1])
+    run(Progress(STAGES[1]))
     clock.now += 75
     assert drawn(run, 80, 24) == ["now       checking that packed documents do not see each other, 1 m 15 s"]
-    run.begun(a_start())
+    run(a_start())
     assert "step       0 of 95" in drawn(run, 80, 24)
 
 
@@ -196,8 +198,8 @@ def test_every_look_and_note_is_written():
     clock, file = Clock(), io.StringIO()
     screen = PlainLines(LastingStream(file), clock=clock)
     play(screen, clock, num_steps=40, every=5)
-    screen.noted("the disk is full;\nthe old checkpoint stays")
-    screen.doing("saving the adapter")
+    screen(Note("the disk is full;\nthe old checkpoint stays"))
+    screen(Progress("saving the adapter"))
     shown = file.getvalue().splitlines()
     looks = [line for line in shown if "documents in" in line]
     assert (
@@ -222,18 +224,18 @@ def test_a_screen_that_goes_away_does_not_end_the_run(problem):
 
     for screen in (PlainLines, LivePanel):
         clock = Clock()
-        watcher = screen(LastingStream(Gone()), clock=clock)
-        play(watcher, clock, num_steps=5)
-        watcher.close()
-        assert watcher.run.step == 5
+        listener = screen(LastingStream(Gone()), clock=clock)
+        play(listener, clock, num_steps=5)
+        listener.close()
+        assert listener.run.step == 5
 
 
 def test_a_character_the_log_cannot_hold_is_spelled_out():
     """One answer in another alphabet must not silence the rest of the run."""
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     screen = PlainLines(LastingStream(file), clock=Clock())
-    screen.noted("三月")
-    screen.noted("next")
+    screen(Note("三月"))
+    screen(Note("next"))
     assert file.buffer.getvalue() == b"note: \\u4e09\\u6708\nnote: next\n"  # type: ignore[attr-defined]
 
 
@@ -241,10 +243,10 @@ def test_a_character_the_log_cannot_hold_is_spelled_out():
 def test_no_number_is_too_odd_to_be_written(value):
     """The panel is drawn in a thread: what raises there takes the panel away for good."""
     run = RunSoFar(Clock())
-    run.begun(a_start())
+    run(a_start())
     for step in range(1, 8):
-        run.stepped(a_step(step, loss=value, seconds=abs(value) if value == value else 0.0))
-    run.looked(a_look(7, value), [])
+        run(a_step(step, loss=value, seconds=abs(value) if value == value else 0.0))
+    run(a_look(7, value))
     for width, height in SIZES:
         assert drawn(run, width, height)
     assert loss_words(value) and norm_words(value) and change_words((value, 3)) and sparkline([value, 1.0], 40)
@@ -311,7 +313,7 @@ def test_a_note_that_comes_after_the_end_does_not_bring_the_panel_back():
     play(panel, clock, num_steps=2)
     panel.close()
     before = file.getvalue()
-    panel.noted("the checkpoint is written")
+    panel(Note("the checkpoint is written"))
     assert file.getvalue() == before and threading.active_count() < 5
 
 

@@ -16,6 +16,7 @@ from tunewell.cli.commands.validate import as_json, closing
 from tunewell.cli.progress import shown_stages
 from tunewell.cli.render import cell_width, hanging
 from tunewell.cli.screens.verdict import comparison_screen, verdict_lines, verdict_screen
+from tunewell.core.progress import Progress
 from tunewell.evaluation.compare import compare
 from tunewell.records.report import Reason, Report
 
@@ -111,8 +112,8 @@ def test_the_json_holds_the_report_and_where_it_lies() -> None:
 def test_stages_are_told_on_stderr_only_and_once(capsys: pytest.CaptureFixture[str]) -> None:
     with shown_stages() as show:
         for done in range(50):
-            show("tuned: held-out loss", done, 50)
-        show("base: everyday text", 0, 0)
+            show(Progress("tuned: held-out loss", done, 50))
+        show(Progress("base: everyday text"))
     told = capsys.readouterr()
     assert told.out == "" and told.err == "tuned: held-out loss, 0 of 50\nbase: everyday text\n"
 
@@ -120,9 +121,8 @@ def test_stages_are_told_on_stderr_only_and_once(capsys: pytest.CaptureFixture[s
 def test_in_a_terminal_stages_leave_nothing_on_stdout() -> None:
     """A status line that is drawn over stays on the terminal's side; a pipe gets the result alone."""
     code = (
-        "from tunewell.cli.progress import shown_stages\n"
-        "with shown_stages() as show: show('reading', 1, 2)\n"
-        "print('end')"
+        "from tunewell.cli.progress import shown_stages\nfrom tunewell.core.progress import Progress\n"
+        "with shown_stages() as show: show(Progress('reading', 1, 2))\nprint('end')"
     )
     ours, theirs = pty.openpty()
     environment = {name: value for name, value in os.environ.items() if name != "CI"} | {"TERM": "xterm"}

@@ -207,7 +207,7 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path, folders, monke
 def test_progress_counts_every_byte_of_the_tensors(tmp_path, folders):
     _, folder = folders("smollm3")
     seen = []
-    write_gguf(folder, tmp_path / "m.gguf", kind="f16", progress=lambda done, total: seen.append((done, total)))
+    write_gguf(folder, tmp_path / "m.gguf", kind="f16", progress=lambda at: seen.append((at.done, at.total)))
     sizes = sum(tensor.n_bytes for tensor in tensors_of(tmp_path / "m.gguf").values())
     assert seen[-1] == (sizes, sizes) and [done for done, _ in seen] == sorted(done for done, _ in seen)
 

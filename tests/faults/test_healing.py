@@ -18,6 +18,7 @@ from tunewell.core.errors import UserError
 from tunewell.records.events import read_events
 from tunewell.records.healing import HealingEntry, read_healing
 from tunewell.training.engine import Ending, Run, resume, train
+from tunewell.training.events import StepTaken
 from tunewell.training.faults import NoFaults, parse_faults
 from tunewell.training.step import StepResult
 
@@ -48,8 +49,8 @@ def treated(folder: Path) -> list[HealingEntry]:
 
 
 def losses(run: Run) -> list[float]:
-    assert isinstance(run.watcher, Remembering)
-    return [event.loss for event in run.watcher.steps]
+    assert isinstance(run.listener, Remembering)
+    return [event.loss for event in run.listener.steps]
 
 
 def apart(run: Run, seed: int) -> float:
@@ -106,8 +107,8 @@ def test_out_of_memory_changes_nothing_but_the_cut(
     assert {entry.action for entry in treated(tmp_path / "run")} == {"split"}
     # One long step does not slow the rest; what never fits is cut for good.
     assert (run.remedies.fitting.limit is None) == (row != 8)
-    looks = [(look.step, look.loss) for look in run.watcher.looks]  # type: ignore[attr-defined]
-    expected = [(look.step, look.loss) for look in undisturbed(seed).watcher.looks]  # type: ignore[attr-defined]
+    looks = [(look.step, look.loss) for look in run.listener.looks]  # type: ignore[attr-defined]
+    expected = [(look.step, look.loss) for look in undisturbed(seed).listener.looks]  # type: ignore[attr-defined]
     assert looks == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in expected]
     assert_sound(run)
 
@@ -306,16 +307,16 @@ def test_a_healed_run_that_is_resumed_ends_as_if_it_had_not_been_stopped(tmp_pat
     """What was left out stays left out, from the same step on; what was halved stays halved."""
 
     class Leaving(Remembering):
-        def stepped(self, event: Any) -> None:
-            super().stepped(event)
-            if event.step == at:
+        def __call__(self, event: Any) -> None:
+            super().__call__(event)
+            if isinstance(event, StepTaken) and event.step == at:
                 raise KeyboardInterrupt
 
     fault, plan = "nan@document:document=3,name=model.layers.1.mlp.down_proj", PLAN | {"save_every": 3}
     whole, _ = run_of(tmp_path / "whole", 0, fault, save_every=3)
     assert [entry.step for entry in treated(tmp_path / "whole")] == [4], "taken again where the run was left at step 5"
     broken = make_run(tmp_path / "broken", config=CONFIG, plan=plan, faults=fault)
-    broken.watcher = Leaving()
+    broken.listener = Leaving()
     with pytest.raises(KeyboardInterrupt):
         train(broken)
     broken.checkpoints.wait()

@@ -19,6 +19,7 @@ from write_faults import kill_this_process_at
 from forked import in_child
 from tunewell.records.events import read_events
 from tunewell.training.engine import resume, train
+from tunewell.training.events import StepTaken
 from tunewell.training.optimizers.adamw import optimizer_tensors
 
 STEPS = 40
@@ -37,8 +38,8 @@ class _Killer(Remembering):
         super().__init__()
         self._at = at
 
-    def stepped(self, event: Any) -> None:
-        if event.step == self._at:
+    def __call__(self, event: Any) -> None:
+        if isinstance(event, StepTaken) and event.step == self._at:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -50,7 +51,7 @@ def _begin_or_go_on(folder: Path, accumulation: int, *, kill_at: int | None = No
     else:
         resume(run, run.checkpoints.load(saved))
     if kill_at is not None:
-        run.watcher = _Killer(kill_at)
+        run.listener = _Killer(kill_at)
     assert train(run).status == "finished"
     (folder / "state").write_text(_digest(run))
 

@@ -53,7 +53,7 @@ def test_losses_of_every_document_are_those_of_transformers(runtime: LlamaRuntim
     """Each supervised token is charged to its own document, across blocks and as the context grows."""
     rows = Rows(runtime.vocab_size)
     told: list[tuple[int, int]] = []
-    documents, sums, tokens = runtime.losses(rows, most=None, progress=lambda *one: told.append(one))
+    documents, sums, tokens = runtime.losses(rows, most=None, progress=lambda at: told.append((at.done, at.total)))
     assert documents.tolist() == list(range(len(rows))) and told[-1] == (len(rows), len(rows))
     for (ids, labels), found, number in zip(rows.rows, sums, tokens, strict=True):
         assert number == (labels[1:] != -100).sum()

@@ -90,7 +90,9 @@ def test_losses_are_those_of_transformers(models: Any, kind: str, budget: int, m
     monkeypatch.setattr(measuring, "_BATCH_TOKENS", budget)
     documents = RandomDocuments(20, seed=2)
     told: list[tuple[int, int]] = []
-    found = measure_losses(PackedModel(ours, "fp32", 40), documents, most=None, progress=lambda *one: told.append(one))
+    found = measure_losses(
+        PackedModel(ours, "fp32", 40), documents, most=None, progress=lambda at: told.append((at.done, at.total))
+    )
     for index, (ids, labels) in enumerate(documents.rows):
         with torch.no_grad():
             out = theirs(input_ids=torch.tensor(ids)[None].long(), labels=torch.tensor(labels)[None].long())

@@ -194,7 +194,7 @@ def test_a_run_resumed_on_cuda_goes_on_where_it_was(tmp_path: Path) -> None:
     resumed = run("broken", 12)
     resume(resumed, resumed.checkpoints.load(resumed.checkpoints.newest()))
     train(resumed)
-    losses = [[event.loss for event in made.watcher.steps] for made in (straight, resumed)]
+    losses = [[event.loss for event in made.listener.steps] for made in (straight, resumed)]
     assert losses[0][4:] == pytest.approx(losses[1], rel=3e-2)
 
 

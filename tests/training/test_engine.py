@@ -13,6 +13,7 @@ from tiny_runs import Remembering, make_run
 from tunewell.records.events import read_events
 from tunewell.training import checkpoints
 from tunewell.training.engine import Run, resume, train
+from tunewell.training.events import StepTaken
 from tunewell.training.optimizers.adamw import optimizer_tensors
 from tunewell.training.run import state_of
 
@@ -36,9 +37,9 @@ class _Asking(Remembering):
         super().__init__()
         self._at = at
 
-    def stepped(self, event: Any) -> None:
-        super().stepped(event)
-        if event.step == self._at:
+    def __call__(self, event: Any) -> None:
+        super().__call__(event)
+        if isinstance(event, StepTaken) and event.step == self._at:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -48,7 +49,7 @@ def test_a_run_that_was_asked_to_stop_and_resumed_is_the_run_never_stopped(tmp_p
     straight = make_run(tmp_path / "straight")
     assert train(straight).status == "finished"
     broken = make_run(tmp_path / "broken")
-    broken.watcher = _Asking(at)
+    broken.listener = _Asking(at)
     ending = train(broken)
     assert (ending.status, ending.exit_code) == ("interrupted", 143)
     resumed = make_run(tmp_path / "broken")
@@ -114,8 +115,8 @@ def test_a_run_whose_best_is_on_disk_is_finished_although_its_last_is_not(
     run.progress.best_loss, run.progress.best_step, run.progress.last_look = 0.0, 0, 0
     monkeypatch.setattr(checkpoints, "write_checkpoint", _full)
     assert train(run).status == "finished"
-    assert isinstance(run.watcher, Remembering)
-    assert "the last checkpoint is not on disk: the disk is full; the best is" in run.watcher.notes
+    assert isinstance(run.listener, Remembering)
+    assert "the last checkpoint is not on disk: the disk is full; the best is" in run.listener.notes
 
 
 def test_one_event_a_step_with_raw_numbers(tmp_path: Path) -> None:
@@ -131,9 +132,9 @@ def test_one_event_a_step_with_raw_numbers(tmp_path: Path) -> None:
 def test_the_held_out_rows_are_looked_at_before_at_intervals_and_at_the_end(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", plan={"num_steps": 10})
     train(run)
-    assert isinstance(run.watcher, Remembering)
-    assert [look.step for look in run.watcher.looks] == [0, 4, 8, 10]
-    assert run.progress.best_loss == min(look.loss for look in run.watcher.looks)
+    assert isinstance(run.listener, Remembering)
+    assert [look.step for look in run.listener.looks] == [0, 4, 8, 10]
+    assert run.progress.best_loss == min(look.loss for look in run.listener.looks)
 
 
 def test_early_stopping_counts_looks_without_gain(tmp_path: Path) -> None:
@@ -191,10 +192,10 @@ def test_the_loss_curve_of_a_tiny_run_is_the_one_that_was_recorded(tmp_path: Pat
     """Any change to batches, order, loss, optimizer or schedule that changes results shows here first."""
     run = make_run(tmp_path / "run", config={"method": {"rank": 4}})
     train(run)
-    assert isinstance(run.watcher, Remembering)
-    losses = [event.loss for event in run.watcher.steps]
+    assert isinstance(run.listener, Remembering)
+    losses = [event.loss for event in run.listener.steps]
     assert losses == pytest.approx(GOLDEN, rel=1e-3)
     again = make_run(tmp_path / "again", config={"method": {"rank": 4}})
     train(again)
-    assert isinstance(again.watcher, Remembering)
-    assert [event.loss for event in again.watcher.steps] == losses
+    assert isinstance(again.listener, Remembering)
+    assert [event.loss for event in again.listener.steps] == losses

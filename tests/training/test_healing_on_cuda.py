@@ -90,7 +90,7 @@ def _run(folder: Path, lengths: list[int], *, compiling: str = "off", faults: st
     adapter = adapters.add_lora(model, config.method, seed=0)
     first = {name: tensor.clone() for name, tensor in adapters.adapter_tensors(model, adapter).items()}
     documents = Documents(lengths)
-    watcher = Remembering()
+    listener = Remembering()
     folder.mkdir()
 
     def begin_again() -> None:
@@ -110,11 +110,11 @@ def _run(folder: Path, lengths: list[int], *, compiling: str = "off", faults: st
         order=DataOrder(documents.index["length"].astype("int64"), 0, "c", batch_tokens=32_768),
         documents=documents,
         held_out=Documents([200] * 16),
-        checkpoints=Checkpoints(folder / "checkpoints", keep=2, on_trouble=watcher.noted),
+        checkpoints=Checkpoints(folder / "checkpoints", keep=2, on_trouble=listener.notes.append),
         events=EventLog(folder / "events.jsonl"),
         samples=EventLog(folder / "samples.jsonl"),
         remedies=Remedies(folder / HEALING),
-        watcher=watcher,
+        listener=listener,
         trained=lambda: ({adapters.WEIGHTS: adapters.adapter_tensors(model, adapter)}, {adapters.CONFIG: "{}"}),
         restore=lambda tensors: adapters.load_tensors(model, tensors[adapters.WEIGHTS], where="checkpoint"),
         begin_again=begin_again,
@@ -123,13 +123,13 @@ def _run(folder: Path, lengths: list[int], *, compiling: str = "off", faults: st
 
 
 def _compilings(run: Run) -> list[str]:
-    assert isinstance(run.watcher, Remembering)
-    return [words for words in run.watcher.notes if words.startswith("compiling")]
+    assert isinstance(run.listener, Remembering)
+    return [words for words in run.listener.notes if words.startswith("compiling")]
 
 
 def _losses(run: Run) -> list[float]:
-    assert isinstance(run.watcher, Remembering)
-    return [event.loss for event in run.watcher.steps]
+    assert isinstance(run.listener, Remembering)
+    return [event.loss for event in run.listener.steps]
 
 
 @pytest.fixture

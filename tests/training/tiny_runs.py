@@ -1,6 +1,5 @@
 """Whole runs in this process on a tiny model: what tests of the engine share."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +15,34 @@ from tunewell.records.healing import HEALING, HealingEntry, read_healing
 from tunewell.records.plan import Chosen, Plan
 from tunewell.training.checkpoints import Checkpoints
 from tunewell.training.engine import Run
-from tunewell.training.events import HeldOutEvent, Sample, StepEvent, Unwatched
+from tunewell.training.events import Evaluated, Event, Healed, Note, Rewound, StepTaken, send_notes
 from tunewell.training.faults import parse_faults
 from tunewell.training.metrics import RunContext
 from tunewell.training.remedies import Remedies
 from tunewell.training.step import TrainableModel
 
 
-class Remembering(Unwatched):
-    """A watcher that keeps everything."""
+class Remembering:
+    """A listener that keeps everything."""
 
     def __init__(self) -> None:
-        self.steps: list[StepEvent] = []
-        self.looks: list[HeldOutEvent] = []
+        self.steps: list[StepTaken] = []
+        self.looks: list[Evaluated] = []
         self.notes: list[str] = []
         self.healing: list[HealingEntry] = []
 
-    def stepped(self, event: StepEvent) -> None:
-        self.steps.append(event)
-
-    def looked(self, event: HeldOutEvent, samples: list[Sample]) -> None:
-        self.looks.append(event)
-
-    def healed(self, entry: HealingEntry) -> None:
-        self.healing.append(entry)
-
-    def rewound(self, step: int) -> None:
-        self.steps = [event for event in self.steps if event.step <= step]
-
-    def noted(self, message: str) -> None:
-        self.notes.append(message)
+    def __call__(self, event: Event) -> None:
+        match event:
+            case StepTaken():
+                self.steps.append(event)
+            case Evaluated():
+                self.looks.append(event)
+            case Healed(entry):
+                self.healing.append(entry)
+            case Rewound(step):
+                self.steps = [taken for taken in self.steps if taken.step <= step]
+            case Note(message):
+                self.notes.append(message)
 
 
 def make_plan(**values: Any) -> Plan:
@@ -110,7 +107,7 @@ def make_run(
     base = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     adapter = adapters.add_lora(model, settings.method, seed=seed)
     documents = RandomDocuments(23)
-    watcher = Remembering()
+    listener = Remembering()
     folder.mkdir(exist_ok=True)
 
     def trained() -> Any:
@@ -140,12 +137,12 @@ def make_run(
         documents=documents,
         held_out=RandomDocuments(5, seed=9),
         checkpoints=Checkpoints(
-            folder / "checkpoints", keep=settings.checkpoints.keep, on_trouble=partial(watcher.noted)
+            folder / "checkpoints", keep=settings.checkpoints.keep, on_trouble=send_notes(listener)
         ),
         events=EventLog(folder / "events.jsonl"),
         samples=EventLog(folder / "samples.jsonl"),
         remedies=remedies,
-        watcher=watcher,
+        listener=listener,
         trained=trained,
         restore=restore,
         begin_again=lambda: begin_again(first),

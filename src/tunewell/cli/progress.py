@@ -3,20 +3,17 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
+from tunewell.core.progress import Progress, ProgressListener
 from tunewell.core.units import count, duration
-
-if TYPE_CHECKING:
-    from tunewell.data.corpus.build import Progress
 
 _LINE_SECONDS = 5.0
 
 
 @contextmanager
-def shown_progress() -> Iterator[Callable[["Progress"], None]]:
+def shown_progress() -> Iterator[ProgressListener]:
     """Give a function that shows progress; bars only in a real terminal, and not under `CI`."""
     if sys.stderr.isatty() and not os.environ.get("CI") and os.environ.get("TERM") != "dumb":
         with _bar() as show:
@@ -26,31 +23,32 @@ def shown_progress() -> Iterator[Callable[["Progress"], None]]:
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[["Progress"], None]]:
-    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+def _bar() -> Iterator[ProgressListener]:
+    from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
 
     from tunewell.cli.render import err_console
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
     tasks: dict[str, TaskID] = {}
     started = time.monotonic()
-    with Progress(*columns, console=err_console(), transient=True) as bars:
+    with Bars(*columns, console=err_console(), transient=True) as bars:
 
-        def show(progress: "Progress") -> None:
+        def show(progress: Progress) -> None:
             if progress.stage not in tasks:
-                tasks[progress.stage] = bars.add_task(progress.stage, total=progress.total, speed="")
+                tasks[progress.stage] = bars.add_task(progress.stage, total=progress.total or None, speed="")
             speed = (
                 f"{count(int(progress.rows / max(time.monotonic() - started, 1e-9)))} rows/s" if progress.rows else ""
             )
-            bars.update(tasks[progress.stage], completed=progress.done, total=progress.total, speed=speed)
+            bars.update(tasks[progress.stage], completed=progress.done, total=progress.total or None, speed=speed)
 
         yield show
 
 
-def _lines() -> Callable[["Progress"], None]:
+def _lines() -> ProgressListener:
     started = last = time.monotonic()
 
-    def show(progress: "Progress") -> None:
+    def show(progress: Progress) -> None:
         nonlocal last
         now = time.monotonic()
         if now - last < _LINE_SECONDS:
@@ -74,8 +72,8 @@ _STAGE_LINE_SECONDS = 10.0
 
 
 @contextmanager
-def shown_stages() -> Iterator[Callable[[str, int, int], None]]:
-    """Give a function that shows a stage and how much of it is done; (0, 0) where that is not known."""
+def shown_stages() -> Iterator[ProgressListener]:
+    """Give a function that shows a stage and how much of it is done."""
     if not (sys.stderr.isatty() and not os.environ.get("CI") and os.environ.get("TERM") != "dumb"):
         yield _stage_lines()
         return
@@ -84,23 +82,24 @@ def shown_stages() -> Iterator[Callable[[str, int, int], None]]:
     from tunewell.cli.render import err_console
 
     with Status("", console=err_console()) as status:
-        yield lambda stage, done, of: status.update(_words(stage, done, of))
+        yield lambda progress: status.update(_words(progress))
 
 
-def _words(stage: str, done: int, of: int) -> str:
-    return f"{stage}, {count(done)} of {count(of)}" if of else stage
+def _words(progress: Progress) -> str:
+    done = f", {count(progress.done)} of {count(progress.total)}" if progress.total else ""
+    return progress.stage + done
 
 
-def _stage_lines() -> Callable[[str, int, int], None]:
+def _stage_lines() -> ProgressListener:
     last_stage, last_time = "", 0.0
 
-    def show(stage: str, done: int, of: int) -> None:
+    def show(progress: Progress) -> None:
         nonlocal last_stage, last_time
         now = time.monotonic()
-        if stage == last_stage and now - last_time < _STAGE_LINE_SECONDS:
+        if progress.stage == last_stage and now - last_time < _STAGE_LINE_SECONDS:
             return
-        last_stage, last_time = stage, now
-        sys.stderr.write(_words(stage, done, of) + "\n")
+        last_stage, last_time = progress.stage, now
+        sys.stderr.write(_words(progress) + "\n")
         sys.stderr.flush()
 
     return show

@@ -4,7 +4,7 @@ import gc
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 
 from tunewell.config.rules import VerdictRules
 from tunewell.core.errors import UserError
+from tunewell.core.progress import Progress, ProgressListener, with_stage
 from tunewell.core.units import count
 from tunewell.data.corpus.reader import Split
 from tunewell.evaluation.everyday import everyday_texts
@@ -68,13 +69,12 @@ class ValidateOptions:
     lm_eval: Sequence[str] = ()
 
 
-Progress = Callable[[str, int, int], None]
-
-
 class EvaluationSession:
     """One judgement, from loading to the report."""
 
-    def __init__(self, subject: ModelRef, order: ValidateOptions, material: EvaluationSet, progress: Progress) -> None:
+    def __init__(
+        self, subject: ModelRef, order: ValidateOptions, material: EvaluationSet, progress: ProgressListener
+    ) -> None:
         self.subject, self.order, self.material, self.progress = subject, order, material, progress
         self.rules: VerdictRules = subject.loaded.config.verdict
         self.seconds: dict[str, float] = {}
@@ -104,14 +104,14 @@ class EvaluationSession:
         return self._report(voice, base, tuned, bad)
 
     def _run_tasks(self, voice: ChatModel) -> None:
-        self.progress(f"lm-eval: {', '.join(self.order.lm_eval)}", 0, 0)
+        self.progress(Progress(f"lm-eval: {', '.join(self.order.lm_eval)}"))
         with tempfile.TemporaryDirectory(prefix="tunewell-lm-eval-") as folder:
             # Without a chat template: the tasks are plain text.
             voice.tokenizer.save(Path(folder), None)
             self.lm_eval = run_tasks(voice.model, Path(folder), self.order.lm_eval)
 
     def _open(self, subject: ModelRef) -> ChatModel:
-        self.progress(f"loading {subject.name}", 0, 0)
+        self.progress(Progress(f"loading {subject.name}"))
         # The tasks of lm-eval are run by transformers.
         in_llama_cpp = not self.order.lm_eval
         return open_chat_model(
@@ -162,19 +162,19 @@ class EvaluationSession:
         side = ModelMeasurements()
         split = self.material.split
         with self._timed("losses"):
-            self.progress(f"{who}: everyday text", 0, 0)
+            self.progress(Progress(f"{who}: everyday text"))
             side.everyday = Measured(*runtime.losses(self.everyday, most=None))
             if split is not None:
                 losses = runtime.losses(
                     split,
                     most=self.rules.max_documents,
-                    progress=lambda done, of: self.progress(f"{who}: held-out loss", done, of),
+                    progress=with_stage(self.progress, f"{who}: held-out loss"),
                 )
                 side.held_out = Measured(*losses)
         prompts = [question.ids for question in self.questions]
         with self._timed("answers"):
             if prompts:
-                self.progress(f"{who}: answering {len(prompts)} questions", 0, 0)
+                self.progress(Progress(f"{who}: answering {len(prompts)} questions"))
                 side.logits = runtime.next_logits(prompts[:_NUM_COMPARED])
                 side.answers = runtime.answer_all(
                     prompts,

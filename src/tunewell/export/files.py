@@ -3,7 +3,7 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from tunewell.core.files import sha256_file
+from tunewell.core.progress import Progress, ProgressListener, with_stage
 from tunewell.core.units import count, size_bytes
 from tunewell.data.text_pipeline import TextPipeline
 from tunewell.export.card import CardFacts, model_card
@@ -24,7 +25,6 @@ from tunewell.methods import adapter as adapters
 from tunewell.models.quiet import quiet
 from tunewell.records.parity import Artefact, ExportKind
 
-Progress = Callable[[str, int, int], None]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OURS = frozenset({"f32", "f16", "bf16", "q8_0"})
 _SHARD = "5GB"
@@ -44,7 +44,7 @@ class ArtefactWriter:
         stop_ids: Sequence[int],
         facts: CardFacts,
         precision: str,
-        tell: Progress,
+        tell: ProgressListener,
     ) -> None:
         self.voice, self.text, self.folder, self.facts = voice, text, folder, facts
         self.stop_ids, self.precision, self.tell = list(stop_ids), precision, tell
@@ -61,7 +61,7 @@ class ArtefactWriter:
         """Write the adapter as PEFT is to load it, with the tokenizer, the template and a card beside it."""
         own, target = self.voice.adapter, self.folder / "adapter"
         assert own is not None
-        self.tell("writing the adapter", 0, 0)
+        self.tell(Progress("writing the adapter"))
         target.mkdir()
         # Not copied: earlier versions, and PEFT itself, name layers so that PEFT does not always find them again.
         tensors = adapters.adapter_tensors(self.voice.model, own)
@@ -76,7 +76,7 @@ class ArtefactWriter:
 
     def merged(self) -> Artefact:
         """Write the whole model with the adapter in its weights."""
-        self.tell(f"writing the merged model in {self.precision}", 0, 0)
+        self.tell(Progress(f"writing the merged model in {self.precision}"))
         target = self.folder / "merged"
         self._write_model(target, self.precision)
         return self._finished("merged", self.precision, target)
@@ -91,7 +91,7 @@ class ArtefactWriter:
             self._write_model(whole, "fp32")
             for kind in kinds:
                 path = target / f"{name}-{kind}.gguf"
-                self.tell(f"writing {path.name}", 0, 0)
+                self.tell(Progress(f"writing {path.name}"))
                 if kind in _OURS:
                     card = {"name": self.facts.name, "license": self.facts.license}
                     written = write_gguf(
@@ -99,7 +99,7 @@ class ArtefactWriter:
                         path,
                         kind=kind,  # type: ignore[arg-type]
                         card={key: value for key, value in card.items() if value},
-                        progress=lambda done, of, path=path: self.tell(f"writing {path.name}", done, of),
+                        progress=with_stage(self.tell, f"writing {path.name}"),
                     )
                     self.notes += [note for note in written.notes if note not in self.notes]
                 else:
@@ -119,7 +119,7 @@ class ArtefactWriter:
 
     def ollama(self) -> Artefact:
         """Write a Modelfile beside a GGUF, with the template in Go's syntax."""
-        self.tell("deriving the template for Ollama", 0, 0)
+        self.tell(Progress("deriving the template for Ollama"))
         target = self.folder / "ollama"
         target.mkdir()
         source = list(self._ggufs.values())[-1]
@@ -168,7 +168,7 @@ class ArtefactWriter:
             (path / "README.md").write_text(model_card(self.facts, kind=kind), encoding="utf-8")
         files = sorted(own for own in path.rglob("*") if own.is_file()) if path.is_dir() else [path]
         num_bytes = sum(own.stat().st_size for own in files)
-        self.tell(f"wrote {path.name}, {size_bytes(num_bytes)}", 0, 0)
+        self.tell(Progress(f"wrote {path.name}, {size_bytes(num_bytes)}"))
         return Artefact(
             kind=kind,
             precision=precision,

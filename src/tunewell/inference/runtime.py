@@ -1,7 +1,7 @@
 """What computes a model that is spoken to or judged: torch, or whatever else gives the same few numbers."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from tunewell.core.errors import UserError
+from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.batches import Documents, make_batch, micro_batches, spread
 from tunewell.inference.generate import GREEDY, Decoding, Generated, context_limit, generate
 from tunewell.inference.stream import Stream, stream
@@ -48,7 +49,7 @@ def measure_losses(
     split: Documents,
     *,
     most: int | None,
-    progress: Callable[[int, int], None] = lambda done, of: None,
+    progress: ProgressListener = silent,
 ) -> Measured:
     """Give the loss of some documents of a split, spread evenly, each as if it were read alone."""
     chosen = spread(len(split), most)
@@ -66,7 +67,7 @@ def measure_losses(
         sums[places] = np.bincount(owners, weights=losses, minlength=len(group))
         tokens[places] = np.bincount(owners, minlength=len(group))
         num_read += len(group)
-        progress(num_read, number)
+        progress(Progress("loss", num_read, number, "documents"))
     return Measured(chosen, sums, tokens)
 
 
@@ -146,7 +147,6 @@ def answer_all(
     return generate(model, prompts, max_new_tokens=max_new_tokens, stop_ids=stop_ids, pad_id=pad_id, decoding=decoding)
 
 
-Progress = Callable[[int, int], None]
 Losses = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.int64]]
 """Documents, the loss of each summed over its supervised tokens, and how many those are."""
 
@@ -181,7 +181,7 @@ class Runtime(Protocol):
         """Give the logits of what would come after each prompt."""
         ...
 
-    def losses(self, split: Documents, *, most: int | None, progress: Progress = ...) -> Losses:
+    def losses(self, split: Documents, *, most: int | None, progress: ProgressListener = ...) -> Losses:
         """Give the loss of some documents of a split, spread evenly, each as if it were read alone."""
         ...
 
@@ -236,7 +236,7 @@ class TorchRuntime:
         """Give the logits of what would come after each prompt, read alone."""
         return next_logits(self.model, prompts)
 
-    def losses(self, split: Documents, *, most: int | None, progress: Progress = lambda done, of: None) -> Losses:
+    def losses(self, split: Documents, *, most: int | None, progress: ProgressListener = silent) -> Losses:
         """Give the loss of some documents of a split, several laid end to end and read at once."""
         head = self._head or self._head_for(split.arrays(0)[0].tolist())
         self._head = head

@@ -13,9 +13,9 @@ import threading
 import time
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
-from tunewell.records.healing import HealingEntry
+from tunewell.core.progress import Progress
+from tunewell.training.events import Evaluated, Event, StepTaken
 
 _LEAST_SECONDS = 1.0
 _STEP_FACTOR = 3.0
@@ -80,39 +80,23 @@ class HeartbeatMonitor:
 
 
 class Heartbeat:
-    """A watcher that tells a supervisor how a run goes, and passes everything on."""
+    """A listener that reports to a supervisor how a run goes."""
 
-    def __init__(self, watcher: Any, handles: str) -> None:
-        """Take what the supervisor opened, as it spelled it: `READ,WRITE,STACKS`."""
-        self._watcher = watcher
+    def __init__(self, handles: str) -> None:
+        """Take the pipes that the supervisor opened, as it spelled them: `READ,WRITE,STACKS`."""
         read, self._write, stacks = _opened(handles)
         self._told = 0.0
         threading.Thread(target=_leave_with, args=(read,), daemon=True, name="lifeline").start()
         faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
 
-    def begun(self, start: Any) -> None:
-        self._watcher.begun(start)
-
-    def doing(self, stage: str) -> None:
-        self._tell(b"stage\n")
-        self._watcher.doing(stage)
-
-    def stepped(self, event: Any) -> None:
-        self._tell(f"step {event.seconds}\n".encode())
-        self._watcher.stepped(event)
-
-    def looked(self, event: Any, samples: Any) -> None:
-        self._tell(b"alive\n")
-        self._watcher.looked(event, samples)
-
-    def healed(self, entry: HealingEntry) -> None:
-        self._watcher.healed(entry)
-
-    def rewound(self, step: int) -> None:
-        self._watcher.rewound(step)
-
-    def noted(self, message: str) -> None:
-        self._watcher.noted(message)
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Progress():
+                self._tell(b"stage\n")
+            case StepTaken(seconds=seconds):
+                self._tell(f"step {seconds}\n".encode())
+            case Evaluated():
+                self._tell(b"alive\n")
 
     def beat(self) -> None:
         """Say that something is being computed; at most once a second."""

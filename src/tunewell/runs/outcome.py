@@ -100,7 +100,7 @@ class Since:
 
 
 def make_result(
-    loaded: Loaded, run: Run, ending: Ending, *, notebook: MetricsRecorder, stages: dict[str, float], since: Since
+    loaded: Loaded, run: Run, ending: Ending, *, recorder: MetricsRecorder, stages: dict[str, float], since: Since
 ) -> TrainResult:
     """Say what a run came to."""
     folder = run.checkpoints.folder
@@ -126,14 +126,14 @@ def make_result(
         stages={**stages, **run.seconds},
         tokens_per_second=tokens / seconds if seconds else 0.0,
         peak_memory_bytes=memory_in_use(run.learner.device),
-        losses=notebook.losses,
-        held_out=notebook.held_out,
+        losses=recorder.losses,
+        held_out=recorder.held_out,
         best_step=run.progress.best_step,
         artefacts=artefacts,
         next_command=_next(loaded, ending, folder.parent, since.options),
-        notes=notebook.notes,
+        notes=recorder.notes,
         signal=ending.signal,
-        changes=notebook.changes,
+        changes=recorder.changes,
         healing=run.remedies.entries,
         advice=[*([ending.advice] if ending.advice else []), *advice(run.remedies.entries)],
     )

@@ -1,4 +1,4 @@
-"""What a run came to, and the watcher that takes it down."""
+"""The result of a run (`train --json`), and the listener that collects its numbers."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from tunewell.records.events import plain
 from tunewell.records.healing import HealingEntry
 from tunewell.records.outcome import Status
 from tunewell.records.report import Validation
-from tunewell.training.events import HeldOutEvent, Sample, Start, StepEvent, Watcher
+from tunewell.training.events import Evaluated, Event, Healed, Listener, Note, Rewound, StepTaken
 
 
 @dataclass(frozen=True)
@@ -99,41 +99,32 @@ class TrainResult:
 
 
 class MetricsRecorder:
-    """A watcher that remembers what the report needs, and passes everything on."""
+    """A listener that keeps what the report needs, and passes every event on."""
 
-    def __init__(self, watcher: Watcher) -> None:
-        self._watcher = watcher
-        self._stage: tuple[str, float] | None = None
+    def __init__(self, *listeners: Listener) -> None:
+        self._listeners = listeners
         self.losses: list[tuple[int, float]] = []
         self.held_out: list[tuple[int, float]] = []
         self.notes: list[str] = []
         self.changes: list[str] = []
         self.healing: list[HealingEntry] = []
 
-    def doing(self, stage: str) -> None:
-        self._watcher.doing(stage)
+    def __call__(self, event: Event) -> None:
+        match event:
+            case StepTaken(step=step, loss=loss) if event.supervised_tokens:  # without one, a step has no loss
+                self.losses.append((step, loss))
+            case Evaluated(step=step, loss=loss):
+                self.held_out.append((step, loss))
+            case Healed(entry):
+                self.healing.append(entry)
+            case Rewound(step):
+                self.losses = [(at, loss) for at, loss in self.losses if at <= step]
+                self.held_out = [(at, loss) for at, loss in self.held_out if at <= step]
+            case Note(message):
+                self.notes.append(message)
+        for listener in self._listeners:
+            listener(event)
 
-    def begun(self, start: Start) -> None:
-        self._watcher.begun(start)
-
-    def stepped(self, event: StepEvent) -> None:
-        if event.supervised_tokens:  # a step whose documents are all left out has no loss
-            self.losses.append((event.step, event.loss))
-        self._watcher.stepped(event)
-
-    def looked(self, event: HeldOutEvent, samples: list[Sample]) -> None:
-        self.held_out.append((event.step, event.loss))
-        self._watcher.looked(event, samples)
-
-    def healed(self, entry: HealingEntry) -> None:
-        self.healing.append(entry)
-        self._watcher.healed(entry)
-
-    def rewound(self, step: int) -> None:
-        self.losses = [(at, loss) for at, loss in self.losses if at <= step]
-        self.held_out = [(at, loss) for at, loss in self.held_out if at <= step]
-        self._watcher.rewound(step)
-
-    def noted(self, message: str) -> None:
-        self.notes.append(message)
-        self._watcher.noted(message)
+    def note(self, message: str) -> None:
+        """Send a note."""
+        self(Note(message))

@@ -100,27 +100,27 @@ def require_resume_for_changes(allowed: Sequence[str], *, is_resuming: bool) -> 
         )
 
 
-def plan_to_resume(folder: Path, plan: Plan, allowed: Sequence[str], notebook: MetricsRecorder) -> Plan:
+def plan_to_resume(folder: Path, plan: Plan, allowed: Sequence[str], recorder: MetricsRecorder) -> Plan:
     """Go on as the run began: what was measured then is not measured again, or the numbers would differ."""
     before, wishes = read_plan(folder), plan.config["train"]
     measured = [name for name in _MEASURED if wishes[name] == "auto"]
     same = {name: getattr(before, name) for name in measured if name not in allowed}
     if before.device.value != plan.device.value:
-        notebook.noted(f"the run began on {before.device.value} and goes on on {plan.device.value}")
+        recorder.note(f"the run began on {before.device.value} and goes on on {plan.device.value}")
         same.pop("threads", None)
     return plan.model_copy(update=same)
 
 
-def restore_run(loaded: Loaded, run: Run, allowed: Sequence[str], *, notebook: MetricsRecorder, corpus: Corpus) -> bool:
+def restore_run(loaded: Loaded, run: Run, allowed: Sequence[str], *, recorder: MetricsRecorder, corpus: Corpus) -> bool:
     """Put a run back to its newest whole checkpoint; raise UserError where it would not be the same run.
 
     Says whether it now does something else than was written down when it began.
     """
     plan = run.plan
     folder = loaded.path(loaded.config.run) / "checkpoints"
-    saved = find_newest(folder, on_trouble=notebook.noted)
+    saved = find_newest(folder, on_trouble=recorder.note)
     if saved is None:
-        notebook.noted("there is no whole checkpoint yet: the run begins anew")
+        recorder.note("there is no whole checkpoint yet: the run begins anew")
         for log in (run.events, run.samples):
             log.truncate_to(-1)
         return True
@@ -129,16 +129,16 @@ def restore_run(loaded: Loaded, run: Run, allowed: Sequence[str], *, notebook: M
         refuse_change(folder.parent, corpus)
     changed = compare_identity(*_comparable(state.identity, run.identity, set(allowed)))
     for line in changed:
-        notebook.noted(f"changed on resume: {line}")
-        notebook.changes.append(line)
+        recorder.note(f"changed on resume: {line}")
+        recorder.changes.append(line)
         run.events.append({"kind": "change", "step": state.step, "change": line})
     resume(run, state)
     for event in read_events(run.events.path):
         if event["kind"] == "step" and event["supervised_tokens"]:
-            notebook.losses.append((event["step"], as_number(event["loss"])))
+            recorder.losses.append((event["step"], as_number(event["loss"])))
         elif event["kind"] == "held_out":
-            notebook.held_out.append((event["step"], as_number(event["loss"])))
-    notebook.noted(f"going on after step {state.step}")
+            recorder.held_out.append((event["step"], as_number(event["loss"])))
+    recorder.note(f"going on after step {state.step}")
     return bool(changed)
 
 

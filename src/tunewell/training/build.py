@@ -31,7 +31,7 @@ from tunewell.records.plan import Plan
 from tunewell.training.checkpoints import Checkpoints
 from tunewell.training.distributed import World
 from tunewell.training.engine import Run
-from tunewell.training.events import Sample, Start, Watcher
+from tunewell.training.events import Listener, Note, RunStarted, Sample, send_notes
 from tunewell.training.faults import NoFaults
 from tunewell.training.held_out import ask
 from tunewell.training.leak_probe import probe_leaks
@@ -65,7 +65,7 @@ class RunInputs:
     own_folder: Path
     """Where this process writes: of those that train together only the first writes into the run's folder."""
     world: World
-    watcher: Watcher
+    listener: Listener
     allow_pickle: bool = False
     faults: NoFaults = field(default_factory=NoFaults)
     """Planted by tests."""
@@ -85,6 +85,7 @@ class RunInputs:
 def build_run(parts: RunInputs) -> Run:
     """Load the model, put the method on it, verify where everything lies, and lay out the rest of a run."""
     attention.register()
+    note = send_notes(parts.listener)
     config, plan, device = parts.config, parts.plan, torch.device(parts.plan.device.value)
     is_lora = plan.method.value == "lora"
     dtype = _DTYPES[plan.precision.value] if is_lora else torch.float32
@@ -103,19 +104,19 @@ def build_run(parts: RunInputs) -> Run:
     )
     found = load_model(wanted)
     model = found.model
-    for note in found.notes:
-        parts.watcher.noted(note)
+    for message in found.notes:
+        note(message)
     adapter = None
     if is_lora:
         method = _with_new_rows(config.method, model) if found.new_token_ids else config.method
-        for note in adapters.notes_of(model, method):
-            parts.watcher.noted(note)
+        for message in adapters.notes_of(model, method):
+            note(message)
         adapter = adapters.add_lora(model, method, seed=plan.seed, inside=found.inside)
     else:
         adapters.train_everything(model)
     verify_placement(model, device=device, dtype=dtype)
     folder = parts.own_folder
-    samples = EventLog(folder / "samples.jsonl", on_trouble=parts.watcher.noted)
+    samples = EventLog(folder / "samples.jsonl", on_trouble=note)
     head = head_facts(model)
     learner = TrainableModel(
         model,
@@ -130,7 +131,7 @@ def build_run(parts: RunInputs) -> Run:
     )
     if config.train.recompute:
         learner.recompute(True)
-    remedies = Remedies(folder / HEALING, on_trouble=parts.watcher.noted)
+    remedies = Remedies(folder / HEALING, on_trouble=note)
     remedies.take_over(read_healing(parts.folder))
     return Run(
         plan=plan,
@@ -139,11 +140,11 @@ def build_run(parts: RunInputs) -> Run:
         order=parts.order,
         documents=parts.corpus,
         held_out=parts.corpus.held_out,
-        checkpoints=Checkpoints(folder / "checkpoints", keep=config.checkpoints.keep, on_trouble=parts.watcher.noted),
-        events=EventLog(folder / "events.jsonl", on_trouble=parts.watcher.noted),
+        checkpoints=Checkpoints(folder / "checkpoints", keep=config.checkpoints.keep, on_trouble=note),
+        events=EventLog(folder / "events.jsonl", on_trouble=note),
         samples=samples,
         remedies=remedies,
-        watcher=parts.watcher,
+        listener=parts.listener,
         begin_again=partial(_begin_again, model, wanted, _first_tensors(model, adapter)),
         name_of=partial(_name_of, parts.corpus),
         about=_about(parts, model),
@@ -155,20 +156,21 @@ def build_run(parts: RunInputs) -> Run:
     )
 
 
-def describe_start(parts: RunInputs, run: Run) -> Start:
+def describe_start(parts: RunInputs, run: Run) -> RunStarted:
     """Say what is about to be trained."""
     own = sum(parameter.numel() for parameter in run.learner.parameters.values())
     everything = sum(parameter.numel() for parameter in run.learner.model.parameters())
-    return Start(parts.plan, own, everything, run.progress.step)
+    return RunStarted(parts.plan, own, everything, run.progress.step)
 
 
 def check_packing(parts: RunInputs, run: Run) -> None:
     """Prove that documents do not see each other, and note by how much."""
     found = probe_leaks(run.learner, run.documents)
-    parts.watcher.noted(
+    message = (
         f"{count(found.num_documents, 'document')} packed and alone differ by {found.packed_from_alone:.0e}, "
         f"ours and transformers' attention by {found.alone_from_stock:.0e}"
     )
+    parts.listener(Note(message))
 
 
 def identity_of(plan: Plan, config: Config, weights: str | None) -> dict[str, Any]:

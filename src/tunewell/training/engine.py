@@ -4,20 +4,22 @@ import time
 
 import numpy as np
 
+from tunewell.core.progress import Progress
 from tunewell.core.units import count
 from tunewell.data.batches import make_batch, micro_batches
 from tunewell.training.compile import Compiler
 from tunewell.training.evaluate import evaluate, is_evaluation_due
+from tunewell.training.events import Note
 from tunewell.training.healer import Healer
 from tunewell.training.memory import OutOfMemory, free_memory, smaller
 from tunewell.training.recovery import Rewind, Stop
-from tunewell.training.run import OPTIMIZER, Ending, Progress, Run, resume, state_of
+from tunewell.training.run import OPTIMIZER, Ending, Run, RunProgress, resume, state_of
 from tunewell.training.schedule import rate_at
 from tunewell.training.signals import Interrupted, Signals
 from tunewell.training.step import StepResult
 from tunewell.training.step_log import StepLog, StepRecord
 
-__all__ = ["OPTIMIZER", "Ending", "Progress", "Run", "resume", "train"]
+__all__ = ["OPTIMIZER", "Ending", "Run", "RunProgress", "resume", "train"]
 
 EXIT_STOPPED = 4
 
@@ -54,7 +56,7 @@ def _train(run: Run) -> Ending:
             if compiler.is_due(run.learner, step=run.progress.step, seconds=journal.last_seconds):
                 journal.flush()
                 budget = run.remedies.fitting.budget(plan.micro_batch_tokens.value)
-                run.watcher.noted(compiler.run(run.learner, run.order, budget=budget))
+                run.listener(Note(compiler.run(run.learner, run.order, budget=budget)))
             is_last = run.progress.step == plan.num_steps.value
             is_asked = run.learner.world.any(signals.asked is not None)
             is_looking = not is_asked and (is_last or run.progress.step % plan.evaluate_every.value == 0)
@@ -97,7 +99,7 @@ def _spent(run: Run) -> Ending:
         return Ending("finished", reason)
     best = run.checkpoints.best()
     if best is not None and best.step == run.progress.best_step:
-        run.watcher.noted(f"the last checkpoint is not on disk: {trouble}; the best is")
+        run.listener(Note(f"the last checkpoint is not on disk: {trouble}; the best is"))
         return Ending("finished", reason)
     lost = f"{reason}, but what was learned is not on disk: {trouble}"
     advice = "once that is mended, `--resume` takes the steps after the last checkpoint again"
@@ -213,7 +215,7 @@ def _save(run: Run, *, is_better: bool, wait: bool) -> None:
     if not run.learner.world.is_first:
         return
     started = time.perf_counter()
-    run.watcher.doing("saving a checkpoint")
+    run.listener(Progress("saving a checkpoint"))
     run.events.sync()
     run.checkpoints.save(state_of(run), is_best=is_better, wait=wait)
     run.seconds["save"] += time.perf_counter() - started

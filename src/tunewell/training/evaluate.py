@@ -5,8 +5,9 @@ import time
 
 import numpy as np
 
+from tunewell.core.progress import Progress
 from tunewell.core.units import count
-from tunewell.training.events import HeldOutEvent, Sample
+from tunewell.training.events import Evaluated, Sample
 from tunewell.training.healer import Healer
 from tunewell.training.held_out import HeldOutLoss, held_out_loss
 from tunewell.training.memory import OutOfMemory, free_memory, is_out_of_memory
@@ -33,7 +34,7 @@ def evaluate(run: Run, journal: StepLog, healer: Healer) -> bool:
     if progress.last_look == progress.step or not len(run.held_out):
         return False
     started = time.perf_counter()
-    run.watcher.doing("looking at the held-out rows")
+    run.listener(Progress("looking at the held-out rows"))
     found = _held_out_loss(run, healer)
     samples = [] if found is None else _answers(run, healer)
     progress.last_look = progress.step
@@ -45,10 +46,11 @@ def evaluate(run: Run, journal: StepLog, healer: Healer) -> bool:
     if math.isfinite(found.loss):  # what is no number says nothing of a gain, and patience is not for it
         progress.looks_without_gain = 0 if is_best else progress.looks_without_gain + 1
     seconds = time.perf_counter() - started
-    event = HeldOutEvent(progress.step, found.loss, found.tokens, found.documents, round(seconds, 6), is_best)
+    event = Evaluated(progress.step, found.loss, found.tokens, found.documents, round(seconds, 6), is_best, samples)
     if run.learner.world.is_first:
-        run.events.append({"kind": "held_out", **event.__dict__})
-    run.watcher.looked(event, samples)
+        numbers = {name: value for name, value in event.__dict__.items() if name != "samples"}
+        run.events.append({"kind": "held_out", **numbers})
+    run.listener(event)
     healer.look(progress.step, found.loss, samples)
     run.seconds["look"] += seconds
     journal.restart_clock()

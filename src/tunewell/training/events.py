@@ -1,20 +1,33 @@
-"""What a run tells whoever watches it: one event per step, one per look at the held-out rows, and plain notes."""
+"""The events of a training run (step, evaluation, healing, note, progress), and the listener that receives them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from tunewell.core.progress import Progress
 from tunewell.records.healing import HealingEntry
 from tunewell.records.plan import Plan
 
 
 @dataclass(frozen=True)
-class StepEvent:
-    """One optimizer step, in raw numbers: nothing is smoothed, and what is not finite stays so."""
+class RunStarted:
+    """The first step is about to be taken."""
+
+    plan: Plan
+    num_trainable: int
+    num_parameters: int
+    first_step: int
+    """0 for a new run, the number of finished steps for a resumed one."""
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class StepTaken:
+    """The metrics of one optimizer step: raw numbers, not smoothed; NaN and infinity stay. They come one step late."""
 
     step: int
     """Counted from 1."""
     epoch: float
-    """How much of the corpus has been seen after this step."""
+    """Passes over the corpus after this step."""
     loss: float
     """Mean over the step's supervised tokens."""
     grad_norm: float
@@ -25,18 +38,34 @@ class StepEvent:
     documents: int
     seconds: float
     memory_bytes: int | None
-    """Peak of the device's memory so far; of this process on the CPU."""
+    """Peak memory so far: of the device, or of this process on the CPU."""
     batch_sha256: str
-    """Of the ids of the step's documents, in order: equal runs have equal ones."""
+    """Hash of the step's document ids, in order. Equal runs have equal hashes."""
     was_skipped: bool = False
-    """The update was not made because a number was not finite."""
+    """The update was left out because the loss or the gradient was not finite."""
     scale: float | None = None
-    """The scaler's factor, under fp16."""
+    """The loss scaler's factor, under fp16."""
 
 
 @dataclass(frozen=True)
-class HeldOutEvent:
-    """One look at the held-out rows."""
+class Sample:
+    """A held-out question, the model's answer at this step, and the reference answer."""
+
+    step: int
+    document: int
+    prompt: str
+    """The whole prompt, with its markers."""
+    question: str
+    """The part of the prompt that differs between the samples."""
+    answer: str
+    reference: str
+    ended: bool
+    """Whether the answer ended by itself within the token limit."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """One evaluation on the held-out rows."""
 
     step: int
     loss: float
@@ -44,81 +73,37 @@ class HeldOutEvent:
     documents: int
     seconds: float
     is_best: bool
+    samples: list[Sample] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A held-out question, what the model says to it now, and what it should say."""
+class Healed:
+    """Something went wrong; the entry says what, and what was done about it."""
+
+    entry: HealingEntry
+
+
+@dataclass(frozen=True)
+class Rewound:
+    """The run went back to a checkpoint: the steps after this one are taken again."""
 
     step: int
-    document: int
-    prompt: str
-    """As the model reads it, markers and all."""
-    question: str
-    """What is particular to this prompt."""
-    answer: str
-    reference: str
-    ended: bool
-    """Whether the answer ended by itself within the limit."""
 
 
 @dataclass(frozen=True)
-class Start:
-    """What is known when the first step is about to be taken."""
+class Note:
+    """One plain line that the user should read."""
 
-    plan: Plan
-    num_trainable: int
-    num_parameters: int
-    first_step: int
-    """0 for a new run, the number of finished steps for a resumed one."""
-    notes: list[str] = field(default_factory=list)
+    message: str
 
 
-class Watcher(Protocol):
-    """Sees a run go by. Every method returns at once; none may raise."""
+Event = RunStarted | StepTaken | Evaluated | Healed | Rewound | Note | Progress
+"""`Progress` says that something longer than a step began: loading, preparing, checking, saving."""
 
-    def doing(self, stage: str) -> None:
-        """Say that something longer than a step begins: loading, preparing, checking, saving."""
-
-    def begun(self, start: Start) -> None:
-        """Say that the first step is about to be taken."""
-
-    def stepped(self, event: StepEvent) -> None:
-        """Give the numbers of a step; they come one step late."""
-
-    def looked(self, event: HeldOutEvent, samples: list[Sample]) -> None:
-        """Give the held-out loss, and answers where some were asked for."""
-
-    def healed(self, entry: HealingEntry) -> None:
-        """Say what went wrong and what was done about it."""
-
-    def rewound(self, step: int) -> None:
-        """Say that the run went back: what was after this step is taken again."""
-
-    def noted(self, message: str) -> None:
-        """Say something that a person should know, in one plain line."""
+Listener = Callable[[Event], None]
+"""Receives every event of a run. It returns at once and never raises; notes may come from another thread."""
 
 
-class Unwatched:
-    """A watcher that looks away."""
-
-    def doing(self, stage: str) -> None:
-        """Ignore it."""
-
-    def begun(self, start: Start) -> None:
-        """Ignore it."""
-
-    def stepped(self, event: StepEvent) -> None:
-        """Ignore it."""
-
-    def looked(self, event: HeldOutEvent, samples: list[Sample]) -> None:
-        """Ignore it."""
-
-    def healed(self, entry: HealingEntry) -> None:
-        """Ignore it."""
-
-    def rewound(self, step: int) -> None:
-        """Ignore it."""
-
-    def noted(self, message: str) -> None:
-        """Ignore it."""
+def send_notes(listener: Listener) -> Callable[[str], None]:
+    """Return a function that sends a line to a listener as a note."""
+    return lambda message: listener(Note(message))

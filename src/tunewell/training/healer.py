@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from tunewell.core.progress import Progress
 from tunewell.core.units import count
 from tunewell.models.placement import not_finite_names
 from tunewell.records.healing import ActionName, HealingEntry
 from tunewell.training.bisect import Cause, find_cause
-from tunewell.training.events import Sample, StepEvent
+from tunewell.training.events import Healed, Note, Sample, StepTaken
 from tunewell.training.health import HealthMonitor
 from tunewell.training.metrics import Finding, StepMetrics
 from tunewell.training.recovery import CarryOn, Past, Rewind, Skip, Split, Stop, decide, remembered
@@ -64,7 +65,7 @@ class Healer:
         self.seconds += time.perf_counter() - began
         return limit
 
-    def see(self, taken: StepRecord, event: StepEvent) -> None:
+    def see(self, taken: StepRecord, event: StepTaken) -> None:
         """Judge a step by its numbers."""
         began = time.perf_counter()
         known = {key: value for key, value in event.__dict__.items() if key in StepMetrics.__dataclass_fields__}
@@ -130,7 +131,7 @@ class Healer:
         cause = Cause(None)
         numbers = (worst.numbers.get(name) for name in ("loss", "grad_norm"))
         if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
-            run.watcher.doing("looking for what went wrong")
+            run.listener(Progress("looking for what went wrong"))
             if run.learner.world.is_first:
                 cause = find_cause(run.learner, run.documents, taken.groups, number=taken.step.number)
             cause = run.learner.world.from_first(cause)
@@ -185,7 +186,7 @@ class Healer:
         run = self._run
         before, lost = run.progress.step, run.seconds["train"]
         num_rewinds = self.past.num_rewinds
-        run.watcher.doing("going back to a checkpoint")
+        run.listener(Progress("going back to a checkpoint"))
         step = rewind(run, not_after=action.not_after, or_later=action.or_later, are_weights_bad=cause.are_weights_bad)
         self.watch.rewind(step)
         self._pending.clear()
@@ -252,9 +253,9 @@ class Healer:
         self._told.add((entry.step, entry.name))
         self._run.remedies.write(entry)
         if finding.severity != "note" or action != "none":
-            self._run.watcher.healed(entry)
+            self._run.listener(Healed(entry))
         else:
-            self._run.watcher.noted(f"step {count(entry.step)}: {words}")
+            self._run.listener(Note(f"step {count(entry.step)}: {words}"))
 
 
 def _at(cause: Cause) -> str:

@@ -13,7 +13,7 @@ from tunewell.records.events import EventLog, read_events, with_numbers
 from tunewell.records.outcome import Status
 from tunewell.records.plan import Plan
 from tunewell.training.checkpoints import Checkpoints, State
-from tunewell.training.events import Sample, Watcher
+from tunewell.training.events import Listener, Rewound, Sample, send_notes
 from tunewell.training.metrics import RunContext
 from tunewell.training.optimizers.adamw import load_optimizer, optimizer_tensors
 from tunewell.training.remedies import Remedies
@@ -24,7 +24,7 @@ OPTIMIZER = "optimizer.safetensors"
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """How far a run is; goes into every checkpoint."""
 
     step: int = 0
@@ -51,7 +51,7 @@ class Run:
     events: EventLog
     samples: EventLog
     remedies: Remedies
-    watcher: Watcher
+    listener: Listener
     trained: Callable[[], tuple[dict[str, dict[str, Any]], dict[str, str]]]
     """Gives the files of the trained model or adapter: tensors by file, and texts."""
     restore: Callable[[dict[str, dict[str, Any]]], None]
@@ -66,7 +66,7 @@ class Run:
     home: Path | None = None
     """Where the checkpoints of the run lie, for processes that do not write them."""
     identity: dict[str, Any] = field(default_factory=dict)
-    progress: Progress = field(default_factory=Progress)
+    progress: RunProgress = field(default_factory=RunProgress)
     seconds: dict[str, float] = field(default_factory=lambda: {"train": 0.0, "look": 0.0, "save": 0.0})
 
 
@@ -105,8 +105,8 @@ def resume(run: Run, state: State) -> None:
     """Put a run back to where a checkpoint was made: weights, optimizer, scaler, position, log."""
     run.restore(state.tensors)
     load_optimizer(run.learner.optimizer, run.learner.parameters, state.tensors[OPTIMIZER])
-    known = {name: value for name, value in state.progress.items() if name in Progress.__dataclass_fields__}
-    run.progress = Progress(**known)
+    known = {name: value for name, value in state.progress.items() if name in RunProgress.__dataclass_fields__}
+    run.progress = RunProgress(**known)
     if not run.remedies.entries:  # which know it better: `healing.jsonl` is never cut back
         for document, since in (state.progress.get("quarantine") or {}).items():
             run.remedies.leave_out([int(document)], since=int(since))
@@ -129,14 +129,14 @@ def rewind(run: Run, *, not_after: int, or_later: bool, are_weights_bad: bool) -
     world.wait()
     run.learner.drop_gradients()
     home = run.home or run.checkpoints.folder
-    saved = find_newest(home, on_trouble=run.watcher.noted, not_after=not_after, is_needed=False)
+    saved = find_newest(home, on_trouble=send_notes(run.listener), not_after=not_after, is_needed=False)
     for step in reversed(saved_steps(home)) if or_later else ():
-        saved = saved or find_newest(home, on_trouble=run.watcher.noted, not_after=step, is_needed=False)
+        saved = saved or find_newest(home, on_trouble=send_notes(run.listener), not_after=step, is_needed=False)
     if are_weights_bad or saved is None:
         run.begin_again()
     if saved is None:
         run.learner.optimizer.state.clear()
-        run.progress = Progress()
+        run.progress = RunProgress()
         _cut_logs(run)
         run.progress = _beginning(run)
     else:
@@ -144,16 +144,16 @@ def rewind(run: Run, *, not_after: int, or_later: bool, are_weights_bad: bool) -
     world.wait()  # nobody removes what another still reads
     if world.is_first:
         run.checkpoints.leave(run.progress.step)
-    run.watcher.rewound(run.progress.step)
+    run.listener(Rewound(run.progress.step))
     return run.progress.step
 
 
-def _beginning(run: Run) -> Progress:
+def _beginning(run: Run) -> RunProgress:
     """Give the progress of a run that has only looked at its held-out rows."""
     for event in past_events(run, kind="held_out", until=0):
         if math.isfinite(loss := event["loss"]):
-            return Progress(best_loss=loss, best_step=0, last_look=0)
-    return Progress()
+            return RunProgress(best_loss=loss, best_step=0, last_look=0)
+    return RunProgress()
 
 
 def past_events(run: Run, *, kind: str, until: int) -> list[dict[str, Any]]:

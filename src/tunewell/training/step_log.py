@@ -8,7 +8,7 @@ import numpy as np
 
 from tunewell.data.batches import Step
 from tunewell.hardware.probe import memory_in_use
-from tunewell.training.events import StepEvent
+from tunewell.training.events import StepTaken
 from tunewell.training.run import Run
 from tunewell.training.step import StepResult
 
@@ -27,7 +27,7 @@ class StepRecord:
     supervised: int
 
 
-Reader = Callable[[StepRecord, StepEvent], None]
+Reader = Callable[[StepRecord, StepTaken], None]
 """Is told every step with its numbers."""
 
 
@@ -69,7 +69,7 @@ class StepLog:
         self.last_seconds = seconds
         self._run.seconds["train"] += seconds
         learner = self._run.learner
-        event = StepEvent(
+        event = StepTaken(
             step=taken.step.number + 1,
             epoch=round(taken.step.seen, 6),
             loss=loss,
@@ -86,5 +86,5 @@ class StepLog:
         )
         if learner.world.is_first:
             self._run.events.append({"kind": "step", **event.__dict__})
-        self._run.watcher.stepped(event)
+        self._run.listener(event)
         self._reader(taken, event)

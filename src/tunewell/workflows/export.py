@@ -14,6 +14,7 @@ from typing import Any
 
 from tunewell.core.errors import UserError
 from tunewell.core.presets import is_preset
+from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.text_pipeline import TextPipeline
 from tunewell.export.card import card_facts, model_card
 from tunewell.export.disk_space import estimate_disk_space, require_disk_space
@@ -31,7 +32,6 @@ from tunewell.records.parity import PARITY, PROOF, REFERENCE, Artefact, Parity, 
 from tunewell.records.report import Report
 from tunewell.runs.resolve import resolve_model
 
-Progress = Callable[[str, int, int], None]
 EXIT_NOT_PROVEN = 4
 
 
@@ -65,7 +65,7 @@ def export(
     place: str | Path | None = None,
     *,
     order: ExportOptions | None = None,
-    progress: Progress | None = None,
+    progress: ProgressListener = silent,
     announce: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Exported:
@@ -77,14 +77,14 @@ def export(
     What is made and not proven is removed again; the result then says which link of the chain broke, with exit code 4.
     """
     order = replace(order or ExportOptions(), **options).checked()
-    tell = progress or (lambda stage, done, of: None)
+    tell = progress
     base = None if order.base is None else str(order.base)
     found = resolve_model(place, checkpoint=str(order.checkpoint), base=base, sets=order.sets)
     wanted, kinds, precision = _wishes(order, found)
     out = Path(order.out or ((found.place or Path.cwd()) / "export")).expanduser().resolve()
     standing = find_existing(out, wanted, kinds)
     require_proof_tools({*wanted, *(own.kind for own in standing.kept)} if standing else wanted)
-    tell("loading the trained model", 0, 0)
+    tell(Progress("loading the trained model"))
     voice = open_chat_model(found, device="cpu", allow_pickle=order.allow_pickle, precision="fp32", is_packed=False)
     has_gguf = bool({"gguf", "ollama"} & set(wanted))
     if has_gguf:
@@ -94,7 +94,7 @@ def export(
         staged = shop.staged
         room = estimate_disk_space(staged, voice, wanted, kinds, precision)
         require_disk_space(room, out)
-        (announce or (lambda words: tell(words, 0, 0)))(str(room))
+        (announce or (lambda words: tell(Progress(words))))(str(room))
         proof, reference = make_reference(voice, tell)
         if standing is not None:
             standing.refuse_other(proof, reference)
@@ -109,14 +109,14 @@ def export(
         if "adapter" in wanted:
             artefacts.append(maker.adapter())
         if set(wanted) & {"merged", "gguf", "ollama"}:
-            tell("merging", 0, 0)
+            tell(Progress("merging"))
             merge(voice.model)
             check_merge(voice, proof, reference)
             if "merged" in wanted:
                 artefacts.append(maker.merged())
             if has_gguf:
                 artefacts += maker.ggufs(kinds)
-                tell("measuring what rounding makes of it", 0, 0)
+                tell(Progress("measuring what rounding makes of it"))
                 reference = with_rounded(reference, voice, staged, artefacts)
             if "ollama" in wanted:
                 artefacts.append(maker.ollama())
@@ -192,9 +192,9 @@ def _from_here(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def _prove(staged: Path, tell: Progress, *flags: str) -> Parity:
+def _prove(staged: Path, tell: ProgressListener, *flags: str) -> Parity:
     """Let a new process prove what lies on disk: nothing that is in this one's memory can help it."""
-    tell("proving, in a process of its own", 0, 0)
+    tell(Progress("proving, in a process of its own"))
     line = [sys.executable, "-m", "tunewell", "verify", str(staged), "--json", *flags]
     done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=False, env=os.environ | {"CI": "1"})
     if not (staged / PARITY).is_file():

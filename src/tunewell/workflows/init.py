@@ -1,7 +1,6 @@
 """`tunewell init`: look at the rows and the model, and write a config that a person can read."""
 
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from tunewell.config.load import FILE_NAME, Loaded
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
 from tunewell.core.files import write_atomic
+from tunewell.core.progress import ProgressListener, silent
 from tunewell.core.units import count
-from tunewell.data.corpus.build import Progress
 from tunewell.data.sources.blocks import ReadOptions, read_blocks
 from tunewell.data.sources.files import SourceFile, find_files, split_limit
 from tunewell.data.sources.local import LocalFile
@@ -66,7 +65,7 @@ def init(
     model: str,
     out: Path | None = None,
     is_overwriting: bool = False,
-    progress: Callable[[Progress], None] = lambda progress: None,
+    progress: ProgressListener = silent,
 ) -> InitResult:
     """Write `tunewell.yaml` for this data and this model; raise UserError if one is there or the rows are unusable."""
     path = out or Path(FILE_NAME)
@@ -98,7 +97,7 @@ def _fitting_template(tokenizer: LoadedTokenizer) -> str:
     return "auto"
 
 
-def _sample(data: str, model: str, template: str, progress: Callable[[Progress], None]) -> Manifest:
+def _sample(data: str, model: str, template: str, progress: ProgressListener) -> Manifest:
     """Prepare the first rows in a temporary folder: the only way to know what they are is to do it."""
     with tempfile.TemporaryDirectory(prefix="tunewell-init-") as folder:
         plain, limit = split_limit(data)

@@ -1,7 +1,7 @@
 """`tunewell inspect`: see a corpus, or rows before they become one, down to the single token."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 
 from tunewell.config.load import Loaded
 from tunewell.core.errors import UserError
-from tunewell.data.corpus.build import Progress
+from tunewell.core.progress import ProgressListener, silent
 from tunewell.data.corpus.reader import Corpus, open_corpus
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.data.tokenizers.token_text import token_texts
@@ -70,7 +70,7 @@ def inspect(
     *,
     wanted: Sequence[int] = (0, 1),
     is_held_out: bool = False,
-    progress: Callable[[Progress], None] = lambda progress: None,
+    progress: ProgressListener = silent,
 ) -> Inspection:
     """Look at a corpus, or prepare rows in a temporary folder and look at that.
 
@@ -90,7 +90,7 @@ def inspect(
 
 
 @contextmanager
-def _prepared(path: str | None, loaded: Loaded, progress: Callable[[Progress], None]) -> Iterator[Corpus]:
+def _prepared(path: str | None, loaded: Loaded, progress: ProgressListener) -> Iterator[Corpus]:
     with tempfile.TemporaryDirectory(prefix="tunewell-inspect-") as folder:
         changes: dict[str, Any] = {"corpus": str(Path(folder) / "corpus")}
         if path is not None:

@@ -1,7 +1,7 @@
 """`tunewell prepare`: from the rows a config names to a corpus that training can trust."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,11 @@ from tunewell import __version__
 from tunewell.config.load import Given, Loaded, as_loaded
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_text, stable_json
+from tunewell.core.progress import ProgressListener, silent
 from tunewell.data.corpus.build import build
 from tunewell.data.corpus.output import CorpusOutput
 from tunewell.data.corpus.parts import PIPELINE_VERSION, Recipe
-from tunewell.data.corpus.spec import NO_SHARE, BuildSpec, Job, Progress
+from tunewell.data.corpus.spec import NO_SHARE, BuildSpec, Job
 from tunewell.data.rows.cleaning import CleanOptions
 from tunewell.data.rows.formats import Converter
 from tunewell.data.rows.functions import load_row_function
@@ -64,7 +65,7 @@ def prepare(
     model: str | None = None,
     data: str | Sequence[str] | None = None,
     out: str | Path | None = None,
-    progress: Callable[[Progress], None] = lambda progress: None,
+    progress: ProgressListener = silent,
 ) -> PrepareResult:
     """Make the corpus a config describes, or find that it is there already.
 
@@ -85,7 +86,7 @@ def prepare(
     return PrepareResult(target, manifest, found is not None, time.perf_counter() - started)
 
 
-def plan_order(loaded: Loaded, progress: Callable[[Progress], None] = lambda progress: None) -> BuildSpec:
+def plan_order(loaded: Loaded, progress: ProgressListener = silent) -> BuildSpec:
     """Resolve everything a config names: model, templates, files; nothing is read of the rows but their hash."""
     config, base = loaded.config, loaded.base
     if config.model is None:

@@ -14,6 +14,7 @@ import torch
 
 from tunewell.config.load import Given, Loaded
 from tunewell.core.errors import UserError
+from tunewell.core.progress import Progress, silent
 from tunewell.core.redact import redact
 from tunewell.data.batches import DataOrder
 from tunewell.data.corpus.reader import Corpus, open_corpus
@@ -39,7 +40,7 @@ from tunewell.training.checkpoints import disk_space_warning
 from tunewell.training.distributed import World
 from tunewell.training.engine import Run
 from tunewell.training.engine import train as take_steps
-from tunewell.training.events import Unwatched, Watcher
+from tunewell.training.events import Listener
 from tunewell.training.faults import NoFaults, parse_faults
 from tunewell.workflows.prepare import prepare
 from tunewell.workflows.validate import ValidateOptions, validate
@@ -55,7 +56,7 @@ def train(
     is_resuming: bool = False,
     allowed_changes: Sequence[str] = (),
     allow_pickle: bool = False,
-    watcher: Watcher | None = None,
+    listener: Listener = silent,
 ) -> TrainResult:
     """Train the model that a config describes and validate it; prepare the corpus first if needed.
 
@@ -64,27 +65,26 @@ def train(
     """
     changes = [allowed_changes] if isinstance(allowed_changes, str) else allowed_changes
     options = RunOptions(is_resuming=is_resuming, allowed_changes=changes, allow_pickle=allow_pickle)
-    return run_training(load_for_run(config, sets, is_resuming=is_resuming), options, watcher)
+    return run_training(load_for_run(config, sets, is_resuming=is_resuming), options, listener)
 
 
-def run_training(loaded: Loaded, options: RunOptions, watcher: Watcher | None = None) -> TrainResult:
+def run_training(loaded: Loaded, options: RunOptions, listener: Listener = silent) -> TrainResult:
     """Train and validate: what both `train` and the command line call."""
     require_resume_for_changes(options.allowed_changes, is_resuming=options.is_resuming)
     _refuse_nothing(loaded, is_resuming=options.is_resuming)
     require_exportable(loaded)
-    watcher = watcher or Unwatched()
-    pulse = Heartbeat(watcher, options.supervisor_fds) if options.supervisor_fds else None
-    notebook = MetricsRecorder(pulse or watcher)
+    heartbeat = Heartbeat(options.supervisor_fds) if options.supervisor_fds else None
+    recorder = MetricsRecorder(heartbeat or silent, listener)
     wish = _Wish(
         loaded,
         options,
         faults=parse_faults(options.faults, is_allowed=options.allow_faults),
-        alive=pulse.beat if pulse else lambda: None,
+        alive=heartbeat.beat if heartbeat else lambda: None,
     )
-    result, is_first = _train(wish, notebook)
+    result, is_first = _train(wish, recorder)
     if not (is_first and result.status == "finished" and loaded.config.verdict.after_training):
         return result
-    return _judged(result, wish, notebook)
+    return _judged(result, wish, recorder)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class _Wish:
     alive: Callable[[], None]
 
 
-def _train(wish: "_Wish", notebook: MetricsRecorder) -> tuple[TrainResult, bool]:
+def _train(wish: "_Wish", recorder: MetricsRecorder) -> tuple[TrainResult, bool]:
     """Train; also say whether this process speaks for the run."""
     started = time.perf_counter()
     loaded, options = wish.loaded, wish.options
@@ -122,7 +122,7 @@ def _train(wish: "_Wish", notebook: MetricsRecorder) -> tuple[TrainResult, bool]
                 own_folder = Path(held.enter_context(TemporaryDirectory(prefix="tunewell-process-")))
         held.enter_context(world.explaining_loss(again))  # inside, so that a run without a step is taken back
         with _timed(stages, "prepare"), world.as_one():
-            notebook.doing("preparing the corpus")
+            recorder(Progress("preparing the corpus"))
             if loaded.config.data.sources and world.is_first:
                 prepare(loaded)
         with world.as_one():
@@ -132,14 +132,14 @@ def _train(wish: "_Wish", notebook: MetricsRecorder) -> tuple[TrainResult, bool]
             with _timed(stages, "plan"):
                 plan, order = _plan(loaded, corpus, facts)
                 if is_resuming:
-                    plan = plan_to_resume(folder, plan, allowed_changes, notebook)
+                    plan = plan_to_resume(folder, plan, allowed_changes, recorder)
             torch.set_num_threads(plan.threads.value)
             if facts.kind == "cpu":
                 keep_freed_memory(facts.free_bytes)
             if run_dir is not None and not is_resuming:
                 _write_down(run_dir, loaded, plan, corpus, options)
             with _timed(stages, "load"):
-                notebook.doing("loading the model")
+                recorder(Progress("loading the model"))
                 parts = RunInputs(
                     loaded,
                     plan,
@@ -148,30 +148,30 @@ def _train(wish: "_Wish", notebook: MetricsRecorder) -> tuple[TrainResult, bool]
                     folder,
                     own_folder,
                     world,
-                    notebook,
+                    recorder,
                     allow_pickle,
                     wish.faults,
                     wish.alive,
                 )
                 run = build_run(parts)
             if is_resuming:
-                is_changed = restore_run(loaded, run, allowed_changes, notebook=notebook, corpus=corpus)
+                is_changed = restore_run(loaded, run, allowed_changes, recorder=recorder, corpus=corpus)
                 if run_dir is not None and is_changed:
                     _write_down(run_dir, loaded, plan, corpus, options)
                 elif run_dir is not None:
                     _write_settings(run_dir, loaded, options)
             with _timed(stages, "check"):
-                notebook.doing("checking that packed documents do not see each other")
+                recorder(Progress("checking that packed documents do not see each other"))
                 check_packing(parts, run)
         require_same_settings(parts, run)
-        _warn(loaded, corpus, run, notebook)
+        _warn(loaded, corpus, run, recorder)
         since = Since(started, run.progress.tokens, options)
-        notebook.begun(describe_start(parts, run))
+        recorder(describe_start(parts, run))
         if run_dir is not None:
             run_dir.keep()
         with world.explaining_loss("`tunewell train --resume` in all of them goes on from the newest checkpoint"):
             ending = take_steps(run)
-        result = make_result(loaded, run, ending, notebook=notebook, stages=stages, since=since)
+        result = make_result(loaded, run, ending, recorder=recorder, stages=stages, since=since)
         if world.is_first:
             write_run_files(run, result, plan, corpus, allow_pickle=allow_pickle)
         run.events.close()
@@ -180,7 +180,7 @@ def _train(wish: "_Wish", notebook: MetricsRecorder) -> tuple[TrainResult, bool]
         return result, world.is_first
 
 
-def _judged(result: TrainResult, wish: "_Wish", notebook: MetricsRecorder) -> TrainResult:
+def _judged(result: TrainResult, wish: "_Wish", recorder: MetricsRecorder) -> TrainResult:
     """Judge what was trained, as it lies on disk; a judgement that fails does not undo the training."""
     gc.collect()
     if torch.cuda.is_available():
@@ -191,9 +191,11 @@ def _judged(result: TrainResult, wish: "_Wish", notebook: MetricsRecorder) -> Tr
     base = wish.loaded.seen(model) if redact(model) != model else None
     order = ValidateOptions(device=wish.loaded.config.device, base=base, allow_pickle=wish.options.allow_pickle)
     try:
-        found = validate(result.run, order=order, progress=lambda stage, done, of: notebook.doing(f"judging: {stage}"))
+        found = validate(
+            result.run, order=order, progress=lambda at: recorder(replace(at, stage=f"judging: {at.stage}"))
+        )
     except Exception as error:  # noqa: BLE001  the training is done and saved, whatever happens to the judging of it
-        notebook.noted(f"the model is trained and saved, but could not be judged: {type(error).__name__}: {error}")
+        recorder.note(f"the model is trained and saved, but could not be judged: {type(error).__name__}: {error}")
         again = f"tunewell validate {shlex.quote(str(result.run))}"
         return replace(result, exit_code=result.exit_code or _NOT_JUDGED, next_command=again)
     seconds = time.perf_counter() - began
@@ -245,16 +247,16 @@ def _refuse_nothing(loaded: Loaded, *, is_resuming: bool) -> None:
             )
 
 
-def _warn(loaded: Loaded, corpus: Corpus, run: Run, notebook: MetricsRecorder) -> None:
+def _warn(loaded: Loaded, corpus: Corpus, run: Run, recorder: MetricsRecorder) -> None:
     """Say before the first step what will not work as it may be meant."""
     config = loaded.config
     if config.evaluate.patience is not None and not len(corpus.held_out):
-        notebook.noted("`evaluate.patience` has no effect: there are no held-out rows to look at")
+        recorder.note("`evaluate.patience` has no effect: there are no held-out rows to look at")
     # Weights as they are saved, and the optimizer's two numbers for each.
     size = sum(3 * 4 * parameter.numel() for parameter in run.learner.parameters.values())
     folder = run.checkpoints.folder
     if warning := disk_space_warning(folder.parent, checkpoint_bytes=size, keep=config.checkpoints.keep):
-        notebook.noted(warning)
+        recorder.note(warning)
 
 
 def _plan(loaded: Loaded, corpus: Corpus, device: Any) -> tuple[Plan, DataOrder]:

@@ -10,11 +10,12 @@ from typing import Any
 from tunewell.core.errors import UserError
 from tunewell.core.files import write_atomic
 from tunewell.core.optional import import_optional
+from tunewell.core.progress import ProgressListener, silent
 from tunewell.core.units import count
 from tunewell.data.corpus.reader import Corpus, open_corpus
 from tunewell.evaluation.report.markdown import report_markdown
 from tunewell.evaluation.report.page import report_page
-from tunewell.evaluation.session import EvaluationSession, EvaluationSet, Progress, ValidateOptions
+from tunewell.evaluation.session import EvaluationSession, EvaluationSet, ValidateOptions
 from tunewell.inference.model_ref import ModelRef
 from tunewell.records.events import plain
 from tunewell.records.manifest import Manifest
@@ -23,15 +24,11 @@ from tunewell.runs.resolve import resolve_model
 from tunewell.workflows.validate_data import prepared
 
 
-def _silent(stage: str, done: int, of: int) -> None:
-    """Say nothing."""
-
-
 def validate(
     place: str | Path | None = None,
     *,
     order: ValidateOptions | None = None,
-    progress: Progress = _silent,
+    progress: ProgressListener = silent,
     **options: Any,
 ) -> Validation:
     """Judge a run (by default the one of the config here), an adapter or a model, and write the report.

@@ -6,11 +6,12 @@ from typing import Any
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
+from tunewell.core.progress import ProgressListener
 from tunewell.evaluation.compare import Comparison, compare
 from tunewell.inference.model_ref import ModelRef
 from tunewell.records.manifest import read_manifest
 from tunewell.runs.resolve import resolve_model
-from tunewell.workflows.validate import Progress, ValidateOptions, Validation, validate
+from tunewell.workflows.validate import ValidateOptions, Validation, validate
 
 COMPARISON = "comparison.json"
 
@@ -26,7 +27,7 @@ class Against:
 
 
 def validate_against(
-    place: str | Path | None, other: str | Path, *, order: ValidateOptions, progress: Progress
+    place: str | Path | None, other: str | Path, *, order: ValidateOptions, progress: ProgressListener
 ) -> Against:
     """Judge a run and another on the first one's rows where both read the same tokens, else each on its own."""
     mine = resolve_model(place, checkpoint=order.checkpoint, base=order.base, sets=order.sets)

@@ -1,7 +1,6 @@
 """`tunewell verify`: prove an export again, from what lies in its folder."""
 
 import json
-from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 
 from tunewell import __version__
 from tunewell.core.errors import UserError
+from tunewell.core.progress import Progress, ProgressListener, silent, with_stage
 from tunewell.export.preflight import require_proof_tools
 from tunewell.export.proof.checks import check_files, spoiled_files
 from tunewell.export.proof.modelfile import check_modelfile
@@ -30,7 +30,6 @@ from tunewell.records.parity import (
     write_record,
 )
 
-Progress = Callable[[str, int, int], None]
 EXIT_NOT_PROVEN = 4
 
 
@@ -40,7 +39,7 @@ def verify(
     *,
     base: str | None = None,
     allow_pickle: bool = False,
-    progress: Progress | None = None,
+    progress: ProgressListener = silent,
     notes: list[str] | None = None,
 ) -> Parity:
     """Hold every artefact of an export against what was trained, and write `parity.json`.
@@ -50,13 +49,13 @@ def verify(
     package or a base that is not there says nothing about the export.
     """
     folder = Path(folder).expanduser()
-    tell = progress or (lambda stage, done, of: None)
+    tell = progress
     proof = read_proof(folder)
     reference = Reference.load(folder / REFERENCE, proof.model)
     require_proof_tools({artefact.kind for artefact in proof.artefacts})
     links = _whole(folder, proof, reference)
     for artefact in proof.artefacts:
-        tell(f"proving {artefact.name}", 0, 0)
+        tell(Progress(f"proving {artefact.name}"))
         if artefact.kind == "ollama":
             links.append(_ollama(folder, artefact, proof))
             continue
@@ -70,7 +69,7 @@ def verify(
                 proof,
                 reference=reference,
                 load_base=lambda loaded=loaded: loaded,
-                progress=lambda done, of, name=artefact.name: tell(f"proving {name}", done, of),
+                progress=with_stage(tell, f"proving {artefact.name}"),
             )
         )
     parity = Parity(

@@ -39,6 +39,7 @@ def command(
     from tunewell.cli.progress import shown_stages
     from tunewell.cli.render import emit, emit_json
     from tunewell.cli.screens.export import parity_screen
+    from tunewell.core.progress import Progress
     from tunewell.export.request import ExportOptions
 
     order = ExportOptions(
@@ -54,7 +55,7 @@ def command(
         creates=not no_create,
     ).checked()
     with shown_stages() as progress:
-        progress("starting torch", 0, 0)
+        progress(Progress("starting torch"))
         from tunewell.workflows.export import export
 
         done = export(place, order=order, progress=progress, announce=announce)

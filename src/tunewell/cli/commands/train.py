@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tunewell.config.load import Loaded
-    from tunewell.training.events import Start
+    from tunewell.training.events import RunStarted
     from tunewell.workflows.train import TrainResult
 
 _RESUME = "Go on with the run in that folder; where there is no config, by the run's own settings."
@@ -49,6 +49,7 @@ def command(
     """Train a model on a corpus, which is prepared first where that has not been done, and judge it."""
     from tunewell.cli.render import emit, emit_json
     from tunewell.cli.screens.training import is_first_process, shown_training
+    from tunewell.core.progress import Progress
     from tunewell.runs.config import load_for_run
     from tunewell.runs.options import RunOptions
     from tunewell.runs.supervisor import can_supervise
@@ -69,19 +70,19 @@ def command(
         faults=os.environ.get("TUNEWELL_FAULTS"),
         allow_faults=enable_fault_injection,
     )
-    with shown_training() as watcher:
-        watcher.doing("starting torch")
+    with shown_training() as listener:
+        listener(Progress("starting torch"))
         # Seconds go by before torch is there: not at a prompt that says nothing.
         from tunewell.runs.heartbeat import send_ended, send_printed
         from tunewell.workflows.train import run_training
 
-        result = run_training(loaded, options, watcher)
+        result = run_training(loaded, options, listener)
         if worker:
             send_ended(worker, result.exit_code)
     if is_first_process() and json:
         emit_json(result.as_json())
     elif is_first_process():
-        emit(screen(result, watcher.run.start))
+        emit(screen(result, listener.run.start))
     if worker:
         sys.stdout.flush()
         send_printed(worker)
@@ -116,7 +117,7 @@ def flags_as_sets(**values: Path | str | None) -> list[str]:
     return [f"{key}={json.dumps(str(value), ensure_ascii=False)}" for key, value in values.items() if value is not None]
 
 
-def screen(result: "TrainResult", start: "Start | None") -> str:
+def screen(result: "TrainResult", start: "RunStarted | None") -> str:
     """Say what was trained, how it went, what was made and what to do next."""
     from tunewell.cli.render import table
     from tunewell.cli.screens.numbers import one_line
@@ -141,7 +142,7 @@ def screen(result: "TrainResult", start: "Start | None") -> str:
     return "\n".join(parts)
 
 
-def report_rows(result: "TrainResult", start: "Start | None") -> list[tuple[str, str, str]]:
+def report_rows(result: "TrainResult", start: "RunStarted | None") -> list[tuple[str, str, str]]:
     """Tell a run in a few lines: label, number, detail; what has no number is only words."""
     from tunewell.cli.screens.numbers import loss_words, method_words, model_words, one_line, speed_words
     from tunewell.core.units import count, duration, size_bytes

@@ -36,9 +36,10 @@ def command(
     from tunewell.cli.progress import shown_stages
     from tunewell.cli.render import emit, emit_json
     from tunewell.cli.screens.verdict import comparison_screen, verdict_lines, verdict_screen
+    from tunewell.core.progress import Progress
 
     with shown_stages() as progress:
-        progress("starting torch", 0, 0)
+        progress(Progress("starting torch"))
         from tunewell.workflows.validate import ValidateOptions, validate
         from tunewell.workflows.validate_against import validate_against
 

@@ -22,9 +22,10 @@ def command(
     from tunewell.cli.progress import shown_stages
     from tunewell.cli.render import emit, emit_json, hanging
     from tunewell.cli.screens.export import parity_screen
+    from tunewell.core.progress import Progress
 
     with shown_stages() as progress:
-        progress("starting torch", 0, 0)
+        progress(Progress("starting torch"))
         from tunewell.workflows.verify import EXIT_NOT_PROVEN, verify
 
         notes: list[str] = []

@@ -9,7 +9,7 @@ from tunewell.core.units import count
 
 if TYPE_CHECKING:
     from tunewell.records.healing import HealingEntry
-    from tunewell.training.events import Start
+    from tunewell.training.events import RunStarted
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _LONGEST_MODEL = 40
@@ -69,7 +69,7 @@ def model_words(model: str) -> str:
     return one_line(model if len(model) <= _LONGEST_MODEL else PurePath(model).name)
 
 
-def method_words(start: "Start") -> str:
+def method_words(start: "RunStarted") -> str:
     """Say how a model is trained: `LoRA rank 16, 4.9 M of 139 M weights, bf16 on cuda:0`."""
     plan = start.plan
     method: dict[str, Any] = plan.config.get("method") or {}

@@ -3,14 +3,13 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from tunewell.records.healing import HealingEntry
-    from tunewell.training.events import HeldOutEvent, Sample, Start, StepEvent
+from tunewell.core.progress import Progress
+from tunewell.records.healing import HealingEntry
+from tunewell.training.events import Evaluated, Event, Healed, Note, Rewound, RunStarted, Sample, StepTaken
 
 RECENT_STEPS = 40
 _FEWEST_FOR_TREND = 5
@@ -19,69 +18,66 @@ _RECENT_LOOKS = 5
 
 @dataclass
 class RunSoFar:
-    """A run as its watcher saw it; the last steps are kept, the older ones are in `events.jsonl`."""
+    """A listener that keeps a run's state for the screen: the last steps; the older ones are in `events.jsonl`."""
 
     clock: Callable[[], float] = time.monotonic
-    start: "Start | None" = None
+    start: RunStarted | None = None
     stage: str = ""
     """What is going on instead of steps; empty while steps are taken."""
-    last: "StepEvent | None" = None
-    recent: "deque[StepEvent]" = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
-    held_out: "HeldOutEvent | None" = None
-    best: "HeldOutEvent | None" = None
-    sample: "Sample | None" = None
+    last: StepTaken | None = None
+    recent: deque[StepTaken] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    held_out: Evaluated | None = None
+    best: Evaluated | None = None
+    sample: Sample | None = None
     notes: list[str] = field(default_factory=list)
-    healing: "list[HealingEntry]" = field(default_factory=list)
+    healing: list[HealingEntry] = field(default_factory=list)
     num_skipped: int = 0
 
     def __post_init__(self) -> None:
         self.began = self.heard = self.stage_began = self.clock()
         self._looks: deque[float] = deque(maxlen=_RECENT_LOOKS)
 
-    def doing(self, stage: str) -> None:
-        """Remember what is going on."""
+    def __call__(self, event: Event) -> None:
+        """Keep an event of the run."""
+        match event:
+            case Progress(stage):
+                self._begin_stage(stage)
+            case RunStarted(notes=notes):
+                self.start = event
+                self.notes += notes
+                self._begin_stage("")
+            case StepTaken(was_skipped=was_skipped):
+                self.last = event
+                self.recent.append(event)
+                self.num_skipped += was_skipped
+                self._begin_stage("")
+            case Evaluated():
+                self._add_evaluation(event)
+            case Healed(entry):
+                self.healing.append(entry)
+                self.heard = self.clock()
+            case Rewound(step):  # the steps after it are taken again
+                kept = [taken for taken in self.recent if taken.step <= step]
+                self.recent.clear()
+                self.recent.extend(kept)
+                self.last = kept[-1] if kept else None
+            case Note(message):
+                self.notes.append(message)
+                self.heard = self.clock()
+
+    def _begin_stage(self, stage: str) -> None:
         self.stage = stage
         self.heard = self.stage_began = self.clock()
 
-    def begun(self, start: "Start") -> None:
-        """Remember what the run is."""
-        self.start = start
-        self.notes += start.notes
-        self.doing("")
-
-    def stepped(self, event: "StepEvent") -> None:
-        """Remember a step."""
-        self.last = event
-        self.recent.append(event)
-        self.num_skipped += event.was_skipped
-        self.doing("")
-
-    def looked(self, event: "HeldOutEvent", samples: "Sequence[Sample]") -> None:
-        """Remember a look, and how long it took with its samples and whatever else lay between it and the last news."""
+    def _add_evaluation(self, event: Evaluated) -> None:
+        # The samples, and whatever else lies between it and the last event, count as part of the evaluation.
         self._looks.append(max(event.seconds, self.clock() - self.heard))
         self.held_out = event
         if event.is_best:
             self.best = event
-        if samples:
-            self.sample = samples[0]
-        self.doing("")
-
-    def healed(self, entry: "HealingEntry") -> None:
-        """Remember what went wrong and what was done about it."""
-        self.healing.append(entry)
-        self.heard = self.clock()
-
-    def rewound(self, step: int) -> None:
-        """Forget the steps that are taken again."""
-        kept = [event for event in self.recent if event.step <= step]
-        self.recent.clear()
-        self.recent.extend(kept)
-        self.last = kept[-1] if kept else None
-
-    def noted(self, message: str) -> None:
-        """Remember a note."""
-        self.notes.append(message)
-        self.heard = self.clock()
+        if event.samples:
+            self.sample = event.samples[0]
+        self._begin_stage("")
 
     @property
     def num_steps(self) -> int:

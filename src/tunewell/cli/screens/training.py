@@ -4,7 +4,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -12,19 +12,17 @@ from tunewell.cli.render import LastingStream
 from tunewell.cli.screens.numbers import healing_line, one_line
 from tunewell.cli.screens.run_state import RunSoFar
 from tunewell.cli.screens.training_lines import PlainLines
+from tunewell.training.events import Event
 
 if TYPE_CHECKING:
     from rich.live import Live
-
-    from tunewell.records.healing import HealingEntry
-    from tunewell.training.events import HeldOutEvent, Sample, Start, StepEvent
 
 _REFRESHES_PER_SECOND = 2
 
 
 @contextmanager
 def shown_training() -> Iterator["LivePanel | PlainLines"]:
-    """Give a watcher that shows a run on stderr: a panel in a real terminal and not under `CI`, else plain lines.
+    """Yield a listener that shows a run on stderr: a panel in a real terminal and not under `CI`, else plain lines.
 
     The panel goes away with the body. When the body fails, what the run noted until then stays on the screen.
     """
@@ -50,7 +48,7 @@ def is_first_process() -> bool:
 
 
 class LivePanel:
-    """A watcher that keeps one panel up to date; it appears with the first news."""
+    """A listener that keeps one panel up to date; it appears with the first event."""
 
     def __init__(self, stream: LastingStream, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.run = RunSoFar(clock)
@@ -59,33 +57,12 @@ class LivePanel:
         self._live: Live | None = None
         self._is_closed = False
 
-    def doing(self, stage: str) -> None:
-        """Show what is going on."""
-        self._hear(lambda: self.run.doing(stage))
-
-    def begun(self, start: "Start") -> None:
-        """Show what the run is."""
-        self._hear(lambda: self.run.begun(start))
-
-    def stepped(self, event: "StepEvent") -> None:
-        """Show the numbers of a step at the next refresh."""
-        self._hear(lambda: self.run.stepped(event))
-
-    def looked(self, event: "HeldOutEvent", samples: "Sequence[Sample]") -> None:
-        """Show the held-out loss and the first sample at the next refresh."""
-        self._hear(lambda: self.run.looked(event, samples))
-
-    def healed(self, entry: "HealingEntry") -> None:
-        """Show what went wrong and what was done about it at the next refresh."""
-        self._hear(lambda: self.run.healed(entry))
-
-    def rewound(self, step: int) -> None:
-        """Show the steps that are left."""
-        self._hear(lambda: self.run.rewound(step))
-
-    def noted(self, message: str) -> None:
-        """Show a note at the next refresh."""
-        self._hear(lambda: self.run.noted(message))
+    def __call__(self, event: Event) -> None:
+        """Keep an event; the panel shows it at the next refresh."""
+        with self._lock:
+            self.run(event)
+        if self._live is None and not self._is_closed:
+            self._open()
 
     def close(self) -> None:
         """Take the panel off the screen, for good: a checkpoint may still be on its way and send a note."""
@@ -93,12 +70,6 @@ class LivePanel:
         if self._live is not None:
             self._live.stop()
             self._live = None
-
-    def _hear(self, remember: Callable[[], None]) -> None:
-        with self._lock:
-            remember()
-        if self._live is None and not self._is_closed:
-            self._open()
 
     def _open(self) -> None:
         from rich.console import Console

@@ -2,8 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from tunewell.cli.render import LastingStream
 from tunewell.cli.screens.numbers import (
@@ -16,11 +15,9 @@ from tunewell.cli.screens.numbers import (
     speed_words,
 )
 from tunewell.cli.screens.run_state import RunSoFar
+from tunewell.core.progress import Progress
 from tunewell.core.units import count, duration, size_bytes
-
-if TYPE_CHECKING:
-    from tunewell.records.healing import HealingEntry
-    from tunewell.training.events import HeldOutEvent, Sample, Start, StepEvent
+from tunewell.training.events import Evaluated, Event, Healed, Note, Rewound, RunStarted, StepTaken
 
 _SHORTEST_WAIT, _LONGEST_WAIT = 10.0, 60.0
 _WAIT_SHARE = 1 / 20
@@ -31,7 +28,7 @@ _LOSS_CHARS = len("  loss 1.2345")
 
 
 class PlainLines:
-    """A watcher that writes a line now and then: the first step, the last, each look, each note, and by time."""
+    """A listener that writes a line now and then: the first step, the last, each look, each note, and by time."""
 
     def __init__(self, stream: LastingStream, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.run = RunSoFar(clock)
@@ -40,26 +37,37 @@ class PlainLines:
         self._wrote_step = 0
         self._was_finite = True
 
-    def doing(self, stage: str) -> None:
-        """Write what is going on before the first step and after the last."""
-        is_new = stage != self.run.stage
-        self.run.doing(stage)
-        is_between_steps = self.run.start is not None and self.run.step < self.run.num_steps
-        if stage and is_new and not is_between_steps:
-            self._write(one_line(stage))
+    def __call__(self, event: Event) -> None:
+        """Write the lines of an event."""
+        last_stage = self.run.stage
+        self.run(event)
+        match event:
+            case Progress(stage) if stage and stage != last_stage and not self._is_between_steps():
+                self._write(one_line(stage))
+            case RunStarted():
+                self._write_start(event)
+            case StepTaken():
+                self._write_step(event)
+            case Evaluated():
+                self._write_evaluation(event)
+            case Healed(entry):
+                self._write(healing_line(entry))
+            case Rewound(step):
+                self._wrote_step = min(self._wrote_step, step)
+            case Note(message):
+                self._write(f"note: {one_line(message)}")
 
-    def begun(self, start: "Start") -> None:
-        """Write what the run is."""
-        self.run.begun(start)
+    def _is_between_steps(self) -> bool:
+        return self.run.start is not None and self.run.step < self.run.num_steps
+
+    def _write_start(self, start: RunStarted) -> None:
         left = f", going on after step {count(start.first_step)}" if start.first_step else ""
         self._write(f"training {model_words(start.plan.model)}: {method_words(start)}")
         self._write(f"{count(self.run.num_steps, 'step')}{left}")
         for note in start.notes:
             self._write(f"note: {one_line(note)}")
 
-    def stepped(self, event: "StepEvent") -> None:
-        """Write the numbers of a step where one is due."""
-        self.run.stepped(event)
+    def _write_step(self, event: StepTaken) -> None:
         is_finite = math.isfinite(event.loss) and math.isfinite(event.grad_norm)
         turned_bad = self._was_finite and not is_finite
         self._was_finite = is_finite
@@ -67,33 +75,16 @@ class PlainLines:
             self._write(self._step_line(event))
             self._wrote_at, self._wrote_step = self.run.clock(), event.step
 
-    def looked(self, event: "HeldOutEvent", samples: "Sequence[Sample]") -> None:
-        """Write the held-out loss, and the first question with its answer."""
-        self.run.looked(event, samples)
+    def _write_evaluation(self, event: Evaluated) -> None:
         found = f"{count(event.documents, 'document')} in {duration(event.seconds)}"
         best = "the best so far, " if event.is_best else ""
         # Under the held-out column of the step lines.
         self._write(
             f"{self._place(event.step)}{' ' * _LOSS_CHARS}  held-out {loss_words(event.loss):>6}  {best}{found}"
         )
-        for sample in samples[:1]:
+        for sample in event.samples[:1]:
             self._write(f"  asked: {_cut(one_line(sample.question))}")
             self._write(f"  said:  {_cut(one_line(sample.answer))}")
-
-    def healed(self, entry: "HealingEntry") -> None:
-        """Write what went wrong and what was done about it."""
-        self.run.healed(entry)
-        self._write(healing_line(entry))
-
-    def rewound(self, step: int) -> None:
-        """Count the steps from there again; what happened is told by itself."""
-        self.run.rewound(step)
-        self._wrote_step = min(self._wrote_step, step)
-
-    def noted(self, message: str) -> None:
-        """Write a note."""
-        self.run.noted(message)
-        self._write(f"note: {one_line(message)}")
 
     def close(self) -> None:
         """Leave the lines where they are."""
@@ -107,7 +98,7 @@ class PlainLines:
         total = count(self.run.num_steps)
         return f"step {count(step):>{len(total)}}/{total}"
 
-    def _step_line(self, event: "StepEvent") -> str:
+    def _step_line(self, event: StepTaken) -> str:
         run = self.run
         words = [self._place(event.step), f"loss {loss_words(event.loss):>6}"]
         if run.held_out is not None:

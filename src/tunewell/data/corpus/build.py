@@ -10,11 +10,12 @@ from pathlib import Path
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import publish_folder, told_when_full
+from tunewell.core.progress import Progress
 from tunewell.data.corpus.assembly import Assembly
 from tunewell.data.corpus.finish import Finish
 from tunewell.data.corpus.output import Space
 from tunewell.data.corpus.parts import Laid, Part, Recipe, finish_block, lay_out_block, load_part, part_name, save_part
-from tunewell.data.corpus.spec import BuildSpec, Job, Progress
+from tunewell.data.corpus.spec import BuildSpec, Job
 from tunewell.data.sources.blocks import Block, read_blocks
 from tunewell.records.manifest import Manifest
 
@@ -74,7 +75,8 @@ def _fill(assembly: Assembly, order: BuildSpec, parts: Path, space: Space) -> se
             taken[job.source_index] += len(block)
             space.read_bytes += block.num_bytes
             space.tokens = assembly.num_tokens
-            order.progress(Progress("reading", space.read_bytes, space.source_bytes if is_known else None, rows))
+            total = space.source_bytes if is_known else 0
+            order.progress(Progress("reading", space.read_bytes, total, "bytes", rows))
         if job.stamp and job.file.source.stamp() != job.stamp:
             raise UserError(
                 f"`{job.file.name}` was changed while it was read", fix="run it again when nothing writes to the file"

@@ -21,7 +21,7 @@ from tunewell.data.corpus.packing import (
     whole_units,
     without_unlearned,
 )
-from tunewell.data.corpus.spec import NO_SHARE, BuildSpec, Progress
+from tunewell.data.corpus.spec import NO_SHARE, BuildSpec
 from tunewell.data.corpus.summary import Written, all_dropped, data_card, describe_file, summarise
 from tunewell.data.corpus.writer import write_split
 from tunewell.records.manifest import Manifest, write_manifest
@@ -91,11 +91,8 @@ class Finish:
     def _write(self, name: str, units: Units, context: ContextChoice) -> Written:
         packing = pack(units.length, context.value)
 
-        def progress(done: int, total: int) -> None:
-            self._order.progress(Progress("writing", done, total, 0))
-
         facts = write_split(
-            self._corpus / name, units=units, packing=packing, documents=self._documents, progress=progress
+            self._corpus / name, units=units, packing=packing, documents=self._documents, progress=self._order.progress
         )
         return units, packing, facts
 

@@ -1,26 +1,17 @@
 """What is to be built: the files and how their rows become documents, and all that decides what becomes of those."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tunewell.core.progress import ProgressListener, silent
 from tunewell.data.corpus.parts import Recipe
 from tunewell.data.sources.files import SourceFile
 from tunewell.records.manifest import TemplateRecord, TokenizerRecord
 
 NO_SHARE = -2
 """Stands for all sources without a share of their own."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a build is."""
-
-    stage: str
-    done: int
-    total: int | None
-    rows: int
 
 
 @dataclass
@@ -55,7 +46,7 @@ class BuildSpec:
     tokenizer: TokenizerRecord
     templates: list[TemplateRecord]
     save_tokenizer: Callable[[Path], None]
-    progress: Callable[[Progress], None] = field(default=lambda progress: None)
+    progress: ProgressListener = silent
 
     def source_label(self, index: int) -> str:
         """Name a source of the config, or all those without a share."""

@@ -1,7 +1,6 @@
 """Write packed sequences as Arrow shards that `datasets` opens as they are."""
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tunewell.core.files import sha256_file, sha256_text, stable_json
+from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.corpus.assembly import Documents
 from tunewell.data.corpus.packing import Packing, Units
 from tunewell.records.manifest import ShardRecord
@@ -67,7 +67,7 @@ def write_split(
     units: Units,
     packing: Packing,
     documents: Documents,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: ProgressListener = silent,
 ) -> SplitFacts:
     """Write the sequences of a split, the index of its documents and the files `datasets` looks for."""
     folder.mkdir(parents=True)
@@ -85,7 +85,7 @@ def write_split(
         facts.shards.append(
             ShardRecord(file=path.name, bytes=path.stat().st_size, sha256=sha256_file(path), sequences=last - first)
         )
-        progress(last, packing.num_sequences)
+        progress(Progress("writing", last, packing.num_sequences, "sequences"))
     facts.supervised = int(sequences.supervised.sum(dtype=np.int64))
     sequences.write_index(folder / "documents.arrow")
     _write_dataset_files(folder, facts)

@@ -16,6 +16,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import refuse_full_disk, sync_folder, told_when_full
 from tunewell.core.model_files import locate
 from tunewell.core.optional import import_optional
+from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.export.gguf.architecture import FieldValue, Settings, fields_of, read_settings, rope_tables
 from tunewell.export.gguf.tokenizer import GgufVocabulary, read_vocabulary
 from tunewell.export.gguf.weights import (
@@ -124,7 +125,6 @@ _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8
 # types, scores and merges.
 _HEADER_BYTES, _TOKEN_BYTES = 1 << 20, 64
 
-Progress = Callable[[int, int], None]
 """Told how many bytes of how many are written."""
 
 
@@ -160,7 +160,7 @@ def write_gguf(
     kind: GgufKind,
     card: dict[str, Any] | None = None,
     space_prefix: bool | None = None,
-    progress: Progress | None = None,
+    progress: ProgressListener = silent,
 ) -> GgufFacts:
     """Turn a Hugging Face model folder into a GGUF file; what stood at `target` is replaced when the new one is whole.
 
@@ -244,7 +244,7 @@ def _writer(plan: _Plan, kind: GgufKind) -> Any:
     return writer
 
 
-def _write(writer: Any, path: Path, tensors: list[StoredTensor], progress: Progress | None) -> None:
+def _write(writer: Any, path: Path, tensors: list[StoredTensor], progress: ProgressListener) -> None:
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -252,8 +252,7 @@ def _write(writer: Any, path: Path, tensors: list[StoredTensor], progress: Progr
     for tensor in tensors:
         writer.write_tensor_data(tensor)
         written += tensor.nbytes
-        if progress is not None:
-            progress(written, total)
+        progress(Progress(f"writing {path.name}", written, total, "bytes"))
     writer.flush()
     for file in writer.fout:
         os.fsync(file.fileno())

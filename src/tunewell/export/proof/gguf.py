@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from tunewell.core.gguf import read_metadata, read_tensor_table
 from tunewell.core.optional import import_optional
+from tunewell.core.progress import Progress, ProgressListener
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.export.gguf.architecture import Settings, fields_of, read_settings, rope_tables
 from tunewell.export.gguf.weights import NamedTensor, WeightFiles, name_tensors
@@ -189,7 +190,7 @@ _SMALL_BYTES = 64 * 2**20
 
 
 def prove_gguf(
-    path: Path, artefact: Artefact, proof: Proof, reference: Reference, progress: Callable[[int, int], None]
+    path: Path, artefact: Artefact, proof: Proof, reference: Reference, progress: ProgressListener
 ) -> list[Check]:
     """Read a file with the `gguf` package, then open it in llama.cpp."""
     checks = []
@@ -250,13 +251,11 @@ def _tokenize(model: LlamaModel, probe: Probe) -> list[int]:
     return model.tokenize(text, add_special=True, parse_special=True)
 
 
-def _logits(
-    model: LlamaModel, probes: Sequence[Probe], number: int, progress: Callable[[int, int], None]
-) -> list[Logits]:
+def _logits(model: LlamaModel, probes: Sequence[Probe], number: int, progress: ProgressListener) -> list[Logits]:
     """Compute the logits of the last positions of each text; of a long one no more are kept at a time."""
     found = []
     for place, probe in enumerate(probes):
-        progress(place, len(probes))
+        progress(Progress("logits", place, len(probes), "texts"))
         kept = np.empty((0, model.vocab_size), np.float32)
         for block in model.logit_blocks(probe.ids):
             kept = np.concatenate([kept, block[-number:]])[-number:]

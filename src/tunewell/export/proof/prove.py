@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.core.errors import UserError
+from tunewell.core.progress import ProgressListener
 from tunewell.export.ollama.chat_template import clock_at
 from tunewell.export.proof.checks import check_answers, check_files, check_ids, check_logits, check_settings, check_stop
 from tunewell.export.proof.gguf import prove_gguf
@@ -15,7 +16,6 @@ from tunewell.models.quiet import quiet
 from tunewell.models.support import text_weights
 from tunewell.records.parity import LOSSLESS, Artefact, Check, Link, ModelFacts, Probe, Proof
 
-Progress = Callable[[int, int], None]
 LoadBase = Callable[[], Any]
 """Gives the base model of an adapter, in fp32 on the CPU."""
 _KINDS = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
@@ -28,7 +28,7 @@ def prove(
     *,
     reference: Reference,
     load_base: LoadBase,
-    progress: Progress,
+    progress: ProgressListener,
 ) -> Link:
     """Check one artefact; whatever goes wrong while it is loaded is a check that failed, with its words."""
     checks = [check_files(folder, artefact)]
@@ -47,7 +47,7 @@ def prove(
 
 
 def _transformers(
-    path: Path, artefact: Artefact, proof: Proof, reference: Reference, load_base: LoadBase, progress: Progress
+    path: Path, artefact: Artefact, proof: Proof, reference: Reference, load_base: LoadBase, progress: ProgressListener
 ) -> list[Check]:
     """Load a folder with transformers, or with PEFT on its base, as anyone would."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig

@@ -1,6 +1,6 @@
 """Write down what an export will be held against, from the trained model itself and before anything is made of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +8,7 @@ from pathlib import Path
 from tunewell import __version__
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_file
+from tunewell.core.progress import Progress, ProgressListener, with_stage
 from tunewell.data.corpus.reader import open_corpus
 from tunewell.data.templates.chat_template import TemplateFailed
 from tunewell.export.gguf.architecture import read_settings
@@ -20,11 +21,10 @@ from tunewell.inference.prompt import prompt_ids
 from tunewell.records.parity import PROOF_FILES, Artefact, ModelFacts, Probe, Proof
 from tunewell.training.held_out import questions_of
 
-Progress = Callable[[str, int, int], None]
 _QUESTIONS = 8
 
 
-def make_reference(voice: ChatModel, tell: Progress) -> tuple[Proof, Reference]:
+def make_reference(voice: ChatModel, tell: ProgressListener) -> tuple[Proof, Reference]:
     """Write down how the trained model reads, computes and answers, and what each of its tensors is."""
     probes, notes = _probes(voice)
     number = num_positions(len(probes), voice.model.config.get_text_config().vocab_size)
@@ -32,13 +32,13 @@ def make_reference(voice: ChatModel, tell: Progress) -> tuple[Proof, Reference]:
         voice.model,
         [probe.ids for probe in probes],
         number=number,
-        progress=lambda done, of: tell("computing with the trained model", done, of),
+        progress=with_stage(tell, "computing with the trained model"),
     )
-    tell("answering with the trained model", 0, 0)
+    tell(Progress("answering with the trained model"))
     prompts = _questions(voice) or [probe.ids for probe in probes[:4]]
     stops = _stops(voice)
     questions = answer(voice.model, prompts, stop_ids=stops, spell=voice.spell)
-    tell("measuring the tensors of the trained model", 0, 0)
+    tell(Progress("measuring the tensors of the trained model"))
     sketches, twins = sketches_of(voice.model)
     shapes = {name: list(own.shape) for name, own in sketches.items()}
     proof = Proof(
@@ -62,7 +62,7 @@ def make_reference(voice: ChatModel, tell: Progress) -> tuple[Proof, Reference]:
 def check_merge(voice: ChatModel, proof: Proof, reference: Reference) -> None:
     """Hold the merged weights against what was trained before they are rounded: later it would be lost in that."""
     prompts = [probe.ids for probe in proof.probes]
-    found = last_logits(voice.model, prompts, number=proof.num_positions, progress=lambda done, of: None)
+    found = last_logits(voice.model, prompts, number=proof.num_positions)
     weights = dict(voice.model.named_parameters())
     checks = [
         check_logits("merged fp32", reference.logits, found),

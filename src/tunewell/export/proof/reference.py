@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tunewell.core.errors import UserError
+from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.export.proof.checks import Logits
 from tunewell.export.proof.tensors import Rows, Sketch, as_arrays, from_arrays
 from tunewell.inference.generate import generate
@@ -60,13 +61,13 @@ def num_positions(num_probes: int, vocab_size: int) -> int:
 
 @torch.no_grad()
 def last_logits(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], *, number: int, progress: Callable[[int, int], None]
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], *, number: int, progress: ProgressListener = silent
 ) -> list[Logits]:
     """Compute the logits of the last positions of each text, in fp32, one text at a time."""
     found = []
     with stock_attention(model):
         for place, ids in enumerate(prompts):
-            progress(place, len(prompts))
+            progress(Progress("logits", place, len(prompts), "texts"))
             whole = torch.tensor([list(ids)], device=model.device)
             out = model(input_ids=whole, use_cache=False, logits_to_keep=number)
             found.append(out.logits[0, -number:].float().cpu().numpy())

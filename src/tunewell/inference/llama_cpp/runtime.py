@@ -1,7 +1,7 @@
 """A GGUF file that is spoken to or judged, computed by llama.cpp: answers, losses and logits of the file itself."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
 from math import prod
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 
 from tunewell.core.gguf import read_tensor_table
 from tunewell.core.optional import import_optional
+from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.batches import Documents, spread
 from tunewell.hardware.threads import measure_threads
 from tunewell.inference.generate import GREEDY, Decoding, Generated
@@ -20,7 +21,6 @@ from tunewell.inference.llama_cpp.model import LlamaModel
 from tunewell.inference.stream import Ended, Stream
 from tunewell.models.gguf import read_tensor
 
-Progress = Callable[[int, int], None]
 Losses = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.int64]]
 # A cache for all that a model could read may take more memory than its weights, so it grows with what is read.
 _FIRST_CONTEXT = 1024
@@ -85,14 +85,14 @@ class LlamaRuntime:
         """Give the logits of what would come after each prompt, read alone."""
         return np.stack([self._last_logits(prompt) for prompt in prompts])
 
-    def losses(self, split: Documents, *, most: int | None, progress: Progress = lambda done, of: None) -> Losses:
+    def losses(self, split: Documents, *, most: int | None, progress: ProgressListener = silent) -> Losses:
         """Give the loss of some documents of a split, spread evenly, each read alone."""
         chosen = spread(len(split), most)
         sums, tokens = np.zeros(len(chosen)), np.zeros(len(chosen), dtype=np.int64)
         for place, index in enumerate(chosen.tolist()):
             losses = self._losses_of(*split.arrays(index))
             sums[place], tokens[place] = losses.sum(), len(losses)
-            progress(place + 1, len(chosen))
+            progress(Progress("loss", place + 1, len(chosen), "documents"))
         return chosen, sums, tokens
 
     def bad_weights(self) -> dict[str, int]:
