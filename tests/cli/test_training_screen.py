@@ -321,7 +321,7 @@ PROGRAM = """
 import sys
 sys.path.insert(0, {tests!r})
 from recorded_runs import Clock, play
-from tunewell.cli.training_screen import shown_training
+from tunewell.cli.screens.training import shown_training
 with shown_training() as screen:
     play(screen, Clock(), num_steps=20, until={until})
     if {until} < 20:
