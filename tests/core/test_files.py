@@ -9,15 +9,15 @@ import pytest
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import (
+    disk_full_as_user_error,
+    has_unfinished_publish,
     publish_folder,
-    publish_was_cut_short,
-    refuse_full_disk,
+    recover_publish,
+    require_disk_space,
     sha256_file,
     sha256_text,
     stable_json,
     sync_tree,
-    told_when_full,
-    undo_publish,
     write_atomic,
 )
 
@@ -92,10 +92,10 @@ def test_a_publish_killed_between_its_two_moves_is_undone_later(tmp_path):
     """Between the moves there is no corpus; the next run finds the old one and brings it back."""
     final = tmp_path / "corpus"
     folder_with(tmp_path / ".corpus.old", "old")
-    assert publish_was_cut_short(final)
-    undo_publish(final)
+    assert has_unfinished_publish(final)
+    recover_publish(final)
     assert (final / "inside.txt").read_text() == "old"
-    assert not publish_was_cut_short(final)
+    assert not has_unfinished_publish(final)
 
 
 def test_a_publish_killed_while_deleting_the_old_folder_is_finished_later(tmp_path, monkeypatch):
@@ -111,9 +111,9 @@ def test_a_publish_killed_while_deleting_the_old_folder_is_finished_later(tmp_pa
         with pytest.raises(Killed):
             publish_folder(staged, final)
     assert (final / "inside.txt").read_text() == "new"
-    assert publish_was_cut_short(final)
+    assert has_unfinished_publish(final)
     shutil.rmtree(final)
-    undo_publish(final)
+    recover_publish(final)
     assert names(tmp_path) == ["work"]
 
 
@@ -150,21 +150,21 @@ def test_stable_json_does_not_depend_on_the_order_of_keys():
 def test_a_disk_with_too_little_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     """Finding out after an hour of writing is finding out too late."""
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1 << 30))
-    refuse_full_disk(tmp_path, 1 << 30)
+    require_disk_space(tmp_path, 1 << 30)
     with pytest.raises(UserError) as caught:
-        refuse_full_disk(tmp_path, 5 << 29)
-    assert caught.value.what == "the disk is full: about 1.5 GiB are missing"
-    assert "2.5 GiB have to be written" in (caught.value.where or "")
+        require_disk_space(tmp_path, 5 << 29)
+    assert caught.value.what == "not enough disk space: about 1.5 GiB short"
+    assert "needs 2.5 GiB" in (caught.value.where or "")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_disk_that_fills_up_becomes_an_error_for_people(tmp_path, number):
     """`[Errno 28]` says neither how much is missing nor that the work so far is kept."""
-    with pytest.raises(UserError, match="the disk is full"), told_when_full(tmp_path, lambda: 1 << 20):
+    with pytest.raises(UserError, match="not enough disk space"), disk_full_as_user_error(tmp_path, lambda: 1 << 20):
         raise OSError(number, "No space left on device")
 
 
 def test_other_faults_of_the_disk_stay_what_they_are(tmp_path):
     """A broken disk is not a full one, and freeing room would not help."""
-    with pytest.raises(OSError, match="broken"), told_when_full(tmp_path, lambda: 1 << 20):
+    with pytest.raises(OSError, match="broken"), disk_full_as_user_error(tmp_path, lambda: 1 << 20):
         raise OSError(errno.EIO, "broken")

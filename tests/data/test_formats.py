@@ -245,8 +245,8 @@ def test_a_mapping_the_wrong_way_round_is_refused_at_once():
         (5, "a number"),
         (None, "null"),
         (True, "true or false"),
-        ({}, "its keys: none"),
-        ({"foo": 1, "bar": 2}, "its keys: bar, foo"),
+        ({}, "its columns: none"),
+        ({"foo": 1, "bar": 2}, "its columns: bar, foo"),
         ({"text": 5}, "text is a number"),
         ({"question": "q", "answer": 5}, "answer is a number"),
         ({"question": {"a": 1}, "answer": "a"}, "question is an object"),
@@ -269,7 +269,7 @@ def test_a_mapping_the_wrong_way_round_is_refused_at_once():
         ({"messages": [user("q"), assistant("a")], "tools": [1]}, "tools must be"),
         ({"messages": [user("q"), assistant("a", tool_calls="f()")]}, "tool_calls must be"),
         ({"messages": [user("q"), assistant("a", name=5)]}, "name is a number"),
-        ({"text": "How?", "role": "prompter", "replies": []}, "no known shape"),
+        ({"text": "How?", "role": "prompter", "replies": []}, "no known column names"),
     ],
 )
 def test_what_is_no_conversation_says_why(row, words):
@@ -388,7 +388,7 @@ def test_real_files_of_other_shapes_go_through_a_function(
 def test_a_tree_of_messages_is_not_taken_for_text(shared_data, tiny_model, tmp_path):
     """Its rows have a `text`, which is one person's question and not a document."""
     answer = prepare(tmp_path, tiny_model, shared_data / "oasst_en_100/en_100_message.jsonl", code=2)
-    assert "nothing is left to train on" in answer["error"]["what"]
+    assert "no training data" in answer["error"]["what"]
     assert "not_a_conversation" in answer["error"]["where"]
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunewell.data.corpus.packing import Packing, choose_context, pack, padding_waste
+from tunewell.data.corpus.packing import Packing, choose_context_length, pack, padding_waste
 
 
 @st.composite
@@ -55,7 +55,7 @@ def test_no_sequence_is_over_its_length_and_none_is_empty(case):
     filled = [sum(lengths[index] for index in sequence) for sequence in sequences_of(packing)]
     assert all(0 < tokens <= context for tokens in filled)
     assert packing.num_tokens == sum(lengths)
-    assert packing.room_left == packing.num_sequences * context - sum(lengths)
+    assert packing.num_padding == packing.num_sequences * context - sum(lengths)
 
 
 @given(documents())
@@ -100,7 +100,7 @@ def test_documents_of_one_length_fill_sequences_in_their_order():
 def test_no_documents_make_no_sequences():
     """An empty held-out split is no error."""
     packing = pack(np.zeros(0, dtype=np.int64), 16)
-    assert (packing.num_sequences, packing.room_left, packing.efficiency) == (0, 0, 0.0)
+    assert (packing.num_sequences, packing.num_padding, packing.efficiency) == (0, 0, 0.0)
 
 
 @pytest.mark.parametrize("lengths", [[5, 17], [0, 3], [-1]])
@@ -113,19 +113,19 @@ def test_a_length_that_cannot_be_is_refused(lengths):
 @pytest.mark.parametrize(
     ("longest", "wanted", "limit", "value", "because"),
     [
-        (300, "auto", None, 1024, "1,024 is the least"),
-        (1024, "auto", 8192, 1024, "1,024 is the least"),
-        (1025, "auto", None, 1152, "rounded up to 128"),
-        (1025, "auto", 1100, 1100, "reads at most 1,100"),
-        (3000, "auto", 2048, 2048, "reads at most 2,048"),
-        (300, "auto", 512, 512, "reads at most 512"),
+        (300, "auto", None, 1024, "the minimum"),
+        (1024, "auto", 8192, 1024, "the minimum"),
+        (1025, "auto", None, 1152, "rounded up to a multiple of 128"),
+        (1025, "auto", 1100, 1100, "the model's limit"),
+        (3000, "auto", 2048, 2048, "the model's limit"),
+        (300, "auto", 512, 512, "the model's limit"),
         (300, 256, None, 256, "set in the config"),
-        (300, 4096, 2048, 2048, "4,096 was asked for"),
+        (300, 4096, 2048, 2048, "the config asks for 4,096"),
     ],
 )
 def test_the_context_is_chosen_with_a_reason(longest, wanted, limit, value, because):
     """A sequence longer than the model reads trains on positions it has never seen."""
-    choice = choose_context(longest, wanted, limit)
+    choice = choose_context_length(longest, wanted, limit)
     assert choice.value == value
     assert because in choice.because
 

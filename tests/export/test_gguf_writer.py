@@ -199,7 +199,7 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path, folders, monke
     needed = expected_bytes(folder, kind="f16")
     room = shutil.disk_usage(tmp_path)._replace(free=needed - 1)
     monkeypatch.setattr("tunewell.core.files.shutil.disk_usage", lambda _: room)
-    with pytest.raises(UserError, match="the disk is full"):
+    with pytest.raises(UserError, match="not enough disk space"):
         write_gguf(folder, tmp_path / "m.gguf", kind="f16")
     assert list(tmp_path.iterdir()) == []
 

@@ -11,7 +11,7 @@ import pytest
 
 from tunewell.data.corpus.assembly import Assembly
 from tunewell.workflows import prepare as workflow
-from tunewell.workflows.prepare import plan_order
+from tunewell.workflows.prepare import load_spec
 
 WRITES = [(os, "mkdir"), (os, "fsync"), (os, "rename"), (os, "replace"), (io, "open"), (pa, "OSFile")]
 WRITES += [(Assembly, "_write"), (pa.ipc.RecordBatchStreamWriter, "write_batch")]
@@ -28,15 +28,15 @@ def planned_once() -> Iterator[None]:
 
     Only for prepares of one config and the same rows.
     """
-    orders: list[Any] = []
+    specs: list[Any] = []
 
-    def plan_once(*arguments: Any) -> Any:
-        if not orders:
-            orders.append(plan_order(*arguments))
-        return orders[0]
+    def load_once(*arguments: Any) -> Any:
+        if not specs:
+            specs.append(load_spec(*arguments))
+        return specs[0]
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(workflow, "plan_order", plan_once)
+        patched.setattr(workflow, "load_spec", load_once)
         yield
 
 

@@ -45,7 +45,7 @@ def test_wherever_the_disk_fills_up_the_old_corpus_stays_and_the_next_run_ends_w
             if found == after:
                 break
     assert len(refused) > 50
-    assert all(what.startswith("the disk is full: about ") for what in refused)
+    assert all(what.startswith("not enough disk space: about ") for what in refused)
     assert tree(prepare_in(tmp_path, tiny_model, rows).corpus) == after
 
 
@@ -53,10 +53,10 @@ def test_too_little_room_is_found_before_the_first_shard_is_written(old, tiny_mo
     """Eight bytes a token are known to be needed once the tokens are counted."""
     before, rows = old
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1_000))
-    monkeypatch.setattr("tunewell.data.corpus.finish.write_split", lambda *a, **k: pytest.fail("a shard was written"))
-    with pytest.raises(UserError, match=r"the disk is full: about .* are missing") as caught:
+    monkeypatch.setattr("tunewell.data.corpus.writer.write_split", lambda *a, **k: pytest.fail("a shard was written"))
+    with pytest.raises(UserError, match=r"not enough disk space: about .* short") as caught:
         prepare_in(tmp_path, tiny_model, rows)
-    assert "have to be written" in (caught.value.where or "")
+    assert "needs" in (caught.value.where or "")
     assert "run it again" in (caught.value.fix or "")
     assert tree(tmp_path / "corpus") == before
 
@@ -66,7 +66,7 @@ def test_what_was_tokenised_before_the_disk_was_full_is_not_tokenised_again(old,
     _, rows = old
     with monkeypatch.context() as patched:
         patched.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=0))
-        with pytest.raises(UserError, match="the disk is full"):
+        with pytest.raises(UserError, match="not enough disk space"):
             prepare_in(tmp_path, tiny_model, rows)
     assert not (tmp_path / ".tunewell" / "prepare-corpus" / "staging").exists()
     monkeypatch.setattr(build, "_encode", lambda *a: pytest.fail("tokenised again"))

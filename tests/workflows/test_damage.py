@@ -170,5 +170,5 @@ def test_a_run_without_a_single_document_is_refused(data, tiny_model, tmp_path):
     """An empty corpus would train on nothing and say it went well."""
     (tmp_path / "rows.jsonl").write_bytes(data)
     error = run(tmp_path, tiny_model, code=2)["error"]
-    assert error["what"].startswith("nothing is left to train on")
+    assert error["what"].startswith("no training data: 0 of")
     assert not (tmp_path / "corpus").exists()

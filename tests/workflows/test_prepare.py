@@ -15,7 +15,7 @@ import pytest
 from corpora import prepare_in, row, rows_file, tree, write_rows
 from tunewell import open_corpus
 from tunewell.core.errors import UserError
-from tunewell.data.corpus import finish
+from tunewell.data.corpus import writer
 from tunewell.data.encoding.encoder import Encoder
 from tunewell.workflows.prepare import prepare
 
@@ -63,14 +63,14 @@ def test_the_ledger_closes_for_rows_and_for_tokens(tiny_model, tmp_path):
 def test_the_manifest_is_written_last_and_nothing_is_in_place_before_it(tiny_model, tmp_path, monkeypatch):
     """Its presence means that the corpus is whole."""
     there_before = []
-    write = finish.write_manifest
+    write = writer.write_manifest
 
     def spy(folder, manifest):
         there_before.extend(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
         assert not (tmp_path / "corpus").exists()
         write(folder, manifest)
 
-    monkeypatch.setattr(finish, "write_manifest", spy)
+    monkeypatch.setattr(writer, "write_manifest", spy)
     corpus = prepare_in(tmp_path, tiny_model, rows_file(tmp_path / "rows.jsonl", 40)).corpus
     assert sorted([*there_before, "manifest.json"]) == sorted(tree(corpus))
     assert sorted(there_before) == sorted(open_corpus(corpus).manifest.files)
@@ -248,7 +248,7 @@ def test_a_damaged_part_in_the_cache_is_made_anew(whole, tiny_model):
 def test_a_file_that_changes_while_it_is_read_is_an_error(tiny_model, tmp_path):
     """The manifest would vouch for rows that were never in one file together."""
     rows = rows_file(tmp_path / "rows.jsonl", 30)
-    with pytest.raises(UserError, match="was changed while it was read"):
+    with pytest.raises(UserError, match="changed while it was read"):
         prepare(
             model=str(tiny_model),
             data=str(rows),
@@ -339,7 +339,7 @@ def test_an_empty_folder_is_filled(tiny_model, tmp_path):
 def test_nothing_left_to_train_on_is_an_error_that_says_why(tiny_model, tmp_path):
     """An empty corpus would fail an hour later, in somebody else's code."""
     rows = write_rows(tmp_path / "rows.jsonl", [{"question": "q", "answer": ""}] * 3)
-    with pytest.raises(UserError, match="3 rows came in and no document came out") as caught:
+    with pytest.raises(UserError, match="no training data: 0 of 3 rows can be used") as caught:
         prepare_in(tmp_path, tiny_model, rows)
     assert "3 empty_reply" in (caught.value.where or "")
     assert not (tmp_path / "corpus").exists()

@@ -1,4 +1,4 @@
-"""Write files whole or not at all, know them by their hash, and say plainly when the disk is full."""
+"""Atomic file writes, SHA-256 hashes, publishing of whole folders, and errors for a full disk."""
 
 import errno
 import hashlib
@@ -15,7 +15,7 @@ from tunewell.core.units import size_bytes
 
 _HASH_BLOCK_BYTES = 1 << 20
 _WRITE_BLOCK_BYTES = 16 << 20
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _CANNOT_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP})
 
 
@@ -25,13 +25,13 @@ def is_url(path: str) -> bool:
 
 
 def sha256_file(path: Path) -> str:
-    """Hash a file's bytes."""
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return sha256_stream(file)
 
 
 def sha256_stream(stream: BinaryIO) -> str:
-    """Hash the rest of an open file."""
+    """Return the SHA-256 of the rest of an open file."""
     digest = hashlib.sha256()
     while block := stream.read(_HASH_BLOCK_BYTES):
         digest.update(block)
@@ -39,7 +39,7 @@ def sha256_stream(stream: BinaryIO) -> str:
 
 
 def sha256_text(*parts: str) -> str:
-    """Hash several texts so that moving a character from one to the next changes the hash."""
+    """Return the SHA-256 of several texts; moving a character from one text to the next changes it."""
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode("utf-8", "surrogatepass")
@@ -48,12 +48,12 @@ def sha256_text(*parts: str) -> str:
 
 
 def stable_json(value: Any) -> str:
-    """Write JSON with equal bytes for equal values."""
+    """Return JSON that has equal bytes for equal values: sorted keys, two spaces, a final line feed."""
     return json.dumps(value, ensure_ascii=False, sort_keys=True, indent=2) + "\n"
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut; a no-op where folders cannot be flushed (Windows)."""
+    """Flush the names in a folder to disk (fsync); does nothing on Windows, which cannot sync folders."""
     if os.name == "nt":
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -67,7 +67,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Make everything below a folder survive a power cut, whoever wrote it (Arrow, SQLite)."""
+    """Flush every file below a folder to disk, including files that other libraries wrote."""
     for path in sorted(folder.rglob("*")):
         if path.is_dir():
             sync_folder(path)
@@ -78,9 +78,9 @@ def sync_tree(folder: Path) -> None:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a new file and flush it to the disk, through `os.write` and `os.fsync` alone; a part is left if one fails.
+    """Write a new file and flush it to disk, with `os.write` and `os.fsync` only; a failure leaves a partial file.
 
-    For files in a folder that is published as a whole. Every byte of a checkpoint passes here.
+    Use it for files in a folder that is published as a whole. Every byte of a checkpoint is written here.
     """
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
     try:
@@ -91,19 +91,14 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def write_all(handle: int, data: bytes) -> None:
-    """Write all bytes to an open file, in as many calls as it takes: one where the system takes them at once."""
+    """Write all bytes to an open file, in as many calls as the system needs."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(handle, rest[:_WRITE_BLOCK_BYTES]) :]
 
 
-def is_full(error: OSError) -> bool:
-    """Tell whether an error means that the disk, or this user's share of it, is full."""
-    return error.errno in _FULL
-
-
 def write_atomic(path: Path, data: bytes | str) -> None:
-    """Replace a file in one move: a reader sees the old bytes or the new ones, never a part."""
+    """Replace a file atomically: a reader sees the old or the new content, never a part."""
     staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with staged.open("wb") as file:
@@ -117,30 +112,30 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 
 def publish_folder(staged: Path, final: Path) -> None:
-    """Put a finished folder in its place; an old one is moved aside first, and deleted when the new one is there.
+    """Move a finished folder to its final path; an existing one is moved aside first and deleted afterwards.
 
-    When anything fails the old one is back in its place. A crash between the two moves leaves no `final`, which readers
-    report as missing; `undo_publish` brings the old one back.
+    If anything fails, the existing folder is restored. A crash between the two moves leaves no `final`, which readers
+    report as missing; `recover_publish` restores the old folder.
     """
-    undo_publish(final)
+    recover_publish(final)
     sync_folder(staged)
     if final.exists():
         final.rename(_aside(final))
     try:
         staged.rename(final)
     except BaseException:
-        undo_publish(final)
+        recover_publish(final)
         raise
     sync_folder(final.parent)
-    undo_publish(final)
+    recover_publish(final)
 
 
-def undo_publish(final: Path) -> None:
-    """Clean up after a publish that was cut short: the old folder goes back if nothing took its place, else away."""
-    aside, trash = _aside(final), final.with_name(f".{final.name}.trash")
+def recover_publish(final: Path) -> None:
+    """Clean up after an interrupted publish: restore the old folder if there is no new one, else delete it."""
+    aside, trash = _aside(final), _trash(final)
     if aside.exists() and not final.exists():
         aside.rename(final)
-    # What is being deleted has a name of its own: a half-deleted folder is never taken for one to bring back.
+    # A folder is renamed before it is deleted: a half-deleted folder must never be restored.
     if trash.exists():
         shutil.rmtree(trash)
     if aside.exists():
@@ -148,37 +143,46 @@ def undo_publish(final: Path) -> None:
         shutil.rmtree(trash)
 
 
-def publish_was_cut_short(final: Path) -> bool:
-    """Tell whether `undo_publish` has something to do."""
-    return _aside(final).exists() or final.with_name(f".{final.name}.trash").exists()
+def has_unfinished_publish(final: Path) -> bool:
+    """Return True if `recover_publish` has something to clean up."""
+    return _aside(final).exists() or _trash(final).exists()
 
 
 def _aside(final: Path) -> Path:
     return final.with_name(f".{final.name}.old")
 
 
-def refuse_full_disk(folder: Path, needed: int) -> None:
-    """Raise UserError if less than `needed` bytes are free where `folder` lies."""
-    if shutil.disk_usage(folder).free < needed:
-        raise _no_room(folder, needed)
+def _trash(final: Path) -> Path:
+    return final.with_name(f".{final.name}.trash")
+
+
+def is_disk_full(error: OSError) -> bool:
+    """Return True if the disk or the user's quota is full."""
+    return error.errno in _DISK_FULL
+
+
+def require_disk_space(folder: Path, needed_bytes: int) -> None:
+    """Raise UserError if fewer than `needed_bytes` are free on the disk of `folder`."""
+    if shutil.disk_usage(folder).free < needed_bytes:
+        raise _disk_full(folder, needed_bytes)
 
 
 @contextmanager
-def told_when_full(folder: Path, needed: Callable[[], int]) -> Iterator[None]:
-    """Turn a disk that fills up in the body into a UserError; `needed` says how many bytes another try would write."""
+def disk_full_as_user_error(folder: Path, needed_bytes: Callable[[], int]) -> Iterator[None]:
+    """Raise UserError if the disk fills up in the body; `needed_bytes` returns what a retry would write."""
     try:
         yield
     except OSError as error:
-        if not is_full(error):
+        if not is_disk_full(error):
             raise
-        raise _no_room(folder, needed()) from error
+        raise _disk_full(folder, needed_bytes()) from error
 
 
-def _no_room(folder: Path, needed: int) -> UserError:
-    free = shutil.disk_usage(folder).free
-    missing = max(needed - free, 1 << 20)  # a disk may refuse to write while a little is free
+def _disk_full(folder: Path, needed_bytes: int) -> UserError:
+    free_bytes = shutil.disk_usage(folder).free
+    missing_bytes = max(needed_bytes - free_bytes, 1 << 20)  # a disk may refuse to write while a little is free
     return UserError(
-        f"the disk is full: about {size_bytes(missing)} are missing",
-        where=f"{size_bytes(needed)} have to be written to `{folder}`, {size_bytes(free)} are free",
-        fix=f"free {size_bytes(missing)} and run it again: it goes on where it stopped; or name another `--out`",
+        f"not enough disk space: about {size_bytes(missing_bytes)} short",
+        where=f"`{folder}` needs {size_bytes(needed_bytes)}, {size_bytes(free_bytes)} are free",
+        fix=f"free {size_bytes(missing_bytes)} and run it again (it continues where it stopped), or change `--out`",
     )

@@ -1,11 +1,10 @@
-"""Keep two commands from working in one folder at once."""
+"""A lock file that keeps two processes from working in one folder."""
 
 import errno
 import json
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -15,39 +14,16 @@ from tunewell.core.errors import UserError
 
 try:
     import fcntl
-except ImportError:  # Windows has no flock; there the operating system's own file sharing rules apply
+except ImportError:  # Windows has no flock
     fcntl = None
 
-# What a file system without locks (some network disks) answers.
+# The errors of a file system without locks (some network disks).
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP})
-
-
-@contextmanager
-def only_one(path: Path, *, doing: str) -> Iterator[None]:
-    """Hold a lock file while the body runs; a lock whose owner died is free at once.
-
-    Raises UserError if another process holds it.
-    """
-    with path.open("a+") as file:
-        if fcntl:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                file.seek(0)
-                owner = file.read().strip() or "unknown"
-                raise UserError(
-                    f"another process is {doing}", where=f"process {owner}", fix="wait for it to end, or stop it"
-                ) from error
-        file.seek(0)
-        file.truncate()
-        file.write(f"{os.getpid()}\n")
-        file.flush()
-        yield
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a folder."""
+    """The process that holds a lock."""
 
     pid: int
     host: str
@@ -55,18 +31,18 @@ class Owner:
 
     @classmethod
     def this_process(cls) -> "Owner":
-        """Describe the process that asks."""
+        """Describe the current process."""
         return cls(os.getpid(), socket.gethostname(), datetime.now().astimezone().isoformat(" ", "seconds"))
 
     def __str__(self) -> str:
-        place = "" if self.host == socket.gethostname() else f" on {self.host}"
-        return f"process {self.pid}{place}, since {self.since}"
+        host = "" if self.host == socket.gethostname() else f" on {self.host}"
+        return f"process {self.pid}{host}, since {self.since}"
 
 
 class FolderLock:
-    """A lock held until `release`, or until the process that holds it ends in whatever way.
+    """A lock that is held until `release`, the end of a `with` block, or the end of the process.
 
-    The file says who holds it: process, machine and start. It stays when the lock is released, and means nothing then.
+    The file names the owner: process, host and start time. It is emptied on release and never deleted.
     """
 
     def __init__(self, file: TextIO) -> None:
@@ -74,18 +50,18 @@ class FolderLock:
 
     @classmethod
     def take(cls, path: Path, *, doing: str) -> "FolderLock":
-        """Take the lock; raise UserError, naming the owner, if a living process holds it."""
+        """Take the lock; raise UserError with the owner if a running process holds it."""
         file = path.open("a+", encoding="utf-8", errors="replace")
         try:
-            is_held = _is_held(file)
+            is_locked = _is_locked_by_other(file)
             file.seek(0)
             owner = _read_owner(file.read())
-            if is_held or (is_held is None and owner is not None and _may_live(owner)):
+            if is_locked or (is_locked is None and owner is not None and _may_be_running(owner)):
                 raise UserError(
                     f"another process is {doing}",
                     where=str(owner or "unknown process"),
                     fix="wait for it to end, or stop it"
-                    + (f"; if that one is dead, delete `{path}`" if is_held is None else ""),
+                    + (f"; if it is no longer running, delete `{path}`" if is_locked is None else ""),
                 )
             file.truncate(0)
             file.write(json.dumps(vars(Owner.this_process())) + "\n")
@@ -96,15 +72,21 @@ class FolderLock:
         return cls(file)
 
     def release(self) -> None:
-        """Let the next one in; a second call does nothing."""
+        """Release the lock; a second call does nothing."""
         if not self._file.closed:
-            with suppress(OSError):  # a disk that cannot be written any more: closing is what lets the next one in
-                self._file.truncate(0)  # where the file system has no locks, the name in the file is the lock
+            with suppress(OSError):  # a full disk: closing the file releases the lock all the same
+                self._file.truncate(0)  # on a file system without locks the owner in the file is the lock
             self._file.close()
 
+    def __enter__(self) -> "FolderLock":
+        return self
 
-def _is_held(file: TextIO) -> bool | None:
-    """Try to lock an open file: False if it is ours now, True if it is another's, None where there are no locks."""
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def _is_locked_by_other(file: TextIO) -> bool | None:
+    """Try to lock an open file: False if this process has the lock now, None if the file system has no locks."""
     if fcntl is None:
         return None
     try:
@@ -118,19 +100,19 @@ def _read_owner(text: str) -> Owner | None:
     try:
         return Owner(**json.loads(text))
     except (ValueError, TypeError):
-        return None  # released, or its owner died while writing it
+        return None  # released, or the owner died while writing
 
 
-def _may_live(owner: Owner) -> bool:
-    """Say whether an owner may still be at work; one on another machine may."""
+def _may_be_running(owner: Owner) -> bool:
+    """Return False only if the owner certainly ended; the processes of another host are unknown."""
     if owner.host != socket.gethostname():
         return True
     if os.name == "nt":
-        return False  # signal 0 would end it
+        return False  # on Windows signal 0 would end the process
     try:
         os.kill(owner.pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # another user's, and alive
+        pass  # it runs as another user
     return True

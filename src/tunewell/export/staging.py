@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import is_full, sync_folder
+from tunewell.core.files import is_disk_full, sync_folder
 from tunewell.core.lock import FolderLock
 from tunewell.records.parity import FORMAT, PARITY, PROOF, REFERENCE, Parity, write_record
 
@@ -138,7 +138,7 @@ def _told_of_the_disk(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if not is_full(error):
+        if not is_disk_full(error):
             raise
         raise UserError(
             f"the disk is full; `{out}` was not made", fix="free some room, or name another disk with `--out`"

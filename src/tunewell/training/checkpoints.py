@@ -17,7 +17,7 @@ from pathlib import Path
 import safetensors.torch
 
 from tunewell import __version__
-from tunewell.core.files import is_full, publish_folder, sync_folder, undo_publish, write_synced
+from tunewell.core.files import is_disk_full, publish_folder, recover_publish, sync_folder, write_synced
 from tunewell.core.redact import redact
 from tunewell.core.units import count, size_bytes
 from tunewell.records.checkpoint import (
@@ -180,7 +180,7 @@ class Checkpoints:
                 break
             except (OSError, DamagedCheckpoint) as error:
                 shutil.rmtree(staged, ignore_errors=True)
-                is_hopeless = isinstance(error, OSError) and is_full(error)
+                is_hopeless = isinstance(error, OSError) and is_disk_full(error)
                 if is_hopeless or attempt == _TRIES:
                     self._miss(_reason(error), name)
                     return
@@ -250,7 +250,7 @@ class Checkpoints:
                 if name != entry.name and checkpoint_step(name) is not None:
                     shutil.rmtree(entry)
                 elif replaced != entry.name and checkpoint_step(replaced) is not None:
-                    undo_publish(self.folder / replaced)
+                    recover_publish(self.folder / replaced)
             except OSError as error:
                 self._tell(f"`{entry.name}`, left by a run that was killed, could not be removed: {_reason(error)}")
 
@@ -267,4 +267,4 @@ def disk_space_warning(folder: Path, *, checkpoint_bytes: int, keep: int) -> str
 def _reason(error: OSError | DamagedCheckpoint) -> str:
     if isinstance(error, DamagedCheckpoint):
         return error.what
-    return "the disk is full" if is_full(error) else error.strerror or type(error).__name__
+    return "the disk is full" if is_disk_full(error) else error.strerror or type(error).__name__

@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tunewell.data.corpus.assembly import Documents
-from tunewell.data.corpus.packing import mix_sources, repeat, split_long, whole_units, without_unlearned
+from tunewell.data.corpus.packing import mix_sources, repeat, split_long, whole_units, without_unsupervised
 
 
 def documents_of(learned: list[list[bool]]) -> Documents:
@@ -19,9 +19,11 @@ def documents_of(learned: list[list[bool]]) -> Documents:
         source=np.zeros(number, dtype=np.int32),
         row=np.arange(number),
         is_held_out=np.zeros(number, dtype=bool),
-        order_key=np.arange(number, dtype=np.uint64),
+        whole=np.zeros((number, 2), dtype=np.uint64),
+        question=np.zeros((number, 2), dtype=np.uint64),
         tokens=np.arange(lengths.sum(), dtype=np.uint32),
-        learned=np.array([mark for document in learned for mark in document], dtype=bool),
+        supervised=np.array([mark for document in learned for mark in document], dtype=bool),
+        is_dropped=np.zeros(number, dtype=bool),
     )
 
 
@@ -36,13 +38,13 @@ def test_every_supervised_token_of_a_split_document_is_learned_exactly_once(lear
     """A piece begins with a token that is given; were it learned again, long documents would weigh more."""
     documents = documents_of(learned)
     units = split_long(whole_units(np.arange(len(documents)), documents.lengths), context)
-    units = without_unlearned(units, documents)
+    units = without_unsupervised(units, documents)
     times = np.zeros(len(documents.tokens), dtype=int)
     for document, start, length in zip(units.document, units.start, units.length, strict=True):
         assert 0 < length <= context
         begin = documents.begins[document] + start
-        times[begin + 1 : begin + length] += documents.learned[begin + 1 : begin + length]
-    assert times.tolist() == documents.learned.astype(int).tolist()
+        times[begin + 1 : begin + length] += documents.supervised[begin + 1 : begin + length]
+    assert times.tolist() == documents.supervised.astype(int).tolist()
     assert units.num_pieces == len(units) - len(documents)
 
 
@@ -64,7 +66,7 @@ def test_pieces_cover_a_document_and_overlap_by_one_token(lengths, context):
 def test_a_piece_without_anything_to_learn_is_left_out():
     """A question longer than a sequence would otherwise fill sequences that teach nothing."""
     documents = documents_of([[False] * 8 + [True] * 2, [False, True]])
-    units = without_unlearned(split_long(whole_units(np.arange(2), documents.lengths), 4), documents)
+    units = without_unsupervised(split_long(whole_units(np.arange(2), documents.lengths), 4), documents)
     assert units.start.tolist() == [6, 0]
     assert units.num_pieces == 0
 

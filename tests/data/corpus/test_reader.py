@@ -11,7 +11,7 @@ import pytest
 from corpora import prepare_in, row, rows_file, write_rows
 from tunewell import open_corpus
 from tunewell.core.errors import UserError
-from tunewell.data.corpus import writer
+from tunewell.data.corpus import shards
 from tunewell.data.corpus.reader import Corpus
 
 
@@ -20,8 +20,8 @@ def folder(tiny_model, tmp_path_factory):
     """A corpus of 300 rows in many small shards of several batches each."""
     place = tmp_path_factory.mktemp("reader")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(writer, "SHARD_TOKENS", 3_000)
-        patched.setattr(writer, "_BATCH_TOKENS", 1_000)
+        patched.setattr(shards, "SHARD_TOKENS", 3_000)
+        patched.setattr(shards, "_BATCH_TOKENS", 1_000)
         data = rows_file(place / "rows.jsonl", 300)
         return prepare_in(place, tiny_model, data, "packing.context_length=256", "data.held_out=0.1").corpus
 
@@ -197,7 +197,7 @@ def test_a_shard_that_breaks_after_opening_is_named(folder, tmp_path):
     shard.write_bytes(shard.read_bytes()[:100])
     with pytest.raises(UserError, match="data-00000-of") as caught:
         list(corpus)
-    assert "is not what its manifest says" in caught.value.what
+    assert "differs from the manifest" in caught.value.what
 
 
 def test_a_dataset_without_datasets_says_what_to_install(corpus, monkeypatch):

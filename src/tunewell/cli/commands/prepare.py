@@ -70,7 +70,7 @@ def corpus_rows(manifest: "Manifest") -> list[list[str]]:
             f"of {count(packing.context_length)} tokens, {percent(packing.efficiency, 2)} full, "
             f"{packing.documents_per_sequence:.1f} documents in each",
         ],
-        ["", "", f"{count(packing.context_length)} because {packing.because}"],
+        ["", "", f"{count(packing.context_length)}: {packing.because}"],
         [
             "lengths",
             f"{lengths.mean:.0f}",

@@ -1,7 +1,7 @@
-"""Gather parts into one set of documents: judge duplicates and the held-out part, and keep the ledger.
+"""Collect tokenized blocks into one set of documents: drop duplicates, choose held-out rows, count every row.
 
-Tokens and the few numbers of each document go straight to staging files that are mapped afterwards, so that memory
-holds neither; only the digests that duplicates are found by stay in it.
+Tokens and the numbers of each document are appended to staging files, which are memory-mapped afterwards. Memory does
+not grow with the number of rows.
 """
 
 import json
@@ -15,25 +15,31 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tunewell.data.corpus.parts import Part
-from tunewell.data.corpus.seen import SeenDigests
+from tunewell.data.corpus.tokenized_block import TokenizedBlock
 
+DROPPED = "dropped.jsonl"
 _TWO_64 = float(2**64)
 _COLUMNS = {
+    "tokens": "<u4",
+    "supervised": "?",
     "lengths": "<i4",
     "begins": "<i8",
     "boundary": "<i4",
     "source": "<i4",
     "row": "<i8",
     "is_held_out": "?",
-    "order_key": "<u8",
+    "whole": "<u8",
+    "question": "<u8",
 }
-DROPPED = "dropped.jsonl"
+_DIGESTS = ("whole", "question")
+
+Digests = npt.NDArray[np.uint64]
+"""One digest of 128 bits per document, as two numbers: shape (documents, 2)."""
 
 
 @dataclass
 class SourceLedger:
-    """What became of one source's rows."""
+    """Counts of what happened to the rows of one source."""
 
     name: str
     sha256: str
@@ -44,32 +50,40 @@ class SourceLedger:
     dropped: Counter[str] = field(default_factory=Counter)
     formats: Counter[str] = field(default_factory=Counter)
 
-    def closes(self) -> bool:
+    def is_balanced(self) -> bool:
+        """Return True if every row is a document, held out or dropped."""
         return self.rows == self.documents + self.held_out + sum(self.dropped.values())
 
 
 @dataclass
 class Documents:
-    """Every document that was kept, a few numbers each, and the tokens of all of them; all mapped from files."""
+    """All documents: a few numbers for each, and the tokens of all of them. Memory-mapped but for `is_dropped`."""
 
     lengths: npt.NDArray[np.int32]
     begins: npt.NDArray[np.int64]
-    """Where each document's first token lies in `tokens`."""
+    """Index of each document's first token in `tokens`."""
     boundary: npt.NDArray[np.int32]
     source: npt.NDArray[np.int32]
     row: npt.NDArray[np.int64]
     is_held_out: npt.NDArray[np.bool_]
-    order_key: npt.NDArray[np.uint64]
-    """From the content: what sampling sorts by, so that it does not depend on the order of rows."""
+    whole: Digests
+    """Digest of the whole conversation."""
+    question: Digests
     tokens: npt.NDArray[np.uint32]
-    learned: npt.NDArray[np.bool_]
+    supervised: npt.NDArray[np.bool_]
+    is_dropped: npt.NDArray[np.bool_]
 
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @property
+    def order_key(self) -> npt.NDArray[np.uint64]:
+        """Sort key for sampling: a hash of the content, so that the order of rows does not matter."""
+        return self.whole[:, 0]
+
 
 class Assembly:
-    """Takes parts in order and writes their tokens to a staging folder; close it when done, whatever happened."""
+    """Appends tokenized blocks to staging files; must be closed, also after an error."""
 
     def __init__(
         self, folder: Path, *, held_out_share: float, drop_duplicates: bool, drop_answers_held_out: bool
@@ -78,119 +92,143 @@ class Assembly:
         self.sources: list[SourceLedger] = []
         self.notes: Counter[str] = Counter()
         self.num_tokens = 0
-        self._share = held_out_share
+        self._held_out_share = held_out_share
         self._drop_duplicates = drop_duplicates
         self._drop_answers = drop_answers_held_out
-        self._seen = SeenDigests()
-        self._asked_held_out = SeenDigests()
+        self._has_held_out_file = False
         self._open = ExitStack()
-        names = ("tokens", "learned", *_COLUMNS)
-        self._files = {name: self._open.enter_context((folder / f"{name}.bin").open("wb")) for name in names}
+        self._files = {name: self._open.enter_context((folder / f"{name}.bin").open("wb")) for name in _COLUMNS}
         dropped = (folder / DROPPED).open("w", encoding="utf-8", errors="backslashreplace")
         self._dropped = self._open.enter_context(dropped)
 
     def begin_source(self, name: str, sha256: str, num_bytes: int) -> None:
-        """Say whose parts come next."""
+        """Start a new source: the blocks that follow belong to it."""
         self.sources.append(SourceLedger(name, sha256, num_bytes))
 
-    def add(self, part: Part, numbers: Sequence[int], *, is_held_out: bool = False) -> None:
-        """Take in a part; `is_held_out` for the rows of a held-out file, which must come before all others."""
-        if len(numbers) != len(part.status):
-            raise RuntimeError(f"a block had {len(numbers)} rows and its part has {len(part.status)}")
+    def add(self, block: TokenizedBlock, numbers: Sequence[int], *, is_held_out: bool = False) -> None:
+        """Append a block; set `is_held_out` for rows of a held-out file, which must come before all others."""
+        if len(numbers) != len(block.status):
+            raise RuntimeError(f"a block had {len(numbers)} rows and its tokenized block has {len(block.status)}")
+        self._has_held_out_file |= is_held_out
         ledger = self.sources[-1]
-        ledger.rows += len(part.status)
-        ledger.formats.update(part.formats)
-        self.notes.update(part.notes)
+        ledger.rows += len(block.status)
+        ledger.formats.update(block.formats)
+        self.notes.update(block.notes)
         rows = np.asarray(numbers, dtype=np.int64)
-        self._note_dropped(part, rows, ledger)
-        document_rows = rows[part.status == 0]
-        learned = _without_first_tokens(part)
-        reasons = self._judge(part, learned, is_held_out)
-        held = np.full(len(part.lengths), is_held_out)
-        if not is_held_out and self._share:
-            held = _first_word(part.question) / _TWO_64 < self._share
-        for index in np.flatnonzero(reasons != ""):
-            self.drop(ledger, int(document_rows[index]), str(reasons[index]))
-        keep = reasons == ""
-        ledger.documents += int((keep & ~held).sum())
-        ledger.held_out += int((keep & held).sum())
-        self._store(part, keep, learned, {"row": document_rows, "is_held_out": held})
-
-    def _judge(self, part: Part, learned: npt.NDArray[np.bool_], is_held_out: bool) -> npt.NDArray[np.str_]:
-        reasons = np.full(len(part.lengths), "", dtype="U24")
-        if len(reasons):
-            starts = np.cumsum(part.lengths) - part.lengths
-            reasons[~np.logical_or.reduceat(learned, starts)] = "nothing_to_learn"
-        if self._drop_answers and not is_held_out and len(self._asked_held_out):
-            reasons[(reasons == "") & self._asked_held_out.contains(part.question)] = "answer_in_held_out"
-        if self._drop_duplicates:
-            is_open = np.flatnonzero(reasons == "")
-            reasons[is_open[~self._seen.add(part.whole[is_open])]] = "exact_duplicate"
-        if is_held_out:
-            self._asked_held_out.add(part.question)
-        return reasons
-
-    def _note_dropped(self, part: Part, rows: npt.NDArray[np.int64], ledger: SourceLedger) -> None:
-        dropped = np.flatnonzero(part.status)
-        for index, detail in zip(dropped.tolist(), part.details, strict=True):
-            self.drop(ledger, int(rows[index]), part.reasons[part.status[index] - 1], detail)
+        dropped = np.flatnonzero(block.status)
+        for index, detail in zip(dropped.tolist(), block.details, strict=True):
+            self.drop(ledger, int(rows[index]), block.reasons[block.status[index] - 1], detail)
+        rows = rows[block.status == 0]
+        supervised = _without_first_tokens(block)
+        keep = np.zeros(len(rows), dtype=bool)
+        if len(rows):
+            keep = np.logical_or.reduceat(supervised, np.cumsum(block.lengths) - block.lengths)
+        for row in rows[~keep].tolist():
+            self.drop(ledger, row, "nothing_to_learn")
+        held_out = np.full(len(rows), is_held_out)
+        if not is_held_out and self._held_out_share:
+            held_out = _as_numbers(block.question)[:, 0] / _TWO_64 < self._held_out_share
+        ledger.documents += int((keep & ~held_out).sum())
+        ledger.held_out += int((keep & held_out).sum())
+        self._store(block, keep, supervised, {"row": rows, "is_held_out": held_out})
 
     def drop(self, ledger: SourceLedger, row: int, reason: str, detail: str = "") -> None:
-        """Count a dropped row and write it down."""
+        """Count a dropped row and write it to `dropped.jsonl`."""
         ledger.dropped[reason] += 1
         line = {"source": ledger.name, "row": row, "reason": reason}
         self._dropped.write(json.dumps(line | ({"detail": detail} if detail else {}), ensure_ascii=False) + "\n")
 
+    def drop_document(self, documents: Documents, index: int, reason: str, detail: str = "") -> None:
+        """Drop a document that was counted before."""
+        ledger = self.sources[documents.source[index]]
+        if documents.is_held_out[index]:
+            ledger.held_out -= 1
+        else:
+            ledger.documents -= 1
+        documents.is_dropped[index] = True
+        self.drop(ledger, int(documents.row[index]), reason, detail)
+
     def _store(
         self,
-        part: Part,
+        block: TokenizedBlock,
         keep: npt.NDArray[np.bool_],
-        learned: npt.NDArray[np.bool_],
+        supervised: npt.NDArray[np.bool_],
         columns: dict[str, npt.NDArray[Any]],
     ) -> None:
-        token_kept = np.repeat(keep, part.lengths)
-        self._write("tokens", part.tokens[token_kept].astype("<u4"))
-        self._write("learned", learned[token_kept])
-        lengths = part.lengths[keep]
+        keep_token = np.repeat(keep, block.lengths)
+        self._write("tokens", block.tokens[keep_token])
+        self._write("supervised", supervised[keep_token])
+        lengths = block.lengths[keep]
         self._write("lengths", lengths)
         self._write("begins", self.num_tokens + np.cumsum(lengths) - lengths)
-        self._write("boundary", part.boundary[keep])
+        self._write("boundary", block.boundary[keep])
         self._write("source", np.full(len(lengths), len(self.sources) - 1))
-        self._write("order_key", _first_word(part.whole)[keep])
+        self._write("whole", _as_numbers(block.whole)[keep])
+        self._write("question", _as_numbers(block.question)[keep])
         for name, column in columns.items():
             self._write(name, column[keep])
         self.num_tokens += int(lengths.sum())
 
     def _write(self, name: str, values: npt.NDArray[Any]) -> None:
         # Not `tofile`: it reports a full disk as "1000 requested and 0 written", without saying why.
-        self._files[name].write(np.ascontiguousarray(values, dtype=_COLUMNS.get(name, values.dtype)).data)
+        self._files[name].write(np.ascontiguousarray(values, dtype=_COLUMNS[name]).data)
 
     def finish(self) -> Documents:
-        """Close the token files and give the documents; `drop` may still be called."""
+        """Map the staging files, drop duplicates and return all documents; `drop_document` may still be called."""
         for file in self._files.values():
             file.close()
-        self._seen = self._asked_held_out = SeenDigests()
-        columns: dict[str, Any] = {name: self._mapped(name, dtype) for name, dtype in _COLUMNS.items()}
-        return Documents(**columns, tokens=self._mapped("tokens", "<u4"), learned=self._mapped("learned", "?"))
+        columns: dict[str, Any] = {name: self._map(name) for name in _COLUMNS}
+        documents = Documents(**columns, is_dropped=np.zeros(len(columns["lengths"]), dtype=bool))
+        # A share is chosen by the question, so that equal questions are never on both sides.
+        if self._drop_answers and self._has_held_out_file:
+            for index in _find_held_out_questions(documents).tolist():
+                self.drop_document(documents, index, "answer_in_held_out")
+        if self._drop_duplicates:
+            candidates = np.flatnonzero(~documents.is_dropped)
+            for index in candidates[find_repeats(documents.whole[candidates])].tolist():
+                self.drop_document(documents, index, "exact_duplicate")
+        return documents
 
-    def _mapped(self, name: str, dtype: str) -> npt.NDArray[Any]:
+    def _map(self, name: str) -> npt.NDArray[Any]:
         path = self.folder / f"{name}.bin"
+        shape = (-1, 2) if name in _DIGESTS else (-1,)
         if not path.stat().st_size:
-            return np.zeros(0, dtype=dtype)
-        # A plain array over the same pages: `memmap` does work of its own for every slice.
-        return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+            return np.zeros(0, dtype=_COLUMNS[name]).reshape(shape)
+        # A plain array over the same pages: slicing a `memmap` object is slow.
+        return np.asarray(np.memmap(path, dtype=_COLUMNS[name], mode="r")).reshape(shape)
 
     def close(self) -> None:
-        """Close every file that is still open, the list of dropped rows among them."""
+        """Close every open file, including the list of dropped rows."""
         self._open.close()
 
 
-def _without_first_tokens(part: Part) -> npt.NDArray[np.bool_]:
-    """Take each document's first token out of what is learned: nothing comes before it to predict it from."""
-    learned = part.learned.astype(bool)
-    learned[np.cumsum(part.lengths) - part.lengths] = False
-    return learned
+def find_repeats(digests: Digests) -> npt.NDArray[np.int64]:
+    """Return the indices of digests that equal an earlier one, in ascending order."""
+    order = np.lexsort((digests[:, 1], digests[:, 0]))  # stable: the first of equal digests stays first
+    is_repeat = np.ones(max(len(order) - 1, 0), dtype=bool)
+    for half in (0, 1):  # one after the other: 16 bytes per row in memory instead of 48
+        in_order = digests[:, half][order]
+        is_repeat &= in_order[1:] == in_order[:-1]
+    return np.sort(order[1:][is_repeat])
 
 
-def _first_word(digests: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
-    return digests[:, :8].copy().view("<u8")[:, 0]
+def _find_held_out_questions(documents: Documents) -> npt.NDArray[np.int64]:
+    """Return the training documents whose question is also asked by a held-out document."""
+    held_out = documents.question[documents.is_held_out]
+    # Few pass the comparison of the first half, so that Python sees few digests.
+    is_candidate = np.isin(documents.question[:, 0], held_out[:, 0]) & ~documents.is_held_out
+    asked = set(map(tuple, held_out.tolist())) if is_candidate.any() else set()
+    candidates = np.flatnonzero(is_candidate)
+    is_asked = [tuple(digest) in asked for digest in documents.question[candidates].tolist()]
+    return candidates[np.asarray(is_asked, dtype=bool)]
+
+
+def _without_first_tokens(block: TokenizedBlock) -> npt.NDArray[np.bool_]:
+    """Return the mask without each document's first token: no token precedes it, so it cannot be predicted."""
+    supervised = block.supervised.astype(bool)
+    supervised[np.cumsum(block.lengths) - block.lengths] = False
+    return supervised
+
+
+def _as_numbers(digests: npt.NDArray[np.uint8]) -> Digests:
+    return np.ascontiguousarray(digests).view("<u8").reshape(-1, 2)

@@ -1,4 +1,4 @@
-"""The place a corpus is put: whether the right one lies there already, and whether what lies there may be replaced."""
+"""The output folder of a corpus: is it up to date, may it be replaced, and how much disk space does a build need."""
 
 import shutil
 from collections.abc import Iterator
@@ -7,98 +7,96 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import publish_was_cut_short, told_when_full, undo_publish
-from tunewell.core.lock import only_one
+from tunewell.core.files import disk_full_as_user_error, has_unfinished_publish, recover_publish
+from tunewell.core.lock import FolderLock
 from tunewell.data.corpus.reader import open_corpus
+from tunewell.data.corpus.shards import BYTES_PER_TOKEN
 from tunewell.data.corpus.spec import BuildSpec
-from tunewell.data.corpus.writer import BYTES_PER_TOKEN
 from tunewell.records.manifest import CORPUS_NAMES, MANIFEST, DamagedManifest, Manifest, read_manifest
 
-_MARKS = frozenset({"dataset_dict.json", "dropped.jsonl", "train"})
-"""What tells a corpus that lost its manifest from other people's folders."""
+_CORPUS_MARKERS = frozenset({"dataset_dict.json", "dropped.jsonl", "train"})
+"""Files by which a corpus without a manifest is told from other folders."""
 _SMALL_FILES_BYTES = 4096
 
 
 class CorpusOutput:
-    """Where a corpus goes, and the folder beside it where it is made: on one disk, so that it can be moved whole."""
+    """The folder of a corpus, and the work folder beside it, on the same disk so that the corpus can be moved in."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
-        self.home = target.resolve()  # where a link leads is replaced, not the link
-        self.work = self.home.parent / ".tunewell" / f"prepare-{self.home.name}"
+        self.path = target.resolve()  # replace the folder that a symlink points to, not the symlink
+        self.work_dir = self.path.parent / ".tunewell" / f"prepare-{self.path.name}"
 
-    def up_to_date(self, order: BuildSpec) -> Manifest | None:
-        """Give the manifest of the corpus that lies there if it is whole and what the order would make."""
+    def find_current(self, spec: BuildSpec) -> Manifest | None:
+        """Return the manifest of the existing corpus if it is intact and equal to what the spec would build."""
         try:
-            manifest = read_manifest(self.home)
-            if manifest.inputs_sha256 != order.inputs_sha256 or manifest.made_by != order.made_by:
+            manifest = read_manifest(self.path)
+            if manifest.inputs_sha256 != spec.inputs_sha256 or manifest.made_by != spec.made_by:
                 return None
-            return open_corpus(self.home, verify=True).manifest
+            return open_corpus(self.path, verify=True).manifest
         except UserError:
-            return None  # not there, or damaged since: made anew from the cached parts
+            return None  # missing or damaged: it is built again from the cached blocks
 
-    def refuse_foreign(self) -> None:
-        """Raise UserError if anything lies there that `prepare` did not put there."""
-        if self.home.exists() and not self.home.is_dir():
-            raise UserError(f"`{self.target}` is a file", fix="name another place with `--out`")
-        names = {entry.name for entry in self.home.iterdir()} - {".DS_Store"} if self.home.is_dir() else set()
+    def require_replaceable(self) -> None:
+        """Raise UserError if the folder contains anything that `prepare` did not write."""
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"`{self.target}` is a file", fix="choose another folder with `--out`")
+        names = {entry.name for entry in self.path.iterdir()} - {".DS_Store"} if self.path.is_dir() else set()
         foreign = sorted(names - CORPUS_NAMES)
         if foreign or (names and not self._is_corpus(names)):
             raise UserError(
-                f"the folder `{self.target}` holds something that is not a corpus, so it is not replaced",
+                f"the folder `{self.target}` is not a corpus and is not overwritten",
                 where=", ".join((foreign or sorted(names))[:5]),
-                fix="name another place with `--out`, or move those files away",
+                fix="choose another folder with `--out`, or move those files away",
             )
 
     def _is_corpus(self, names: set[str]) -> bool:
         if MANIFEST in names:
             try:
-                read_manifest(self.home)
+                read_manifest(self.path)
                 return True
             except DamagedManifest:
                 pass
-        return names >= _MARKS
+        return names >= _CORPUS_MARKERS
 
     def has_leftovers(self) -> bool:
-        """Tell whether a prepare was killed here and left something half done."""
-        return publish_was_cut_short(self.home) or self._staging.exists()
+        """Return True if a killed `prepare` left unfinished files."""
+        return has_unfinished_publish(self.path) or self._staging_dir.exists()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Keep others out while the body builds, and clean up after a prepare that was killed.
+    def locked(self) -> Iterator[None]:
+        """Hold the lock of the work folder while the body runs, and remove what a killed `prepare` left.
 
-        Raises UserError if another process is at work here.
+        Raises UserError if another process holds the lock.
         """
-        existing = next(folder for folder in self.work.parents if folder.exists())
-        with told_when_full(existing, lambda: _SMALL_FILES_BYTES):
-            self.work.mkdir(parents=True, exist_ok=True)
-            (self.work.parent / ".gitignore").write_text("*\n", encoding="utf-8")
-            with only_one(self.work / "lock", doing=f"preparing `{self.target}`"):
-                undo_publish(self.home)
-                if self._staging.exists():
-                    shutil.rmtree(self._staging)
+        existing = next(folder for folder in self.work_dir.parents if folder.exists())
+        with disk_full_as_user_error(existing, lambda: _SMALL_FILES_BYTES):
+            self.work_dir.mkdir(parents=True, exist_ok=True)
+            (self.work_dir.parent / ".gitignore").write_text("*\n", encoding="utf-8")
+            with FolderLock.take(self.work_dir / "lock", doing=f"preparing `{self.target}`"):
+                recover_publish(self.path)
+                if self._staging_dir.exists():
+                    shutil.rmtree(self._staging_dir)
                 yield
 
     @property
-    def _staging(self) -> Path:
-        return self.work / "staging"
+    def _staging_dir(self) -> Path:
+        return self.work_dir / "staging"
 
-
-# How much room on the disk a build needs.
 
 _SOURCE_BYTES_PER_TOKEN = 3
-"""A low guess, for the time before the first token is known: English chat has about four."""
+"""A low estimate until the first tokens are counted: English chat has about four."""
 _CACHED_BYTES = 5
-"""Of a token in a part: its id and a little more."""
+"""Per token in a cached block: its id and a little more."""
 _STAGED_BYTES = 5
-"""Of a token between reading and packing: its id and its mask."""
+"""Per token in the staging files: its id and its mask."""
 _REST_BYTES = 8 << 20
-"""Of all else: tokenizer, index, card."""
+"""All other files: tokenizer, index, data card."""
 
 
 @dataclass
-class Space:
-    """What was read so far, and what that says about the whole."""
+class SpaceEstimate:
+    """Estimates the disk space of a build from what was read so far."""
 
     source_bytes: int
     read_bytes: int = 0
@@ -106,11 +104,11 @@ class Space:
     is_read: bool = False
 
     def shard_bytes(self) -> int:
-        """Give the size of all shards, once every token is known."""
+        """Return the size of all shards; exact once every token is counted."""
         return self.tokens * BYTES_PER_TOKEN
 
-    def bytes_for_another_try(self) -> int:
-        """Estimate what a run would write now: parts that are not there yet, staged tokens, shards and the rest."""
+    def bytes_for_retry(self) -> int:
+        """Estimate what a retry would write: missing cached blocks, staging files, shards and the rest."""
         total = float(self.tokens)
         if not self.is_read:
             share_read = self.read_bytes / self.source_bytes if self.source_bytes else 1.0

@@ -1,4 +1,4 @@
-"""Open a corpus: documents one by one, or packed sequences as a Hugging Face dataset."""
+"""Open a corpus: single documents, or packed sequences as a Hugging Face dataset."""
 
 import operator
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ import pyarrow as pa
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_file
 from tunewell.core.optional import import_optional
-from tunewell.data.corpus.writer import to_numpy
+from tunewell.data.corpus.shards import to_numpy
 from tunewell.records.manifest import MANIFEST, Manifest, SplitRecord, read_manifest
 
 Ids = npt.NDArray[np.int32]
@@ -23,9 +23,9 @@ _COLUMNS = ("input_ids", "labels", "seq_lengths")
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document: `labels` are as long as `input_ids`, unshifted, and -100 where nothing is learned.
+    """One document: `labels` has the length of `input_ids`, unshifted, and -100 for tokens that are not supervised.
 
-    Fields can be read as attributes or, like a row of a dataset, by name.
+    Fields can be read as attributes or by name, like a row of a dataset.
     """
 
     input_ids: list[int]
@@ -44,11 +44,11 @@ class Document:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Some sequences of a shard: their ids and labels end to end, and where each sequence begins."""
+    """Some sequences of a shard: their ids and labels concatenated, and the offset of each sequence."""
 
     ids: Ids
     labels: Ids
-    bounds: Ids
+    offsets: Ids
 
 
 class Split:
@@ -71,27 +71,27 @@ class Split:
     def __getitem__(self, index: SupportsIndex) -> Document:
         number = operator.index(index)
         if not -len(self) <= number < len(self):
-            raise IndexError(f"there are {len(self)} documents")
+            raise IndexError(f"document {number} does not exist: there are {len(self)}")
         number %= len(self)
         ids, labels = self.arrays(number)
         source = self._sources[int(self.index["source"][number])]
         return Document(ids.tolist(), labels.tolist(), source, int(self.index["row"][number]))
 
     def arrays(self, index: int) -> tuple[Ids, Ids]:
-        """Give a document's ids and labels as views of the mapped shard, without copying."""
+        """Return the ids and labels of a document as views of the mapped shard, without copying."""
         sequence = int(self.index["sequence"][index])
-        shard = _place(self._first_sequences, sequence)
+        shard = _find_range(self._first_sequences, sequence)
         firsts, batches = self._shard(shard)
         sequence -= int(self._first_sequences[shard])
-        batch = _place(firsts, sequence)
+        batch = _find_range(firsts, sequence)
         found = batches[batch]
-        begin = int(found.bounds[sequence - firsts[batch]]) + int(self.index["start"][index])
+        begin = int(found.offsets[sequence - firsts[batch]]) + int(self.index["start"][index])
         end = begin + int(self.index["length"][index])
         return found.ids[begin:end], found.labels[begin:end]
 
     @cached_property
     def index(self) -> dict[str, npt.NDArray[Any]]:
-        """Give the columns of the index: source, row, sequence, start, length, supervised, piece_start."""
+        """Return the columns of the index: source, row, sequence, start, length, supervised, piece_start."""
         if self._record is None:
             return {}
         table = self._mapped("documents.arrow", pa.ipc.open_file)
@@ -106,14 +106,14 @@ class Split:
             assert self._record is not None
             table = self._mapped(self._record.shards[number].file, pa.ipc.open_stream)
             batches = [
-                _Batch(to_numpy(batch["input_ids"].values), to_numpy(batch["labels"].values), _bounds(batch))
-                for batch in table.to_batches()
+                _Batch(to_numpy(ids.values), to_numpy(labels.values), to_numpy(ids.offsets))
+                for ids, labels in ((batch["input_ids"], batch["labels"]) for batch in table.to_batches())
             ]
-            self._shards[number] = (_firsts([len(batch.bounds) - 1 for batch in batches]), batches)
+            self._shards[number] = (_firsts([len(batch.offsets) - 1 for batch in batches]), batches)
         return self._shards[number]
 
     def _mapped(self, name: str, read: Callable[[Any], Any]) -> pa.Table:
-        """Map an Arrow file; its pages are read when they are looked at and go when memory is short."""
+        """Memory-map an Arrow file: pages are read on access and dropped when memory is short."""
         path = self.folder / name
         self._check()
         try:
@@ -123,8 +123,8 @@ class Split:
             raise _damaged(path) from error
 
     def as_dataset(self) -> Any:
-        """Give the packed sequences as a `datasets.Dataset` with `input_ids`, `labels`, `seq_lengths`."""
-        datasets = import_optional("datasets", extra="datasets", purpose="a corpus as a dataset")
+        """Return the packed sequences as a `datasets.Dataset` with `input_ids`, `labels`, `seq_lengths`."""
+        datasets = import_optional("datasets", extra="datasets", purpose="opening a corpus as a dataset")
         if self._record is None:
             numbers = datasets.List(datasets.Value("int32"))
             features = datasets.Features(dict.fromkeys(_COLUMNS, numbers))
@@ -133,7 +133,7 @@ class Split:
         return datasets.load_from_disk(str(self.folder), keep_in_memory=self._is_in_memory)
 
     def load_in_memory(self) -> None:
-        """Read everything into memory now: for disks on which mapped files are slow, like Windows' under WSL."""
+        """Read all files into memory now: for disks on which memory-mapping is slow, like Windows drives under WSL."""
         self._is_in_memory = True
         self.__dict__.pop("index", None)
         self._shards.clear()
@@ -144,7 +144,7 @@ class Split:
 
 
 class Corpus(Split):
-    """A corpus: its training documents, `held_out` beside them, and the manifest that vouches for both."""
+    """A corpus: its training documents, the `held_out` split and the manifest."""
 
     def __init__(self, folder: Path) -> None:
         stamp = _stamp(folder)
@@ -160,7 +160,7 @@ class Corpus(Split):
         self.held_out = Split(folder / "held_out", self.manifest.splits.get("held_out"), sources, check)
 
     def verify(self) -> None:
-        """Hash every file against the manifest; raise UserError naming the first that differs."""
+        """Compare the hash of every file with the manifest; raise UserError for the first that differs."""
         self._check_sizes()
         for name, record in self.manifest.files.items():
             if sha256_file(self.path / name) != record.sha256:
@@ -174,10 +174,10 @@ class Corpus(Split):
 
 
 def open_corpus(path: str | Path, *, verify: bool = False, in_memory: bool = False) -> Corpus:
-    """Open a corpus that `tunewell prepare` wrote; raise UserError if it is not there, not whole or damaged.
+    """Open a corpus that `tunewell prepare` wrote; raise UserError if it is missing, incomplete or damaged.
 
-    That every file is there in its size is always checked; `verify=True` also hashes every byte. Shards are mapped;
-    `in_memory=True` reads them once and for all, which is faster on disks where mapping is slow.
+    The size of every file is always checked; `verify=True` also checks the hashes. Shards are memory-mapped;
+    `in_memory=True` reads them into memory, which is faster on disks where mapping is slow.
     """
     corpus = Corpus(Path(path))
     corpus.verify() if verify else corpus._check_sizes()
@@ -188,9 +188,9 @@ def open_corpus(path: str | Path, *, verify: bool = False, in_memory: bool = Fal
 
 
 def _damaged(path: Path) -> UserError:
-    state = "is not what its manifest says" if path.is_file() else "is missing"
+    state = "differs from the manifest" if path.is_file() else "is missing"
     return UserError(
-        f"the corpus is damaged: `{path}` {state}", fix="run `tunewell prepare` again; it makes the file anew"
+        f"the corpus is damaged: `{path}` {state}", fix="run `tunewell prepare` again; it writes the file again"
     )
 
 
@@ -202,13 +202,9 @@ def _stamp(folder: Path) -> tuple[int, int, int] | None:
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def _bounds(batch: pa.RecordBatch) -> Ids:
-    return to_numpy(batch["input_ids"].offsets)
-
-
 def _firsts(sizes: list[int]) -> npt.NDArray[np.int64]:
     return np.cumsum(sizes, dtype=np.int64) - np.asarray(sizes, dtype=np.int64)
 
 
-def _place(firsts: npt.NDArray[np.int64], number: int) -> int:
+def _find_range(firsts: npt.NDArray[np.int64], number: int) -> int:
     return int(np.searchsorted(firsts, number, side="right")) - 1

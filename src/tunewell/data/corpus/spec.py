@@ -1,25 +1,36 @@
-"""What is to be built: the files and how their rows become documents, and all that decides what becomes of those."""
+"""The build spec of a corpus: its files, how their rows become documents, and every setting that affects the result."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tunewell import __version__
+from tunewell.config.load import Loaded
+from tunewell.core.errors import UserError
+from tunewell.core.files import sha256_text, stable_json
 from tunewell.core.progress import ProgressListener, silent
-from tunewell.data.corpus.parts import Recipe
-from tunewell.data.sources.files import SourceFile
+from tunewell.data.corpus.tokenized_block import PIPELINE_VERSION, RowPipeline
+from tunewell.data.rows.cleaning import CleanOptions
+from tunewell.data.rows.formats import Converter
+from tunewell.data.rows.functions import load_row_function
+from tunewell.data.sources.blocks import ReadOptions
+from tunewell.data.sources.files import SourceFile, find_files
+from tunewell.data.text_pipeline import TextPipeline
 from tunewell.records.manifest import TemplateRecord, TokenizerRecord
 
+HELD_OUT_FILE = -1
+"""Source index of the held-out file."""
 NO_SHARE = -2
-"""Stands for all sources without a share of their own."""
+"""Source index of all sources without a `share`."""
 
 
 @dataclass
 class Job:
-    """One file to read, how its rows become documents, and which source of the config it belongs to."""
+    """One file to read, how its rows become documents, and the source of the config it belongs to."""
 
     file: SourceFile
-    recipe: Recipe
+    pipeline: RowPipeline
     sha256: str
     source_index: int
     is_held_out: bool = False
@@ -29,7 +40,7 @@ class Job:
 
 @dataclass
 class BuildSpec:
-    """What to build."""
+    """Everything that a build needs to know."""
 
     jobs: list[Job]
     held_out_share: float
@@ -49,5 +60,147 @@ class BuildSpec:
     progress: ProgressListener = silent
 
     def source_label(self, index: int) -> str:
-        """Name a source of the config, or all those without a share."""
+        """Return the name of a source for the mix report."""
         return "the other sources" if index == NO_SHARE else f"`{self.config['data']['sources'][index]['path']}`"
+
+
+def require_model_and_data(loaded: Loaded) -> None:
+    """Raise UserError if the config names no model or no data."""
+    if loaded.config.model is None:
+        raise UserError(
+            "no model is set, so there is no tokenizer",
+            fix="add `model:` to the config or `--model` to the command: a folder, a `.gguf` file or a hub id",
+        )
+    if not loaded.config.data.sources:
+        raise UserError("no data is set", fix="add `data.sources` to the config, or `--data FILE` to the command")
+
+
+def make_spec(loaded: Loaded, text: TextPipeline, *, context_limit: int | None) -> BuildSpec:
+    """Find and hash the files that a config names and collect every setting; rows are not parsed yet.
+
+    `context_limit` is the model's maximum context length in tokens, if it is known.
+    """
+    config, base = loaded.config, loaded.base
+    jobs = _make_jobs(loaded, text)
+    settings = _portable(config.model_dump(mode="json", include={"data", "template", "packing", "seed"}), base)
+    inputs = [str(PIPELINE_VERSION), stable_json(settings), str(context_limit), text.tokenizer.sha256]
+    inputs += [f"{job.file.name} {job.sha256} {job.pipeline.cache_key()} {job.source_index}" for job in jobs]
+    return BuildSpec(
+        jobs=jobs,
+        held_out_share=0.0 if isinstance(config.data.held_out, str) else config.data.held_out,
+        drop_duplicates=config.data.clean.exact_duplicate == "drop",
+        drop_answers_held_out=config.data.clean.answer_in_held_out == "drop",
+        context_length=config.packing.context_length,
+        context_limit=context_limit,
+        long_documents=config.packing.long_documents,
+        shares=_shares(loaded),
+        max_repeats=config.data.max_repeats,
+        made_by=f"tunewell {__version__}",
+        inputs_sha256=sha256_text(*inputs),
+        config=settings,
+        tokenizer=TokenizerRecord(
+            source=_tokenizer_name(text, str(config.tokenizer or config.model)),
+            kind=text.tokenizer.kind,
+            sha256=text.tokenizer.sha256,
+            vocab_size=text.tokenizer.vocab_size,
+            special_tokens=text.tokenizer.special_tokens,
+            added_by_us=list(text.tokenizer.added_by_us),
+        ),
+        templates=[record.model_copy(update={"name": _portable_path(record.name, base)}) for record in text.records()],
+        save_tokenizer=text.save,
+    )
+
+
+def _make_jobs(loaded: Loaded, text: TextPipeline) -> list[Job]:
+    data, base = loaded.config.data, loaded.base
+    found: list[tuple[int, SourceFile]] = []
+    if isinstance(data.held_out, str):
+        found += [(HELD_OUT_FILE, file) for file in find_files(data.held_out, base=base)]
+    for index, source in enumerate(data.sources):
+        found += [(index, file) for file in find_files(source.path, base=base)]
+    found = _with_distinct_names(found)
+    pipelines = {index: _make_pipeline(loaded, text, index) for index, _ in found}
+    return [
+        Job(
+            file,
+            replace(pipelines[index], source=file.name),
+            stamp=file.source.stamp(),
+            sha256=file.sha256(),
+            source_index=index,
+            is_held_out=index == HELD_OUT_FILE,
+        )
+        for index, file in found
+    ]
+
+
+def _make_pipeline(loaded: Loaded, text: TextPipeline, index: int) -> RowPipeline:
+    """Return the pipeline of one source; the held-out file is read like the first source, without its limit."""
+    data = loaded.config.data
+    source = data.sources[max(index, 0)]
+    if index == HELD_OUT_FILE:
+        source = source.model_copy(update={"limit": None, "share": None})
+    clean = data.clean
+    masker = text.masker(source)
+    settings = {
+        "source": source.model_dump(mode="json", exclude={"path", "share", "limit", "map", "template"}),
+        "clean": clean.model_dump(
+            mode="json", include={"bad_text", "min_reply_chars", "drop_urls", "max_nesting", "bad_rows"}
+        ),
+        "learn": [masker.rule.learn_from, *masker.rule.roles] if masker else [],
+    }
+    return RowPipeline(
+        source=source.path,
+        read=ReadOptions(clean.max_row_bytes, clean.max_nesting, source.text_rows, source.encoding, source.limit),
+        converter=Converter(format_name=source.format, columns=source.columns, system=source.system),
+        cleaning=CleanOptions(clean.bad_text, clean.min_reply_chars, clean.drop_urls),
+        masker=masker,
+        encoder=text.encoder(masker),
+        row_function=load_row_function(source.map, batch=source.map_batch, base=loaded.base) if source.map else None,
+        bad_rows=clean.bad_rows,
+        settings=settings,
+    )
+
+
+def _with_distinct_names(found: list[tuple[int, SourceFile]]) -> list[tuple[int, SourceFile]]:
+    """Number files of the same name, so that the ledger can tell them apart."""
+    seen: dict[str, int] = {}
+    renamed = []
+    for index, file in found:
+        seen[file.name] = seen.get(file.name, 0) + 1
+        name = file.name if seen[file.name] == 1 else f"{file.name} ({seen[file.name]})"
+        renamed.append((index, replace(file, name=name)))
+    return renamed
+
+
+def _tokenizer_name(text: TextPipeline, name: str) -> str:
+    """Return the name of the tokenizer without folders of this machine."""
+    return Path(text.model).name if Path(text.model).is_absolute() or Path(name).is_absolute() else name
+
+
+def _shares(loaded: Loaded) -> dict[int, float]:
+    """Return the share of each source by index; sources without one divide the rest by size, as `NO_SHARE`."""
+    sources = loaded.config.data.sources
+    shares = {index: source.share for index, source in enumerate(sources) if source.share is not None}
+    if shares and len(shares) < len(sources):
+        shares[NO_SHARE] = 1 - sum(shares.values())
+    return shares
+
+
+def _portable(settings: dict[str, Any], base: Path) -> dict[str, Any]:
+    """Shorten absolute paths to what is the same on every machine, so that equal rows give equal bytes."""
+    data, template = settings["data"], settings["template"]
+    sources = [
+        source | {key: _portable_path(source[key], base) for key in ("path", "map", "template")}
+        for source in data["sources"]
+    ]
+    return settings | {
+        "data": data | {"sources": sources, "held_out": _portable_path(data["held_out"], base)},
+        "template": template | {"name": _portable_path(template["name"], base)},
+    }
+
+
+def _portable_path(value: Any, base: Path) -> Any:
+    if not isinstance(value, str) or not Path(value).expanduser().is_absolute():
+        return value
+    path, home = Path(value).expanduser(), base.resolve()
+    return path.relative_to(home).as_posix() if path.is_relative_to(home) else path.name

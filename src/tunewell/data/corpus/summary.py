@@ -1,4 +1,4 @@
-"""Sum a finished build up in its manifest."""
+"""Describe a finished corpus: its manifest and its data card (`README.md`)."""
 
 from collections import Counter
 from pathlib import Path
@@ -9,9 +9,9 @@ import numpy.typing as npt
 from tunewell.core.files import sha256_file, sha256_text
 from tunewell.core.units import count, percent
 from tunewell.data.corpus.assembly import Assembly, SourceLedger
-from tunewell.data.corpus.packing import ContextChoice, Mix, Packing, Units, padding_waste
+from tunewell.data.corpus.packing import ContextLength, Mix, Packing, Units, padding_waste
+from tunewell.data.corpus.shards import SplitFacts
 from tunewell.data.corpus.spec import BuildSpec
-from tunewell.data.corpus.writer import SplitFacts
 from tunewell.records.manifest import (
     FileRecord,
     LengthRecord,
@@ -25,34 +25,35 @@ from tunewell.records.manifest import (
 
 _NUM_BARS = 12
 
-Written = tuple[Units, Packing, SplitFacts]
+WrittenSplit = tuple[Units, Packing, SplitFacts]
 
 
-def summarise(
-    order: BuildSpec,
+def make_manifest(
+    spec: BuildSpec,
     assembly: Assembly,
     *,
-    splits: dict[str, Written],
+    splits: dict[str, WrittenSplit],
     lengths: npt.NDArray[np.integer],
     boundary_tokens: int,
-    context: ContextChoice,
+    context: ContextLength,
     mix: Mix | None,
     files: dict[str, FileRecord],
 ) -> Manifest:
-    """Make the manifest; raise RuntimeError if a row or a token is not accounted for."""
+    """Return the manifest; raise RuntimeError if a row or a token is not accounted for."""
     units, packing, train = splits["train"]
     sources = assembly.sources
-    dropped = all_dropped(assembly)
+    dropped = total_dropped(assembly)
     rows = sum(source.rows for source in sources)
     documents = sum(source.documents for source in sources)
     held_out = sum(source.held_out for source in sources)
     pieces = sum(written.num_pieces for written, _, _ in splits.values())
     in_splits = sum(facts.documents for _, _, facts in splits.values())
-    if not all(source.closes() for source in sources) or documents + held_out + pieces + units.num_repeats != in_splits:
-        raise RuntimeError("the ledger does not close")
+    is_complete = documents + held_out + pieces + units.num_repeats == in_splits
+    if not is_complete or not all(source.is_balanced() for source in sources):
+        raise RuntimeError("the ledger is not balanced: rows in and rows out differ")
     return Manifest(
-        made_by=order.made_by,
-        inputs_sha256=order.inputs_sha256,
+        made_by=spec.made_by,
+        inputs_sha256=spec.inputs_sha256,
         corpus_sha256=sha256_text(
             *(f"{name}:{files[name].sha256}" for name in sorted(files) if name.endswith(".arrow"))
         ),
@@ -69,7 +70,7 @@ def summarise(
             total=packing.num_sequences * packing.context_length,
             supervised=train.supervised,
             context=packing.num_tokens - train.supervised,
-            padding=packing.room_left,
+            padding=packing.num_padding,
         ),
         packing=PackingRecord(
             context_length=context.value,
@@ -80,22 +81,22 @@ def summarise(
         ),
         lengths=_lengths(lengths, context.value),
         sources=[_source(source) for source in sources],
-        mix=[f"{order.source_label(index)}: {because}" for index, because in mix.because.items()] if mix else [],
-        tokenizer=order.tokenizer,
-        templates=order.templates,
-        config=order.config,
+        mix=[f"{spec.source_label(index)}: {because}" for index, because in mix.because.items()] if mix else [],
+        tokenizer=spec.tokenizer,
+        templates=spec.templates,
+        config=spec.config,
         splits={name: _split(facts) for name, (_, _, facts) in splits.items()},
         files=files,
     )
 
 
-def all_dropped(assembly: Assembly) -> Counter[str]:
-    """Count the dropped rows of all sources by reason."""
+def total_dropped(assembly: Assembly) -> Counter[str]:
+    """Return the number of dropped rows for each reason, over all sources."""
     return sum((source.dropped for source in assembly.sources), Counter())
 
 
 def describe_file(path: Path, shard: ShardRecord | None = None) -> FileRecord:
-    """Note a file's size and hash; those of a shard are known from writing it."""
+    """Return the size and the hash of a file; those of a shard are already known."""
     if shard is not None:
         return FileRecord(bytes=shard.bytes, sha256=shard.sha256)
     return FileRecord(bytes=path.stat().st_size, sha256=sha256_file(path))
@@ -144,12 +145,10 @@ def _lengths(lengths: npt.NDArray[np.integer], context_length: int) -> LengthRec
 
 
 def _round_width(width: float) -> int:
-    """Round the width of a histogram's bars up to one that people count in."""
+    """Round the width of the histogram bars up to 1, 2 or 5 times a power of ten."""
     steps = (step * 10**power for power in range(12) for step in (1, 2, 5))
     return next(step for step in steps if step >= width)
 
-
-# The page that lies in a corpus and tells a person what it is.
 
 _USE = """
 ## Use
@@ -157,12 +156,13 @@ _USE = """
 ```python
 import tunewell
 
-corpus = tunewell.open_corpus("corpus")  # documents; their labels are -100 where nothing is learned
+corpus = tunewell.open_corpus("corpus")  # documents; labels are -100 for tokens that are not supervised
 dataset = corpus.as_dataset()            # packed sequences, a datasets.Dataset; also corpus.held_out.as_dataset()
 ```
 
-Without tunewell: `datasets.load_from_disk("corpus")["train"]`. TRL trains on the sequences as they are with these
-settings; with its defaults it would cut those over 1,024 tokens and let documents see each other:
+Without tunewell: `datasets.load_from_disk("corpus")["train"]`. To train on these sequences
+with TRL, use the settings below. TRL's defaults would truncate sequences after 1,024 tokens and let documents attend to
+each other:
 
 ```python
 import torch
@@ -170,9 +170,9 @@ from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 config = SFTConfig(
-    padding_free=True,  # documents stay apart: positions begin again at each of them
-    max_length=None,    # nothing is cut
-    packing=False,      # they are packed already
+    padding_free=True,  # keeps documents separate: positions restart at each document
+    max_length=None,    # no truncation
+    packing=False,      # the sequences are already packed
     dataset_kwargs={"skip_prepare_dataset": True},
     bf16=torch.cuda.is_available(),
 )
@@ -183,13 +183,13 @@ trainer = SFTTrainer(model, args=config, train_dataset=dataset, processing_class
 
 
 def data_card(manifest: Manifest) -> str:
-    """Write the data card in Markdown; equal manifests give equal cards."""
+    """Return the data card as Markdown; equal manifests give equal cards."""
     packing, tokens, lengths = manifest.packing, manifest.tokens, manifest.lengths
     template = ", ".join(dict.fromkeys(record.name for record in manifest.templates)) or "none"
     lines = [
         "# A corpus for fine-tuning",
         "",
-        f"Made by {manifest.made_by} with the tokenizer of `{manifest.tokenizer.source}` and the template {template}.",
+        f"Written by {manifest.made_by}. Tokenizer: `{manifest.tokenizer.source}`. Chat template: {template}.",
         "",
         "| | |",
         "|---|---|",
@@ -197,14 +197,14 @@ def data_card(manifest: Manifest) -> str:
         f"| held-out documents | {count(manifest.held_out)} |",
         f"| sequences | {count(packing.sequences)} of {count(packing.context_length)} tokens, "
         f"{percent(packing.efficiency)} full |",
-        f"| learned tokens | {count(tokens.supervised)} of {count(tokens.supervised + tokens.context)} |",
+        f"| supervised tokens | {count(tokens.supervised)} of {count(tokens.supervised + tokens.context)} |",
         f"| document length | mean {lengths.mean:.0f}, median {lengths.median:.0f}, p95 {lengths.p95:.0f}, "
         f"p99 {lengths.p99:.0f}, longest {count(lengths.max)} |",
         *_extra_rows(manifest),
         "",
         "## Ledger",
         "",
-        "Every row that was read is a document, held out, or dropped for one reason; `dropped.jsonl` names each one.",
+        "Every row is a document, held out, or dropped for one reason. `dropped.jsonl` lists each dropped row.",
         "",
         "| source | rows | documents | held out | dropped |",
         "|---|---:|---:|---:|---|",
@@ -218,7 +218,7 @@ def data_card(manifest: Manifest) -> str:
 
 def _extra_rows(manifest: Manifest) -> list[str]:
     extra = {
-        "pieces, added by splitting long documents": manifest.pieces,
-        "repeats, added to give each source its share": manifest.repeats,
+        "additional pieces of split documents": manifest.pieces,
+        "additional copies that give each source its share": manifest.repeats,
     }
-    return [f"| {what} | {count(number)} |" for what, number in extra.items() if number]
+    return [f"| {label} | {count(number)} |" for label, number in extra.items() if number]

@@ -1,163 +1,192 @@
-"""Write packed sequences as Arrow shards that `datasets` opens as they are."""
+"""Write a corpus from its documents: apply the length policy, mix the sources, pack, write shards and the manifest."""
 
 import json
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
-from tunewell.core.files import sha256_file, sha256_text, stable_json
-from tunewell.core.progress import Progress, ProgressListener, silent
-from tunewell.data.corpus.assembly import Documents
-from tunewell.data.corpus.packing import Packing, Units
-from tunewell.records.manifest import ShardRecord
-
-# Hand numbers between numpy and Arrow as they lie.
-
-
-def to_arrow(values: npt.NDArray[np.integer]) -> pa.Array:
-    """View a numpy array of whole numbers as an Arrow array, without copying."""
-    values = np.ascontiguousarray(values)
-    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
-
-
-def to_numpy(values: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
-    """View an Arrow array of numbers without gaps as a numpy array; copied only where it lies in several chunks."""
-    if isinstance(values, pa.ChunkedArray):
-        chunks = [to_numpy(chunk) for chunk in values.chunks]
-        return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
-    buffer = values.buffers()[1]
-    numbers = np.frombuffer(buffer, dtype=values.type.to_pandas_dtype()) if buffer else np.zeros(0, dtype=np.int32)
-    return numbers[values.offset : values.offset + len(values)]
-
-
-SHARD_TOKENS = 1 << 22
-_BATCH_TOKENS = 1 << 18
-NOT_LEARNED = -100
-BYTES_PER_TOKEN = 8
-"""Of a shard: an id and a label, 4 bytes each."""
-
-_SEQUENCES = pa.schema(
-    [
-        ("input_ids", pa.list_(pa.int32())),
-        ("labels", pa.list_(pa.int32())),
-        ("seq_lengths", pa.list_(pa.int32())),
-    ]
+from tunewell.core.errors import UserError
+from tunewell.core.files import require_disk_space, stable_json, sync_tree
+from tunewell.core.units import count
+from tunewell.data.corpus.assembly import DROPPED, Assembly, Documents
+from tunewell.data.corpus.output import SpaceEstimate
+from tunewell.data.corpus.packing import (
+    ContextLength,
+    Mix,
+    Units,
+    choose_context_length,
+    mix_sources,
+    pack,
+    repeat,
+    split_long,
+    whole_units,
+    without_unsupervised,
 )
+from tunewell.data.corpus.shards import write_split
+from tunewell.data.corpus.spec import NO_SHARE, BuildSpec
+from tunewell.data.corpus.summary import WrittenSplit, data_card, describe_file, make_manifest, total_dropped
+from tunewell.records.manifest import Manifest, write_manifest
+
+_NUM_NAMED = 5
 
 
-@dataclass
-class SplitFacts:
-    """What was written for one split."""
+class CorpusWriter:
+    """Writes the files of a corpus to `assembly.folder / "corpus"`."""
 
-    name: str
-    sequences: int
-    documents: int
-    tokens: int
-    supervised: int
-    shards: list[ShardRecord] = field(default_factory=list)
-
-
-def write_split(
-    folder: Path,
-    *,
-    units: Units,
-    packing: Packing,
-    documents: Documents,
-    progress: ProgressListener = silent,
-) -> SplitFacts:
-    """Write the sequences of a split, the index of its documents and the files `datasets` looks for."""
-    folder.mkdir(parents=True)
-    facts = SplitFacts(folder.name, packing.num_sequences, len(units), packing.num_tokens, 0)
-    sequences = _Sequences(units, packing, documents)
-    per_shard = max(1, SHARD_TOKENS // packing.context_length)
-    per_batch = max(1, _BATCH_TOKENS // packing.context_length)
-    num_shards = max(1, -(-packing.num_sequences // per_shard))
-    for shard in range(num_shards):
-        first, last = shard * per_shard, min((shard + 1) * per_shard, packing.num_sequences)
-        path = folder / f"data-{shard:05d}-of-{num_shards:05d}.arrow"
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, _SEQUENCES) as stream:
-            for start in range(first, last, per_batch):
-                stream.write_batch(sequences.batch(start, min(start + per_batch, last)))
-        facts.shards.append(
-            ShardRecord(file=path.name, bytes=path.stat().st_size, sha256=sha256_file(path), sequences=last - first)
-        )
-        progress(Progress("writing", last, packing.num_sequences, "sequences"))
-    facts.supervised = int(sequences.supervised.sum(dtype=np.int64))
-    sequences.write_index(folder / "documents.arrow")
-    _write_dataset_files(folder, facts)
-    return facts
-
-
-class _Sequences:
-    """The sequences of a split, made a batch at a time; what the index says of each unit is noted on the way."""
-
-    def __init__(self, units: Units, packing: Packing, documents: Documents) -> None:
-        self._units = units
-        self._packing = packing
+    def __init__(self, spec: BuildSpec, assembly: Assembly, documents: Documents, space: SpaceEstimate) -> None:
+        self._spec = spec
+        self._assembly = assembly
         self._documents = documents
-        self._sequence = np.empty(len(units), dtype=np.int32)
-        self._start = np.empty(len(units), dtype=np.int32)
-        self.supervised = np.empty(len(units), dtype=np.int32)
+        self._space = space
+        self._corpus = assembly.folder / "corpus"
 
-    def batch(self, first: int, last: int) -> pa.RecordBatch:
-        """Make the sequences from `first` to before `last`."""
-        bounds = self._packing.starts[first : last + 1]
-        order = self._packing.order[bounds[0] : bounds[-1]]
-        lengths = self._units.length[order].astype(np.int64)
-        begins = self._documents.begins[self._units.document[order]] + self._units.start[order]
-        ends = np.cumsum(lengths)
-        starts = ends - lengths
-        wanted = np.repeat(begins - starts, lengths) + np.arange(ends[-1])
-        ids = self._documents.tokens[wanted].astype(np.int32)
-        is_learned = self._documents.learned[wanted]
-        is_learned[starts] = False  # nothing comes before it, or the piece before has learned it
-        in_order = (bounds - bounds[0]).astype(np.int32)
-        in_tokens = np.concatenate([[0], ends])[in_order].astype(np.int32)
-        of_sequence = np.repeat(np.arange(last - first), np.diff(in_order))
-        self._sequence[order] = first + of_sequence
-        self._start[order] = starts - in_tokens[of_sequence]
-        self.supervised[order] = np.add.reduceat(is_learned, starts, dtype=np.int64)
-        columns = [
-            pa.ListArray.from_arrays(to_arrow(in_tokens), to_arrow(ids)),
-            pa.ListArray.from_arrays(to_arrow(in_tokens), to_arrow(np.where(is_learned, ids, np.int32(NOT_LEARNED)))),
-            pa.ListArray.from_arrays(to_arrow(in_order), to_arrow(lengths.astype(np.int32))),
-        ]
-        return pa.record_batch(columns, schema=_SEQUENCES)
+    def write(self) -> Manifest:
+        """Write every file, the manifest last; raise UserError if no document is left or one is too long."""
+        documents, spec = self._documents, self._spec
+        self._require_training_data()
+        context = choose_context_length(self._longest(), spec.context_length, spec.context_limit)
+        self._apply_length_policy(context)
+        self._require_training_data()
+        mix = self._mix()
+        members = {"train": ~documents.is_held_out, "held_out": documents.is_held_out}
+        self._require_held_out_rows()
+        units = {name: self._units(is_member, context, mix, name) for name, is_member in members.items()}
+        self._space.tokens = sum(int(some.length.sum(dtype=np.int64)) for some in units.values())
+        require_disk_space(self._corpus, self._space.shard_bytes())
+        splits = {name: self._write_split(name, some, context) for name, some in units.items() if len(some)}
+        self._assembly.close()
+        (self._assembly.folder / DROPPED).rename(self._corpus / DROPPED)
+        (self._corpus / "dataset_dict.json").write_text(stable_json({"splits": list(splits)}), encoding="utf-8")
+        spec.save_tokenizer(self._corpus / "tokenizer")
+        return self._write_manifest(splits, context, mix)
 
-    def write_index(self, path: Path) -> None:
-        """Say for each unit whose it is and where it lies: sequence and first token in it."""
-        columns: dict[str, npt.NDArray[np.integer]] = {
-            "source": self._documents.source[self._units.document],
-            "row": self._documents.row[self._units.document],
-            "sequence": self._sequence,
-            "start": self._start,
-            "length": self._units.length,
-            "supervised": self.supervised,
-            "piece_start": self._units.start,
-        }
-        batch = pa.record_batch([to_arrow(column) for column in columns.values()], names=list(columns))
-        # In one batch, so that a reader can map it as it lies.
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as file:
-            file.write_batch(batch)
+    def _longest(self) -> int:
+        """Return the length of the longest document that the length policy keeps."""
+        lengths, limit = self._documents.lengths[~self._documents.is_dropped], self._spec.context_limit
+        if self._spec.long_documents == "drop" and limit is not None and (lengths <= limit).any():
+            lengths = lengths[lengths <= limit]
+        return int(lengths.max())
+
+    def _require_held_out_rows(self) -> None:
+        """Raise UserError if a held-out file is named and none of its rows can be used."""
+        files = [index for index, job in enumerate(self._spec.jobs) if job.is_held_out]
+        sources = [self._assembly.sources[index] for index in files]
+        if files and not any(source.held_out for source in sources):
+            reasons = ", ".join(
+                f"{number:,} {reason}" for source in sources for reason, number in source.dropped.items()
+            )
+            raise UserError(
+                "no row of the held-out file can be used",
+                where=f"{sources[0].name}: {reasons or 'no row was read'}",
+                fix="it is read like the first source (`columns`, `map`, `format`): give it the same columns",
+            )
+
+    def _units(self, is_member: npt.NDArray[np.bool_], context: ContextLength, mix: Mix | None, name: str) -> Units:
+        units = whole_units(np.flatnonzero(is_member & ~self._documents.is_dropped), self._documents.lengths)
+        units = split_long(units, context.value)
+        if units.num_pieces:
+            units = without_unsupervised(units, self._documents)
+        return repeat(units, mix.copies[units.document]) if mix and name == "train" else units
+
+    def _write_split(self, name: str, units: Units, context: ContextLength) -> WrittenSplit:
+        packing = pack(units.length, context.value)
+        facts = write_split(
+            self._corpus / name, units=units, packing=packing, documents=self._documents, progress=self._spec.progress
+        )
+        return units, packing, facts
+
+    def _require_training_data(self) -> None:
+        documents = self._documents
+        if not (documents.is_held_out | documents.is_dropped).all():
+            return
+        num_rows = sum(source.rows for source in self._assembly.sources)
+        dropped = total_dropped(self._assembly).most_common()
+        reasons = [f"{number:,} {reason}" for reason, number in dropped]
+        if held_out := int((documents.is_held_out & ~documents.is_dropped).sum()):
+            reasons.append(f"{held_out:,} held out")
+        self._assembly.close()
+        with (self._assembly.folder / DROPPED).open(encoding="utf-8") as lines:
+            line = lines.readline()
+        where = ", ".join(reasons) or "no row was read"
+        first = json.loads(line) if line else {}
+        if first:
+            where += f"; first: {first['source']} row {first['row']}: {first.get('detail') or first['reason']}"
+        raise UserError(
+            f"no training data: 0 of {count(num_rows, 'row')} can be used",
+            where=where,
+            fix=_suggest_fix(first) if num_rows else "the files are empty or contain only blank lines",
+        )
+
+    def _apply_length_policy(self, context: ContextLength) -> None:
+        documents, policy = self._documents, self._spec.long_documents
+        too_long = np.flatnonzero((documents.lengths > context.value) & ~documents.is_dropped)
+        if not len(too_long) or policy == "split":
+            return
+        if policy == "error":
+            named = [f"{self._name(i)} ({documents.lengths[i]:,} tokens)" for i in too_long[:_NUM_NAMED].tolist()]
+            more = f" and {len(too_long) - _NUM_NAMED:,} more" if len(too_long) > _NUM_NAMED else ""
+            is_model_limit = self._spec.context_limit is not None and context.value >= self._spec.context_limit
+            longest = int(documents.lengths[too_long].max())
+            raise_length = "" if is_model_limit else f"set `packing.context_length` to at least {longest:,}, or "
+            are = "documents are" if len(too_long) > 1 else "document is"
+            raise UserError(
+                f"{len(too_long):,} {are} longer than the {context.value:,} tokens of a sequence",
+                where=", ".join(named) + more,
+                fix=f"{raise_length}set `packing.long_documents` to `split` or `drop`",
+            )
+        for index in too_long.tolist():
+            detail = f"{documents.lengths[index]:,} tokens; a sequence has {context.value:,}"
+            self._assembly.drop_document(documents, index, "too_long", detail)
+
+    def _name(self, index: int) -> str:
+        return f"{self._assembly.sources[self._documents.source[index]].name} row {self._documents.row[index]}"
+
+    def _mix(self) -> Mix | None:
+        spec, documents = self._spec, self._documents
+        if not spec.shares:
+            return None
+        groups = [job.source_index if job.source_index in spec.shares else NO_SHARE for job in spec.jobs]
+        group = np.asarray(groups, dtype=np.int32)[documents.source]
+        is_open = ~documents.is_held_out & ~documents.is_dropped
+        open_group = np.where(is_open, group, -1).astype(np.int32)
+        mix = mix_sources(open_group, documents.order_key, spec.shares, spec.max_repeats)
+        for index in np.flatnonzero(is_open & (mix.copies == 0)).tolist():
+            self._assembly.drop_document(documents, index, "not_sampled")
+        return mix
+
+    def _write_manifest(self, splits: dict[str, WrittenSplit], context: ContextLength, mix: Mix | None) -> Manifest:
+        documents = self._documents
+        is_trained = ~documents.is_held_out & ~documents.is_dropped
+        boundary = np.where(is_trained, documents.boundary, 0)
+        paths = sorted(path for path in self._corpus.rglob("*") if path.is_file())
+        known = {f"{name}/{shard.file}": shard for name, (_, _, facts) in splits.items() for shard in facts.shards}
+        names = {path.relative_to(self._corpus).as_posix(): path for path in paths}
+        files = {name: describe_file(path, known.get(name)) for name, path in names.items()}
+        manifest = make_manifest(
+            self._spec,
+            self._assembly,
+            splits=splits,
+            lengths=documents.lengths[is_trained],
+            boundary_tokens=int((boundary * mix.copies if mix else boundary).sum(dtype=np.int64)),
+            context=context,
+            mix=mix,
+            files=files,
+        )
+        card = self._corpus / "README.md"
+        card.write_text(data_card(manifest), encoding="utf-8")
+        manifest = manifest.model_copy(update={"files": {**files, card.name: describe_file(card)}})
+        sync_tree(self._corpus)
+        write_manifest(self._corpus, manifest)
+        return manifest
 
 
-def _write_dataset_files(folder: Path, facts: SplitFacts) -> None:
-    """Write what `datasets.load_from_disk` needs; features are left to the Arrow schema, so any version opens it."""
-    state = {
-        "_data_files": [{"filename": shard.file} for shard in facts.shards],
-        "_fingerprint": sha256_text(*(shard.sha256 for shard in facts.shards))[:16],
-        "_format_columns": None,
-        "_format_kwargs": {},
-        "_format_type": None,
-        "_output_all_columns": False,
-        "_split": facts.name,
-    }
-    (folder / "state.json").write_text(stable_json(state), encoding="utf-8")
-    (folder / "dataset_info.json").write_text(
-        json.dumps({"description": "Packed by tunewell.", "citation": "", "homepage": "", "license": ""}) + "\n",
-        encoding="utf-8",
+def _suggest_fix(first: dict[str, str]) -> str:
+    reason, detail = first.get("reason"), first.get("detail", "")
+    if reason == "bad_text" and "UTF-8" in detail:
+        return "the file is not UTF-8: save it as `CSV UTF-8` in Excel, or set `encoding: cp1252` on the source"
+    if reason == "not_a_conversation" and "its columns:" in detail:
+        return "name the columns on the source in tunewell.yaml: `columns: {question: YOURS, answer: YOURS}`"
+    return (
+        "look at the first rows with `tunewell inspect DATA --model MODEL`; "
+        "`tunewell glossary REASON` explains a reason"
     )

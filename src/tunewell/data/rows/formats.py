@@ -165,7 +165,7 @@ def _choose(candidates: list[_Candidate], row: Mapping[str, Any]) -> str:
     if candidates:
         return candidates[0][0]
     keys = ", ".join(sorted(map(str, row))[:8]) or "none"
-    raise Rejected("not_a_conversation", f"no known shape; its keys: {keys}")
+    raise Rejected("not_a_conversation", f"no known column names; its columns: {keys}")
 
 
 class Converter:

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import refuse_full_disk, sync_folder, told_when_full
+from tunewell.core.files import disk_full_as_user_error, require_disk_space, sync_folder
 from tunewell.core.gguf import TensorEntry, read_metadata, read_tensor_table
 from tunewell.core.optional import import_optional
 from tunewell.hardware.facts import num_cores
@@ -315,11 +315,11 @@ def quantize(
     plan = plan_mixture(source, kind)
     _refuse_quantized(source, plan)
     needed = plan.num_bytes + min(entry.offset for entry in read_tensor_table(source)) + _PADDING_BYTES
-    refuse_full_disk(target.parent, needed)
+    require_disk_space(target.parent, needed)
     made_by, way = _choose_way(source, library, plan)
     staged = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with told_when_full(target.parent, lambda: needed):
+        with disk_full_as_user_error(target.parent, lambda: needed):
             way(source, staged, kind, threads or num_cores())
             with staged.open("rb+") as file:
                 os.fsync(file.fileno())

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import refuse_full_disk, sync_folder, told_when_full
+from tunewell.core.files import disk_full_as_user_error, require_disk_space, sync_folder
 from tunewell.core.model_files import locate
 from tunewell.core.optional import import_optional
 from tunewell.core.progress import Progress, ProgressListener, silent
@@ -170,7 +170,7 @@ def write_gguf(
     """
     import_optional("gguf", extra="export", purpose="writing a GGUF file")
     plan = _plan(model_folder, kind)
-    refuse_full_disk(target.parent, plan.num_bytes)
+    require_disk_space(target.parent, plan.num_bytes)
     num_parameters = sum(math.prod(tensor.shape) for tensor in plan.tensors.values())
     writer = _writer(plan, kind)
     named = {"name": model_folder.name} | (card or {})
@@ -180,7 +180,7 @@ def write_gguf(
     add_vocabulary(writer, plan.vocabulary, space_prefix=own if own is None or space_prefix is None else space_prefix)
     staged = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with told_when_full(target.parent, lambda: plan.num_bytes):
+        with disk_full_as_user_error(target.parent, lambda: plan.num_bytes):
             _write(writer, staged, list(plan.tensors.values()), progress)
             staged.replace(target)
     finally:

@@ -1,0 +1,163 @@
+"""Write packed sequences as Arrow shards that the `datasets` library can open."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from tunewell.core.files import sha256_file, sha256_text, stable_json
+from tunewell.core.progress import Progress, ProgressListener, silent
+from tunewell.data.corpus.assembly import Documents
+from tunewell.data.corpus.packing import Packing, Units
+from tunewell.records.manifest import ShardRecord
+
+
+def to_arrow(values: npt.NDArray[np.integer]) -> pa.Array:
+    """Return an integer array as an Arrow array, without copying."""
+    values = np.ascontiguousarray(values)
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+
+
+def to_numpy(values: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
+    """Return an Arrow array without nulls as a numpy array; copied only if it has several chunks."""
+    if isinstance(values, pa.ChunkedArray):
+        chunks = [to_numpy(chunk) for chunk in values.chunks]
+        return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
+    buffer = values.buffers()[1]
+    numbers = np.frombuffer(buffer, dtype=values.type.to_pandas_dtype()) if buffer else np.zeros(0, dtype=np.int32)
+    return numbers[values.offset : values.offset + len(values)]
+
+
+SHARD_TOKENS = 1 << 22
+_BATCH_TOKENS = 1 << 18
+IGNORED_LABEL = -100
+"""Label of tokens that are not supervised, as PyTorch's cross entropy ignores it."""
+BYTES_PER_TOKEN = 8
+"""In a shard: an id and a label, 4 bytes each."""
+
+_SEQUENCES = pa.schema(
+    [
+        ("input_ids", pa.list_(pa.int32())),
+        ("labels", pa.list_(pa.int32())),
+        ("seq_lengths", pa.list_(pa.int32())),
+    ]
+)
+
+
+@dataclass
+class SplitFacts:
+    """Counts of one written split, and its shards."""
+
+    name: str
+    sequences: int
+    documents: int
+    tokens: int
+    supervised: int
+    shards: list[ShardRecord] = field(default_factory=list)
+
+
+def write_split(
+    folder: Path,
+    *,
+    units: Units,
+    packing: Packing,
+    documents: Documents,
+    progress: ProgressListener = silent,
+) -> SplitFacts:
+    """Write the sequences of a split, the index of its documents and the metadata files of `datasets`."""
+    folder.mkdir(parents=True)
+    facts = SplitFacts(folder.name, packing.num_sequences, len(units), packing.num_tokens, 0)
+    sequences = _Sequences(units, packing, documents)
+    per_shard = max(1, SHARD_TOKENS // packing.context_length)
+    per_batch = max(1, _BATCH_TOKENS // packing.context_length)
+    num_shards = max(1, -(-packing.num_sequences // per_shard))
+    for shard in range(num_shards):
+        first, last = shard * per_shard, min((shard + 1) * per_shard, packing.num_sequences)
+        path = folder / f"data-{shard:05d}-of-{num_shards:05d}.arrow"
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, _SEQUENCES) as stream:
+            for start in range(first, last, per_batch):
+                stream.write_batch(sequences.batch(start, min(start + per_batch, last)))
+        facts.shards.append(
+            ShardRecord(file=path.name, bytes=path.stat().st_size, sha256=sha256_file(path), sequences=last - first)
+        )
+        progress(Progress("writing", last, packing.num_sequences, "sequences"))
+    facts.supervised = int(sequences.supervised.sum(dtype=np.int64))
+    sequences.write_index(folder / "documents.arrow")
+    _write_dataset_files(folder, facts)
+    return facts
+
+
+class _Sequences:
+    """Builds the sequences of a split batch by batch and records each unit's position for the index."""
+
+    def __init__(self, units: Units, packing: Packing, documents: Documents) -> None:
+        self._units = units
+        self._packing = packing
+        self._documents = documents
+        self._sequence = np.empty(len(units), dtype=np.int32)
+        self._start = np.empty(len(units), dtype=np.int32)
+        self.supervised = np.empty(len(units), dtype=np.int32)
+
+    def batch(self, first: int, last: int) -> pa.RecordBatch:
+        """Return the sequences from `first` up to, but not including, `last`."""
+        bounds = self._packing.starts[first : last + 1]
+        order = self._packing.order[bounds[0] : bounds[-1]]
+        lengths = self._units.length[order].astype(np.int64)
+        begins = self._documents.begins[self._units.document[order]] + self._units.start[order]
+        ends = np.cumsum(lengths)
+        starts = ends - lengths
+        positions = np.repeat(begins - starts, lengths) + np.arange(ends[-1])
+        ids = self._documents.tokens[positions].astype(np.int32)
+        is_supervised = self._documents.supervised[positions]
+        is_supervised[starts] = False  # it has no context, or the previous piece supervises it
+        in_order = (bounds - bounds[0]).astype(np.int32)
+        in_tokens = np.concatenate([[0], ends])[in_order].astype(np.int32)
+        of_sequence = np.repeat(np.arange(last - first), np.diff(in_order))
+        self._sequence[order] = first + of_sequence
+        self._start[order] = starts - in_tokens[of_sequence]
+        self.supervised[order] = np.add.reduceat(is_supervised, starts, dtype=np.int64)
+        labels = np.where(is_supervised, ids, np.int32(IGNORED_LABEL))
+        columns = [
+            pa.ListArray.from_arrays(to_arrow(in_tokens), to_arrow(ids)),
+            pa.ListArray.from_arrays(to_arrow(in_tokens), to_arrow(labels)),
+            pa.ListArray.from_arrays(to_arrow(in_order), to_arrow(lengths.astype(np.int32))),
+        ]
+        return pa.record_batch(columns, schema=_SEQUENCES)
+
+    def write_index(self, path: Path) -> None:
+        """Write the source, the row, the sequence and the position of every unit."""
+        columns: dict[str, npt.NDArray[np.integer]] = {
+            "source": self._documents.source[self._units.document],
+            "row": self._documents.row[self._units.document],
+            "sequence": self._sequence,
+            "start": self._start,
+            "length": self._units.length,
+            "supervised": self.supervised,
+            "piece_start": self._units.start,
+        }
+        batch = pa.record_batch([to_arrow(column) for column in columns.values()], names=list(columns))
+        # One batch, so that a reader can memory-map each column.
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as file:
+            file.write_batch(batch)
+
+
+def _write_dataset_files(folder: Path, facts: SplitFacts) -> None:
+    """Write what `datasets.load_from_disk` needs; features are left to the Arrow schema, so any version opens it."""
+    state = {
+        "_data_files": [{"filename": shard.file} for shard in facts.shards],
+        "_fingerprint": sha256_text(*(shard.sha256 for shard in facts.shards))[:16],
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": facts.name,
+    }
+    (folder / "state.json").write_text(stable_json(state), encoding="utf-8")
+    (folder / "dataset_info.json").write_text(
+        json.dumps({"description": "Packed by tunewell.", "citation": "", "homepage": "", "license": ""}) + "\n",
+        encoding="utf-8",
+    )

@@ -1,0 +1,288 @@
+"""Tokenise one block of rows: documents as token ids and masks, and a drop reason for every other row.
+
+The result is cached on disk. Its file name is a hash of the rows and of every setting that affects their tokens.
+A second `prepare` therefore tokenises only new rows, and a killed one continues where it stopped.
+"""
+
+import hashlib
+import io
+import json
+import zipfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tunewell.core.errors import UserError
+from tunewell.core.files import sha256_text, write_atomic
+from tunewell.data.encoding.encoder import Encoded, Encoder, Layout
+from tunewell.data.masking.masker import Masker
+from tunewell.data.rows.cleaning import DIGEST_BYTES, CleanOptions, Digests, clean
+from tunewell.data.rows.conversation import Conversation, Rejected
+from tunewell.data.rows.formats import Converter
+from tunewell.data.rows.functions import RowFunction
+from tunewell.data.sources.blocks import Block, ReadOptions, parse_item
+
+PIPELINE_VERSION = 1
+"""Increase it whenever the same rows give different tokens: it invalidates all cached blocks."""
+_ARRAYS = ("status", "whole", "question", "lengths", "boundary", "tokens")
+_DETAIL_CHARS = 300
+_BAD_ROW_REASONS = {"unparsable", "not_a_conversation", "too_large", "mask_uncertain"}
+
+
+@dataclass
+class TokenizedBlock:
+    """The result for each row of a block.
+
+    status   0 0 2 0 1        0: a document; n: dropped for `reasons[n - 1]`
+    lengths  5 7   4          one entry per document, like the digests; tokens are concatenated
+    """
+
+    status: npt.NDArray[np.uint8]
+    whole: npt.NDArray[np.uint8]
+    """Digest of each whole conversation, for finding duplicates: one row of 16 bytes per document."""
+    question: npt.NDArray[np.uint8]
+    """Digest of each question."""
+    lengths: npt.NDArray[np.int64]
+    boundary: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.uint32]
+    supervised: npt.NDArray[np.bool_]
+    reasons: list[str] = field(default_factory=list)
+    details: list[str] = field(default_factory=list)
+    """One entry per dropped row, in order."""
+    formats: dict[str, int] = field(default_factory=dict)
+    notes: dict[str, int] = field(default_factory=dict)
+    """Counts to report that drop no row, e.g. replies that the template leaves out."""
+
+    def __post_init__(self) -> None:
+        num_documents = int((self.status == 0).sum())
+        if not num_documents == len(self.lengths) == len(self.whole) or len(self.details) + num_documents != len(
+            self.status
+        ):
+            raise ValueError("a tokenized block does not account for every row")
+        if int(self.lengths.sum()) != len(self.tokens):
+            raise ValueError("a tokenized block has more or fewer tokens than its documents")
+
+
+def save_tokenized(path: Path, block: TokenizedBlock) -> None:
+    """Write a block atomically."""
+    meta = {"reasons": block.reasons, "details": block.details, "formats": block.formats, "notes": block.notes}
+    arrays = {name: getattr(block, name) for name in _ARRAYS}
+    arrays["learned"] = np.packbits(block.supervised)
+    arrays["meta"] = np.frombuffer(json.dumps(meta).encode("utf-8", "surrogatepass"), dtype=np.uint8)
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    write_atomic(path, buffer.getvalue())
+
+
+def load_tokenized(path: Path) -> TokenizedBlock | None:
+    """Load a cached block; None if it does not exist. A damaged file is deleted and counts as missing."""
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            arrays: dict[str, Any] = {name: stored[name] for name in _ARRAYS}
+            supervised = np.unpackbits(stored["learned"], count=len(arrays["tokens"])).astype(bool)
+            meta = json.loads(stored["meta"].tobytes().decode("utf-8", "surrogatepass"))
+        return TokenizedBlock(**arrays, supervised=supervised, **meta)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
+        path.unlink(missing_ok=True)
+        return None
+
+
+@dataclass
+class RowPipeline:
+    """The objects that turn the rows of one source into documents, in the order in which they are applied."""
+
+    source: str
+    read: ReadOptions
+    converter: Converter
+    cleaning: CleanOptions
+    masker: Masker | None
+    encoder: Encoder
+    row_function: RowFunction | None = None
+    bad_rows: str = "drop"
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The config values that the objects were made from, for the cache key."""
+
+    def cache_key(self) -> str:
+        """Hash everything but the rows that affects the tokens."""
+        template = self.masker.template.sha256 if self.masker else "no template"
+        function = self.row_function.sha256 if self.row_function else ""
+        settings = json.dumps(self.settings, sort_keys=True, default=str)
+        return sha256_text(str(PIPELINE_VERSION), settings, template, self.encoder.tokenizer.sha256, function)
+
+
+def cache_file_name(block: Block, key: str) -> str:
+    """Return the cache file name of a block: equal rows under equal settings have equal names."""
+    return hashlib.sha256(f"{block.digest}:{key}".encode()).hexdigest()[:40] + ".npz"
+
+
+@dataclass
+class RenderedBlock:
+    """A block after all Python work: conversations rendered by the template, ready for the tokenizer."""
+
+    numbers: list[int]
+    status: list[int] = field(default_factory=list)
+    layouts: list[Layout] = field(default_factory=list)
+    digests: list[Digests] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    details: list[str] = field(default_factory=list)
+    formats: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
+
+    def reason_code(self, reason: str) -> int:
+        """Return the status code of a drop reason, which is added on first use."""
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+        return self.reasons.index(reason) + 1
+
+
+def render_block(block: Block, pipeline: RowPipeline) -> RenderedBlock:
+    """Parse, map, convert, clean and render the rows of a block; every failed row gets its drop reason."""
+    rendered = RenderedBlock(block.numbers)
+    for number, value in zip(block.numbers, _parse_and_map(block, pipeline), strict=True):
+        try:
+            if isinstance(value, Rejected):
+                raise value
+            _render_row(value, pipeline, rendered)
+        except Rejected as rejected:
+            _raise_if_configured(rejected, pipeline, number)
+            rendered.status.append(rendered.reason_code(rejected.reason))
+            rendered.details.append(_truncate(rejected.detail))
+        else:
+            rendered.status.append(0)
+    return rendered
+
+
+def _parse_and_map(block: Block, pipeline: RowPipeline) -> list[Any]:
+    values: list[Any] = []
+    for item in block.items:
+        try:
+            values.append(parse_item(item, pipeline.read))
+        except Rejected as rejected:
+            values.append(rejected)
+    if pipeline.row_function:
+        parsed = [index for index, value in enumerate(values) if not isinstance(value, Rejected)]
+        numbers = [block.numbers[index] for index in parsed]
+        mapped = pipeline.row_function.apply([values[index] for index in parsed], numbers, pipeline.source)
+        for index, value in zip(parsed, mapped, strict=True):
+            values[index] = Rejected("dropped_by_map") if value is None else value
+    return values
+
+
+def _truncate(detail: str) -> str:
+    """Shorten a detail: it may quote a row of several megabytes."""
+    return detail if len(detail) <= _DETAIL_CHARS else f"{detail[:_DETAIL_CHARS]}..."
+
+
+def _raise_if_configured(rejected: Rejected, pipeline: RowPipeline, number: int) -> None:
+    is_bad_row = rejected.reason in _BAD_ROW_REASONS and pipeline.bad_rows == "error"
+    is_bad_text = rejected.reason == "bad_text" and pipeline.cleaning.bad_text == "error"
+    if is_bad_row or is_bad_text:
+        key = "data.clean.bad_text" if is_bad_text else "data.clean.bad_rows"
+        raise UserError(
+            f"{rejected.reason}: {_truncate(rejected.detail)}".rstrip(": "),
+            where=f"{pipeline.source} row {number}",
+            fix=f"correct the row, or set `{key}: drop` to drop and count such rows",
+        )
+
+
+def _render_row(value: Any, pipeline: RowPipeline, rendered: RenderedBlock) -> None:
+    conversation, format_name = pipeline.converter.convert(value)
+    digests = clean(conversation, pipeline.cleaning)
+    if conversation.text is not None:
+        layout = Layout(None, [conversation.text])
+    else:
+        if pipeline.masker is None:
+            raise UserError(
+                f"{pipeline.source} contains conversations, but the model has no chat template",
+                fix="choose one with `template.name`; `alpaca` works with any tokenizer that has an end token",
+            )
+        plan, words = pipeline.masker.lay_out(conversation)
+        if not plan.learned_turns:
+            raise Rejected(
+                "nothing_to_learn",
+                "every reply has weight 0" if not plan.lost_turns else "the template renders none of the replies",
+            )
+        if plan.lost_turns:
+            rendered.notes["replies_not_rendered"] += plan.lost_turns
+        if conversation.tools or any(len(message) > 2 for message in conversation.messages):
+            _check_tools(conversation, pipeline.masker, rendered)
+        layout = Layout(plan, words)
+    if (lost := pipeline.encoder.tokenizer.lost_bytes) and _contains_any(layout.words, bytes(lost)):
+        rendered.notes["characters_not_written"] += 1
+    rendered.formats[format_name] += 1
+    rendered.layouts.append(layout)
+    rendered.digests.append(digests)
+
+
+def _check_tools(conversation: Conversation, masker: Masker, rendered: RenderedBlock) -> None:
+    """Count tool data that the template does not render; reject a row that would teach an empty reply."""
+    template = masker.template
+    calls = [message for message in conversation.messages if message.get("tool_calls")]
+    if conversation.tools and "tools" not in template.variables:
+        rendered.notes["tools_not_rendered"] += 1
+    if not calls or "tool_calls" in template.source:
+        return
+    if masker.rule.learn_from == "everything" and not all(message["content"].strip() for message in calls):
+        raise Rejected(
+            "nothing_to_learn", "the template does not render tool calls: the model would learn an empty reply"
+        )
+    rendered.notes["tool_calls_not_rendered"] += 1
+
+
+def _contains_any(words: list[str], lost_bytes: bytes) -> bool:
+    """Return True if a text has one of the bytes for which the tokenizer has no token: it drops them silently."""
+    texts = [word.encode() for word in words]
+    return any(len(text.translate(None, lost_bytes)) != len(text) for text in texts)
+
+
+def join_tokens(rendered: RenderedBlock, encoded: Encoded) -> TokenizedBlock:
+    """Join the status of the rows with their tokens; documents without a supervised token are dropped."""
+    starts = np.cumsum(encoded.lengths) - encoded.lengths
+    num_supervised = np.zeros(len(starts), dtype=np.int64)
+    has_tokens = encoded.lengths > 0
+    if has_tokens.any():
+        num_supervised[has_tokens] = np.add.reduceat(encoded.learned.astype(np.int64), starts[has_tokens])
+    keep = num_supervised > 0
+    if not keep.all():
+        _drop_unsupervised(rendered, encoded, keep)
+    keep_token = np.repeat(keep, encoded.lengths)
+    digests = [digest for digest, is_kept in zip(rendered.digests, keep.tolist(), strict=True) if is_kept]
+    return TokenizedBlock(
+        status=np.asarray(rendered.status, dtype=np.uint8),
+        whole=_stack_digests([digest.whole for digest in digests]),
+        question=_stack_digests([digest.question for digest in digests]),
+        lengths=encoded.lengths[keep],
+        boundary=encoded.boundary[keep],
+        tokens=encoded.tokens[keep_token],
+        supervised=encoded.learned[keep_token],
+        reasons=rendered.reasons,
+        details=rendered.details,
+        formats=dict(rendered.formats),
+        notes=dict(rendered.notes),
+    )
+
+
+def _drop_unsupervised(rendered: RenderedBlock, encoded: Encoded, keep: npt.NDArray[np.bool_]) -> None:
+    details: list[str] = []
+    known = iter(rendered.details)
+    document = 0
+    for index, code in enumerate(rendered.status):
+        if code:
+            details.append(next(known))
+            continue
+        if not keep[document]:
+            failure = encoded.failed.get(document, Rejected("nothing_to_learn", "it has no supervised token"))
+            rendered.status[index] = rendered.reason_code(failure.reason)
+            details.append(failure.detail)
+        document += 1
+    rendered.details = details
+
+
+def _stack_digests(digests: list[bytes]) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
