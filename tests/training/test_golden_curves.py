@@ -7,8 +7,8 @@ import pytest
 from golden_curves import GOLDEN, RATES, record_curve
 
 LOSS_BOUND = 1e-5
-"""Relative. The order of fp32 sums differs between thread counts, BLAS libraries and CPUs, and forty updates amplify it:
-other kernels for norms and rotary positions moved these losses by 3e-7. A wrong mask, rate or seed moves them by 1e-2."""
+"""Relative. The order of fp32 sums differs between thread counts, BLAS libraries and CPUs, and forty updates amplify
+it: other kernels for norms and rotary positions moved these losses by 3e-7. A wrong mask or seed moves them by 1e-2."""
 
 
 @pytest.mark.parametrize("kind", RATES)
