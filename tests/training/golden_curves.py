@@ -72,7 +72,7 @@ def _write_inputs(folder: Path) -> None:
 
 
 def main() -> None:
-    """Record both curves; write them with `--update`, else print them."""
+    """Record both curves; write them with `--update`; print the first and the last loss."""
     sys.path.append(str(Path(__file__).parents[1] / "data"))
     for kind in RATES:
         with TemporaryDirectory() as folder:
@@ -80,7 +80,8 @@ def main() -> None:
         if "--update" in sys.argv:
             GOLDEN.mkdir(exist_ok=True)
             (GOLDEN / f"{kind}.json").write_text(json.dumps(curve, indent=1) + "\n", encoding="utf-8")
-        print(kind, curve["made_by"], curve["losses"][0], curve["losses"][-1], curve["held_out"])
+        first, last = curve["losses"][0], curve["losses"][-1]
+        sys.stdout.write(f"{kind}: {curve['made_by']}, loss {first:.6f} -> {last:.6f}\n")
 
 
 if __name__ == "__main__":
