@@ -1,0 +1,69 @@
+"""`tunewell.load`: a trained run, an adapter or a model to chat with and to generate from."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import overload
+
+from tunewell.core.errors import UserError
+from tunewell.inference.chat import Chat, ChatOptions
+from tunewell.inference.chat_model import open_chat_model
+from tunewell.library.results import TrainResult
+from tunewell.runs.resolve import resolve_model
+
+
+class Model:
+    """A loaded model with its tokenizer, its chat template and one running conversation."""
+
+    def __init__(self, chat: Chat, name: str) -> None:
+        self._chat = chat
+        self.name = name
+
+    def chat(self, message: str) -> str:
+        """Return the model's reply; the conversation goes on with the next call. `reset()` starts a new one."""
+        return "".join(self._chat.say(message))
+
+    def reset(self, *, system: str | None = None) -> None:
+        """Start a new conversation, with another system prompt if one is given."""
+        self._chat.reset()
+        if system is not None:
+            self._chat.set_system(system)
+
+    @overload
+    def generate(self, prompts: str, *, max_new_tokens: int = ..., temperature: float = ...) -> str: ...
+
+    @overload
+    def generate(self, prompts: Sequence[str], *, max_new_tokens: int = ..., temperature: float = ...) -> list[str]: ...
+
+    def generate(
+        self, prompts: str | Sequence[str], *, max_new_tokens: int = 512, temperature: float = 0.0
+    ) -> str | list[str]:
+        """Return one reply for each prompt; every prompt is a conversation of its own, without the running one."""
+        if isinstance(prompts, str):
+            return self.generate([prompts], max_new_tokens=max_new_tokens, temperature=temperature)[0]
+        if not all(isinstance(prompt, str) for prompt in prompts):
+            raise UserError("`generate` takes a text or a list of texts")
+        options = ChatOptions(temperature=temperature, length=max_new_tokens)
+        return ["".join(Chat(self._chat.model, self._chat.system, options).say(prompt)) for prompt in prompts]
+
+    def __repr__(self) -> str:
+        return f"Model({self.name!r}, messages={len(self._chat.messages)})"
+
+
+def load(
+    model: str | Path | TrainResult | None = None,
+    *,
+    checkpoint: str | int = "best",
+    base: str | Path | None = None,
+    device: str = "auto",
+    system: str | None = None,
+    allow_pickle: bool = False,
+) -> Model:
+    """Load a run (by default the one of the config in the current folder), an adapter or a model.
+
+    `checkpoint` is `best` by held-out loss, `last` or a step. `base` names the base model of an adapter where the
+    adapter does not. Raises UserError where there is nothing to load.
+    """
+    path = model.run if isinstance(model, TrainResult) else model
+    ref = resolve_model(path, checkpoint=str(checkpoint), base=None if base is None else str(base))
+    opened = open_chat_model(ref, device=device, allow_pickle=allow_pickle, in_llama_cpp=True)
+    return Model(Chat(opened, system), ref.name)

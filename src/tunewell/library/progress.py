@@ -1,0 +1,109 @@
+"""Progress of library calls: the command's own screen in a terminal, a live table in a notebook, or a user's listener."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from html import escape
+from typing import Any
+
+from tunewell.cli.progress import shown_progress
+from tunewell.cli.screens.training import shown_training
+from tunewell.core.progress import Progress, silent
+from tunewell.core.units import count
+from tunewell.training.events import Evaluated, Event, Listener, RunStarted, StepTaken
+
+_UPDATE_SECONDS = 0.5
+_MAX_TABLE_ROWS = 20
+
+Show = bool | Callable[[Any], None]
+"""True: the default for where the code runs. False: silence. A function: called with every event."""
+
+
+@contextmanager
+def shown(progress: Show, *, is_training: bool = False) -> Iterator[Listener]:
+    """Yield the listener for one call."""
+    if callable(progress):
+        yield progress
+    elif not progress:
+        yield silent
+    elif in_notebook():
+        table = NotebookTable()
+        yield table
+        table.update(is_final=True)
+    elif is_training:
+        with shown_training() as screen:
+            yield screen
+    else:
+        with shown_progress() as show:
+            yield lambda event: show(event) if isinstance(event, Progress) else None
+
+
+def in_notebook() -> bool:
+    """Return True inside a Jupyter kernel (Colab and VS Code included)."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and "IPKernelApp" in shell.config
+
+
+class NotebookTable:
+    """A listener that draws one table in a notebook's output cell: the stage, then a row for each evaluation."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+        self._num_steps = 0
+        self._rows: list[tuple[int, float | None, float | None]] = []
+        self._last: StepTaken | None = None
+        self._handle: Any = None
+        self._drawn = 0.0
+
+    def __call__(self, event: Event) -> None:
+        """Record an event and redraw the table, at most twice a second."""
+        match event:
+            case Progress(stage=stage, done=done, total=total):
+                self._stage = f"{stage} ({count(done)} of {count(total)})" if total else stage
+            case RunStarted():
+                self._num_steps = event.plan.num_steps.value
+                self._stage = "training"
+            case StepTaken():
+                self._last, self._stage = event, "training"
+            case Evaluated():
+                self._rows.append((event.step, self._last.loss if self._last else None, event.loss))
+        self.update()
+
+    def update(self, *, is_final: bool = False) -> None:
+        """Redraw the table."""
+        now = time.monotonic()
+        if not is_final and now - self._drawn < _UPDATE_SECONDS:
+            return
+        self._drawn = now
+        from IPython.display import HTML, display  # type: ignore[reportMissingImports]
+
+        page = HTML(self._html(is_final=is_final))
+        if self._handle is None:
+            self._handle = display(page, display_id=True)
+        else:
+            self._handle.update(page)
+
+    def _html(self, *, is_final: bool) -> str:
+        parts = []
+        if not is_final and self._stage:
+            parts.append(f"<p>{escape(self._stage)}</p>")
+        if self._last is not None:
+            speed = self._last.tokens / self._last.seconds if self._last.seconds else 0.0
+            of = f" of {count(self._num_steps)}" if self._num_steps else ""
+            parts.append(
+                f"<p>step <b>{count(self._last.step)}</b>{of}, loss <b>{self._last.loss:.4f}</b>, "
+                f"{count(round(speed))} tokens/s</p>"
+            )
+        if self._rows:
+            cells = "".join(
+                f"<tr><td>{count(step)}</td><td>{_number(loss)}</td><td>{_number(held_out)}</td></tr>"
+                for step, loss, held_out in self._rows[-_MAX_TABLE_ROWS:]
+            )
+            parts.append(f"<table><tr><th>step</th><th>loss</th><th>held-out loss</th></tr>{cells}</table>")
+        return "".join(parts)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
