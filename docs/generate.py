@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "tunewell"
 ORDER = (
-    *("cli", "workflows", "export", "evaluation", "diagnosis", "integrations", "runs", "planning", "training"),
+    *("library", "cli", "workflows", "export", "evaluation", "diagnosis", "integrations", "runs", "planning", "training"),
     *("inference", "methods", "models", "data", "hardware", "records", "config", "core"),
 )
 """Packages from the top layer to the bottom one, as in `.importlinter`."""
@@ -35,7 +35,7 @@ def _map() -> str:
         "# Map of the code",
         _NOTE,
         "Every module in one line. A package imports the packages below it, never one above or beside it:",
-        "```\ncli > workflows > export | evaluation | diagnosis | integrations > runs > planning | training\n"
+        "```\nlibrary > cli > workflows > export | evaluation | diagnosis | integrations > runs > planning | training\n"
         "    > inference > methods > models > data > hardware > records > config > core\n```",
         "[How it works](how-it-works.md) follows one row from file to verdict; [extending](extending.md) shows how to "
         "add a command, a method, an optimizer, a source and an export target.",

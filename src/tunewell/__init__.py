@@ -9,23 +9,32 @@ if TYPE_CHECKING:
     from tunewell.core.errors import UserError
     from tunewell.data.corpus.reader import open_corpus
     from tunewell.integrations.hf_callback.callback import HealthCallback
-    from tunewell.workflows.export import export
-    from tunewell.workflows.prepare import prepare
-    from tunewell.workflows.train import train
-    from tunewell.workflows.validate import validate
+    from tunewell.library.functions import export, prepare, train, validate
+    from tunewell.library.model import load
 
     __version__: str
 
-__all__ = ["HealthCallback", "UserError", "__version__", "export", "open_corpus", "prepare", "train", "validate"]
+__all__ = [
+    "HealthCallback",
+    "UserError",
+    "__version__",
+    "export",
+    "load",
+    "open_corpus",
+    "prepare",
+    "train",
+    "validate",
+]
 
 _HOMES = {
     "HealthCallback": "tunewell.integrations.hf_callback.callback",
     "UserError": "tunewell.core.errors",
-    "export": "tunewell.workflows.export",
+    "export": "tunewell.library.functions",
+    "load": "tunewell.library.model",
     "open_corpus": "tunewell.data.corpus.reader",
-    "prepare": "tunewell.workflows.prepare",
-    "train": "tunewell.workflows.train",
-    "validate": "tunewell.workflows.validate",
+    "prepare": "tunewell.library.functions",
+    "train": "tunewell.library.functions",
+    "validate": "tunewell.library.functions",
 }
 """Where each name lives; it is imported when it is first asked for, so that `import tunewell` costs nothing."""
 

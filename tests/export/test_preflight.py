@@ -12,10 +12,10 @@ from tiny import CHATML
 from tokenizers import Tokenizer, models
 
 from corpora import rows_file
+from tunewell import train
 from tunewell.config.load import load_config
 from tunewell.core.errors import UserError
 from tunewell.export.preflight import require_exportable
-from tunewell.workflows.train import train
 
 EVERYTHING = "export.to=[adapter, merged, gguf, ollama]"
 LLAMA = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}

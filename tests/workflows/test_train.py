@@ -119,7 +119,7 @@ def test_what_a_model_keeps_beside_its_weights_is_saved_with_them_and_read_again
     folder = project / "run" / "checkpoints" / "step-000003"
     assert result.status == "finished" and torch.equal(load_file(folder / "model.safetensors")[name], bias)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(folder).get_buffer(name), bias)
-    longer = tunewell.train(sets=[*sets, "train.max_steps=4"], is_resuming=True, allowed_changes="num_steps")
+    longer = tunewell.train(sets=[*sets, "train.max_steps=4"], resume=True, allow_changes="num_steps")
     assert longer.steps == 4
 
 
@@ -300,7 +300,7 @@ def test_a_run_without_a_config_goes_on_by_its_own(project: Path, monkeypatch: p
     refused = run_command("train", "--resume", "--out", "mine", "--seed", "6", cwd=project)
     assert refused.returncode == 2 and "seed" in refused.stderr, refused.stderr
     monkeypatch.chdir(project)
-    result = tunewell.train(sets="run=mine", is_resuming=True)
+    result = tunewell.train(sets="run=mine", resume=True)
     assert result.status == "finished" and result.steps == 2
 
 
@@ -441,6 +441,6 @@ def test_a_model_in_a_folder_that_is_called_like_a_secret_is_trained_judged_and_
     assert tunewell.train(sets=[*sets, "verdict.after_training=true"]).validation is not None
     for path in (project / "run").rglob("*"):
         assert path.is_dir() or path.suffix == ".png" or b"s3cr3t-b0x" not in path.read_bytes(), path
-    assert "going on after step 2" in tunewell.train(sets=sets, is_resuming=True).notes
+    assert "going on after step 2" in tunewell.train(sets=sets, resume=True).notes
     monkeypatch.delenv("DB_PASSWORD")
-    assert "going on after step 2" in tunewell.train(sets=sets, is_resuming=True).notes
+    assert "going on after step 2" in tunewell.train(sets=sets, resume=True).notes

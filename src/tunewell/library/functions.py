@@ -1,24 +1,25 @@
 """The public functions `train`, `prepare`, `validate` and `export`: one convention for all of them.
 
 A config is a path or a mapping; keywords win over it. `data` is a path, a list of paths, a list of dicts, a
-`datasets.Dataset` or a pandas DataFrame. `progress=False` is silent; a function receives every event.
+`datasets.Dataset` or a pandas DataFrame. `progress=False` is silent; a function receives every event. Workflows that
+need torch are imported when they are called: `prepare` works without it.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tunewell.library.progress import Show, shown
-from tunewell.library.results import ExportResult, PrepareResult, TrainResult, Validation, as_result
+from tunewell.library.results import PrepareResult, TrainResult, Validation, as_result
 from tunewell.library.rows import data_paths
 from tunewell.runs.config import load_for_run
 from tunewell.runs.options import RunOptions
 from tunewell.training.events import Evaluated, Event, StepTaken
-from tunewell.workflows.export import export as run_export
 from tunewell.workflows.prepare import prepare as run_prepare
-from tunewell.workflows.train import run_training
-from tunewell.workflows.validate import validate as run_validate
+
+if TYPE_CHECKING:
+    from tunewell.library.export_result import ExportResult
 
 Config = Mapping[str, Any] | str | Path | None
 
@@ -43,6 +44,8 @@ def train(
     may differ from the run's first start, with `resume`. Raises UserError for what the caller can fix, before the
     first step; after that, checkpoints stay on disk.
     """
+    from tunewell.workflows.train import run_training
+
     settings = [*_setting("run", out), *_as_list(sets)]
     loaded = load_for_run(config, settings, is_resuming=resume, model=_text(model), data=data_paths(data))
     options = RunOptions(is_resuming=resume, allowed_changes=_as_list(allow_changes), allow_pickle=allow_pickle)
@@ -82,6 +85,8 @@ def validate(
 
     `options` are those of the command: `base=`, `checkpoint=`, `questions=`, `out=`, `device=`, `metrics=`, ...
     """
+    from tunewell.workflows.validate import validate as run_validate
+
     paths = data_paths(data)
     if paths is not None:
         options["data"] = paths[0] if len(paths) == 1 else paths
@@ -89,11 +94,14 @@ def validate(
         return as_result(Validation, run_validate(_path(model), progress=show, **options))
 
 
-def export(model: str | Path | TrainResult | None = None, *, progress: Show = True, **options: Any) -> ExportResult:
+def export(model: str | Path | TrainResult | None = None, *, progress: Show = True, **options: Any) -> "ExportResult":
     """Export a run, an adapter or a model, and prove every artefact.
 
     `options` are those of the command: `to="gguf,ollama"`, `gguf="q8_0"`, `precision=`, `out=`, `checkpoint=`, ...
     """
+    from tunewell.library.export_result import ExportResult
+    from tunewell.workflows.export import export as run_export
+
     with shown(progress) as show:
         return as_result(ExportResult, run_export(_path(model), progress=show, **options))
 

@@ -6,7 +6,7 @@ from typing import overload
 
 from tunewell.core.errors import UserError
 from tunewell.inference.chat import Chat, ChatOptions
-from tunewell.inference.chat_model import open_chat_model
+from tunewell.inference.chat_model import ChatModel, open_chat_model
 from tunewell.library.results import TrainResult
 from tunewell.runs.resolve import resolve_model
 
@@ -14,8 +14,9 @@ from tunewell.runs.resolve import resolve_model
 class Model:
     """A loaded model with its tokenizer, its chat template and one running conversation."""
 
-    def __init__(self, chat: Chat, name: str) -> None:
-        self._chat = chat
+    def __init__(self, opened: ChatModel, *, name: str, system: str | None = None) -> None:
+        self._opened = opened
+        self._chat = Chat(opened, system)
         self.name = name
 
     def chat(self, message: str) -> str:
@@ -43,7 +44,7 @@ class Model:
         if not all(isinstance(prompt, str) for prompt in prompts):
             raise UserError("`generate` takes a text or a list of texts")
         options = ChatOptions(temperature=temperature, length=max_new_tokens)
-        return ["".join(Chat(self._chat.model, self._chat.system, options).say(prompt)) for prompt in prompts]
+        return ["".join(Chat(self._opened, self._chat.system, options).say(prompt)) for prompt in prompts]
 
     def __repr__(self) -> str:
         return f"Model({self.name!r}, messages={len(self._chat.messages)})"
@@ -66,4 +67,4 @@ def load(
     path = model.run if isinstance(model, TrainResult) else model
     ref = resolve_model(path, checkpoint=str(checkpoint), base=None if base is None else str(base))
     opened = open_chat_model(ref, device=device, allow_pickle=allow_pickle, in_llama_cpp=True)
-    return Model(Chat(opened, system), ref.name)
+    return Model(opened, name=ref.name, system=system)

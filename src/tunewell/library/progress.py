@@ -1,4 +1,4 @@
-"""Progress of library calls: the command's own screen in a terminal, a live table in a notebook, or a user's listener."""
+"""Progress of library calls: the command line's screen in a terminal, a live table in a notebook, or a listener."""
 
 import sys
 import time

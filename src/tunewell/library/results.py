@@ -10,7 +10,6 @@ from tunewell.records.report import Curve, Report
 from tunewell.records.report import Validation as ValidationRecord
 from tunewell.runs.loss_curve import loss_svg
 from tunewell.runs.result import TrainResult as TrainRecord
-from tunewell.workflows.export import Exported as ExportRecord
 from tunewell.workflows.prepare import PrepareResult as PrepareRecord
 
 _MAX_ANSWERS = 5
@@ -34,7 +33,7 @@ class TrainResult(TrainRecord):
             ("time", duration(self.seconds)),
             ("next", self.next_command),
         ]
-        parts = [_table(rows)]
+        parts = [html_table(rows)]
         if len(self.losses) > 1:
             curve = Curve(train=self.losses, held_out=self.held_out, best_step=self.best_step)
             parts.append(loss_svg(curve, title=self.run.name))
@@ -62,7 +61,7 @@ class PrepareResult(PrepareRecord):
             ("documents", f"{count(manifest.documents)} to train on, {count(manifest.held_out)} held out"),
         ]
         rows += [(f"dropped: {reason}", count(number)) for reason, number in manifest.dropped.items() if number]
-        return _table(rows)
+        return html_table(rows)
 
 
 class Validation(ValidationRecord):
@@ -77,25 +76,7 @@ class Validation(ValidationRecord):
         return f"Validation(verdict={self.report.verdict!r}, page={str(self.page)!r})"
 
     def _repr_html_(self) -> str:
-        return _verdict(self.report) + _answers(self.report) + _table([("report", self.page)])
-
-
-class ExportResult(ExportRecord):
-    """The result of `tunewell.export`: the artefacts and their proof."""
-
-    @property
-    def is_proven(self) -> bool:
-        """Whether every artefact was proven to be the trained model."""
-        return self.parity.is_ok
-
-    def __repr__(self) -> str:
-        names = [artefact.path for artefact in self.artefacts]
-        return f"ExportResult(folder={str(self.folder)!r}, is_proven={self.is_proven}, artefacts={names})"
-
-    def _repr_html_(self) -> str:
-        state = "PROVEN" if self.is_proven else "NOT PROVEN"
-        rows = [(artefact.kind, self.folder / artefact.path) for artefact in self.artefacts]
-        return f"<p><b>{state}</b></p>" + _table([*rows, ("next", self.next_command)])
+        return _verdict(self.report) + _answers(self.report) + html_table([("report", self.page)])
 
 
 def as_result(kind: type[R], record: Any) -> R:
@@ -124,6 +105,6 @@ def _answers(report: Report) -> str:
     return f"<table style='text-align:left'>{head}{lines}</table>"
 
 
-def _table(rows: Iterable[tuple[str, object]]) -> str:
+def html_table(rows: Iterable[tuple[str, object]]) -> str:
     cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>" for name, value in rows)
     return f"<table style='text-align:left'>{cells}</table>"

@@ -1,0 +1,134 @@
+"""The Python library: rows from memory, results, callbacks, and the README's example in a real notebook kernel."""
+
+import json
+import os
+import re
+import threading
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+from nbclient import NotebookClient
+
+import tunewell
+from corpora import row, rows_file
+from tunewell.core.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = {
+    "device": "cpu",
+    "method": {"rank": 2},
+    "train": {"max_steps": 4, "batch_documents": 4},
+    "evaluate": {"every_steps": 2, "samples": 1, "sample_tokens": 2},
+    "data": {"held_out": 0.2},
+    "verdict": {"questions": 3, "answer_tokens": 4},
+}
+
+
+@pytest.fixture
+def base(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A current folder with a small llama model in `base`."""
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=512, max_position_embeddings=256, **sizes)).save_pretrained("base")
+    PreTrainedTokenizerFast.from_pretrained(tiny_model).save_pretrained("base")
+    return "base"
+
+
+def test_train_takes_rows_from_memory_and_returns_a_result_that_shows_itself(base: str) -> None:
+    """A notebook user has rows in a variable, and looks at a result by naming it."""
+    steps, evaluations = [], []
+    rows = [row(number) for number in range(30)]
+    num_threads = torch.get_num_threads()
+    result = tunewell.train(
+        SETTINGS,
+        model=base,
+        data=rows,
+        out="first",
+        progress=False,
+        on_step=lambda event: steps.append(event.step),
+        on_evaluate=lambda event: evaluations.append(event.step),
+    )
+    assert (result.run, result.status) == (Path("first"), "finished")
+    assert steps == [1, 2, 3, 4] and evaluations == [0, 2, 4]
+    assert repr(result).startswith("TrainResult(run='first', status='finished', steps=4, loss=")
+    assert result.validation is not None
+    page = result._repr_html_()
+    assert result.validation.report.verdict in page and "<svg" in page and "trained model" in page
+    assert torch.get_num_threads() == num_threads, "a library call must not change the threads of its process"
+    model = tunewell.load(result, device="cpu")
+    assert isinstance(model.chat("What is 1?"), str) and "messages=2" in repr(model)
+    assert len(model.generate(["What is 2?", "What is 3?"], max_new_tokens=3)) == 2
+    again = tunewell.train(SETTINGS, model=base, data=rows, out="first", resume=True, progress=False)
+    assert again.steps == 4
+
+
+def test_prepare_takes_lists_datasets_and_data_frames_as_the_same_rows(base: str) -> None:
+    """Whatever holds the rows, the corpus must be the same."""
+    datasets, pandas = pytest.importorskip("datasets"), pytest.importorskip("pandas")
+    rows = [row(number) for number in range(20)]
+    kinds = [rows, datasets.Dataset.from_list(rows), pandas.DataFrame(rows), str(rows_file(Path("rows.jsonl"), 20))]
+    made = [tunewell.prepare(model=base, data=data, out=f"corpus{at}", progress=False) for at, data in enumerate(kinds)]
+    assert len({result.manifest.corpus_sha256 for result in made}) <= 2, "a file has another name than saved rows"
+    assert len({(result.manifest.documents, result.manifest.held_out) for result in made}) == 1
+    assert "documents=" in repr(made[0]) and "held out" in made[0]._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        ([], "holds no rows"),
+        ([1, 2], "row 1 of `data` is a int"),
+        (42, "cannot be a int"),
+        ([{"question": {1, 2}}], "row 1 of `data` cannot be written as JSON"),
+    ],
+)
+def test_data_that_is_not_rows_is_a_clear_error(base: str, data: object, what: str) -> None:
+    """At 0.1.0 a list of 200 rows gave 200 problems with the config."""
+    with pytest.raises(UserError, match=re.escape(what)):
+        tunewell.prepare(model=base, data=data, progress=False)
+
+
+def test_a_dataset_with_several_splits_asks_which_one(base: str) -> None:
+    """Training on the test split by accident is worse than an error."""
+    datasets = pytest.importorskip("datasets")
+    splits = datasets.DatasetDict({"train": datasets.Dataset.from_list([row(1)])})
+    with pytest.raises(UserError, match="several splits: `train`"):
+        tunewell.prepare(model=base, data=splits, progress=False)
+
+
+def test_progress_can_be_a_function_and_runs_on_any_thread(base: str) -> None:
+    """Web services call from worker threads, where no signal handler can be installed."""
+    events, results = [], []
+    rows = [row(number) for number in range(20)]
+    settings = SETTINGS | {"verdict": {"after_training": False}}
+
+    def call() -> None:
+        results.append(tunewell.train(settings, model=base, data=rows, progress=events.append))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert results and results[0].status == "finished"
+    assert {type(event).__name__ for event in events} >= {"Progress", "RunStarted", "StepTaken", "Evaluated"}
+
+
+def test_the_example_of_the_readme_runs_in_a_notebook(base: str, tmp_path: Path) -> None:
+    """The ten lines that sell the library must work where they will be pasted."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    code = re.search(r"```python\n(import tunewell\n.*?)```", text, re.DOTALL)
+    assert code, "the README shows the library"
+    rows_file(tmp_path / "chats.jsonl", 40)
+    rows_file(tmp_path / "more.jsonl", 4, first=100)
+    source = code.group(1).replace("path/to/model", base)
+    source = source.replace("train(", f"train({json.dumps(SETTINGS).replace('true', 'True')}, ", 1)
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    client = NotebookClient(notebook, timeout=None, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute(env=environment)
+    shown = json.dumps(notebook.cells[0].outputs)
+    assert "held-out loss" in shown, "progress is a table in a notebook"
