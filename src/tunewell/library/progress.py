@@ -22,7 +22,12 @@ Show = bool | Callable[[Any], None]
 
 @contextmanager
 def shown(progress: Show, *, is_training: bool = False) -> Iterator[Listener]:
-    """Yield the listener for one call."""
+    """Yield the listener for one call; the number of torch threads is as before when the call is over."""
+    with _same_threads():
+        yield from _listeners(progress, is_training=is_training)
+
+
+def _listeners(progress: Show, *, is_training: bool) -> Iterator[Listener]:
     if callable(progress):
         yield progress
     elif not progress:
@@ -37,6 +42,18 @@ def shown(progress: Show, *, is_training: bool = False) -> Iterator[Listener]:
     else:
         with shown_progress() as show:
             yield lambda event: show(event) if isinstance(event, Progress) else None
+
+
+@contextmanager
+def _same_threads() -> Iterator[None]:
+    """Restore the number of torch threads, which training and generation choose by measurement."""
+    torch = sys.modules.get("torch")
+    num_threads = torch.get_num_threads() if torch is not None else None
+    try:
+        yield
+    finally:
+        if torch is not None and num_threads is not None:
+            torch.set_num_threads(num_threads)
 
 
 def in_notebook() -> bool:
