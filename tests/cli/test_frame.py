@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -45,7 +46,7 @@ def test_help_lists_the_commands_in_their_order(capsys, arguments):
     """Whoever types `tunewell` alone wants to know where to begin, and did nothing wrong."""
     assert main(arguments) == 0
     shown = capsys.readouterr()
-    listed = [line.split()[0] for line in shown.out.splitlines() if line.startswith("  ")]
+    listed = re.findall(r"^  (\w+)", shown.out, re.MULTILINE)
     assert listed == [name for name, _ in COMMANDS]
     assert shown.err == ""
 
@@ -90,7 +91,7 @@ def test_the_version_is_told(capsys):
     [
         (["glosary"], "there is no command `glosary`", "did you mean `tunewell glossary`?"),
         (["--versoin"], "there is no option `--versoin`", "did you mean `tunewell --version`?"),
-        (["qqqq"], "there is no command `qqqq`", "see `tunewell --help`"),
+        (["qqqq"], "there is no command `qqqq`", "`tunewell --help` lists the commands"),
         (["explain", "--colour"], "no such option: --colour", "see `tunewell explain --help`"),
         (["explain", "a", "b"], "got unexpected extra argument", "see `tunewell explain --help`"),
         (["explain", "--config"], "requires an argument", "see `tunewell explain --help`"),
@@ -209,7 +210,7 @@ def test_explain_shows_a_key_and_its_place(tmp_path):
     (tmp_path / "tunewell.yaml").write_text("seed: 1\nmax_length: 1024\n")
     done = run(ENTRY, "explain", "max_length", cwd=tmp_path)
     assert done.stdout.splitlines()[0] == "packing.context_length"
-    assert "now         1,024 (tunewell.yaml line 2)" in done.stdout
+    assert "now       1,024 (tunewell.yaml line 2)" in done.stdout
     assert json.loads(run(ENTRY, "explain", "seed", "--json", cwd=tmp_path).stdout)["value"] == 1
 
 

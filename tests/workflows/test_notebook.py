@@ -302,7 +302,7 @@ def test_what_would_fail_in_colab_is_said_here(project: Path, text: str, options
 
 def test_the_command_says_what_to_bring_and_keeps_what_is_there(project: Path, capsys: Any) -> None:
     assert main(["notebook", "--out", "gpu.ipynb", "--data", "drive"]) == 0
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
     assert (
         "`rows.jsonl`, `more/texts.jsonl`, `held.jsonl`" in shown and "Google Drive" in shown and "gpu.ipynb" in shown
     )

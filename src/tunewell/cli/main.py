@@ -1,7 +1,7 @@
-"""The command line: find the command, run it, and turn whatever goes wrong into words and an exit code.
+"""The command line: find the command, run it, and turn every error into a message and an exit code.
 
-Exit codes: 0 good, 1 a bug or the machine, 2 something the person can mend, 130 interrupted. Only the module of the
-command that was asked for is built into a parser, so that `tunewell --help` answers at once.
+Exit codes: 0 success, 1 a bug or a machine fault, 2 an error the user can fix, 130 interrupted. Only the module of the
+requested command is imported, so that `tunewell --help` is fast.
 """
 
 import difflib
@@ -12,10 +12,9 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from tunewell.cli.render import emit, emit_error, emit_json, table
+from tunewell.cli.render import emit, emit_error, emit_json, folded_table
 from tunewell.core.errors import SharedError, UserError
 
 COMMANDS: tuple[tuple[str, str], ...] = (
@@ -33,26 +32,26 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("glossary", "tunewell.cli.commands.glossary"),
     ("schema", "tunewell.cli.commands.schema"),
 )
-"""Every command in the order a person meets them, and the module whose `command` function it is."""
+"""Each command, in the order of a project, and the module with its `command` function."""
 
 EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED, EXIT_PIPE = 1, 2, 130, 141
 
 
 def run() -> None:
-    """Run the command line of this process and leave with its exit code."""
+    """Run the command line of this process and exit with its code."""
     for stream in (sys.stdout, sys.stderr):
-        # A row may hold text the terminal cannot show; that must not end a command.
+        # A row may hold text that the terminal cannot encode; that must not end a command.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     code = main(sys.argv[1:])
     if code == EXIT_PIPE:
-        # The reader has gone: whatever is still buffered would raise again while Python shuts down.
+        # The reader has closed the pipe: buffered output would raise again while Python shuts down.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit code, whatever happens in it."""
+    """Run one command and return its exit code; never raise an Exception."""
     wants_json = "--json" in arguments
     try:
         code = _dispatch(arguments)
@@ -64,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("\ninterrupted\n")
         return EXIT_INTERRUPTED
-    except Exception as error:  # noqa: BLE001  the boundary: every bug ends here, with its traceback kept
+    except Exception as error:  # noqa: BLE001  the outermost boundary: every bug ends here, with its traceback saved
         return _crash(error, arguments, wants_json=wants_json)
     return code
 
@@ -87,22 +86,22 @@ def _dispatch(arguments: Sequence[str]) -> int:
 def _unknown(name: str) -> UserError:
     kind = "option" if name.startswith("-") else "command"
     close = difflib.get_close_matches(name, [*dict(COMMANDS), "--help", "--version"], n=1, cutoff=0.5)
-    return UserError(
-        f"there is no {kind} `{name}`", fix=f"did you mean `tunewell {close[0]}`?" if close else "see `tunewell --help`"
-    )
+    fix = f"did you mean `tunewell {close[0]}`?" if close else "`tunewell --help` lists the commands"
+    return UserError(f"there is no {kind} `{name}`", fix=fix)
 
 
 def _help() -> str:
     summaries = [(f"  {name}", (_function(name).__doc__ or "").strip().partition("\n")[0]) for name, _ in COMMANDS]
     return "\n".join(
         [
-            "Fine-tune a language model on your own conversations, and know that it worked.",
+            "Fine-tune a language model on your own data, and prove that it worked.",
             "",
             "usage: tunewell COMMAND [OPTIONS]",
             "",
-            table(summaries),
+            folded_table(summaries),
             "",
-            "`tunewell COMMAND --help` shows the options of a command, `tunewell --version` the version.",
+            "`tunewell COMMAND --help` shows the options of a command.",
+            "`tunewell --version` shows the version.",
         ]
     )
 
@@ -121,8 +120,8 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
     # UsageError, which typer exports only as the parent of this class.
     usage_error = typer.BadParameter.__mro__[1]
     try:
-        # Not `parser.main`: it would turn an interrupt and a closed pipe into plain exits before they get here.
-        # `obj` hands the command its arguments as typed: a supervised `train` starts its child with them.
+        # Not `parser.main`, which turns an interrupt and a closed pipe into plain exits.
+        # `obj` holds the arguments as typed: `train` passes them on to the process that it supervises.
         with parser.make_context(f"tunewell {name}", list(arguments), obj=tuple(arguments)) as context:
             parser.invoke(context)
     except typer.Exit as leave:
@@ -147,31 +146,24 @@ def _report(error: UserError, *, wants_json: bool) -> int:
 
 
 def _crash(error: Exception, arguments: Sequence[str], *, wants_json: bool) -> int:
-    story = "".join(traceback.format_exception(error))
+    """Save the traceback to a file and print one line about the error."""
+    trace = "".join(traceback.format_exception(error))
     summary = f"{type(error).__name__}: {error}".partition("\n")[0]
     try:
-        handle, name = tempfile.mkstemp(prefix="tunewell-crash-", suffix=".log")
+        handle, where = tempfile.mkstemp(prefix="tunewell-crash-", suffix=".log")
         with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(_circumstances(arguments) + story)
-        where = str(Path(name))
+            file.write(_environment(arguments) + trace)
     except OSError:
-        sys.stderr.write(story)
+        sys.stderr.write(trace)
         where = "above"
+    what = "this is a bug in tunewell or a fault of the machine"
     if wants_json:
-        emit_json(
-            {
-                "error": {
-                    "what": f"this is a bug in tunewell or a fault of the machine: {summary}",
-                    "where": where,
-                    "fix": None,
-                }
-            }
-        )
-    sys.stderr.write(f"error: this is a bug in tunewell or a fault of the machine ({summary}); traceback: {where}\n")
+        emit_json({"error": {"what": f"{what}: {summary}", "where": where, "fix": None}})
+    sys.stderr.write(f"error: {what} ({summary}); traceback: {where}\n")
     return EXIT_BUG
 
 
-def _circumstances(arguments: Sequence[str]) -> str:
+def _environment(arguments: Sequence[str]) -> str:
     import platform
 
     from tunewell import __version__

@@ -1,4 +1,4 @@
-"""Options that several commands share, declared once."""
+"""Command-line options that several commands share."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,9 +6,32 @@ from typing import Annotated
 import typer
 
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="Config file; `tunewell.yaml` of this folder if not given.")
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="Config file. Default: `tunewell.yaml` in this folder."),
 ]
 Sets = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set any key of the config; may be repeated.")
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a config key. Can be repeated.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+DataPaths = Annotated[
+    list[str] | None, typer.Option("--data", metavar="PATH", help="File, folder or glob of rows. Can be repeated.")
+]
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="A run, an adapter, a model folder, a `.gguf` file or a Hub id. Default: this folder's run.",
+    ),
+]
+Checkpoint = Annotated[
+    str, typer.Option("--checkpoint", metavar="STEP", help="Checkpoint of a run: `best`, `last` or a step.")
+]
+BaseModel = Annotated[
+    str | None, typer.Option("--base", metavar="MODEL", help="Base model of an adapter, if it is not recorded.")
+]
+Device = Annotated[
+    str, typer.Option("--device", metavar="NAME", help="Device: `auto`, `cpu`, `cuda`, `cuda:1` or `mps`.")
+]
+AllowPickle = Annotated[
+    bool, typer.Option("--allow-pickle", help="Load weights from a `.pt` file, which can run code. Trusted files only.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

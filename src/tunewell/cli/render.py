@@ -1,10 +1,12 @@
 """Print to the terminal: results on stdout, progress and errors on stderr, tables and folded text, no colour needed."""
 
 import json
+import os
+import re
 import shutil
 import sys
 import unicodedata
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tunewell.core.errors import UserError
@@ -33,8 +35,6 @@ def err_console() -> "Console":
 
 def is_interactive() -> bool:
     """Return True if stderr is a terminal that can show a live display, and not a log of `CI`."""
-    import os
-
     return sys.stderr.isatty() and not os.environ.get("CI") and os.environ.get("TERM") != "dumb"
 
 
@@ -86,11 +86,14 @@ def folded_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), 
 
 
 def hanging(lead: str, text: str) -> str:
-    """Fold a text to the width of the screen with a hanging indent: further lines start below the first word."""
+    """Fold a text to the width of the screen with a hanging indent: further lines start below the first word.
+
+    A command in backticks stays on one line if it fits.
+    """
     indent = cell_width(lead)
     fold_width = max(width() - indent, _MIN_FOLD_WIDTH)
     lines = [""]
-    for word in one_line(text).split():
+    for word in _words(one_line(text), fold_width):
         if lines[-1] and cell_width(lines[-1]) + 1 + cell_width(word) > fold_width:
             lines.append("")
         lines[-1] += f" {word}" if lines[-1] else word
@@ -99,6 +102,12 @@ def hanging(lead: str, text: str) -> str:
             head = fitting(lines[-1], fold_width)
             lines[-1:] = [head, lines[-1][len(head) :]]
     return (lead + f"\n{' ' * indent}".join(lines)).rstrip()
+
+
+def _words(text: str, fold_width: int) -> Iterator[str]:
+    """Split a text at its spaces, but not at those in backticks unless that word would not fit on a line."""
+    for word in re.findall(r"(?:[^\s`]|`[^`]*`|`)+", text):
+        yield from [word] if cell_width(word) <= fold_width else word.split()
 
 
 def one_line(text: str, *, encoding: str = "utf-8") -> str:

@@ -30,26 +30,24 @@ def starting_point(num_rows: int, num_parameters: int | None) -> StartingPoint:
         epochs=Chosen[float](value=epochs, because=_why_epochs(num_rows, epochs)),
         learning_rate=Chosen[float](value=rate, because=_why_rate(num_parameters)),
         rank=Chosen[int](value=rank, because=_why_rank(num_rows, rank)),
-        alpha=Chosen[int](value=2 * rank, because="twice the rank: keep that when you change the rank"),
+        alpha=Chosen[int](value=2 * rank, because="twice the rank; change both together"),
     )
 
 
 def _why_epochs(num_rows: int, epochs: int) -> str:
     if epochs == 1:
-        return f"{count(num_rows, 'row')} are enough to be seen once"
-    return (
-        f"{count(num_rows, 'row')} to be seen {epochs} times in a first run; the held-out loss shows if more would help"
-    )
+        return f"{count(num_rows, 'row')} are enough, so each is shown once"
+    return f"{count(num_rows, 'row')} are few, so each is shown {epochs} times"
 
 
 def _why_rate(num_parameters: int | None) -> str:
     if num_parameters is None:
-        return "the size of the model is not known; 2e-4 suits LoRA on models of several billion parameters"
+        return "model size unknown; 2e-4 suits LoRA on models of several billion parameters"
     size = f"{num_parameters / 1e6:,.3g} M" if num_parameters < 1e9 else f"{num_parameters / 1e9:,.1f} B"
-    return f"LoRA on {size} parameters; small models take, and need, higher rates than large ones"
+    return f"for LoRA on {size} parameters; small models need higher rates than large ones"
 
 
 def _why_rank(num_rows: int, rank: int) -> str:
     if rank == 16:
-        return f"{count(num_rows, 'row')} hold little that a larger adapter could store"
-    return f"{count(num_rows, 'row')} hold more than rank 16 stores well"
+        return f"enough capacity for {count(num_rows, 'row')}"
+    return f"{count(num_rows, 'row')} need more than rank 16"

@@ -1,4 +1,4 @@
-"""`tunewell explain KEY`."""
+"""`tunewell explain`: show what a config key means."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,12 +14,16 @@ if TYPE_CHECKING:
 
 def command(
     key: Annotated[
-        str | None, typer.Argument(help="A key or a group of keys, like `packing.context_length` or `packing`.")
+        str | None,
+        typer.Argument(
+            metavar="KEY",
+            help="A key or a group, such as `packing.context_length` or `packing`. Default: list all keys.",
+        ),
     ] = None,
     config: ConfigFile = None,
     json: AsJson = False,
 ) -> None:
-    """Say what a config key means, what it takes and where it is set."""
+    """Explain a config key: meaning, values, default and current value."""
     from dataclasses import asdict
 
     from tunewell.cli.render import emit, emit_json, folded_table
@@ -48,7 +52,7 @@ def _loaded(config: Path | None) -> "Loaded | None":
     except UserError:
         if config is not None:
             raise
-        # A config with a mistake in it is when an explanation is needed most.
+        # `explain` must work with a broken config: that is when users need it.
         return None
     return loaded if loaded.file else None
 
@@ -66,7 +70,7 @@ def _page(found: "Explanation") -> str:
         origin = "the default" if found.origin == "default" else found.origin
         facts.append(("now", f"{_shown(found.value)} ({origin})"))
     if found.aliases:
-        facts.append(("also read", ", ".join(found.aliases)))
+        facts.append(("aliases", ", ".join(found.aliases)))
     return "\n".join([*lines, "", folded_table(facts)])
 
 

@@ -1,4 +1,4 @@
-"""`tunewell glossary [WORD]`."""
+"""`tunewell glossary`: look up a term or a drop reason."""
 
 from typing import Annotated
 
@@ -9,11 +9,12 @@ from tunewell.cli.options import AsJson
 
 def command(
     word: Annotated[
-        list[str] | None, typer.Argument(help="The word, or the id of a drop reason; all of them if not given.")
+        list[str] | None,
+        typer.Argument(metavar="TERM", help="A term, or the id of a drop reason. Default: list all terms."),
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Say what a word or the reason for a dropped row means."""
+    """Look up a term, or the reason why a row was dropped."""
     from tunewell.cli.render import emit, emit_json, folded_table
     from tunewell.config.glossary import look_up, words
 

@@ -1,4 +1,4 @@
-"""`tunewell init`."""
+"""`tunewell init`: write a config for rows and a model."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,13 +12,19 @@ if TYPE_CHECKING:
 
 
 def command(
-    data: Annotated[str, typer.Argument(help="File, folder or glob of rows; `rows.jsonl#500` takes the first 500.")],
-    model: Annotated[str, typer.Option(help="Folder, `.gguf` file, hub id or `package:NAME`.")],
-    out: Annotated[Path | None, typer.Option(help="Where to write the config; `tunewell.yaml` if not given.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a config that is there.")] = False,
+    data: Annotated[
+        str, typer.Argument(metavar="DATA", help="File, folder or glob of rows. `rows.jsonl#500` uses the first 500.")
+    ],
+    model: Annotated[
+        str, typer.Option(metavar="MODEL", help="Model: a folder, a `.gguf` file, a Hub id or `package:NAME`.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Config file to write. Default: `tunewell.yaml`.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing config.")] = False,
     json: AsJson = False,
 ) -> None:
-    """Look at rows and a model, and write a config with the reasons in it."""
+    """Write a config for your rows and a model, with the reasons for its values."""
     from tunewell.cli.progress import shown_progress
     from tunewell.cli.render import emit, emit_json
     from tunewell.workflows.init import init
@@ -32,33 +38,38 @@ def command(
 
 
 def _screen(result: "InitResult", data: str) -> str:
-    from tunewell.cli.commands.prepare import dropped_words
-    from tunewell.cli.render import table
+    from tunewell.cli.render import folded_table, hanging
+    from tunewell.cli.screens.corpus import dropped_reasons
     from tunewell.core.units import count
 
     sample, start, facts = result.sample, result.start, result.facts
     formats = ", ".join(sorted({name for source in sample.sources for name in source.formats}))
     size = f"{count(facts.num_parameters)} parameters" if facts.num_parameters else "size unknown"
-    limit = f"reads {count(facts.context_limit)} tokens" if facts.context_limit else "context limit unknown"
+    limit = f"context of {count(facts.context_limit)} tokens" if facts.context_limit else "context length unknown"
+    lengths = f"{sample.lengths.mean:.0f} tokens on average, longest {count(sample.lengths.max)}"
+    is_own_template = result.template == "auto"
+    held_out = f"about {count(max(1, round(result.num_rows * 0.05)))} of {count(result.num_rows, 'row')}"
     rows = [
-        ["model", facts.name, f"{size}, {limit}"],
-        ["rows", count(result.num_rows), f"in `{data}`, read as {formats}"],
+        ["model", f"{facts.name}: {size}, {limit}"],
+        ["rows", f"{count(result.num_rows)} in `{data}`, format {formats}; {lengths}"],
+        ["chat template", "the model's own" if is_own_template else f"`{result.template}`; the model has none"],
         [
-            "template",
-            result.template,
-            "the model's own" if result.template == "auto" else "built in; the model has none",
+            "for testing",
+            f"`{result.held_out}`, found beside the data"
+            if result.held_out
+            else f"{held_out} (5%, always the same ones)",
         ],
-        [
-            "held out",
-            result.held_out or "5%",
-            "found beside the data" if result.held_out else "by a hash of the content",
-        ],
-        ["lengths", f"{sample.lengths.mean:.0f}", f"tokens on average, longest {count(sample.lengths.max)}"],
-        ["epochs", f"{start.epochs.value:g}", f"because {start.epochs.because}"],
-        ["rate", f"{start.learning_rate.value:g}", f"because {start.learning_rate.because}"],
-        ["rank", str(start.rank.value), f"because {start.rank.because}"],
+        ["epochs", f"{start.epochs.value:g}: {start.epochs.because}"],
+        ["learning rate", f"{start.learning_rate.value:g}: {start.learning_rate.because}"],
+        ["LoRA rank", f"{start.rank.value}: {start.rank.because}"],
     ]
     if sample.dropped:
-        looked = f"of the first {count(sample.rows_in)} rows"
-        rows.append(["dropped", count(sum(sample.dropped.values())), f"{looked}: {dropped_words(sample.dropped, '')}"])
-    return "\n".join([table(rows), f"wrote `{result.path}`", "next: `tunewell inspect`, then `tunewell prepare`"])
+        dropped = f"{count(sum(sample.dropped.values()))} of the first {count(sample.rows_in, 'row')}"
+        rows.append(["dropped", f"{dropped}: {dropped_reasons(sample.dropped, '')}"])
+    return "\n".join(
+        [
+            folded_table(rows),
+            f"wrote `{result.path}`",
+            hanging("next: ", "`tunewell inspect` to see the rows as the model does, then `tunewell train`"),
+        ]
+    )

@@ -1,4 +1,4 @@
-"""`tunewell inspect`."""
+"""`tunewell inspect`: show rows or a corpus, down to the single token."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,23 +12,29 @@ if TYPE_CHECKING:
     from tunewell.records.manifest import Manifest
     from tunewell.workflows.inspect import DocumentView, Inspection
 
-_BAR_WIDTH = 40
+_MAX_BAR_WIDTH = 40
 
 
 def command(
-    path: Annotated[str | None, typer.Argument(help="A corpus, or a file, folder or glob of rows.")] = None,
+    path: Annotated[
+        str | None,
+        typer.Argument(metavar="PATH", help="A corpus, or a file, folder or glob of rows. Default: from the config."),
+    ] = None,
     config: ConfigFile = None,
     set_: Sets = None,
-    model: Annotated[str | None, typer.Option(help="Model whose tokenizer and template are used on rows.")] = None,
-    show: Annotated[int, typer.Option(min=0, help="How many documents to show token by token.")] = 2,
-    document: Annotated[
-        list[int] | None, typer.Option(min=0, help="Show this document, counted from 0; may be repeated.")
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Model whose tokenizer and chat template are used.")
     ] = None,
-    tokens: Annotated[bool, typer.Option("--tokens", help="List each token on a line, with its id.")] = False,
-    held_out: Annotated[bool, typer.Option("--held-out", help="Show documents of the held-out part.")] = False,
+    show: Annotated[int, typer.Option(min=0, metavar="N", help="Number of rows to show token by token.")] = 2,
+    document: Annotated[
+        list[int] | None, typer.Option(min=0, metavar="N", help="Show document N, counted from 0. Can be repeated.")
+    ] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="List each token on its own line, with its id.")] = False,
+    held_out: Annotated[bool, typer.Option("--held-out", help="Show rows kept for testing.")] = False,
+    details: Annotated[bool, typer.Option("--details", help="Also show the padding.")] = False,
     json: AsJson = False,
 ) -> None:
-    """Look at rows or a corpus: lengths, ledger, and token by token what is learned."""
+    """Show your rows as the model sees them, token by token."""
     from tunewell.cli.progress import shown_progress
     from tunewell.cli.render import console, emit_json
     from tunewell.config.load import load_config
@@ -36,54 +42,56 @@ def command(
 
     loaded = load_config(config, set_ or (), model=model)
     with shown_progress() as progress:
-        seen = inspect(path, loaded, wanted=document or range(show), is_held_out=held_out, progress=progress)
+        inspection = inspect(path, loaded, wanted=document or range(show), is_held_out=held_out, progress=progress)
     if json:
-        emit_json(seen.as_json())
+        emit_json(inspection.as_json())
     else:
-        _screen(seen, console(), as_list=tokens)
+        _screen(inspection, console(), as_list=tokens, has_details=details)
 
 
-def _screen(seen: "Inspection", out: "Console", *, as_list: bool) -> None:
-    from tunewell.cli.commands.prepare import corpus_rows
-    from tunewell.cli.render import table
+def _screen(inspection: "Inspection", out: "Console", *, as_list: bool, has_details: bool) -> None:
+    from tunewell.cli.render import folded_table, hanging
+    from tunewell.cli.screens.corpus import corpus_rows
 
-    out.print(table(corpus_rows(seen.manifest)))
-    out.print("\ntokens in a document")
-    out.print(_histogram(seen.manifest))
-    out.print("\nwhere the rows went")
-    out.print(_ledger(seen.manifest))
-    for view in seen.documents:
-        learned = f"{len(view.tokens)} tokens, {view.num_learned} learned"
-        out.print(f"\ndocument {view.index}: {view.source} row {view.row}, {learned}")
+    out.print(folded_table(corpus_rows(inspection.manifest, has_details=has_details), right=(1,)))
+    out.print("\ntokens per row")
+    out.print(_histogram(inspection.manifest))
+    out.print("\nrows per source")
+    out.print(_source_table(inspection.manifest))
+    for view in inspection.documents:
+        size = f"{len(view.tokens)} tokens, {view.num_learned} trained on"
+        out.print(f"\ndocument {view.index} ({view.source} row {view.row}): {size}")
         if as_list:
             _list_tokens(view, out)
         else:
             _show_tokens(view, out)
-    if seen.documents and not as_list:
-        mark = "green" if out.color_system else "in [brackets]"
-        out.print(f"\nlearned tokens are {mark}; the rest is given. `--tokens` lists them with their ids")
-    if not seen.is_corpus:
+    if inspection.documents and not as_list:
+        mark = "on green" if out.color_system else "in [brackets]"
+        legend = f"tokens {mark} are trained on, the others are context; `--tokens` lists them with their ids"
+        out.print("\n" + hanging("", legend))
+    if not inspection.is_corpus:
         out.print("nothing was written. next: `tunewell prepare`")
 
 
 def _histogram(manifest: "Manifest") -> str:
-    from tunewell.cli.render import table
+    from tunewell.cli.render import table, width
     from tunewell.core.units import count
 
     bins = manifest.lengths.histogram
     most = max((number for _, _, number in bins), default=1)
-    rows = []
-    for start, end, number in bins:
-        bar = "▄" * round(_BAR_WIDTH * number / most) or ("." if number else "")
-        rows.append([f"{count(start)}", f"to {count(end - 1)}", count(number), bar])
-    return table(rows, right=(0, 2), gap=2)
+    rows = [[count(start), f"to {count(end - 1)}", count(number)] for start, end, number in bins]
+    bar_width = min(
+        _MAX_BAR_WIDTH, max(width() - len(table([["", *row] for row in rows], gap=2).partition("\n")[0]), 10)
+    )
+    bars = ["▄" * round(bar_width * number / most) or ("." if number else "") for _, _, number in bins]
+    return table([[*row, bar] for row, bar in zip(rows, bars, strict=True)], right=(0, 2), gap=2)
 
 
-def _ledger(manifest: "Manifest") -> str:
-    from tunewell.cli.render import table
+def _source_table(manifest: "Manifest") -> str:
+    from tunewell.cli.render import folded_table
     from tunewell.core.units import count
 
-    rows = [["source", "rows", "documents", "held out", "dropped", ""]]
+    rows = [["source", "rows", "training", "testing", "dropped", ""]]
     for source in manifest.sources:
         reasons = ", ".join(f"{count(number)} {reason}" for reason, number in source.dropped.items())
         numbers = (source.rows, source.documents, source.held_out, sum(source.dropped.values()))
@@ -91,25 +99,25 @@ def _ledger(manifest: "Manifest") -> str:
     if len(manifest.sources) > 1:
         totals = (manifest.rows_in, manifest.documents, manifest.held_out, sum(manifest.dropped.values()))
         rows.append(["all", *map(count, totals), ""])
-    return table(rows, right=(1, 2, 3, 4))
+    return folded_table(rows, right=(1, 2, 3, 4))
 
 
 def _show_tokens(view: "DocumentView", out: "Console") -> None:
-    """Print a document as it reads; learned tokens alternate between two greens, so that each one is seen."""
+    """Print a document as text; tokens that are trained on alternate between two greens, to tell them apart."""
     from rich.text import Text
 
     text = Text()
-    parity = False
+    is_even = False
     for token in view.tokens:
         shown = _visible(token.text)
         if not token.is_learned:
             text.append(shown, style="dim")
         elif out.color_system:
-            text.append(shown, style="bright_white on color(22)" if parity else "bright_white on color(28)")
+            text.append(shown, style="bright_white on color(22)" if is_even else "bright_white on color(28)")
         else:
             lead = shown.rstrip("\n")
             text.append(f"[{lead}]{shown[len(lead) :]}")
-        parity = not parity
+        is_even = not is_even
     text.rstrip()
     out.print(text)
 
@@ -117,14 +125,14 @@ def _show_tokens(view: "DocumentView", out: "Console") -> None:
 def _list_tokens(view: "DocumentView", out: "Console") -> None:
     from tunewell.cli.render import table
 
-    rows = [["place", "id", "token", ""]]
-    for place, token in enumerate(view.tokens):
-        rows.append([str(place), str(token.id), repr(token.text)[1:-1], "learned" if token.is_learned else ""])
+    rows = [["position", "id", "token", ""]]
+    for position, token in enumerate(view.tokens):
+        rows.append([str(position), str(token.id), repr(token.text)[1:-1], "trained on" if token.is_learned else ""])
     out.print(table(rows, right=(0, 1)))
 
 
 def _visible(text: str) -> str:
-    """Keep line breaks but show them too; other control characters are spelled out, so none reaches the terminal."""
+    """Mark line breaks and escape other control characters, so that none reaches the terminal."""
     shown = "".join(
         character if character == "\n" or character.isprintable() else repr(character)[1:-1] for character in text
     )

@@ -1,4 +1,4 @@
-"""`tunewell notebook`."""
+"""`tunewell notebook`: write a Colab notebook for a config."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 def command(
     config: ConfigFile = None,
-    out: Annotated[Path | None, typer.Option(help="Where to write it; `train.ipynb` if not given.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Notebook to write. Default: `train.ipynb`.")] = None,
     data: Annotated[
-        str, typer.Option(metavar="WAY", help="How your files get there: `upload`, `drive`, or an address.")
+        str, typer.Option(metavar="HOW", help="How your files get to Colab: `upload`, `drive` or a URL.")
     ] = "upload",
     package: Annotated[
         str | None,
-        typer.Option(metavar="SPEC", help="What pip installs: a requirement, a wheel, a git address, or `none`."),
+        typer.Option(metavar="SPEC", help="What pip installs: a requirement, a wheel, a git URL or `none`."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a notebook that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing notebook.")] = False,
     json: AsJson = False,
 ) -> None:
-    """Write a Colab notebook that does the run of a config on a GPU, and brings home the export."""
+    """Write a Colab notebook that trains this config on a GPU."""
     from tunewell.cli.render import emit, emit_json
     from tunewell.workflows.notebook import notebook
 
@@ -36,19 +36,19 @@ def command(
 
 
 def screen(result: "NotebookResult") -> str:
-    """Say what was written, what to bring to it, and where to open it."""
-    from tunewell.cli.render import hanging, table
+    """Return the screen: what was written, which files the user needs and how to open the notebook."""
+    from tunewell.cli.render import folded_table, hanging
     from tunewell.core.units import count
 
-    ways = {"upload": "Colab asks for them", "drive": "from the folder `tunewell` of your Google Drive"}
-    named = ", ".join(f"`{name}`" for name in result.files[:4])
+    sources = {"upload": "upload them when Colab asks", "drive": "from the folder `tunewell` of your Google Drive"}
+    names = ", ".join(f"`{name}`" for name in result.files[:4])
     more = f" and {count(len(result.files) - 4)} more" if len(result.files) > 4 else ""
     rows = [
-        ["config", f"`{result.config}`, written into the notebook"],
-        ["files", f"{named}{more}: {ways.get(result.data, f'from {result.data}')}"],
+        ["config", f"`{result.config}`, copied into the notebook"],
+        ["files", f"{names}{more}: {sources.get(result.data, f'from {result.data}')}"],
         *(["installs", f"`{one}`"] for one in result.installs),
     ]
-    parts = [table(rows), *(hanging("note: ", note) for note in result.notes)]
+    parts = [folded_table(rows), *(hanging("note: ", note) for note in result.notes)]
     parts.append(f"wrote `{result.path}`, {count(result.num_cells)} cells")
-    parts.append("next: open it in Colab (colab.research.google.com, File > Upload notebook), then Runtime > Run all")
-    return "\n".join(parts)
+    upload = "open it in Colab (colab.research.google.com, File > Upload notebook), then Runtime > Run all"
+    return "\n".join([*parts, hanging("next: ", upload)])

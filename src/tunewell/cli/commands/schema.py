@@ -1,4 +1,4 @@
-"""`tunewell schema`."""
+"""`tunewell schema`: print the JSON Schema of the config."""
 
 from typing import Annotated
 
@@ -6,11 +6,11 @@ import typer
 
 
 def command(
-    json: Annotated[bool, typer.Option("--json", help="Changes nothing: a schema is JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="No effect: the output is always JSON.")] = False,
 ) -> None:
-    """Print the JSON Schema of `tunewell.yaml`, with which an editor completes and checks it.
+    """Print the JSON Schema of `tunewell.yaml`, for editors.
 
-    Save it with `tunewell schema > tunewell.schema.json` and begin the config with
+    Save it with `tunewell schema > tunewell.schema.json`. Then start the config with
     `# yaml-language-server: $schema=tunewell.schema.json`.
     """
     from tunewell.cli.render import emit_json

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunewell.cli.options import AsJson, ConfigFile, Sets
+from tunewell.cli.options import AllowPickle, AsJson, ConfigFile, DataPaths, Sets
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tunewell.training.events import RunStarted
     from tunewell.workflows.train import TrainResult
 
-_RESUME = "Go on with the run in that folder; where there is no config, by the run's own settings."
+_RESUME = "Resume the run in that folder. Without a config, use the settings of the run."
 _CURVE_WIDTH, _CURVE_MARGIN = 60, 14
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 
@@ -25,28 +25,28 @@ def command(
     context: typer.Context,
     config: ConfigFile = None,
     set_: Sets = None,
-    model: Annotated[str | None, typer.Option(help="Model to train.")] = None,
-    data: Annotated[list[str] | None, typer.Option(help="File, folder or glob of rows; may be repeated.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder to write the run to.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Start of every random choice.")] = None,
-    device: Annotated[str | None, typer.Option(help="Where to train: `cpu`, `cuda`, `cuda:1`, `mps`.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help="Model to train.")] = None,
+    data: DataPaths = None,
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder to write the run to.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Random seed.")] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Device: `cpu`, `cuda`, `cuda:1` or `mps`.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help=_RESUME)] = False,
     allow_change: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Go on although this differs from the run's beginning; may be repeated."),
+        typer.Option(metavar="NAME", help="Resume even though this setting has changed. Can be repeated."),
     ] = None,
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read weights from a `.pt` file; only from people you trust.")
-    ] = False,
+    allow_pickle: AllowPickle = False,
     enable_fault_injection: Annotated[bool, typer.Option("--enable-fault-injection", hidden=True)] = False,
     no_supervisor: Annotated[
-        bool, typer.Option("--no-supervisor", help="Run in this process: for debuggers; a crash ends the run.")
+        bool, typer.Option("--no-supervisor", help="Train in this process, for debuggers. A crash ends the run.")
     ] = False,
     worker: Annotated[str | None, typer.Option("--worker", "--supervised", hidden=True)] = None,
-    no_validate: Annotated[bool, typer.Option("--no-validate", help="Do not judge the model at the end.")] = False,
+    no_validate: Annotated[bool, typer.Option("--no-validate", help="Do not test the model after training.")] = False,
     json: AsJson = False,
 ) -> None:
-    """Train a model on a corpus, which is prepared first where that has not been done, and judge it."""
+    """Train the model and test it (prepares the data first if needed)."""
     from tunewell.cli.render import emit, emit_json
     from tunewell.cli.screens.training import is_first_process, shown_training
     from tunewell.core.progress import Progress

@@ -1,0 +1,58 @@
+"""The table about a corpus that `prepare` and `inspect` print: rows, tokens, sequences, lengths, dropped rows."""
+
+from typing import TYPE_CHECKING
+
+from tunewell.core.units import count, percent
+
+if TYPE_CHECKING:
+    from tunewell.records.manifest import Manifest
+
+
+def corpus_rows(manifest: "Manifest", *, has_details: bool = False) -> list[list[str]]:
+    """Return the rows of the table: label, number, remark."""
+    tokens, packing, lengths = manifest.tokens, manifest.packing, manifest.lengths
+    num_tokens = tokens.supervised + tokens.context
+    formats = ", ".join(sorted({name for source in manifest.sources for name in source.formats}))
+    templates = ", ".join(dict.fromkeys(record.name for record in manifest.templates)) or "none (plain text)"
+    rows = [
+        ["rows", count(manifest.rows_in), f"format: {formats}; chat template: {templates}"],
+        ["for training", count(manifest.documents), ""],
+        ["for testing", count(manifest.held_out), "held out: never trained on"],
+        ["dropped", count(sum(manifest.dropped.values())), dropped_reasons(manifest.dropped)],
+        ["tokens", count(num_tokens), f"{percent(tokens.supervised / num_tokens)} of them are trained on"],
+        [
+            "sequences",
+            count(packing.sequences),
+            f"{packing.documents_per_sequence:.1f} rows in each, {percent(packing.efficiency, 2)} full",
+        ],
+        ["sequence length", count(packing.context_length), packing.because],
+        [
+            "row length",
+            f"{lengths.mean:.0f}",
+            f"tokens on average; median {lengths.median:.0f}, p95 {lengths.p95:.0f}, p99 {lengths.p99:.0f}, "
+            f"longest {count(lengths.max)}",
+        ],
+    ]
+    if has_details:
+        unpacked = f"without packing, {percent(lengths.padding_waste)} of all positions would be padding"
+        rows.append(["padding", count(tokens.padding), f"unused positions at the ends of sequences; {unpacked}"])
+    if manifest.pieces:
+        rows.append(["pieces", count(manifest.pieces), "added by splitting long rows"])
+    if manifest.repeats:
+        rows.append(["repeats", count(manifest.repeats), "extra uses of rows, so that each source gets its share"])
+    rows += [["mix", "", line] for line in manifest.mix]
+    if manifest.boundary_tokens:
+        remark = "tokens that hold both template and reply text; not trained on"
+        rows.append(["boundary", count(manifest.boundary_tokens), remark])
+    for note, number in manifest.notes.items():
+        term = note.replace("_", " ")
+        rows.append(["note", count(number), f"{term}; see `tunewell glossary '{term}'`"])
+    return rows
+
+
+def dropped_reasons(dropped: dict[str, int], where: str = "; listed in `dropped.jsonl`") -> str:
+    """Return the reasons for dropped rows with their counts, most frequent first."""
+    if not dropped:
+        return "every row is used"
+    ordered = sorted(dropped.items(), key=lambda entry: (-entry[1], entry[0]))
+    return ", ".join(f"{count(number)} {reason}" for reason, number in ordered) + where
