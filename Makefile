@@ -6,6 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 SHARED := $(if $(TUNEWELL_SHARED),$(TUNEWELL_SHARED),../shared)
 WORKERS ?= 2
+DURATIONS := $(if $(CI),--durations=60,)
 
 OLD    := .venv-old
 OLD_TRANSFORMERS := 5.17.0
@@ -30,12 +31,13 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 
 test: setup ## the default tests; those on shared data too, where it lies beside the checkout
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(DURATIONS)
 	@if [ -d "$(SHARED)/data" ]; then $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "shared and not slow and not gpu"; \
 	 else echo "no $(SHARED)/data: the tests marked 'shared' are not run"; fi
 
-test-all: test ## the default tests, then the slow ones
-	@if [ -d "$(SHARED)/data" ]; then $(BIN)/python -m pytest -m "slow and not gpu"; \
+test-all: setup ## every test: the default ones with all property-test examples, then the slow ones
+	TUNEWELL_TESTS=all $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(DURATIONS)
+	@if [ -d "$(SHARED)/data" ]; then $(BIN)/python -m pytest -m "(slow or shared) and not gpu"; \
 	 else $(BIN)/python -m pytest -m "slow and not gpu and not shared"; fi
 
 test-old: setup ## the default tests with the oldest transformers, and HealthCallback with an older one; venvs of their own

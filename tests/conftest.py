@@ -7,8 +7,16 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from examples_limit import examples
+
+# One torch thread per process: two workers with two threads each wait for each other on two cores, and tiny models
+# then take up to ten times as long. Set before torch is imported, and inherited by child processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A busy machine is slow at times; that is no failure of what is tested.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "patient", max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("patient")
 
 # Test folders are no packages, so a helper in one of them is only importable from another by its folder.

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples_limit import examples
 from tunewell.data.rows.cleaning import CleanOptions, clean, digest_question, digest_whole
 from tunewell.data.rows.conversation import Conversation, Rejected
 
@@ -95,7 +96,7 @@ def test_broken_text_says_what_and_where():
 
 
 @given(text=st.text(alphabet=st.characters() | st.sampled_from("\ud83d\ude42\0\udce9"), max_size=12))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_replacing_changes_only_what_is_broken(text):
     """Two halves that belong together are put together; every other half and every NUL becomes U+FFFD."""
     conversation = Conversation(text=f"x{text}")

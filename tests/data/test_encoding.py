@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from tokenizer_references import random_texts
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from examples_limit import examples
 from tunewell.core.errors import UserError
 from tunewell.data.encoding.encoder import Encoder, Layout
 from tunewell.data.masking.masker import LearnRule
@@ -210,7 +211,9 @@ def control_ids(tokenizer: LoadedTokenizer, ids: list[int]) -> list[int]:
 @pytest.mark.parametrize(
     ("name", "template"), [*((name, "chatml") for name in MAKERS), *(("bpe", name) for name in TEMPLATES)]
 )
-@settings(max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(
+    max_examples=examples(40), deadline=None, database=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
 @given(data=st.data())
 def test_no_text_in_a_row_puts_a_control_id_into_its_document(name, template, data):
     bare = hostile(with_tools=False)

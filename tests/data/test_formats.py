@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import prepare, write_jsonl
 
+from examples_limit import examples
 from tunewell.core.errors import UserError
 from tunewell.data.rows.cleaning import CleanOptions, clean
 from tunewell.data.rows.conversation import Conversation, Rejected
@@ -292,7 +293,7 @@ row_keys = st.sampled_from(
 
 
 @given(row=st.dictionaries(row_keys, anything, max_size=6) | anything)
-@settings(max_examples=250)
+@settings(max_examples=examples(250))
 def test_no_row_raises_anything_but_rejected(row):
     """Schema drift comes in every shape; each row of it is one dropped row."""
     for name in ("auto", "messages", "alpaca", "prompt_completion", "text"):

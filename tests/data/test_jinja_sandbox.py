@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from template_bombs import LIMITED, REFUSED
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from examples_limit import examples
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed, TemplateLimit
 
 MESSAGES: list[dict[str, Any]] = [
@@ -245,7 +246,7 @@ TEXT = st.text(alphabet="aAb \n\t<>&'\"{}%|é中\U0001f600", max_size=12)
     parts=st.lists(PARTS, min_size=1, max_size=8),
     contents=st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), TEXT), max_size=4),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_made_up_templates_give_what_transformers_gives(parts, contents):
     """Combinations nobody thought of."""
     source = "{% set ns = namespace(n=0) %}{% for m in messages %}" + "".join(parts) + "{% endfor %}"

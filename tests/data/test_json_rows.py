@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from examples_limit import examples
 from tunewell.data.rows.conversation import Rejected
 from tunewell.data.rows.json_rows import check_nesting, parse_row, text_of
 
@@ -32,7 +33,7 @@ values = st.recursive(
 @given(value=values, is_ascii=st.booleans(), indent=st.sampled_from([None, 1]))
 @example(value={"id": 2**64, "other": [-(2**70), 10**25, 1e300]}, is_ascii=True, indent=None)
 @example(value={'say "hi"': 1, "say": 2}, is_ascii=True, indent=None)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_what_is_json_is_read_as_the_standard_library_reads_it(value, is_ascii, indent):
     """orjson rounds whole numbers beyond 64 bits; nothing else may differ either."""
     text = json.dumps(value, ensure_ascii=is_ascii, indent=indent)
@@ -42,7 +43,7 @@ def test_what_is_json_is_read_as_the_standard_library_reads_it(value, is_ascii, 
 
 
 @given(line=st.binary(max_size=60))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_no_bytes_raise_anything_but_rejected(line):
     """A traceback in row 3,000,000 is a night lost."""
     try:
@@ -52,7 +53,7 @@ def test_no_bytes_raise_anything_but_rejected(line):
 
 
 @given(text=st.text(alphabet='{}[]",:\\u002 dD8a1e9.-NaIfnity\0\x01é', max_size=60))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_no_text_near_json_raises_anything_but_rejected(text):
     """Random bytes hardly ever look like JSON; these do."""
     try:
@@ -65,7 +66,7 @@ def test_no_text_near_json_raises_anything_but_rejected(text):
 
 
 @given(value=st.dictionaries(texts, values, min_size=1, max_size=4), data=st.data())
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 def test_a_key_that_stands_twice_is_always_refused(value, data):
     """One of its values would vanish, and nobody would know which."""
     twice = data.draw(st.sampled_from(sorted(value)))

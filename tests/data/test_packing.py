@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples_limit import examples
 from tunewell.data.corpus.packing import Packing, choose_context_length, pack, padding_waste
 
 
@@ -67,7 +68,7 @@ def test_equal_input_gives_equal_output_whatever_the_integer_type(case):
     assert first.starts.tobytes() == second.starts.tobytes()
 
 
-@settings(derandomize=True, max_examples=400)
+@settings(derandomize=True, max_examples=examples(400))
 @given(documents())
 def test_it_needs_at_most_one_sequence_more_than_first_fit_decreasing(case):
     """Filling rooms exactly must not be paid for at the end, with documents that fit nowhere."""

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import run_limited, write_jsonl
 
+from examples_limit import examples
 from tunewell.core.errors import UserError
 from tunewell.data.rows.conversation import Rejected
 from tunewell.data.rows.formats import Converter
@@ -415,7 +416,7 @@ line_bytes = st.binary(max_size=40).map(lambda data: data.replace(b"a", b"\n").r
 
 
 @given(data=line_bytes, cuts=st.lists(st.integers(0, 40)), limit=st.integers(0, 12))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_lines_do_not_depend_on_where_blocks_are_cut(data, cuts, limit):
     """A line end that falls on a block's edge is the classic way to lose or split a row."""
     edges = sorted({0, len(data), *(cut for cut in cuts if cut <= len(data))})
@@ -528,7 +529,7 @@ def digests_of(path: Path) -> list[str]:
 @given(
     rows=st.lists(st.text(max_size=8).map(lambda text: json.dumps(text).encode()), max_size=30), at=st.integers(0, 30)
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_blocks_together_are_the_files_rows(rows, at, tmp_path_factory):
     """Whatever is cut into blocks must be all of it, in order, each row once."""
     folder = tmp_path_factory.mktemp("blocks")

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_references import byte_level_metadata, random_texts, train_byte_level, write_gguf
 
+from examples_limit import examples
 from tunewell.core.errors import UserError
 from tunewell.core.model_files import locate
 from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
@@ -52,7 +53,7 @@ def ids(loaded: LoadedTokenizer, texts: list[str] = TEXTS) -> list[list[int]]:
     return [encoding.ids for encoding in loaded.backend.encode_batch(texts)]
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(text=st.text(max_size=40))
 def test_byte_lengths_add_up_to_the_bytes_of_the_text(byte_level, text):
     """A running sum over these lengths gives offsets for free, if and only if it never drifts."""

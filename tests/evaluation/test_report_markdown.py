@@ -10,6 +10,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from sample_reports import SAMPLES, college_report, minimal_report, report_of_everything, weak_report, with_text
 
+from examples_limit import examples
 from tunewell.evaluation.report.markdown import escaped, fenced, prose, report_markdown
 from tunewell.evaluation.report.view import single_line, visible
 from tunewell.records.report import read_report, write_report
@@ -73,7 +74,7 @@ def _is_not_linked(tokens: list[Token]) -> None:
 
 
 @given(_TEXTS)
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_any_text_in_a_cell_leaves_the_table_whole(text):
     """One bar or one line break too many moves every answer below into the wrong column."""
     exchange = EXCHANGE.model_copy(update={"question": text, "reference": text})
@@ -85,7 +86,7 @@ def test_any_text_in_a_cell_leaves_the_table_whole(text):
 
 
 @given(_TEXTS)
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_escaped_text_is_one_paragraph_that_reads_as_it_was(text):
     """Escapes must be taken back by the parser, all of them, and nothing else be taken for a mark."""
     for write in (escaped, prose):
@@ -98,7 +99,7 @@ def test_escaped_text_is_one_paragraph_that_reads_as_it_was(text):
 
 
 @given(_TEXTS)
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_a_fenced_text_cannot_close_its_fence(text):
     """Whatever the model said about fences."""
     (token,) = PARSER.parse(fenced(text))

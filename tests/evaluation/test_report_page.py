@@ -26,6 +26,7 @@ from sample_reports import (
     with_text,
 )
 
+from examples_limit import examples
 from tunewell.evaluation.report.page import report_page
 from tunewell.evaluation.report.view import visible
 from tunewell.records.plan import Chosen
@@ -175,7 +176,7 @@ def test_a_payload_in_every_text_is_shown_and_does_nothing(payload):
 
 
 @given(_TEXTS, _TEXTS, _TEXTS)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_any_text_of_a_model_is_shown_and_changes_no_element(question, reference, answer):
     """Whatever a tokenizer can decode can come here: halves of pairs, NULs, marks of direction."""
     page = Page(report_page(_asking(question, reference, answer)))
