@@ -20,7 +20,7 @@ from loads import ALPHA, CASES, LEARNING_RATE, LONGEST, RANK, Case, Documents, d
 
 from tunewell.config.schema import Config
 from tunewell.data.batches import DataOrder
-from tunewell.methods import adapter as adapters
+from tunewell.methods.lora import Lora
 from tunewell.models import attention
 from tunewell.records.events import EventLog
 from tunewell.records.healing import HEALING
@@ -90,12 +90,7 @@ def put_together(case: Case, documents: Documents, *, model: Any, compiling: str
         }
     )
     plan = plan_of(case, config)
-    adapter = adapters.add_lora(model, config.method, seed=0)
-
-    def trained() -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-        files = {adapters.WEIGHTS: adapters.adapter_tensors(model, adapter)}
-        return files, {adapters.CONFIG: adapters.adapter_config(adapter, BASE)}
-
+    method = Lora.apply(model, config.method, seed=0)
     return Run(
         plan=plan,
         config=config,
@@ -108,9 +103,8 @@ def put_together(case: Case, documents: Documents, *, model: Any, compiling: str
         samples=EventLog(folder / "samples.jsonl"),
         remedies=Remedies(folder / HEALING),
         listener=marks,
-        trained=trained,
-        restore=lambda tensors: None,
-        begin_again=lambda: None,
+        method=method,
+        load_weights=dict,
     )
 
 

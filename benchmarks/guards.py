@@ -22,7 +22,7 @@ from setting import setting, table
 
 from tunewell.config.schema import Config
 from tunewell.data.batches import DataOrder, make_batch, micro_batches
-from tunewell.methods import adapter as adapters
+from tunewell.methods.lora import Lora
 from tunewell.models import attention
 from tunewell.training import step as step_module
 from tunewell.training.compile import Compiler
@@ -108,7 +108,7 @@ def main() -> None:
     model = random_model(case.shape, attention.FLASH if has_gpu else attention.SDPA)
     config = Config.model_validate({"method": {"rank": RANK, "alpha": ALPHA}})
     plan = plan_of(case, config)
-    adapters.add_lora(model, config.method, seed=0)
+    Lora.apply(model, config.method, seed=0)
     learner = TrainableModel(model, plan.precision.value, LONGEST, settings=config.train)
     documents = draw_documents(case)
     tokens = case.step_tokens if has_gpu else 512

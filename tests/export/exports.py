@@ -9,11 +9,12 @@ import torch
 from gguf_tiny import save, tiny
 from transformers import AutoModelForCausalLM
 
-from tunewell.config.schema import Method
+from tunewell.config.schema import MethodSettings
 from tunewell.core.files import sha256_file
 from tunewell.export.proof import gguf as proving_gguf
 from tunewell.export.proof import reference
-from tunewell.methods import adapter as adapters
+from tunewell.methods.base import trainable_parameters
+from tunewell.methods.lora import Lora
 from tunewell.records.parity import PROOF
 from tunewell.workflows import export as workflow
 from tunewell.workflows.export import Exported
@@ -26,18 +27,15 @@ torch.set_num_threads(1)
 def write_adapter(folder: Path, base: Path, *, seed: int = 0, **method: Any) -> Path:
     """An adapter on a model folder that changes what it says, with the tokenizer of the base left to the base."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    adapter = adapters.add_lora(model, Method(**{"rank": 4, "alpha": 8, **method}), seed=seed)
+    adapter = Lora.apply(model, MethodSettings(**{"rank": 4, "alpha": 8, **method}), seed=seed)
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in adapters.trainable(model).items():
+        for name, parameter in trainable_parameters(model).items():
             size = 0.1 if "lora" in name else 0.02
             parameter.add_(torch.randn(parameter.shape, generator=draw) * size)
     folder.mkdir(parents=True)
-    from safetensors.torch import save_file
 
-    tensors = {name: tensor.contiguous() for name, tensor in adapters.adapter_tensors(model, adapter).items()}
-    save_file(tensors, folder / adapters.WEIGHTS)
-    (folder / adapters.CONFIG).write_text(adapters.adapter_config(adapter, str(base)))
+    adapter.files(str(base)).write(folder)
     return folder
 
 

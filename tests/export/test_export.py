@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tunewell.core.errors import UserError
 from tunewell.export.proof import gguf as proving_gguf
+from tunewell.methods.lora import LoraLinear
 from tunewell.records.parity import Parity
 from tunewell.workflows.export import export
 from tunewell.workflows.verify import verify
@@ -267,7 +268,7 @@ def test_an_export_that_is_not_proven_leaves_nothing_that_looks_finished(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here the merge forgets the adapter, and nobody looks before the files are written."""
-    monkeypatch.setattr("tunewell.workflows.export.merge", _forget)
+    monkeypatch.setattr(LoraLinear, "merged", lambda self: self.base_layer)
     with pytest.raises(UserError, match="not the model that was trained"):
         exported(whole / "adapter", tmp_path / "out", to=("gguf",), gguf=("q8_0",))
     assert list(tmp_path.iterdir()) == []
@@ -276,14 +277,6 @@ def test_an_export_that_is_not_proven_leaves_nothing_that_looks_finished(
     assert done.exit_code == 4 and not done.parity.is_ok
     assert [path.name for path in tmp_path.iterdir()] == ["out-failed.json"]
     assert "removed" in done.notes[-1]
-
-
-def _forget(model: Any) -> None:
-    from tunewell.methods.lora import LoraLinear
-
-    for name, module in list(model.named_modules()):
-        if isinstance(module, LoraLinear):
-            model.set_submodule(name, module.base_layer)
 
 
 def test_the_proof_is_made_in_a_process_of_its_own_and_can_be_repeated(whole: Path, tmp_path: Path) -> None:

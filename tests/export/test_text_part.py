@@ -7,11 +7,13 @@ import pytest
 import torch
 from exports import exported, rehash
 from gguf_tiny import CASES, ROWS, save
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config
 
-from tunewell.config.schema import Method
-from tunewell.methods import adapter as adapters
+from tunewell.config.schema import MethodSettings
+from tunewell.methods.base import trainable_parameters
+from tunewell.methods.lora import Lora
+from tunewell.methods.peft_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tunewell.models.load import LoadOptions, load_model
 from tunewell.workflows.verify import verify
 
@@ -43,23 +45,22 @@ def test_it_is_proven_on_the_whole_model_and_on_nothing_less(tmp_path: Path, bas
     cpu = torch.device("cpu")
     model = load_model(LoadOptions(str(base), base, cpu, torch.float32, attention="sdpa")).model
     # As tunewell once named them: for the part alone.
-    adapter = adapters.add_lora(model, Method(rank=4, alpha=8), seed=0)
+    adapter = Lora.apply(model, MethodSettings(rank=4, alpha=8), seed=0)
     torch.manual_seed(1)
     with torch.no_grad():
-        for parameter in adapters.trainable(model).values():
+        for parameter in trainable_parameters(model).values():
             parameter.add_(torch.randn(parameter.shape) * 0.1)
     place = tmp_path / "adapter"
     place.mkdir()
-    save_file(adapters.adapter_tensors(model, adapter), place / adapters.WEIGHTS)
-    (place / adapters.CONFIG).write_text(adapters.adapter_config(adapter, str(base)))
+    adapter.files(str(base)).write(place)
 
     out = tmp_path / "out"
     done = exported(place, out, to=("adapter",))
     assert done.parity.is_ok, [check.words for link in done.parity.links for check in link.checks if not check.is_ok]
-    written = load_file(out / "adapter" / adapters.WEIGHTS)
+    written = load_file(out / "adapter" / ADAPTER_WEIGHTS)
     assert all(name.startswith("base_model.model.model.language_model.layers.") for name in written)
 
-    for name in (adapters.WEIGHTS, adapters.CONFIG):
+    for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG):
         (out / "adapter" / name).write_bytes((place / name).read_bytes())
     rehash(out, only="adapter fp32")
     failed = {check.name for link in verify(out).links for check in link.checks if not check.is_ok}

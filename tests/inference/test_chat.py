@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import save
 from tiny import CHATML, SENTENCES, prepare, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from parrots import write_parrot, write_random
-from tunewell.config.schema import Method
+from tunewell.config.schema import MethodSettings
 from tunewell.core.errors import UserError
 from tunewell.inference.chat import Chat, ChatOptions
 from tunewell.inference.chat_model import ChatModel, open_chat_model
-from tunewell.methods import adapter as adapters
+from tunewell.methods.base import trainable_parameters
+from tunewell.methods.lora import Lora
 from tunewell.runs.resolve import resolve_model
 
 
@@ -41,15 +41,14 @@ def random_model(tmp_path_factory, tiny_model) -> Path:
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory, random_model) -> Path:
     model = AutoModelForCausalLM.from_pretrained(random_model)
-    own = adapters.add_lora(model, Method(rank=4, alpha=16), seed=3)
+    own = Lora.apply(model, MethodSettings(rank=4, alpha=16), seed=3)
     torch.manual_seed(5)
     with torch.no_grad():
-        for parameter in adapters.trainable(model).values():
+        for parameter in trainable_parameters(model).values():
             parameter.add_(torch.randn(parameter.shape) * 0.3)
     folder = tmp_path_factory.mktemp("adapter") / "adapter"
     folder.mkdir()
-    (folder / adapters.WEIGHTS).write_bytes(save(adapters.adapter_tensors(model, own)))
-    (folder / adapters.CONFIG).write_text(adapters.adapter_config(own, str(random_model)))
+    own.files(str(random_model)).write(folder)
     return folder
 
 

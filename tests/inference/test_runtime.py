@@ -21,7 +21,7 @@ from tunewell.inference.runtime import (
     measure_losses,
     next_logits,
 )
-from tunewell.methods import adapter as adapters
+from tunewell.methods.base import trainable_parameters
 from tunewell.models.packed_forward import PackedModel
 
 STOPS = [5, 17]
@@ -55,7 +55,7 @@ def models() -> dict[str, tuple[Any, Any]]:
     tuned = get_peft_model(twin, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")).eval()
     theirs = dict(tuned.named_parameters())
     with torch.no_grad():
-        for name, parameter in adapters.trainable(learner.model).items():
+        for name, parameter in trainable_parameters(learner.model).items():
             found = f"base_model.model.{name}.default.weight"
             theirs[found].copy_(parameter)
     return {"bare": (bare, plain), "adapter": (learner.model, tuned)}

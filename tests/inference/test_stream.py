@@ -11,16 +11,16 @@ import torch
 from chat_references import CHATML_MARKERS, train_bpe, train_sentencepiece
 from lessons import tiny_llama
 from peft import PeftModel
-from safetensors.torch import save
 from tiny_models import ARCHITECTURES, tiny
 from tokenizers import Tokenizer, decoders, models
 from transformers import GenerationConfig
 
-from tunewell.config.schema import Method
+from tunewell.config.schema import MethodSettings
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.inference.generate import Decoding, generate
 from tunewell.inference.stream import Speller, Stream, stream
-from tunewell.methods import adapter as adapters
+from tunewell.methods.base import load_adapter, trainable_parameters
+from tunewell.methods.lora import Lora
 from tunewell.models import attention
 
 PROMPTS = [[5, 9, 40], [7], [77, 3, 12, 64, 8, 30, 11], [5, 9, 40, 20, 21, 22], [33, 34], [7, 8, 9, 10]]
@@ -61,16 +61,15 @@ def pair(request, tmp_path_factory):
     theirs = copy.deepcopy(model)
     theirs.set_attn_implementation("sdpa")
     if request.param == "adapter":
-        adapter = adapters.add_lora(model, Method(rank=4, alpha=16), seed=3)
+        adapter = Lora.apply(model, MethodSettings(rank=4, alpha=16), seed=3)
         torch.manual_seed(5)
         with torch.no_grad():
-            for parameter in adapters.trainable(model).values():
+            for parameter in trainable_parameters(model).values():
                 parameter.add_(torch.randn(parameter.shape) * 0.3)
         folder = tmp_path_factory.mktemp("adapter")
-        (folder / adapters.WEIGHTS).write_bytes(save(adapters.adapter_tensors(model, adapter)))
-        (folder / adapters.CONFIG).write_text(adapters.adapter_config(adapter, "base"))
+        adapter.files("base").write(folder)
         model = copy.deepcopy(theirs)
-        adapters.load_adapter(model, folder)
+        load_adapter(model, folder)
         plain = by_transformers(theirs, PROMPTS, 20)
         theirs = PeftModel.from_pretrained(theirs, folder)
         assert by_transformers(theirs, PROMPTS, 20) != plain, "an adapter that changes nothing proves nothing"

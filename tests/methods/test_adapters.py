@@ -9,28 +9,29 @@ import pytest
 import torch
 from lessons import RandomDocuments, distance, tiny_llama
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import save
 from transformers import PreTrainedModel
 
-from tunewell.config.schema import Method, Train
+from tunewell.config.schema import MethodSettings, Train
 from tunewell.core.errors import UserError
-from tunewell.methods import adapter as adapters
+from tunewell.methods.base import load_adapter, trainable_parameters
+from tunewell.methods.lora import Lora
+from tunewell.methods.peft_format import ADAPTER_CONFIG
 from tunewell.models.attention import stock_attention
 from tunewell.training.step import TrainableModel
 
 IDS = torch.randint(0, 100, (2, 17), generator=torch.Generator().manual_seed(0))
 METHODS = {
-    "all linears": Method(rank=4, alpha=8),
-    "rslora": Method(rank=8, alpha=4, rslora=True),
-    "some linears in some layers": Method(rank=3, targets=("q_proj", "down_proj"), layers=(1,)),
-    "a whole head and embedding": Method(rank=2, modules_to_save=("lm_head", "embed_tokens")),
+    "all linears": MethodSettings(rank=4, alpha=8),
+    "rslora": MethodSettings(rank=8, alpha=4, rslora=True),
+    "some linears in some layers": MethodSettings(rank=3, targets=("q_proj", "down_proj"), layers=(1,)),
+    "a whole head and embedding": MethodSettings(rank=2, modules_to_save=("lm_head", "embed_tokens")),
 }
 
 
 def _randomised(model: PreTrainedModel) -> PreTrainedModel:
     torch.manual_seed(5)
     with torch.no_grad():
-        for parameter in adapters.trainable(model).values():
+        for parameter in trainable_parameters(model).values():
             parameter.add_(torch.randn(parameter.shape) * 0.1)
     return model
 
@@ -40,10 +41,9 @@ def _logits(model: torch.nn.Module) -> torch.Tensor:
         return model(input_ids=IDS).logits
 
 
-def _write(model: PreTrainedModel, adapter: adapters.Adapter, folder: Path) -> Path:
+def _write(adapter: Lora, folder: Path) -> Path:
     folder.mkdir()
-    (folder / adapters.WEIGHTS).write_bytes(save(adapters.adapter_tensors(model, adapter)))
-    (folder / adapters.CONFIG).write_text(adapters.adapter_config(adapter, "base"))
+    adapter.files("base").write(folder)
     return folder
 
 
@@ -52,9 +52,9 @@ def _write(model: PreTrainedModel, adapter: adapters.Adapter, folder: Path) -> P
 def test_our_adapter_loads_in_peft_with_the_same_logits(tmp_path: Path, name: str, is_tied: bool) -> None:
     model = tiny_llama(tie_word_embeddings=is_tied)
     base = copy.deepcopy(model)
-    adapter = adapters.add_lora(model, METHODS[name], seed=3)
+    adapter = Lora.apply(model, METHODS[name], seed=3)
     _randomised(model)
-    folder = _write(model, adapter, tmp_path / "adapter")
+    folder = _write(adapter, tmp_path / "adapter")
     base.set_attn_implementation("sdpa")
     before = _logits(base)
     theirs = PeftModel.from_pretrained(base, folder)
@@ -83,7 +83,7 @@ def test_an_adapter_of_peft_loads_in_ours_with_the_same_logits(tmp_path: Path, t
             if parameter.requires_grad:
                 parameter.add_(torch.randn(parameter.shape) * 0.1)
     theirs.save_pretrained(tmp_path)
-    adapters.load_adapter(model, tmp_path)
+    load_adapter(model, tmp_path)
     with stock_attention(model):
         torch.testing.assert_close(_logits(model), _logits(theirs), rtol=1e-5, atol=1e-5)
 
@@ -94,14 +94,12 @@ def test_training_agrees_with_a_peft_loop_over_twenty_steps() -> None:
     model = tiny_llama()
     base = copy.deepcopy(model)
     base.set_attn_implementation("sdpa")
-    adapter = adapters.add_lora(model, Method(rank=4, alpha=8), seed=3)
+    adapter = Lora.apply(model, MethodSettings(rank=4, alpha=8), seed=3)
     config = LoraConfig(
-        r=4, lora_alpha=8, lora_dropout=0.0, target_modules=list(adapter.targets), task_type="CAUSAL_LM"
+        r=4, lora_alpha=8, lora_dropout=0.0, target_modules=list(adapter.spec.targets), task_type="CAUSAL_LM"
     )
     theirs = get_peft_model(base, config)
-    begun = {
-        name.replace(".weight", ".default.weight"): t for name, t in adapters.adapter_tensors(model, adapter).items()
-    }
+    begun = {name.replace(".weight", ".default.weight"): t for name, t in adapter.tensors().items()}
     assert not theirs.load_state_dict(begun, strict=False).unexpected_keys
     learner = TrainableModel(model, "fp32", 40, settings=Train(weight_decay=0.01))
     own = [parameter for parameter in theirs.parameters() if parameter.requires_grad]
@@ -122,7 +120,7 @@ def test_training_agrees_with_a_peft_loop_over_twenty_steps() -> None:
         assert loss == pytest.approx(float(total.detach()) / count, rel=1e-4)
         assert norm == pytest.approx(float(their_norm), rel=1e-3)
     ended = theirs.state_dict()
-    for name, tensor in adapters.adapter_tensors(model, adapter).items():
+    for name, tensor in adapter.tensors().items():
         assert distance(tensor, ended[name.replace(".weight", ".default.weight")]) < 1e-3, name
 
 
@@ -130,15 +128,15 @@ def test_a_fresh_adapter_changes_nothing() -> None:
     model = tiny_llama()
     with stock_attention(model):
         before = _logits(model)
-        adapters.add_lora(model, Method(rank=4), seed=3)
+        Lora.apply(model, MethodSettings(rank=4), seed=3)
         assert torch.equal(_logits(model), before)
 
 
 def test_fresh_matrices_are_as_large_as_those_of_peft() -> None:
     model, base = tiny_llama(hidden_size=256, intermediate_size=256), tiny_llama(hidden_size=256, intermediate_size=256)
-    adapters.add_lora(model, Method(rank=16, targets=("q_proj",)), seed=3)
+    Lora.apply(model, MethodSettings(rank=16, targets=("q_proj",)), seed=3)
     theirs = get_peft_model(base, LoraConfig(r=16, target_modules=["q_proj"]))
-    ours = torch.cat([p.flatten() for n, p in adapters.trainable(model).items() if "lora_A" in n])
+    ours = torch.cat([p.flatten() for n, p in trainable_parameters(model).items() if "lora_A" in n])
     other = torch.cat([p.flatten() for n, p in theirs.named_parameters() if "lora_A" in n])
     assert ours.std().item() == pytest.approx(other.std().item(), rel=0.05)
     assert ours.abs().max().item() == pytest.approx(other.abs().max().item(), rel=0.05)
@@ -146,15 +144,15 @@ def test_fresh_matrices_are_as_large_as_those_of_peft() -> None:
 
 def test_a_tied_head_and_embedding_stay_one_when_trained() -> None:
     model = tiny_llama(tie_word_embeddings=True)
-    adapters.add_lora(model, Method(rank=2, modules_to_save=("embed_tokens",)), seed=0)
+    Lora.apply(model, MethodSettings(rank=2, modules_to_save=("embed_tokens",)), seed=0)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    assert sum("lora" not in name for name in adapters.trainable(model)) == 1
+    assert sum("lora" not in name for name in trainable_parameters(model)) == 1
 
 
 @pytest.mark.parametrize("names", [("embed_tokens",), ("lm_head",), ("embed_tokens", "lm_head")])
 def test_a_tied_head_and_embedding_are_trained_in_fp32_beside_a_16_bit_model(names: tuple[str, ...]) -> None:
     model = tiny_llama(tie_word_embeddings=True).to(torch.bfloat16)
-    adapters.add_lora(model, Method(rank=2, modules_to_save=names), seed=0)
+    Lora.apply(model, MethodSettings(rank=2, modules_to_save=names), seed=0)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     with stock_attention(model):
         assert _logits(model).dtype == torch.bfloat16
@@ -162,18 +160,18 @@ def test_a_tied_head_and_embedding_are_trained_in_fp32_beside_a_16_bit_model(nam
 
 def test_a_layer_that_is_trained_as_a_whole_gets_no_matrices_and_others_are_refused_in_16_bit() -> None:
     model = tiny_llama()
-    adapters.add_lora(model, Method(rank=2, modules_to_save=("mlp",)), seed=0)
-    names = [name for name in adapters.trainable(model) if ".mlp." in name]
+    Lora.apply(model, MethodSettings(rank=2, modules_to_save=("mlp",)), seed=0)
+    names = [name for name in trainable_parameters(model) if ".mlp." in name]
     assert names and not any("lora" in name for name in names)
     with pytest.raises(UserError, match="16-bit"):
-        adapters.add_lora(tiny_llama().bfloat16(), Method(rank=2, modules_to_save=("mlp",)), seed=0)
+        Lora.apply(tiny_llama().bfloat16(), MethodSettings(rank=2, modules_to_save=("mlp",)), seed=0)
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 def test_whole_modules_are_trained_in_fp32_beside_a_16_bit_model(kind: torch.dtype) -> None:
     model = tiny_llama().to(kind)
-    adapters.add_lora(model, Method(rank=2, modules_to_save=("embed_tokens", "lm_head")), seed=0)
-    assert all(parameter.dtype == torch.float32 for parameter in adapters.trainable(model).values())
+    Lora.apply(model, MethodSettings(rank=2, modules_to_save=("embed_tokens", "lm_head")), seed=0)
+    assert all(parameter.dtype == torch.float32 for parameter in trainable_parameters(model).values())
     with stock_attention(model):
         assert model.model(input_ids=IDS).last_hidden_state.dtype == kind
         assert _logits(model).dtype == kind
@@ -190,25 +188,26 @@ def test_whole_modules_are_trained_in_fp32_beside_a_16_bit_model(kind: torch.dty
 )
 def test_adapters_that_compute_something_else_are_refused_by_name(tmp_path: Path, change: dict, words: str) -> None:
     model = tiny_llama()
-    adapter = adapters.add_lora(model, METHODS["all linears"], seed=0)
-    folder = _write(model, adapter, tmp_path / "adapter")
-    config = json.loads((folder / adapters.CONFIG).read_text()) | change
-    (folder / adapters.CONFIG).write_text(json.dumps(config))
+    adapter = Lora.apply(model, METHODS["all linears"], seed=0)
+    folder = _write(adapter, tmp_path / "adapter")
+    config = json.loads((folder / ADAPTER_CONFIG).read_text()) | change
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config))
     with pytest.raises(UserError, match=words):
-        adapters.load_adapter(tiny_llama(), folder)
+        load_adapter(tiny_llama(), folder)
 
 
 def test_an_adapter_for_another_model_is_refused(tmp_path: Path) -> None:
     model = tiny_llama(num_hidden_layers=3)
-    folder = _write(model, adapters.add_lora(model, METHODS["all linears"], seed=0), tmp_path / "adapter")
+    folder = _write(Lora.apply(model, METHODS["all linears"], seed=0), tmp_path / "adapter")
     with pytest.raises(UserError, match="does not fit this model"):
-        adapters.load_adapter(tiny_llama(), folder)
+        load_adapter(tiny_llama(), folder)
 
 
 @pytest.mark.parametrize(
-    "method", [Method(targets=("q_porj",)), Method(modules_to_save=("lm_haed",)), Method(layers=(9,))]
+    "method",
+    [MethodSettings(targets=("q_porj",)), MethodSettings(modules_to_save=("lm_haed",)), MethodSettings(layers=(9,))],
 )
-def test_names_that_the_model_does_not_have_are_refused_with_those_it_has(method: Method) -> None:
+def test_names_that_the_model_does_not_have_are_refused_with_those_it_has(method: MethodSettings) -> None:
     with pytest.raises(UserError) as refused:
-        adapters.add_lora(tiny_llama(), method, seed=0)
+        Lora.apply(tiny_llama(), method, seed=0)
     assert "_proj" in str(refused.value.fix) or "lm_head" in str(refused.value.fix)

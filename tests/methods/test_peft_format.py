@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 from tiny_models import VOCABULARY, order, tiny, tiny_config
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma4Config, PreTrainedModel
 
-from tunewell.config.schema import Method
+from tunewell.config.schema import MethodSettings
 from tunewell.core.errors import UserError
-from tunewell.methods import adapter as adapters
+from tunewell.methods.base import load_adapter, trainable_parameters
+from tunewell.methods.lora import Lora
+from tunewell.methods.peft_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tunewell.models.attention import stock_attention
 from tunewell.models.load import load_model
 from tunewell.models.support import text_weights
@@ -49,26 +51,25 @@ def _logits(model: torch.nn.Module) -> torch.Tensor:
         return model(input_ids=IDS, use_cache=False).logits
 
 
-def _trained(model: PreTrainedModel, method: Method, folder: Path, *, inside: str = "") -> torch.Tensor:
+def _trained(model: PreTrainedModel, method: MethodSettings, folder: Path, *, text_prefix: str = "") -> torch.Tensor:
     """Put an adapter that changes something on a model, write it, and give the logits."""
-    adapter = adapters.add_lora(model, method, seed=3, inside=inside)
+    adapter = Lora.apply(model, method, seed=3, text_prefix=text_prefix)
     draw = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for parameter in adapters.trainable(model).values():
+        for parameter in trainable_parameters(model).values():
             parameter.add_(torch.randn(parameter.shape, generator=draw) * 0.05)
     folder.mkdir(exist_ok=True)
-    save_file(adapters.adapter_tensors(model, adapter), folder / adapters.WEIGHTS)
-    (folder / adapters.CONFIG).write_text(adapters.adapter_config(adapter, "base"))
+    adapter.files("base").write(folder)
     return _logits(model)
 
 
-def _agrees(base: PreTrainedModel, method: Method, folder: Path) -> None:
+def _agrees(base: PreTrainedModel, method: MethodSettings, folder: Path) -> None:
     """Train an adapter with ours, and compare with PEFT and with ours reading it again."""
     again, ours = copy.deepcopy(base), copy.deepcopy(base)
     before = _logits(base)
     wanted = _trained(ours, method, folder)
     assert distance(wanted, before) > 1e-3, "an adapter that changes nothing proves nothing"
-    adapters.load_adapter(again, folder)
+    load_adapter(again, folder)
     assert distance(_logits(again), wanted) < 1e-6
     assert distance(_logits(PeftModel.from_pretrained(base, folder)), wanted) < 1e-5
 
@@ -78,12 +79,12 @@ def _agrees(base: PreTrainedModel, method: Method, folder: Path) -> None:
 def test_peft_takes_dense_layers_and_shared_experts_for_what_they_are(tmp_path: Path, kind: str, layers: Any) -> None:
     """PEFT fused `gate_proj` and its kin into the routed experts, and dropped the matrices that were trained."""
     model = tiny(kind, **MIXTURES[kind])
-    _agrees(model, Method(rank=3, alpha=6, dropout=0.1, layers=layers), tmp_path)
+    _agrees(model, MethodSettings(rank=3, alpha=6, dropout=0.1, layers=layers), tmp_path)
 
 
 def test_what_targets_only_such_layers_is_loaded_too(tmp_path: Path) -> None:
     model = tiny("deepseek_v3", **MIXTURES["deepseek_v3"])
-    _agrees(model, Method(rank=3, alpha=6, targets=("down_proj",)), tmp_path)
+    _agrees(model, MethodSettings(rank=3, alpha=6, targets=("down_proj",)), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -102,12 +103,12 @@ def test_peft_takes_the_same_modules_as_a_whole(tmp_path: Path, is_tied: bool, s
     """PEFT asked for a tied head that was not there, and took `input_layernorm` for `norm`."""
     model = tiny_llama(tie_word_embeddings=is_tied, num_hidden_layers=12 if saved == ("1.mlp",) else 2)
     with stock_attention(model):
-        _agrees(model, Method(rank=2, modules_to_save=saved), tmp_path)
+        _agrees(model, MethodSettings(rank=2, modules_to_save=saved), tmp_path)
 
 
 def test_a_tied_head_is_loaded_where_peft_does_not_know_the_embeddings_name(tmp_path: Path) -> None:
     model = tiny("gpt_neox", tie_word_embeddings=True)
-    _agrees(model, Method(rank=2, modules_to_save=("embed_in",)), tmp_path)
+    _agrees(model, MethodSettings(rank=2, modules_to_save=("embed_in",)), tmp_path)
 
 
 def _whole(kind: str, folder: Path, tokenizer: Path) -> Path:
@@ -133,24 +134,24 @@ def _whole(kind: str, folder: Path, tokenizer: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "method", [Method(rank=3, layers=(1, 2)), Method(rank=3, modules_to_save=("embed_tokens", "norm"))]
+    "method", [MethodSettings(rank=3, layers=(1, 2)), MethodSettings(rank=3, modules_to_save=("embed_tokens", "norm"))]
 )
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
 def test_the_adapter_of_a_text_part_works_on_the_whole_model(
-    tmp_path: Path, tiny_model: Path, kind: str, method: Method
+    tmp_path: Path, tiny_model: Path, kind: str, method: MethodSettings
 ) -> None:
     """It was written for the text part alone, and PEFT gave the figures of the base with a warning."""
     base = _whole(kind, tmp_path / "base", tiny_model)
     found = load_model(order(base, tiny_model))
     before = _logits(found.model)
-    wanted = _trained(found.model, method, tmp_path / "adapter", inside=found.inside)
+    wanted = _trained(found.model, method, tmp_path / "adapter", text_prefix=found.text_prefix)
     theirs = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     assert type(theirs) is not type(found.model)
     assert distance(_logits(theirs), before) < 1e-5
     assert distance(_logits(PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()), wanted) < 1e-5
     assert distance(wanted, before) > 1e-3
     again = load_model(order(base, tiny_model)).model
-    adapters.load_adapter(again, tmp_path / "adapter")
+    load_adapter(again, tmp_path / "adapter")
     assert distance(_logits(again), wanted) < 1e-6
 
 
@@ -161,7 +162,7 @@ def test_an_adapter_that_peft_trained_on_the_whole_model_is_read(tmp_path: Path,
     theirs = get_peft_model(theirs, LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
     theirs.save_pretrained(tmp_path / "adapter")
     ours = load_model(order(base, tiny_model)).model
-    adapters.load_adapter(ours, tmp_path / "adapter")
+    load_adapter(ours, tmp_path / "adapter")
     assert distance(_logits(ours), _logits(theirs.eval())) < 1e-5
 
 
@@ -198,7 +199,7 @@ def test_a_head_that_peft_trained_apart_from_its_embedding_is_refused(tmp_path: 
     """One of the two was taken for both, without a word."""
     _by_peft(tmp_path, tie=False, saved=saved)
     with pytest.raises(UserError, match="differ") as refused:
-        adapters.load_adapter(tiny_llama(tie_word_embeddings=True), tmp_path)
+        load_adapter(tiny_llama(tie_word_embeddings=True), tmp_path)
     assert "ensure_weight_tying" in str(refused.value.fix)
 
 
@@ -214,7 +215,7 @@ def test_a_head_that_peft_trained_apart_from_its_embedding_is_refused(tmp_path: 
 def test_a_head_that_is_the_embedding_is_read(tmp_path: Path, tie: bool, saved: list[str], equal: bool) -> None:
     wanted = _by_peft(tmp_path, tie=tie, saved=saved, equal=equal)
     ours = tiny_llama(tie_word_embeddings=True)
-    adapters.load_adapter(ours, tmp_path)
+    load_adapter(ours, tmp_path)
     with stock_attention(ours):
         assert distance(_logits(ours), wanted) < 1e-5
 
@@ -226,12 +227,13 @@ def test_tables_that_peft_saves_without_saying_so_are_read(tmp_path: Path, is_ti
     with torch.no_grad():
         theirs.get_input_embeddings().weight.mul_(1.5)
     theirs.save_pretrained(tmp_path, save_embedding_layers=True)
-    assert json.loads((tmp_path / adapters.CONFIG).read_text())["modules_to_save"] is None
+    assert json.loads((tmp_path / ADAPTER_CONFIG).read_text())["modules_to_save"] is None
     ours = tiny_llama(tie_word_embeddings=is_tied)
-    adapter = adapters.load_adapter(ours, tmp_path)
+    adapter = load_adapter(ours, tmp_path)
     with stock_attention(ours):
         assert distance(_logits(ours), _logits(theirs)) < 1e-5
-    assert set(adapter.modules_to_save) == {"embed_tokens", "lm_head"}
+    assert isinstance(adapter, Lora)
+    assert set(adapter.spec.modules_to_save) == {"embed_tokens", "lm_head"}
 
 
 def test_tables_of_a_vocabulary_that_was_lengthened_do_not_fit_the_one_that_was_not(tmp_path: Path) -> None:
@@ -241,20 +243,20 @@ def test_tables_of_a_vocabulary_that_was_lengthened_do_not_fit_the_one_that_was_
         tmp_path, save_embedding_layers=True
     )
     with pytest.raises(UserError, match="does not fit"):
-        adapters.load_adapter(tiny_llama(tie_word_embeddings=True), tmp_path)
+        load_adapter(tiny_llama(tie_word_embeddings=True), tmp_path)
 
 
 def test_an_earlier_adapter_with_the_tied_table_once_is_read(tmp_path: Path) -> None:
     model = tiny_llama(tie_word_embeddings=True)
     with stock_attention(model):
-        wanted = _trained(model, Method(rank=2, modules_to_save=("embed_tokens",)), tmp_path)
-    tensors = load_file(tmp_path / adapters.WEIGHTS)
+        wanted = _trained(model, MethodSettings(rank=2, modules_to_save=("embed_tokens",)), tmp_path)
+    tensors = load_file(tmp_path / ADAPTER_WEIGHTS)
     del tensors["base_model.model.lm_head.weight"]
-    save_file(tensors, tmp_path / adapters.WEIGHTS)
-    config = json.loads((tmp_path / adapters.CONFIG).read_text()) | {"modules_to_save": ["embed_tokens"]}
-    (tmp_path / adapters.CONFIG).write_text(json.dumps(config))
+    save_file(tensors, tmp_path / ADAPTER_WEIGHTS)
+    config = json.loads((tmp_path / ADAPTER_CONFIG).read_text()) | {"modules_to_save": ["embed_tokens"]}
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(config))
     again = tiny_llama(tie_word_embeddings=True)
-    adapters.load_adapter(again, tmp_path)
+    load_adapter(again, tmp_path)
     with stock_attention(again):
         assert distance(_logits(again), wanted) < 1e-6
 
@@ -276,14 +278,14 @@ def test_adapters_of_peft_that_ours_would_compute_otherwise_are_refused_by_name(
         tmp_path
     )
     with pytest.raises(UserError, match=next(iter(more))):
-        adapters.load_adapter(tiny_llama(), tmp_path)
+        load_adapter(tiny_llama(), tmp_path)
 
 
 def test_matrices_beside_stacked_experts_are_refused_by_name(tmp_path: Path) -> None:
     config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["experts.down_proj"])
     get_peft_model(tiny("mixtral"), config).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"target_parameters: experts\.down_proj"):
-        adapters.load_adapter(tiny("mixtral"), tmp_path)
+        load_adapter(tiny("mixtral"), tmp_path)
 
 
 @pytest.mark.parametrize("init", ["gaussian", "orthogonal", True])
@@ -295,6 +297,6 @@ def test_other_beginnings_of_peft_are_read(tmp_path: Path, init: Any) -> None:
                 parameter.add_(0.1)
     theirs.save_pretrained(tmp_path)
     ours = tiny_llama()
-    adapters.load_adapter(ours, tmp_path)
+    load_adapter(ours, tmp_path)
     with stock_attention(ours):
         assert distance(_logits(ours), _logits(PeftModel.from_pretrained(_plain(), tmp_path))) < 1e-5

@@ -140,7 +140,7 @@ def test_only_the_text_part_of_some_models_is_known():
     assert part is not None
     assert part.config is config.get_text_config()
     # `AutoModelForCausalLM` gives the whole, in which PEFT is to find what was trained.
-    assert part.inside == "model.language_model."
+    assert part.text_prefix == "model.language_model."
     assert text_part(tiny_config("llama")) is None
     assert require_supported(config, longest_document=1) == []
 

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from tunewell.config.schema import Method, Train
+from tunewell.config.schema import MethodSettings, Train
 from tunewell.data.batches import MicroBatch, make_batch, micro_batches
-from tunewell.methods import adapter as adapters
+from tunewell.methods.base import trainable_parameters
+from tunewell.methods.lora import Lora
 from tunewell.models import attention
 from tunewell.training.step import TrainableModel
 
@@ -65,14 +66,18 @@ def tiny_llama(*, seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 
 def lora_learner(
-    model: PreTrainedModel | None = None, *, train: Train | None = None, method: Method | None = None, **more: Any
+    model: PreTrainedModel | None = None,
+    *,
+    train: Train | None = None,
+    method: MethodSettings | None = None,
+    **more: Any,
 ) -> TrainableModel:
     """A tiny model with an adapter whose B is not zero, so that every gradient is there to be seen."""
     model = model or tiny_llama()
-    adapters.add_lora(model, method or Method(rank=4, alpha=8), seed=1)
+    Lora.apply(model, method or MethodSettings(rank=4, alpha=8), seed=1)
     torch.manual_seed(2)
     with torch.no_grad():
-        for name, parameter in adapters.trainable(model).items():
+        for name, parameter in trainable_parameters(model).items():
             if name.endswith("lora_B"):
                 parameter.normal_(std=0.1)
     return TrainableModel(model, "fp32", 40, settings=train or Train(), **more)

@@ -11,10 +11,12 @@ from lessons import RandomDocuments, gradients
 from tiny_runs import make_plan, make_run
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from tunewell.config.schema import Method, Train
+from tunewell.config.schema import MethodSettings, Train
 from tunewell.core.errors import UserError
 from tunewell.data.batches import DataOrder, make_batch
-from tunewell.methods import adapter as adapters
+from tunewell.methods.base import trainable_parameters
+from tunewell.methods.full import Full
+from tunewell.methods.lora import Lora
 from tunewell.models import attention
 from tunewell.training import compile as compiling
 from tunewell.training.compile import Compiler
@@ -60,10 +62,10 @@ def _learner(shape: str, *, way: str, dtype: torch.dtype) -> TrainableModel:
     torch.manual_seed(0)
     model = SHAPES[shape]().to("cuda", dtype)
     model.set_attn_implementation(way)
-    adapters.add_lora(model, Method(rank=16), seed=1)
+    Lora.apply(model, MethodSettings(rank=16), seed=1)
     draw = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for name, parameter in adapters.trainable(model).items():
+        for name, parameter in trainable_parameters(model).items():
             if name.endswith("lora_B"):
                 parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.02)
     return TrainableModel(model, "fp32" if dtype == torch.float32 else "bf16", 400, settings=Train())
@@ -181,7 +183,7 @@ def test_a_run_resumed_on_cuda_goes_on_where_it_was(tmp_path: Path) -> None:
     def run(name: str, steps: int) -> Any:
         made = make_run(tmp_path / name, config={"method": {"rank": 4}}, plan={"num_steps": 12, "device": "cuda:0"})
         model = made.learner.model.to("cuda", torch.bfloat16)
-        for parameter in adapters.trainable(model).values():
+        for parameter in trainable_parameters(model).values():
             parameter.data = parameter.data.float()
         model.set_attn_implementation(attention.FLASH)
         made.learner = TrainableModel(model, "bf16", 40, settings=made.config.train)
@@ -203,7 +205,7 @@ def test_full_training_in_bf16_keeps_fp32_weights_and_learns() -> None:
     torch.manual_seed(0)
     model = SHAPES["windows"]().to("cuda")
     model.set_attn_implementation(attention.FLASH)
-    adapters.train_everything(model)
+    Full.apply(model, MethodSettings(kind="full"))
     learner = TrainableModel(model, "bf16", 400, settings=Train())
     documents = _documents()
     batches = documents.batches(range(12), 4000)

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tunewell.config.schema import Config
 from tunewell.data.batches import DataOrder
 from tunewell.inference.generate import Decoding, generate
-from tunewell.methods import adapter as adapters
+from tunewell.methods.lora import Lora
 from tunewell.models import attention
 from tunewell.records.events import EventLog
 from tunewell.records.healing import HEALING, read_healing
@@ -87,20 +87,10 @@ def _run(folder: Path, lengths: list[int], *, compiling: str = "off", faults: st
         **plan,
     )
     model = _model()
-    adapter = adapters.add_lora(model, config.method, seed=0)
-    first = {name: tensor.clone() for name, tensor in adapters.adapter_tensors(model, adapter).items()}
+    method = Lora.apply(model, config.method, seed=0)
     documents = Documents(lengths)
     listener = Remembering()
     folder.mkdir()
-
-    def begin_again() -> None:
-        fresh = dict(_model().named_parameters())
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if (before := fresh.get(name.replace(".base_layer.", "."))) is not None:
-                    parameter.copy_(before)
-        adapters.load_tensors(model, first, where="beginning")
-
     return Run(
         plan=decided,
         config=config,
@@ -115,9 +105,8 @@ def _run(folder: Path, lengths: list[int], *, compiling: str = "off", faults: st
         samples=EventLog(folder / "samples.jsonl"),
         remedies=Remedies(folder / HEALING),
         listener=listener,
-        trained=lambda: ({adapters.WEIGHTS: adapters.adapter_tensors(model, adapter)}, {adapters.CONFIG: "{}"}),
-        restore=lambda tensors: adapters.load_tensors(model, tensors[adapters.WEIGHTS], where="checkpoint"),
-        begin_again=begin_again,
+        method=method,
+        load_weights=lambda: dict(_model().named_parameters()),
         about=RunContext(vocab_size=VOCABULARY, precision="bf16", device="cuda", max_grad_norm=1.0),
     )
 

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from lessons import distance, gradients
 
-from tunewell.config.schema import Method, Train
+from tunewell.config.schema import MethodSettings, Train
 from tunewell.data.batches import make_batch, micro_batches
 from tunewell.data.corpus.reader import Corpus, open_corpus
-from tunewell.methods import adapter as adapters
+from tunewell.methods.base import trainable_parameters
+from tunewell.methods.lora import Lora
 from tunewell.models import attention
 from tunewell.models.load import LoadOptions, load_model
 from tunewell.training.leak_probe import probe_leaks
@@ -31,10 +32,10 @@ def _learner(corpus: Corpus) -> TrainableModel:
     model = load_model(
         LoadOptions(MODEL, corpus.path / "tokenizer", cpu, torch.float32, longest_document=longest)
     ).model
-    adapters.add_lora(model, Method(rank=8, alpha=16), seed=0)
+    Lora.apply(model, MethodSettings(rank=8, alpha=16), seed=0)
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for name, parameter in adapters.trainable(model).items():
+        for name, parameter in trainable_parameters(model).items():
             if name.endswith("lora_B"):
                 parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.02)
     return TrainableModel(model, "fp32", longest, settings=Train())

@@ -5,9 +5,9 @@ import pytest
 import torch
 from lessons import RandomDocuments, distance, gradients, lora_learner, tiny_llama
 
-from tunewell.config.schema import Method, Train
+from tunewell.config.schema import MethodSettings, Train
 from tunewell.data.batches import FixedShape, make_batch
-from tunewell.methods.adapter import train_everything
+from tunewell.methods.full import Full
 from tunewell.models.attention import stock_attention
 from tunewell.training.optimizers.adamw import load_optimizer, optimizer_tensors
 from tunewell.training.step import TrainableModel
@@ -86,7 +86,7 @@ def test_a_whole_model_trained_in_bf16_on_a_cpu_takes_the_step_of_fp32_within_ro
     made = {}
     for precision in ("fp32", "bf16"):
         model = tiny_llama()
-        train_everything(model)
+        Full.apply(model, MethodSettings(kind="full"))
         learner = TrainableModel(model, precision, 40, settings=Train())
         documents = _beginning_alike(size) if size else RandomDocuments()
         loss = learner.loss_sum(make_batch(documents, CHOSEN))
@@ -106,7 +106,7 @@ def test_a_rate_that_only_the_config_knows_counts_as_drawing() -> None:
 
 
 def test_where_something_is_drawn_every_document_draws_its_own_opening() -> None:
-    learner = lora_learner(method=Method(rank=4, alpha=8, dropout=0.1))
+    learner = lora_learner(method=MethodSettings(rank=4, alpha=8, dropout=0.1))
     batch, seen = make_batch(_beginning_alike(), CHOSEN), []
     learner.body.register_forward_pre_hook(
         lambda module, given, named: seen.append(named["input_ids"].numel()), with_kwargs=True
@@ -129,7 +129,7 @@ def test_any_cut_into_micro_batches_makes_the_same_step(kind: str, budget: int) 
             learner = lora_learner(train=TRAIN)
         else:
             model = tiny_llama()
-            train_everything(model)
+            Full.apply(model, MethodSettings(kind="full"))
             learner = TrainableModel(model, "fp32", 40, settings=TRAIN)
         numbers = [
             learner.take_step(documents.batches(chosen, budget), number=number, rate=1e-3).read()
@@ -202,7 +202,7 @@ def test_what_a_step_draws_depends_on_its_number_only() -> None:
     documents = RandomDocuments()
 
     def learner() -> TrainableModel:
-        return lora_learner(method=Method(rank=4, dropout=0.3))
+        return lora_learner(method=MethodSettings(rank=4, dropout=0.3))
 
     straight, resumed = learner(), learner()
     batches = documents.batches(CHOSEN, 64)

@@ -7,9 +7,9 @@ import torch
 from lessons import RandomDocuments, tiny_llama
 from transformers import PreTrainedModel
 
+from tunewell.config.methods import METHODS
 from tunewell.config.schema import Config
 from tunewell.data.batches import DataOrder, make_batch
-from tunewell.methods import adapter as adapters
 from tunewell.records.events import EventLog
 from tunewell.records.healing import HEALING, HealingEntry, read_healing
 from tunewell.records.plan import Chosen, Plan
@@ -105,28 +105,12 @@ def make_run(
     decided = make_plan(**(plan or {}))
     model = learned_llama(seed) if is_learned else tiny_llama(seed=seed)
     base = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    adapter = adapters.add_lora(model, settings.method, seed=seed)
+    method = METHODS.load(decided.method.value).apply(model, settings.method, seed=seed)
     documents = RandomDocuments(23)
     listener = Remembering()
     folder.mkdir(exist_ok=True)
-
-    def trained() -> Any:
-        return {adapters.WEIGHTS: adapters.adapter_tensors(model, adapter)}, {adapters.CONFIG: "{}"}
-
-    first = {name: tensor.clone() for name, tensor in adapters.adapter_tensors(model, adapter).items()}
     remedies = Remedies(folder / HEALING)
     remedies.take_over(read_healing(folder))
-
-    def begin_again(own: Any) -> None:
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if (before := base.get(name.replace(".base_layer.", "."))) is not None:
-                    parameter.copy_(before)
-        adapters.load_tensors(model, own, where="beginning")
-
-    def restore(tensors: Any) -> None:
-        adapters.load_tensors(model, tensors[adapters.WEIGHTS], where="checkpoint")
-
     return Run(
         plan=decided,
         config=settings,
@@ -143,9 +127,8 @@ def make_run(
         samples=EventLog(folder / "samples.jsonl"),
         remedies=remedies,
         listener=listener,
-        trained=trained,
-        restore=restore,
-        begin_again=lambda: begin_again(first),
+        method=method,
+        load_weights=lambda: base,
         about=RunContext(vocab_size=131, precision="fp32", device="cpu", max_grad_norm=settings.train.max_grad_norm),
         identity={"seed": 0},
     )

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import save
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from tunewell.config.schema import Method
+from tunewell.config.schema import MethodSettings
 from tunewell.core.model_files import locate
 from tunewell.inference.chat_model import open_chat_model
 from tunewell.inference.generate import Decoding, generate
 from tunewell.inference.prompt import prompt_ids
 from tunewell.inference.stream import stream
-from tunewell.methods import adapter as adapters
+from tunewell.methods.base import trainable_parameters
+from tunewell.methods.lora import Lora
 from tunewell.runs.resolve import resolve_model
 
 pytestmark = pytest.mark.slow
@@ -29,14 +29,13 @@ NUM_TOKENS = 12
 def adapter(tmp_path_factory) -> Path:
     """An adapter that changes what the model says."""
     voice = open_chat_model(resolve_model(MODEL), device="cpu")
-    own = adapters.add_lora(voice.model, Method(rank=8, alpha=16), seed=3)
+    own = Lora.apply(voice.model, MethodSettings(rank=8, alpha=16), seed=3)
     torch.manual_seed(5)
     with torch.no_grad():
-        for parameter in adapters.trainable(voice.model).values():
+        for parameter in trainable_parameters(voice.model).values():
             parameter.add_(torch.randn(parameter.shape) * 0.02)
     folder = tmp_path_factory.mktemp("adapter")
-    (folder / adapters.WEIGHTS).write_bytes(save(adapters.adapter_tensors(voice.model, own)))
-    (folder / adapters.CONFIG).write_text(adapters.adapter_config(own, MODEL))
+    own.files(MODEL).write(folder)
     return folder
 
 

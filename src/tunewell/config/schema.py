@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tunewell.config.extensions import METHODS, MethodName
 from tunewell.config.fields import Auto, Branch, Flag, OneOf, Real, Text, Whole
+from tunewell.config.methods import METHODS, MethodName
 from tunewell.config.rules import Export, Healing, VerdictRules
 
 LearnFrom = Literal["responses", "last_response", "everything"]
@@ -220,7 +220,7 @@ class Packing(Branch):
     """What to do with a document that does not fit. A drop is counted as `too_long`, what a split adds as `pieces`."""
 
 
-class Method(Branch):
+class MethodSettings(Branch):
     """What of the model is trained."""
 
     kind: MethodName = Field(default="lora", description=OneOf(METHODS).doc())
@@ -331,7 +331,7 @@ class Config(Branch):
     """How a conversation becomes text, and which of it is learned."""
     packing: Packing = Packing()
     """How documents are laid into sequences."""
-    method: Method = Method()
+    method: MethodSettings = MethodSettings()
     """What of the model is trained."""
     train: Train = Train()
     """How long and how fast is learned, and how a step is cut up."""

@@ -105,7 +105,6 @@ def make_report(
 
 
 def _subject(found: ModelRef) -> EvaluatedModel:
-    method = "" if found.plan is None else found.plan.method.value
     return EvaluatedModel(
         name=found.name,
         kind=found.kind,
@@ -113,7 +112,7 @@ def _subject(found: ModelRef) -> EvaluatedModel:
         base=found.base,
         step=found.step,
         because=found.because,
-        method=method or ("lora" if found.adapter else ""),
+        method=found.method,
     )
 
 

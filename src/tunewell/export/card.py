@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tunewell import __version__
+from tunewell.config.methods import METHODS
 from tunewell.core.errors import UserError
 from tunewell.core.model_files import locate
 from tunewell.core.redact import redact
@@ -77,7 +78,7 @@ def _front_matter(facts: CardFacts, kind: str) -> str:
         "base_model": facts.base,
         "license": facts.license,
         "library_name": {"adapter": "peft", "merged": "transformers"}.get(kind),
-        "tags": ["tunewell", *(["lora"] if facts.method == "lora" else [])],
+        "tags": ["tunewell", *([facts.method] if facts.method and METHODS.entry(facts.method).is_adapter else [])],
     }
     body = "\n".join(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in header.items() if value)
     return f"---\n{body}\n---\n"
@@ -96,7 +97,7 @@ def card_facts(found: ModelRef, voice: ChatModel) -> CardFacts:
         name=name,
         base=found.base,
         license=_license(found.base),
-        method=found.plan.method.value if found.plan else "lora" if found.adapter else "",
+        method=found.method,
         corpus_sha256=manifest.corpus_sha256 if manifest else None,
         documents=manifest.documents if manifest else None,
         plan=found.plan,

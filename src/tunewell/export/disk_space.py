@@ -9,7 +9,6 @@ from pathlib import Path
 from tunewell.core.errors import UserError
 from tunewell.core.units import size_bytes
 from tunewell.inference.chat_model import ChatModel
-from tunewell.methods import adapter as adapters
 
 _BITS = {
     "fp32": 32.0,
@@ -57,8 +56,8 @@ def estimate_disk_space(
     weights = sum(parameter.numel() for parameter in voice.model.parameters())
     stays: dict[str, int] = {}
     on_the_way = 0
-    if "adapter" in wanted and voice.subject.adapter is not None:
-        stays["adapter"] = (voice.subject.adapter / adapters.WEIGHTS).stat().st_size
+    if "adapter" in wanted and voice.adapter is not None:
+        stays["adapter"] = voice.adapter.files(None).num_bytes
     if "merged" in wanted:
         stays[f"merged {precision}"] = _bytes(weights, precision)
     if {"gguf", "ollama"} & set(wanted):

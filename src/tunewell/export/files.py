@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from tunewell.core.files import sha256_file
 from tunewell.core.progress import Progress, ProgressListener, with_stage
@@ -21,7 +20,6 @@ from tunewell.export.gguf.write import write_gguf
 from tunewell.export.ollama.chat_template import saved_template
 from tunewell.export.ollama.modelfile import derive_for_ollama, modelfile
 from tunewell.inference.chat_model import ChatModel
-from tunewell.methods import adapter as adapters
 from tunewell.models.quiet import quiet
 from tunewell.records.parity import Artefact, ExportKind
 
@@ -64,12 +62,10 @@ class ArtefactWriter:
         self.tell(Progress("writing the adapter"))
         target.mkdir()
         # Not copied: earlier versions, and PEFT itself, name layers so that PEFT does not always find them again.
-        tensors = adapters.adapter_tensors(self.voice.model, own)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / adapters.WEIGHTS)
         base = self.voice.subject.base
         # From anywhere: PEFT looks from where it is called.
         place = str(Path(base).resolve()) if base and Path(base).exists() else base
-        (target / adapters.CONFIG).write_text(adapters.adapter_config(own, place), encoding="utf-8")
+        own.files(place).write(target)
         self.text.tokenizer.save(target, self.template.source)
         self._stops().save_pretrained(target)
         return self._finished("adapter", "fp32", target)

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import LlamaConfig
 
 from tunewell.config.load import Loaded
+from tunewell.config.methods import METHODS
 from tunewell.core.errors import UserError
 from tunewell.core.model_files import WEIGHT_SUFFIXES, hub_is_out_of_reach, locate
 from tunewell.core.optional import import_optional
@@ -34,7 +35,7 @@ def require_exportable(loaded: Loaded) -> None:
     if not wanted:
         return
     if "adapter" in wanted:
-        if config.method.kind != "lora":
+        if not METHODS.entry(config.method.kind).is_adapter:
             raise UserError(
                 f"`export.to` lists an adapter, and `method.kind: {config.method.kind}` makes none",
                 fix="list `merged` instead",

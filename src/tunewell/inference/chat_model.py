@@ -22,7 +22,7 @@ from tunewell.inference.llama_cpp.library import find_llama
 from tunewell.inference.llama_cpp.runtime import LlamaRuntime
 from tunewell.inference.model_ref import ModelRef
 from tunewell.inference.runtime import Runtime, TorchRuntime
-from tunewell.methods import adapter as adapters
+from tunewell.methods.base import AdapterMethod, load_adapter
 from tunewell.models.attention import SDPA
 from tunewell.models.load import LoadedModel, LoadOptions, load_model
 from tunewell.records.manifest import read_manifest
@@ -85,7 +85,7 @@ class ChatModel:
     device: DeviceFacts
     precision: str
     notes: list[str] = field(default_factory=list)
-    adapter: adapters.Adapter | None = None
+    adapter: AdapterMethod | None = None
     computed_by: str = ""
     """What computes it, where that is not torch."""
     num_threads: int | None = None
@@ -100,7 +100,7 @@ class ChatModel:
     @property
     def can_switch(self) -> bool:
         """Whether the model itself answers as its base when its matrices are switched off."""
-        return self.adapter is not None and not self.adapter.modules_to_save
+        return self.adapter is not None and self.adapter.has_base
 
     @property
     def has_base(self) -> bool:
@@ -113,7 +113,8 @@ class ChatModel:
         if self._base is not None:
             yield self._base
             return
-        with adapters.switched_off(self.model):
+        assert self.adapter is not None
+        with self.adapter.disabled():
             yield self.runtime
 
     def release(self) -> None:
@@ -172,7 +173,7 @@ def open_chat_model(
             found = load(subject.model)
             model = found.model
             if subject.adapter is not None:
-                voice.adapter = adapters.load_adapter(model, subject.adapter, inside=found.inside)
+                voice.adapter = load_adapter(model, subject.adapter, text_prefix=found.text_prefix)
             model.requires_grad_(False)
             voice.runtime = TorchRuntime(model.eval(), voice.precision)
             _use_fastest_threads(model)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from tunewell.config.load import Loaded
+from tunewell.methods.base import adapter_method
 from tunewell.records.manifest import MANIFEST
 from tunewell.records.plan import Plan
 
@@ -38,6 +39,13 @@ class ModelRef:
         """Give the run's corpus, where it still is."""
         folder = self.loaded.path(self.loaded.config.corpus)
         return folder if self.kind == "run" and (folder / MANIFEST).is_file() else None
+
+    @property
+    def method(self) -> str:
+        """Return the name of the training method; empty if it is not known."""
+        if self.plan is not None:
+            return self.plan.method.value
+        return (adapter_method(self.adapter) or "") if self.adapter is not None else ""
 
     def as_base(self) -> "ModelRef":
         """Give what this was made from, to be loaded in its place with the same tokenizer and template."""

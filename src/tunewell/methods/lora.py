@@ -1,122 +1,264 @@
-"""Which layers of a model a method means: those that get matrices, and those that are trained as a whole."""
+"""LoRA: low-rank matrices beside frozen linear layers, and whole modules trained in fp32 beside a 16-bit model."""
 
-import difflib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tunewell.config.schema import Method
+from tunewell.config.schema import MethodSettings
 from tunewell.core.errors import UserError
-from tunewell.methods.peft_format import Selection, ending_of, is_named, is_within, layer_of, tied_names
+from tunewell.methods.base import AdapterLayer, AdapterMethod, MethodFiles, trainable_parameters
+from tunewell.methods.peft_format import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    AdapterSpec,
+    Selection,
+    adapter_config,
+    is_within,
+    layer_index,
+    match_full_modules,
+    match_parameters,
+    match_targets,
+    peft_name,
+    peft_targets,
+    read_adapter_config,
+    require_supported_settings,
+    saved_embeddings,
+    text_part_name,
+    tied_names,
+)
+from tunewell.methods.targets import (
+    add_tied,
+    drop_nested,
+    expert_notes,
+    last_names,
+    linear_layers,
+    select_layers,
+    with_embeddings,
+)
 
 
-def chosen_layers(model: PreTrainedModel, method: Method) -> Selection:
-    """Find the layers that a method names; raise UserError where it names what is not there, or one thing twice."""
-    linears = linears_of(model)
-    is_all = method.targets == "all-linear"
-    wanted = tuple(linears) if is_all else _matching(linears, method.targets, "linear layer")
-    layers = None if method.layers == "all" else tuple(method.layers)
-    if layers is not None:
-        _refuse_layers(linears, layers)
-        wanted = tuple(name for name in wanted if layer_of(name) in layers)
-    names = [name for name, _ in model.named_modules() if name]
-    whole = with_tied(model, outermost(_matching(names, method.modules_to_save, "module")))
-    if empty := [name for name in whole if next(model.get_submodule(name).parameters(), None) is None]:
-        raise UserError(
-            f"`{empty[0]}` has no weights to train",
-            where="`method.modules_to_save`",
-            fix=f"take `{ending_of(empty[0])}` out of it",
+class Lora(AdapterMethod):
+    """Trains low-rank matrices, in fp32, beside frozen linear layers; saves them in PEFT's format."""
+
+    def __init__(self, model: PreTrainedModel, notes: list[str], spec: AdapterSpec) -> None:
+        super().__init__(model, notes)
+        self.spec = spec
+        self._initial: dict[str, Tensor] = {}
+
+    @classmethod
+    def load_dtype(cls, precision: torch.dtype) -> torch.dtype:
+        """Return the precision itself: frozen weights need no more."""
+        return precision
+
+    @classmethod
+    def identity(cls, settings: MethodSettings) -> dict[str, Any]:
+        """Return all settings of the adapter."""
+        return settings.model_dump(mode="json", exclude={"kind"})
+
+    @classmethod
+    def apply(
+        cls,
+        model: PreTrainedModel,
+        settings: MethodSettings,
+        *,
+        seed: int,
+        text_prefix: str = "",
+        has_new_tokens: bool = False,
+    ) -> Self:
+        """Freeze a model and put new matrices beside its linear layers."""
+        if has_new_tokens:
+            settings = with_embeddings(settings, model)
+        selection = select_layers(model, settings)
+        spec = AdapterSpec(
+            rank=settings.rank,
+            alpha=settings.alpha,
+            dropout=settings.dropout,
+            rslora=settings.rslora,
+            is_tied=bool(tied_names(model)),
+            **peft_targets(model, selection, text_prefix),
         )
-    for end in () if is_all else method.targets:
-        own = [name for name in wanted if is_named(name, end)]
-        if own and all(is_within(name, whole) for name in own):
+        notes = expert_notes(model, settings)
+        _wrap_layers(model, spec, selection)
+        generator = torch.Generator().manual_seed(seed)
+        for module in model.modules():
+            if isinstance(module, LoraLinear):
+                module.reset_parameters(generator)
+        method = cls(model, notes, spec)
+        method._initial = {name: tensor.cpu().clone() for name, tensor in method.tensors().items()}
+        return method
+
+    @classmethod
+    def reads(cls, config: Mapping[str, Any]) -> bool:
+        """Return True for adapters of PEFT's type LORA."""
+        return config.get("peft_type") == "LORA"
+
+    @classmethod
+    def load(cls, model: PreTrainedModel, folder: Path, *, text_prefix: str = "") -> Self:
+        """Put an adapter that PEFT or tunewell wrote on a model; raise UserError if our LoRA cannot compute it."""
+        config, where = read_adapter_config(folder), str(folder / ADAPTER_WEIGHTS)
+        require_supported_settings(config, folder / ADAPTER_CONFIG)
+        tensors = {text_part_name(name): tensor for name, tensor in load_file(folder / ADAPTER_WEIGHTS).items()}
+        _require_tied(model, tensors, is_tied=bool(config.get("ensure_weight_tying")), where=where)
+        selection = _saved_selection(model, config, tensors, where=str(folder / ADAPTER_CONFIG))
+        spec = AdapterSpec(
+            rank=config["r"],
+            alpha=config["lora_alpha"],
+            dropout=config.get("lora_dropout", 0.0),
+            rslora=bool(config.get("use_rslora")),
+            is_tied=bool(tied_names(model)),
+            **peft_targets(model, selection, text_prefix),
+        )
+        _wrap_layers(model, spec, selection)
+        method = cls(model, [], spec)
+        method._copy_in(tensors, where=where)
+        return method
+
+    @property
+    def has_base(self) -> bool:
+        """Whether only matrices were trained: modules trained in full stay changed while the adapter is disabled."""
+        return not self.spec.modules_to_save
+
+    def files(self, base_model: str | None) -> MethodFiles:
+        """Return the adapter in PEFT's format."""
+        return MethodFiles({ADAPTER_WEIGHTS: self.tensors()}, {ADAPTER_CONFIG: adapter_config(self.spec, base_model)})
+
+    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Copy the tensors of a checkpoint into the adapter."""
+        self._copy_in(tensors[ADAPTER_WEIGHTS], where="checkpoint")
+
+    def reset(self, weights: Mapping[str, Tensor]) -> None:
+        """Return to the loaded weights and the adapter's first matrices."""
+        super().reset(weights)
+        self._copy_in(self._initial, where="initial adapter")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the adapter's tensors under PEFT's names; a tied head and embedding are listed twice, as in PEFT."""
+        prefix = self.spec.text_prefix
+        tensors = {
+            peft_name(name, prefix): parameter.detach()
+            for name, parameter in self.model.named_parameters()
+            if name.endswith((".lora_A", ".lora_B")) or is_within(name, self.spec.full_modules)
+        }
+        tied = [peft_name(f"{name}.weight", prefix) for name in tied_names(self.model)]
+        for tensor in [tensors[name] for name in tied if name in tensors]:
+            for name in tied:
+                tensors.setdefault(name, tensor.clone())
+        return tensors
+
+    @torch.no_grad()
+    def _copy_in(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
+        """Copy tensors under PEFT's names into the adapter; none may be missing, unexpected or of another shape."""
+        parameters = {peft_name(name): parameter for name, parameter in trainable_parameters(self.model).items()}
+        saved = {text_part_name(name): tensor for name, tensor in tensors.items()}
+        tied = [peft_name(f"{name}.weight") for name in tied_names(self.model)]
+        if tables := [saved[name] for name in tied if name in saved]:
+            others = {name: tensor for name, tensor in saved.items() if name not in tied}
+            saved = others | {name: tables[0] for name in tied if name in parameters}
+        wrong = sorted(parameters.keys() ^ saved.keys())
+        wrong += [name for name in parameters.keys() & saved.keys() if parameters[name].shape != saved[name].shape]
+        if wrong:
             raise UserError(
-                f"`{end}` cannot both get matrices beside it and be trained as a whole",
-                where="`method.targets` and `method.modules_to_save`",
-                fix=f"take `{end}` out of one of them",
+                f"the adapter does not fit this model: {len(wrong)} of its tensors are missing, unexpected or of "
+                f"another shape, the first is `{wrong[0]}`",
+                where=where,
             )
-    kept = tuple(name for name in wanted if not is_within(name, whole))
-    if not kept:
-        raise UserError(
-            "no linear layer is left to put an adapter on",
-            where=f"`method.targets` {method.targets!r}, `method.layers` {method.layers!r}, "
-            f"`method.modules_to_save` {method.modules_to_save!r}",
-            fix="the model's linear layers are: " + ", ".join(endings_of(linears)),
-        )
+        for name, parameter in parameters.items():
+            parameter.copy_(saved[name])
+
+
+def _saved_selection(
+    model: PreTrainedModel, config: dict[str, Any], tensors: dict[str, Tensor], *, where: str
+) -> Selection:
+    """Return the layers that a saved adapter trains."""
+    targets, layers = config.get("target_modules") or (), config.get("layers_to_transform")
+    linears = tuple(linear_layers(model))
+    selected = match_targets(linears, targets)
+    layers = None if layers is None else tuple([layers] if isinstance(layers, int) else layers)
+    if layers is not None:
+        selected = tuple(name for name in selected if layer_index(name) in layers)
+    selected += match_parameters(linears, config.get("target_parameters") or (), where)
+    full_names = tuple(config.get("modules_to_save") or ())
+    names = [name for name, _ in model.named_modules() if name]
+    # PEFT also saves the embedding and the head of a resized vocabulary, without mentioning it in the settings.
+    saved = (*match_full_modules(names, full_names, tensors), *saved_embeddings(model, tensors))
+    full_modules = add_tied(model, drop_nested(saved))
     return Selection(
-        linears=kept,
-        whole=whole,
-        endings=tuple(endings_of(kept)) if is_all else tuple(method.targets),
+        linears=tuple(dict.fromkeys(name for name in selected if not is_within(name, full_modules))),
+        full_modules=full_modules,
+        linear_names=tuple(last_names(selected)) if isinstance(targets, str) else tuple(targets),
         layers=layers,
-        saved_by=method.modules_to_save,
+        full_names=full_names,
     )
 
 
-def _refuse_layers(linears: Iterable[str], layers: Iterable[int]) -> None:
-    there = sorted({number for name in linears if (number := layer_of(name)) is not None})
-    if missing := [number for number in layers if number not in there]:
-        has = f"its layers are {there[0]} to {there[-1]}" if there else "its layers have no numbers"
+def _require_tied(model: PreTrainedModel, tensors: dict[str, Tensor], *, is_tied: bool, where: str) -> None:
+    """Raise UserError if an adapter has different weights for a head and an embedding that this model ties."""
+    tables = [table for name in tied_names(model) if (table := tensors.get(peft_name(f"{name}.weight"))) is not None]
+    if not tables or (len(tables) == 1 and is_tied):
+        return
+    shared: Any = model.get_input_embeddings().weight
+    other = tables[1] if len(tables) == 2 else shared.detach().cpu().to(tables[0].dtype)
+    if not torch.equal(tables[0], other):
         raise UserError(
-            f"the model has no layer {', '.join(map(str, missing))}",
-            where=f"`method.layers` {list(layers)}",
-            fix=f"{has}, and its linear layers: {', '.join(endings_of(linears))}",
+            "the adapter has different weights for the head and the embedding, but this model ties the two",
+            where=where,
+            fix="train it again with PEFT's `ensure_weight_tying: true`, or merge it with PEFT into a model with "
+            "`tie_word_embeddings: false` and use that model",
         )
 
 
-def outermost(modules: tuple[str, ...]) -> tuple[str, ...]:
-    """Leave out modules that lie in others: they are trained with those."""
-    return tuple(name for name in modules if not is_within(name, (own for own in modules if own != name)))
+def _wrap_layers(model: PreTrainedModel, spec: AdapterSpec, selection: Selection) -> None:
+    model.requires_grad_(False)
+    for name in selection.linears:
+        base: Any = model.get_submodule(name)
+        layer = LoraLinear(base, rank=spec.rank, scale=spec.scale, dropout=spec.dropout)
+        layer.train(base.training)
+        model.set_submodule(name, layer)
+    for name in selection.full_modules:
+        _train_in_full(model, name)
 
 
-def with_tied(model: PreTrainedModel, whole: tuple[str, ...]) -> tuple[str, ...]:
-    """Train the embedding with the head and the head with the embedding, where the two are one."""
-    twins = tied_names(model)
-    return tuple(dict.fromkeys([*whole, *twins])) if set(twins) & set(whole) else whole
+def _train_in_full(model: PreTrainedModel, name: str) -> None:
+    """Make a module trainable in fp32; a tied head and embedding stay tied."""
+    module = model.get_submodule(name)
+    is_tied = name in tied_names(model)
+    # Read before the conversion: of two tied modules the first converts the weight for both.
+    dtype = next(module.parameters()).dtype
+    if dtype != torch.float32 and not isinstance(module, nn.Embedding | nn.Linear):
+        raise UserError(
+            f"`{name}` cannot be trained in full beside a 16-bit model: only embeddings and linear layers can",
+            fix="remove it from `method.modules_to_save`, or set `train.precision: fp32`",
+        )
+    for part in [model.get_input_embeddings(), model.get_output_embeddings()] if is_tied else [module]:
+        part.float().requires_grad_(True)
+        if dtype != torch.float32 and isinstance(part, nn.Embedding):
+            part.__class__ = Fp32Embedding
+            part.__dict__["output_dtype"] = dtype
+        elif dtype != torch.float32 and isinstance(part, nn.Linear):
+            part.__class__ = Fp32Linear
+    if is_tied:
+        model.tie_weights()
 
 
-def linears_of(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """List the linear layers by path; the head is none of them, nor is a router that only looks like one."""
-    head = model.get_output_embeddings()
-    # The router of PhiMoE is made of `nn.Linear` and answers with three tensors.
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and "Router" not in type(module).__name__
-    }
+class LoraLinear(AdapterLayer):
+    """A frozen linear layer and its low-rank matrices: y = W x + scale * B A x.
 
-
-def _matching(names: Iterable[str], endings: Iterable[str], kind: str) -> tuple[str, ...]:
-    known = list(names)
-    for end in endings:
-        if not any(is_named(name, end) for name in known):
-            close = difflib.get_close_matches(end, endings_of(known), n=1)
-            hint = f"did you mean `{close[0]}`? " if close else ""
-            raise UserError(
-                f"the model has no {kind} `{end}`", fix=f"{hint}it has: {', '.join(endings_of(known)[:20])}"
-            )
-    return tuple(name for name in known if any(is_named(name, end) for end in endings))
-
-
-def endings_of(names: Iterable[str]) -> list[str]:
-    return sorted({ending_of(name) for name in names})
-
-
-# A linear layer with a low-rank matrix beside it, and whole modules trained in fp32 beside a 16-bit model.
-
-
-class LoraLinear(nn.Module):
-    """A frozen linear layer and its low-rank matrices."""
+    The frozen layer may be any module with `weight`, `bias`, `in_features` and `out_features`. If its forward is not
+    that of `nn.Linear`, as in a quantised layer, it is called; if it is, the sum is computed in one pass.
+    """
 
     def __init__(self, base: nn.Linear, *, rank: int, scale: float, dropout: float) -> None:
         super().__init__()
         self.base_layer = base
         self.scale = scale
         self.dropout = dropout
-        self.is_on = True
+        self._is_plain = type(base).forward is nn.Linear.forward
         device = base.weight.device
         self.lora_A = nn.Parameter(torch.empty(rank, base.in_features, device=device, dtype=torch.float32))
         self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank, device=device, dtype=torch.float32))
@@ -131,38 +273,63 @@ class LoraLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Give the frozen weight: some models look at it for its precision."""
+        """Return the frozen weight: some models read its dtype."""
         return self.base_layer.weight
 
     @property
     def bias(self) -> Tensor | None:
         return self.base_layer.bias
 
-    def draw(self, generator: torch.Generator) -> None:
-        """Begin as PEFT does: A uniform as a linear layer's weight is, B zero, so that nothing changes at first."""
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Initialise as PEFT does: A uniform like a linear layer's weight, B zero, so the output is unchanged."""
         bound = self.in_features**-0.5
-        drawn = torch.rand(self.lora_A.shape, generator=generator) * (2 * bound) - bound
+        initial = torch.rand(self.lora_A.shape, generator=generator) * (2 * bound) - bound
         with torch.no_grad():
-            self.lora_A.copy_(drawn)
+            self.lora_A.copy_(initial)
             self.lora_B.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.is_enabled:
+            return self.base_layer(x)
         weight, bias = self.base_layer.weight, self.base_layer.bias
-        if not self.is_on:
-            return F.linear(x, weight, bias)
-        a, b = self.lora_A.to(weight.dtype), self.lora_B.to(weight.dtype)
-        if self.dropout and self.training:
-            seen = F.dropout(x, self.dropout)
-            return F.linear(x, weight, bias) + F.linear(F.linear(seen, a) * self.scale, b)
-        if torch.compiler.is_compiling():
-            return F.linear(x, weight, bias) + F.linear(F.linear(x, a) * self.scale, b)
+        dtype = weight.dtype if self._is_plain else x.dtype
+        a, b = self.lora_A.to(dtype), self.lora_B.to(dtype)
+        has_dropout = self.dropout > 0 and self.training
+        if has_dropout or not self._is_plain or torch.compiler.is_compiling():
+            adapted = F.dropout(x, self.dropout) if has_dropout else x
+            return self.base_layer(x) + F.linear(F.linear(adapted, a) * self.scale, b)
         return _LowRank.apply(x.flatten(0, -2), self.scale, weight, bias, a, b).unflatten(0, x.shape[:-1])
+
+    def merged(self) -> nn.Module:
+        """Return the frozen layer with W + scale * B A as its weight; in 16 bits the sum would be rounded away."""
+        base = self.base_layer
+        if base.weight.dtype != torch.float32:
+            raise TypeError(f"merging needs a weight in fp32, not in {base.weight.dtype}")
+        base.weight.add_(self.lora_B @ self.lora_A, alpha=self.scale)
+        return base
+
+    def weight_change(self, rows: slice) -> Tensor:
+        """Return rows of scale * B A."""
+        a, b = self._factors()
+        return b[rows] @ a
+
+    def change_direction(self) -> Tensor | None:
+        """Return the first right singular vector of B A."""
+        a, b = self._factors()
+        across, rest = torch.linalg.qr(a.T)
+        _, sizes, vectors = torch.linalg.svd(b @ rest.T, full_matrices=False)
+        return across @ vectors[0] if sizes.numel() and float(sizes[0]) else None
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        return self.lora_A.double().cpu(), self.lora_B.double().cpu() * self.scale
 
 
 class _LowRank(torch.autograd.Function):
-    """The same arithmetic with the low-rank part added in place: one pass less over the output and over the gradient.
+    """The same sum with the low-rank part added in place: one pass less over the output and over the gradient.
 
-    No gradient is computed for W, and none for x unless something below it is trained.
+    No gradient is computed for W, and none for x unless a layer below is trained.
+
+    T tokens, K inputs, N outputs, R rank
     """
 
     @staticmethod
@@ -178,25 +345,25 @@ class _LowRank(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         [dy_TN] = grads
         x_TK, xa_TR, w_NK, a_RK, b_NR = ctx.saved_tensors
-        none = x_TK.new_zeros(())
-        dxa_TR = torch.addmm(none, dy_TN, b_NR, beta=0, alpha=ctx.scale)
+        zero = x_TK.new_zeros(())
+        dxa_TR = torch.addmm(zero, dy_TN, b_NR, beta=0, alpha=ctx.scale)
         # Transposed: a product with so few columns is two to five times slower than one with so few rows.
-        db_NR = torch.addmm(none, xa_TR.T, dy_TN, beta=0, alpha=ctx.scale).T
+        db_NR = torch.addmm(zero, xa_TR.T, dy_TN, beta=0, alpha=ctx.scale).T
         dx_TK = (dy_TN @ w_NK).addmm_(dxa_TR, a_RK) if ctx.needs_input_grad[0] else None
         return dx_TK, None, None, None, dxa_TR.T @ x_TK, db_NR
 
 
 class Fp32Embedding(nn.Embedding):
-    """An embedding trained in fp32 that answers in the precision the model computes in."""
+    """An embedding trained in fp32; its output has the model's precision."""
 
-    answer_dtype: torch.dtype = torch.float32
+    output_dtype: torch.dtype = torch.float32
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input).to(self.answer_dtype)
+        return super().forward(input).to(self.output_dtype)
 
 
 class Fp32Linear(nn.Linear):
-    """A linear layer trained in fp32 that computes in the precision of what it is given."""
+    """A linear layer trained in fp32; it computes in the precision of its input."""
 
     def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(input.dtype)

@@ -140,7 +140,7 @@ class LoadedModel:
     """Whether rows were added to the embedding and the head, which must then be trained."""
     new_token_ids: list[int] = field(default_factory=list)
     """Ids of the tokens that were added to the tokenizer; nothing is known of them yet, resized or not."""
-    inside: str = ""
+    text_prefix: str = ""
     """Where it lies in what `AutoModelForCausalLM` makes of its files, if it is the text part of a larger model."""
 
 
@@ -152,7 +152,7 @@ def load_model(order: LoadOptions) -> LoadedModel:
     packed_attention.register()
     vocabulary = read_vocabulary(order.tokenizer_folder, order.added_tokens)
     with quiet():
-        model, notes, inside = _load(order, vocabulary)
+        model, notes, text_prefix = _load(order, vocabulary)
         was_resized = fit_vocabulary(model, vocabulary, order.model)
     if was_resized:
         number = len(vocabulary.new_ids)
@@ -165,7 +165,7 @@ def load_model(order: LoadOptions) -> LoadedModel:
     embedding.padding_idx = None
     model.eval().requires_grad_(False)
     verify_placement(model, device=order.device, dtype=order.dtype)
-    return LoadedModel(model, notes, was_resized, vocabulary.new_ids, inside)
+    return LoadedModel(model, notes, was_resized, vocabulary.new_ids, text_prefix)
 
 
 def _load(order: LoadOptions, vocabulary: Vocabulary) -> tuple[PreTrainedModel, list[str], str]:
@@ -246,4 +246,4 @@ def _from_transformers(place: str, order: LoadOptions) -> tuple[PreTrainedModel,
     if unused:
         what = f"the text part of `{config.model_type}` is trained; " if part is not None else ""
         notes.append(f"{what}{len(unused):,} weights in its files are not part of the model: {named(unused)}")
-    return model, notes, "" if part is None else part.inside
+    return model, notes, "" if part is None else part.text_prefix

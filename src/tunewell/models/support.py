@@ -21,7 +21,7 @@ _LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 _SENSES = ("vision", "audio", "image", "speech", "video", "vq", "text")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _FIX = "choose another model"
-INSIDE = "model.language_model."
+TEXT_PREFIX = "model.language_model."
 """Where transformers keeps the text part of a model that also sees or hears, once it is loaded."""
 _PROBE_TOKENS = 8
 # Relative to the largest logit. The same numbers are computed twice, so only the order of roundings differs.
@@ -35,7 +35,7 @@ class TextPart:
     config: PreTrainedConfig
     key_mapping: dict[str, str]
     """Regular expressions that turn the names in the whole model's files into those of the part."""
-    inside: str
+    text_prefix: str
     """Where it lies in what `AutoModelForCausalLM` makes of the files; empty where that is the part alone."""
 
 
@@ -78,8 +78,8 @@ def text_part(config: PreTrainedConfig) -> TextPart | None:
     senses = [name.removesuffix("_config") for name in config.sub_configs if name.startswith(_SENSES)]
     if config.model_type in _table()["text_parts"]:
         given = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-        inside = INSIDE if getattr(given, "config_class", None) is type(config) else ""
-        return TextPart(config.get_text_config(), _table()["text_parts"][config.model_type], inside)
+        prefix = TEXT_PREFIX if getattr(given, "config_class", None) is type(config) else ""
+        return TextPart(config.get_text_config(), _table()["text_parts"][config.model_type], prefix)
     if senses:
         known = ", ".join(f"`{name}`" for name in _table()["text_parts"])
         raise _refusal(config, f"it has parts for more than text ({', '.join(senses)}); of such only {known} are known")
@@ -89,10 +89,11 @@ def text_part(config: PreTrainedConfig) -> TextPart | None:
 def text_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """Give a model's weights under every name they have; of one that also sees or hears those of its text part."""
     weights = dict(model.named_parameters(remove_duplicate=False))
-    if not any(name.startswith(INSIDE) for name in weights):
+    if not any(name.startswith(TEXT_PREFIX) for name in weights):
         return weights
-    part = {f"model.{name.removeprefix(INSIDE)}": own for name, own in weights.items() if name.startswith(INSIDE)}
-    return part | {name: own for name, own in weights.items() if not name.startswith("model.")}
+    text = [name for name in weights if name.startswith(TEXT_PREFIX)]
+    part = {f"model.{name.removeprefix(TEXT_PREFIX)}": weights[name] for name in text}
+    return part | {name: weight for name, weight in weights.items() if not name.startswith("model.")}
 
 
 def head_facts(model: PreTrainedModel) -> HeadFacts:

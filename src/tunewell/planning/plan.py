@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tunewell import __version__
-from tunewell.config.extensions import MethodName
+from tunewell.config.methods import MethodName
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
 from tunewell.planning.compute import (

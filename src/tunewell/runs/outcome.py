@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.config.load import Loaded
+from tunewell.config.methods import METHODS
 from tunewell.core.errors import UserError
 from tunewell.core.redact import redact
 from tunewell.core.units import count, duration
@@ -192,7 +193,7 @@ def _outcome(result: TrainResult, plan: Plan) -> Outcome:
 def _usage(run: Run, allow_pickle: bool) -> Usage:
     config: Any = run.learner.model.config
     rows = config.get_text_config().vocab_size
-    return Usage(run.plan.method.value == "lora", rows, allow_pickle)
+    return Usage(METHODS.entry(run.plan.method.value).is_adapter, rows, allow_pickle)
 
 
 def _from_run(path: str, run: Path) -> str:

@@ -32,7 +32,7 @@ The second writes a whole model that transformers loads from `export/merged`."""
 class Usage:
     """What a page about a run has to know to be of use."""
 
-    is_lora: bool
+    is_adapter: bool
     num_rows: int
     """Of the embedding, tokens that were added included."""
     allow_pickle: bool
@@ -41,7 +41,7 @@ class Usage:
         """Say how to load a checkpoint; code where other programs can, commands of ours where they cannot."""
         config = load_config(run / RUN_CONFIG).config
         model, path = config.model or "", checkpoint.as_posix()
-        if not self.is_lora:
+        if not self.is_adapter:
             return _code(f"model = AutoModelForCausalLM.from_pretrained({path!r})", config.corpus)
         if why := _only_ours(model):
             return _BY_US.format(why=why, flag=self._flag).splitlines()

@@ -9,12 +9,13 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from tunewell.config.load import FILE_NAME, Loaded, load_config
+from tunewell.config.methods import METHODS
 from tunewell.core.errors import UserError
 from tunewell.core.model_files import locate
 from tunewell.core.presets import is_preset
 from tunewell.core.redact import REDACTED
 from tunewell.inference.model_ref import ModelRef
-from tunewell.methods.adapter import CONFIG, WEIGHTS
+from tunewell.methods.peft_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tunewell.models.facts import read_facts
 from tunewell.records.checkpoint import CheckpointManifest, checkpoint_name, checkpoint_step, verify
 from tunewell.records.manifest import MANIFEST, read_manifest
@@ -47,7 +48,7 @@ def resolve_model(
         raise UserError("a run has its own template", fix="leave out `--template`")
     if (path / PLAN).is_file():
         return _of_run(path, checkpoint, base, sets)
-    if (path / CONFIG).is_file():
+    if (path / ADAPTER_CONFIG).is_file():
         return _of_adapter(path, base, template, sets)
     if (path / _CHECKPOINTS).is_dir():
         raise UserError(f"`{path}` holds checkpoints but no `{PLAN}`", fix="name one of its checkpoint folders")
@@ -73,17 +74,17 @@ def _of_run(run: Path, checkpoint: str, base: str | None, sets: Sequence[str]) -
     loaded = load_config(run / RUN_CONFIG, sets)
     notes: list[str] = []
     saved, because = _choose(run / _CHECKPOINTS, checkpoint, notes.append)
-    is_lora = plan.method.value == "lora"
+    is_adapter = METHODS.entry(plan.method.value).is_adapter
     made_from: str | None = base or loaded.seen(loaded.config.model or plan.model)
     if REDACTED in str(made_from):
-        made_from = _without_name(run, notes, is_lora=is_lora)
+        made_from = _without_name(run, notes, is_adapter=is_adapter)
     own, added = _with_corpus_tokenizer(loaded, plan, notes)
     return ModelRef(
         name=f"{run.resolve().name}, step {saved.step}",
         kind="run",
         place=run,
-        model=made_from if is_lora and made_from else str(saved.path),
-        adapter=saved.path if is_lora else None,
+        model=made_from if is_adapter and made_from else str(saved.path),
+        adapter=saved.path if is_adapter else None,
         base=made_from,
         loaded=own,
         added_tokens=added,
@@ -139,25 +140,25 @@ def _with_corpus_tokenizer(loaded: Loaded, plan: Plan, notes: list[str]) -> tupl
     return replace(loaded, config=config), tuple(tokenizer.added_by_us)
 
 
-def _without_name(run: Path, notes: list[str], *, is_lora: bool) -> None:
+def _without_name(run: Path, notes: list[str], *, is_adapter: bool) -> None:
     """Do without the base of a whole model; raise UserError for an adapter, which is nothing without it."""
     what = "the name of the model that the run began with holds a secret and was not written down"
     fix = "name it with `--base MODEL`"
-    if is_lora:
+    if is_adapter:
         raise UserError(what, where=str(run), fix=fix)
     notes.append(f"{what}; to compare with it, {fix}")
 
 
 def _of_adapter(folder: Path, base: str | None, template: str | None, sets: Sequence[str]) -> ModelRef:
-    if not (folder / WEIGHTS).is_file():
+    if not (folder / ADAPTER_WEIGHTS).is_file():
         raise UserError(
-            f"the adapter in `{folder}` has no `{WEIGHTS}`",
+            f"the adapter in `{folder}` has no `{ADAPTER_WEIGHTS}`",
             fix="older ones are pickles: load it with PEFT and save it again",
         )
     try:
-        written: Any = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        written: Any = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (ValueError, AttributeError) as error:
-        raise UserError(f"`{folder / CONFIG}` is damaged", where=str(error)) from error
+        raise UserError(f"`{folder / ADAPTER_CONFIG}` is damaged", where=str(error)) from error
     made_from = base or written
     if not made_from:
         raise UserError(f"the adapter in `{folder}` does not say what it was made from", fix="add `--base MODEL`")
@@ -172,7 +173,7 @@ def _of_adapter(folder: Path, base: str | None, template: str | None, sets: Sequ
 def _own_tokens(folder: Path, base: str) -> tuple[str, ...]:
     """Name the tokens of an adapter's tokenizer that its base does not know, where the adapter has rows for them."""
     try:
-        with safe_open(folder / WEIGHTS, "np") as file:
+        with safe_open(folder / ADAPTER_WEIGHTS, "np") as file:
             shapes = [file.get_slice(name).get_shape() for name in file.keys() if ".lora_" not in name]  # noqa: SIM118
         added = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")).get("added_tokens") or []
     except (SafetensorError, ValueError):

@@ -124,7 +124,7 @@ def restore_run(loaded: Loaded, run: Run, allowed: Sequence[str], *, recorder: M
         for log in (run.events, run.samples):
             log.truncate_to(-1)
         return True
-    state = load_state(saved, needs=[OPTIMIZER, *run.trained()[0]])
+    state = load_state(saved, needs=[OPTIMIZER, *run.method.files(run.plan.model).tensors])
     if state.identity.get("data") != plan.corpus_sha256 and "data" not in allowed:
         refuse_change(folder.parent, corpus)
     changed = compare_identity(*_comparable(state.identity, run.identity, set(allowed)))

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tunewell.config.load import Loaded
-from tunewell.config.schema import Config, Method
+from tunewell.config.methods import METHODS
+from tunewell.config.schema import Config, MethodSettings
 from tunewell.core.errors import UserError
 from tunewell.core.presets import is_preset
 from tunewell.core.units import count
@@ -18,7 +19,7 @@ from tunewell.data.batches import DataOrder
 from tunewell.data.corpus.reader import Corpus
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.inference.generate import Decoding, generate, stop_ids_of
-from tunewell.methods import adapter as adapters
+from tunewell.methods.base import Method
 from tunewell.models import attention
 from tunewell.models.facts import fingerprint_weights
 from tunewell.models.load import LoadOptions, load_model
@@ -40,7 +41,6 @@ from tunewell.training.remedies import Remedies
 from tunewell.training.step import TrainableModel
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_MODEL = "model.safetensors"
 _IDENTITY = (
     *("precision", "attention", "method", "learning_rate", "schedule", "warmup_steps", "num_steps"),
     *("batch_tokens", "batch_documents", "micro_batch_tokens"),
@@ -48,7 +48,7 @@ _IDENTITY = (
 """What of a plan must be the same for a run to go on."""
 _OPTIMIZER = ("min_rate_share", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")
 CHANGE_NAMES = frozenset(
-    ("model", "weights", "data", "tokenizer", "template", "seed", *_IDENTITY, *_OPTIMIZER, *Method.model_fields)
+    ("model", "weights", "data", "tokenizer", "template", "seed", *_IDENTITY, *_OPTIMIZER, *MethodSettings.model_fields)
 ) - {"kind"}
 """Every name that the identity of some run has."""
 
@@ -87,8 +87,8 @@ def build_run(parts: RunInputs) -> Run:
     attention.register()
     note = send_notes(parts.listener)
     config, plan, device = parts.config, parts.plan, torch.device(parts.plan.device.value)
-    is_lora = plan.method.value == "lora"
-    dtype = _DTYPES[plan.precision.value] if is_lora else torch.float32
+    method_class: type[Method] = METHODS.load(plan.method.value)
+    dtype = method_class.load_dtype(_DTYPES[plan.precision.value])
     held_out = parts.corpus.held_out
     longest = max(int(split.index["length"].max()) for split in (parts.corpus, held_out) if len(split))
     wanted = LoadOptions(
@@ -104,16 +104,15 @@ def build_run(parts: RunInputs) -> Run:
     )
     found = load_model(wanted)
     model = found.model
-    for message in found.notes:
+    method = method_class.apply(
+        model,
+        config.method,
+        seed=plan.seed,
+        text_prefix=found.text_prefix,
+        has_new_tokens=bool(found.new_token_ids),
+    )
+    for message in (*found.notes, *method.notes):
         note(message)
-    adapter = None
-    if is_lora:
-        method = _with_new_rows(config.method, model) if found.new_token_ids else config.method
-        for message in adapters.notes_of(model, method):
-            note(message)
-        adapter = adapters.add_lora(model, method, seed=plan.seed, inside=found.inside)
-    else:
-        adapters.train_everything(model)
     verify_placement(model, device=device, dtype=dtype)
     folder = parts.own_folder
     samples = EventLog(folder / "samples.jsonl", on_trouble=note)
@@ -145,12 +144,11 @@ def build_run(parts: RunInputs) -> Run:
         samples=samples,
         remedies=remedies,
         listener=parts.listener,
-        begin_again=partial(_begin_again, model, wanted, _first_tensors(model, adapter)),
+        method=method,
+        load_weights=partial(_load_weights, wanted),
         name_of=partial(_name_of, parts.corpus),
         about=_about(parts, model),
         home=parts.folder / "checkpoints",
-        trained=partial(_trained, model, adapter, plan.model),
-        restore=partial(_restore, model, adapter is not None),
         ask=_asker(parts, learner, samples),
         identity=identity_of(plan, config, fingerprint_weights(parts.model)),
     )
@@ -179,7 +177,7 @@ def identity_of(plan: Plan, config: Config, weights: str | None) -> dict[str, An
     `weights` is the fingerprint of those the run began with.
     """
     chosen = {name: getattr(plan, name).value for name in _IDENTITY}
-    method = config.method.model_dump(mode="json", exclude={"kind"}) if plan.method.value == "lora" else {}
+    method = METHODS.load(plan.method.value).identity(config.method)
     train = config.train.model_dump(
         mode="json",
         include=set(_OPTIMIZER),
@@ -220,59 +218,10 @@ def require_same_settings(parts: RunInputs, run: Run) -> None:
                 )
 
 
-def _with_new_rows(method: Method, model: nn.Module) -> Method:
-    """Train the embedding and the head too, where tokens were added that nothing has ever learned."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
-    names = [name.rpartition(".")[2] for name, module in model.named_modules() if module is embedding or module is head]
-    return method.model_copy(update={"modules_to_save": tuple(dict.fromkeys([*method.modules_to_save, *names]))})
-
-
-def _trained(
-    model: Any, adapter: adapters.Adapter | None, base: str
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
-    if adapter is not None:
-        return {adapters.WEIGHTS: adapters.adapter_tensors(model, adapter)}, {
-            adapters.CONFIG: adapters.adapter_config(adapter, base)
-        }
-    return {_MODEL: _whole(model)}, {"config.json": model.config.to_json_string(use_diff=True)}
-
-
-def _restore(model: Any, is_lora: bool, tensors: dict[str, dict[str, Tensor]]) -> None:
-    if is_lora:
-        adapters.load_tensors(model, tensors[adapters.WEIGHTS], where="checkpoint")
-        return
-    saved, trained = tensors[_MODEL], dict(model.named_parameters())
-    with torch.no_grad():
-        for name, own in _whole(model).items():
-            if name in saved or name in trained:
-                own.copy_(saved[name])
-
-
-def _whole(model: Any) -> dict[str, Tensor]:
-    """Give every weight once, and what belongs to the model without being trained: the bias of a router."""
-    kept = model.state_dict().keys()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
-    return {name: tensor.detach() for name, tensor in [*model.named_parameters(), *buffers.items()]}
-
-
-def _first_tensors(model: Any, adapter: adapters.Adapter | None) -> dict[str, Tensor] | None:
-    """Keep the adapter as it begins; everything else can be read again."""
-    if adapter is None:
-        return None
-    return {name: tensor.cpu().clone() for name, tensor in adapters.adapter_tensors(model, adapter).items()}
-
-
-def _begin_again(model: Any, wanted: LoadOptions, first: dict[str, Tensor] | None) -> None:
-    """Read every weight again, into the model that is there; what an adapter put around a layer is looked through."""
-    fresh = load_model(replace(wanted, device=torch.device("cpu"), attention=attention.SDPA)).model
-    tensors = {**dict(fresh.named_parameters()), **dict(fresh.named_buffers())}
-    with torch.no_grad():
-        for name, own in [*model.named_parameters(), *model.named_buffers()]:
-            before = tensors.get(name.replace(".base_layer.", "."))
-            if before is not None:
-                own.copy_(before)
-    if first is not None:
-        adapters.load_tensors(model, first, where="beginning")
+def _load_weights(options: LoadOptions) -> dict[str, Tensor]:
+    """Load the initial weights of the model again, on the CPU."""
+    model = load_model(replace(options, device=torch.device("cpu"), attention=attention.SDPA)).model
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _name_of(corpus: Corpus, document: int) -> str:

@@ -1,14 +1,17 @@
 """What a run is made of, and how it is put back to where a checkpoint was made."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
 from tunewell.data.batches import DataOrder, Documents
+from tunewell.methods.base import Method
 from tunewell.records.events import EventLog, read_events, with_numbers
 from tunewell.records.outcome import Status
 from tunewell.records.plan import Plan
@@ -52,12 +55,9 @@ class Run:
     samples: EventLog
     remedies: Remedies
     listener: Listener
-    trained: Callable[[], tuple[dict[str, dict[str, Any]], dict[str, str]]]
-    """Gives the files of the trained model or adapter: tensors by file, and texts."""
-    restore: Callable[[dict[str, dict[str, Any]]], None]
-    """Puts the tensors of those files back."""
-    begin_again: Callable[[], None]
-    """Reads the weights of the beginning again, frozen ones too."""
+    method: Method
+    load_weights: Callable[[], Mapping[str, Tensor]]
+    """Loads the model's initial weights again, frozen ones too, by name."""
     ask: Callable[[int, int], list[Sample]] = lambda step, batch_tokens: []
     """Answers held-out questions, so many tokens at once."""
     name_of: Callable[[int], str] = lambda document: f"document {document}"
@@ -87,7 +87,7 @@ class Ending:
 
 def state_of(run: Run) -> State:
     """Take everything that a run needs to go on from here."""
-    tensors, texts = run.trained()
+    tensors, texts = run.method.files(run.plan.model)
     return State(
         step=run.progress.step,
         tensors={**tensors, OPTIMIZER: optimizer_tensors(run.learner.optimizer, run.learner.parameters)},
@@ -103,7 +103,7 @@ def state_of(run: Run) -> State:
 
 def resume(run: Run, state: State) -> None:
     """Put a run back to where a checkpoint was made: weights, optimizer, scaler, position, log."""
-    run.restore(state.tensors)
+    run.method.restore(state.tensors)
     load_optimizer(run.learner.optimizer, run.learner.parameters, state.tensors[OPTIMIZER])
     known = {name: value for name, value in state.progress.items() if name in RunProgress.__dataclass_fields__}
     run.progress = RunProgress(**known)
@@ -133,7 +133,7 @@ def rewind(run: Run, *, not_after: int, or_later: bool, are_weights_bad: bool) -
     for step in reversed(saved_steps(home)) if or_later else ():
         saved = saved or find_newest(home, on_trouble=send_notes(run.listener), not_after=step, is_needed=False)
     if are_weights_bad or saved is None:
-        run.begin_again()
+        run.method.reset(run.load_weights())
     if saved is None:
         run.learner.optimizer.state.clear()
         run.progress = RunProgress()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tunewell.config.schema import Train
 from tunewell.data.batches import MicroBatch
-from tunewell.methods.adapter import trainable
+from tunewell.methods.base import trainable_parameters
 from tunewell.models.attention import SDPA
 from tunewell.models.packed_forward import PackedModel
 from tunewell.training.distributed import World
@@ -51,7 +51,7 @@ class TrainableModel(PackedModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.parameters: dict[str, nn.Parameter] = trainable(self.model)
+        self.parameters: dict[str, nn.Parameter] = trainable_parameters(self.model)
         self.optimizer = make_optimizer(self.parameters, self.settings)
         self.scaler = Scaler.make(self.precision, self.device)
 

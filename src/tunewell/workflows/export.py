@@ -21,7 +21,6 @@ from tunewell.export.disk_space import estimate_disk_space, require_disk_space
 from tunewell.export.existing import find_existing
 from tunewell.export.files import ArtefactWriter
 from tunewell.export.gguf.architecture import can_write
-from tunewell.export.merge import merge
 from tunewell.export.preflight import require_proof_tools, require_writable
 from tunewell.export.proof.record import check_merge, make_reference, with_artefacts, with_rounded
 from tunewell.export.request import KINDS, ExportOptions, ollama_name
@@ -110,7 +109,8 @@ def export(
             artefacts.append(maker.adapter())
         if set(wanted) & {"merged", "gguf", "ollama"}:
             tell(Progress("merging"))
-            merge(voice.model)
+            if voice.adapter is not None:
+                voice.adapter.merge()
             check_merge(voice, proof, reference)
             if "merged" in wanted:
                 artefacts.append(maker.merged())

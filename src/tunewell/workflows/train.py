@@ -22,7 +22,7 @@ from tunewell.export.preflight import require_exportable
 from tunewell.hardware.allocator import keep_freed_memory
 from tunewell.hardware.probe import probe_device
 from tunewell.hardware.threads import measure_threads
-from tunewell.methods.adapter import CONFIG as ADAPTER
+from tunewell.methods.peft_format import ADAPTER_CONFIG
 from tunewell.models.facts import ModelFacts, read_facts
 from tunewell.planning.compute import PlanInputs
 from tunewell.planning.plan import choose_batch, plan_training
@@ -237,7 +237,7 @@ def _refuse_nothing(loaded: Loaded, *, is_resuming: bool) -> None:
     if config.model is None:
         raise UserError("no model is named", fix=fix)
     place = loaded.path(config.model)
-    for name, what in ((ADAPTER, "an adapter"), (PLAN, "a run")):
+    for name, what in ((ADAPTER_CONFIG, "an adapter"), (PLAN, "a run")):
         if (place / name).is_file():
             quoted = shlex.quote(str(place))
             raise UserError(

@@ -5,6 +5,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from tunewell.cli.render import one_line
+from tunewell.config.methods import METHODS
 from tunewell.core.units import count
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ def method_words(start: "RunStarted") -> str:
     """Say how a model is trained: `LoRA rank 16, 4.9 M of 139 M weights, bf16 on cuda:0`."""
     plan = start.plan
     method: dict[str, Any] = plan.config.get("method") or {}
-    rank = f" rank {method['rank']}" if "rank" in method else ""
-    kind = f"LoRA{rank}" if plan.method.value == "lora" else "full fine-tuning"
+    entry = METHODS.entry(plan.method.value)
+    kind = f"{entry.title} rank {method['rank']}" if entry.is_adapter and "rank" in method else entry.title
     weights = f"{size_of_model(start.num_trainable)} of {size_of_model(start.num_parameters)} weights"
     return f"{kind}, {weights}, {plan.precision.value} on {plan.device.value}"
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tunewell.core.units import count
-from tunewell.methods.lora import LoraLinear
+from tunewell.methods.base import AdapterLayer, adapter_layers
 from tunewell.records.parity import Check
 
 # Remember a tensor by a few numbers of each row, enough to measure how far any other tensor is from it.
@@ -72,7 +72,7 @@ def sketches_of(model: PreTrainedModel) -> tuple[dict[str, Sketch], dict[str, st
 
     What lies beside a layer is added to its sketch and not to its weights, so a fault in merging cannot hide here.
     """
-    beside = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+    beside = {f"{name}.weight": layer for name, layer in adapter_layers(model).items()}
     found: dict[str, Sketch] = {}
     names: dict[int, str] = {}
     twins: dict[str, str] = {}
@@ -118,32 +118,35 @@ def changed(own: Sketch, change: Callable[[Rows], Rows]) -> Sketch:
     return Sketch(own.shape, rows, lengths, own.direction, None if own.change is None else change(own.change))
 
 
-def _with_change(weight: Tensor, module: LoraLinear) -> Sketch:
-    """Sketch W + BA: its products are those of W and of BA, its lengths those of the rows themselves."""
-    a, b = module.lora_A.double().cpu(), module.lora_B.double().cpu() * module.scale
-    direction = _most_changed(a, b)
+def _with_change(weight: Tensor, layer: AdapterLayer) -> Sketch:
+    """Sketch the merged weight: the products of the frozen weight and of its change, and the lengths of the sums."""
+    direction = _most_changed(layer)
     base = sketch(weight, direction)
     vectors = _signs(base.shape[-1]) if direction is None else np.c_[_signs(base.shape[-1]), direction]
-    change = (b @ (a @ torch.from_numpy(vectors))).numpy()
     step = max(1, _NUMBERS_AT_ONCE // base.shape[-1])
-    lengths = [
-        (weight[start : start + step].cpu().double() + b[start : start + step] @ a).norm(dim=1)
-        for start in range(0, len(weight), step)
-    ]
-    rows, lasts = base.rows + change, None if direction is None else change[:, -1:]
-    return Sketch(base.shape, rows, torch.cat(lengths).numpy(), direction, lasts)
+    changes, lengths = [], []
+    for start in range(0, len(weight), step):
+        rows = slice(start, start + step)
+        change = layer.weight_change(rows)
+        changes.append(change @ torch.from_numpy(vectors))
+        lengths.append((weight[rows].cpu().double() + change).norm(dim=1))
+    products = torch.cat(changes).numpy()
+    return Sketch(
+        base.shape,
+        base.rows + products,
+        torch.cat(lengths).numpy(),
+        direction,
+        None if direction is None else products[:, -1:],
+    )
 
 
-def _most_changed(a: Tensor, b: Tensor) -> Rows | None:
-    """Give the direction in which B A is largest, as long as a vector of signs; None where it is nothing.
+def _most_changed(layer: AdapterLayer) -> Rows | None:
+    """Return the input that merging changes most, as long as a vector of signs; None if nothing changes.
 
-    Rounded as a file keeps it, so that the products are the same when they are made again.
+    Rounded to float32, the precision of the file, so that the products are the same when they are computed again.
     """
-    across, rest = torch.linalg.qr(a.T)
-    _, sizes, turns = torch.linalg.svd(b @ rest.T, full_matrices=False)
-    if not sizes.numel() or not float(sizes[0]):
-        return None
-    return (across @ turns[0] * a.shape[1] ** 0.5).float().double().numpy()
+    direction = layer.change_direction()
+    return None if direction is None else (direction * len(direction) ** 0.5).float().double().numpy()
 
 
 def _weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

@@ -1,7 +1,7 @@
-"""Registries of the extension points that config keys name, e.g. the training methods of `method.kind`.
+"""The training methods that `method.kind` can name: their names, descriptions and import paths.
 
-They are here because the config schema needs the names. The implementations are in the packages above; the import paths
-are strings, so listing names imports neither them nor torch.
+To add a method, write `methods/NAME.py` (see `methods/base.py`) and add one line here. Import paths are strings, so
+listing names imports no torch.
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,201 @@
+"""The `Method` interface: what a training method trains, saves, restores and merges.
+
+A method is a class in a module of this package and one line in `config/methods.py`:
+
+    method = METHODS.load("lora").apply(model, settings, seed=0)     # wraps layers, marks parameters as trainable
+    tensors, texts = method.files(base_model="...")                  # written to every checkpoint
+    method.restore(tensors)                                          # read from a checkpoint
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tunewell.config.methods import METHODS
+from tunewell.config.schema import MethodSettings
+from tunewell.core.errors import UserError
+from tunewell.methods.peft_format import ADAPTER_CONFIG, read_adapter_config
+from tunewell.models.placement import not_finite_names
+
+
+class MethodFiles(NamedTuple):
+    """The files in which a method saves what it trained."""
+
+    tensors: dict[str, dict[str, Tensor]]
+    """By file name; safetensors."""
+    texts: dict[str, str]
+    """By file name."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the tensors."""
+        return sum(tensor.nbytes for tensors in self.tensors.values() for tensor in tensors.values())
+
+    def write(self, folder: Path) -> None:
+        """Write the files to a folder that exists."""
+        for name, tensors in self.tensors.items():
+            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name)
+        for name, text in self.texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+
+
+class Method(ABC):
+    """A training method, applied to a model."""
+
+    def __init__(self, model: PreTrainedModel, notes: list[str]) -> None:
+        self.model = model
+        self.notes = notes
+        """For the user, e.g. about layers that stay frozen."""
+
+    @classmethod
+    @abstractmethod
+    def load_dtype(cls, precision: torch.dtype) -> torch.dtype:
+        """Return the dtype to load the model in, for a run that computes in `precision`."""
+
+    @classmethod
+    @abstractmethod
+    def apply(
+        cls,
+        model: PreTrainedModel,
+        settings: MethodSettings,
+        *,
+        seed: int,
+        text_prefix: str = "",
+        has_new_tokens: bool = False,
+    ) -> Self:
+        """Prepare a loaded model for training; afterwards its trainable parameters require gradients, in fp32.
+
+        `text_prefix` is the path of the model in the multimodal one it is the text part of. `has_new_tokens` means
+        that the embedding has rows which were never trained. Raises UserError if the settings do not fit the model.
+        """
+
+    @classmethod
+    def identity(cls, settings: MethodSettings) -> dict[str, Any]:
+        """Return the settings that must be the same when a run is resumed."""
+        return {}
+
+    @abstractmethod
+    def files(self, base_model: str | None) -> MethodFiles:
+        """Return the trained weights and their settings; `base_model` names the model they were trained from."""
+
+    @abstractmethod
+    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Copy the tensors of `files` back into the model; raise UserError if they do not fit."""
+
+    @torch.no_grad()
+    def reset(self, weights: Mapping[str, Tensor]) -> None:
+        """Return to the state before the first step; `weights` are the loaded model's own, by name."""
+        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            initial = weights.get(name.replace(".base_layer.", "."))
+            if initial is not None:
+                tensor.copy_(initial)
+
+
+class AdapterLayer(nn.Module, ABC):
+    """A frozen layer with trained weights beside it. Subclasses keep the frozen layer in `base_layer`."""
+
+    base_layer: Any
+    is_enabled = True
+    """Whether the trained weights take part in the computation."""
+
+    @abstractmethod
+    def merged(self) -> nn.Module:
+        """Return a plain layer that computes the same; the frozen layer's weight is changed in place, in fp32."""
+
+    @abstractmethod
+    def weight_change(self, rows: slice) -> Tensor:
+        """Return what merging adds to these rows of the weight, in float64 on the CPU.
+
+        It proves `merged` right, so it must not share code with it.
+        """
+
+    @abstractmethod
+    def change_direction(self) -> Tensor | None:
+        """Return the input whose output changes most, a unit vector in float64 on the CPU; None if nothing changes."""
+
+
+class AdapterMethod(Method):
+    """A method that trains an adapter beside a frozen model, made of `AdapterLayer`s."""
+
+    @classmethod
+    @abstractmethod
+    def reads(cls, config: Mapping[str, Any]) -> bool:
+        """Return True if `load` reads the adapters that have this `adapter_config.json`."""
+
+    @classmethod
+    @abstractmethod
+    def load(cls, model: PreTrainedModel, folder: Path, *, text_prefix: str = "") -> Self:
+        """Put a saved adapter on a model; raise UserError if it does not fit."""
+
+    @property
+    def has_base(self) -> bool:
+        """Whether the model computes exactly as its base model while the adapter is disabled."""
+        return True
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Disable the adapter inside a `with` block."""
+        layers = list(adapter_layers(self.model).values())
+        for layer in layers:
+            layer.is_enabled = False
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.is_enabled = True
+
+    @torch.no_grad()
+    def merge(self) -> int:
+        """Add the adapter to the model's weights, which must be in fp32; return the number of merged layers.
+
+        Raises UserError if a merged weight is not finite.
+        """
+        layers = adapter_layers(self.model)
+        for name, layer in layers.items():
+            self.model.set_submodule(name, layer.merged())
+        self.model.requires_grad_(False)
+        if broken := not_finite_names(self.model):
+            raise UserError(
+                f"{len(broken)} weights of the merged model are not finite, the first is `{broken[0]}`",
+                fix="check the run: `tunewell validate RUN`",
+            )
+        return len(layers)
+
+
+def adapter_layers(model: nn.Module) -> dict[str, AdapterLayer]:
+    """Return the adapter layers of a model by path."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, AdapterLayer)}
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters by name; a tied parameter is listed once."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def load_adapter(model: PreTrainedModel, folder: Path, *, text_prefix: str = "") -> AdapterMethod:
+    """Put a saved adapter on a model, by the method that reads it; raise UserError if none does."""
+    name = adapter_method(folder)
+    if name is None:
+        raise UserError(
+            f"adapters of PEFT's type {read_adapter_config(folder).get('peft_type')} are not supported",
+            where=str(folder / ADAPTER_CONFIG),
+            fix=f"use an adapter of one of these methods: {', '.join(_adapter_methods())}",
+        )
+    return METHODS.load(name).load(model, folder, text_prefix=text_prefix)
+
+
+def adapter_method(folder: Path) -> str | None:
+    """Return the name of the method that reads an adapter; None if none does."""
+    config = read_adapter_config(folder)
+    return next((name for name in _adapter_methods() if METHODS.load(name).reads(config)), None)
+
+
+def _adapter_methods() -> list[str]:
+    return [name for name in METHODS.names() if METHODS.entry(name).is_adapter]

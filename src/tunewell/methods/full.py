@@ -1,0 +1,56 @@
+"""Full fine-tuning: every weight is trained, in fp32."""
+
+from collections.abc import Mapping
+from typing import Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tunewell.config.schema import MethodSettings
+from tunewell.methods.base import Method, MethodFiles
+
+_WEIGHTS, _CONFIG = "model.safetensors", "config.json"
+
+
+class Full(Method):
+    """Trains every weight; a checkpoint is a whole model that transformers loads."""
+
+    @classmethod
+    def load_dtype(cls, precision: torch.dtype) -> torch.dtype:
+        """Return fp32: 16-bit weights would round small updates away."""
+        return torch.float32
+
+    @classmethod
+    def apply(
+        cls,
+        model: PreTrainedModel,
+        settings: MethodSettings,
+        *,
+        seed: int = 0,
+        text_prefix: str = "",
+        has_new_tokens: bool = False,
+    ) -> Self:
+        """Make every parameter trainable."""
+        model.float()
+        model.requires_grad_(True)
+        return cls(model, [])
+
+    def files(self, base_model: str | None) -> MethodFiles:
+        """Return the model's weights and its `config.json`."""
+        return MethodFiles({_WEIGHTS: self._tensors()}, {_CONFIG: self.model.config.to_json_string(use_diff=True)})
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Copy the saved weights into the model."""
+        saved, parameters = tensors[_WEIGHTS], dict(self.model.named_parameters())
+        for name, tensor in self._tensors().items():
+            # Checkpoints of earlier versions lack the buffers.
+            if name in saved or name in parameters:
+                tensor.copy_(saved[name])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return every weight once, and the buffers that are saved with a model: the bias of a router."""
+        saved = self.model.state_dict().keys()
+        buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
+        return {name: tensor.detach() for name, tensor in [*self.model.named_parameters(), *buffers.items()]}

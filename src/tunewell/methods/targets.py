@@ -1,0 +1,139 @@
+"""Which layers an adapter trains: select them by the names in `method.targets`, `layers` and `modules_to_save`."""
+
+import difflib
+from collections.abc import Iterable
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from tunewell.config.schema import MethodSettings
+from tunewell.core.errors import UserError
+from tunewell.methods.peft_format import (
+    Selection,
+    is_named,
+    is_within,
+    last_name,
+    layer_index,
+    stacked_experts,
+    tied_names,
+)
+
+
+def select_layers(model: PreTrainedModel, settings: MethodSettings) -> Selection:
+    """Select the layers that the settings name; raise UserError for names the model does not have, or conflicts."""
+    linears = linear_layers(model)
+    is_all = settings.targets == "all-linear"
+    selected = tuple(linears) if is_all else _match(linears, settings.targets, "linear layer")
+    layers = None if settings.layers == "all" else tuple(settings.layers)
+    if layers is not None:
+        _require_layers(linears, layers)
+        selected = tuple(name for name in selected if layer_index(name) in layers)
+    full_modules = _full_modules(model, settings)
+    for target in () if is_all else settings.targets:
+        matched = [name for name in selected if is_named(name, target)]
+        if matched and all(is_within(name, full_modules) for name in matched):
+            raise UserError(
+                f"`{target}` cannot both get an adapter and be trained in full",
+                where="`method.targets` and `method.modules_to_save`",
+                fix=f"remove `{target}` from one of them",
+            )
+    adapted = tuple(name for name in selected if not is_within(name, full_modules))
+    if not adapted:
+        raise UserError(
+            "no linear layer is left for an adapter",
+            where=f"`method.targets` {settings.targets!r}, `method.layers` {settings.layers!r}, "
+            f"`method.modules_to_save` {settings.modules_to_save!r}",
+            fix="the model's linear layers are: " + ", ".join(last_names(linears)),
+        )
+    return Selection(
+        linears=adapted,
+        full_modules=full_modules,
+        linear_names=tuple(last_names(adapted)) if is_all else tuple(settings.targets),
+        layers=layers,
+        full_names=settings.modules_to_save,
+    )
+
+
+def _full_modules(model: PreTrainedModel, settings: MethodSettings) -> tuple[str, ...]:
+    names = [name for name, _ in model.named_modules() if name]
+    modules = add_tied(model, drop_nested(_match(names, settings.modules_to_save, "module")))
+    if empty := [name for name in modules if next(model.get_submodule(name).parameters(), None) is None]:
+        raise UserError(
+            f"`{empty[0]}` has no weights to train",
+            where="`method.modules_to_save`",
+            fix=f"remove `{last_name(empty[0])}` from it",
+        )
+    return modules
+
+
+def with_embeddings(settings: MethodSettings, model: PreTrainedModel) -> MethodSettings:
+    """Return settings that also train the embedding and the head in full: rows of new tokens were never trained."""
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = [last_name(name) for name, module in model.named_modules() if any(module is table for table in tables)]
+    return settings.model_copy(update={"modules_to_save": tuple(dict.fromkeys([*settings.modules_to_save, *names]))})
+
+
+def expert_notes(model: PreTrainedModel, settings: MethodSettings) -> list[str]:
+    """Return a note if the targets name routed experts, which stay frozen because they are stacked in one tensor."""
+    experts = stacked_experts(model)
+    names = {last_name(name.removesuffix(".weight")) for name in experts}
+    is_named_by = settings.targets == "all-linear" or {"gate_proj", "up_proj", *names} & set(settings.targets)
+    if not experts or not is_named_by:
+        return []
+    # Without the layer: `mlp.experts.down_proj`.
+    frozen = sorted({name.split(f".{layer_index(name)}.", 1)[-1] for name in experts})
+    share = sum(tensor.numel() for tensor in experts.values()) / sum(tensor.numel() for tensor in model.parameters())
+    return [
+        "the routed experts stay frozen: LoRA adapts linear layers, and this model stores its experts in "
+        f"{', '.join(f'`{name}`' for name in frozen)} ({share:.0%} of its weights)"
+    ]
+
+
+def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Return the linear layers by path, without the head and without routers."""
+    head = model.get_output_embeddings()
+    # The router of PhiMoE is a subclass of `nn.Linear` and returns three tensors.
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and "Router" not in type(module).__name__
+    }
+
+
+def drop_nested(modules: tuple[str, ...]) -> tuple[str, ...]:
+    """Drop modules that are inside others: they are trained with those."""
+    return tuple(name for name in modules if not is_within(name, (other for other in modules if other != name)))
+
+
+def add_tied(model: PreTrainedModel, modules: tuple[str, ...]) -> tuple[str, ...]:
+    """Add the head to the embedding, and the embedding to the head, if they share one weight."""
+    tied = tied_names(model)
+    return tuple(dict.fromkeys([*modules, *tied])) if set(tied) & set(modules) else modules
+
+
+def last_names(paths: Iterable[str]) -> list[str]:
+    """Return the distinct last parts of paths, sorted."""
+    return sorted({last_name(path) for path in paths})
+
+
+def _require_layers(linears: Iterable[str], layers: Iterable[int]) -> None:
+    known = sorted({index for name in linears if (index := layer_index(name)) is not None})
+    if missing := [index for index in layers if index not in known]:
+        has = f"its layers are {known[0]} to {known[-1]}" if known else "its layers have no numbers"
+        raise UserError(
+            f"the model has no layer {', '.join(map(str, missing))}",
+            where=f"`method.layers` {list(layers)}",
+            fix=f"{has}, and its linear layers: {', '.join(last_names(linears))}",
+        )
+
+
+def _match(paths: Iterable[str], names: Iterable[str], kind: str) -> tuple[str, ...]:
+    known = list(paths)
+    for name in names:
+        if not any(is_named(path, name) for path in known):
+            close = difflib.get_close_matches(name, last_names(known), n=1)
+            hint = f"did you mean `{close[0]}`? " if close else ""
+            raise UserError(
+                f"the model has no {kind} `{name}`", fix=f"{hint}it has: {', '.join(last_names(known)[:20])}"
+            )
+    return tuple(path for path in known if any(is_named(path, name) for name in names))
