@@ -1,5 +1,7 @@
 """Train a tiny model for a few steps and print which source files that enters; run by `counts.py`."""
 
+import importlib
+import inspect
 import json
 import sys
 import threading
@@ -25,7 +27,9 @@ def main() -> None:
     is_in_step = False
 
     def profile(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE) and frame.f_code.co_name != "<module>":
+        # Bodies of modules and classes run once, on import: they are not entered by the run.
+        is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
+        if event == "call" and is_function and frame.f_code.co_filename.startswith(PACKAGE):
             entered.add(frame.f_code.co_filename)
             if is_in_step:
                 during_step.add(frame.f_code.co_filename)
@@ -47,6 +51,8 @@ def main() -> None:
         "checkpoints": {"every_steps": 8},
         "verdict": {"after_training": False},
     }
+    importlib.import_module("tunewell.workflows.train")
+    _ = tunewell.train
     threading.setprofile(profile)
     sys.setprofile(profile)
     tunewell.train(config, progress=False, on_step=on_step)
