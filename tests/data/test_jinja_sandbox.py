@@ -163,28 +163,25 @@ STATEMENTS = {
 }
 
 
-def theirs(source: str, marked: bool = False, **inputs: Any) -> Any:
-    """Render with transformers; an error becomes its message."""
+def theirs(source: str, **inputs: Any) -> Any:
+    """Render with transformers; return an error instead of raising it."""
     try:
-        texts, spans = render_jinja_template(
-            [inputs.pop("messages", MESSAGES)], chat_template=source, return_assistant_tokens_mask=marked, **inputs
-        )
+        texts, _ = render_jinja_template([inputs.pop("messages", MESSAGES)], chat_template=source, **inputs)
     except Exception as error:  # noqa: BLE001  whatever it raises, we must raise too
         return error
-    return (texts[0], spans[0]) if marked else texts[0]
+    return texts[0]
 
 
-def ours(source: str, marked: bool = False, messages: Any = MESSAGES, **tokens: str) -> Any:
-    """Render with tunewell; a refusal becomes its exception."""
+def ours(source: str, messages: Any = MESSAGES, **tokens: str) -> Any:
+    """Render with tunewell; return a refusal instead of raising it."""
     try:
-        template = ChatTemplate(source, special_tokens=tokens)
-        return template.render_marked(messages) if marked else template.render(messages)
+        return ChatTemplate(source, special_tokens=tokens).render(messages)
     except TemplateFailed as error:
         return error
 
 
-def assert_same(source: str, marked: bool = False) -> None:
-    expected, got = theirs(source, marked, eos_token="</s>"), ours(source, marked, eos_token="</s>")
+def assert_same(source: str) -> None:
+    expected, got = theirs(source, eos_token="</s>"), ours(source, eos_token="</s>")
     if isinstance(expected, Exception):
         assert isinstance(got, TemplateFailed), (source, expected, got)
     else:
@@ -213,10 +210,9 @@ def split_expressions(line: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", STATEMENTS)
-@pytest.mark.parametrize("marked", [False, True])
-def test_statements_give_what_transformers_gives(name, marked):
-    """The checks written into a template must not be seen by it: loops, scopes, white space and marks stay the same."""
-    assert_same(STATEMENTS[name], marked)
+def test_statements_give_what_transformers_gives(name):
+    """The checks written into a template must not be visible to it: loops, scopes and white space stay the same."""
+    assert_same(STATEMENTS[name])
 
 
 PARTS = st.sampled_from(
@@ -316,15 +312,15 @@ def test_a_deep_conversation_is_refused_not_crashed():
 
 
 def test_renderings_on_many_threads_do_not_mix():
-    """Each thread has a meter and marks of its own."""
+    """Each thread has its own sandbox and budget."""
     template = ChatTemplate(STATEMENTS["generation"], special_tokens={})
     conversations = [[{"role": "user", "content": "x" * n}] for n in range(1, 9)]
-    expected = [theirs(STATEMENTS["generation"], True, messages=messages) for messages in conversations]
+    expected = [theirs(STATEMENTS["generation"], messages=messages) for messages in conversations]
     wrong = []
 
     def work(index: int) -> None:
         for _ in range(200):
-            if template.render_marked(conversations[index]) != tuple(expected[index]):
+            if template.render(conversations[index]) != expected[index]:
                 wrong.append(index)
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]

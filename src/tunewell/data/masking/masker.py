@@ -22,15 +22,12 @@ from typing import Any
 from tunewell.data.masking import placeholders as stand_ins
 from tunewell.data.masking.placeholders import NO_TRIM, PLAIN, SPACED, Trim, stand_in
 from tunewell.data.masking.reply_frame import pattern_of, probe
-from tunewell.data.masking.template_flow import only_puts_words_out
 from tunewell.data.masking.turns import Anchor, Span, Turns
 from tunewell.data.rows.conversation import Conversation, Rejected
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
 from tunewell.data.tokenizers.load import AddedFacts
 
 _MAX_PLANS = 4096
-_RENDER_EVERY = 256
-"""Where a template is proven to do nothing with words, one row of so many is rendered and compared all the same."""
 
 
 @dataclass(slots=True)
@@ -96,8 +93,6 @@ class Masker:
         self.frame = probe(template, added)
         self._marker = pattern_of(self.frame.markers)
         self._plans: dict[Any, Plan | Rejected] = {}
-        self._is_proven = only_puts_words_out(template.source)
-        self._num_unseen = 0
 
     @property
     def end_marker(self) -> str:
@@ -113,10 +108,6 @@ class Masker:
         """Give the plan of a conversation and the words that go into it; raise Rejected when the mask is in doubt."""
         words, shape = stand_ins.take_words(conversation)
         plan = self._plans.get(shape)
-        if self._is_proven and isinstance(plan, Plan):
-            self._num_unseen += 1
-            if self._num_unseen % _RENDER_EVERY:
-                return plan, words
         try:
             text = self.template.render(conversation.messages, conversation.tools)
         except TemplateFailed as failure:
@@ -125,10 +116,6 @@ class Masker:
             plan = self._remember(shape, conversation, frozenset())
         if isinstance(plan, Plan) and plan.fill(words) == text:
             return plan, words
-        if self._is_proven and isinstance(plan, Plan):
-            raise RuntimeError(
-                f"the template `{self.template.name}` was wrongly taken for one that only puts words out"
-            )
         return self._lay_out_rewritten(conversation, text, plan)
 
     def _lay_out_rewritten(

@@ -21,8 +21,7 @@ from jinja2.runtime import Context
 
 from tunewell.core.errors import UserError
 from tunewell.data.rows.conversation import Message
-from tunewell.data.templates.jinja_limits import TemplateFailed, TemplateLimit
-from tunewell.data.templates.jinja_sandbox import Sandbox
+from tunewell.data.templates.sandbox import TemplateFailed, TemplateLimit, TemplateSandbox
 
 # What a template gets to see: plain data only, and a message's reasoning under the names that templates read.
 
@@ -151,7 +150,7 @@ class ChatTemplate:
         self._special_tokens = {key: value for key, value in special_tokens.items() if value is not None}
         self._arguments = plain_data(dict(arguments))
         self._threads = threading.local()
-        sandbox = Sandbox(self._now)
+        sandbox = TemplateSandbox(self._now)
         try:
             self._code = _compile(sandbox, source)
             parsed = sandbox.parse(source)
@@ -164,9 +163,6 @@ class ChatTemplate:
         self.variables = frozenset(meta.find_undeclared_variables(parsed))
         """Names the template reads from outside: `messages`, `bos_token` and so on."""
         self.uses_clock = any(name.name == "strftime_now" for name in parsed.find_all(nodes.Name))
-        self.has_generation = any(
-            isinstance(call.call.node, nodes.ExtensionAttribute) for call in parsed.find_all(nodes.CallBlock)
-        )
 
     @cached_property
     def special_variables(self) -> tuple[str, ...]:
@@ -188,22 +184,6 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
     ) -> str:
         """Give the text of a conversation; raise `TemplateFailed` where the template refuses it."""
-        return self._render(messages, tools, add_generation_prompt, None)
-
-    def render_marked(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None = None
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """Give the text of a conversation, and where in it the template's `{% generation %}` blocks stand."""
-        spans: list[tuple[int, int]] = []
-        return self._render(messages, tools, False, spans), spans
-
-    def _render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        add_generation_prompt: bool,
-        spans: list[tuple[int, int]] | None,
-    ) -> str:
         try:
             program = self._threads.program
         except AttributeError:
@@ -212,8 +192,8 @@ class ChatTemplate:
             messages, tools, size = as_template_sees(messages, tools)
             variables = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
             seconds, chars = self._limits
-            program.meter.begin(limit=chars + 4 * size, seconds=seconds)
-            return program.run(variables, spans)
+            program.budget.start(max_chars=chars + 4 * size, max_seconds=seconds)
+            return program.run(variables)
         except (RecursionError, MemoryError) as error:
             raise TemplateLimit("the template or the conversation is nested too deeply") from error
         except TemplateError as error:
@@ -226,30 +206,21 @@ class _Program:
     """A compiled template with an environment and a meter of its own, for one thread."""
 
     def __init__(self, code: Any, now: datetime, constants: Mapping[str, Any]) -> None:
-        self._sandbox = Sandbox(now)
+        self._sandbox = TemplateSandbox(now)
         self._template = Template.from_code(self._sandbox, code, {})
         self._constants = {**self._sandbox.globals, "documents": None, **constants}
-        self.meter = self._sandbox.meter
+        self.budget = self._sandbox.budget
 
-    def run(self, variables: dict[str, Any], spans: list[tuple[int, int]] | None) -> str:
+    def run(self, variables: dict[str, Any]) -> str:
         known = self._constants | variables
         context = Context(self._sandbox, known, None, self._template.blocks)
-        pieces = self._template.root_render_func(context)
-        if spans is None:
-            return self._sandbox.concat(pieces)
-        self.meter.spans = spans
-        texts = []
-        for piece in pieces:
-            texts.append(piece)
-            self.meter.emitted += len(piece)
-            self.meter.room(self.meter.emitted)
-        return "".join(texts)
+        return self._sandbox.concat(self._template.root_render_func(context))
 
 
-def _compile(sandbox: Sandbox, source: str) -> Any:
+def _compile(sandbox: TemplateSandbox, source: str) -> Any:
     if len(source) > MAX_SOURCE_CHARS:
         raise TemplateLimit(f"the template has more than {MAX_SOURCE_CHARS:,} characters")
-    return sandbox.compile_bounded(source)
+    return sandbox.compile_template(source)
 
 
 def _midnight(date: str) -> datetime:

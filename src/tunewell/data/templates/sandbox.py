@@ -1,0 +1,565 @@
+"""Jinja sandbox for untrusted chat templates: transformers' dialect, with limits on time, memory, size and recursion.
+
+The dialect is that of transformers 5.22: immutable sandbox, trimmed blocks, loop controls, `{% generation %}`, its
+`tojson`, `raise_exception` and `strftime_now`, a guarded `dict` and `namespace`. A template renders to the same text as
+in transformers, or is refused. `random`, `lipsum`, bytes and `{% autoescape %}` are always refused: they cannot be
+reproduced or bounded, and chat templates do not need them.
+
+The limits hold on any thread, without signals and without a second process. C code cannot be interrupted, so a step
+that could be large is checked before it runs:
+
+    {% for %}, macros              a charge for each round or call, written into the parsed template
+    a ~ b, a[1:], a == b, {a: 1}   a check of the operands, written into the parsed template
+    a + b, a * 3, a % b            `call_binop`
+    f(x), x.method(y)              `call`
+    x|filter, x is test            a wrapper around each filter and test
+    {{ x }}                        `finalize`
+
+A check measures the operands, predicts the size of a result that can be larger than its operands, and charges the
+result to the `Budget` of the rendering.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
+from functools import wraps
+from types import CodeType, NoneType
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import BlockReference, Context, LoopContext, Macro, Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace, pass_context
+from jinja2.visitor import NodeTransformer
+
+CHECK_EVERY_BYTES = 16_384
+"""How often the clock is read; a short conversation charges less than this."""
+MAX_NODES = 20_000
+"""A template of 4,000 characters has about 700 syntax nodes; this many take about two seconds to compile."""
+MAX_CALL_DEPTH = 64
+"""Macro calls inside macro calls: about six Python frames each, well below Python's limit of 1,000."""
+MAX_NESTING = 200
+"""Containers inside containers: hashing nested tuples recurses in C without a check."""
+MAX_INT_BITS = 16_384
+"""Python prints integers of up to 4,300 digits; arithmetic on larger ones is slow."""
+MAX_SLOW_CHARS = 10_000
+"""Input of filters that are slow or quadratic, such as `urlize` and `striptags`."""
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_SCALARS = frozenset((str, int, float, bool, NoneType))
+_LISTS = (list, tuple, type({}.keys()), type({}.values()), type({}.items()))
+_TEMPLATE_FUNCTIONS = frozenset((Macro, LoopContext, BlockReference))
+_PUBLIC_ATTRIBUTES = {
+    kind: frozenset(name for name in dir(kind) if not name.startswith(("_", "format"))) for kind in (str, LoopContext)
+}
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+_FREE_FILTERS = _names("count d default first last length")
+_TEXT_FILTERS = _names(
+    "abs attr capitalize center e escape forceescape format indent lower replace round safe string tojson trim "
+    "truncate upper"
+)
+_ITEM_FILTERS = _names(
+    "batch dictsort groupby items join list map max min reject rejectattr reverse select selectattr slice sort sum "
+    "unique"
+)
+"""Filters that iterate over their input; all filters that are not listed here are slow ones."""
+_COSTLY_TESTS = _names(
+    "!= < <= == > >= eq equalto ge greaterthan gt in le lessthan lt ne divisibleby even odd lower upper filter test"
+)
+_NUMERIC = frozenset(("round", "odd", "even", "divisibleby"))
+_BYTES_METHODS = frozenset(("encode", "to_bytes", "from_bytes"))
+
+# Upper bounds of results that can be larger than all operands together, by name of the filter or text method.
+_RESULT_CHARS: dict[str, Callable[..., int]] = {
+    "batch": lambda _, linecount, fill_with=None: linecount,
+    "center": lambda _, width=80, fillchar="": width,
+    "expandtabs": lambda text, tabsize=8: len(text) + text.count("\t") * tabsize,
+    "indent": lambda text, width=4, first=False, blank=False: (len(text) + 1) * _num_chars(width),
+    "ljust": lambda _, width, fillchar="": width,
+    "replace": lambda text, old, new, count=0: len(str(text)) + str(text).count(str(old)) * len(str(new)),
+    "rjust": lambda _, width, fillchar="": width,
+    "round": lambda _, precision=0, method="": 100 * abs(precision),
+    "slice": lambda _, slices, fill_with=None: slices,
+    "translate": lambda text, table: len(text) * _longest(table),
+    "zfill": lambda _, width: width,
+}
+
+
+def _num_chars(width: Any) -> int:
+    return len(width) if isinstance(width, str) else width if isinstance(width, int) else 1
+
+
+def _longest(table: Any) -> int:
+    texts = table.values() if isinstance(table, dict) else table
+    return max((len(text) for text in texts if isinstance(text, str)), default=1)
+
+
+def _is_iterator(value: Any) -> bool:
+    return isinstance(value, Iterator) and type(value) is not LoopContext
+
+
+class TemplateFailed(Exception):
+    """A template refused its input or cannot be rendered; `reason` says why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class TemplateLimit(TemplateFailed):
+    """A template exceeded its time, memory, size or recursion limit."""
+
+
+class Budget:
+    """Count what one rendering uses, and stop it at its limits.
+
+    - No text, and no container written out in full, has more than `max_chars` characters.
+    - All values that a rendering creates have about 36 MB, plus nine bytes for each of `max_chars`, at most.
+    - The processor time of this thread is limited. Waiting for a busy machine does not count.
+    """
+
+    def start(self, *, max_chars: int, max_seconds: float) -> None:
+        """Begin a rendering."""
+        self.max_chars, self.max_seconds, self.depth = max_chars, max_seconds, 0
+        self._bytes_left = int((36_000_000 + 9 * max_chars) * max(1.0, max_seconds))
+        self._next_check = self._bytes_left - CHECK_EVERY_BYTES
+        self._deadline = 0.0
+
+    def charge(self, num_bytes: int, value: Any = None) -> Any:
+        """Take bytes from the budget, and return `value`. A slow step charges in proportion to its time."""
+        self._bytes_left -= num_bytes
+        if self._bytes_left < self._next_check:
+            self._check_limits()
+        return value
+
+    def _check_limits(self) -> None:
+        if self._bytes_left < 0:
+            raise TemplateLimit("the template creates too many values: it uses up the memory of a rendering")
+        now = time.thread_time()
+        self._deadline = self._deadline or now + self.max_seconds
+        if now > self._deadline:
+            raise TemplateLimit(f"the template runs for more than {self.max_seconds:g} s")
+        self._next_check = self._bytes_left - CHECK_EVERY_BYTES
+
+    def require_chars(self, num_chars: int) -> None:
+        """Refuse a value of more than `max_chars` characters."""
+        if num_chars > self.max_chars:
+            raise TemplateLimit(f"the template creates a value of more than {self.max_chars:,} characters")
+
+    def measure(self, value: Any) -> int:
+        """Return the characters of a value written out in full, where shared parts count each time they appear.
+
+        `x = [x, x]` thirty times over is thirty small lists, but a billion characters to print, compare or hash.
+        """
+        num_chars, level = 0, [value]
+        for _ in range(MAX_NESTING):
+            below: list[Any] = []
+            for item in level:
+                if isinstance(item, str):
+                    num_chars += len(item) + 2
+                elif isinstance(item, dict):
+                    num_chars += 4 * len(item) + 2
+                    self.require_chars(num_chars)
+                    below.extend(item)
+                    below.extend(item.values())
+                elif isinstance(item, _LISTS):
+                    num_chars += 2 * len(item) + 2
+                    self.require_chars(num_chars)
+                    below.extend(item)
+                elif isinstance(item, TemplateNamespace):
+                    num_chars += 16
+                    below.append(object.__getattribute__(item, "contents"))
+                else:
+                    num_chars += 2 + item.bit_length() // 3 if isinstance(item, int) else 16
+            self.require_chars(num_chars)
+            if not below:
+                return self.charge(16 + (num_chars >> 2), num_chars)
+            level = below
+        raise TemplateLimit(f"the template nests values more than {MAX_NESTING} levels deep")
+
+    def admit(self, value: Any) -> Any:
+        """Return a value that is small enough to be printed, compared, hashed or passed to a function.
+
+        An iterator becomes one that charges and admits each item.
+        """
+        if type(value) not in _SCALARS:
+            if _is_iterator(value):
+                return (self.charge(64 + sys.getsizeof(item), self.admit(item)) for item in value)
+            self.measure(value)
+        return value
+
+    def admit_items(self, value: Any) -> Any:
+        """Return a value that is small enough to be iterated over; text and ranges create an object for each item."""
+        if isinstance(value, str | range):
+            self.charge(80 * len(value))
+        return self.admit(value)
+
+    def admit_container(self, value: Any) -> Any:
+        """Return a value that is small enough for `x in value`; a dict costs the same whatever its size."""
+        self.charge(16 if type(value) is dict or not hasattr(value, "__len__") else 16 + len(value))
+        return value if type(value) is dict else self.admit(value)
+
+    def created(self, value: Any, item_bytes: int = 0) -> Any:
+        """Charge a new value and return it; an iterator becomes one that charges each item."""
+        if isinstance(value, str):
+            self.require_chars(len(value))
+        elif type(value) is list:
+            self.charge(item_bytes * len(value))
+        elif type(value) not in _SCALARS and _is_iterator(value):
+            return self.charge(1_024, (self.charge(64 + sys.getsizeof(item), item) for item in value))
+        return self.charge(64 + sys.getsizeof(value), value)
+
+
+class TemplateDict:
+    """The global `dict`: creates dicts, but is not the type itself."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args, **kwargs)
+
+
+class TemplateNamespace(Namespace):
+    """The global `namespace`: refuses names that start with an underscore, and can be measured."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # without `self`, so that `namespace(self=...)` works
+        Namespace.__init__(args[0])
+        object.__setattr__(args[0], "contents", {})
+        for name, value in dict(*args[1:], **kwargs).items():
+            args[0][name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"a namespace cannot hold {name!r}: names must not start with an underscore")
+        object.__getattribute__(self, "contents")[name] = value
+        super().__setitem__(name, value)
+
+
+class Generation(Extension):
+    """The tag `{% generation %}...{% endgeneration %}`, which renders its body."""
+
+    tags = {"generation"}  # noqa: RUF012  declared like this in the base class
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Parse the block as a call with a body, like transformers, so that scopes are the same."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("render"), [], [], body).set_lineno(line)
+
+    def render(self, caller: Macro) -> str:
+        """Render the body."""
+        return caller()
+
+
+def _raise_exception(message: Any) -> None:
+    raise TemplateError(message)
+
+
+def _short_pattern(pattern: str) -> str:
+    if len(pattern) > 1_000:  # C allocates up to 256 times the pattern
+        raise TemplateLimit("the template uses a date pattern of more than 1,000 characters")
+    return pattern
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise TemplateFailed("`random` and `lipsum` are not available in chat templates: equal rows must give equal text")
+
+
+class TemplateSandbox(ImmutableSandboxedEnvironment):
+    """The Jinja environment of one template on one thread; call `budget.start` before each rendering."""
+
+    intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
+
+    def __init__(self, now: datetime) -> None:
+        self.budget = budget = Budget()
+        # Without the optimizer, no expression is evaluated at compile time, where no budget applies.
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[Generation, loopcontrols],
+            optimized=False,
+            finalize=self._admit_output,
+        )
+        self.undefined: Any = lambda *args, **kwargs: budget.charge(96, Undefined(*args, **kwargs))
+        self.filters["tojson"] = self._tojson
+        self.filters = {
+            name: function if name in _FREE_FILTERS else self._checked(name, function)
+            for name, function in self.filters.items()
+        } | {
+            "random": _refuse,
+            "(charge)": lambda value, num_bytes: budget.charge(abs(num_bytes), value),
+            "(admit)": budget.admit,
+            "(items)": budget.admit_items,
+            "(container)": budget.admit_container,
+            "(created)": budget.created,
+            "(concat)": lambda parts: self.concat([str(self._admit_output(None, part)) for part in parts]),
+        }
+        self.tests |= {name: self._checked(name, self.tests[name]) for name in _COSTLY_TESTS}
+        self.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": lambda format: now.strftime(_short_pattern(format)),
+            "dict": TemplateDict(),
+            "namespace": TemplateNamespace,
+            "lipsum": _refuse,
+        }
+
+    def compile_template(self, source: str) -> CodeType:
+        """Compile a template with its checks; the code can run in the sandbox of any thread."""
+        parsed = self.parse(source)
+        if sum(1 for _ in parsed.find_all(nodes.Node)) > MAX_NODES:
+            raise TemplateLimit(f"the template has more than {MAX_NODES:,} syntax nodes")
+        return self.compile(_CheckInserter(self).visit(parsed))
+
+    def concat(self, parts: Iterable[str]) -> str:
+        """Join the output of a block, a macro or the template."""
+        parts = list(parts)
+        self.budget.require_chars(sum(map(len, parts)))
+        return self.budget.created("".join(parts))
+
+    @pass_context
+    def _admit_output(self, context: Context | None, value: Any) -> Any:
+        """Return a value that is small enough to be printed; printing an iterator does not consume it."""
+        return value if type(value) is str or _is_iterator(value) else self.budget.admit(value)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Return an attribute or item, with short cuts for the objects of most templates."""
+        kind = type(obj)
+        if kind is dict:
+            if attribute not in _DICT_ATTRIBUTES:
+                return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        elif kind is TemplateNamespace:
+            if attribute in (contents := object.__getattribute__(obj, "contents")):
+                return contents[attribute]
+        elif (kind is str or kind is LoopContext) and attribute in _PUBLIC_ATTRIBUTES[kind]:
+            return self.budget.charge(64, getattr(obj, attribute))
+        return self.budget.charge(64, super().getattr(obj, attribute))
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Return an item, unless the key is too large to be hashed; `map(attribute='a.b')` calls this for each part."""
+        if type(argument) is str and type(obj) is dict and argument in obj:
+            return obj[argument]
+        return self.budget.charge(64, super().getitem(obj, self.budget.admit(argument)))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Compute `left operator right`, unless the result would be too large."""
+        if operator == "+" and type(left) is str and type(right) is str:
+            self.budget.require_chars(num_chars := len(left) + len(right))
+            return self.budget.charge(64 + 4 * num_chars, left + right)
+        if isinstance(left, int) and isinstance(right, int):
+            if (left.bit_length() * right if operator == "**" else (left | right).bit_length()) > MAX_INT_BITS:
+                raise TemplateLimit(f"the template computes with integers of more than {MAX_INT_BITS:,} bits")
+        elif operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
+            self.budget.require_chars(len(left) + len(right))
+        elif operator == "*":
+            items, times = (right, left) if isinstance(left, int) else (left, right)
+            if isinstance(items, str | list | tuple) and isinstance(times, int):
+                self.budget.require_chars(len(items) * times)
+        elif operator == "%" and isinstance(left, str):
+            self._require_small_format(left, right)
+        return self.budget.created(self.binop_table[operator](left, right))
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a macro, method or function, unless its arguments or its result would be too large."""
+        # The doubled underscores keep these names free for keyword arguments of the template.
+        budget = __self.budget
+        budget.charge(64 * (1 + len(args) + len(kwargs)))
+        if type(__obj) in _TEMPLATE_FUNCTIONS:
+            budget.depth += 1
+            if budget.depth > MAX_CALL_DEPTH:
+                raise TemplateLimit(f"the template calls itself more than {MAX_CALL_DEPTH} levels deep")
+            result = super().call(__context, __obj, *args, **kwargs)
+            budget.depth -= 1
+            return result
+        args = tuple(map(budget.admit, args))
+        kwargs = {key: budget.admit(value) for key, value in kwargs.items() if key not in ("_loop_vars", "_block_vars")}
+        owner = getattr(__obj, "__self__", None)
+        if owner is not None and __obj.__name__ in _BYTES_METHODS:
+            raise TemplateFailed(f"`{__obj.__name__}` is not available in chat templates")
+        if isinstance(owner, str):
+            return __self._call_text_method(__obj, args, kwargs)
+        format_method = getattr(__obj, "__wrapped__", None)  # Jinja wraps `str.format` and `str.format_map`
+        if format_method is not None:
+            __self._require_small_format(format_method.__self__, (args, kwargs))
+        budget.admit(owner)
+        budget.charge(4 * budget.measure((args, kwargs)))
+        return budget.created(super().call(__context, __obj, *args, **kwargs))
+
+    def _call_text_method(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        text, name = method.__self__, method.__name__
+        if name == "join" and args:
+            args = (self._joinable(self.budget.admit_items(args[0]), text), *args[1:])
+        elif name in ("split", "rsplit", "splitlines"):
+            separator = args[0] if args else kwargs.get("sep")
+            self.budget.charge(64 * (text.count(separator) if separator and isinstance(separator, str) else len(text)))
+        elif name == "striptags":
+            self._require_short(text)
+        self._require_small_result(name, text, args, kwargs)
+        self.budget.charge(sys.getsizeof(text))
+        return self.budget.created(method(*args, **kwargs))
+
+    def _checked(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a filter or a test in the checks of its input and its result."""
+        # Jinja passes its context, or a part of it, as an additional first argument to functions with this attribute.
+        first = 1 if hasattr(function, "jinja_pass_arg") else 0
+        takes_items = name in _ITEM_FILTERS
+        is_slow = name not in _ITEM_FILTERS | _TEXT_FILTERS | _COSTLY_TESTS
+        budget = self.budget
+
+        @wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            jinja_args, args = args[:first], args[first:]
+            value = budget.admit_items(args[0]) if takes_items else budget.admit(args[0])
+            args = tuple(map(budget.admit, args[1:]))
+            kwargs = {key: budget.admit(argument) for key, argument in kwargs.items()}
+            if name == "join":
+                value = self._joinable(value, str([*args, kwargs.get("d", "")][0]))
+            elif name == "sum":
+                value = list(value)
+                if any(isinstance(start, list | tuple) for start in (*args, *kwargs.values())):
+                    budget.require_chars(budget.measure(value) * len(value))  # each addition copies the list so far
+            elif name == "format":
+                self._require_small_format(str(value), (args, kwargs))
+            elif is_slow:
+                self._require_short(value, args, kwargs)
+            self._require_small_result(name, value, args, kwargs)
+            return budget.created(function(*jinja_args, value, *args, **kwargs), item_bytes=128)
+
+        return checked
+
+    def _joinable(self, items: Any, separator: str) -> list[Any]:
+        items = list(items)
+        self.budget.require_chars(self.budget.measure(items) + len(items) * len(separator))
+        return items
+
+    def _require_short(self, *values: Any) -> None:
+        if self.budget.measure(values) > MAX_SLOW_CHARS:
+            raise TemplateLimit(f"the template gives a slow filter more than {MAX_SLOW_CHARS:,} characters")
+
+    def _require_small_result(self, name: str, value: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> None:
+        if name in _NUMERIC and not isinstance(value, int | float):
+            raise TypeError(f"`{name}` needs a number")
+        if predict := _RESULT_CHARS.get(name):
+            self.budget.require_chars(predict(value, *args, **kwargs))
+        if isinstance(value, str):
+            # Methods such as `rfind` and `strip` compare each character with each other one in the worst case.
+            self.budget.charge(
+                len(value) * sum(len(text) for text in (*args, *kwargs.values()) if type(text) is str) >> 3
+            )
+
+    def _require_small_format(self, pattern: str, values: Any) -> None:
+        """Refuse `pattern % values` or `pattern.format(values)` with a large width or many large fields."""
+        num_chars = len(pattern) + (pattern.count("%") + pattern.count("{")) * self.budget.measure(values)
+        widths = re.findall(r"[%):.<>=^][-+ #0z]*(\d+)", pattern)
+        if "*" in pattern or re.search(r"\{[^{}]*\{", pattern):  # the width can come from one or several values
+            widths.append("".join(re.findall(r"\d", str(values))) or "0")
+        self.budget.require_chars(num_chars + sum(int(digits[:12]) for digits in widths))
+
+    def _tojson(
+        self,
+        x: Any,
+        ensure_ascii: bool = False,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        if indent is None and separators is None:
+            return json.dumps(x, ensure_ascii=ensure_ascii, sort_keys=sort_keys)
+        self.budget.require_chars(_num_chars(indent))
+        encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        chunks, num_chars = [], 0
+        for chunk in encoder.iterencode(x):
+            num_chars += len(chunk)
+            self.budget.require_chars(num_chars)
+            chunks.append(self.budget.charge(16 + len(chunk), chunk))
+        return "".join(chunks)
+
+
+class _CheckInserter(NodeTransformer):
+    """Write checks into a parsed template: filters whose names no template can spell, such as `(charge)`."""
+
+    def __init__(self, sandbox: TemplateSandbox) -> None:
+        self._sandbox = sandbox
+
+    def _check(self, name: str, node: nodes.Expr, *args: nodes.Expr) -> nodes.Filter:
+        return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno, environment=self._sandbox)
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        if node.test is not None:
+            node.test = self._check("(charge)", node.test, nodes.Const(16))
+        return self.visit_Macro(node)
+
+    def visit_Macro(self, node: nodes.Macro | nodes.CallBlock | nodes.Block | nodes.For) -> nodes.Node:
+        num_bytes = 64 + sum(map(_created_bytes, node.find_all(nodes.Node)))
+        charge = self._check("(charge)", nodes.Const(None, lineno=node.lineno), nodes.Const(num_bytes))
+        self.generic_visit(node)
+        node.body = [nodes.ExprStmt(charge, lineno=node.lineno), *node.body]
+        return node
+
+    visit_CallBlock = visit_Block = visit_Macro
+
+    def visit_Const(self, node: nodes.Const) -> nodes.Node:
+        if node.value == math.inf:  # `1e400`, for which Python has no literal
+            return nodes.Mul(nodes.Const(1e308), nodes.Const(10), lineno=node.lineno, environment=self._sandbox)
+        return node
+
+    def visit_Call(self, node: nodes.Call | nodes.Filter | nodes.Test) -> nodes.Node:
+        self.generic_visit(node)
+        if node.dyn_args is not None:
+            node.dyn_args = self._check("(items)", node.dyn_args)
+        return node
+
+    visit_Filter = visit_Test = visit_Call
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return self._check("(concat)", nodes.Tuple(node.nodes, "load", lineno=node.lineno))
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        return self._check("(created)", node) if isinstance(node.arg, nodes.Slice) else node
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
+        self.generic_visit(node)
+        if not isinstance(node.key, nodes.Const):
+            node.key = self._check("(admit)", node.key)
+        return node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        is_search = node.ops[0].op in ("in", "notin")
+        if len(node.ops) == 1 and (_is_constant(node.ops[0].expr) or (_is_constant(node.expr) and not is_search)):
+            return node  # comparing with a constant is cheap
+        if not _is_constant(node.expr):
+            node.expr = self._check("(admit)", node.expr)
+        for operand in node.ops:
+            operand.expr = self._check("(container)" if operand.op in ("in", "notin") else "(admit)", operand.expr)
+        return node
+
+    def visit_ScopedEvalContextModifier(self, node: nodes.Node) -> nodes.Node:
+        raise TemplateFailed("`{% autoescape %}` is not available in chat templates")
+
+
+def _created_bytes(node: nodes.Node) -> int:
+    """Return about how many bytes a statement or literal creates; results of operators and calls are charged later."""
+    if isinstance(node, nodes.Macro | nodes.CallBlock | nodes.For):
+        return 512
+    return 64 if isinstance(node, nodes.List | nodes.Tuple | nodes.Dict) else 8
+
+
+def _is_constant(node: nodes.Expr) -> bool:
+    items = node.items if isinstance(node, nodes.List | nodes.Tuple) else [node]
+    return all(isinstance(item, nodes.Const) for item in items)
