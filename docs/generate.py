@@ -103,10 +103,10 @@ def _config() -> str:
         "Every key of `tunewell.yaml`. `tunewell explain KEY` prints the same; `--set KEY=VALUE` sets a key for one "
         "command.",
     ]
-    top = [key for key in keys if "." not in key.name and not key.is_branch]
+    top = [key for key in keys if "." not in key.name and not key.is_section]
     parts.append(_key_table(top))
-    for branch in (key for key in keys if key.is_branch):
-        inside = [key for key in keys if key.name.rpartition(".")[0] == branch.name and not key.is_branch]
+    for branch in (key for key in keys if key.is_section):
+        inside = [key for key in keys if key.name.rpartition(".")[0] == branch.name and not key.is_section]
         parts.append(f"## {branch.name}\n\n{branch.doc}\n\n{_key_table(inside)}")
     sources = [key for key in keys if key.name.startswith("data.sources.")]
     parts.append("## data.sources\n\nKeys of one source, where `data.sources` is a list.\n\n" + _key_table(sources))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tunewell.config.explain import explain, explain_all, json_schema
-from tunewell.config.keys import all_keys, parse_key, write_key
+from tunewell.config.keys import all_keys, format_key, parse_key
 from tunewell.config.load import load_config
 from tunewell.config.schema import ALIASES, Config
 from tunewell.core.errors import UserError
@@ -79,7 +79,7 @@ def test_every_key_can_be_set_and_explained():
     """A key that `--set` cannot name or `explain` cannot find is half a key."""
     for name, _ in explain_all():
         assert explain(name).key == name
-        assert write_key(parse_key(name)) == name
+        assert format_key(parse_key(name)) == name
     assert set(ALIASES.values()) <= set(all_keys())
     assert not set(ALIASES) & set(all_keys())
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tunewell.config.glossary import look_up, reasons, words
+from tunewell.config.glossary import drop_reasons, entries, find_entry
 from tunewell.core.errors import UserError
 
 REASONS = [
@@ -19,14 +19,14 @@ WORDS = [
 
 def test_every_reason_has_one_rule():
     """The ids are a contract with everyone who reads `prepare --json`."""
-    assert list(reasons()) == REASONS
-    assert all(len(rule) > 20 and "\n" not in rule for rule in reasons().values())
+    assert list(drop_reasons()) == REASONS
+    assert all(len(rule) > 20 and "\n" not in rule for rule in drop_reasons().values())
 
 
 @pytest.mark.parametrize("word", WORDS)
 def test_every_word_of_the_house_is_there(word):
     """One word per idea works only when the word is written down."""
-    assert len(words()[word]) > 20
+    assert len(entries()[word]) > 20
 
 
 @pytest.mark.parametrize(
@@ -42,11 +42,11 @@ def test_every_word_of_the_house_is_there(word):
 )
 def test_a_word_is_found_however_it_is_written(asked, word):
     """Case, hyphens and plurals are not what a person wants to think about."""
-    assert look_up(asked)[0] == word
+    assert find_entry(asked)[0] == word
 
 
 def test_an_unknown_word_names_the_nearest():
     """A dead end must show the way."""
     with pytest.raises(UserError, match="no word") as caught:
-        look_up("shrad")
+        find_entry("shrad")
     assert caught.value.fix == "did you mean `shard` or `share`?"

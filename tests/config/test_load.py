@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tunewell.config.load import Loaded, as_loaded, load_config
+from tunewell.config.load import LoadedConfig, load_config, to_loaded_config
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
 
@@ -16,7 +16,7 @@ def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def load(text: str, *sets: str, **flags) -> Loaded:
+def load(text: str, *sets: str, **flags) -> LoadedConfig:
     Path("tunewell.yaml").write_text(text, encoding="utf-8")
     return load_config(None, sets, **flags)
 
@@ -47,12 +47,12 @@ def test_a_mapping_is_read_as_a_file_would_be():
     text = (
         "model: base\ndata:\n  sources: ['rows.jsonl#5', {path: more.jsonl}]\nmax_seq_length: 512\ntrain: {epochs: 2}\n"
     )
-    loaded = as_loaded(given, ["train.epochs=1"], model="other")
+    loaded = to_loaded_config(given, ["train.epochs=1"], model="other")
     assert loaded.config == load(text, "train.epochs=1", model="other").config
-    assert as_loaded(given, "train.epochs=1", model="other").config == loaded.config
+    assert to_loaded_config(given, "train.epochs=1", model="other").config == loaded.config
     assert loaded.file is None and loaded.base == Path() and given["train"] == {"epochs": 2}
     assert loaded.origin("packing.context_length") == "the config" and loaded.origin("model") == "--model"
-    assert as_loaded({}).config == Config()
+    assert to_loaded_config({}).config == Config()
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_mapping_is_read_as_a_file_would_be():
 def test_a_mapping_that_cannot_be_read_is_refused_in_words(given, words):
     """A TypeError from deep inside says nothing about which key it was."""
     with pytest.raises(UserError) as caught:
-        as_loaded(given)
+        to_loaded_config(given)
     assert words in str(caught.value)
 
 
@@ -80,7 +80,7 @@ def test_a_mapping_that_holds_itself_is_refused():
     given: dict[str, Any] = {"train": {}}
     given["train"]["again"] = given
     with pytest.raises(UserError, match="nested more than 32 deep"):
-        as_loaded(given)
+        to_loaded_config(given)
 
 
 def test_the_defaults_are_what_the_pages_promise():
@@ -240,8 +240,8 @@ def test_groups_left_empty_are_defaults():
         ("data: {sources: [{path: a, share: 0.5}, {path: b, share: 0.4}]}\n", "add up to 0.9 instead of 1"),
         ("data: {sources: [{path: a, share: 1.0}, b]}\n", "leaves nothing"),
         ("- a\n- b\n", "not a group of keys"),
-        ("seed: 1\nseed: 2\n", "`seed` is given twice, in lines 1 and 2"),
-        ("a: [\n", "not YAML"),
+        ("seed: 1\nseed: 2\n", "`seed` is set twice, in lines 1 and 2"),
+        ("a: [\n", "invalid YAML"),
     ],
 )
 def test_a_mistake_is_told_with_its_place_and_its_fix(text, said):
@@ -262,7 +262,7 @@ def test_a_mistake_is_told_with_its_place_and_its_fix(text, said):
         ("a b=1", "`a b` is not a key"),
         ("=1", "`` is not a key"),
         ("packing={context_length: 5, x: 1}", "unknown key `packing.x`"),
-        ("template.arguments=[1", "not YAML"),
+        ("template.arguments=[1", "invalid YAML"),
     ],
 )
 def test_a_mistake_on_the_command_line_names_the_option(given, said):

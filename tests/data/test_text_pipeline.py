@@ -8,7 +8,7 @@ import sentencepiece
 import torch
 
 from corpora import rows_file
-from tunewell.config.load import Loaded
+from tunewell.config.load import LoadedConfig
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
 from tunewell.data.corpus.reader import open_corpus
@@ -18,8 +18,8 @@ from tunewell.models.load import LoadOptions, load_model
 from tunewell.workflows.prepare import prepare
 
 
-def config_in(folder: Path, **keys) -> Loaded:
-    return Loaded(Config.model_validate(keys), folder, None, {})
+def config_in(folder: Path, **keys) -> LoadedConfig:
+    return LoadedConfig(Config.model_validate(keys), folder, None, {})
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tunewell.config.load import Loaded, load_config
+from tunewell.config.load import LoadedConfig, load_config
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
 from tunewell.data.batches import DataOrder
@@ -41,7 +41,7 @@ def _manifest(*, tokens=8_929, documents=150, longest=70, held_out=40):
 
 def _order(device=CPU, *, manifest=None, num_parameters=134_515_008, threads=None, **groups):
     config = Config.model_validate({"model": "some/model", **groups})
-    return PlanInputs(Loaded(config, Path(), None, {}), manifest or _manifest(), device, num_parameters, threads)
+    return PlanInputs(LoadedConfig(config, Path(), None, {}), manifest or _manifest(), device, num_parameters, threads)
 
 
 def _plan(order, num_steps=95, epochs=5.0) -> Plan:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tunewell.config.load import Loaded, as_loaded, load_config
+from tunewell.config.load import LoadedConfig, load_config, to_loaded_config
 from tunewell.core.errors import UserError
 from tunewell.runs.config import dump_config, load_for_run, resume_command
 from tunewell.runs.options import RunOptions
@@ -24,7 +24,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _start(loaded: Loaded, *argv: str) -> RunOptions:
+def _start(loaded: LoadedConfig, *argv: str) -> RunOptions:
     """Write what a run writes when it starts, and return the options of its command line."""
     run = loaded.path(loaded.config.run)
     run.mkdir(exist_ok=True)
@@ -129,6 +129,6 @@ def test_text_that_looks_like_something_else_stays_text_in_the_run(here: Path, t
 
 def test_what_a_program_handed_over_is_taken_from_the_run(here: Path) -> None:
     """Nothing was typed that could be typed again."""
-    loaded = as_loaded({"model": "my model", "run": "my run"})
+    loaded = to_loaded_config({"model": "my model", "run": "my run"})
     words = "tunewell train --resume --config 'my run/config.yaml' --out 'my run'"
     assert resume_command(loaded, RunOptions()) == words

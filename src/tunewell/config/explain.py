@@ -4,20 +4,20 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from tunewell.config.fields import Branch
+from tunewell.config.fields import Section
 from tunewell.config.keys import (
     Key,
-    Steps,
-    alias_places,
+    alias_paths,
     all_keys,
-    nearest,
+    dotted_name,
+    format_key,
+    nearest_keys,
     parse_key,
-    plain_name,
-    without_alias,
-    write_key,
+    resolve_alias,
 )
-from tunewell.config.load import Loaded
+from tunewell.config.load import LoadedConfig
 from tunewell.config.schema import ALIASES, Config
+from tunewell.config.yaml_reader import KeyPath
 from tunewell.core.errors import UserError
 
 
@@ -39,14 +39,14 @@ class Explanation:
     """Where the current config sets it."""
 
 
-def explain(name: str, loaded: Loaded | None = None) -> Explanation:
+def explain(name: str, loaded: LoadedConfig | None = None) -> Explanation:
     """Explain a key, a group of keys or another tool's name for a key.
 
     The last word of a key is enough where only one key ends in it: `context_length`. Raises UserError with the nearest
     keys where there is none.
     """
     steps = _find(name)
-    key = all_keys()[plain_name(steps)]
+    key = all_keys()[dotted_name(steps)]
     return Explanation(
         key=key.name,
         type=key.takes,
@@ -62,7 +62,7 @@ def explain(name: str, loaded: Loaded | None = None) -> Explanation:
 
 def explain_all() -> tuple[tuple[str, str], ...]:
     """List every key that holds a value, with its doc."""
-    return tuple((key.name, key.doc) for key in all_keys().values() if not key.is_branch)
+    return tuple((key.name, key.doc) for key in all_keys().values() if not key.is_section)
 
 
 def json_schema() -> dict[str, Any]:
@@ -74,7 +74,7 @@ def json_schema() -> dict[str, Any]:
     sources.pop("type")
     sources["anyOf"] = [*one["anyOf"], {"type": "array", "items": one}]
     for alias, key in ALIASES.items():
-        for place in alias_places(alias):
+        for place in alias_paths(alias):
             properties = _group_of(schema, place)
             target = _group_of(schema, tuple(key.split(".")))[key.rpartition(".")[2]]
             same = {word: value for word, value in target.items() if word != "default"}
@@ -82,15 +82,15 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "tunewell.yaml", **schema}
 
 
-def _find(name: str) -> Steps:
+def _find(name: str) -> KeyPath:
     # `data.sources[].share` is how people write "of every source".
-    steps = without_alias(parse_key(re.sub(r"\[\s*\]", "", name.strip())))
-    if plain_name(steps) in all_keys():
+    steps = resolve_alias(parse_key(re.sub(r"\[\s*\]", "", name.strip())))
+    if dotted_name(steps) in all_keys():
         return steps
-    endings = [key for key in all_keys() if key.endswith(f".{plain_name(steps)}")]
+    endings = [key for key in all_keys() if key.endswith(f".{dotted_name(steps)}")]
     if len(endings) == 1:
         return parse_key(endings[0])
-    guesses = endings or nearest(plain_name(steps))
+    guesses = endings or nearest_keys(dotted_name(steps))
     fix = (
         f"did you mean {' or '.join(f'`{guess}`' for guess in guesses)}?"
         if guesses
@@ -99,7 +99,7 @@ def _find(name: str) -> Steps:
     raise UserError(f"there is no key `{name}`" if not endings else f"several keys end in `{name}`", fix=fix)
 
 
-def _value_at(config: Config, steps: Steps) -> Any:
+def _value_at(config: Config, steps: KeyPath) -> Any:
     here: Any = config
     for step in steps:
         if isinstance(here, tuple) and isinstance(step, str):
@@ -107,24 +107,24 @@ def _value_at(config: Config, steps: Steps) -> Any:
         if isinstance(here, tuple) and isinstance(step, int):
             here = here[step] if step < len(here) else None
         else:
-            here = getattr(here, str(step)) if isinstance(here, Branch) else None
+            here = getattr(here, str(step)) if isinstance(here, Section) else None
     return _plain(here)
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(entry) for entry in value]
-    return value.model_dump(mode="json") if isinstance(value, Branch) else value
+    return value.model_dump(mode="json") if isinstance(value, Section) else value
 
 
-def _origin(loaded: Loaded, steps: Steps, key: Key) -> str:
+def _origin(loaded: LoadedConfig, steps: KeyPath, key: Key) -> str:
     if key.name.startswith("data.sources.") and not any(isinstance(step, int) for step in steps):
         places = [
-            loaded.origin(write_key((*steps[:2], number, *steps[2:])))
+            loaded.origin(format_key((*steps[:2], number, *steps[2:])))
             for number in range(len(loaded.config.data.sources))
         ]
         return ", ".join(dict.fromkeys(places)) or "default"
-    return loaded.origin(write_key(steps))
+    return loaded.origin(format_key(steps))
 
 
 def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
@@ -149,7 +149,7 @@ def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
     }
 
 
-def _group_of(schema: dict[str, Any], steps: Steps) -> dict[str, Any]:
+def _group_of(schema: dict[str, Any], steps: KeyPath) -> dict[str, Any]:
     for step in steps[:-1]:
         schema = schema["properties"][str(step)]
     return schema["properties"]

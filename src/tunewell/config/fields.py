@@ -9,13 +9,13 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from tunewell.core.registry import Registry
 
 Auto = Literal["auto"]
-Whole = Annotated[int, Strict()]
-Real = Annotated[float, Strict()]
-Flag = Annotated[bool, Strict()]
+Int = Annotated[int, Strict()]
+Float = Annotated[float, Strict()]
+Bool = Annotated[bool, Strict()]
 Text = Annotated[str, Field(min_length=1)]
 
 
-class Branch(BaseModel):
+class Section(BaseModel):
     """A group of keys: frozen, and closed to keys it does not know."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)

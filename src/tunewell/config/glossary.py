@@ -16,13 +16,13 @@ def glossary_text() -> str:
 
 
 @cache
-def words() -> dict[str, str]:
+def entries() -> dict[str, str]:
     """List every word, reasons included, with its meaning in one line."""
     return {word.strip("`"): " ".join(meaning.split()) for word, meaning in _ENTRY.findall(glossary_text())}
 
 
 @cache
-def reasons() -> dict[str, str]:
+def drop_reasons() -> dict[str, str]:
     """List the ids a row can be dropped under, each with its rule in one line."""
     return {
         word.strip("`"): " ".join(rule.split())
@@ -31,11 +31,11 @@ def reasons() -> dict[str, str]:
     }
 
 
-def look_up(word: str) -> tuple[str, str]:
+def find_entry(word: str) -> tuple[str, str]:
     """Find a word whatever its case, hyphens and plural; raise UserError with the nearest words if it is not there."""
-    by_form = {_form(known): known for known in words()}
+    by_form = {_form(known): known for known in entries()}
     if (known := by_form.get(_form(word))) is not None:
-        return known, words()[known]
+        return known, entries()[known]
     close = [by_form[form] for form in difflib.get_close_matches(_form(word), by_form, n=3, cutoff=0.6)]
     fix = (
         f"did you mean {' or '.join(f'`{guess}`' for guess in close)}?"

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from tunewell.config.fields import Branch, OneOf
+from tunewell.config.fields import OneOf, Section
 from tunewell.config.schema import ALIASES, Config
-from tunewell.config.yaml_reader import Steps
+from tunewell.config.yaml_reader import KeyPath
 from tunewell.core.errors import UserError
 
 
@@ -29,7 +29,7 @@ class Key:
     aliases: tuple[str, ...]
     children: tuple[str, ...]
     """Names of the keys directly inside; empty for a value."""
-    is_branch: bool
+    is_section: bool
     """Whether it is a plain group of keys; `data.sources`, a list of them, is not."""
 
 
@@ -39,7 +39,7 @@ def all_keys() -> dict[str, Key]:
     return {key.name: key for key in _walk(Config, "")}
 
 
-def parse_key(text: str) -> Steps:
+def parse_key(text: str) -> KeyPath:
     """Read a dotted key with list positions, `data.sources[0].share`."""
     if not re.fullmatch(r"\w+(\[\d{1,6}\])*(\.\w+(\[\d{1,6}\])*)*", text):
         raise UserError(
@@ -48,28 +48,28 @@ def parse_key(text: str) -> Steps:
     return tuple(int(step) if step.isdigit() else step for step in re.findall(r"\w+", text))
 
 
-def write_key(steps: Iterable[str | int]) -> str:
+def format_key(steps: Iterable[str | int]) -> str:
     """Write a way as a dotted key, the reverse of `parse_key`."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).lstrip(".")
 
 
-def plain_name(steps: Iterable[str | int]) -> str:
+def dotted_name(steps: Iterable[str | int]) -> str:
     """Name a key without list positions, as `all_keys` does."""
     return ".".join(str(step) for step in steps if not isinstance(step, int))
 
 
-def alias_places(alias: str) -> set[Steps]:
+def alias_paths(alias: str) -> set[KeyPath]:
     """Say where an alias is read: at the top of the file and in its key's branch."""
     return {(alias,), (*ALIASES[alias].split(".")[:-1], alias)}
 
 
-def without_alias(steps: Steps) -> Steps:
+def resolve_alias(steps: KeyPath) -> KeyPath:
     """Turn another tool's name for a key into ours."""
     alias = str(steps[-1])
-    return tuple(ALIASES[alias].split(".")) if alias in ALIASES and steps in alias_places(alias) else steps
+    return tuple(ALIASES[alias].split(".")) if alias in ALIASES and steps in alias_paths(alias) else steps
 
 
-def nearest(name: str) -> list[str]:
+def nearest_keys(name: str) -> list[str]:
     """Find the keys a wrong name most likely meant: the nearest one beside it, and the same word elsewhere."""
     parent, _, last = name.rpartition(".")
     beside = {key.rpartition(".")[2]: key for key in all_keys() if key.rpartition(".")[0] == parent}
@@ -80,7 +80,7 @@ def nearest(name: str) -> list[str]:
     return list(dict.fromkeys([*close, *same_word] or anywhere))
 
 
-def _walk(branch: type[Branch], prefix: str) -> Iterator[Key]:
+def _walk(branch: type[Section], prefix: str) -> Iterator[Key]:
     for name, field in branch.model_fields.items():
         full = prefix + name
         inner = _branch_in(field.annotation)
@@ -92,21 +92,21 @@ def _walk(branch: type[Branch], prefix: str) -> Iterator[Key]:
             allowed=tuple(_choices(field.annotation, field.metadata)),
             aliases=tuple(alias for alias, key in ALIASES.items() if key == full),
             children=tuple(f"{full}.{child}" for child in inner.model_fields) if inner else (),
-            is_branch=inner is not None and inner is field.annotation,
+            is_section=inner is not None and inner is field.annotation,
         )
         if inner:
             yield from _walk(inner, full + ".")
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Branch):
+    if isinstance(value, Section):
         return value.model_dump()
     return list(value) if isinstance(value, tuple) else value
 
 
-def _branch_in(annotation: Any) -> type[Branch] | None:
+def _branch_in(annotation: Any) -> type[Section] | None:
     if isinstance(annotation, type) and get_origin(annotation) is None:
-        return annotation if issubclass(annotation, Branch) else None
+        return annotation if issubclass(annotation, Section) else None
     return next((found for part in get_args(annotation) if (found := _branch_in(part))), None)
 
 

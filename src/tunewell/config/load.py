@@ -10,36 +10,46 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tunewell.config.keys import alias_places, all_keys, nearest, parse_key, plain_name, without_alias, write_key
-from tunewell.config.overrides import place, seen_from
+from tunewell.config.keys import alias_paths, all_keys, dotted_name, format_key, nearest_keys, parse_key, resolve_alias
+from tunewell.config.overrides import rebase_paths, set_value
 from tunewell.config.schema import ALIASES, Config, as_sources
-from tunewell.config.yaml_reader import MAX_BYTES, MAX_DEPTH, Problem, Steps, plain_value, read_value, read_yaml, refuse
+from tunewell.config.yaml_reader import (
+    MAX_BYTES,
+    MAX_DEPTH,
+    KeyPath,
+    Problem,
+    parse_scalar,
+    raise_problems,
+    read_value,
+    read_yaml,
+)
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
 
 # A config that a program hands over as a mapping, made into what a file would have been read as.
 
-GIVEN = "the config"
+MAPPING_ORIGIN = "the config"
 """The origin of every value of such a config."""
 
 
-def read_mapping(given: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[Steps, str]]:
+def read_mapping(given: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     """Copy a mapping into plain dictionaries and lists, with the origin of each value.
 
     Raises UserError for a key that is no text, and for what holds itself.
     """
-    origins: dict[Steps, str] = {}
+    origins: dict[KeyPath, str] = {}
     return _plain(given, (), origins), origins
 
 
-def _plain(value: Any, steps: Steps, origins: dict[Steps, str]) -> Any:
+def _plain(value: Any, steps: KeyPath, origins: dict[KeyPath, str]) -> Any:
     if len(steps) > MAX_DEPTH:
-        raise UserError(f"the config is nested more than {MAX_DEPTH} deep", where=f"`{write_key(steps[:3])}`")
-    origins[steps] = GIVEN
+        raise UserError(f"the config is nested more than {MAX_DEPTH} deep", where=f"`{format_key(steps[:3])}`")
+    origins[steps] = MAPPING_ORIGIN
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise UserError(f"the key {key!r} is no text", where=f"`{write_key(steps)}`" if steps else GIVEN)
+                where = f"`{format_key(steps)}`" if steps else MAPPING_ORIGIN
+                raise UserError(f"the key {key!r} is not text", where=where)
         return {key: _plain(entry, (*steps, key), origins) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(entry, (*steps, number), origins) for number, entry in enumerate(value)]
@@ -52,7 +62,7 @@ FLAGS = {"model": "model", "data": "data.sources", "out": "corpus", "seed": "see
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedConfig:
     """A config, where it was found, and where each of its values was set."""
 
     config: Config
@@ -65,7 +75,7 @@ class Loaded:
     def origin(self, key: str) -> str:
         """Say where a key's value was set: at the key itself, at a group around it, or nowhere (`default`)."""
         steps = parse_key(key)
-        ways = (write_key(steps[:length]) for length in range(len(steps), 0, -1))
+        ways = (format_key(steps[:length]) for length in range(len(steps), 0, -1))
         return next((self.origins[way] for way in ways if way in self.origins), "default")
 
     def path(self, text: str) -> Path:
@@ -78,13 +88,13 @@ class Loaded:
         return str(path) if path.exists() else name
 
 
-Given = Loaded | Mapping[str, Any] | str | Path | None
+ConfigLike = LoadedConfig | Mapping[str, Any] | str | Path | None
 """A config as a program may hand it over."""
 
 
-def as_loaded(config: Given, sets: Sequence[str] = (), **flags: Any) -> Loaded:
+def to_loaded_config(config: ConfigLike, sets: Sequence[str] = (), **flags: Any) -> LoadedConfig:
     """Take a config that was loaded, or load it from a file, a mapping, or `tunewell.yaml` of the current folder."""
-    if isinstance(config, Loaded):
+    if isinstance(config, LoadedConfig):
         return config
     if isinstance(config, str):
         config = Path(config) if config else None
@@ -102,7 +112,7 @@ def load_config(
     out: str | Path | None = None,
     seed: int | None = None,
     has_file: bool = True,
-) -> Loaded:
+) -> LoadedConfig:
     """Load `path`, or `tunewell.yaml` of the current folder where there is one, and put flags and `--set` over it.
 
     A mapping is read as a file of the current folder would be. Without `has_file` no file is looked for: flags and
@@ -133,11 +143,11 @@ def load_config(
     try:
         config = Config.model_validate(draft.tree)
     except ValidationError as error:
-        refuse(_in_file_order([*draft.problems, *_problems(error, draft)], draft))
+        raise_problems(_in_file_order([*draft.problems, *_problems(error, draft)], draft))
         raise
-    refuse(draft.problems)
-    return Loaded(
-        config, draft.base, file, {write_key(steps): origin for steps, origin in draft.origins.items() if steps}
+    raise_problems(draft.problems)
+    return LoadedConfig(
+        config, draft.base, file, {format_key(steps): origin for steps, origin in draft.origins.items() if steps}
     )
 
 
@@ -147,15 +157,15 @@ class _Draft:
 
     base: Path
     tree: dict[str, Any] = field(default_factory=dict)
-    origins: dict[Steps, str] = field(default_factory=dict)
+    origins: dict[KeyPath, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
-    def origin(self, steps: Steps) -> str:
+    def origin(self, steps: KeyPath) -> str:
         """Say where `steps` were set: there, else by the first value inside, else by a group around them."""
         inside = (inner for inner in self.origins if inner[: len(steps)] == steps)
         around = (steps[:length] for length in range(len(steps) - 1, -1, -1))
         ways = (steps, *inside, *around)
-        return next((self.origins[way] for way in ways if way in self.origins), GIVEN)
+        return next((self.origins[way] for way in ways if way in self.origins), MAPPING_ORIGIN)
 
 
 def _find(path: Path | None) -> Path | None:
@@ -191,7 +201,7 @@ def _read_file(draft: _Draft, file: Path) -> None:
         raise UserError(f"the config cannot be read: {error.strerror}", where=str(file)) from None
     reading = read_yaml(text, str(file))
     if not reading.is_complete:
-        refuse(reading.problems)
+        raise_problems(reading.problems)
     if not isinstance(reading.value, dict | None):
         raise UserError("the config is not a group of keys", where=f"{file} line 1", fix="write lines like `seed: 0`")
     draft.problems += reading.problems
@@ -206,20 +216,20 @@ def _rename_aliases(draft: _Draft) -> None:
         ours = tuple(key.split("."))
         places = [
             ours,
-            *(steps for alias, owner in ALIASES.items() if owner == key for steps in sorted(alias_places(alias))),
+            *(steps for alias, owner in ALIASES.items() if owner == key for steps in sorted(alias_paths(alias))),
         ]
         found = [steps for steps in dict.fromkeys(places) if steps[-1] in _group(draft.tree, steps[:-1])]
         if len(found) > 1:
-            names = " and ".join(f"`{write_key(steps)}` ({draft.origin(steps)})" for steps in found)
+            names = " and ".join(f"`{format_key(steps)}` ({draft.origin(steps)})" for steps in found)
             draft.problems.append(Problem(f"{names} are one key", draft.origin(found[-1]), f"keep `{key}`"))
         for steps in found:
             value = _group(draft.tree, steps[:-1]).pop(steps[-1])
             if steps == found[0]:
-                place(draft.tree, ours, value)
+                set_value(draft.tree, ours, value)
                 draft.origins[ours] = draft.origins[steps]
 
 
-def _group(tree: Any, steps: Steps) -> dict[Any, Any]:
+def _group(tree: Any, steps: KeyPath) -> dict[Any, Any]:
     for step in steps:
         tree = tree.get(step) if isinstance(tree, dict) else None
     return tree if isinstance(tree, dict) else {}
@@ -227,7 +237,7 @@ def _group(tree: Any, steps: Steps) -> dict[Any, Any]:
 
 def _spell_out(tree: dict[str, Any]) -> None:
     """Turn groups left empty into absent ones, and short sources into long ones, so that `--set` can reach inside."""
-    for name in [key.name for key in all_keys().values() if key.is_branch]:
+    for name in [key.name for key in all_keys().values() if key.is_section]:
         *parents, last = name.split(".")
         group = _group(tree, tuple(parents))
         if last in group and group[last] is None:
@@ -238,11 +248,11 @@ def _spell_out(tree: dict[str, Any]) -> None:
 
 
 def _override(draft: _Draft, key: str, value: Any, origin: str) -> None:
-    steps = without_alias(parse_key(key))
+    steps = resolve_alias(parse_key(key))
     if steps == ("data", "sources"):
         value = as_sources(value)
     try:
-        place(draft.tree, steps, seen_from(draft.base, plain_name(steps), value))
+        set_value(draft.tree, steps, rebase_paths(draft.base, dotted_name(steps), value))
     except UserError as error:
         raise UserError(error.what, where=origin, fix=error.fix) from None
     draft.origins = {old: text for old, text in draft.origins.items() if old[: len(steps)] != steps} | {steps: origin}
@@ -256,7 +266,7 @@ def _as_plain(value: Any) -> Any:
 
 
 def _problems(error: ValidationError, draft: _Draft) -> list[Problem]:
-    found: dict[Steps, Problem] = {}
+    found: dict[KeyPath, Problem] = {}
     for detail in error.errors(include_url=False):
         steps = _known_part(detail["loc"], is_unknown=detail["type"] == "extra_forbidden")
         found.setdefault(steps, _problem(steps, detail, draft.origin(steps)))
@@ -270,37 +280,37 @@ def _in_file_order(problems: list[Problem], draft: _Draft) -> list[Problem]:
     return sorted(problems, key=lambda problem: ranks.get(problem.where, 0))
 
 
-def _known_part(location: Steps, *, is_unknown: bool) -> Steps:
+def _known_part(location: KeyPath, *, is_unknown: bool) -> KeyPath:
     """Cut off what the validator appended to a key, like the branch of a union it tried."""
     if is_unknown:
         return location
-    while location and plain_name(location) not in all_keys():
+    while location and dotted_name(location) not in all_keys():
         location = location[:-1]
     return location
 
 
-def _problem(steps: Steps, detail: Any, where: str) -> Problem:
-    name = write_key(steps)
+def _problem(steps: KeyPath, detail: Any, where: str) -> Problem:
+    name = format_key(steps)
     if detail["type"] == "extra_forbidden":
-        if plain_name(steps) in all_keys():  # a key with dots, as flags have them
+        if dotted_name(steps) in all_keys():  # a key with dots, as flags have them
             outer, _, inner = name.rpartition(".")
             return Problem(f"unknown key `{name}`", where, f"write `{inner}` inside `{outer}`")
-        guesses = " or ".join(f"`{guess}`" for guess in nearest(plain_name(steps)))
+        guesses = " or ".join(f"`{guess}`" for guess in nearest_keys(dotted_name(steps)))
         return Problem(
             f"unknown key `{name}`",
             where,
             f"did you mean {guesses}?" if guesses else "`tunewell explain` lists every key",
         )
     if detail["type"] == "missing":
-        return Problem(f"`{name}` is missing", where, f"it takes {all_keys()[plain_name(steps)].takes}")
+        return Problem(f"`{name}` is missing", where, f"it takes {all_keys()[dotted_name(steps)].takes}")
     if detail["type"] == "value_error":
         return Problem(f"`{name}` {detail['ctx']['error']}", where)
     value = detail["input"]
-    key = all_keys()[plain_name(steps)]
+    key = all_keys()[dotted_name(steps)]
     if key.children and not isinstance(value, dict | list):
         inside = ", ".join(child.rpartition(".")[2] for child in key.children)
         return Problem(f"`{name}` holds keys, not {_shown(value)}", where, f"its keys are {inside}")
-    is_quoted_number = isinstance(value, str) and isinstance(plain_value(value), int | float)
+    is_quoted_number = isinstance(value, str) and isinstance(parse_scalar(value), int | float)
     return Problem(
         f"`{name}` must be {key.takes}, not {_shown(value)}", where, "take off the quotes" if is_quoted_number else None
     )

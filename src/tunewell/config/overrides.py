@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tunewell.config.keys import plain_name, write_key
-from tunewell.config.yaml_reader import Steps
+from tunewell.config.keys import dotted_name, format_key
+from tunewell.config.yaml_reader import KeyPath
 from tunewell.core.errors import UserError
 from tunewell.core.files import is_url
 from tunewell.core.units import count
@@ -13,7 +13,7 @@ from tunewell.core.units import count
 _ALWAYS_PATHS = ("corpus", "run", "data.sources.path", "data.sources.map", "data.held_out")
 
 
-def place(tree: dict[str, Any], steps: Steps, value: Any) -> None:
+def set_value(tree: dict[str, Any], steps: KeyPath, value: Any) -> None:
     """Set the value at the end of a way, making groups where there are none yet.
 
     Raises UserError where the way leads through a single value or past the end of a list.
@@ -27,12 +27,12 @@ def place(tree: dict[str, Any], steps: Steps, value: Any) -> None:
             here = here.setdefault(step, {}) if isinstance(here, dict) else here[step]
 
 
-def _check_step(here: Any, step: str | int, so_far: Steps) -> None:
-    way = write_key(so_far)
+def _check_step(here: Any, step: str | int, so_far: KeyPath) -> None:
+    way = format_key(so_far)
     if isinstance(here, dict) and isinstance(step, str):
         return
     if not isinstance(here, list):
-        raise UserError(f"`{way}` has no `{step}` inside it", fix=f"`tunewell explain {plain_name(so_far)}`")
+        raise UserError(f"`{way}` has no `{step}` inside it", fix=f"`tunewell explain {dotted_name(so_far)}`")
     if isinstance(step, str):
         raise UserError(f"`{way}` is a list", fix=f"say which entry: `{way}[0].{step}`")
     if step >= len(here):
@@ -40,15 +40,15 @@ def _check_step(here: Any, step: str | int, so_far: Steps) -> None:
         raise UserError(f"`{way}[{step}]` is not there: `{way}` has {there}, counted from 0")
 
 
-def seen_from(base: Path, name: str, value: Any) -> Any:
+def rebase_paths(base: Path, name: str, value: Any) -> Any:
     """Rewrite relative paths typed in the current folder so that they hold from the config's folder."""
     if base == Path():
         return value
     if isinstance(value, dict):
-        return {key: seen_from(base, f"{name}.{key}", inner) for key, inner in value.items()}
+        return {key: rebase_paths(base, f"{name}.{key}", inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [seen_from(base, name, inner) for inner in value]
-    return relative(value, base) if isinstance(value, str) and _is_path(name, value) else value
+        return [rebase_paths(base, name, inner) for inner in value]
+    return relative_path(value, base) if isinstance(value, str) and _is_path(name, value) else value
 
 
 def _is_path(name: str, value: str) -> bool:
@@ -61,7 +61,7 @@ def _is_path(name: str, value: str) -> bool:
     return name in _ALWAYS_PATHS
 
 
-def relative(value: str | Path, base: Path) -> str:
+def relative_path(value: str | Path, base: Path) -> str:
     """Spell a path as seen from a folder, where there is a way from one to the other."""
     try:
         return os.path.relpath(value, base)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tunewell.config.fields import Auto, Branch, Flag, OneOf, Real, Text, Whole
+from tunewell.config.fields import Auto, Bool, Float, Int, OneOf, Section, Text
 from tunewell.config.methods import METHODS, MethodName
 from tunewell.config.rules import Export, Healing, VerdictRules
 
@@ -63,7 +63,7 @@ def _as_source(entry: Any) -> Any:
     return {"path": entry}
 
 
-class SourceConfig(Branch):
+class SourceConfig(Section):
     """One place rows come from."""
 
     path: Text
@@ -74,11 +74,11 @@ class SourceConfig(Branch):
     """Our field to the name it has in your rows, e.g. `{question: Frage, answer: Antwort}`."""
     map: str | None = None
     """A function of yours that turns a row into another, `file.py:function`. It runs with your rights."""
-    map_batch: Annotated[Whole, Field(ge=1)] | None = None
+    map_batch: Annotated[Int, Field(ge=1)] | None = None
     """Rows handed to the `map` function at a time, as a list. `null`: one row at a time."""
-    limit: Annotated[Whole, Field(ge=1)] | None = None
+    limit: Annotated[Int, Field(ge=1)] | None = None
     """Rows read from this source, from its beginning. `null`: all of them."""
-    share: Annotated[Real, Field(gt=0, le=1)] | None = None
+    share: Annotated[Float, Field(gt=0, le=1)] | None = None
     """Share of the training documents that come from this source, 0 to 1. Sources without one
     divide what is left by their size."""
     template: Text | None = None
@@ -124,7 +124,7 @@ class SourceConfig(Branch):
         return self
 
 
-class Clean(Branch):
+class Clean(Section):
     """Which rows are left out. Every one is counted and listed in `dropped.jsonl`."""
 
     exact_duplicate: Literal["drop", "keep"] = "drop"
@@ -135,25 +135,25 @@ class Clean(Branch):
     """A row that cannot be read or is no conversation: drop and count it, or stop."""
     bad_text: Literal["drop", "replace", "error"] = "drop"
     """A row with a NUL, half a surrogate pair or bytes that are no text: drop it, put U+FFFD there, or stop."""
-    max_row_bytes: Annotated[Whole, Field(ge=1)] = 4 * 1024 * 1024
+    max_row_bytes: Annotated[Int, Field(ge=1)] = 4 * 1024 * 1024
     """Size of a row in bytes above which it is dropped as `too_large`. 4,194,304 is 4 MiB."""
-    max_nesting: Annotated[Whole, Field(ge=1, le=500)] = 64
+    max_nesting: Annotated[Int, Field(ge=1, le=500)] = 64
     """Lists and objects inside one another above which a row is dropped as `too_large`."""
-    min_reply_chars: Annotated[Whole, Field(ge=0)] = 0
+    min_reply_chars: Annotated[Int, Field(ge=0)] = 0
     """Characters in all replies of a row below which it is dropped as `too_short`. 0: none is."""
-    drop_urls: Flag = False
+    drop_urls: Bool = False
     """Drop rows that contain a web address (`has_url`)."""
 
 
-class Data(Branch):
+class Data(Section):
     """The rows: where they come from, which are held out, which are left out."""
 
     sources: tuple[SourceConfig, ...] = ()
     """Where rows come from: one path, a list of paths, or a list of groups of keys."""
-    held_out: Annotated[Real, Field(ge=0, lt=0.5)] | Text = 0.05
+    held_out: Annotated[Float, Field(ge=0, lt=0.5)] | Text = 0.05
     """Share of the rows kept from training to judge it by, chosen by a hash of the content; or a file of
     such rows, read like the first source."""
-    max_repeats: Annotated[Whole, Field(ge=1)] = 4
+    max_repeats: Annotated[Int, Field(ge=1)] = 4
     """How often one document may be used to reach its source's `share`."""
     clean: Clean = Clean()
     """Which rows are left out."""
@@ -184,7 +184,7 @@ class Data(Branch):
         return self
 
 
-class Template(Branch):
+class Template(Section):
     """How a conversation becomes text, and which of it is learned."""
 
     name: Text = "auto"
@@ -193,7 +193,7 @@ class Template(Branch):
     """`responses`: everything the assistant says; `last_response`: its last turn; `everything`: the whole text."""
     learn_roles: tuple[Role, ...] = ("assistant",)
     """Whose turns are learned."""
-    add_missing_tokens: Flag = False
+    add_missing_tokens: Bool = False
     """Add the template's markers to the tokenizer where it lacks them; their embeddings start untrained."""
     date: str = "2025-01-01"
     """The day a template sees when it asks for today's date, so that equal rows give equal tokens."""
@@ -210,67 +210,67 @@ class Template(Branch):
         return value
 
 
-class Packing(Branch):
+class Packing(Section):
     """How documents are laid into sequences."""
 
-    context_length: Annotated[Whole, Field(ge=2)] | Auto = "auto"
+    context_length: Annotated[Int, Field(ge=2)] | Auto = "auto"
     """Tokens in one packed sequence. `auto`: the longest document rounded up to 128, at least 1,024 and within the
     model's limit."""
     long_documents: Literal["error", "split", "drop"] = "error"
     """What to do with a document that does not fit. A drop is counted as `too_long`, what a split adds as `pieces`."""
 
 
-class MethodSettings(Branch):
+class MethodSettings(Section):
     """What of the model is trained."""
 
     kind: MethodName = Field(default="lora", description=OneOf(METHODS).doc())
-    rank: Annotated[Whole, Field(ge=1, le=4096)] = 16
+    rank: Annotated[Int, Field(ge=1, le=4096)] = 16
     """Rank of the added matrices: higher learns more and needs more memory."""
-    alpha: Annotated[Whole, Field(ge=1)] = 32
+    alpha: Annotated[Int, Field(ge=1)] = 32
     """Strength of the added matrices; their output is scaled by alpha / rank."""
-    dropout: Annotated[Real, Field(ge=0, lt=1)] = 0.0
+    dropout: Annotated[Float, Field(ge=0, lt=1)] = 0.0
     """Share of the inputs that the added matrices do not see, drawn anew at each step."""
-    rslora: Flag = False
+    rslora: Bool = False
     """Scale by alpha / sqrt(rank) instead, which keeps high ranks from learning too little."""
     targets: Literal["all-linear"] | tuple[Text, ...] = "all-linear"
     """Which linear layers get matrices: `all-linear` (the head excepted), or names like `[q_proj, v_proj]`."""
-    layers: Literal["all"] | tuple[Annotated[Whole, Field(ge=0)], ...] = "all"
+    layers: Literal["all"] | tuple[Annotated[Int, Field(ge=0)], ...] = "all"
     """Which decoder layers get matrices, counted from 0; `all` of them."""
     modules_to_save: tuple[Text, ...] = ()
     """Modules trained as a whole beside the matrices, and saved with them, e.g. `[embed_tokens, lm_head]`."""
 
 
-class Train(Branch):
+class Train(Section):
     """How long and how fast is learned, and how a step is cut up."""
 
-    epochs: Annotated[Real, Field(gt=0, le=10_000)] = 3.0
+    epochs: Annotated[Float, Field(gt=0, le=10_000)] = 3.0
     """How often the training documents are seen; `max_steps` can say more."""
-    max_steps: Annotated[Whole, Field(ge=1)] | None = None
+    max_steps: Annotated[Int, Field(ge=1)] | None = None
     """Optimizer steps after which training ends, in place of `epochs`. `null`: as many as the epochs take."""
-    learning_rate: Annotated[Real, Field(gt=0, le=1)] = 2e-4
+    learning_rate: Annotated[Float, Field(gt=0, le=1)] = 2e-4
     """Peak step size of the optimizer."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the step size falls after the warm-up: along a cosine or a line to `min_rate_share`, or not at all."""
-    min_rate_share: Annotated[Real, Field(ge=0, le=1)] = 0.0
+    min_rate_share: Annotated[Float, Field(ge=0, le=1)] = 0.0
     """Share of the learning rate that it falls towards."""
-    warmup: Annotated[Real, Field(ge=0)] = 0.03
+    warmup: Annotated[Float, Field(ge=0)] = 0.03
     """Steps over which the step size rises to its peak: below 1 a share of all steps, from 1 on a number of them."""
-    weight_decay: Annotated[Real, Field(ge=0, lt=1)] = 0.0
+    weight_decay: Annotated[Float, Field(ge=0, lt=1)] = 0.0
     """Pull of the weights towards zero; norms and biases are spared."""
-    adam_beta1: Annotated[Real, Field(ge=0, lt=1)] = 0.9
+    adam_beta1: Annotated[Float, Field(ge=0, lt=1)] = 0.9
     """How slowly the optimizer forgets the direction of earlier gradients."""
-    adam_beta2: Annotated[Real, Field(ge=0, lt=1)] = 0.999
+    adam_beta2: Annotated[Float, Field(ge=0, lt=1)] = 0.999
     """How slowly the optimizer forgets the size of earlier gradients."""
-    adam_epsilon: Annotated[Real, Field(gt=0)] = 1e-8
+    adam_epsilon: Annotated[Float, Field(gt=0)] = 1e-8
     """Keeps the optimizer from dividing by nothing."""
-    max_grad_norm: Annotated[Real, Field(gt=0)] | None = 1.0
+    max_grad_norm: Annotated[Float, Field(gt=0)] | None = 1.0
     """Gradients longer than this are shortened to it. `null`: never."""
-    batch_tokens: Annotated[Whole, Field(ge=1)] | Auto = "auto"
+    batch_tokens: Annotated[Int, Field(ge=1)] | Auto = "auto"
     """Tokens of the documents that one optimizer step learns from. `auto`: a fortieth of an epoch, at least 256
     and at most 16,384."""
-    batch_documents: Annotated[Whole, Field(ge=1)] | None = None
+    batch_documents: Annotated[Int, Field(ge=1)] | None = None
     """Documents that one optimizer step learns from, in place of `batch_tokens`."""
-    micro_batch_tokens: Annotated[Whole, Field(ge=1)] | Auto = "auto"
+    micro_batch_tokens: Annotated[Int, Field(ge=1)] | Auto = "auto"
     """Tokens computed at once. A step is cut into as many micro-batches as it takes; the result is the same."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Numbers the model computes in. `auto`: bf16 where the machine really has it, fp32 elsewhere. fp16 is used with a
@@ -279,37 +279,37 @@ class Train(Branch):
     """How documents are kept apart: `sdpa` runs anywhere, `flash` on CUDA devices from the Ampere generation on."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the layers for CUDA. `auto`: once the steps left are worth the wait; the first step never waits."""
-    recompute: Flag = False
+    recompute: Bool = False
     """Keep only each layer's input and compute the rest again on the way back: less memory, about a third slower."""
-    threads: Annotated[Whole, Field(ge=1)] | Auto = "auto"
+    threads: Annotated[Int, Field(ge=1)] | Auto = "auto"
     """Threads on the CPU. `auto`: measured at the start, since on a busy machine more can be slower."""
 
 
-class Evaluate(Branch):
+class Evaluate(Section):
     """How a run is watched on held-out rows."""
 
-    every_steps: Annotated[Whole, Field(ge=1)] | Auto = "auto"
+    every_steps: Annotated[Int, Field(ge=1)] | Auto = "auto"
     """Steps between two looks at the held-out rows. `auto`: ten looks in a run. The end is always looked at."""
-    max_documents: Annotated[Whole, Field(ge=1)] | None = 200
+    max_documents: Annotated[Int, Field(ge=1)] | None = 200
     """Held-out documents looked at each time, spread evenly over them. `null`: all."""
-    patience: Annotated[Whole, Field(ge=1)] | None = None
+    patience: Annotated[Int, Field(ge=1)] | None = None
     """Looks without a better held-out loss after which training ends early. `null`: never."""
-    samples: Annotated[Whole, Field(ge=0)] = 4
+    samples: Annotated[Int, Field(ge=0)] = 4
     """Held-out questions answered at each look, written to `samples.jsonl`."""
-    sample_tokens: Annotated[Whole, Field(ge=1)] = 64
+    sample_tokens: Annotated[Int, Field(ge=1)] = 64
     """Longest answer of a sample in tokens."""
 
 
-class Checkpoints(Branch):
+class Checkpoints(Section):
     """What is kept of a run while it goes on."""
 
-    every_steps: Annotated[Whole, Field(ge=1)] | Auto = "auto"
+    every_steps: Annotated[Int, Field(ge=1)] | Auto = "auto"
     """Steps between two checkpoints. `auto`: where the held-out rows are looked at, and at most every 10 steps."""
-    keep: Annotated[Whole, Field(ge=1)] = 2
+    keep: Annotated[Int, Field(ge=1)] = 2
     """Newest checkpoints kept, two at least. The best by held-out loss is kept beside them."""
 
 
-class Config(Branch):
+class Config(Section):
     """A whole `tunewell.yaml`."""
 
     model: Text | None = None
@@ -323,7 +323,7 @@ class Config(Branch):
     """The folder `tunewell train` writes."""
     device: Text = "auto"
     """Where to train: `cpu`, `cuda`, `cuda:1`, `mps`. `auto`: the best there is."""
-    seed: Annotated[Whole, Field(ge=0, lt=2**32)] = 0
+    seed: Annotated[Int, Field(ge=0, lt=2**32)] = 0
     """Start of every random choice; equal seeds and equal rows give equal bytes."""
     data: Data = Data()
     """The rows: where they come from, which are held out, which are left out."""

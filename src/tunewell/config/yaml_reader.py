@@ -1,13 +1,12 @@
-"""Read YAML strictly: what looks like a number is one, nothing is overwritten, nothing is executed, nothing explodes.
+"""Read YAML strictly: YAML 1.2 numbers, no duplicate keys, no tags, and the line of every value.
 
-Plain words are read as YAML 1.2 does: `true` and `false` are the only booleans (`yes`, `no`, `on` and `off` stay
-text), `1e-4` is a number, `2025-01-01` is text, `0o17` is octal and `017` is 17. Refused: tags (`!x`, `!!python/...`),
-duplicate keys, merge keys (`<<`), a second document, aliases beyond the limits below. Each problem carries its line.
+Scalars follow YAML 1.2: `true` and `false` are the only booleans (`yes`, `no`, `on` and `off` are text), `1e-4` is a
+number, `2025-01-01` is text, `0o17` is octal and `017` is 17. Errors: tags (`!x`, `!!python/...`), duplicate keys,
+merge keys (`<<`), a second document, and aliases that expand to too many values. Every problem has its line.
 """
 
-import copy
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,46 +15,18 @@ import yaml
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
 
-# Several things wrong with one config, told together.
-
-_SHOWN = 5
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing wrong: what, where (`tunewell.yaml line 3`), and how to mend it."""
-
-    what: str
-    where: str
-    fix: str | None = None
-
-
-def refuse(problems: Sequence[Problem]) -> None:
-    """Raise one UserError for all problems: the first 5 and a count; return when there are none."""
-    if not problems:
-        return
-    if len(problems) == 1:
-        raise UserError(problems[0].what, where=problems[0].where, fix=problems[0].fix)
-    lines = [f"{count(len(problems))} problems in the config"]
-    for problem in problems[:_SHOWN]:
-        lines.append(f"  {problem.where}: {problem.what}" + (f" ({problem.fix})" if problem.fix else ""))
-    if len(problems) > _SHOWN:
-        lines.append(f"  and {count(len(problems) - _SHOWN)} more")
-    raise UserError("\n".join(lines), fix="`tunewell explain KEY` says what a key takes")
-
-
-Steps = tuple[str | int, ...]
-"""The way to a value: `("data", "sources", 0, "share")`."""
+KeyPath = tuple[str | int, ...]
+"""The path to a value: `("data", "sources", 0, "share")`."""
 
 MAX_BYTES = 1_000_000
-MAX_ALIASES = 100
-MAX_EXPANDED = 1_000_000
-"""Characters and nodes that all aliases together may stand for."""
 MAX_DEPTH = 32
+MAX_VALUES = 100_000
+"""Values in one file, aliases expanded: a few nested aliases can stand for billions."""
+_NUM_SHOWN = 5
 
 _INT = re.compile(r"[-+]?\d+|0o[0-7]+|0x[0-9a-fA-F]+", re.ASCII)
 _FLOAT = re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?", re.ASCII)
-_WORDS: dict[str, Any] = {
+_CONSTANTS: dict[str, Any] = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL")),
     **dict.fromkeys(("true", "True", "TRUE"), True),
     **dict.fromkeys(("false", "False", "FALSE"), False),
@@ -63,218 +34,176 @@ _WORDS: dict[str, Any] = {
     **dict.fromkeys(("-.inf", "-.Inf", "-.INF"), float("-inf")),
     **dict.fromkeys((".nan", ".NaN", ".NAN"), float("nan")),
 }
-_STAR_FIX = 'put quotes around text that starts with `*`, like `"*.jsonl"`'
+_SYNTAX_FIXES = {
+    "alias": 'put quotes around text that starts with `*`, like `"*.jsonl"`',
+    "\\t": "indent with spaces, not with tabs",
+    "mapping values are not allowed": "put quotes around text that contains `: `, and check the indentation",
+    "escape": "in double quotes a backslash starts an escape; use single quotes around Windows paths",
+    "another document": "keep one config in a file",
+    "values once": "write the values out",
+}
+"""Part of PyYAML's message -> what to do about it."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One error in a config: what is wrong, where (`tunewell.yaml line 3`), and how to fix it."""
+
+    what: str
+    where: str
+    fix: str | None = None
+
+
+def raise_problems(problems: Sequence[Problem]) -> None:
+    """Raise one UserError with the first 5 problems and the number of the others; return if there are none."""
+    if not problems:
+        return
+    if len(problems) == 1:
+        raise UserError(problems[0].what, where=problems[0].where, fix=problems[0].fix)
+    lines = [f"{count(len(problems))} problems in the config"]
+    for problem in problems[:_NUM_SHOWN]:
+        lines.append(f"  {problem.where}: {problem.what}" + (f" ({problem.fix})" if problem.fix else ""))
+    if len(problems) > _NUM_SHOWN:
+        lines.append(f"  and {count(len(problems) - _NUM_SHOWN)} more")
+    raise UserError("\n".join(lines), fix="`tunewell explain KEY` describes a key")
 
 
 @dataclass
-class Reading:
-    """What a text said, the line of each value, and what is wrong with it."""
+class YamlDocument:
+    """The value of a YAML text, the line of each value inside it, and its problems."""
 
     value: Any = None
-    lines: dict[Steps, int] = field(default_factory=dict)
+    lines: dict[KeyPath, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     is_complete: bool = False
-    """Whether it was read to its end."""
+    """Whether it was read to its end: False after a syntax error."""
+
+    def add_problem(self, what: str, where: str, fix: str | None = None) -> None:
+        """Add a problem to the list."""
+        self.problems.append(Problem(what, where, fix))
 
 
-def read_yaml(text: str, name: str) -> Reading:
-    """Read one YAML document; problems are collected, and reading stops at one that makes the rest meaningless."""
-    reading = Reading()
+def read_yaml(text: str, name: str) -> YamlDocument:
+    """Read one YAML document and collect its problems; `name` is the file name for messages."""
+    document = YamlDocument()
     if len(text) > MAX_BYTES:
-        reading.problems.append(
-            Problem(f"the file has over {count(MAX_BYTES)} characters; a config has a few hundred", name)
-        )
-        return reading
-    builder = _Builder(reading, name)
+        document.add_problem(f"the file has over {count(MAX_BYTES)} characters; a config has a few hundred", name)
+        return document
     try:
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            builder.take(event)
-        reading.is_complete = True
-    except _Hopeless as stop:
-        reading.problems.append(stop.problem)
+        loader = _Loader(text, name, document)
+        root = loader.get_single_node()
+        document.value = loader.build(root, ()) if root else None
+        document.is_complete = True
+    except RecursionError:
+        document.add_problem(_TOO_DEEP, name)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        what = f"this is not YAML: {error.problem or error.context}"
-        reading.problems.append(Problem(what, f"{name} line {mark.line + 1 if mark else 1}", _syntax_fix(error)))
+        message = f"{error.context} {error.problem}"
+        fix = next((fix for part, fix in _SYNTAX_FIXES.items() if part in message), None)
+        what = f"invalid YAML: {error.problem or error.context}"
+        document.add_problem(what, f"{name} line {mark.line + 1 if mark else 1}", fix)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        reading.problems.append(
-            Problem(f"the character U+{int(error.character):04X} cannot stand in YAML", f"{name} line {line}")
-        )
-    return reading
+        what = f"the character U+{int(error.character):04X} is not allowed in YAML"
+        document.add_problem(what, f"{name} line {line}")
+    return document
 
 
 def read_value(text: str, name: str) -> Any:
-    """Read one value from a command line: lists, groups and quoted text as YAML, all else as one plain word.
+    """Read one value from the command line: lists, mappings and quoted text as YAML, anything else as a plain scalar.
 
     Unlike in a file, `*.jsonl`, `a #b` and `C: x` need no quotes here.
     """
     text = text.strip()
     if not text.startswith(("[", "{", '"', "'")):
-        return plain_value(text)
-    reading = read_yaml(text, name)
-    refuse([Problem(problem.what, name, problem.fix) for problem in reading.problems])
-    return reading.value
+        return parse_scalar(text)
+    document = read_yaml(text, name)
+    raise_problems([Problem(problem.what, name, problem.fix) for problem in document.problems])
+    return document.value
 
 
-def plain_value(word: str) -> Any:
-    """Give an unquoted word its value: null, a boolean, a number or text."""
-    if word in _WORDS:
-        return _WORDS[word]
-    if _INT.fullmatch(word) and len(word) <= 100:
-        return int(word, 0) if word[:2] in ("0o", "0x") else int(word)
-    return float(word) if _FLOAT.fullmatch(word) else word
+def parse_scalar(text: str) -> Any:
+    """Return the value of an unquoted scalar: null, a boolean, a number or text."""
+    if text in _CONSTANTS:
+        return _CONSTANTS[text]
+    if _INT.fullmatch(text) and len(text) <= 100:
+        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+    return float(text) if _FLOAT.fullmatch(text) else text
 
 
-class _Hopeless(Exception):
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem.what)
-        self.problem = problem
+_TOO_DEEP = f"lists and groups are nested more than {MAX_DEPTH} deep"
+_PLAIN, _QUOTED = "plain", "quoted"
 
 
-@dataclass
-class _Open:
-    """A list or group being read."""
+class _Loader(yaml.SafeLoader):
+    """Composes nodes with the tag `plain` or `quoted` and builds values from them."""
 
-    value: dict[str, Any] | list[Any]
-    steps: Steps
-    anchor: str | None
-    weight: int = 1
-    key: str | None = None
-    """The key whose value comes next, in a group."""
-    lines: dict[str, int] = field(default_factory=dict)
-
-
-class _Builder:
-    """Build values from parser events without recursion, counting what aliases stand for."""
-
-    def __init__(self, reading: Reading, name: str) -> None:
-        self._reading = reading
+    def __init__(self, text: str, name: str, document: YamlDocument) -> None:
+        super().__init__(text)
         self._name = name
-        self._open: list[_Open] = []
-        self._anchors: dict[str, tuple[Any, int]] = {}
-        self._num_documents = 0
-        self._num_aliases = 0
-        self._expanded = 0
+        self._document = document
+        self._num_values = 0
+        self._open: list[yaml.Node | None] = []
 
-    def take(self, event: yaml.Event) -> None:
-        line = event.start_mark.line + 1
-        if isinstance(event, yaml.DocumentStartEvent):
-            self._num_documents += 1
-            if self._num_documents > 1:
-                raise self._hopeless("a second document (`---`) begins here", line, "keep one config in a file")
-        elif isinstance(event, yaml.AliasEvent):
-            self._take_alias(str(event.anchor), line)
-        elif isinstance(event, yaml.ScalarEvent):
-            self._refuse_tag(event, line)
-            self._take_scalar(event, line)
-        elif isinstance(event, yaml.CollectionStartEvent):
-            self._refuse_tag(event, line)
-            self._begin({} if isinstance(event, yaml.MappingStartEvent) else [], event.anchor, line)
-        elif isinstance(event, yaml.CollectionEndEvent):
-            done = self._open.pop()
-            self._remember(done.anchor, done.value, done.weight)
-            if self._open:
-                self._open[-1].weight += done.weight
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if (tag := getattr(event, "tag", None)) is not None:
+            shown = tag.replace("tag:yaml.org,2002:", "!!")
+            self._add_problem(f"the tag `{shown}` is not supported", event.start_mark, "write the plain value")
+        if len(self._open) > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem=_TOO_DEEP, problem_mark=event.start_mark)
+        self._open.append(parent)
+        node = super().compose_node(parent, index)
+        self._open.pop()
+        return node
 
-    def _begin(self, value: dict[str, Any] | list[Any], anchor: str | None, line: int) -> None:
-        if len(self._open) >= MAX_DEPTH:
-            raise self._hopeless(f"lists and groups are nested over {MAX_DEPTH} deep", line)
-        if self._awaits_key():
-            raise self._hopeless("a list or group stands where a key is expected", line)
-        # An anchor counts only when it is closed, so that a value can never contain itself.
-        self._open.append(_Open(value, self._put(value, line), anchor))
+    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
+        return _PLAIN if kind is yaml.ScalarNode and implicit[0] else _QUOTED
 
-    def _take_scalar(self, event: yaml.ScalarEvent, line: int) -> None:
-        text = self._whole_characters(str(event.value), line)
-        weight = len(text) + 1
-        if self._awaits_key():
-            self._take_key(text, line, is_merge=text == "<<" and event.implicit[0])
+    def build(self, node: yaml.Node, path: KeyPath, line: int | None = None) -> Any:
+        """Return the value of a node; every alias becomes a separate copy."""
+        self._document.lines[path] = line or node.start_mark.line + 1
+        self._num_values += 1
+        if self._num_values > MAX_VALUES:
+            what = f"over {count(MAX_VALUES)} values once its aliases are expanded"
+            raise yaml.MarkedYAMLError(problem=what, problem_mark=node.start_mark)
+        if isinstance(node, yaml.ScalarNode):
+            text = self._text(node)
+            return parse_scalar(text) if node.tag == _PLAIN else text
+        if node in self._open:
+            raise yaml.MarkedYAMLError(problem="the alias of a value stands inside it", problem_mark=node.start_mark)
+        self._open.append(node)
+        if isinstance(node, yaml.SequenceNode):
+            value: Any = [self.build(item, (*path, index)) for index, item in enumerate(node.value)]
         else:
-            value = plain_value(text) if event.implicit[0] else text
-            self._put(value, line)
-            self._remember(event.anchor, value, weight)
-        if self._open:
-            self._open[-1].weight += weight
+            value = self._mapping(node, path)
+        self._open.pop()
+        return value
 
-    def _take_key(self, key: str, line: int, *, is_merge: bool) -> None:
-        group = self._open[-1]
-        where = f"{self._name} line {line}"
-        if is_merge:
-            self._reading.problems.append(Problem("merge keys (`<<`) are not read", where, "write the keys out"))
-        elif key in group.lines:
-            what = f"`{key}` is given twice, in lines {group.lines[key]} and {line}"
-            self._reading.problems.append(Problem(what, where, "keep one of them"))
-        group.lines.setdefault(key, line)
-        group.key = key
+    def _mapping(self, node: yaml.Node, path: KeyPath) -> dict[str, Any]:
+        value: dict[str, Any] = {}
+        lines: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            mark = key_node.start_mark
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="a list or a group is used as a key", problem_mark=mark)
+            key = self._text(key_node)
+            if key == "<<" and key_node.tag == _PLAIN:
+                self._add_problem("merge keys (`<<`) are not supported", mark, "write the keys out")
+            elif key in lines:
+                what = f"`{key}` is set twice, in lines {lines[key]} and {mark.line + 1}"
+                self._add_problem(what, mark, "remove one of them")
+            line = lines.setdefault(key, mark.line + 1)
+            value[key] = self.build(value_node, (*path, key), line)
+        return value
 
-    def _take_alias(self, anchor: str, line: int) -> None:
-        if self._awaits_key():
-            raise self._hopeless("an alias stands where a key is expected", line)
-        if anchor not in self._anchors:
-            raise self._hopeless(f"`*{anchor}` refers to nothing", line, _STAR_FIX)
-        value, weight = self._anchors[anchor]
-        self._num_aliases += 1
-        self._expanded += weight
-        if self._num_aliases > MAX_ALIASES or self._expanded > MAX_EXPANDED:
-            limits = f"{count(MAX_ALIASES)} aliases, {count(MAX_EXPANDED)} characters when written out"
-            raise self._hopeless(f"aliases go beyond the limit ({limits})", line, "write the values out")
-        self._put(copy.deepcopy(value), line)
-        if self._open:
-            self._open[-1].weight += weight
-
-    def _put(self, value: Any, line: int) -> Steps:
-        steps: Steps = ()
-        if not self._open:
-            self._reading.value = value
-        elif isinstance(into := self._open[-1].value, list):
-            steps = (*self._open[-1].steps, len(into))
-            into.append(value)
-        else:
-            key, self._open[-1].key = str(self._open[-1].key), None
-            steps = (*self._open[-1].steps, key)
-            line = self._open[-1].lines[key]
-            into[key] = value
-        self._reading.lines[steps] = line
-        return steps
-
-    def _awaits_key(self) -> bool:
-        return bool(self._open) and isinstance(self._open[-1].value, dict) and self._open[-1].key is None
-
-    def _remember(self, anchor: Hashable | None, value: Any, weight: int) -> None:
-        if anchor is not None:
-            self._anchors[str(anchor)] = (value, weight)
-
-    def _refuse_tag(self, event: yaml.ScalarEvent | yaml.CollectionStartEvent, line: int) -> None:
-        if event.tag is not None:
-            shown = event.tag.replace("tag:yaml.org,2002:", "!!")
-            self._reading.problems.append(
-                Problem(f"the tag `{shown}` is not read", f"{self._name} line {line}", "write the plain value")
-            )
-
-    def _whole_characters(self, text: str, line: int) -> str:
-        # PyYAML reads the two escapes of one JSON character, "\ud83d\ude00", as two halves.
-        joined = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if not _is_whole(text) else text
+    def _text(self, node: yaml.ScalarNode) -> str:
+        # PyYAML reads the two escapes of one JSON character, "\ud83d\ude00", as two surrogates.
+        text = str(node.value)
+        joined = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         if joined.count("\ufffd") > text.count("\ufffd"):
-            self._reading.problems.append(Problem("the text holds half a character", f"{self._name} line {line}"))
+            self._add_problem("the text contains half a character (a lone surrogate)", node.start_mark)
         return joined
 
-    def _hopeless(self, what: str, line: int, fix: str | None = None) -> _Hopeless:
-        return _Hopeless(Problem(what, f"{self._name} line {line}", fix))
-
-
-def _is_whole(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _syntax_fix(error: yaml.MarkedYAMLError) -> str | None:
-    said = f"{error.context} {error.problem}"
-    if "alias" in said:
-        return _STAR_FIX
-    if "\\t" in said or "'\\t'" in said:
-        return "indent with spaces, not with tabs"
-    if "mapping values are not allowed" in said:
-        return "put quotes around text that contains `: `, and check the indentation"
-    if "escape" in said:
-        return "in double quotes a backslash starts an escape; use single quotes around Windows paths"
-    return None
+    def _add_problem(self, what: str, mark: yaml.Mark, fix: str | None = None) -> None:
+        self._document.add_problem(what, f"{self._name} line {mark.line + 1}", fix)

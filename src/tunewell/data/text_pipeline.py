@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tunewell.config.load import Loaded
+from tunewell.config.load import LoadedConfig
 from tunewell.config.schema import SourceConfig
 from tunewell.config.schema import Template as TemplateSettings
 from tunewell.core.errors import UserError
@@ -36,7 +36,7 @@ class TextPipeline:
     _encoders: dict[frozenset[str], Encoder] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, loaded: Loaded) -> "TextPipeline":
+    def load(cls, loaded: LoadedConfig) -> "TextPipeline":
         """Load the model's tokenizer, or the one named beside it, and every template named; check that they fit."""
         config = loaded.config
         assert config.model is not None
@@ -103,12 +103,12 @@ class TextPipeline:
         self.tokenizer.save(folder, template.source if template else None)
 
 
-def _place(name: str, loaded: Loaded) -> str:
+def _place(name: str, loaded: LoadedConfig) -> str:
     """Find a model or a tokenizer from the config's folder; a name that is no path there stays as it is."""
     return loaded.seen(name)
 
 
-def _source_of(name: str, tokenizer: LoadedTokenizer, loaded: Loaded) -> str | None:
+def _source_of(name: str, tokenizer: LoadedTokenizer, loaded: LoadedConfig) -> str | None:
     if name == "auto":
         return tokenizer.chat_template
     if name in BUILTIN_NAMES:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from tunewell.config.load import Loaded
+from tunewell.config.load import LoadedConfig
 from tunewell.config.methods import METHODS
 from tunewell.core.errors import UserError
 from tunewell.core.model_files import WEIGHT_SUFFIXES, hub_is_out_of_reach, locate
@@ -28,7 +28,7 @@ from tunewell.models.support import text_part
 from tunewell.records.manifest import MANIFEST
 
 
-def require_exportable(loaded: Loaded) -> None:
+def require_exportable(loaded: LoadedConfig) -> None:
     """Raise UserError for whatever of `export.to` cannot be made of this config, while nothing is written yet."""
     config = loaded.config
     wanted = set(config.export.to)
@@ -74,7 +74,7 @@ def require_writable(
         derive_for_ollama(template.source, tokenizer=tokenizer, adds_bos=adds_bos, date=template.date)
 
 
-def _with_corpus_tokenizer(loaded: Loaded) -> Loaded:
+def _with_corpus_tokenizer(loaded: LoadedConfig) -> LoadedConfig:
     """Where nothing but a corpus is named to train on, its tokenizer is the one that will be exported."""
     folder = loaded.path(loaded.config.corpus)
     if loaded.config.data.sources or not (folder / MANIFEST).is_file():

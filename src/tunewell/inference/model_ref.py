@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from tunewell.config.load import Loaded
+from tunewell.config.load import LoadedConfig
 from tunewell.methods.base import adapter_method
 from tunewell.records.manifest import MANIFEST
 from tunewell.records.plan import Plan
@@ -24,7 +24,7 @@ class ModelRef:
     adapter: Path | None
     base: str | None
     """The model it was made from; None where that is not known."""
-    loaded: Loaded
+    loaded: LoadedConfig
     """The config it was made with; for what is no run, one that names the model alone."""
     added_tokens: tuple[str, ...] = ()
     """Tokens that the corpus's tokenizer has beyond the model's."""

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 import tunewell
-from tunewell.config.load import FILE_NAME, Loaded, load_config
+from tunewell.config.load import FILE_NAME, LoadedConfig, load_config
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
 from tunewell.core.files import is_url
@@ -33,7 +33,7 @@ class MovedConfig:
     notes: list[str]
 
 
-def move_config(loaded: Loaded) -> MovedConfig:
+def move_config(loaded: LoadedConfig) -> MovedConfig:
     """Write a config for a folder elsewhere; comments stay, and paths that lead out of the config's folder become names
     in it.
 
@@ -59,7 +59,7 @@ def move_config(loaded: Loaded) -> MovedConfig:
     return MovedConfig(moved, _config_in(moved), files, notes)
 
 
-def _read_paths(loaded: Loaded) -> list[str]:
+def _read_paths(loaded: LoadedConfig) -> list[str]:
     """List what the config names that lies on this machine."""
     config = loaded.config
     paths = [source.path for source in config.data.sources]
@@ -112,7 +112,7 @@ def _swapped(text: str, swaps: dict[str, str]) -> str:
     return text
 
 
-def _as_files(loaded: Loaded, path: str, swaps: dict[str, str]) -> list[str]:
+def _as_files(loaded: LoadedConfig, path: str, swaps: dict[str, str]) -> list[str]:
     if globbing.has_magic(path) and not loaded.path(path).exists():
         # As data.sources.files does it: the folder may have brackets in its own name.
         found = sorted(globbing.glob(path, root_dir=loaded.base, recursive=True))  # noqa: PTH207
@@ -122,7 +122,7 @@ def _as_files(loaded: Loaded, path: str, swaps: dict[str, str]) -> list[str]:
     return [swaps.get(path, Path(path).as_posix())]
 
 
-def _heavy(loaded: Loaded) -> list[str]:
+def _heavy(loaded: LoadedConfig) -> list[str]:
     """Say what a model on this machine costs to bring along."""
     name = loaded.config.model
     if not name or not (place := loaded.path(name)).exists():
@@ -172,7 +172,7 @@ def requirement(package: str | None, notes: list[str]) -> list[str]:
     return [found]
 
 
-def model_packages(loaded: Loaded) -> list[str]:
+def model_packages(loaded: LoadedConfig) -> list[str]:
     """List the packages that a model or a tokenizer is read from, at the versions that are here."""
     named = [name for name in (loaded.config.model, loaded.config.tokenizer) if name and name.startswith(PACKAGE)]
     found = []

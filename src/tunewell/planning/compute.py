@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from tunewell.config.load import Loaded
+from tunewell.config.load import LoadedConfig
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
 from tunewell.core.units import count, size_bytes
@@ -16,7 +16,7 @@ from tunewell.records.plan import Chosen
 class PlanInputs:
     """A run to be planned: the settings, the data, the machine and the size of the model."""
 
-    loaded: Loaded
+    loaded: LoadedConfig
     manifest: Manifest
     device: DeviceFacts
     num_parameters: int | None
@@ -60,7 +60,7 @@ class PlanInputs:
 
 def _is_written(config: Config, key: str) -> bool:
     group, _, name = key.rpartition(".")
-    # Not `Loaded.origin`: for a key that is not written down it names the line of the group around it.
+    # Not `LoadedConfig.origin`: for a key that is not written down it names the line of the group around it.
     branch = getattr(config, group) if group else config
     return name in branch.model_fields_set
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
-from tunewell.config.keys import parse_key, without_alias
-from tunewell.config.load import Given, Loaded, as_loaded, load_config
-from tunewell.config.overrides import relative
+from tunewell.config.keys import parse_key, resolve_alias
+from tunewell.config.load import ConfigLike, LoadedConfig, load_config, to_loaded_config
+from tunewell.config.overrides import relative_path
 from tunewell.config.schema import Config
-from tunewell.config.yaml_reader import plain_value
+from tunewell.config.yaml_reader import parse_scalar
 from tunewell.core.errors import UserError
 from tunewell.core.files import is_url
 from tunewell.core.redact import REDACTED, redact
@@ -25,7 +25,7 @@ _FLAGS_OF_ONE_START = {"--resume": 0, "--allow-change": 1, "--worker": 1, "--sup
 """Flags that a later resume must not repeat, and how many values each takes."""
 
 
-def load_for_run(given: Given, sets: Sequence[str] = (), *, is_resuming: bool, **flags: Any) -> Loaded:
+def load_for_run(given: ConfigLike, sets: Sequence[str] = (), *, is_resuming: bool, **flags: Any) -> LoadedConfig:
     """Load the config to train with.
 
     On resume, if neither a config nor a model is given and the current folder has no `tunewell.yaml`, the config in the
@@ -35,7 +35,7 @@ def load_for_run(given: Given, sets: Sequence[str] = (), *, is_resuming: bool, *
     is_unnamed = given is None or given == ""
     saved = _saved_config(sets) if is_resuming and is_unnamed and flags.get("model") is None else None
     if saved is None:
-        return as_loaded(given, sets, **flags)
+        return to_loaded_config(given, sets, **flags)
     loaded = load_config(saved, sets, **flags)
     if REDACTED in json.dumps(loaded.config.model_dump(mode="json"), ensure_ascii=False):
         raise UserError(
@@ -57,26 +57,26 @@ def _saved_config(sets: Sequence[str]) -> dict[str, Any] | None:
         return None
     saved = load_config(folder / RUN_CONFIG)
     run_folder, working_folder = folder.resolve(), Path.cwd()
-    tree = _with_paths(saved, lambda path: relative(os.path.normpath(run_folder / path), working_folder))
+    tree = _with_paths(saved, lambda path: relative_path(os.path.normpath(run_folder / path), working_folder))
     return tree | {"run": current.config.run}
 
 
 def _key(text: str) -> tuple[str | int, ...]:
     """Return the key that a `--set KEY=VALUE` sets; empty if it cannot be parsed, which `load_config` reports."""
     try:
-        return without_alias(parse_key(text.partition("=")[0].strip()))
+        return resolve_alias(parse_key(text.partition("=")[0].strip()))
     except UserError:
         return ()
 
 
-def dump_config(loaded: Loaded, argv: Sequence[str] | None = None) -> str:
+def dump_config(loaded: LoadedConfig, argv: Sequence[str] | None = None) -> str:
     """Return the config as YAML: every key that was set, with paths relative to the run folder, secrets removed.
 
     A comment above it holds the command line that started the run.
     """
     # The run folder may be a link: relative paths must start from the real folder.
     run_folder = loaded.path(loaded.config.run).resolve()
-    config = _with_paths(loaded, lambda path: relative(loaded.path(path), run_folder))
+    config = _with_paths(loaded, lambda path: relative_path(loaded.path(path), run_folder))
     text = yaml.dump(redact(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     if argv is not None:
         command = " ".join(shlex.join(["tunewell", "train", *_repeatable(argv)]).splitlines())
@@ -84,7 +84,7 @@ def dump_config(loaded: Loaded, argv: Sequence[str] | None = None) -> str:
     return redact(text)
 
 
-def _with_paths(loaded: Loaded, respell: Callable[[str], str]) -> dict[str, Any]:
+def _with_paths(loaded: LoadedConfig, respell: Callable[[str], str]) -> dict[str, Any]:
     """Return every key that was set, and `corpus`, with relative paths respelled; without `run`."""
     config = loaded.config.model_dump(mode="json", exclude_unset=True, exclude={"run"})
 
@@ -114,13 +114,13 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _quoted_if_needed(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain_value(text) == text else "'")
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if parse_scalar(text) == text else "'")
 
 
 _Dumper.add_representer(str, _quoted_if_needed)
 
 
-def resume_command(loaded: Loaded, options: RunOptions) -> str:
+def resume_command(loaded: LoadedConfig, options: RunOptions) -> str:
     """Return the command that resumes this run from the current folder.
 
     If the run folder holds everything, the command names only the folder. Otherwise it repeats the first command line
@@ -137,7 +137,7 @@ def resume_command(loaded: Loaded, options: RunOptions) -> str:
     return shlex.join([*words, *pickle, "--config", str(folder / RUN_CONFIG), "--out", str(folder)])
 
 
-def _is_complete_in_folder(loaded: Loaded) -> bool:
+def _is_complete_in_folder(loaded: LoadedConfig) -> bool:
     """Return True if `--resume` with the run folder alone would load the same config."""
     try:
         saved = load_for_run(None, [f"run={json.dumps(loaded.config.run)}"], is_resuming=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunewell.config.load import Loaded
+from tunewell.config.load import LoadedConfig
 from tunewell.config.methods import METHODS
 from tunewell.core.errors import UserError
 from tunewell.core.redact import redact
@@ -101,7 +101,7 @@ class Since:
 
 
 def make_result(
-    loaded: Loaded, run: Run, ending: Ending, *, recorder: MetricsRecorder, stages: dict[str, float], since: Since
+    loaded: LoadedConfig, run: Run, ending: Ending, *, recorder: MetricsRecorder, stages: dict[str, float], since: Since
 ) -> TrainResult:
     """Say what a run came to."""
     folder = run.checkpoints.folder
@@ -140,7 +140,7 @@ def make_result(
     )
 
 
-def _next(loaded: Loaded, ending: Ending, run: Path, options: RunOptions) -> str:
+def _next(loaded: LoadedConfig, ending: Ending, run: Path, options: RunOptions) -> str:
     if ending.is_resumable:
         return resume_command(loaded, options)
     # A run that health stopped has its last good checkpoint, which may be worth something.

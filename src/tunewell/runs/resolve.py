@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from tunewell.config.load import FILE_NAME, Loaded, load_config
+from tunewell.config.load import FILE_NAME, LoadedConfig, load_config
 from tunewell.config.methods import METHODS
 from tunewell.core.errors import UserError
 from tunewell.core.model_files import locate
@@ -126,7 +126,7 @@ def _numbered(folder: Path, wanted: str) -> tuple[Saved, str]:
     return Saved(path, manifest), "as asked"
 
 
-def _with_corpus_tokenizer(loaded: Loaded, plan: Plan, notes: list[str]) -> tuple[Loaded, tuple[str, ...]]:
+def _with_corpus_tokenizer(loaded: LoadedConfig, plan: Plan, notes: list[str]) -> tuple[LoadedConfig, tuple[str, ...]]:
     """Take the tokenizer that the corpus was made with, where it is still the run's."""
     folder = loaded.path(loaded.config.corpus)
     if not (folder / MANIFEST).is_file():
@@ -183,7 +183,7 @@ def _own_tokens(folder: Path, base: str) -> tuple[str, ...]:
     return tuple(token["content"] for token in added if known is not None and known <= token["id"] < num_rows)
 
 
-def _config_of(model: str, template: str | None, sets: Sequence[str], *, tokenizer: str | None) -> Loaded:
+def _config_of(model: str, template: str | None, sets: Sequence[str], *, tokenizer: str | None) -> LoadedConfig:
     """Make a config that names a model and little else; what lies in the current folder has no say in it."""
     named = {"tokenizer": tokenizer, "template.name": template}
     flags = [f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None]

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from tunewell.config.load import Loaded
+from tunewell.config.load import LoadedConfig
 from tunewell.core.errors import UserError
 from tunewell.core.files import write_atomic
 from tunewell.core.units import count
@@ -111,7 +111,9 @@ def plan_to_resume(folder: Path, plan: Plan, allowed: Sequence[str], recorder: M
     return plan.model_copy(update=same)
 
 
-def restore_run(loaded: Loaded, run: Run, allowed: Sequence[str], *, recorder: MetricsRecorder, corpus: Corpus) -> bool:
+def restore_run(
+    loaded: LoadedConfig, run: Run, allowed: Sequence[str], *, recorder: MetricsRecorder, corpus: Corpus
+) -> bool:
     """Put a run back to its newest whole checkpoint; raise UserError where it would not be the same run.
 
     Says whether it now does something else than was written down when it began.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tunewell.config.load import Loaded
+from tunewell.config.load import LoadedConfig
 from tunewell.config.methods import METHODS
 from tunewell.config.schema import Config, MethodSettings
 from tunewell.core.errors import UserError
@@ -57,7 +57,7 @@ CHANGE_NAMES = frozenset(
 class RunInputs:
     """What a run is put together from."""
 
-    loaded: Loaded
+    loaded: LoadedConfig
     plan: Plan
     corpus: Corpus
     order: DataOrder

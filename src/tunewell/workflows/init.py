@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from tunewell.config.load import FILE_NAME, Loaded
+from tunewell.config.load import FILE_NAME, LoadedConfig
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
 from tunewell.core.files import write_atomic
@@ -109,7 +109,7 @@ def _sample(data: str, model: str, template: str, progress: ProgressListener) ->
             "template": {"name": template},
             "packing": {"long_documents": "split"},
         }
-        return prepare(Loaded(Config.model_validate(tree), Path(), None, {}), progress=progress).manifest
+        return prepare(LoadedConfig(Config.model_validate(tree), Path(), None, {}), progress=progress).manifest
 
 
 def _count_rows(files: list[SourceFile]) -> int:

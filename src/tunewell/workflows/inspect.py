@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tunewell.config.load import Loaded
+from tunewell.config.load import LoadedConfig
 from tunewell.core.errors import UserError
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.data.corpus.reader import Corpus, open_corpus
@@ -66,7 +66,7 @@ class Inspection:
 
 def inspect(
     path: str | None,
-    loaded: Loaded,
+    loaded: LoadedConfig,
     *,
     wanted: Sequence[int] = (0, 1),
     is_held_out: bool = False,
@@ -90,7 +90,7 @@ def inspect(
 
 
 @contextmanager
-def _prepared(path: str | None, loaded: Loaded, progress: ProgressListener) -> Iterator[Corpus]:
+def _prepared(path: str | None, loaded: LoadedConfig, progress: ProgressListener) -> Iterator[Corpus]:
     with tempfile.TemporaryDirectory(prefix="tunewell-inspect-") as folder:
         changes: dict[str, Any] = {"corpus": str(Path(folder) / "corpus")}
         if path is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import tunewell
-from tunewell.config.load import FILE_NAME, Loaded, load_config
+from tunewell.config.load import FILE_NAME, LoadedConfig, load_config
 from tunewell.core.errors import UserError
 from tunewell.core.files import write_atomic
 from tunewell.core.presets import is_preset
@@ -95,7 +95,7 @@ def notebook(
     return NotebookResult(path, loaded.file, len(cells), data, moved.files, installs, notes)
 
 
-def _sections(loaded: Loaded, data: str, *, has_install: bool) -> list[str]:
+def _sections(loaded: LoadedConfig, data: str, *, has_install: bool) -> list[str]:
     """Choose the sections of `notebook.md`, in their order."""
     model = str(loaded.config.model)
     is_hub = not (is_preset(model) or model.startswith(PACKAGE) or loaded.path(model).exists())
@@ -105,7 +105,7 @@ def _sections(loaded: Loaded, data: str, *, has_install: bool) -> list[str]:
     return ["intro", "tools", *optional, *middle, "take-by-drive" if way == "drive" else "take-by-browser"]
 
 
-def _values(loaded: Loaded, moved: MovedConfig, notes: list[str]) -> dict[str, str]:
+def _values(loaded: LoadedConfig, moved: MovedConfig, notes: list[str]) -> dict[str, str]:
     """Write what differs between notebooks, as Python where it stands in code."""
     device, flags = loaded.config.device, ""
     if device not in ("auto", "cpu", "cuda"):

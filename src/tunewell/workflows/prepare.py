@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunewell.config.load import Given, Loaded, as_loaded
+from tunewell.config.load import ConfigLike, LoadedConfig, to_loaded_config
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.data.corpus.build import build
 from tunewell.data.corpus.output import CorpusOutput
@@ -50,7 +50,7 @@ class PrepareResult:
 
 
 def prepare(
-    config: Given = None,
+    config: ConfigLike = None,
     *,
     sets: Sequence[str] = (),
     model: str | None = None,
@@ -63,7 +63,7 @@ def prepare(
     Raises UserError for everything the user can correct. An existing corpus is replaced only by a complete new one.
     """
     started = time.perf_counter()
-    loaded = as_loaded(config, sets, model=model, data=data, out=out)
+    loaded = to_loaded_config(config, sets, model=model, data=data, out=out)
     spec = load_spec(loaded)
     spec.progress = progress
     target = loaded.path(loaded.config.corpus)
@@ -79,7 +79,7 @@ def prepare(
     return PrepareResult(target, manifest, current is not None, time.perf_counter() - started)
 
 
-def load_spec(loaded: Loaded) -> BuildSpec:
+def load_spec(loaded: LoadedConfig) -> BuildSpec:
     """Load the tokenizer and the templates and make the build spec."""
     require_model_and_data(loaded)
     text = TextPipeline.load(loaded)

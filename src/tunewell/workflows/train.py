@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tunewell.config.load import Given, Loaded
+from tunewell.config.load import ConfigLike, LoadedConfig
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, silent
 from tunewell.core.redact import redact
@@ -50,7 +50,7 @@ _NOT_JUDGED = 3
 
 
 def train(
-    config: Given = None,
+    config: ConfigLike = None,
     *,
     sets: Sequence[str] = (),
     is_resuming: bool = False,
@@ -68,7 +68,7 @@ def train(
     return run_training(load_for_run(config, sets, is_resuming=is_resuming), options, listener)
 
 
-def run_training(loaded: Loaded, options: RunOptions, listener: Listener = silent) -> TrainResult:
+def run_training(loaded: LoadedConfig, options: RunOptions, listener: Listener = silent) -> TrainResult:
     """Train and validate: what both `train` and the command line call."""
     require_resume_for_changes(options.allowed_changes, is_resuming=options.is_resuming)
     _refuse_nothing(loaded, is_resuming=options.is_resuming)
@@ -91,7 +91,7 @@ def run_training(loaded: Loaded, options: RunOptions, listener: Listener = silen
 class _Wish:
     """What was asked for this time."""
 
-    loaded: Loaded
+    loaded: LoadedConfig
     options: RunOptions
     faults: NoFaults
     alive: Callable[[], None]
@@ -223,7 +223,7 @@ class _timed:
         self._stages[self._name] = self._stages.get(self._name, 0.0) + time.perf_counter() - self._began
 
 
-def _refuse_nothing(loaded: Loaded, *, is_resuming: bool) -> None:
+def _refuse_nothing(loaded: LoadedConfig, *, is_resuming: bool) -> None:
     """Say what is missing before a folder is made or anything is loaded."""
     config = loaded.config
     fix = "begin with `tunewell init DATA --model MODEL`, or add `--data` and `--model` to the command"
@@ -247,7 +247,7 @@ def _refuse_nothing(loaded: Loaded, *, is_resuming: bool) -> None:
             )
 
 
-def _warn(loaded: Loaded, corpus: Corpus, run: Run, recorder: MetricsRecorder) -> None:
+def _warn(loaded: LoadedConfig, corpus: Corpus, run: Run, recorder: MetricsRecorder) -> None:
     """Say before the first step what will not work as it may be meant."""
     config = loaded.config
     if config.evaluate.patience is not None and not len(corpus.held_out):
@@ -259,7 +259,7 @@ def _warn(loaded: Loaded, corpus: Corpus, run: Run, recorder: MetricsRecorder) -
         recorder.note(warning)
 
 
-def _plan(loaded: Loaded, corpus: Corpus, device: Any) -> tuple[Plan, DataOrder]:
+def _plan(loaded: LoadedConfig, corpus: Corpus, device: Any) -> tuple[Plan, DataOrder]:
     config = loaded.config
     assert config.model is not None
     facts = read_facts(loaded.seen(config.model))
@@ -286,14 +286,14 @@ def _shapes(facts: ModelFacts) -> list[tuple[int, int, int]]:
     return [(512, width, width), (512, width, 3 * width), (512, 3 * width, width)]
 
 
-def _write_down(run_dir: RunDir, loaded: Loaded, plan: Plan, corpus: Corpus, options: RunOptions) -> None:
+def _write_down(run_dir: RunDir, loaded: LoadedConfig, plan: Plan, corpus: Corpus, options: RunOptions) -> None:
     """Write what the run does, what was asked for, and what it learns from."""
     write_plan(run_dir.path, plan)
     _write_settings(run_dir, loaded, options)
     write_document_hashes(run_dir.path, corpus)
 
 
-def _write_settings(run_dir: RunDir, loaded: Loaded, options: RunOptions) -> None:
+def _write_settings(run_dir: RunDir, loaded: LoadedConfig, options: RunOptions) -> None:
     """Write the settings down where they are not there already."""
     text = dump_config(loaded, options.argv)
     if not run_dir.config.is_file() or run_dir.config.read_text(encoding="utf-8") != text:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from tunewell.config.load import Loaded
+from tunewell.config.load import LoadedConfig
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
 from tunewell.data.corpus.reader import Corpus, open_corpus
@@ -14,7 +14,7 @@ from tunewell.workflows.prepare import prepare
 
 
 @contextmanager
-def prepared(loaded: Loaded, data: str) -> Iterator[Corpus]:
+def prepared(loaded: LoadedConfig, data: str) -> Iterator[Corpus]:
     """Prepare a file with the tokenizer and the template of a config; every row of it is to be judged on."""
     path, _, limit = data.rpartition("#") if data.rpartition("#")[2].isdecimal() else (data, "", "")
     sources = loaded.config.data.sources

@@ -9,7 +9,7 @@ from tunewell.cli.options import AsJson, ConfigFile
 
 if TYPE_CHECKING:
     from tunewell.config.explain import Explanation
-    from tunewell.config.load import Loaded
+    from tunewell.config.load import LoadedConfig
 
 
 def command(
@@ -43,7 +43,7 @@ def command(
         emit(_page(found))
 
 
-def _loaded(config: Path | None) -> "Loaded | None":
+def _loaded(config: Path | None) -> "LoadedConfig | None":
     from tunewell.config.load import load_config
     from tunewell.core.errors import UserError
 

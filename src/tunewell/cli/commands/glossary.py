@@ -16,9 +16,9 @@ def command(
 ) -> None:
     """Look up a term, or the reason why a row was dropped."""
     from tunewell.cli.render import emit, emit_json, folded_table
-    from tunewell.config.glossary import look_up, words
+    from tunewell.config.glossary import entries, find_entry
 
-    found = dict([look_up(" ".join(word))]) if word else words()
+    found = dict([find_entry(" ".join(word))]) if word else entries()
     if json:
         emit_json(found)
     else:

@@ -12,7 +12,7 @@ from tunewell.cli.options import AllowPickle, AsJson, ConfigFile, DataPaths, Set
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tunewell.config.load import Loaded
+    from tunewell.config.load import LoadedConfig
     from tunewell.training.events import RunStarted
     from tunewell.workflows.train import TrainResult
 
@@ -90,7 +90,7 @@ def command(
         raise typer.Exit(result.exit_code)
 
 
-def _supervise(loaded: "Loaded", argv: "Sequence[str]") -> int:
+def _supervise(loaded: "LoadedConfig", argv: "Sequence[str]") -> int:
     """Start the run in a child process with the same arguments, supervise it and return its exit code."""
     from tunewell.cli.render import LastingStream
     from tunewell.runs.supervisor import supervise

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tunewell import __version__
-from tunewell.config.load import Loaded
+from tunewell.config.load import LoadedConfig
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_text, stable_json
 from tunewell.core.progress import ProgressListener, silent
@@ -64,7 +64,7 @@ class BuildSpec:
         return "the other sources" if index == NO_SHARE else f"`{self.config['data']['sources'][index]['path']}`"
 
 
-def require_model_and_data(loaded: Loaded) -> None:
+def require_model_and_data(loaded: LoadedConfig) -> None:
     """Raise UserError if the config names no model or no data."""
     if loaded.config.model is None:
         raise UserError(
@@ -75,7 +75,7 @@ def require_model_and_data(loaded: Loaded) -> None:
         raise UserError("no data is set", fix="add `data.sources` to the config, or `--data FILE` to the command")
 
 
-def make_spec(loaded: Loaded, text: TextPipeline, *, context_limit: int | None) -> BuildSpec:
+def make_spec(loaded: LoadedConfig, text: TextPipeline, *, context_limit: int | None) -> BuildSpec:
     """Find and hash the files that a config names and collect every setting; rows are not parsed yet.
 
     `context_limit` is the model's maximum context length in tokens, if it is known.
@@ -111,7 +111,7 @@ def make_spec(loaded: Loaded, text: TextPipeline, *, context_limit: int | None) 
     )
 
 
-def _make_jobs(loaded: Loaded, text: TextPipeline) -> list[Job]:
+def _make_jobs(loaded: LoadedConfig, text: TextPipeline) -> list[Job]:
     data, base = loaded.config.data, loaded.base
     found: list[tuple[int, SourceFile]] = []
     if isinstance(data.held_out, str):
@@ -133,7 +133,7 @@ def _make_jobs(loaded: Loaded, text: TextPipeline) -> list[Job]:
     ]
 
 
-def _make_pipeline(loaded: Loaded, text: TextPipeline, index: int) -> RowPipeline:
+def _make_pipeline(loaded: LoadedConfig, text: TextPipeline, index: int) -> RowPipeline:
     """Return the pipeline of one source; the held-out file is read like the first source, without its limit."""
     data = loaded.config.data
     source = data.sources[max(index, 0)]
@@ -177,7 +177,7 @@ def _tokenizer_name(text: TextPipeline, name: str) -> str:
     return Path(text.model).name if Path(text.model).is_absolute() or Path(name).is_absolute() else name
 
 
-def _shares(loaded: Loaded) -> dict[int, float]:
+def _shares(loaded: LoadedConfig) -> dict[int, float]:
     """Return the share of each source by index; sources without one divide the rest by size, as `NO_SHARE`."""
     sources = loaded.config.data.sources
     shares = {index: source.share for index, source in enumerate(sources) if source.share is not None}
