@@ -13,8 +13,8 @@ import sentencepiece
 from tokenizer_references import random_texts
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from tunewell.data.encoding.encoder import Encoded, Encoder, Layout
-from tunewell.data.masking.masker import REPLIES, LearnRule, Masker
+from tunewell.data.encoding.encoder import EncodedDocuments, Encoder, PlannedDocument
+from tunewell.data.masking.masker import ASSISTANT_REPLIES, Masker, SupervisionRule
 from tunewell.data.rows.conversation import Conversation, Message
 from tunewell.data.templates.chat_template import ChatTemplate
 from tunewell.data.tokenizers.load import LoadedTokenizer
@@ -316,7 +316,7 @@ class Ours:
 
     tokenizer: LoadedTokenizer
     source: str
-    rule: LearnRule = REPLIES
+    rule: SupervisionRule = ASSISTANT_REPLIES
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -324,8 +324,8 @@ class Ours:
         self.masker = Masker(template, self.tokenizer.added, self.rule)
         self.encoder = Encoder(self.tokenizer, self.masker.turn_markers)
 
-    def encode(self, *some: Conversation) -> Encoded:
-        return self.encoder.encode([Layout(*self.masker.lay_out(one)) for one in some])
+    def encode(self, *some: Conversation) -> EncodedDocuments:
+        return self.encoder.encode([PlannedDocument(*self.masker.lay_out(one)) for one in some])
 
     def documents(self, some: list[Conversation]) -> list[tuple[list[int], list[bool], int]]:
         """Give ids, mask and the number of boundary tokens of each conversation, encoded together."""
@@ -333,13 +333,13 @@ class Ours:
         ends = encoded.lengths.cumsum().tolist()
         begins = [0, *ends[:-1]]
         return [
-            (encoded.tokens[a:b].tolist(), encoded.learned[a:b].tolist(), int(count))
+            (encoded.tokens[a:b].tolist(), encoded.supervised[a:b].tolist(), int(count))
             for a, b, count in zip(begins, ends, encoded.boundary, strict=True)
         ]
 
-    def learned_text(self, conversation: Conversation) -> str:
+    def supervised_text(self, conversation: Conversation) -> str:
         [(ids, learned, _)] = self.documents([conversation])
-        chosen = [token for token, is_learned in zip(ids, learned, strict=True) if is_learned]
+        chosen = [token for token, is_supervised in zip(ids, learned, strict=True) if is_supervised]
         return self.tokenizer.backend.decode(chosen, skip_special_tokens=False)
 
 
@@ -359,8 +359,8 @@ def expected_mask(backend: Tokenizer, pieces: Pieces) -> tuple[list[int], list[b
     text = "".join(piece for piece, _ in pieces)
     spans: list[tuple[int, int]] = []
     at = 0
-    for piece, is_learned in pieces:
-        if is_learned and piece:
+    for piece, is_supervised in pieces:
+        if is_supervised and piece:
             spans.append((at, at + len(piece)))
         at += len(piece)
     encoding = backend.encode(text, add_special_tokens=False)

@@ -28,8 +28,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from examples_limit import examples
 from tunewell.core.errors import UserError
-from tunewell.data.encoding.encoder import Encoder, Layout
-from tunewell.data.masking.masker import LearnRule
+from tunewell.data.encoding.encoder import Encoder, PlannedDocument
+from tunewell.data.masking.masker import SupervisionRule
 from tunewell.data.rows.conversation import Conversation
 from tunewell.data.templates.chat_template import builtin_template
 from tunewell.data.tokenizers import sentencepiece
@@ -224,7 +224,7 @@ def test_no_text_in_a_row_puts_a_control_id_into_its_document(name, template, da
     [(plain_ids, plain_learned, _)] = ours.documents([plain])
     control = control_ids(ours.tokenizer, ids)
     assert control == control_ids(ours.tokenizer, plain_ids)
-    marks = [is_learned for token, is_learned in zip(ids, learned, strict=True) if token in set(control)]
+    marks = [is_supervised for token, is_supervised in zip(ids, learned, strict=True) if token in set(control)]
     plain_marks = [own for token, own in zip(plain_ids, plain_learned, strict=True) if token in set(control)]
     assert marks == plain_marks or not any(learned)  # a reply of one letter may run into its header
     if name in LOSSLESS:
@@ -273,7 +273,7 @@ def test_cutting_at_markers_gives_the_ids_of_the_whole_text(name):
     """Spaces, line ends and scripts next to markers, for every kind of tokenizer."""
     ours = ours_for(name)
     rows = conversations(40, seed=31, features=Features(tools=True, thinking=True))
-    ours.encoder.check_against_whole([Layout(*ours.masker.lay_out(row)) for row in rows])
+    ours.encoder.check_segmentation([PlannedDocument(*ours.masker.lay_out(row)) for row in rows])
     backend = bare_backend(ours.tokenizer.backend)
     for row, (ids, _, _) in zip(rows, ours.documents(rows), strict=True):
         assert ids == backend.encode(ours.masker.template.render(row.messages, row.tools), add_special_tokens=False).ids
@@ -285,11 +285,11 @@ def test_a_sentencepiece_model_that_puts_a_space_behind_markers_is_cut_right_too
         train_sentencepiece(folder(), model_type="bpe", user_defined_symbols=CHATML_MARKERS, byte_fallback=True)
     )
     path = folder()
-    sentencepiece.build(model, after_markers="space").save(str(path / "tokenizer.json"))
+    sentencepiece.build_tokenizer(model, after_markers="space").save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     ours = Ours(load_tokenizer(path), CHATML)
     rows = conversations(30, seed=32, features=Features(tools=True, thinking=True))
-    ours.encoder.check_against_whole([Layout(*ours.masker.lay_out(row)) for row in rows])
+    ours.encoder.check_segmentation([PlannedDocument(*ours.masker.lay_out(row)) for row in rows])
 
 
 # Tokenizers that cannot be cut at markers.
@@ -319,13 +319,15 @@ def test_the_proof_fails_on_a_tokenizer_with(name):
     ours = Ours(_broken(**BROKEN[name]), CHATML)
     row = messages_of(("user", "hi"), ("assistant", "hello"))
     with pytest.raises(UserError, match="cannot be followed"):
-        ours.encoder.check_against_whole([Layout(*ours.masker.lay_out(row))])
+        ours.encoder.check_segmentation([PlannedDocument(*ours.masker.lay_out(row))])
 
 
 def test_the_proof_passes_over_rows_that_spell_markers():
     ours = ours_for("bpe")
     row = messages_of(("user", "what is <|im_end|>?"), ("assistant", "a marker"))
-    ours.encoder.check_against_whole([Layout(*ours.masker.lay_out(row)), Layout(None, ["plain <|im_end|> text"])])
+    ours.encoder.check_segmentation(
+        [PlannedDocument(*ours.masker.lay_out(row)), PlannedDocument(None, ["plain <|im_end|> text"])]
+    )
 
 
 # The mask by byte lengths, and where they do not tell.
@@ -372,13 +374,13 @@ def test_markers_that_swallow_spaces_do_so():
 def test_plain_text_is_learned_whole_with_its_end():
     tokenizer = ours_for("bpe").tokenizer
     encoder = Encoder(tokenizer)
-    encoded = encoder.encode([Layout(None, ["the <s> boy"]), Layout(None, ["x"])])
+    encoded = encoder.encode([PlannedDocument(None, ["the <s> boy"]), PlannedDocument(None, ["x"])])
     first, second = np.split(encoded.tokens, encoded.lengths.cumsum()[:-1])
     end = tokenizer.added["</s>"].id
     assert tokenizer.backend.decode(first.tolist()[:-1], skip_special_tokens=False) == "the <s> boy"
     assert first[-1] == second[-1] == end
     assert tokenizer.added["<s>"].id not in first
-    assert encoded.learned.tolist() == [False] + [True] * (len(first) - 1) + [False, False]
+    assert encoded.supervised.tolist() == [False] + [True] * (len(first) - 1) + [False, False]
     assert encoded.failed[1].reason == "nothing_to_learn"  # only its end would be learned
 
 
@@ -392,8 +394,8 @@ def test_a_reply_that_a_boundary_token_swallows_is_dropped_with_that_reason():
     assert encoded.failed[0].reason == "nothing_to_learn"
     assert list(encoded.failed) == [0]
     assert encoded.boundary.tolist() == [1, 1]
-    assert not encoded.learned[: encoded.lengths[0]].any()
-    assert encoded.learned[encoded.lengths[0] :].any()
+    assert not encoded.supervised[: encoded.lengths[0]].any()
+    assert encoded.supervised[encoded.lengths[0] :].any()
 
 
 def test_text_that_cannot_be_written_without_a_control_id_is_refused():
@@ -428,7 +430,7 @@ def test_documents_do_not_depend_on_those_beside_them():
 
 
 def test_a_tokenizer_that_returns_fewer_texts_is_an_error(monkeypatch):
-    ours = Ours(ours_for("bpe").tokenizer, CHATML, LearnRule())
+    ours = Ours(ours_for("bpe").tokenizer, CHATML, SupervisionRule())
 
     class Short:
         def encode_batch_fast(self, texts, add_special_tokens):
@@ -440,4 +442,4 @@ def test_a_tokenizer_that_returns_fewer_texts_is_an_error(monkeypatch):
         ours.encoder, "_backends", type("Backends", (), {"__getitem__": lambda *_: Short(), "form": None})()
     )
     with pytest.raises(RuntimeError, match="gave back 0 of"):
-        ours.encoder.encode([Layout(*ours.masker.lay_out(messages_of(("user", "q"), ("assistant", "a"))))])
+        ours.encoder.encode([PlannedDocument(*ours.masker.lay_out(messages_of(("user", "q"), ("assistant", "a"))))])

@@ -7,12 +7,12 @@ import pytest
 from chat_references import CHATML_MARKERS, MARKERS, TOOLS, Features, Ours, conversations, messages_of, train_bpe
 
 from tunewell.core.errors import UserError
-from tunewell.data.masking.masker import REPLIES, LearnRule, Masker, Plan
+from tunewell.data.masking.masker import ASSISTANT_REPLIES, Masker, Plan, SupervisionRule
 from tunewell.data.rows.conversation import Conversation, Rejected
 from tunewell.data.templates.chat_template import ChatTemplate, builtin_template
-from tunewell.data.tokenizers.load import AddedFacts, LoadedTokenizer, load_tokenizer
+from tunewell.data.tokenizers.load import AddedTokenInfo, LoadedTokenizer, load_tokenizer
 
-ADDED = {text: AddedFacts(number, True, False, False, False, False) for number, text in enumerate(MARKERS)}
+ADDED = {text: AddedTokenInfo(number, True, False, False, False, False) for number, text in enumerate(MARKERS)}
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def tokenizer(tmp_path_factory) -> LoadedTokenizer:
     return load_tokenizer(train_bpe(tmp_path_factory.mktemp("bpe")))
 
 
-def masker_for(source: str, rule: LearnRule = REPLIES, added=ADDED) -> Masker:
+def masker_for(source: str, rule: SupervisionRule = ASSISTANT_REPLIES, added=ADDED) -> Masker:
     return Masker(ChatTemplate(source, special_tokens={"bos_token": "<s>", "eos_token": "</s>"}), added, rule)
 
 
@@ -30,7 +30,7 @@ def learned_spans(plan: Plan, words: list[str]) -> list[tuple[int, int]]:
     at = 0
     for piece in plan.pieces:
         text = piece.text if piece.slot < 0 else plan.trims[piece.slot](words[piece.slot])
-        if piece.is_learned and text:
+        if piece.is_supervised and text:
             begin = spans.pop()[0] if spans and spans[-1][1] == at else at
             spans.append((begin, at + len(text)))
         at += len(text)
@@ -220,7 +220,7 @@ def test_the_end_of_a_turn_without_words_is_not_taken_for_that_of_the_reply_befo
 def test_another_end_between_turns_than_at_the_end_is_learned(tokenizer):
     source = turns("m.content").replace("'<|im_end|>\n'", "'<|im_end|>' if loop.last else '<|eot_id|>'")
     row = messages_of(("user", "q"), ("assistant", "one"), ("user", "q"), ("assistant", "two"))
-    assert Ours(tokenizer, source).learned_text(row) == "one<|eot_id|>two<|im_end|>"
+    assert Ours(tokenizer, source).supervised_text(row) == "one<|eot_id|>two<|im_end|>"
 
 
 def test_a_space_that_the_generation_prompt_leaves_to_the_model_is_learned(tokenizer):
@@ -231,7 +231,7 @@ def test_a_space_that_the_generation_prompt_leaves_to_the_model_is_learned(token
     )
     row = messages_of(("user", "q"), ("assistant", "yes"), ("user", "q"), ("assistant", "the boy"))
     ours = Ours(tokenizer, source)
-    assert ours.learned_text(row) == " yes</s> the boy</s>"
+    assert ours.supervised_text(row) == " yes</s> the boy</s>"
     assert ours.documents([row])[0][2] == 0
 
 
@@ -307,34 +307,42 @@ TALK = messages_of(
 @pytest.mark.parametrize(
     ("rule", "learn", "expected"),
     [
-        (LearnRule(), None, "r one<|im_end|>r two<|im_end|>"),
-        (LearnRule("last_response"), None, "r two<|im_end|>"),
-        (LearnRule(roles=("assistant", "user")), None, "q one<|im_end|>r one<|im_end|>q two<|im_end|>r two<|im_end|>"),
-        (LearnRule(roles=("system",)), None, "be brief<|im_end|>"),
-        (LearnRule(), [None, None, False, None, None], "r two<|im_end|>"),
-        (LearnRule(), [None, None, None, None, True], "r one<|im_end|>r two<|im_end|>"),
-        (LearnRule("last_response"), [None, None, True, None, None], "r one<|im_end|>r two<|im_end|>"),
-        (LearnRule("last_response"), [None, None, True, None, False], "r one<|im_end|>"),
-        (LearnRule(roles=("user",)), [None, None, True, None, None], "q one<|im_end|>r one<|im_end|>q two<|im_end|>"),
+        (SupervisionRule(), None, "r one<|im_end|>r two<|im_end|>"),
+        (SupervisionRule("last_response"), None, "r two<|im_end|>"),
+        (
+            SupervisionRule(roles=("assistant", "user")),
+            None,
+            "q one<|im_end|>r one<|im_end|>q two<|im_end|>r two<|im_end|>",
+        ),
+        (SupervisionRule(roles=("system",)), None, "be brief<|im_end|>"),
+        (SupervisionRule(), [None, None, False, None, None], "r two<|im_end|>"),
+        (SupervisionRule(), [None, None, None, None, True], "r one<|im_end|>r two<|im_end|>"),
+        (SupervisionRule("last_response"), [None, None, True, None, None], "r one<|im_end|>r two<|im_end|>"),
+        (SupervisionRule("last_response"), [None, None, True, None, False], "r one<|im_end|>"),
+        (
+            SupervisionRule(roles=("user",)),
+            [None, None, True, None, None],
+            "q one<|im_end|>r one<|im_end|>q two<|im_end|>",
+        ),
     ],
 )
 def test_the_rule_and_the_weights_decide_what_is_learned(rule, learn, expected, tokenizer):
     row = Conversation(TALK.messages, learn=learn)
-    assert Ours(tokenizer, builtin_template("chatml"), rule).learned_text(row) == expected
+    assert Ours(tokenizer, builtin_template("chatml"), rule).supervised_text(row) == expected
 
 
 def test_everything_is_everything_but_the_first_token_and_turns_of_weight_0(tokenizer):
-    ours = Ours(tokenizer, builtin_template("chatml"), LearnRule("everything"))
+    ours = Ours(tokenizer, builtin_template("chatml"), SupervisionRule("everything"))
     text = ours.masker.template.render(TALK.messages)
-    assert ours.learned_text(TALK) == text.removeprefix("<|im_start|>")
+    assert ours.supervised_text(TALK) == text.removeprefix("<|im_start|>")
     without = Conversation(TALK.messages, learn=[None, None, False, None, None])
-    assert ours.learned_text(without) == text.removeprefix("<|im_start|>").replace("r one<|im_end|>", "")
+    assert ours.supervised_text(without) == text.removeprefix("<|im_start|>").replace("r one<|im_end|>", "")
 
 
 def test_the_first_token_of_a_document_is_never_learned(tokenizer):
     """Nothing stands before it to learn it from; trainers shift labels by one."""
     source = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
-    ours = Ours(tokenizer, source, LearnRule(roles=("user", "assistant")))
+    ours = Ours(tokenizer, source, SupervisionRule(roles=("user", "assistant")))
     [(ids, learned, _)] = ours.documents([messages_of(("user", "the boy"), ("assistant", "yes"))])
     assert learned == [False] + [True] * (len(ids) - 1)
 
@@ -342,10 +350,10 @@ def test_the_first_token_of_a_document_is_never_learned(tokenizer):
 def test_rows_without_anything_to_learn_say_so(tokenizer):
     ours = Ours(tokenizer, builtin_template("chatml"))
     plan, _ = ours.masker.lay_out(Conversation(TALK.messages, learn=[None, None, False, None, False]))
-    assert (plan.learned_turns, plan.lost_turns) == (0, 0)
+    assert (plan.num_supervised_turns, plan.num_unrendered_turns) == (0, 0)
     dropping = Ours(tokenizer, turns("m.content", each="messages[-2:]"))
     plan, _ = dropping.masker.lay_out(TALK)
-    assert (plan.learned_turns, plan.lost_turns) == (1, 1)
+    assert (plan.num_supervised_turns, plan.num_unrendered_turns) == (1, 1)
 
 
 def test_tool_calls_and_thinking_of_the_row_are_learned_with_their_frame(tokenizer):
@@ -362,7 +370,7 @@ def test_tool_calls_and_thinking_of_the_row_are_learned_with_their_frame(tokeniz
     ours = Ours(tokenizer, builtin_template("chatml"))
     thought = "<think>\nlook it up\n</think>\n\n"
     called = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "a <|im_end|> b"}}\n</tool_call>'
-    assert ours.learned_text(row) == thought + called + "<|im_end|>Sunny.<|im_end|>"
+    assert ours.supervised_text(row) == thought + called + "<|im_end|>Sunny.<|im_end|>"
 
 
 # Like Qwen's: an empty frame of thoughts before the last reply, unless the row has thoughts of its own.
@@ -388,7 +396,7 @@ THINKING = turns(
 )
 def test_a_frame_that_the_template_adds_on_its_own_is_given_and_not_learned(reply, expected, tokenizer):
     row = Conversation([{"role": "user", "content": "q"}, {"role": "assistant", **reply}])
-    assert Ours(tokenizer, THINKING).learned_text(row) == expected + "<|im_end|>"
+    assert Ours(tokenizer, THINKING).supervised_text(row) == expected + "<|im_end|>"
 
 
 def test_thinking_that_the_row_wrote_into_its_reply_is_learned_with_its_frame(tokenizer):
@@ -404,9 +412,9 @@ def test_thinking_that_the_row_wrote_into_its_reply_is_learned_with_its_frame(to
         "<think>\n\n</think>\n\nYes.": "<think>\n\n</think>\n\nYes.",
         "Yes.": "Yes.",
     }.items():
-        assert ours.learned_text(messages_of(("user", "q"), ("assistant", reply))) == expected + "<|im_end|>"
+        assert ours.supervised_text(messages_of(("user", "q"), ("assistant", reply))) == expected + "<|im_end|>"
         earlier = messages_of(("user", "q"), ("assistant", reply), ("user", "q"), ("assistant", "No."))
-        assert ours.learned_text(earlier) == "Yes.<|im_end|>No.<|im_end|>"
+        assert ours.supervised_text(earlier) == "Yes.<|im_end|>No.<|im_end|>"
 
 
 def test_thinking_that_the_template_drops_is_not_learned():
@@ -428,8 +436,8 @@ def test_a_call_that_the_template_leaves_out_teaches_no_empty_reply(tokenizer):
     )
     ours = Ours(tokenizer, turns("m.content"))
     plan, _ = ours.masker.lay_out(row)
-    assert (plan.learned_turns, plan.lost_turns) == (1, 1)
-    assert ours.learned_text(row) == "Sunny.<|im_end|>"
+    assert (plan.num_supervised_turns, plan.num_unrendered_turns) == (1, 1)
+    assert ours.supervised_text(row) == "Sunny.<|im_end|>"
 
 
 def test_calls_of_weight_0_do_not_shift_the_turn_that_follows(tokenizer):
@@ -440,7 +448,7 @@ def test_calls_of_weight_0_do_not_shift_the_turn_that_follows(tokenizer):
 
     row = Conversation([{"role": "user", "content": "q"}, call("one"), call("two")], learn=[None, False, True])
     ours = Ours(tokenizer, builtin_template("chatml"))
-    assert ours.learned_text(row) == '<tool_call>\n{"name": "two", "arguments": {}}\n</tool_call><|im_end|>'
+    assert ours.supervised_text(row) == '<tool_call>\n{"name": "two", "arguments": {}}\n</tool_call><|im_end|>'
 
 
 def test_calls_that_a_template_repeats_in_the_results_are_in_doubt():
@@ -476,7 +484,7 @@ def test_words_that_look_like_a_stand_in_are_words():
 def test_markers_need_not_be_special_tokens_and_tags_of_replies_are_none():
     """Line ends and `<think>` are added tokens in some tokenizers; they are no turn markers."""
     texts = [*CHATML_MARKERS, "\n", "\n\n", "<think>", "</think>"]
-    added = {text: AddedFacts(number, False, False, False, False, False) for number, text in enumerate(texts)}
+    added = {text: AddedTokenInfo(number, False, False, False, False, False) for number, text in enumerate(texts)}
     source = turns("'<think>\n\n</think>\n\n' + m.content")
     masker = masker_for(source, added=added)
     assert set(masker.turn_markers) == set(CHATML_MARKERS)
@@ -487,6 +495,6 @@ def test_markers_need_not_be_special_tokens_and_tags_of_replies_are_none():
 
 
 def test_a_marker_that_is_read_only_beside_spaces_is_refused():
-    added = ADDED | {"<|im_end|>": AddedFacts(99, True, False, False, False, True)}
+    added = ADDED | {"<|im_end|>": AddedTokenInfo(99, True, False, False, False, True)}
     with pytest.raises(UserError, match="single_word"):
         masker_for(builtin_template("chatml"), added=added)

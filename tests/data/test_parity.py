@@ -44,7 +44,7 @@ def compare(tokenizer: LoadedTokenizer, folder, *, name: str, template: str, is_
         assert boundary == expected_boundary, pieces
         num_boundary += boundary
         if is_lossless and not boundary:
-            chosen = [token for token, is_learned in zip(ids, learned, strict=True) if is_learned]
+            chosen = [token for token, is_supervised in zip(ids, learned, strict=True) if is_supervised]
             assert backend.decode(chosen, skip_special_tokens=False) == "".join(text for text, own in pieces if own)
     return num_boundary
 
@@ -65,8 +65,8 @@ def test_a_reply_that_starts_with_two_spaces_has_one_boundary_token_on_smollm2(s
     ours = Ours(smollm2, smollm2.chat_template)
     [two, one] = [messages_of(("user", "hi"), ("assistant", reply)) for reply in ("  hello", " hello")]
     assert [boundary for _, _, boundary in ours.documents([two, one])] == [1, 0]
-    assert ours.learned_text(two) == " hello<|im_end|>"
-    assert ours.learned_text(one) == " hello<|im_end|>"
+    assert ours.supervised_text(two) == " hello<|im_end|>"
+    assert ours.supervised_text(one) == " hello<|im_end|>"
 
 
 @pytest.mark.parametrize("normalizer", [None, "NFC"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from chat_references import Features, Ours, Pieces, bare_backend, conversations, expected_mask, messages_of, tojson
 
-from tunewell.data.encoding.encoder import Layout
+from tunewell.data.encoding.encoder import PlannedDocument
 from tunewell.data.rows.conversation import Conversation, Rejected
 from tunewell.data.tokenizers.load import load_tokenizer
 
@@ -200,7 +200,7 @@ def test_ids_and_masks_of_real_templates(name, load, folder_of):
         assert ids == whole == same_ids, pieces
         assert learned == expected, pieces
         assert boundary == expected_boundary, pieces
-    ours.encoder.check_against_whole([Layout(*ours.masker.lay_out(row)) for row in rows[:40]])
+    ours.encoder.check_segmentation([PlannedDocument(*ours.masker.lay_out(row)) for row in rows[:40]])
 
 
 def test_qwen3_learns_thinking_that_the_row_wrote_and_not_the_empty_frame_it_adds(load):
@@ -212,18 +212,18 @@ def test_qwen3_learns_thinking_that_the_row_wrote_and_not_the_empty_frame_it_add
         "<think>\n\n</think>\n\nYes.": "<think>\n\n</think>\n\nYes.",
         "\n\nYes. ": "Yes. ",
     }.items():
-        assert ours.learned_text(messages_of(("user", "q"), ("assistant", reply))) == learned + "<|im_end|>"
+        assert ours.supervised_text(messages_of(("user", "q"), ("assistant", reply))) == learned + "<|im_end|>"
     earlier = messages_of(
         ("user", "q"), ("assistant", "<think>\nhm\n</think>\n\nYes."), ("user", "q"), ("assistant", "No.")
     )
-    assert ours.learned_text(earlier) == "Yes.<|im_end|>No.<|im_end|>"
+    assert ours.supervised_text(earlier) == "Yes.<|im_end|>No.<|im_end|>"
 
 
 def test_qwen3_learns_a_call_without_the_empty_frame(load):
     call = {"function": {"name": "f", "arguments": {"a": "<|im_end|>"}}}
     row = Conversation([{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}])
     expected = '<tool_call>\n{"name": "f", "arguments": {"a": "<|im_end|>"}}\n</tool_call><|im_end|>'
-    assert load("qwen3").learned_text(row) == expected
+    assert load("qwen3").supervised_text(row) == expected
 
 
 def test_what_a_template_refuses_is_no_conversation(load):
@@ -249,4 +249,4 @@ def test_text_that_spells_control_tokens_stays_text(name, load):
     control = {facts.id for text, facts in ours.tokenizer.added.items() if facts.special}
     found = [[token for token in ours.documents([row])[0][0] if token in control] for row in (harmless, spelled)]
     assert found[0] == found[1]
-    assert ours.learned_text(spelled) == hostile + ours.masker.end_marker
+    assert ours.supervised_text(spelled) == hostile + ours.masker.end_marker

@@ -21,9 +21,9 @@ from tunewell.data.templates.chat_template import (
     BUILTIN_NAMES,
     ChatTemplate,
     TemplateFailed,
-    as_template_sees,
     builtin_template,
-    markers_of,
+    required_markers,
+    to_template_data,
 )
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -185,7 +185,7 @@ def theirs(source: str, messages: Any, tools: Any, *, prompt: bool = False, **va
     """Render with transformers, as `apply_chat_template` calls it; return a refusal instead of raising it."""
     try:
         if not MAKES_PLAIN:
-            messages, tools, _ = as_template_sees(messages, tools)
+            messages, tools, _ = to_template_data(messages, tools)
         texts, _ = chat_template_utils.render_jinja_template(
             [messages], tools, chat_template=source, add_generation_prompt=prompt, **variables
         )
@@ -417,7 +417,7 @@ def test_every_reply_ends_with_a_token_that_can_be_learned(name):
     end = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>"}.get(name, "</s>")
     text = builtin(name).render([*HELLO, *AGAIN])
     assert f"Hello{end}" in text and f"Fine{end}" in text
-    assert end in markers_of(builtin(name), TOKENS)
+    assert end in required_markers(builtin(name), TOKENS)
 
 
 @pytest.mark.parametrize("name", [name for name in BUILTIN_NAMES if "eos_token" in builtin_template(name)])
@@ -500,12 +500,12 @@ def test_an_unknown_builtin_template_is_refused_with_the_known_ones():
 )
 def test_markers_are_what_must_be_single_tokens(source, expected):
     """A tokenizer without them would spell `<|im_end|>` out in pieces, and the model would learn to spell."""
-    assert markers_of(source, TOKENS) == expected
+    assert required_markers(source, TOKENS) == expected
 
 
 def test_builtin_templates_declare_their_markers():
     """Zephyr's headers are text; the others' are tokens."""
-    assert {name: markers_of(builtin_template(name), TOKENS) for name in BUILTIN_NAMES} == {
+    assert {name: required_markers(builtin_template(name), TOKENS) for name in BUILTIN_NAMES} == {
         "chatml": ["<|im_start|>", "<|im_end|>"],
         "zephyr": ["</s>"],
         "llama3": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<s>"],
@@ -525,7 +525,7 @@ def test_templates_of_real_models_render_as_in_transformers(model, tmp_path):
     template = ChatTemplate(config["chat_template"], special_tokens=tokens, name=model, date=DATE)
     num_rendered = sum(assert_same(template, messages, tools, **tokens) for messages, tools in CONVERSATIONS)
     assert num_rendered >= 100
-    assert markers_of(template, tokens)
+    assert required_markers(template, tokens)
 
 
 def npm_file(package: str, path: str, folder: Path) -> bytes:

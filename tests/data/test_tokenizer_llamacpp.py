@@ -17,7 +17,7 @@ from tokenizer_references import (
 from tunewell.core.errors import UserError
 from tunewell.core.model_files import locate
 from tunewell.data.tokenizers.load import load_tokenizer
-from tunewell.data.tokenizers.parts import table
+from tunewell.data.tokenizers.parts import load_table
 
 SHARED = Path(os.environ.get("TUNEWELL_SHARED", Path(__file__).parents[3] / "shared"))
 TEXTS = random_texts(200, seed=1)
@@ -28,7 +28,7 @@ def vocabulary():
     return train_byte_level()
 
 
-@pytest.mark.parametrize("pre", sorted(table("pretokenizers")["names"]))
+@pytest.mark.parametrize("pre", sorted(load_table("pretokenizers")["names"]))
 def test_every_known_way_to_cut_text_is_llama_cpps(tmp_path, vocabulary, pre):
     """The merges of this vocabulary reach across every boundary, so a cut too many or too few changes ids."""
     path = write_gguf(tmp_path / "v.gguf", byte_level_metadata(*vocabulary, pre))

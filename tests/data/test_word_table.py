@@ -7,7 +7,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunewell.data.encoding.word_table import WordTable, word_table
+from tunewell.data.encoding.word_table import WordTable, build_word_table
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -64,7 +64,7 @@ def _with(model: dict[str, object], pre_tokenizer: object) -> dict[str, object]:
 @given(text=st.text(st.characters(max_codepoint=127), max_size=60) | st.text("a1 '\n\tsS.,", max_size=40))
 def test_words_from_the_table_are_the_tokenizers_ids(model: dict[str, object], name: str, text: str) -> None:
     config = _with(model, KNOWN[name])
-    table = word_table(config)
+    table = build_word_table(config)
     assert table is not None
     whole = tokenizers.Tokenizer.from_str(json.dumps(config)).encode(text, add_special_tokens=False).ids
     assert table.encode([text, text]) == [whole, whole]
@@ -72,17 +72,17 @@ def test_words_from_the_table_are_the_tokenizers_ids(model: dict[str, object], n
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_a_tokenizer_that_cuts_otherwise_has_no_table(model: dict[str, object], name: str) -> None:
-    assert word_table(_with(model, UNKNOWN[name])) is None
+    assert build_word_table(_with(model, UNKNOWN[name])) is None
 
 
 def test_a_tokenizer_with_tokens_of_its_own_in_text_has_no_table(model: dict[str, object]) -> None:
     added = {"id": 5, "content": "it's", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     config = _with(model, _GPT2_WORDS) | {"added_tokens": [{**added, "special": False}]}
-    assert word_table(config) is None
+    assert build_word_table(config) is None
 
 
 def test_a_text_that_the_pattern_leaves_gaps_in_is_not_encoded(model: dict[str, object]) -> None:
-    table = word_table(_with(model, _in_turn(_split(r"\p{L}+"), _NO_WORDS)))
+    table = build_word_table(_with(model, _in_turn(_split(r"\p{L}+"), _NO_WORDS)))
     assert table is not None
     assert table.encode(["abc", "abc!"]) == [table.encode(["abc"])[0], None]
 
@@ -90,8 +90,8 @@ def test_a_text_that_the_pattern_leaves_gaps_in_is_not_encoded(model: dict[str, 
 def test_the_table_forgets_before_it_fills_the_memory(
     model: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tunewell.data.encoding.word_table._MOST_WORDS", 3)
-    table = word_table(_with(model, _GPT2_WORDS))
+    monkeypatch.setattr("tunewell.data.encoding.word_table._MAX_WORDS", 3)
+    table = build_word_table(_with(model, _GPT2_WORDS))
     assert isinstance(table, WordTable)
     texts = [f" word{letter}" for letter in "abcdefgh"] + [" " + "x" * 100]
     assert table.encode(texts) == [table.encode([text])[0] for text in texts]

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
 from tunewell.core.errors import UserError
-from tunewell.data.templates.chat_template import BUILTIN_NAMES, ChatTemplate, builtin_template, markers_of
+from tunewell.data.templates.chat_template import BUILTIN_NAMES, ChatTemplate, builtin_template, required_markers
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.export.gguf.tokenizer import read_vocabulary
 from tunewell.export.ollama.chat_template import another_day, bake, clock_at, missing_opening, saved_template
@@ -169,7 +169,7 @@ def test_a_template_with_its_arguments_inside_renders_as_with_them_handed_in(sou
     assert inside.render(ASKED) == handed.render(ASKED)
     [text], _ = chat_template_utils.render_jinja_template([ASKED], chat_template=saved.source)
     assert text == handed.render(ASKED)
-    assert markers_of(inside) == markers_of(handed)
+    assert required_markers(inside) == required_markers(handed)
     assert "unread" not in saved.source
 
 
@@ -181,7 +181,7 @@ def test_built_in_templates_stay_what_they_are_behind_an_argument(name: str) -> 
     talk = [*ASKED, {"role": "assistant", "content": "Hi"}]
     for asks in (True, False):
         assert own.render(talk, add_generation_prompt=asks) == baked.render(talk, add_generation_prompt=asks)
-    assert markers_of(own, special) == markers_of(baked, special)
+    assert required_markers(own, special) == required_markers(baked, special)
 
 
 def test_an_argument_that_is_no_plain_number_is_refused() -> None:

@@ -204,7 +204,7 @@ def test_a_space_that_the_template_puts_before_replies_does_not_grow_from_turn_t
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": SPACED}))
     voice = voice_of(folder)
-    assert voice.masker is not None and voice.masker.frame.own_space == " "
+    assert voice.masker is not None and voice.masker.frame.leading_space == " "
     chat = Chat(voice)
     for _ in range(3):
         assert "".join(chat.say("hi")) == "Yes"

@@ -31,7 +31,7 @@ def tokenised(monkeypatch) -> list[int]:
         return encode(self, layouts)
 
     monkeypatch.setattr(Encoder, "encode", counted)
-    monkeypatch.setattr(Encoder, "check_against_whole", lambda self, layouts: None)
+    monkeypatch.setattr(Encoder, "check_segmentation", lambda self, layouts: None)
     return calls
 
 

@@ -10,13 +10,13 @@ from tunewell.config.schema import Template as TemplateSettings
 from tunewell.core.errors import UserError
 from tunewell.core.presets import find_preset, is_preset
 from tunewell.data.encoding.encoder import Encoder
-from tunewell.data.masking.masker import LearnRule, Masker
+from tunewell.data.masking.masker import Masker, SupervisionRule
 from tunewell.data.templates.chat_template import (
     BUILTIN_NAMES,
     ChatTemplate,
     TemplateFailed,
     builtin_template,
-    markers_of,
+    required_markers,
 )
 from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
 from tunewell.records.manifest import TemplateRecord
@@ -31,8 +31,8 @@ class TextPipeline:
     templates: dict[str, ChatTemplate]
     """By the name the config uses."""
     default_name: str
-    rule: LearnRule
-    _maskers: dict[tuple[str, LearnRule], Masker] = field(default_factory=dict)
+    rule: SupervisionRule
+    _maskers: dict[tuple[str, SupervisionRule], Masker] = field(default_factory=dict)
     _encoders: dict[frozenset[str], Encoder] = field(default_factory=dict)
 
     @classmethod
@@ -56,7 +56,7 @@ class TextPipeline:
             raise _refuse_missing(missing, tokenizer)
         if missing:
             tokenizer = tokenizer.with_tokens(sorted({marker for markers in missing.values() for marker in markers}))
-        rule = LearnRule(config.template.learn_from, tuple(config.template.learn_roles))
+        rule = SupervisionRule(config.template.learn_from, tuple(config.template.learn_roles))
         return cls(model, tokenizer, templates, config.template.name, rule)
 
     def masker(self, source: SourceConfig) -> Masker | None:
@@ -66,12 +66,12 @@ class TextPipeline:
         if template is None:
             return None
         roles = tuple(source.learn_roles) if source.learn_roles else self.rule.roles
-        rule = LearnRule(source.learn_from or self.rule.learn_from, roles)
+        rule = SupervisionRule(source.learn_from or self.rule.learn_from, roles)
         if (name, rule) not in self._maskers:
             self._maskers[name, rule] = Masker(template, self.tokenizer.added, rule)
         return self._maskers[name, rule]
 
-    def spoken(self, sources: Sequence[SourceConfig]) -> Masker | None:
+    def chat_masker(self, sources: Sequence[SourceConfig]) -> Masker | None:
         """Give the masker of the template that is spoken: all sources' own, or else the one for those without."""
         is_one = len({source.template for source in sources}) == 1
         return self.masker(sources[0] if is_one else SourceConfig(path="chat"))
@@ -141,7 +141,9 @@ def _template(name: str, source: str, tokenizer: LoadedTokenizer, settings: Temp
 
 def _missing_markers(templates: Mapping[str, ChatTemplate | str], tokenizer: LoadedTokenizer) -> dict[str, list[str]]:
     missing = {
-        name: [marker for marker in markers_of(template, tokenizer.special_tokens) if marker not in tokenizer.added]
+        name: [
+            marker for marker in required_markers(template, tokenizer.special_tokens) if marker not in tokenizer.added
+        ]
         for name, template in templates.items()
     }
     return {name: markers for name, markers in missing.items() if markers}

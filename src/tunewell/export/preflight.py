@@ -46,7 +46,7 @@ def require_exportable(loaded: LoadedConfig) -> None:
         import_optional("gguf", extra="export", purpose="writing a GGUF file (`export.to`)")
         find_llama()
     text = TextPipeline.load(_with_corpus_tokenizer(loaded))
-    masker = text.spoken(config.data.sources)
+    masker = text.chat_masker(config.data.sources)
     if masker is None:
         raise UserError(
             "this model has no chat template, so no export of it can be proven",

@@ -216,7 +216,7 @@ class Chat:
     def _spelled(self, tokens: Iterator[int], answer: Answer) -> Iterator[str]:
         speller = Speller(self.voice.tokenizer.backend)
         # What the template puts before a reply but leaves to the model to write: the template will put it there again.
-        lead = self.voice.masker.frame.own_space if self.voice.masker else ""
+        lead = self.voice.masker.frame.leading_space if self.voice.masker else ""
         for token in tokens:
             answer.num_tokens += 1
             if more := speller.add(token):

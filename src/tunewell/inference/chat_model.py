@@ -197,7 +197,7 @@ def open_without_model(subject: ModelRef, *, device: str = "auto") -> ChatModel:
 
 def _voice(subject: ModelRef, text: TextPipeline, device: str) -> ChatModel:
     facts = probe_device(device)
-    masker = text.spoken(subject.loaded.config.data.sources)
+    masker = text.chat_masker(subject.loaded.config.data.sources)
     return ChatModel(
         subject,
         None,  # type: ignore[arg-type]

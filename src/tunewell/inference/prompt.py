@@ -15,12 +15,12 @@ from itertools import pairwise
 from typing import Any
 
 from tunewell.core.errors import UserError
-from tunewell.data.encoding.encoder import Encoder, Layout
-from tunewell.data.masking import placeholders as stand_ins
+from tunewell.data.encoding.encoder import Encoder, PlannedDocument
+from tunewell.data.masking import placeholders
 from tunewell.data.masking.masker import Masker, Piece, Plan
 from tunewell.data.masking.placeholders import NO_TRIM
-from tunewell.data.masking.reply_frame import pattern_of
-from tunewell.data.masking.turns import Span
+from tunewell.data.masking.rendered_turns import Span
+from tunewell.data.masking.reply_frame import marker_pattern
 from tunewell.data.rows.conversation import Conversation, Message, Rejected
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
 
@@ -33,7 +33,7 @@ def prompt_ids(
     A message is `role` and `content` (text), and whatever else the template reads.
     """
     conversation = Conversation(list(messages), tools=list(tools) if tools else None)
-    marker = pattern_of(masker.frame.markers)
+    marker = marker_pattern(masker.frame.markers)
     for message in conversation.messages:
         if marker.search(str(message["role"])):
             raise UserError(f"`{message['role']}` is a marker of the template's, not a role")
@@ -45,26 +45,26 @@ def prompt_ids(
             fix="some templates know no system prompt, and most want questions and answers in turn",
         ) from failure
     marks = _own_marks(masker.template, marker, conversation, text)
-    return _encoded(encoder, Layout(*_cut(text, marks)))
+    return _encoded(encoder, PlannedDocument(*_cut(text, marks)))
 
 
 def text_ids(encoder: Encoder, text: str) -> list[int]:
     """Give the ids of a text that is to be continued, for a model without a template: begun, and not ended."""
-    ids = _encoded(encoder, Layout(None, [text]))
+    ids = _encoded(encoder, PlannedDocument(None, [text]))
     eos = encoder.tokenizer.special_tokens.get("eos_token")
     return ids[:-1] if eos in encoder.tokenizer.added else ids
 
 
 def _own_marks(template: ChatTemplate, marker: re.Pattern[str], conversation: Conversation, text: str) -> list[Span]:
     """Find the markers that the template itself wrote."""
-    versions = [conversation, *(version for version, _ in stand_ins.with_thinking_apart(conversation))]
+    versions = [conversation, *(version for version, _ in placeholders.with_separate_thinking(conversation))]
     for version in versions:
-        hidden = stand_ins.disguised(version.messages, version.tools, marker, frozenset())
+        hidden = placeholders.redact(version.messages, version.tools, marker, frozenset())
         try:
             safe = template.render(*hidden, add_generation_prompt=True)
         except TemplateFailed:
             continue
-        if stand_ins.is_same_but_hidden(text, safe):
+        if placeholders.is_equal_outside_redactions(text, safe):
             return [found.span() for found in marker.finditer(safe)]
     # The template does something with the words that cannot be followed; that matters only if they spell a marker.
     for words in _texts_in([conversation.messages, conversation.tools]):
@@ -105,7 +105,7 @@ def _cut(text: str, marks: list[Span]) -> tuple[Plan, list[str]]:
     return Plan(pieces, [NO_TRIM] * len(words), 0, 0), words
 
 
-def _encoded(encoder: Encoder, layout: Layout) -> list[int]:
+def _encoded(encoder: Encoder, layout: PlannedDocument) -> list[int]:
     encoded = encoder.encode([layout])
     failure = encoded.failed.get(0)
     # A prompt teaches nothing, and an empty text is only its end; what cannot be written as text is another matter.

@@ -17,7 +17,7 @@ from tunewell.data.sources.blocks import ReadOptions, read_blocks
 from tunewell.data.sources.files import SourceFile, find_files, split_limit
 from tunewell.data.sources.local import LocalFile
 from tunewell.data.sources.tables import count_parquet_rows
-from tunewell.data.templates.chat_template import builtin_template, markers_of
+from tunewell.data.templates.chat_template import builtin_template, required_markers
 from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
 from tunewell.models.facts import ModelFacts, read_facts
 from tunewell.planning.starting_point import StartingPoint, starting_point
@@ -91,7 +91,7 @@ def _fitting_template(tokenizer: LoadedTokenizer) -> str:
     if tokenizer.chat_template:
         return "auto"
     for name in _BY_FIT:
-        needed = markers_of(builtin_template(name), tokenizer.special_tokens)
+        needed = required_markers(builtin_template(name), tokenizer.special_tokens)
         if all(marker in tokenizer.added for marker in needed) and "eos_token" in tokenizer.special_tokens:
             return name
     return "auto"

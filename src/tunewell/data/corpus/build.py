@@ -111,7 +111,7 @@ def _tokenized_blocks(job: Job, cache: Path, rows_before: int) -> Iterator[tuple
                 if tokenized is None:
                     rendered = render_block(block, job.pipeline)
                     if not is_checked:
-                        job.pipeline.encoder.check_against_whole(rendered.layouts[:_CHECKED_ROWS])
+                        job.pipeline.encoder.check_segmentation(rendered.layouts[:_CHECKED_ROWS])
                         is_checked = True
                     tokenized = pool.submit(_encode, rendered, job.pipeline, cache / name)
                 waiting.append((block, tokenized, name))

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_text, write_atomic
-from tunewell.data.encoding.encoder import Encoded, Encoder, Layout
+from tunewell.data.encoding.encoder import EncodedDocuments, Encoder, PlannedDocument
 from tunewell.data.masking.masker import Masker
 from tunewell.data.rows.cleaning import DIGEST_BYTES, CleanOptions, Digests, clean
 from tunewell.data.rows.conversation import Conversation, Rejected
@@ -127,7 +127,7 @@ class RenderedBlock:
 
     numbers: list[int]
     status: list[int] = field(default_factory=list)
-    layouts: list[Layout] = field(default_factory=list)
+    layouts: list[PlannedDocument] = field(default_factory=list)
     digests: list[Digests] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     details: list[str] = field(default_factory=list)
@@ -195,7 +195,7 @@ def _render_row(value: Any, pipeline: RowPipeline, rendered: RenderedBlock) -> N
     conversation, format_name = pipeline.converter.convert(value)
     digests = clean(conversation, pipeline.cleaning)
     if conversation.text is not None:
-        layout = Layout(None, [conversation.text])
+        layout = PlannedDocument(None, [conversation.text])
     else:
         if pipeline.masker is None:
             raise UserError(
@@ -203,16 +203,16 @@ def _render_row(value: Any, pipeline: RowPipeline, rendered: RenderedBlock) -> N
                 fix="choose one with `template.name`; `alpaca` works with any tokenizer that has an end token",
             )
         plan, words = pipeline.masker.lay_out(conversation)
-        if not plan.learned_turns:
+        if not plan.num_supervised_turns:
             raise Rejected(
                 "nothing_to_learn",
-                "every reply has weight 0" if not plan.lost_turns else "the template renders none of the replies",
+                "the template renders none of the replies" if plan.num_unrendered_turns else "every reply has weight 0",
             )
-        if plan.lost_turns:
-            rendered.notes["replies_not_rendered"] += plan.lost_turns
+        if plan.num_unrendered_turns:
+            rendered.notes["replies_not_rendered"] += plan.num_unrendered_turns
         if conversation.tools or any(len(message) > 2 for message in conversation.messages):
             _check_tools(conversation, pipeline.masker, rendered)
-        layout = Layout(plan, words)
+        layout = PlannedDocument(plan, words)
     if (lost := pipeline.encoder.tokenizer.lost_bytes) and _contains_any(layout.words, bytes(lost)):
         rendered.notes["characters_not_written"] += 1
     rendered.formats[format_name] += 1
@@ -241,13 +241,13 @@ def _contains_any(words: list[str], lost_bytes: bytes) -> bool:
     return any(len(text.translate(None, lost_bytes)) != len(text) for text in texts)
 
 
-def join_tokens(rendered: RenderedBlock, encoded: Encoded) -> TokenizedBlock:
+def join_tokens(rendered: RenderedBlock, encoded: EncodedDocuments) -> TokenizedBlock:
     """Join the status of the rows with their tokens; documents without a supervised token are dropped."""
     starts = np.cumsum(encoded.lengths) - encoded.lengths
     num_supervised = np.zeros(len(starts), dtype=np.int64)
     has_tokens = encoded.lengths > 0
     if has_tokens.any():
-        num_supervised[has_tokens] = np.add.reduceat(encoded.learned.astype(np.int64), starts[has_tokens])
+        num_supervised[has_tokens] = np.add.reduceat(encoded.supervised.astype(np.int64), starts[has_tokens])
     keep = num_supervised > 0
     if not keep.all():
         _drop_unsupervised(rendered, encoded, keep)
@@ -260,7 +260,7 @@ def join_tokens(rendered: RenderedBlock, encoded: Encoded) -> TokenizedBlock:
         lengths=encoded.lengths[keep],
         boundary=encoded.boundary[keep],
         tokens=encoded.tokens[keep_token],
-        supervised=encoded.learned[keep_token],
+        supervised=encoded.supervised[keep_token],
         reasons=rendered.reasons,
         details=rendered.details,
         formats=dict(rendered.formats),
@@ -268,7 +268,7 @@ def join_tokens(rendered: RenderedBlock, encoded: Encoded) -> TokenizedBlock:
     )
 
 
-def _drop_unsupervised(rendered: RenderedBlock, encoded: Encoded, keep: npt.NDArray[np.bool_]) -> None:
+def _drop_unsupervised(rendered: RenderedBlock, encoded: EncodedDocuments, keep: npt.NDArray[np.bool_]) -> None:
     details: list[str] = []
     known = iter(rendered.details)
     document = 0

@@ -10,16 +10,16 @@ import numpy.typing as npt
 
 from tunewell.data.masking.masker import Piece, Plan
 from tunewell.data.masking.placeholders import NO_TRIM, Trim
-from tunewell.data.tokenizers.load import AddedFacts, LoadedTokenizer
+from tunewell.data.tokenizers.load import AddedTokenInfo, LoadedTokenizer
 
 _ALL = 1 << 40
 # White space as the `tokenizers` library knows it; Python's own idea includes four control characters more.
-_WHITE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+_WHITE_SPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 
 Span = tuple[int, int]
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Where in a document a stretch stands: tokenizers may treat its first and its last letters differently."""
 
     is_first: bool
@@ -27,14 +27,14 @@ class Place(NamedTuple):
 
 
 @dataclass(slots=True)
-class Fixed:
+class FixedTokens:
     """Ids that are the same in every row of a shape."""
 
     ids: list[int]
-    is_learned: bool
+    is_supervised: bool
 
 
-class Open:
+class TextSegment:
     """A stretch of text between two markers, with words in it."""
 
     def __init__(
@@ -42,28 +42,28 @@ class Open:
         parts: Sequence[tuple[str, int, bool]],
         trims: Sequence[Trim],
         *,
-        place: Place,
+        place: Position,
         strip_left: bool = False,
         strip_right: bool = False,
     ) -> None:
-        """Take the parts as (template text, slot or -1, is learned); a marker beside it may swallow white space."""
+        """Take the parts as (template text, slot or -1, is supervised); a marker beside it may swallow white space."""
         self.place = place
         self._parts = [
-            (text, slot, None if slot < 0 or trims[slot] == NO_TRIM else trims[slot], is_learned)
-            for text, slot, is_learned in parts
+            (text, slot, None if slot < 0 or trims[slot] == NO_TRIM else trims[slot], is_supervised)
+            for text, slot, is_supervised in parts
         ]
         self._strip_left, self._strip_right = strip_left, strip_right
 
     def fill(self, words: Sequence[str]) -> tuple[str, list[Span]]:
-        """Put the words in; also give the learned stretches in characters."""
+        """Put the words in; also give the supervised stretches in characters."""
         texts: list[str] = []
         spans: list[Span] = []
         at = 0
-        for literal, slot, trim, is_learned in self._parts:
+        for literal, slot, trim, is_supervised in self._parts:
             part = literal if slot < 0 else trim(words[slot]) if trim else words[slot]
             texts.append(part)
             end = at + len(part)
-            if is_learned and part:
+            if is_supervised and part:
                 if spans and spans[-1][1] == at:
                     spans[-1] = (spans[-1][0], end)
                 else:
@@ -74,18 +74,18 @@ class Open:
 
     def _stripped(self, text: str, spans: list[Span]) -> tuple[str, list[Span]]:
         if self._strip_left:
-            bare = text.lstrip(_WHITE)
+            bare = text.lstrip(_WHITE_SPACE)
             cut = len(text) - len(bare)
             text, spans = bare, [(max(0, a - cut), max(0, b - cut)) for a, b in spans]
         if self._strip_right:
-            text = text.rstrip(_WHITE)
+            text = text.rstrip(_WHITE_SPACE)
             spans = [(a, min(b, len(text))) for a, b in spans]
         return text, [(a, b) for a, b in spans if b > a]
 
 
 @dataclass(slots=True)
-class Text:
-    """A text to encode, with its learned stretches in characters."""
+class TextToEncode:
+    """A text to encode, with its supervised stretches in characters."""
 
     index: int
     """Its place among the items of the batch."""
@@ -93,32 +93,32 @@ class Text:
     spans: list[Span]
 
 
-class Compiled:
+class EncodingPlan:
     """What the documents of one shape have in common, item by item, with holes where the words go."""
 
-    def __init__(self, items: Sequence[Fixed | Open], num_learned_markers: int) -> None:
-        self.ids = [item.ids if isinstance(item, Fixed) else [] for item in items]
-        self.edges = [_edges(item) for item in items]
-        self.holes = [(index, item) for index, item in enumerate(items) if isinstance(item, Open)]
-        self.num_learned_markers = num_learned_markers
+    def __init__(self, items: Sequence[FixedTokens | TextSegment], num_supervised_markers: int) -> None:
+        self.ids = [item.ids if isinstance(item, FixedTokens) else [] for item in items]
+        self.edges = [_supervised_bytes(item) for item in items]
+        self.holes = [(index, item) for index, item in enumerate(items) if isinstance(item, TextSegment)]
+        self.num_supervised_markers = num_supervised_markers
 
 
-def _edges(item: Fixed | Open) -> tuple[int, int, int]:
-    return (0, _ALL if isinstance(item, Fixed) and item.is_learned else 0, -1)
+def _supervised_bytes(item: FixedTokens | TextSegment) -> tuple[int, int, int]:
+    return (0, _ALL if isinstance(item, FixedTokens) and item.is_supervised else 0, -1)
 
 
-class Batch:
+class SegmentBatch:
     """Documents as items in a row: fixed ids and texts; `ends` says where each document's items stop."""
 
     def __init__(self) -> None:
         self.ids: list[list[int]] = []
         self.edges: list[tuple[int, int, int]] = []
-        """Of each item the learned bytes, from and to, and its size in bytes; -1 for fixed ids."""
-        self.texts: dict[Place, list[Text]] = {}
+        """Of each item the supervised bytes, from and to, and its size in bytes; -1 for fixed ids."""
+        self.texts: dict[Position, list[TextToEncode]] = {}
         self.ends: list[int] = []
-        self.num_learned_markers: list[int] = []
+        self.num_supervised_markers: list[int] = []
 
-    def add(self, compiled: Compiled, words: Sequence[str]) -> None:
+    def add(self, compiled: EncodingPlan, words: Sequence[str]) -> None:
         """Add a document."""
         begin = len(self.ids)
         self.ids += compiled.ids
@@ -127,13 +127,13 @@ class Batch:
             text, spans = hole.fill(words)
             if text:
                 self.edges[begin + offset] = _byte_span(text, spans)
-                self.texts.setdefault(hole.place, []).append(Text(begin + offset, text, spans))
+                self.texts.setdefault(hole.place, []).append(TextToEncode(begin + offset, text, spans))
         self.ends.append(len(self.ids))
-        self.num_learned_markers.append(compiled.num_learned_markers)
+        self.num_supervised_markers.append(compiled.num_supervised_markers)
 
 
 def _byte_span(text: str, spans: list[Span]) -> tuple[int, int, int]:
-    """Give the first learned stretch in UTF-8 bytes, and the text's size."""
+    """Give the first supervised stretch in UTF-8 bytes, and the text's size."""
     a, b = spans[0] if spans else (0, 0)
     if text.isascii():
         return a, b, len(text)
@@ -144,10 +144,10 @@ def _byte_span(text: str, spans: list[Span]) -> tuple[int, int, int]:
     return begin, size if b == len(text) else begin + len(text[a:b].encode()), size
 
 
-class ItemTable:
+class SegmentTable:
     """The items of a batch, flattened: every vector operation over tokens happens here."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: SegmentBatch) -> None:
         self.lengths = np.fromiter(map(len, batch.ids), dtype=np.int64, count=len(batch.ids))
         self.bounds = np.zeros(len(batch.ids) + 1, dtype=np.int64)
         np.cumsum(self.lengths, out=self.bounds[1:])
@@ -160,7 +160,7 @@ class ItemTable:
     def mask(
         self, byte_lengths: npt.NDArray[np.int64] | None
     ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], list[int]]:
-        """Mark tokens that lie wholly inside their item's learned bytes, and those that lie across an edge of them.
+        """Mark tokens that lie wholly inside their item's supervised bytes, and those that lie across an edge of them.
 
         Also list the texts whose bytes do not add up, so that this says nothing about them.
         """
@@ -170,11 +170,11 @@ class ItemTable:
         base = ends[self.bounds[:-1]]
         a, b = np.repeat(base + self._a, self.lengths), np.repeat(base + self._b, self.lengths)
         start, end = ends[:-1], ends[1:]
-        learned = (start >= a) & (end <= b)
+        supervised = (start >= a) & (end <= b)
         boundary = ((start < a) & (end > a)) | ((start < b) & (end > b))
         boundary &= b > a
         unsure = (self._size >= 0) & (self._b > self._a) & (ends[self.bounds[1:]] - base != self._size)
-        return learned, boundary, np.flatnonzero(unsure).tolist()
+        return supervised, boundary, np.flatnonzero(unsure).tolist()
 
     def control_leaks(self, is_control: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
         """List the tokens that came from text and are control ids all the same."""
@@ -187,10 +187,10 @@ class ItemTable:
 
 
 def compile_plan(
-    plan: Plan, added: Mapping[str, AddedFacts], encode_once: Callable[[Open], list[Fixed] | None]
-) -> Compiled:
+    plan: Plan, added: Mapping[str, AddedTokenInfo], encode_once: Callable[[TextSegment], list[FixedTokens] | None]
+) -> EncodingPlan:
     """Cut a plan at its markers; `encode_once` gives the ids of a stretch without words, None to leave it open."""
-    items: list[Fixed | Open] = []
+    items: list[FixedTokens | TextSegment] = []
     run: list[Piece] = []
     strips = False
     for piece in [*plan.pieces, None]:
@@ -199,10 +199,10 @@ def compile_plan(
             continue
         marker = added[piece.text] if piece is not None else None
         if run:
-            stretch = Open(
-                [(part.text, part.slot, part.is_learned) for part in run],
+            stretch = TextSegment(
+                [(part.text, part.slot, part.is_supervised) for part in run],
                 plan.trims,
-                place=Place(not items, marker is None),
+                place=Position(not items, marker is None),
                 strip_left=strips,
                 strip_right=marker is not None and marker.lstrip,
             )
@@ -211,27 +211,27 @@ def compile_plan(
             items += [stretch] if ids is None else ids
             run = []
         if piece is not None and marker is not None:
-            items.append(Fixed([marker.id], piece.is_learned))
+            items.append(FixedTokens([marker.id], piece.is_supervised))
             strips = marker.rstrip
-    return Compiled(_merged(items), sum(piece.is_marker and piece.is_learned for piece in plan.pieces))
+    return EncodingPlan(_merge_fixed(items), sum(piece.is_marker and piece.is_supervised for piece in plan.pieces))
 
 
-def compile_plain_text(tokenizer: LoadedTokenizer) -> Compiled:
+def compile_plain_text(tokenizer: LoadedTokenizer) -> EncodingPlan:
     """Frame a text that needs no template by the tokens that begin and end one."""
     special, added = tokenizer.special_tokens, tokenizer.added
     bos, eos = special.get("bos_token"), special.get("eos_token")
     begin = [added[bos].id] if tokenizer.adds_bos and bos in added else []
     end = [added[eos].id] if eos in added else []
-    hole = Open([("", 0, True)], [NO_TRIM], place=Place(not begin, not end))
-    return Compiled([Fixed(begin, True), hole, Fixed(end, True)], len(end))
+    hole = TextSegment([("", 0, True)], [NO_TRIM], place=Position(not begin, not end))
+    return EncodingPlan([FixedTokens(begin, True), hole, FixedTokens(end, True)], len(end))
 
 
-def _merged(items: Sequence[Fixed | Open]) -> list[Fixed | Open]:
-    merged: list[Fixed | Open] = []
+def _merge_fixed(items: Sequence[FixedTokens | TextSegment]) -> list[FixedTokens | TextSegment]:
+    merged: list[FixedTokens | TextSegment] = []
     for item in items:
         last = merged[-1] if merged else None
-        if isinstance(item, Fixed) and isinstance(last, Fixed) and item.is_learned == last.is_learned:
+        if isinstance(item, FixedTokens) and isinstance(last, FixedTokens) and item.is_supervised == last.is_supervised:
             last.ids.extend(item.ids)
         else:
-            merged.append(Fixed(list(item.ids), item.is_learned) if isinstance(item, Fixed) else item)
+            merged.append(FixedTokens(list(item.ids), item.is_supervised) if isinstance(item, FixedTokens) else item)
     return merged

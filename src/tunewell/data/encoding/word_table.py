@@ -13,8 +13,8 @@ from typing import Any
 import orjson
 import tokenizers
 
-_LONGEST_WORD = 64
-_MOST_WORDS = 400_000
+_MAX_WORD_CHARS = 64
+_MAX_WORDS = 400_000
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # Where digits are cut out first, a run of spaces before one ends its piece: it has nothing to leave a space to.
 _GPT2_WITHOUT_DIGITS = r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"  # fmt: skip
@@ -54,14 +54,14 @@ class _Ids(dict[str, list[int]]):
     def __missing__(self, word: str) -> list[int]:
         [encoding] = self._backend.encode_batch_fast([word], add_special_tokens=False)
         ids = encoding.ids
-        if len(word) <= _LONGEST_WORD:
-            if len(self) >= _MOST_WORDS:
+        if len(word) <= _MAX_WORD_CHARS:
+            if len(self) >= _MAX_WORDS:
                 self.clear()
             self[word] = ids
         return ids
 
 
-def word_table(config: dict[str, Any]) -> WordTable | None:
+def build_word_table(config: dict[str, Any]) -> WordTable | None:
     """Make a table for a tokenizer, from its configuration; None where it cuts text in a way not known here."""
     if config["added_tokens"] or config["model"]["type"] != "BPE" or config["model"].get("dropout"):
         return None
@@ -79,17 +79,17 @@ def _pattern(step: dict[str, Any] | None) -> re.Pattern[str] | None:
         return None
     *before, last = steps
     if last["use_regex"] and not before:
-        return _in_ascii(_GPT2)
+        return _to_ascii_pattern(_GPT2)
     if last["use_regex"] and len(before) == 1 and before[0] in _DIGITS:
-        return _in_ascii(_GPT2_WITHOUT_DIGITS)
+        return _to_ascii_pattern(_GPT2_WITHOUT_DIGITS)
     if not last["use_regex"] and len(before) == 1 and before[0]["type"] == "Split":
         [split] = before
         if split["behavior"] == "Isolated" and not split["invert"] and "Regex" in split["pattern"]:
-            return _in_ascii(split["pattern"]["Regex"])
+            return _to_ascii_pattern(split["pattern"]["Regex"])
     return None
 
 
-def _in_ascii(pattern: str) -> re.Pattern[str] | None:
+def _to_ascii_pattern(pattern: str) -> re.Pattern[str] | None:
     """Translate an expression of the tokenizer's into one of Python's for ASCII text; None for what may differ."""
     parts: list[str] = []
     in_class = False

@@ -1,10 +1,10 @@
-"""Find out where each message lands in the rendered text, and so what is learned.
+"""Find out where each message lands in the rendered text, and so what is supervised.
 
 Nothing is searched for in the text of the rows. The template is rendered with stand-ins in place of the words:
 
     real       <|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\nhello<|im_end|>\\n
     stand-ins  <|im_start|>user\\nZq0wXv<|im_end|>\\n<|im_start|>assistant\\nZq1wXv<|im_end|>\\n
-    learned                                                             ^^^^^^^^^^^^^^^^
+    supervised                                                             ^^^^^^^^^^^^^^^^
 
 which shows the template's own text and the places of the words. A second rendering with other stand-ins, in spaces and
 line ends, shows what the template trims; a third, where there are tool calls, whose text is whose. The real rendering
@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from tunewell.data.masking import placeholders as stand_ins
-from tunewell.data.masking.placeholders import NO_TRIM, PLAIN, SPACED, Trim, stand_in
-from tunewell.data.masking.reply_frame import pattern_of, probe
-from tunewell.data.masking.turns import Anchor, Span, Turns
+from tunewell.data.masking import placeholders
+from tunewell.data.masking.placeholders import NO_TRIM, PLAIN, SPACED, Trim, placeholder
+from tunewell.data.masking.rendered_turns import Anchor, RenderedTurns, Span
+from tunewell.data.masking.reply_frame import marker_pattern, probe_reply_frame
 from tunewell.data.rows.conversation import Conversation, Rejected
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
-from tunewell.data.tokenizers.load import AddedFacts
+from tunewell.data.tokenizers.load import AddedTokenInfo
 
 _MAX_PLANS = 4096
 
@@ -39,17 +39,17 @@ class Piece:
     slot: int = -1
     """Which words go here; -1 for none."""
     is_marker: bool = False
-    is_learned: bool = False
+    is_supervised: bool = False
 
 
 @dataclass(slots=True)
 class Plan:
-    """How conversations of one shape are rendered and what of them is learned."""
+    """How conversations of one shape are rendered and what of them is supervised."""
 
     pieces: list[Piece]
     trims: list[Trim]
-    learned_turns: int
-    lost_turns: int
+    num_supervised_turns: int
+    num_unrendered_turns: int
     """Replies that the template does not render at all."""
     compiled: Any = None
     """What the encoder makes of it, kept here so that it is made once."""
@@ -73,25 +73,27 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class LearnRule:
-    """Which turns are learned."""
+class SupervisionRule:
+    """Which turns are supervised."""
 
     learn_from: str = "responses"
     roles: tuple[str, ...] = ("assistant",)
 
 
-REPLIES = LearnRule()
+ASSISTANT_REPLIES = SupervisionRule()
 """The usual rule: everything the assistant says."""
 
 
 class Masker:
     """Lays out conversations for one template, one tokenizer's markers and one rule of what to learn."""
 
-    def __init__(self, template: ChatTemplate, added: Mapping[str, AddedFacts], rule: LearnRule = REPLIES) -> None:
+    def __init__(
+        self, template: ChatTemplate, added: Mapping[str, AddedTokenInfo], rule: SupervisionRule = ASSISTANT_REPLIES
+    ) -> None:
         self.template = template
         self.rule = rule
-        self.frame = probe(template, added)
-        self._marker = pattern_of(self.frame.markers)
+        self.frame = probe_reply_frame(template, added)
+        self._marker = marker_pattern(self.frame.markers)
         self._plans: dict[Any, Plan | Rejected] = {}
 
     @property
@@ -106,7 +108,7 @@ class Masker:
 
     def lay_out(self, conversation: Conversation) -> tuple[Plan, list[str]]:
         """Give the plan of a conversation and the words that go into it; raise Rejected when the mask is in doubt."""
-        words, shape = stand_ins.take_words(conversation)
+        words, shape = placeholders.extract_texts(conversation)
         plan = self._plans.get(shape)
         try:
             text = self.template.render(conversation.messages, conversation.tools)
@@ -122,63 +124,69 @@ class Masker:
         self, conversation: Conversation, text: str, plan: Plan | Rejected
     ) -> tuple[Plan, list[str]]:
         """Lay out a row that the template does something to: it takes thinking out of replies, or rewrites context."""
-        versions = stand_ins.with_thinking_apart(conversation)
-        for version, in_thought in versions:
-            words, shape = stand_ins.take_words(version)
-            own = self._plans.get((shape, in_thought)) or self._remember((shape, in_thought), version, in_thought)
+        versions = placeholders.with_separate_thinking(conversation)
+        for version, inline_thinking in versions:
+            words, shape = placeholders.extract_texts(version)
+            own = self._plans.get((shape, inline_thinking)) or self._remember(
+                (shape, inline_thinking), version, inline_thinking
+            )
             if isinstance(own, Plan) and own.fill(words) == text:
                 return own, words
         versions.insert(0, (conversation, frozenset()))
-        for version, in_thought in versions:
-            # Only what is learned has to be followed word by word; the rest may be anything, as it is in this row.
-            wanted, refused = self._wanted_turns(version)
+        for version, inline_thinking in versions:
+            # Only what is supervised has to be followed word by word; the rest may be anything, as it is in this row.
+            wanted, refused = self._turns_to_supervise(version)
             only = frozenset(wanted | refused)
-            own = self._try_plan(version, in_thought, only)
-            words = [word for index in sorted(only) for word in stand_ins.words_of(version.messages[index])]
+            own = self._try_plan(version, inline_thinking, only)
+            words = [word for index in sorted(only) for word in placeholders.texts_of(version.messages[index])]
             if isinstance(own, Plan) and own.fill(words) == text:
                 return own, words
         detail = plan.detail if isinstance(plan, Rejected) else "the template changes the words of this row"
         raise Rejected("mask_uncertain", detail)
 
-    def _remember(self, shape: Any, conversation: Conversation, in_thought: frozenset[int]) -> Plan | Rejected:
+    def _remember(self, shape: Any, conversation: Conversation, inline_thinking: frozenset[int]) -> Plan | Rejected:
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
-        plan = self._plans[shape] = self._try_plan(conversation, in_thought)
+        plan = self._plans[shape] = self._try_plan(conversation, inline_thinking)
         return plan
 
     def _try_plan(
-        self, conversation: Conversation, in_thought: frozenset[int], only: frozenset[int] | None = None
+        self, conversation: Conversation, inline_thinking: frozenset[int], only: frozenset[int] | None = None
     ) -> Plan | Rejected:
         try:
-            return self._make_plan(conversation, in_thought, only)
+            return self._make_plan(conversation, inline_thinking, only)
         except TemplateFailed as failure:
             return Rejected("mask_uncertain", f"the template refuses it with other words: {failure}")
         except Rejected as rejected:
             return rejected
 
-    def _make_plan(self, conversation: Conversation, in_thought: frozenset[int], only: frozenset[int] | None) -> Plan:
-        if stand_ins.are_spelled_in(conversation):
+    def _make_plan(
+        self, conversation: Conversation, inline_thinking: frozenset[int], only: frozenset[int] | None
+    ) -> Plan:
+        if placeholders.contains_placeholder(conversation):
             raise Rejected("mask_uncertain", "its tool data cannot be told from what is put in place of its words")
-        plain, slots = stand_ins.with_stand_ins(conversation.messages, PLAIN, only)
-        spaced, _ = stand_ins.with_stand_ins(conversation.messages, SPACED, only)
+        plain, slots = placeholders.with_placeholders(conversation.messages, PLAIN, only)
+        spaced, _ = placeholders.with_placeholders(conversation.messages, SPACED, only)
         text = self.template.render(plain, conversation.tools)
-        literals, order = stand_ins.split_at(text, PLAIN, len(slots))
-        other = stand_ins.split_at(self.template.render(spaced, conversation.tools), SPACED, len(slots))
-        trims = stand_ins.find_trims((literals, order), other, len(slots))
+        literals, order = placeholders.split_at_placeholders(text, PLAIN, len(slots))
+        other = placeholders.split_at_placeholders(self.template.render(spaced, conversation.tools), SPACED, len(slots))
+        trims = placeholders.compare_trims((literals, order), other, len(slots))
         spans: list[tuple[int, int, int]] = []
         at = 0
         for literal, slot in zip(literals, order, strict=False):
             at += len(literal)
-            spans.append((at, at + len(stand_in(slot)), slot))
+            spans.append((at, at + len(placeholder(slot)), slot))
             at = spans[-1][1]
         anchors = [Anchor(start, end, *slots[slot]) for start, end, slot in spans]
-        turns = Turns(self.template, self.frame, self._marker, conversation, text, anchors, in_thought, only)
-        learned, num_learned, num_lost = self._learned(turns)
-        return Plan(_pieces(turns, spans, learned), trims, num_learned, num_lost)
+        turns = RenderedTurns(
+            self.template, self.frame, self._marker, conversation, text, anchors, inline_thinking, only
+        )
+        supervised, num_supervised, num_lost = self._supervised_spans(turns)
+        return Plan(_split_pieces(turns, spans, supervised), trims, num_supervised, num_lost)
 
-    def _learned(self, turns: Turns) -> tuple[list[Span], int, int]:
-        """Find the stretches that are learned: each wanted turn, from its first word to its end marker."""
-        wanted, refused = self._wanted_turns(turns.conversation)
+    def _supervised_spans(self, turns: RenderedTurns) -> tuple[list[Span], int, int]:
+        """Find the stretches that are supervised: each wanted turn, from its first word to its end marker."""
+        wanted, refused = self._turns_to_supervise(turns.conversation)
         spans = {index: turns.find(index) for index in sorted(wanted | refused) if turns.is_shown(index)}
         ordered = sorted(spans.values())
         if self.rule.learn_from != "everything":
@@ -186,8 +194,8 @@ class Masker:
         edges = [0, *(edge for span in ordered for edge in span), len(turns.text)]
         return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if end > start], 1, 0
 
-    def _wanted_turns(self, conversation: Conversation) -> tuple[set[int], set[int]]:
-        """List the turns to learn; where everything is learned, those that the row itself wants left out."""
+    def _turns_to_supervise(self, conversation: Conversation) -> tuple[set[int], set[int]]:
+        """List the turns to learn; where everything is supervised, those that the row itself wants left out."""
         learn = conversation.learn or []
         asked = {index for index, weight in enumerate(learn) if weight}
         refused = {index for index, weight in enumerate(learn) if weight is False}
@@ -199,21 +207,21 @@ class Masker:
         return (set(turns) | asked) - refused, set()
 
 
-def _pieces(turns: Turns, spans: list[tuple[int, int, int]], learned: list[Span]) -> list[Piece]:
-    """Cut the text at markers, words and the edges of what is learned."""
+def _split_pieces(turns: RenderedTurns, spans: list[tuple[int, int, int]], supervised: list[Span]) -> list[Piece]:
+    """Cut the text at markers, words and the edges of what is supervised."""
     slots = {start: slot for start, _, slot in spans}
     marks = dict(turns.marks())
-    edges = {0, len(turns.text), *(edge for span in learned for edge in span)}
+    edges = {0, len(turns.text), *(edge for span in supervised for edge in span)}
     edges |= {edge for start, end, _ in spans for edge in (start, end)}
     edges |= {edge for span in marks.items() for edge in span}
-    begins = [begin for begin, _ in learned]
+    begins = [begin for begin, _ in supervised]
     pieces = []
     for start, end in pairwise(sorted(edges)):
         at = bisect_right(begins, start) - 1
-        is_learned = at >= 0 and end <= learned[at][1]
+        is_supervised = at >= 0 and end <= supervised[at][1]
         if start in slots:
-            pieces.append(Piece("", slot=slots[start], is_learned=is_learned))
+            pieces.append(Piece("", slot=slots[start], is_supervised=is_supervised))
         else:
             is_marker = marks.get(start) == end
-            pieces.append(Piece(turns.text[start:end], is_marker=is_marker, is_learned=is_learned))
+            pieces.append(Piece(turns.text[start:end], is_marker=is_marker, is_supervised=is_supervised))
     return pieces

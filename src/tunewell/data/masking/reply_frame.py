@@ -5,21 +5,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tunewell.core.errors import UserError
-from tunewell.data.masking.placeholders import stand_in
+from tunewell.data.masking.placeholders import placeholder
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
-from tunewell.data.tokenizers.load import AddedFacts
+from tunewell.data.tokenizers.load import AddedTokenInfo
 
 # Tags that replies may write themselves: a token for each is how the tokenizer reads them, wherever they stand.
 _REPLY_TAG = re.compile("think|thought|reason|tool", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class TurnFrame:
+class ReplyFrame:
     """The frame of a reply, and which added tokens of the tokenizer are the template's markers."""
 
     header: str
     """What the generation prompt gives; empty where it gives nothing."""
-    own_space: str
+    leading_space: str
     """White space between the generation prompt and a reply: the model has to write it."""
     end_marker: str
     """What ends the last reply."""
@@ -33,19 +33,19 @@ class TurnFrame:
     """Those of them that stand in every conversation."""
 
 
-def probe(template: ChatTemplate, added: Mapping[str, AddedFacts]) -> TurnFrame:
+def probe_reply_frame(template: ChatTemplate, added: Mapping[str, AddedTokenInfo]) -> ReplyFrame:
     """Learn a template's frame; raise UserError when no reply could be learned whole and with an end."""
-    first, *others = _rendered(template)
+    first, *others = _render_probes(template)
     prompt, whole = others
-    question, _, _ = whole.partition(stand_in(0))
-    _, found, after = whole.rpartition(stand_in(1))
+    question, _, _ = whole.partition(placeholder(0))
+    _, found, after = whole.rpartition(placeholder(1))
     if not found:
         raise UserError(
             f"the template `{template.name}` does not render the words of a reply as they are",
             fix="choose another with `template.name`",
         )
     markers = _markers(added, prompt, whole)
-    marker = pattern_of(markers)
+    marker = marker_pattern(markers)
     end = marker.search(after)
     if end is None:
         raise UserError(
@@ -55,14 +55,14 @@ def probe(template: ChatTemplate, added: Mapping[str, AddedFacts]) -> TurnFrame:
             "or set `template.add_missing_tokens: true`",
         )
     header = prompt[len(first) :] if prompt.startswith(first) else ""
-    given = prompt.rpartition(stand_in(0))[2]
-    between = whole.rpartition(stand_in(1))[0].rpartition(stand_in(0))[2]
+    given = prompt.rpartition(placeholder(0))[2]
+    between = whole.rpartition(placeholder(1))[0].rpartition(placeholder(0))[2]
     own = between[len(given) :] if between.startswith(given) else ""
     ends = {end.group(), *_end_between_turns(template, marker, header, question)}
     in_headers = {*marker.findall(question), *marker.findall(header)}
-    return TurnFrame(
+    return ReplyFrame(
         header=header,
-        own_space=own if own.isspace() else "",
+        leading_space=own if own.isspace() else "",
         end_marker=end.group(),
         ends=frozenset(ends),
         openers=frozenset(in_headers - ends),
@@ -71,15 +71,15 @@ def probe(template: ChatTemplate, added: Mapping[str, AddedFacts]) -> TurnFrame:
     )
 
 
-def pattern_of(markers: Iterable[str]) -> re.Pattern[str]:
+def marker_pattern(markers: Iterable[str]) -> re.Pattern[str]:
     """Make a pattern that finds markers, the longest that fits at each place."""
     ordered = sorted(markers, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered))) if ordered else re.compile(r"(?!)")
 
 
-def _rendered(template: ChatTemplate) -> tuple[str, str, str]:
-    asked = [{"role": "user", "content": stand_in(0)}]
-    replied = [*asked, {"role": "assistant", "content": stand_in(1)}]
+def _render_probes(template: ChatTemplate) -> tuple[str, str, str]:
+    asked = [{"role": "user", "content": placeholder(0)}]
+    replied = [*asked, {"role": "assistant", "content": placeholder(1)}]
     try:
         return (
             template.render(asked),
@@ -93,10 +93,10 @@ def _rendered(template: ChatTemplate) -> tuple[str, str, str]:
         ) from failure
 
 
-def _markers(added: Mapping[str, AddedFacts], *texts: str) -> tuple[str, ...]:
+def _markers(added: Mapping[str, AddedTokenInfo], *texts: str) -> tuple[str, ...]:
     special = [text for text, facts in added.items() if facts.special]
     others = [text for text, facts in added.items() if not facts.special and text.strip()]
-    used = {found for text in texts for found in pattern_of(others).findall(text) if not _REPLY_TAG.search(found)}
+    used = {found for text in texts for found in marker_pattern(others).findall(text) if not _REPLY_TAG.search(found)}
     markers = [*special, *sorted(used)]
     if broken := [text for text in markers if added[text].single_word and any(text in rendered for rendered in texts)]:
         raise UserError(
@@ -108,12 +108,12 @@ def _markers(added: Mapping[str, AddedFacts], *texts: str) -> tuple[str, ...]:
 
 def _end_between_turns(template: ChatTemplate, marker: re.Pattern[str], header: str, question: str) -> list[str]:
     """Find what ends a reply that another turn follows; nothing where it is the next turn's own header."""
-    turns = [{"role": role, "content": stand_in(n)} for n, role in enumerate(["user", "assistant"] * 2)]
+    turns = [{"role": role, "content": placeholder(n)} for n, role in enumerate(["user", "assistant"] * 2)]
     try:
         text = template.render(turns)
     except TemplateFailed:
         return []
-    gap = text.partition(stand_in(1))[2].partition(stand_in(2))[0]
+    gap = text.partition(placeholder(1))[2].partition(placeholder(2))[0]
     end = marker.search(gap)
     if end is None or end.group() in marker.findall(header):
         return []

@@ -32,7 +32,7 @@ class _NotPlain(Exception):
     """Something other than text, numbers, lists and dicts."""
 
 
-def as_template_sees(messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[Any, Any, int]:
+def to_template_data(messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[Any, Any, int]:
     """Give messages and tools as plain data, reasoning under every name templates use, and their size in characters."""
     try:
         size = _plain_size(messages) + (_plain_size(tools) if tools is not None else 0)
@@ -41,7 +41,7 @@ def as_template_sees(messages: Sequence[Message], tools: Sequence[Any] | None) -
         size = _plain_size(messages) + _plain_size(tools)
     for message in messages:
         if type(message) is not dict:
-            raise TemplateFailed(f"a message is not an object with a role and content: {shortened(repr(message))}")
+            raise TemplateFailed(f"a message is not an object with a role and content: {shorten(repr(message))}")
     for tool in tools or ():
         if type(tool) is not dict:
             raise TemplateFailed("a tool is not a JSON schema (an object)")
@@ -105,12 +105,10 @@ def plain_data(value: Any) -> Any:
     return f"<{type(value).__name__}>"
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """Cut a text that goes into an error message."""
     return text if len(text) <= 500 else text[:500] + "..."
 
-
-__all__ = ["BUILTIN_NAMES", "ChatTemplate", "TemplateFailed", "TemplateLimit", "builtin_template", "markers_of"]
 
 BUILTIN_NAMES = ("chatml", "zephyr", "llama3", "gemma", "alpaca", "instruct", "human-assistant")
 SIZE_LIMIT_CHARS = 4_000_000
@@ -189,7 +187,7 @@ class ChatTemplate:
         except AttributeError:
             program = self._threads.program = _Program(self._code, self._now, self._special_tokens | self._arguments)
         try:
-            messages, tools, size = as_template_sees(messages, tools)
+            messages, tools, size = to_template_data(messages, tools)
             variables = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
             seconds, chars = self._limits
             program.budget.start(max_chars=chars + 4 * size, max_seconds=seconds)
@@ -197,9 +195,9 @@ class ChatTemplate:
         except (RecursionError, MemoryError) as error:
             raise TemplateLimit("the template or the conversation is nested too deeply") from error
         except TemplateError as error:
-            raise TemplateFailed(shortened(str(error.message))) from error
+            raise TemplateFailed(shorten(str(error.message))) from error
         except _TEMPLATE_ERRORS as error:
-            raise TemplateFailed(shortened(f"{type(error).__name__}: {error}")) from error
+            raise TemplateFailed(shorten(f"{type(error).__name__}: {error}")) from error
 
 
 class _Program:
@@ -244,7 +242,9 @@ def builtin_template(name: str) -> str:
     return (Path(__file__).parent / "builtin_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
-def markers_of(template: ChatTemplate | str, special_tokens: Mapping[str, str] = MappingProxyType({})) -> list[str]:
+def required_markers(
+    template: ChatTemplate | str, special_tokens: Mapping[str, str] = MappingProxyType({})
+) -> list[str]:
     """List the texts that must be single tokens for a template to make sense, in the order they appear.
 
     A comment that opens the template, `{#- markers: <|im_start|> <|im_end|> -#}`, says it outright. Otherwise a short

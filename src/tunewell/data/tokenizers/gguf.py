@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from tunewell.core.errors import UserError
 from tunewell.core.gguf import read_metadata
 from tunewell.data.tokenizers import sentencepiece
-from tunewell.data.tokenizers.parts import Parts, looks_like_marker, put_bos_in_front, table
+from tunewell.data.tokenizers.parts import TokenizerParts, load_table, looks_like_marker, prepend_bos
 from tunewell.data.tokenizers.sentencepiece_model import (
     BYTE,
     CONTROL,
@@ -31,7 +31,7 @@ _SPECIAL_IDS = {
 _LLAMA_DEFAULTS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}
 
 
-def load_gguf(path: Path) -> Parts:
+def load_gguf(path: Path) -> TokenizerParts:
     """Read a GGUF file's tokenizer; UserError names a model or pre-tokenizer that is not known here."""
     metadata = read_metadata(path)
     kind = metadata.get("tokenizer.ggml.model")
@@ -52,9 +52,9 @@ def load_gguf(path: Path) -> Parts:
         )
     adds_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", adds_bos)) and "bos_token" in special
     if adds_bos:
-        put_bos_in_front(backend, special["bos_token"])
+        prepend_bos(backend, special["bos_token"])
     template = metadata.get("tokenizer.chat_template")
-    return Parts(backend, special, template if isinstance(template, str) and template else None, adds_bos)
+    return TokenizerParts(backend, special, template if isinstance(template, str) and template else None, adds_bos)
 
 
 def _vocabulary(metadata: dict[str, Any], path: Path) -> tuple[list[str], list[int]]:
@@ -67,7 +67,7 @@ def _vocabulary(metadata: dict[str, Any], path: Path) -> tuple[list[str], list[i
         raise UserError(f"`{path.name}` has a damaged vocabulary", where=f"{path}: tokenizer.ggml.tokens")
     if any("\udc80" <= character <= "\udcff" for token in tokens for character in token):
         raise UserError(f"`{path.name}` has tokens that are not text", where=f"{path}: tokenizer.ggml.tokens")
-    always = frozenset(table("pretokenizers")["always_control"])
+    always = frozenset(load_table("pretokenizers")["always_control"])
     return tokens, [CONTROL if token in always else kind for token, kind in zip(tokens, types, strict=False)]
 
 
@@ -88,9 +88,9 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str], types: list[int], p
                 where=f"{path}: tokenizer.ggml.merges",
             )
     backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre.get("whole_words_first", False)))
-    patterns: list[str] = table("pretokenizers")["splits"][pre["splits"]]
+    patterns: list[str] = load_table("pretokenizers")["splits"][pre["splits"]]
     # GPT-2's own pattern, where it comes last, is built into the byte-level step, which cuts by it a fifth faster.
-    is_built_in = patterns[-1] == table("pretokenizers")["splits"]["gpt2"][0]
+    is_built_in = patterns[-1] == load_table("pretokenizers")["splits"]["gpt2"][0]
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns[: -1 if is_built_in else None]]
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=is_built_in)]
@@ -113,7 +113,7 @@ def _pair(merge: str) -> tuple[str, str]:
 
 def _pre_tokenizer(metadata: dict[str, Any], path: Path) -> dict[str, Any]:
     name = metadata.get("tokenizer.ggml.pre") or "default"
-    known = table("pretokenizers")["names"].get(name)
+    known = load_table("pretokenizers")["names"].get(name)
     if known is None:
         raise UserError(
             f"`{path.name}` cuts text by the rules `{name}`, which tunewell does not know",
@@ -137,4 +137,4 @@ def _sentencepiece(metadata: dict[str, Any], tokens: list[str], types: list[int]
         add_dummy_prefix=bool(metadata.get("tokenizer.ggml.add_space_prefix", True)),
         remove_extra_whitespaces=False,
     )
-    return sentencepiece.build(model, after_markers="space")
+    return sentencepiece.build_tokenizer(model, after_markers="space")

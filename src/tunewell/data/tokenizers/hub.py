@@ -7,7 +7,7 @@ from tokenizers import AddedToken, Tokenizer, models
 
 from tunewell.core.errors import UserError
 from tunewell.core.model_files import ModelFiles
-from tunewell.data.tokenizers.parts import Parts, table
+from tunewell.data.tokenizers.parts import TokenizerParts, load_table
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -16,7 +16,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _LONGEST_LENGTH = 1_000_000_000
 
 
-class TokenTable:
+class SpecialTokenTable:
     """The added and special tokens that a model's companion files name, merged as transformers merges them."""
 
     def __init__(self, files: ModelFiles, in_vocabulary: dict[int, AddedToken]) -> None:
@@ -24,9 +24,9 @@ class TokenTable:
         self.model_type = files.read_object("config.json").get("model_type")
         name = self.config.get("tokenizer_class")
         self.class_name = name.removesuffix("Fast") if isinstance(name, str) else None
-        if self.model_type in table("transformers")["file_as_it_is"]:
+        if self.model_type in load_table("transformers")["file_as_it_is"]:
             self.class_name = None
-        values: dict[str, Any] = dict(table("transformers")["class_tokens"].get(self.class_name or "", {}))
+        values: dict[str, Any] = dict(load_table("transformers")["class_tokens"].get(self.class_name or "", {}))
         values |= {key: value for key, value in self.config.items() if _names_tokens(key)}
         self.by_id: dict[int, AddedToken] = {}
         if "added_tokens_decoder" in self.config:
@@ -77,10 +77,10 @@ class TokenTable:
         return int(length) if isinstance(length, int | float) and 0 < length < _LONGEST_LENGTH else None
 
 
-def read_tokens(files: ModelFiles, in_vocabulary: dict[int, AddedToken]) -> TokenTable:
+def read_special_tokens(files: ModelFiles, in_vocabulary: dict[int, AddedToken]) -> SpecialTokenTable:
     """Read the companion files; UserError when they do not say what such files say."""
     try:
-        return TokenTable(files, in_vocabulary)
+        return SpecialTokenTable(files, in_vocabulary)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"the special tokens of `{files.source}` cannot be read: {type(error).__name__} {error}",
@@ -88,14 +88,14 @@ def read_tokens(files: ModelFiles, in_vocabulary: dict[int, AddedToken]) -> Toke
         ) from None
 
 
-def load_json(files: ModelFiles) -> Parts:
+def load_tokenizer_json(files: ModelFiles) -> TokenizerParts:
     """Open a `tokenizer.json` with the tokens and the template of its companion files."""
     text = files.read_text("tokenizer.json") or ""
     backend = _open(text, files)
     padding = backend.padding
     backend.no_truncation()
     backend.no_padding()
-    tokens = read_tokens(files, backend.get_added_tokens_decoder())
+    tokens = read_special_tokens(files, backend.get_added_tokens_decoder())
     if tokens.class_name == "LlamaTokenizer" and isinstance(backend.model, models.BPE):
         backend = _open(_rebuilt_as_llama(backend.to_str(), tokens.config), files)
     if padding and padding.get("pad_token"):
@@ -103,7 +103,7 @@ def load_json(files: ModelFiles) -> Parts:
     backend.add_tokens(tokens.additions(backend))
     backend.encode_special_tokens = False
     special = tokens.special_tokens()
-    return Parts(
+    return TokenizerParts(
         backend, special, read_template(files, tokens.config), _adds_bos(backend, special), tokens.max_length()
     )
 

@@ -13,8 +13,8 @@ from tunewell.core.files import sha256_text, stable_json, write_atomic
 from tunewell.core.model_files import ModelFiles, locate
 from tunewell.data.tokenizers import sentencepiece
 from tunewell.data.tokenizers.gguf import load_gguf
-from tunewell.data.tokenizers.hub import load_json, read_template, read_tokens
-from tunewell.data.tokenizers.parts import Parts, put_bos_in_front
+from tunewell.data.tokenizers.hub import load_tokenizer_json, read_special_tokens, read_template
+from tunewell.data.tokenizers.parts import TokenizerParts, prepend_bos
 from tunewell.data.tokenizers.sentencepiece_model import read_model
 
 Kind = Literal["tokenizer.json", "sentencepiece", "gguf"]
@@ -24,7 +24,7 @@ _NEVER_IN_TEXT = frozenset([0xC0, 0xC1, *range(0xF5, 0x100)])
 
 
 @dataclass(frozen=True)
-class AddedFacts:
+class AddedTokenInfo:
     """How one added token is found in text."""
 
     id: int
@@ -52,7 +52,7 @@ class LoadedTokenizer:
     """Whether plain text gets the bos token in front."""
     control_ids: frozenset[int]
     """The ids of all special tokens."""
-    added: dict[str, AddedFacts]
+    added: dict[str, AddedTokenInfo]
     vocab_size: int
     """The highest id plus one."""
     byte_lengths: list[int] | None
@@ -73,11 +73,11 @@ class LoadedTokenizer:
         backend = Tokenizer.from_str(self.backend.to_str())
         wanted = [token for token in dict.fromkeys(tokens) if token and token not in self.added]
         new = [token for token in wanted if backend.token_to_id(token) is None]
-        if sentencepiece.is_ours(backend):
+        if sentencepiece.is_rebuilt(backend):
             sentencepiece.add_markers(backend, [AddedToken(token, special=True, normalized=True) for token in wanted])
         else:
             backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in wanted])
-        parts = Parts(backend, self.special_tokens, self.chat_template, self.adds_bos, self.max_length)
+        parts = TokenizerParts(backend, self.special_tokens, self.chat_template, self.adds_bos, self.max_length)
         loaded = _assemble(parts, self.source, self.kind)
         return replace(loaded, added_by_us=(*self.added_by_us, *new))
 
@@ -107,7 +107,7 @@ def load_tokenizer(model: str | Path) -> LoadedTokenizer:
     """
     files = locate(model)
     if "tokenizer.json" in files.small:
-        return _assemble(load_json(files), files.source, "tokenizer.json")
+        return _assemble(load_tokenizer_json(files), files.source, "tokenizer.json")
     if files.sentencepiece is not None:
         return _assemble(_load_sentencepiece(files, files.sentencepiece), files.source, "sentencepiece")
     if files.gguf is not None:
@@ -119,10 +119,10 @@ def load_tokenizer(model: str | Path) -> LoadedTokenizer:
     )
 
 
-def _load_sentencepiece(files: ModelFiles, path: Path) -> Parts:
+def _load_sentencepiece(files: ModelFiles, path: Path) -> TokenizerParts:
     model = read_model(path)
-    backend = sentencepiece.build(model)
-    table = read_tokens(files, {})
+    backend = sentencepiece.build_tokenizer(model)
+    table = read_special_tokens(files, {})
     special = model.special_tokens() | table.special_tokens()
     known = backend.get_added_tokens_decoder().values()
     contents = {token.content for token in known}
@@ -131,8 +131,8 @@ def _load_sentencepiece(files: ModelFiles, path: Path) -> Parts:
     sentencepiece.add_markers(backend, [_normalized(token) for token in more])
     adds_bos = bool(table.config.get("add_bos_token", True)) and "bos_token" in special
     if adds_bos:
-        put_bos_in_front(backend, special["bos_token"])
-    return Parts(backend, special, read_template(files, table.config), adds_bos, table.max_length())
+        prepend_bos(backend, special["bos_token"])
+    return TokenizerParts(backend, special, read_template(files, table.config), adds_bos, table.max_length())
 
 
 def _normalized(token: AddedToken) -> AddedToken:
@@ -140,10 +140,10 @@ def _normalized(token: AddedToken) -> AddedToken:
     return AddedToken(token.content, special=token.special, normalized=True, **flags)
 
 
-def _assemble(parts: Parts, source: str, kind: Kind) -> LoadedTokenizer:
+def _assemble(parts: TokenizerParts, source: str, kind: Kind) -> LoadedTokenizer:
     backend = parts.backend
     added = {
-        token.content: AddedFacts(
+        token.content: AddedTokenInfo(
             number, token.special, token.lstrip, token.rstrip, token.normalized, token.single_word
         )
         for number, token in sorted(backend.get_added_tokens_decoder().items())
@@ -179,7 +179,7 @@ def _is_byte_level(backend: Tokenizer) -> bool:
     return bool(byte_level) and not any(step["add_prefix_space"] for step in byte_level)
 
 
-def _byte_lengths(vocabulary: dict[str, int], added: dict[str, AddedFacts], vocab_size: int) -> list[int]:
+def _byte_lengths(vocabulary: dict[str, int], added: dict[str, AddedTokenInfo], vocab_size: int) -> list[int]:
     lengths = [0] * vocab_size
     for token, number in vocabulary.items():
         # Each character of an ordinary token stands for one byte; added tokens are plain text.

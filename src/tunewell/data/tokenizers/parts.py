@@ -14,7 +14,7 @@ _MARKER = re.compile(r"<\|[^|<>\s]+\|>|\[/?INST\]|<(?:start|end)_of_turn>")
 
 
 @dataclass(frozen=True)
-class Parts:
+class TokenizerParts:
     """A tokenizer with what the `tokenizers` library does not keep."""
 
     backend: Tokenizer
@@ -30,7 +30,7 @@ def looks_like_marker(text: str) -> bool:
     return _MARKER.fullmatch(text) is not None
 
 
-def put_bos_in_front(backend: Tokenizer, bos: str) -> None:
+def prepend_bos(backend: Tokenizer, bos: str) -> None:
     """Make plain text start with the bos token whenever special tokens are asked for."""
     bos_id = backend.token_to_id(bos)
     backend.post_processor = processors.TemplateProcessing(
@@ -39,7 +39,7 @@ def put_bos_in_front(backend: Tokenizer, bos: str) -> None:
 
 
 @cache
-def table(name: str) -> dict[str, Any]:
+def load_table(name: str) -> dict[str, Any]:
     """Read one of the tables of facts that lie beside this module."""
     folder = files("tunewell.data.tokenizers")
     return json.loads(folder.joinpath(f"{name}.json").read_text(encoding="utf-8"))

@@ -26,7 +26,7 @@ AfterMarkers = Literal["nothing", "space"]
 _DUMMY_SPACE_MARKS = {"nothing": "(?#dummy space)", "space": "(?#dummy space, also behind markers)"}
 
 
-def build(model: SentencePieceModel, *, after_markers: AfterMarkers = "nothing") -> Tokenizer:
+def build_tokenizer(model: SentencePieceModel, *, after_markers: AfterMarkers = "nothing") -> Tokenizer:
     """Build the tokenizer: the ids of `sentencepiece` for plain text, markers as single tokens.
 
     Text is normalised whole and markers are found afterwards, so that spaces next to a marker stay what they were.
@@ -81,7 +81,7 @@ def add_markers(backend: Tokenizer, tokens: Sequence[AddedToken]) -> None:
             backend.add_tokens(list(backend.get_added_tokens_decoder().values()))
 
 
-def is_ours(backend: Tokenizer) -> bool:
+def is_rebuilt(backend: Tokenizer) -> bool:
     """Recognise a tokenizer made here, also after it was saved and loaded again."""
     return any(_dummy_space_mark(step) for step in _steps(backend))
 

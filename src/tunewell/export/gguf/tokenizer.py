@@ -13,10 +13,10 @@ from tokenizers import Tokenizer
 
 from tunewell.core.errors import UserError
 from tunewell.core.model_files import SENTENCEPIECE_FILE
-from tunewell.data.masking.reply_frame import probe
+from tunewell.data.masking.reply_frame import probe_reply_frame
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
 from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
-from tunewell.data.tokenizers.parts import table
+from tunewell.data.tokenizers.parts import load_table
 from tunewell.data.tokenizers.sentencepiece_model import (
     BYTE,
     CONTROL,
@@ -156,7 +156,7 @@ def _patterns(pre_tokenizer: dict[str, Any] | None) -> list[str]:
     if last.get("add_prefix_space"):
         raise _refusal("it puts a space in front of text")
     patterns = [_pattern(step) for step in cuts]
-    return [*patterns, table("pretokenizers")["splits"]["gpt2"][0]] if last.get("use_regex", True) else patterns
+    return [*patterns, load_table("pretokenizers")["splits"]["gpt2"][0]] if last.get("use_regex", True) else patterns
 
 
 def _pattern(step: dict[str, Any]) -> str:
@@ -178,7 +178,7 @@ def _one_spelling(pattern: str) -> str:
 
 
 def _splits(patterns: list[str]) -> tuple[str, bool]:
-    for name, known in table("pretokenizers")["splits"].items():
+    for name, known in load_table("pretokenizers")["splits"].items():
         if patterns == [_one_spelling(pattern) for pattern in known]:
             return name, False
     near = _facts()["near"].get(patterns[0]) if len(patterns) == 1 else None
@@ -383,7 +383,7 @@ def _end_of_turn(tokenizer: LoadedTokenizer) -> int | None:
         return None
     try:
         template = ChatTemplate(tokenizer.chat_template, special_tokens=tokenizer.special_tokens)
-        return tokenizer.backend.token_to_id(probe(template, tokenizer.added).end_marker)
+        return tokenizer.backend.token_to_id(probe_reply_frame(template, tokenizer.added).end_marker)
     except (UserError, TemplateFailed):
         # Such a model is exported all the same: it may be no chat model at all.
         return None

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from tunewell.data.masking import placeholders as stand_ins
-from tunewell.data.masking.placeholders import PLAIN, SPACED, stand_in
-from tunewell.data.masking.reply_frame import TurnFrame
+from tunewell.data.masking import placeholders
+from tunewell.data.masking.placeholders import PLAIN, SPACED, placeholder
+from tunewell.data.masking.reply_frame import ReplyFrame
 from tunewell.data.rows.conversation import Conversation, Message, Rejected
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
 
@@ -27,16 +27,16 @@ class Anchor:
 
 
 @dataclass
-class Turns:
+class RenderedTurns:
     """One shape as the template renders it with stand-ins, and the turns that can be found in it."""
 
     template: ChatTemplate
-    frame: TurnFrame
+    frame: ReplyFrame
     marker: re.Pattern[str]
     conversation: Conversation
     text: str
     anchors: list[Anchor]
-    in_thought: frozenset[int]
+    inline_thinking: frozenset[int]
     """Messages whose thinking, or its empty frame, the row itself wrote into the reply."""
     only: frozenset[int] | None
     """Messages that have stand-ins; None for all."""
@@ -48,15 +48,15 @@ class Turns:
         messages, tools = self.conversation.messages, self.conversation.tools
         if self.only is None and not tools and all(len(message) == 2 for message in messages):
             return
-        self.safe = self._in_disguise(stand_ins.with_stand_ins(messages, PLAIN, self.only)[0])
-        if not stand_ins.is_same_but_hidden(self.text, self.safe):
+        self.safe = self._in_disguise(placeholders.with_placeholders(messages, PLAIN, self.only)[0])
+        if not placeholders.is_equal_outside_redactions(self.text, self.safe):
             raise Rejected("mask_uncertain", "its tool data changes how the template renders it")
-        for found in stand_ins.DISGUISED.finditer(self.safe):
-            self.anchors.append(Anchor(*found.span(), stand_ins.message_of(found[1]), "tool_calls"))
+        for found in placeholders.REDACTED.finditer(self.safe):
+            self.anchors.append(Anchor(*found.span(), placeholders.redacted_message(found[1]), "tool_calls"))
         self.anchors.sort(key=lambda anchor: anchor.start)
 
     def _in_disguise(self, messages: list[Message]) -> str:
-        return self.template.render(*stand_ins.disguised(messages, self.conversation.tools, self.marker, self.only))
+        return self.template.render(*placeholders.redact(messages, self.conversation.tools, self.marker, self.only))
 
     @cached_property
     def _places(self) -> dict[int, list[int]]:
@@ -98,9 +98,9 @@ class Turns:
     def _start(self, index: int, first: Anchor, before: int) -> int:
         message, header = self.conversation.messages[index], self.frame.header
         gap = self.safe[before : first.start]
-        has_thinking = index in self.in_thought or first.field not in ("content", "tool_calls")
+        has_thinking = index in self.inline_thinking or first.field not in ("content", "tool_calls")
         if not has_thinking and not message.get("tool_calls"):
-            space = self.frame.own_space if message["role"] == "assistant" else ""
+            space = self.frame.leading_space if message["role"] == "assistant" else ""
             return first.start - len(space) if space and gap.endswith(space) else first.start
         # The model writes the frame of its calls and thoughts too; what stands before a plain reply is given.
         at = gap.rfind(header) if header else -1
@@ -115,16 +115,16 @@ class Turns:
 
     def _gap_of_plain_reply(self, index: int) -> str | None:
         """See what the template would write before this turn if it were a plain reply."""
-        messages, _ = stand_ins.with_stand_ins(self.conversation.messages, PLAIN, self.only)
-        messages[index] = {"role": messages[index]["role"], "content": stand_in(0, SPACED)}
+        messages, _ = placeholders.with_placeholders(self.conversation.messages, PLAIN, self.only)
+        messages[index] = {"role": messages[index]["role"], "content": placeholder(0, SPACED)}
         # Some templates take the results that follow only behind calls, so what follows is left out if need be.
         for some in (messages, messages[: index + 1]):
             try:
-                before, found, _ = self._in_disguise(some).partition(stand_in(0, SPACED))
+                before, found, _ = self._in_disguise(some).partition(placeholder(0, SPACED))
             except TemplateFailed:
                 continue
             if found:
-                return before[max([0, *(match.end() for match in stand_ins.ANCHOR.finditer(before))]) :]
+                return before[max([0, *(match.end() for match in placeholders.ANCHOR.finditer(before))]) :]
         return None
 
     def _end(self, index: int, own: list[Anchor], limit: int) -> int:
