@@ -1,0 +1,77 @@
+"""A toy of each extension point, added as `docs/extending.md` says and run end to end: one file, one registry line."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import toy_source
+from safetensors.torch import load_file
+
+import tunewell
+from corpora import row
+from tunewell.cli import main as command_line
+from tunewell.config.methods import METHODS, MethodEntry
+from tunewell.core.registry import Entry, Registry
+from tunewell.data.sources.base import SOURCES
+
+SETTINGS = {
+    "model": "preset:tiny-1m",
+    "device": "cpu",
+    "train": {"max_steps": 2, "batch_documents": 4},
+    "evaluate": {"samples": 0},
+    "verdict": {"after_training": False},
+}
+
+
+@pytest.fixture(autouse=True)
+def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Find the toy modules by name, and leave every registry as it was."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.chdir(tmp_path)
+    registries: list[Registry] = [METHODS, SOURCES]
+    before = [dict(registry._entries) for registry in registries]
+    yield
+    for registry, entries in zip(registries, before, strict=True):
+        registry._entries = entries
+
+
+def _settings(tokenizer: Path, **more: object) -> dict[str, object]:
+    return SETTINGS | {"tokenizer": str(tokenizer)} | more
+
+
+def test_a_toy_method_trains_saves_and_resumes(tiny_model: Path) -> None:
+    """A method that needs changes outside its file is not an extension."""
+    METHODS.add(MethodEntry("norms", "only the norms", "toy_method:NormsOnly", "norms only", is_adapter=False))
+    settings = _settings(tiny_model, method={"kind": "norms"})
+    rows = [row(number) for number in range(30)]
+    result = tunewell.train(settings, data=rows, out="run", progress=False)
+    assert result.status == "finished"
+    first, last = (load_file(path / "model.safetensors") for path in sorted(Path("run/checkpoints").glob("step-*"))[:2])
+    assert first.keys() == last.keys()
+    settings["train"] = {"max_steps": 3, "batch_documents": 4}
+    more = tunewell.train(settings, data=rows, out="run", resume=True, allow_changes=["num_steps"], progress=False)
+    assert more.steps == 3
+    newest = load_file(max(Path("run/checkpoints").glob("step-*")) / "model.safetensors")
+    moved = {name for name in newest if not torch.equal(newest[name], first[name])}
+    assert moved and all("norm" in name for name in moved)
+
+
+def test_a_toy_source_is_prepared(tiny_model: Path) -> None:
+    """Storage that is not a folder must not need changes in the readers."""
+    SOURCES.add(Entry("memory", "Rows of this process.", "toy_source:MemoryFile"))
+    lines = "".join(json.dumps(row(number)) + "\n" for number in range(25))
+    toy_source.FILES["rows.jsonl"] = lines.encode()
+    made = tunewell.prepare(_settings(tiny_model), data="memory://rows.jsonl", progress=False)
+    assert made.manifest.rows_in == 25
+    assert tunewell.open_corpus("corpus")[0].source == "rows.jsonl"
+
+
+def test_a_toy_command_runs_and_is_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line in `COMMANDS` and one file."""
+    monkeypatch.setattr(command_line, "COMMANDS", (*command_line.COMMANDS, ("hello", "toy_command")))
+    assert command_line.main(["hello", "Ada"]) == 0
+    assert command_line.main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert "hello Ada" in printed and "Print a greeting." in printed
