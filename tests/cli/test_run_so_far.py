@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from recorded_runs import Clock, a_look, a_start, a_step, play
 
-from tunewell.cli.screens.run_state import RECENT_STEPS, RunSoFar
+from tunewell.cli.screens.run_state import RECENT_STEPS, RunState
 from tunewell.core.progress import Progress
 
 
@@ -16,8 +16,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def run(clock) -> RunSoFar:
-    return RunSoFar(clock)
+def run(clock) -> RunState:
+    return RunState(clock)
 
 
 def test_the_time_left_counts_steps_and_looks(run, clock):

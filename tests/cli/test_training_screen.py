@@ -16,19 +16,19 @@ import pytest
 from recorded_runs import STAGES, Clock, a_look, a_start, a_step, play
 from rich.console import Console
 
-from tunewell.cli.render import LastingStream
+from tunewell.cli.render import BestEffortStream
 from tunewell.cli.screens.numbers import (
-    change_words,
-    loss_words,
-    model_words,
-    norm_words,
+    format_change,
+    format_loss,
+    format_norm,
+    format_parameters,
     one_line,
-    size_of_model,
+    short_model_name,
     sparkline,
 )
-from tunewell.cli.screens.run_state import RunSoFar
+from tunewell.cli.screens.run_state import RunState
 from tunewell.cli.screens.training import LivePanel, shown_training
-from tunewell.cli.screens.training_lines import PlainLines
+from tunewell.cli.screens.training_lines import LogLines
 from tunewell.cli.screens.training_panel import Panel, panel_lines
 from tunewell.core.progress import Progress
 from tunewell.training.events import Note
@@ -36,7 +36,7 @@ from tunewell.training.events import Note
 SIZES = [(80, 24), (50, 20), (100, 40), (30, 8), (12, 3)]
 
 
-def drawn(run: RunSoFar, width: int, height: int, *, encoding: str = "utf-8") -> list[str]:
+def drawn(run: RunState, width: int, height: int, *, encoding: str = "utf-8") -> list[str]:
     """Draw the panel as a terminal of that size would show it."""
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict")
     console = Console(file=file, width=width, height=height, color_system=None, force_terminal=True)
@@ -45,16 +45,16 @@ def drawn(run: RunSoFar, width: int, height: int, *, encoding: str = "utf-8") ->
     return file.buffer.getvalue().decode(encoding).splitlines()  # type: ignore[attr-defined]
 
 
-def seen(**how) -> RunSoFar:
+def seen(**how) -> RunState:
     clock = Clock()
-    run = RunSoFar(clock)
+    run = RunState(clock)
     play(run, clock, **how)
     return run
 
 
 def lines_of(**how) -> list[str]:
     clock, file = Clock(), io.StringIO()
-    play(PlainLines(LastingStream(file), clock=clock), clock, **how)
+    play(LogLines(BestEffortStream(file), clock=clock), clock, **how)
     return file.getvalue().splitlines()
 
 
@@ -72,7 +72,7 @@ def test_the_panel_at_eighty_columns():
         "now       training",
         "note      2 threads, because 1 was 1.7 times slower",
         "asked     What is the tuition for one year, and is it paid at once?",
-        "said      It is 12,000 dollars\\x1b[31m a year, paid in two parts: one in Septem…",
+        "reply     It is 12,000 dollars\\x1b[31m a year, paid in two parts: one in Septem…",
     ]
 
 
@@ -112,7 +112,7 @@ def test_a_narrow_panel_drops_words_and_keeps_numbers():
 def test_the_panel_speaks_plain_ascii_where_it_must():
     """A terminal in another encoding would show question marks, or raise."""
     clock = Clock()
-    run = RunSoFar(clock)
+    run = RunState(clock)
     play(run, clock, until=57)
     run(Note("東京 is not in this alphabet"))
     shown = drawn(run, 80, 24, encoding="ascii")
@@ -124,7 +124,7 @@ def test_the_panel_speaks_plain_ascii_where_it_must():
 def test_stages_are_shown_while_nothing_steps_yet():
     """Loading a model takes minutes; an empty screen looks like a hang."""
     clock = Clock()
-    run = RunSoFar(clock)
+    run = RunState(clock)
     assert drawn(run, 80, 24) == ["now       starting"]
     run(Progress(STAGES[1]))
     clock.now += 75
@@ -152,9 +152,9 @@ def test_plain_lines_name_the_run_and_then_its_steps():
         "step 1/2  loss 0.9505  norm  0.83  rate 1.3e-04    2,000 tokens/s    1.2 GiB  2.0 s left",
         "step 2/2  loss 0.6244  norm  0.83  rate 6.7e-05    2,000 tokens/s    1.2 GiB",
         "looking at the held-out rows",
-        "step 2/2               held-out 0.9183  the best so far, 37 documents in 4.0 s",
+        "step 2/2               held-out 0.9183  the best so far, 37 rows in 4.0 s",
         "  asked: What is the tuition for one year, and is it paid at once?",
-        "  said:  It is 12,000 dollars\\x1b[31m a year, paid in two parts: one in September, one in 三月, "
+        "  reply: It is 12,000 dollars\\x1b[31m a year, paid in two parts: one in September, one in 三月, "
         "each by the first day.",
     ]
 
@@ -196,16 +196,13 @@ def test_a_step_that_is_not_finite_is_written_at_once():
 def test_every_look_and_note_is_written():
     """They are rare, and what a run is judged by."""
     clock, file = Clock(), io.StringIO()
-    screen = PlainLines(LastingStream(file), clock=clock)
+    screen = LogLines(BestEffortStream(file), clock=clock)
     play(screen, clock, num_steps=40, every=5)
     screen(Note("the disk is full;\nthe old checkpoint stays"))
     screen(Progress("saving the adapter"))
     shown = file.getvalue().splitlines()
-    looks = [line for line in shown if "documents in" in line]
-    assert (
-        len(looks) == 8
-        and looks[0] == "step  5/40               held-out 1.5065  the best so far, 37 documents in 4.0 s"
-    )
+    looks = [line for line in shown if "rows in" in line]
+    assert len(looks) == 8 and looks[0] == "step  5/40               held-out 1.5065  the best so far, 37 rows in 4.0 s"
     assert shown[-2:] == ["note: the disk is full; the old checkpoint stays", "saving the adapter"]
 
 
@@ -222,9 +219,9 @@ def test_a_screen_that_goes_away_does_not_end_the_run(problem):
         def write(self, text: str) -> int:
             raise problem
 
-    for screen in (PlainLines, LivePanel):
+    for screen in (LogLines, LivePanel):
         clock = Clock()
-        listener = screen(LastingStream(Gone()), clock=clock)
+        listener = screen(BestEffortStream(Gone()), clock=clock)
         play(listener, clock, num_steps=5)
         listener.close()
         assert listener.run.step == 5
@@ -233,7 +230,7 @@ def test_a_screen_that_goes_away_does_not_end_the_run(problem):
 def test_a_character_the_log_cannot_hold_is_spelled_out():
     """One answer in another alphabet must not silence the rest of the run."""
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    screen = PlainLines(LastingStream(file), clock=Clock())
+    screen = LogLines(BestEffortStream(file), clock=Clock())
     screen(Note("三月"))
     screen(Note("next"))
     assert file.buffer.getvalue() == b"note: \\u4e09\\u6708\nnote: next\n"  # type: ignore[attr-defined]
@@ -242,34 +239,34 @@ def test_a_character_the_log_cannot_hold_is_spelled_out():
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-12, 1e30, 1e308, -5.0, 999.99999])
 def test_no_number_is_too_odd_to_be_written(value):
     """The panel is drawn in a thread: what raises there takes the panel away for good."""
-    run = RunSoFar(Clock())
+    run = RunState(Clock())
     run(a_start())
     for step in range(1, 8):
         run(a_step(step, loss=value, seconds=abs(value) if value == value else 0.0))
     run(a_look(7, value))
     for width, height in SIZES:
         assert drawn(run, width, height)
-    assert loss_words(value) and norm_words(value) and change_words((value, 3)) and sparkline([value, 1.0], 40)
+    assert format_loss(value) and format_norm(value) and format_change((value, 3)) and sparkline([value, 1.0], 40)
 
 
 def test_words_of_numbers():
     """The edges where rounding changes the form."""
-    assert [loss_words(value) for value in (0.82134, 12.0, 1234.5, None)] == [
+    assert [format_loss(value) for value in (0.82134, 12.0, 1234.5, None)] == [
         "0.8213",
         "12.0000",
         "1.234e+03",
         "unknown",
     ]
-    assert [size_of_model(n) for n in (260_032, 999_600, 4_884_480, 139_400_000, 1_100_000_000)] == [
+    assert [format_parameters(n) for n in (260_032, 999_600, 4_884_480, 139_400_000, 1_100_000_000)] == [
         "260,032",
         "1.0 M",
         "4.9 M",
         "139 M",
         "1.1 B",
     ]
-    assert model_words("org/a-model") == "org/a-model"
-    assert model_words("/home/somebody/models/downloaded/yesterday/a-model") == "a-model"
-    assert [change_words(c) for c in ((-0.113, 40), (0.02, 1), (0.0001, 9), None)] == [
+    assert short_model_name("org/a-model") == "org/a-model"
+    assert short_model_name("/home/somebody/models/downloaded/yesterday/a-model") == "a-model"
+    assert [format_change(c) for c in ((-0.113, 40), (0.02, 1), (0.0001, 9), None)] == [
         "down 0.11 in 40 steps",
         "up 0.02 in 1 step",
         "level in 9 steps",
@@ -281,7 +278,7 @@ def test_words_of_numbers():
 def test_the_panel_needs_a_terminal(monkeypatch, capsys):
     """A log full of escape sequences is no log; `CI` and a dumb terminal say so without being asked."""
     with shown_training() as screen:
-        assert isinstance(screen, PlainLines)
+        assert isinstance(screen, LogLines)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     for name, value in (("CI", "true"), ("TERM", "dumb")):
         with monkeypatch.context() as inner:
@@ -291,7 +288,7 @@ def test_the_panel_needs_a_terminal(monkeypatch, capsys):
                 assert isinstance(screen, LivePanel)
             inner.setenv(name, value)
             with shown_training() as screen:
-                assert isinstance(screen, PlainLines)
+                assert isinstance(screen, LogLines)
     assert capsys.readouterr().out == ""
 
 
@@ -309,7 +306,7 @@ def test_only_one_process_of_many_speaks(monkeypatch, capsys):
 def test_a_note_that_comes_after_the_end_does_not_bring_the_panel_back():
     """Checkpoints are written in a thread of their own, which may be the last to speak."""
     file, clock = io.StringIO(), Clock()
-    panel = LivePanel(LastingStream(file), clock=clock)
+    panel = LivePanel(BestEffortStream(file), clock=clock)
     play(panel, clock, num_steps=2)
     panel.close()
     before = file.getvalue()

@@ -1,21 +1,22 @@
-"""Show on stderr how far a long command is: a bar in a terminal, a line now and then elsewhere."""
+"""Show the progress of a command on stderr: bars or a status line in a terminal, log lines elsewhere."""
 
-import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tunewell.cli.render import err_console, is_interactive
 from tunewell.core.progress import Progress, ProgressListener
 from tunewell.core.units import count, duration
 
 _LINE_SECONDS = 5.0
+_STAGE_LINE_SECONDS = 10.0
 
 
 @contextmanager
 def shown_progress() -> Iterator[ProgressListener]:
-    """Give a function that shows progress; bars only in a real terminal, and not under `CI`."""
-    if sys.stderr.isatty() and not os.environ.get("CI") and os.environ.get("TERM") != "dumb":
+    """Yield a listener that shows one bar per stage in a terminal, and log lines elsewhere."""
+    if is_interactive():
         with _bar() as show:
             yield show
     else:
@@ -26,8 +27,6 @@ def shown_progress() -> Iterator[ProgressListener]:
 def _bar() -> Iterator[ProgressListener]:
     from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
-
-    from tunewell.cli.render import err_console
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
     tasks: dict[str, TaskID] = {}
@@ -55,37 +54,30 @@ def _lines() -> ProgressListener:
             return
         last = now
         elapsed = now - started
-        words = [progress.stage]
+        parts = [progress.stage]
         if progress.rows:
-            words.append(f"{count(progress.rows)} rows, {count(int(progress.rows / elapsed))} rows/s")
+            parts.append(f"{count(progress.rows)} rows, {count(int(progress.rows / elapsed))} rows/s")
         if progress.total:
             share = min(1.0, progress.done / progress.total)
-            words.append(f"{share:.0%}, {duration(elapsed * (1 - share) / max(share, 1e-9))} left")
-        sys.stderr.write("  ".join(words) + "\n")
+            parts.append(f"{share:.0%}, {duration(elapsed * (1 - share) / max(share, 1e-9))} left")
+        sys.stderr.write("  ".join(parts) + "\n")
 
     return show
 
 
-# Show on stderr which stage of a long command is going on: one line that changes in a terminal, lines elsewhere.
-
-_STAGE_LINE_SECONDS = 10.0
-
-
 @contextmanager
 def shown_stages() -> Iterator[ProgressListener]:
-    """Give a function that shows a stage and how much of it is done."""
-    if not (sys.stderr.isatty() and not os.environ.get("CI") and os.environ.get("TERM") != "dumb"):
+    """Yield a listener that shows the current stage in one status line, or in log lines without a terminal."""
+    if not is_interactive():
         yield _stage_lines()
         return
     from rich.status import Status
 
-    from tunewell.cli.render import err_console
-
     with Status("", console=err_console()) as status:
-        yield lambda progress: status.update(_words(progress))
+        yield lambda progress: status.update(_stage_text(progress))
 
 
-def _words(progress: Progress) -> str:
+def _stage_text(progress: Progress) -> str:
     done = f", {count(progress.done)} of {count(progress.total)}" if progress.total else ""
     return progress.stage + done
 
@@ -99,7 +91,7 @@ def _stage_lines() -> ProgressListener:
         if progress.stage == last_stage and now - last_time < _STAGE_LINE_SECONDS:
             return
         last_stage, last_time = progress.stage, now
-        sys.stderr.write(_words(progress) + "\n")
+        sys.stderr.write(_stage_text(progress) + "\n")
         sys.stderr.flush()
 
     return show

@@ -133,7 +133,7 @@ def cell_width(text: str) -> int:
     )
 
 
-class LastingStream:
+class BestEffortStream:
     """A stream whose reader may go away, as stderr does when its terminal closes; writing then does nothing."""
 
     def __init__(self, stream: TextIO, *, is_gone: bool = False) -> None:

@@ -86,6 +86,17 @@ def _name_of(name: str) -> str | None:
     return None if known is None else f"{known}.{kind}"
 
 
+def quantization_of(path: Path) -> str | None:
+    """Return the quantization of most weights, such as `Q4_1`; None for a file that stores 16 or 32-bit numbers."""
+    from gguf import GGMLQuantizationType
+
+    sizes: dict[int, int] = {}
+    for entry in read_tensor_table(path):
+        sizes[entry.type_number] = sizes.get(entry.type_number, 0) + math.prod(entry.shape)
+    name = GGMLQuantizationType(max(sizes, key=lambda number: sizes[number])).name
+    return None if name in ("F32", "F16", "BF16") else name
+
+
 def _dequantised(path: Path, entry: TensorEntry) -> Tensor:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 

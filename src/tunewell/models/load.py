@@ -15,7 +15,7 @@ from tunewell.core.model_files import WEIGHT_SUFFIXES, hub_is_out_of_reach, loca
 from tunewell.core.presets import find_preset, is_preset, llama_settings
 from tunewell.models import attention as packed_attention
 from tunewell.models.external import fit_weights, read_external_weights, turn_rotary_pairs
-from tunewell.models.gguf import read_gguf_config, read_gguf_weights
+from tunewell.models.gguf import quantization_of, read_gguf_config, read_gguf_weights
 from tunewell.models.key_map import find_key_map
 from tunewell.models.placement import verify_placement
 from tunewell.models.pretrained import from_files, from_tensors, named, read_config, refuse_folder, skeleton, wanted
@@ -213,7 +213,9 @@ def _from_gguf(path: Path, order: LoadOptions) -> tuple[PreTrainedModel, list[st
     config = read_gguf_config(path)
     notes = order.refuse(config)
     model = from_tensors(config, read_gguf_weights(path, config), source=order.model, how=order.how())
-    return model, [*notes, f"the weights of `{path.name}` were dequantised"]
+    if name := quantization_of(path):
+        notes.append(f"`{path.name}` is compressed ({name}); it was unpacked")
+    return model, notes
 
 
 def _from_foreign(path: Path, order: LoadOptions) -> tuple[PreTrainedModel, list[str]]:

@@ -34,7 +34,7 @@ def evaluate(run: Run, journal: StepLog, healer: Healer) -> bool:
     if progress.last_look == progress.step or not len(run.held_out):
         return False
     started = time.perf_counter()
-    run.listener(Progress("looking at the held-out rows"))
+    run.listener(Progress("testing on the held-out rows"))
     found = _held_out_loss(run, healer)
     samples = [] if found is None else _answers(run, healer)
     progress.last_look = progress.step

@@ -161,7 +161,7 @@ def _train(wish: "_Wish", recorder: MetricsRecorder) -> tuple[TrainResult, bool]
                 elif run_dir is not None:
                     _write_settings(run_dir, loaded, options)
             with _timed(stages, "check"):
-                recorder(Progress("checking that packed documents do not see each other"))
+                recorder(Progress("checking that rows stay separate"))
                 check_packing(parts, run)
         require_same_settings(parts, run)
         _warn(loaded, corpus, run, recorder)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunewell.cli.render import console, emit_error, err_console, folded_table, one_line, width
-from tunewell.cli.screens.numbers import speed_words
+from tunewell.cli.screens.numbers import format_speed
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
 
@@ -215,7 +215,7 @@ def how_it_went(answer: "Answer", base: "Answer | None" = None) -> str:
     }
     cut = ", cut" if base and base.ended in ("length", "context") else ""
     beside = f"; base {count(base.num_tokens, 'token')}{cut}" if base else ""
-    speed = speed_words(answer.tokens_per_second) if answer.num_tokens else "no speed"
+    speed = format_speed(answer.tokens_per_second) if answer.num_tokens else "no speed"
     return f"{count(answer.num_tokens, 'token')}, {speed}{beside}{reasons[answer.ended]}"
 
 

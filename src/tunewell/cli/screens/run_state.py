@@ -1,4 +1,4 @@
-"""What the screen knows of a run, and the few things it works out: trend, speed, time left. Numbers in, numbers out."""
+"""The state of a run as its screen shows it: last steps, evaluations, trend of the loss, speed, time left."""
 
 import math
 import time
@@ -13,17 +13,17 @@ from tunewell.training.events import Evaluated, Event, Healed, Note, Rewound, Ru
 
 RECENT_STEPS = 40
 _FEWEST_FOR_TREND = 5
-_RECENT_LOOKS = 5
+_RECENT_EVALUATIONS = 5
 
 
 @dataclass
-class RunSoFar:
-    """A listener that keeps a run's state for the screen: the last steps; the older ones are in `events.jsonl`."""
+class RunState:
+    """A listener that keeps the recent events of a run; all events are in `events.jsonl`."""
 
     clock: Callable[[], float] = time.monotonic
     start: RunStarted | None = None
     stage: str = ""
-    """What is going on instead of steps; empty while steps are taken."""
+    """Current activity between steps; empty while steps are taken."""
     last: StepTaken | None = None
     recent: deque[StepTaken] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     held_out: Evaluated | None = None
@@ -34,11 +34,11 @@ class RunSoFar:
     num_skipped: int = 0
 
     def __post_init__(self) -> None:
-        self.began = self.heard = self.stage_began = self.clock()
-        self._looks: deque[float] = deque(maxlen=_RECENT_LOOKS)
+        self.started = self.last_event = self.stage_started = self.clock()
+        self._evaluation_seconds: deque[float] = deque(maxlen=_RECENT_EVALUATIONS)
 
     def __call__(self, event: Event) -> None:
-        """Keep an event of the run."""
+        """Record an event of the run."""
         match event:
             case Progress(stage):
                 self._begin_stage(stage)
@@ -55,7 +55,7 @@ class RunSoFar:
                 self._add_evaluation(event)
             case Healed(entry):
                 self.healing.append(entry)
-                self.heard = self.clock()
+                self.last_event = self.clock()
             case Rewound(step):  # the steps after it are taken again
                 kept = [taken for taken in self.recent if taken.step <= step]
                 self.recent.clear()
@@ -63,15 +63,15 @@ class RunSoFar:
                 self.last = kept[-1] if kept else None
             case Note(message):
                 self.notes.append(message)
-                self.heard = self.clock()
+                self.last_event = self.clock()
 
     def _begin_stage(self, stage: str) -> None:
         self.stage = stage
-        self.heard = self.stage_began = self.clock()
+        self.last_event = self.stage_started = self.clock()
 
     def _add_evaluation(self, event: Evaluated) -> None:
-        # The samples, and whatever else lies between it and the last event, count as part of the evaluation.
-        self._looks.append(max(event.seconds, self.clock() - self.heard))
+        # The time since the last event counts as evaluation: it includes the sample answers.
+        self._evaluation_seconds.append(max(event.seconds, self.clock() - self.last_event))
         self.held_out = event
         if event.is_best:
             self.best = event
@@ -81,44 +81,44 @@ class RunSoFar:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole run; 0 while that is not known."""
+        """Steps of the whole run; 0 if not known yet."""
         return self.start.plan.num_steps.value if self.start else 0
 
     @property
     def step(self) -> int:
-        """Steps done, those before a resume included."""
+        """Steps taken, including those before a resume."""
         return self.last.step if self.last else self.start.first_step if self.start else 0
 
     def elapsed(self) -> float:
-        """Seconds since the watching began."""
-        return self.clock() - self.began
+        """Return the seconds since the first event."""
+        return self.clock() - self.started
 
     def tokens_per_second(self) -> float | None:
-        """Median over the recent steps; looks and checkpoints do not count."""
+        """Return the median speed of the recent steps, without evaluations and checkpoints."""
         rates = [event.tokens / event.seconds for event in self.recent if event.seconds > 0]
         return median(rates) if rates else None
 
     def seconds_left(self) -> float | None:
-        """Median step times steps left, and median look times looks left; None before the first step."""
+        """Estimate the time left from the median step and the median evaluation; None before the first step."""
         seconds = [event.seconds for event in self.recent if event.seconds > 0]
         if not seconds or self.last is None:
             return None
         steps = max(self.num_steps - self.last.step, 0) * median(seconds)
-        looks = self._looks_left() * median(self._looks) if self._looks else 0.0
-        return max(steps + looks - (self.clock() - self.heard), 0.0)
+        evaluations = self._evaluations_left() * median(self._evaluation_seconds) if self._evaluation_seconds else 0.0
+        return max(steps + evaluations - (self.clock() - self.last_event), 0.0)
 
-    def _looks_left(self) -> int:
+    def _evaluations_left(self) -> int:
         if self.start is None or self.num_steps == 0:
             return 0
         every = max(self.start.plan.evaluate_every.value, 1)
         seen = self.held_out.step if self.held_out else self.start.first_step
-        at_the_end = self.num_steps % every != 0 and seen < self.num_steps
-        return max(self.num_steps // every - seen // every, 0) + at_the_end
+        has_final = self.num_steps % every != 0 and seen < self.num_steps
+        return max(self.num_steps // every - seen // every, 0) + has_final
 
     def change(self) -> tuple[float, int] | None:
-        """Say by how much the loss changed over the recent steps, and over how many; None while there are too few.
+        """Return the change of the loss over the recent steps and their number; None if there are too few.
 
-        The median slope between any two of them (Theil-Sen): one wild step does not turn it around.
+        The median slope over all pairs of steps (Theil-Sen) is robust to single outliers.
         """
         points = [(event.step, event.loss) for event in self.recent if math.isfinite(event.loss)]
         slopes = [

@@ -1,4 +1,4 @@
-"""What a person sees of `tunewell train` while it runs: a live panel in a terminal, a line now and then elsewhere."""
+"""Show a training run while it runs: a live panel in a terminal, log lines elsewhere."""
 
 import os
 import sys
@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tunewell.cli.render import LastingStream
-from tunewell.cli.screens.numbers import healing_line, one_line
-from tunewell.cli.screens.run_state import RunSoFar
-from tunewell.cli.screens.training_lines import PlainLines
+from tunewell.cli.render import BestEffortStream, is_interactive, one_line
+from tunewell.cli.screens.numbers import healing_line
+from tunewell.cli.screens.run_state import RunState
+from tunewell.cli.screens.training_lines import LogLines
 from tunewell.training.events import Event
 
 if TYPE_CHECKING:
@@ -21,14 +21,14 @@ _REFRESHES_PER_SECOND = 2
 
 
 @contextmanager
-def shown_training() -> Iterator["LivePanel | PlainLines"]:
-    """Yield a listener that shows a run on stderr: a panel in a real terminal and not under `CI`, else plain lines.
+def shown_training() -> Iterator["LivePanel | LogLines"]:
+    """Yield a listener that shows a run on stderr: a panel in a terminal, log lines in a pipe or under `CI`.
 
-    The panel goes away with the body. When the body fails, what the run noted until then stays on the screen.
+    The panel is removed at the end. If the run fails, its notes and healing actions stay on the screen.
     """
-    is_live = sys.stderr.isatty() and not os.environ.get("CI") and os.environ.get("TERM") != "dumb"
-    stream = LastingStream(sys.stderr, is_gone=not is_first_process())
-    screen = LivePanel(stream) if is_live else PlainLines(stream)
+    is_live = is_interactive()
+    stream = BestEffortStream(sys.stderr, is_gone=not is_first_process())
+    screen = LivePanel(stream) if is_live else LogLines(stream)
     try:
         yield screen
     except BaseException:
@@ -43,29 +43,29 @@ def shown_training() -> Iterator["LivePanel | PlainLines"]:
 
 
 def is_first_process() -> bool:
-    """Tell whether this process speaks for the run: of those that a launcher like `torchrun` started, one does."""
+    """Return True on rank 0, the only process of a distributed run that prints."""
     return int(os.environ.get("WORLD_SIZE", "1")) <= 1 or os.environ.get("RANK", "0") == "0"
 
 
 class LivePanel:
-    """A listener that keeps one panel up to date; it appears with the first event."""
+    """A listener that shows a run in a live panel; it opens with the first event."""
 
-    def __init__(self, stream: LastingStream, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.run = RunSoFar(clock)
+    def __init__(self, stream: BestEffortStream, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.run = RunState(clock)
         self._stream = stream
-        self._lock = threading.RLock()  # a signal handler may speak in the middle of a word
+        self._lock = threading.RLock()  # a signal handler may report an event while another is handled
         self._live: Live | None = None
         self._is_closed = False
 
     def __call__(self, event: Event) -> None:
-        """Keep an event; the panel shows it at the next refresh."""
+        """Record an event; the panel shows it at the next refresh."""
         with self._lock:
             self.run(event)
         if self._live is None and not self._is_closed:
             self._open()
 
     def close(self) -> None:
-        """Take the panel off the screen, for good: a checkpoint may still be on its way and send a note."""
+        """Remove the panel for good: a checkpoint that is still being written may send a note later."""
         self._is_closed = True
         if self._live is not None:
             self._live.stop()

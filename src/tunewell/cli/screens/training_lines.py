@@ -1,37 +1,36 @@
-"""A run as lines of a log: the first step, the last, each look, each note, and a step now and then in between."""
+"""Show a run as log lines: first and last step, every evaluation and note, and some steps in between."""
 
 import math
 import time
 from collections.abc import Callable
 
-from tunewell.cli.render import LastingStream
+from tunewell.cli.render import BestEffortStream, one_line
 from tunewell.cli.screens.numbers import (
+    describe_method,
+    format_loss,
+    format_norm,
+    format_speed,
     healing_line,
-    loss_words,
-    method_words,
-    model_words,
-    norm_words,
-    one_line,
-    speed_words,
+    short_model_name,
 )
-from tunewell.cli.screens.run_state import RunSoFar
+from tunewell.cli.screens.run_state import RunState
 from tunewell.core.progress import Progress
 from tunewell.core.units import count, duration, size_bytes
 from tunewell.training.events import Evaluated, Event, Healed, Note, Rewound, RunStarted, StepTaken
 
 _SHORTEST_WAIT, _LONGEST_WAIT = 10.0, 60.0
 _WAIT_SHARE = 1 / 20
-"""The wait between two lines grows with the run, to about twenty lines so far, within its bounds."""
+"""Seconds between step lines as a share of the run so far: about twenty lines, within the bounds above."""
 _FEWEST_LINES = 10
 _LINE_CHARS = 110
 _LOSS_CHARS = len("  loss 1.2345")
 
 
-class PlainLines:
-    """A listener that writes a line now and then: the first step, the last, each look, each note, and by time."""
+class LogLines:
+    """A listener that writes log lines: first and last step, evaluations, notes, and a step from time to time."""
 
-    def __init__(self, stream: LastingStream, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.run = RunSoFar(clock)
+    def __init__(self, stream: BestEffortStream, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.run = RunState(clock)
         self._stream = stream
         self._wrote_at = -math.inf  # so that the first step is due
         self._wrote_step = 0
@@ -61,8 +60,8 @@ class PlainLines:
         return self.run.start is not None and self.run.step < self.run.num_steps
 
     def _write_start(self, start: RunStarted) -> None:
-        left = f", going on after step {count(start.first_step)}" if start.first_step else ""
-        self._write(f"training {model_words(start.plan.model)}: {method_words(start)}")
+        left = f", resuming after step {count(start.first_step)}" if start.first_step else ""
+        self._write(f"training {short_model_name(start.plan.model)}: {describe_method(start)}")
         self._write(f"{count(self.run.num_steps, 'step')}{left}")
         for note in start.notes:
             self._write(f"note: {one_line(note)}")
@@ -76,35 +75,35 @@ class PlainLines:
             self._wrote_at, self._wrote_step = self.run.clock(), event.step
 
     def _write_evaluation(self, event: Evaluated) -> None:
-        found = f"{count(event.documents, 'document')} in {duration(event.seconds)}"
+        found = f"{count(event.documents, 'row')} in {duration(event.seconds)}"
         best = "the best so far, " if event.is_best else ""
         # Under the held-out column of the step lines.
         self._write(
-            f"{self._place(event.step)}{' ' * _LOSS_CHARS}  held-out {loss_words(event.loss):>6}  {best}{found}"
+            f"{self._step_label(event.step)}{' ' * _LOSS_CHARS}  held-out {format_loss(event.loss):>6}  {best}{found}"
         )
         for sample in event.samples[:1]:
             self._write(f"  asked: {_cut(one_line(sample.question))}")
-            self._write(f"  said:  {_cut(one_line(sample.answer))}")
+            self._write(f"  reply: {_cut(one_line(sample.answer))}")
 
     def close(self) -> None:
-        """Leave the lines where they are."""
+        """Do nothing: the lines stay on the screen."""
 
     def _is_due(self) -> bool:
         wait = min(max(self.run.elapsed() * _WAIT_SHARE, _SHORTEST_WAIT), _LONGEST_WAIT)
         tenths = [step * _FEWEST_LINES // max(self.run.num_steps, 1) for step in (self._wrote_step, self.run.step)]
         return self.run.clock() - self._wrote_at >= wait or tenths[1] > tenths[0]
 
-    def _place(self, step: int) -> str:
+    def _step_label(self, step: int) -> str:
         total = count(self.run.num_steps)
         return f"step {count(step):>{len(total)}}/{total}"
 
     def _step_line(self, event: StepTaken) -> str:
         run = self.run
-        words = [self._place(event.step), f"loss {loss_words(event.loss):>6}"]
+        words = [self._step_label(event.step), f"loss {format_loss(event.loss):>6}"]
         if run.held_out is not None:
-            words.append(f"held-out {loss_words(run.held_out.loss):>6}")
-        words += [f"norm {norm_words(event.grad_norm):>5}", f"rate {event.learning_rate:.1e}"]
-        words.append(f"{speed_words(run.tokens_per_second()):>16}")
+            words.append(f"held-out {format_loss(run.held_out.loss):>6}")
+        words += [f"norm {format_norm(event.grad_norm):>5}", f"rate {event.learning_rate:.1e}"]
+        words.append(f"{format_speed(run.tokens_per_second()):>16}")
         if event.memory_bytes is not None:
             words.append(f"{size_bytes(event.memory_bytes):>9}")
         left = run.seconds_left()

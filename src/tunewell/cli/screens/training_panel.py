@@ -1,4 +1,4 @@
-"""The live panel of a run: rows of label, number and detail that fit whatever width and height the terminal has."""
+"""The live panel of a training run: label, number and detail per line, fitted to the size of the terminal."""
 
 import math
 from contextlib import AbstractContextManager
@@ -8,25 +8,25 @@ from typing import TYPE_CHECKING
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
+from tunewell.cli.render import one_line
 from tunewell.cli.screens.numbers import (
-    change_words,
+    describe_method,
+    format_change,
+    format_loss,
+    format_norm,
+    format_speed,
     healing_line,
-    loss_words,
-    method_words,
-    model_words,
-    norm_words,
-    one_line,
+    short_model_name,
     sparkline,
-    speed_words,
 )
-from tunewell.cli.screens.run_state import RECENT_STEPS, RunSoFar
+from tunewell.cli.screens.run_state import RECENT_STEPS, RunState
 from tunewell.core.units import count, duration, size_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
 _WIDEST = 80
-"""However wide the terminal: lines that fit 80 columns do not wrap when somebody makes it narrower."""
+"""Also in wider terminals: lines of 80 columns do not wrap when the window is made narrower."""
 _LABEL = 10
 _NUMBER = 15
 _LONGEST_BAR = 44
@@ -35,7 +35,7 @@ _FEWEST_BLOCKS = 10
 
 @dataclass(frozen=True)
 class Row:
-    """One line: what it is about, its number, and details of which the longest that fits is shown."""
+    """One line: label, number, and details in several lengths, of which the longest that fits is shown."""
 
     label: str
     number: str
@@ -44,21 +44,21 @@ class Row:
 
 
 class Panel:
-    """Draws a run as it is at the moment of drawing, so that a refresh or a resize needs nothing else."""
+    """A rich renderable that draws the current state of a run."""
 
-    def __init__(self, run: RunSoFar, lock: AbstractContextManager[object]) -> None:
+    def __init__(self, run: RunState, lock: AbstractContextManager[object]) -> None:
         self._run = run
         self._lock = lock
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
-        """Give the lines that fit, the least needed ones last."""
+        """Yield the lines that fit; the least important ones come last."""
         with self._lock:
             lines = panel_lines(self._run, width=options.max_width, encoding=options.encoding)
         yield from lines[: max(options.size.height - 1, 1)]
 
 
-def panel_lines(run: RunSoFar, *, width: int, encoding: str = "utf-8") -> list[Text]:
-    """Lay the panel out in at most `width` columns."""
+def panel_lines(run: RunState, *, width: int, encoding: str = "utf-8") -> list[Text]:
+    """Return the lines of the panel in at most `width` columns."""
     width = min(width, _WIDEST)
     number_width = max(_NUMBER, cell_len(_step_words(run)) if run.num_steps else 0)
     room = width - _LABEL - number_width - 2
@@ -74,10 +74,10 @@ def panel_lines(run: RunSoFar, *, width: int, encoding: str = "utf-8") -> list[T
     return lines
 
 
-def _title(run: RunSoFar, *, width: int, encoding: str) -> list[Text]:
+def _title(run: RunState, *, width: int, encoding: str) -> list[Text]:
     if run.start is None:
         return []
-    model, method = one_line(model_words(run.start.plan.model), encoding=encoding), method_words(run.start)
+    model, method = one_line(short_model_name(run.start.plan.model), encoding=encoding), describe_method(run.start)
     is_ascii = not encoding.lower().startswith("utf")
     if cell_len(model) + 3 + len(method) <= width:
         return [Text.assemble((model, "bold"), "   ", method), Text("")]
@@ -85,12 +85,12 @@ def _title(run: RunSoFar, *, width: int, encoding: str) -> list[Text]:
     return [*(_cut(line, width, is_ascii=is_ascii) for line in lines), Text("")]
 
 
-def _step_words(run: RunSoFar) -> str:
+def _step_words(run: RunState) -> str:
     total = count(run.num_steps)
     return f"{count(run.step):>{len(total)}} of {total}"
 
 
-def _step_rows(run: RunSoFar, *, room: int, is_ascii: bool) -> list[Row]:
+def _step_rows(run: RunState, *, room: int, is_ascii: bool) -> list[Row]:
     if run.start is None or run.last is None:
         return [Row("step", _step_words(run)), *_held_out(run)] if run.start else []
     event = run.last
@@ -98,20 +98,20 @@ def _step_rows(run: RunSoFar, *, room: int, is_ascii: bool) -> list[Row]:
     bar = _bar(share, min(room - 5, _LONGEST_BAR), is_ascii=is_ascii)
     style = "bold" if math.isfinite(event.loss) else "bold red"
     memory = size_bytes(event.memory_bytes) if event.memory_bytes is not None else ""
-    norm = norm_words(event.grad_norm)
+    norm = format_norm(event.grad_norm)
     return [
         Row("step", _step_words(run), (f"{bar} {share:4.0%}", f"{share:.0%}")),
-        Row("loss", loss_words(event.loss), _loss_details(run, room=room, is_ascii=is_ascii), style),
+        Row("loss", format_loss(event.loss), _loss_details(run, room=room, is_ascii=is_ascii), style),
         *_held_out(run),
         Row("time", duration(run.elapsed()), _time_details(run)),
-        Row("speed", speed_words(run.tokens_per_second()), (f"at most {memory} of memory", memory) if memory else ()),
+        Row("speed", format_speed(run.tokens_per_second()), (f"at most {memory} of memory", memory) if memory else ()),
         Row("rate", f"{event.learning_rate:.1e}", (f"gradient norm {norm}", f"norm {norm}")),
     ]
 
 
-def _loss_details(run: RunSoFar, *, room: int, is_ascii: bool) -> tuple[str, ...]:
+def _loss_details(run: RunState, *, room: int, is_ascii: bool) -> tuple[str, ...]:
     skipped = f"{count(run.num_skipped)} skipped" if run.num_skipped else ""
-    change = change_words(run.change())
+    change = format_change(run.change())
     words = ", ".join(part for part in (change, skipped) if part)
     brief = ", ".join(part for part in (change.partition(" in ")[0], skipped) if part)
     blocks = min(room - len(words) - 2, RECENT_STEPS)
@@ -120,28 +120,28 @@ def _loss_details(run: RunSoFar, *, room: int, is_ascii: bool) -> tuple[str, ...
     return (f"{sparkline([event.loss for event in run.recent], blocks)}  {words}".rstrip(),)
 
 
-def _held_out(run: RunSoFar) -> list[Row]:
+def _held_out(run: RunState) -> list[Row]:
     if run.held_out is None:
         return []
     best, details = run.best, ()
     if best is not None and best.step == run.held_out.step:
         details = (f"at step {count(best.step)}, the best so far", "the best so far")
     elif best is not None:
-        lowest = f"best {loss_words(best.loss)}"
+        lowest = f"best {format_loss(best.loss)}"
         details = (f"at step {count(run.held_out.step)}; {lowest} at step {count(best.step)}", lowest)
-    return [Row("held-out", loss_words(run.held_out.loss), details)]
+    return [Row("held-out", format_loss(run.held_out.loss), details)]
 
 
-def _time_details(run: RunSoFar) -> tuple[str, ...]:
+def _time_details(run: RunState) -> tuple[str, ...]:
     left = run.seconds_left()
-    if left is None or left < 1:  # over by now, or longer than was thought
+    if left is None or left < 1:  # the estimate was too low
         return ()
     return (f"about {duration(left)} left", f"{duration(left)} left")
 
 
-def _news(run: RunSoFar, *, encoding: str) -> list[Row]:
+def _news(run: RunState, *, encoding: str) -> list[Row]:
     now = one_line(run.stage, encoding=encoding) or ("training" if run.start else "starting")
-    waited = run.clock() - run.stage_began
+    waited = run.clock() - run.stage_started
     if run.stage and waited >= 1:
         now = f"{now}, {duration(waited)}"
     rows = [Row("now", now)]
@@ -152,7 +152,7 @@ def _news(run: RunSoFar, *, encoding: str) -> list[Row]:
         rows.append(Row("note", one_line(run.notes[-1], encoding=encoding)))
     if run.sample is not None:
         rows.append(Row("asked", one_line(run.sample.question, encoding=encoding)))
-        rows.append(Row("said", one_line(run.sample.answer, encoding=encoding)))
+        rows.append(Row("reply", one_line(run.sample.answer, encoding=encoding)))
     return rows
 
 
@@ -163,7 +163,7 @@ def _bar(share: float, width: int, *, is_ascii: bool) -> str:
 
 
 def _cut(line: Text, width: int, *, is_ascii: bool) -> Text:
-    """Cut a line that is too long, and show that it was."""
+    """Shorten a line that is too long, with a mark at its end."""
     if line.cell_len <= width:
         return line
     mark = "..." if is_ascii else "…"

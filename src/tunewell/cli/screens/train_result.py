@@ -1,0 +1,91 @@
+"""The screen after `tunewell train`: numbers of the run, loss curve, verdict, files and the next command."""
+
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tunewell.cli.render import folded_table, hanging, one_line, width
+from tunewell.cli.screens.curve import draw_curve
+from tunewell.cli.screens.numbers import describe_method, format_loss, format_speed, short_model_name
+from tunewell.core.units import count, duration, size_bytes
+
+if TYPE_CHECKING:
+    from tunewell.training.events import RunStarted
+    from tunewell.workflows.train import TrainResult
+
+_CURVE_WIDTH, _CURVE_MARGIN = 60, 14
+_NO_BREAK = "\N{NO-BREAK SPACE}"
+
+
+def train_result_screen(result: "TrainResult", start: "RunStarted | None") -> str:
+    """Return the screen about a run that has ended."""
+    parts = [] if result.status == "finished" else [hanging("", _stop_message(result))]
+    parts.append(_folded(_result_rows(result, start)))
+    if curve := _curve(result):
+        parts += ["", curve, ""]
+    if result.validation is not None:
+        from tunewell.cli.screens.verdict import verdict_screen
+
+        parts += [verdict_screen(result.validation.report), ""]
+    if result.artefacts:
+        parts.append(folded_table([["wrote", f"`{path}`", meaning] for path, meaning in result.artefacts]))
+    if result.next_command:
+        command = result.next_command if "`" in result.next_command else f"`{result.next_command}`"
+        parts.append(hanging("to resume: " if result.status == "interrupted" else "next: ", command))
+    return "\n".join(parts)
+
+
+def _stop_message(result: "TrainResult") -> str:
+    where = f"after step {count(result.steps)} of {count(result.num_steps)}"
+    if result.status == "interrupted" and "SIGINT" in result.reason:
+        return f"Stopped by you (Ctrl-C) {where}. Everything is saved."
+    return f"{result.status} {where}{f': {one_line(result.reason)}' if result.reason else ''}"
+
+
+def _result_rows(result: "TrainResult", start: "RunStarted | None") -> list[tuple[str, str, str]]:
+    """Return label, number and detail of each line; a line without a number has only a detail."""
+    from tunewell.runs.outcome import healing_summary
+
+    rows = []
+    if start is not None:
+        rows.append(("trained", "", f"{short_model_name(start.plan.model)}: {describe_method(start)}"))
+    reason = one_line(result.reason) if result.status == "finished" else ""
+    rows.append(("steps", f"{count(result.steps)} of {count(result.num_steps)}", reason))
+    rows.append(("tokens", count(result.tokens), f"{count(result.supervised_tokens)} of them trained on"))
+    change = f"{format_loss(result.first_loss)} -> {format_loss(result.last_loss)}"
+    rows.append(("loss", change, "first step -> last step"))
+    if result.held_out_last is not None:
+        change = f"{format_loss(result.held_out_first)} -> {format_loss(result.held_out_last)}"
+        has_best = result.held_out_best is not None and result.best_step is not None
+        best = f"best {format_loss(result.held_out_best)} at step {count(result.best_step or 0)}" if has_best else ""
+        rows.append(("held-out", change, best))
+    memory = f"at most {size_bytes(result.peak_memory_bytes)} of memory" if result.peak_memory_bytes else ""
+    rows.append(("speed", format_speed(result.tokens_per_second), memory))
+    # A line is not folded between a stage and its time.
+    stages = [f"{name} {duration(seconds)}" for name, seconds in result.stages.items() if seconds >= 0.0005]
+    rows.append(("time", duration(result.seconds), ", ".join(stage.replace(" ", _NO_BREAK) for stage in stages)))
+    rows += [("healed", "", one_line(line)) for line in healing_summary(result.healing)]
+    rows += [("next time", "", one_line(line)) for line in result.advice]
+    notes = dict.fromkeys([*(start.notes if start else ()), *result.notes])
+    return [*rows, *(("note", "", one_line(note)) for note in notes)]
+
+
+def _curve(result: "TrainResult") -> str:
+    if len(result.losses) < 2:
+        return ""
+    is_utf8 = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") == "utf8"
+    curve_width = min(max(width() - _CURVE_MARGIN, 10), _CURVE_WIDTH)
+    return draw_curve(result.losses, result.held_out, width=curve_width, is_ascii=not is_utf8)
+
+
+def _folded(rows: Sequence[tuple[str, str, str]]) -> str:
+    """Align the rows and fold each detail under itself; a detail without a number starts in the number's column."""
+    label_width, number_width = (max(len(row[column]) for row in rows) + 3 for column in (0, 1))
+    lines = []
+    for label, number, detail in rows:
+        lead = label.ljust(label_width) + (number.ljust(number_width) if number else "")
+        fold_width = max(width() - len(lead), 20)
+        folded = textwrap.wrap(detail, fold_width, break_long_words=False, break_on_hyphens=False) or [""]
+        lines += [(lead + folded[0]).rstrip(), *(" " * len(lead) + more for more in folded[1:])]
+    return "\n".join(lines).replace(_NO_BREAK, " ")
