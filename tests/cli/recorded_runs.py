@@ -9,7 +9,7 @@ from tunewell.core.progress import Progress
 from tunewell.records.plan import Chosen, Plan
 from tunewell.training.events import Evaluated, Listener, RunStarted, Sample, StepTaken
 
-STAGES = ("loading the model", "checking that packed documents do not see each other")
+STAGES = ("loading the model", "checking that rows stay separate")
 QUESTION = "What is the tuition for one year,\nand is it paid at once?"
 ANSWER = "It is 12,000 dollars\x1b[31m a year, paid in two parts: one in September, one in 三月, each by the first day."
 
@@ -96,7 +96,7 @@ def play(
         loss = math.nan if step in bad else None
         listener(a_step(step, loss=loss, seconds=seconds, num_steps=num_steps))
         if step % every == 0 or step == num_steps:
-            listener(Progress("looking at the held-out rows"))
+            listener(Progress("testing on the held-out rows"))
             clock.now += 4
             sample = Sample(step, 0, QUESTION, QUESTION, ANSWER, "12,000 dollars", True)
             listener(a_look(step, 0.9 + math.exp(-4 * step / num_steps), samples=[sample]))

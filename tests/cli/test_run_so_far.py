@@ -34,7 +34,7 @@ def test_a_look_takes_as_long_as_the_clock_says(run, clock):
     """The samples made at a look may take longer than the look itself, and belong to it."""
     run(a_start(20, every=10))
     run(a_step(10))
-    run(Progress("looking at the held-out rows"))
+    run(Progress("testing on the held-out rows"))
     clock.now += 25
     run(a_look(10, 1.0))
     assert run.seconds_left() == pytest.approx(10 * 2.0 + 25)

