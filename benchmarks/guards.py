@@ -9,6 +9,7 @@ AdamW, and the numbers are read for the log alone. Bar: under 1% of a step.
 """
 
 import argparse
+import functools
 import math
 import statistics
 import time
@@ -24,17 +25,16 @@ from tunewell.config.schema import Config
 from tunewell.data.batches import DataOrder, make_batch, micro_batches
 from tunewell.methods.lora import Lora
 from tunewell.models import attention
-from tunewell.training import step as step_module
 from tunewell.training.compile import Compiler
 from tunewell.training.health import HealthMonitor
 from tunewell.training.metrics import RunContext, StepMetrics
-from tunewell.training.optimizers.adamw import Update
-from tunewell.training.optimizers.adamw import update as guarded_update
+from tunewell.training.optimizers.adamw import AdamW
+from tunewell.training.optimizers.base import Update
 from tunewell.training.step import TrainableModel
 
 
 def plain_update(
-    optimizer: Any, *, rate: float, max_norm: float | None, loss: Any, scaler: Any, norm_limit: float
+    optimizer: Any, *, rate: float, max_norm: float | None, loss: Any, scaler: Any, norm_limit: float = math.inf
 ) -> Any:
     """Clip and step as anyone would."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -60,7 +60,10 @@ class Loop:
     def window(self, num_steps: int, *, is_guarded: bool, first: int = 0) -> float:
         """Take so many steps from `first` on, the same documents with guards as without; give the seconds of one."""
         self.place = first
-        step_module.update = guarded_update if is_guarded else plain_update
+        optimizer = self.learner.optimizer
+        assert isinstance(optimizer, AdamW)
+        plain = functools.partial(plain_update, optimizer.torch_optimizer)
+        optimizer.update = functools.partial(AdamW.update, optimizer) if is_guarded else plain
         self._wait()
         began = time.perf_counter()
         for _ in range(num_steps):

@@ -20,7 +20,6 @@ from forked import in_child
 from tunewell.records.events import read_events
 from tunewell.training.engine import resume, train
 from tunewell.training.events import StepTaken
-from tunewell.training.optimizers.adamw import optimizer_tensors
 
 STEPS = 40
 # 23 documents in steps of 2 are 12 steps an epoch, so 40 steps are over three epochs; dropout is on.
@@ -58,7 +57,7 @@ def _begin_or_go_on(folder: Path, accumulation: int, *, kill_at: int | None = No
 
 def _digest(run: Any) -> str:
     digest = hashlib.sha256()
-    tensors = {**run.learner.parameters, **optimizer_tensors(run.learner.optimizer, run.learner.parameters)}
+    tensors = {**run.learner.parameters, **run.learner.optimizer.state_tensors()}
     for name in sorted(tensors):
         digest.update(name.encode() + tensors[name].detach().numpy().tobytes())
     return digest.hexdigest()

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from tunewell.config.schema import Train
-from tunewell.training.optimizers.adamw import make_optimizer
+from tunewell.training.optimizers.adamw import AdamW
 
 
 def test_norms_and_vectors_do_not_decay_whatever_their_shape() -> None:
@@ -22,7 +22,7 @@ def test_norms_and_vectors_do_not_decay_whatever_their_shape() -> None:
         "model.norm.weight": (8,),
     }
     parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in (decay | spared).items()}
-    groups = make_optimizer(parameters, Train(weight_decay=0.1)).param_groups
+    groups = AdamW(parameters, Train(weight_decay=0.1)).torch_optimizer.param_groups
     names = {id(own): name for name, own in parameters.items()}
     found = {group["weight_decay"]: {names[id(own)] for own in group["params"]} for group in groups}
     assert found == {0.1: set(decay), 0.0: set(spared)}

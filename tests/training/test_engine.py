@@ -14,7 +14,6 @@ from tunewell.records.events import read_events
 from tunewell.training import checkpoints
 from tunewell.training.engine import Run, resume, train
 from tunewell.training.events import StepTaken
-from tunewell.training.optimizers.adamw import optimizer_tensors
 from tunewell.training.run import state_of
 
 TIMES = ("seconds", "memory_bytes")
@@ -22,7 +21,7 @@ TIMES = ("seconds", "memory_bytes")
 
 def _state(run: Run) -> dict[str, torch.Tensor]:
     weights = {name: parameter.detach() for name, parameter in run.learner.parameters.items()}
-    return {**weights, **optimizer_tensors(run.learner.optimizer, run.learner.parameters)}
+    return {**weights, **run.learner.optimizer.state_tensors()}
 
 
 def _log(folder: Path) -> list[dict[str, Any]]:

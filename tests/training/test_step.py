@@ -9,7 +9,6 @@ from tunewell.config.schema import MethodSettings, Train
 from tunewell.data.batches import FixedShape, make_batch
 from tunewell.methods.full import Full
 from tunewell.models.attention import stock_attention
-from tunewell.training.optimizers.adamw import load_optimizer, optimizer_tensors
 from tunewell.training.step import TrainableModel
 
 CHOSEN = list(range(11))
@@ -163,7 +162,7 @@ def test_a_step_that_is_not_finite_changes_nothing_at_all(spoil: str) -> None:
     learner, documents = lora_learner(), RandomDocuments()
     learner.take_step(documents.batches(CHOSEN, 64), number=0, rate=1e-3)
     weights = {name: p.detach().clone() for name, p in learner.parameters.items()}
-    memory = {name: t.clone() for name, t in optimizer_tensors(learner.optimizer, learner.parameters).items()}
+    memory = {name: t.clone() for name, t in learner.optimizer.state_tensors().items()}
     if spoil == "loss":
         head = learner.model.get_output_embeddings()
         kept = head.weight.detach().clone()
@@ -175,7 +174,7 @@ def test_a_step_that_is_not_finite_changes_nothing_at_all(spoil: str) -> None:
     assert was_skipped and not (np.isfinite(loss) and np.isfinite(norm))
     for name, weight in weights.items():
         assert torch.equal(learner.parameters[name], weight), name
-    for name, tensor in optimizer_tensors(learner.optimizer, learner.parameters).items():
+    for name, tensor in learner.optimizer.state_tensors().items():
         assert torch.equal(tensor, memory[name]), name
     if spoil == "loss":
         head.weight.data.copy_(kept)
@@ -210,7 +209,7 @@ def test_what_a_step_draws_depends_on_its_number_only() -> None:
     torch.manual_seed(999)
     for name, parameter in resumed.parameters.items():
         parameter.data.copy_(straight.parameters[name])
-    load_optimizer(resumed.optimizer, resumed.parameters, optimizer_tensors(straight.optimizer, straight.parameters))
+    resumed.optimizer.load_state(straight.optimizer.state_tensors())
     second = straight.take_step(batches, number=1, rate=1e-3).read()
     assert resumed.take_step(batches, number=1, rate=1e-3).read() == second
     assert resumed.take_step(batches, number=1, rate=1e-3).read() != second

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tunewell.config.fields import Auto, Bool, Float, Int, OneOf, Section, Text
 from tunewell.config.methods import METHODS, MethodName
+from tunewell.config.optimizers import OPTIMIZERS, OptimizerName
 from tunewell.config.rules import Export, Healing, VerdictRules
 
 LearnFrom = Literal["responses", "last_response", "everything"]
@@ -255,6 +256,7 @@ class Train(Section):
     """Share of the learning rate that it falls towards."""
     warmup: Annotated[Float, Field(ge=0)] = 0.03
     """Steps over which the step size rises to its peak: below 1 a share of all steps, from 1 on a number of them."""
+    optimizer: OptimizerName = Field(default="adamw", description=OneOf(OPTIMIZERS).doc())
     weight_decay: Annotated[Float, Field(ge=0, lt=1)] = 0.0
     """Pull of the weights towards zero; norms and biases are spared."""
     adam_beta1: Annotated[Float, Field(ge=0, lt=1)] = 0.9

@@ -148,6 +148,7 @@ def _comparable(
     before: dict[str, Any], now: dict[str, Any], allowed: set[str]
 ) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
     """Make two identities comparable: the same weights may be elsewhere now, another model has other weights."""
+    before = {"optimizer": "adamw"} | before  # the only one there was in 0.1.0, which did not write it down
     if "weights" not in before:  # written before there was a fingerprint
         return before, {name: value for name, value in now.items() if name != "weights"}, allowed
     if before["weights"] is not None and before["weights"] == now["weights"]:

@@ -46,7 +46,15 @@ _IDENTITY = (
     *("batch_tokens", "batch_documents", "micro_batch_tokens"),
 )
 """What of a plan must be the same for a run to go on."""
-_OPTIMIZER = ("min_rate_share", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")
+_OPTIMIZER = (
+    "optimizer",
+    "min_rate_share",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
+)
 CHANGE_NAMES = frozenset(
     ("model", "weights", "data", "tokenizer", "template", "seed", *_IDENTITY, *_OPTIMIZER, *MethodSettings.model_fields)
 ) - {"kind"}

@@ -12,9 +12,9 @@ from tunewell.training.evaluate import evaluate, is_evaluation_due
 from tunewell.training.events import Note
 from tunewell.training.healer import Healer
 from tunewell.training.memory import OutOfMemory, free_memory, smaller
+from tunewell.training.optimizers.base import rate_at
 from tunewell.training.recovery import Rewind, Stop
 from tunewell.training.run import OPTIMIZER, Ending, Run, RunProgress, resume, state_of
-from tunewell.training.schedule import rate_at
 from tunewell.training.signals import Interrupted, Signals
 from tunewell.training.step import StepResult
 from tunewell.training.step_log import StepLog, StepRecord

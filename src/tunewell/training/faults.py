@@ -53,7 +53,7 @@ class NoFaults:
     def before_backward(self, step: int) -> None:
         """Let it be."""
 
-    def before_update(self, step: int, optimizer: torch.optim.Optimizer) -> None:
+    def before_update(self, step: int, parameters: dict[str, nn.Parameter]) -> None:
         """Let it be."""
 
     def before_look(self, batch: MicroBatch) -> None:
@@ -131,14 +131,13 @@ class PlantedFaults(NoFaults):
             fault.happen()
             _run_out("going back")
 
-    def before_update(self, step: int, optimizer: torch.optim.Optimizer) -> None:
+    def before_update(self, step: int, parameters: dict[str, nn.Parameter]) -> None:
         """Spoil gradients, or run out of memory for the optimizer."""
         for fault in self._due("gradients", step):
             fault.happen()
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(math.nan)
+            for parameter in parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(math.nan)
         for fault in self._due("optimizer", step):
             fault.happen()
             _run_out("making the optimizer's memory")

@@ -18,7 +18,6 @@ from tunewell.records.plan import Plan
 from tunewell.training.checkpoints import Checkpoints, State
 from tunewell.training.events import Listener, Rewound, Sample, send_notes
 from tunewell.training.metrics import RunContext
-from tunewell.training.optimizers.adamw import load_optimizer, optimizer_tensors
 from tunewell.training.remedies import Remedies
 from tunewell.training.saved_checkpoints import find_newest, load_state, saved_steps
 from tunewell.training.step import TrainableModel
@@ -90,7 +89,7 @@ def state_of(run: Run) -> State:
     tensors, texts = run.method.files(run.plan.model)
     return State(
         step=run.progress.step,
-        tensors={**tensors, OPTIMIZER: optimizer_tensors(run.learner.optimizer, run.learner.parameters)},
+        tensors={**tensors, OPTIMIZER: run.learner.optimizer.state_tensors()},
         texts=texts,
         progress={
             **run.progress.__dict__,
@@ -104,7 +103,7 @@ def state_of(run: Run) -> State:
 def resume(run: Run, state: State) -> None:
     """Put a run back to where a checkpoint was made: weights, optimizer, scaler, position, log."""
     run.method.restore(state.tensors)
-    load_optimizer(run.learner.optimizer, run.learner.parameters, state.tensors[OPTIMIZER])
+    run.learner.optimizer.load_state(state.tensors[OPTIMIZER])
     known = {name: value for name, value in state.progress.items() if name in RunProgress.__dataclass_fields__}
     run.progress = RunProgress(**known)
     if not run.remedies.entries:  # which know it better: `healing.jsonl` is never cut back
@@ -135,7 +134,7 @@ def rewind(run: Run, *, not_after: int, or_later: bool, are_weights_bad: bool) -
     if are_weights_bad or saved is None:
         run.method.reset(run.load_weights())
     if saved is None:
-        run.learner.optimizer.state.clear()
+        run.learner.optimizer.load_state({})
         run.progress = RunProgress()
         _cut_logs(run)
         run.progress = _beginning(run)

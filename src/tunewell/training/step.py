@@ -18,7 +18,7 @@ from tunewell.models.packed_forward import PackedModel
 from tunewell.training.distributed import World
 from tunewell.training.faults import NoFaults
 from tunewell.training.memory import OutOfMemory, is_out_of_memory
-from tunewell.training.optimizers.adamw import Scaler, make_optimizer, prepare, update
+from tunewell.training.optimizers.base import Scaler, build_optimizer
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TrainableModel(PackedModel):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.parameters: dict[str, nn.Parameter] = trainable_parameters(self.model)
-        self.optimizer = make_optimizer(self.parameters, self.settings)
+        self.optimizer = build_optimizer(self.parameters, self.settings)
         self.scaler = Scaler.make(self.precision, self.device)
 
     def take_step(
@@ -80,10 +80,9 @@ class TrainableModel(PackedModel):
                 total += loss.detach()
         with self.fitting_everywhere():
             self._gather(total)
-            prepare(self.optimizer)
-            self.faults.before_update(number, self.optimizer)
-        done = update(
-            self.optimizer,
+            self.optimizer.prepare()
+            self.faults.before_update(number, self.parameters)
+        done = self.optimizer.update(
             rate=rate,
             max_norm=self.settings.max_grad_norm,
             loss=total,
@@ -108,7 +107,7 @@ class TrainableModel(PackedModel):
 
     def drop_gradients(self) -> None:
         """Forget what was learned since the last update."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
 
     def recompute(self, is_on: bool) -> None:
         """Keep only each layer's input and compute the rest again on the way back, or stop doing so."""
@@ -130,8 +129,7 @@ class TrainableModel(PackedModel):
                 model.set_attn_implementation(SDPA)
         if device is not None:
             model.to(device)
-            for state in self.optimizer.state.values():
-                state |= {key: value.to(device) for key, value in state.items()}
+            self.optimizer.move(device)
         super().__post_init__()
         self.scaler = Scaler.make(self.precision, self.device)
 

@@ -1,147 +1,99 @@
-"""AdamW over what is trained, with clipping and the guard against non-finite numbers folded into its one kernel."""
+"""AdamW: clipping, loss scaling and the guard against non-finite gradients run inside torch's fused kernel."""
 
 import math
 import re
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from tunewell.config.schema import Train
-
-_GROWTH_INTERVAL = 2000
-_FIRST_SCALE = 2.0**16
-
+from tunewell.training.optimizers.base import GradientGuard, Scaler, Update, guard_gradients
 
 _NORM = re.compile(r"(?:^|[._])(?:layer|rms)?norm\d*(?:[._]|$)", re.IGNORECASE)
-"""In a parameter's name: Cohere's norms of queries and keys have a row for each head."""
+"""Matches norms by name: Cohere's query and key norms are matrices, with a row for each head."""
 
 
-def make_optimizer(parameters: dict[str, nn.Parameter], settings: Train) -> torch.optim.AdamW:
-    """Make AdamW with two groups: matrices, which decay, and norms and vectors (biases), which do not."""
-    is_matrix = {name: own.ndim >= 2 and not _NORM.search(name) for name, own in parameters.items()}
-    matrices = [own for name, own in parameters.items() if is_matrix[name]]
-    vectors = [own for name, own in parameters.items() if not is_matrix[name]]
-    groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=settings.learning_rate,
-        betas=(settings.adam_beta1, settings.adam_beta2),
-        eps=settings.adam_epsilon,
-        fused=True,
-    )
+class AdamW:
+    """Fused AdamW in two groups: weight matrices decay; norms and vectors (biases) do not."""
 
+    def __init__(self, parameters: dict[str, nn.Parameter], settings: Train) -> None:
+        self._parameters = parameters
+        is_matrix = {name: weight.ndim >= 2 and not _NORM.search(name) for name, weight in parameters.items()}
+        matrices = [weight for name, weight in parameters.items() if is_matrix[name]]
+        vectors = [weight for name, weight in parameters.items() if not is_matrix[name]]
+        groups = [
+            {"params": matrices, "weight_decay": settings.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self.torch_optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=settings.learning_rate,
+            betas=(settings.adam_beta1, settings.adam_beta2),
+            eps=settings.adam_epsilon,
+            fused=True,
+        )
 
-@dataclass
-class Scaler:
-    """The factor that keeps small fp16 gradients from vanishing: halved when one overflows, doubled when long none did.
-
-    It lives on the device, so that nobody waits for it; 1 and constant where the precision needs none.
-    """
-
-    scale: Tensor
-    steps_since: Tensor
-    is_on: bool
-
-    @classmethod
-    def make(cls, precision: str, device: torch.device) -> "Scaler":
-        """Start a scaler for a precision."""
-        is_on = precision == "fp16"
-        first = _FIRST_SCALE if is_on else 1.0
-        return cls(torch.full((), first, device=device), torch.zeros((), device=device), is_on)
-
-    def update(self, found_inf: Tensor) -> None:
-        """Learn from a step whether its gradients overflowed."""
-        if not self.is_on:
-            return
-        self.steps_since = (self.steps_since + 1) * (1 - found_inf)
-        grows = (self.steps_since >= _GROWTH_INTERVAL).float()
-        self.scale = self.scale * (1 - 0.5 * found_inf) * (1 + grows)
-        self.steps_since = self.steps_since * (1 - grows)
-
-
-@dataclass(frozen=True)
-class Update:
-    """What an update was, still on the device."""
-
-    grad_norm: Tensor
-    was_skipped: Tensor
-    """1 where nothing was changed."""
-
-
-def prepare(optimizer: torch.optim.AdamW) -> None:
-    """Make the optimizer's memory before its first step, which would make it half-way through: whole, or not yet."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None and not optimizer.state[parameter]:
-                optimizer.state[parameter] = {
+    def prepare(self) -> None:
+        """Allocate the moments before torch does, which would do it halfway through its first step."""
+        for parameter in self._parameters.values():
+            if parameter.grad is not None and not self.torch_optimizer.state[parameter]:
+                self.torch_optimizer.state[parameter] = {
                     "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
 
+    def update(
+        self, *, rate: float, max_norm: float | None, loss: Tensor, scaler: Scaler, norm_limit: float = math.inf
+    ) -> Update:
+        """Clip and step, unless the guard says that nothing may change."""
+        adamw = self.torch_optimizer
+        grads = [p.grad for group in adamw.param_groups for p in group["params"] if p.grad is not None]
+        guard = guard_gradients(grads, loss=loss, scaler=scaler, max_norm=max_norm, norm_limit=norm_limit)
+        for group in adamw.param_groups:
+            group["lr"] = rate
+        if guard.norm.device.type == "mps":
+            return self._update_on_mps(grads, guard, scaler)
+        # torch's GradScaler passes these attributes to a fused optimizer: its kernel divides the gradients by
+        # `grad_scale`, and leaves the update out if `found_inf` is 1.
+        adamw.grad_scale = scaler.scale / guard.shrink  # pyright: ignore[reportAttributeAccessIssue]
+        adamw.found_inf = guard.was_skipped  # pyright: ignore[reportAttributeAccessIssue]
+        adamw.step()
+        self.zero_grad()
+        scaler.update(guard.found_inf)
+        return Update(guard.norm, guard.was_skipped)
 
-def update(
-    optimizer: torch.optim.AdamW,
-    *,
-    rate: float,
-    max_norm: float | None,
-    loss: Tensor,
-    scaler: Scaler,
-    norm_limit: float = math.inf,
-) -> Update:
-    """Clip and step; where the loss or a gradient is not finite, or beyond the limit, nothing at all is changed.
+    def _update_on_mps(self, grads: list[Tensor], guard: GradientGuard, scaler: Scaler) -> Update:
+        """Clip and step in Python: the fused kernel of Apple GPUs ignores the two attributes."""
+        if not bool(guard.was_skipped):
+            for grad in grads:
+                grad.mul_(guard.shrink / scaler.scale)
+            self.torch_optimizer.step()
+        self.zero_grad()
+        return Update(guard.norm, guard.was_skipped)
 
-    Nothing here waits for the device: the factor and the verdict are tensors that the optimizer's kernel reads.
-    """
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads, foreach=True) / scaler.scale
-    found_inf = (~(torch.isfinite(norm) & torch.isfinite(loss))).float()
-    was_skipped = torch.maximum(found_inf, (norm > norm_limit).float())
-    shrink = torch.ones_like(norm) if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    if norm.device.type == "mps":
-        return _update_in_python(optimizer, grads, Update(norm, was_skipped), shrink / scaler.scale)
-    # The attributes by which torch's own scaler talks to a fused optimizer: gradients are divided by `grad_scale`, and
-    # the update is left out where `found_inf` is 1.
-    optimizer.grad_scale = scaler.scale / shrink  # pyright: ignore[reportAttributeAccessIssue]
-    optimizer.found_inf = was_skipped  # pyright: ignore[reportAttributeAccessIssue]
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    scaler.update(found_inf)
-    return Update(norm, was_skipped)
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        self.torch_optimizer.zero_grad(set_to_none=True)
 
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return `step`, `exp_avg` and `exp_avg_sq` of every parameter that has been updated."""
+        return {
+            f"{name}/{part}": value
+            for name, parameter in self._parameters.items()
+            for part, value in self.torch_optimizer.state.get(parameter, {}).items()
+        }
 
-def _update_in_python(optimizer: torch.optim.AdamW, grads: list[Tensor], done: Update, factor: Tensor) -> Update:
-    """Clip and step where the fused kernel takes the attributes and does nothing with them: on Apple GPUs."""
-    if not bool(done.was_skipped):
-        for grad in grads:
-            grad.mul_(factor)
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return done
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Replace the moments, each on the device of its parameter."""
+        self.torch_optimizer.state.clear()
+        for key, value in tensors.items():
+            name, _, part = key.rpartition("/")
+            parameter = self._parameters[name]
+            # A clone: safetensors returns views of one buffer, and the kernel needs aligned tensors.
+            self.torch_optimizer.state[parameter][part] = value.to(parameter.device).clone()
 
-
-def optimizer_tensors(optimizer: torch.optim.AdamW, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Give the optimizer's memory by the names of what is trained."""
-    tensors = {}
-    for name, parameter in parameters.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{name}/{key}"] = value
-    return tensors
-
-
-def load_optimizer(
-    optimizer: torch.optim.AdamW, parameters: dict[str, nn.Parameter], tensors: dict[str, Tensor]
-) -> None:
-    """Put the optimizer's memory back, each tensor on its parameter's device."""
-    optimizer.state.clear()
-    for key, value in tensors.items():
-        name, _, part = key.rpartition("/")
-        parameter = parameters[name]
-        # A clone: safetensors hands out views of one buffer, and the kernel wants tensors aligned of their own.
-        optimizer.state[parameter][part] = value.to(parameter.device).clone()
+    def move(self, device: str) -> None:
+        """Move the moments to another device."""
+        for state in self.torch_optimizer.state.values():
+            state |= {part: value.to(device) for part, value in state.items()}

@@ -1,7 +1,8 @@
-"""The learning rate, against transformers' schedules."""
+"""The learning rate, against transformers' schedules, and a new optimizer in one class."""
 
 import pytest
 import torch
+from tiny_runs import make_run
 from transformers import (
     get_constant_schedule_with_warmup,
     get_cosine_schedule_with_warmup,
@@ -10,7 +11,12 @@ from transformers import (
 )
 from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup
 
-from tunewell.training.schedule import rate_at
+from tunewell.config.optimizers import OPTIMIZERS
+from tunewell.config.schema import Train
+from tunewell.core.registry import Entry
+from tunewell.training.engine import train
+from tunewell.training.optimizers.base import Update, guard_gradients, rate_at
+from tunewell.training.run import resume
 
 PEAK = 3e-4
 LENGTHS = [(100, 7), (100, 0), (12, 1), (5, 3), (1, 0), (4, 4), (3, 10)]
@@ -83,3 +89,52 @@ def test_the_drawing_in_the_docstring_is_true():
     """Guards the words that explain the offset."""
     rates = [rate_at(k, num_steps=8, warmup_steps=3, peak=1.0, schedule="linear") for k in range(8)]
     assert rates == pytest.approx([1 / 3, 2 / 3, 1, 1, 4 / 5, 3 / 5, 2 / 5, 1 / 5])
+
+
+class Lion:
+    """A toy optimizer: the sign of the gradient, and one counter as state."""
+
+    def __init__(self, parameters, settings):
+        self.parameters, self.count = parameters, torch.zeros(())
+
+    def prepare(self):
+        pass
+
+    def update(self, *, rate, max_norm, loss, scaler, norm_limit=float("inf")):
+        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        guard = guard_gradients(grads, loss=loss, scaler=scaler, max_norm=max_norm, norm_limit=norm_limit)
+        with torch.no_grad():
+            for parameter in self.parameters.values():
+                step = torch.where(guard.was_skipped == 1, 0.0, parameter.grad.sign())
+                parameter.sub_(rate * step)
+        self.count += 1
+        self.zero_grad()
+        return Update(guard.norm, guard.was_skipped)
+
+    def zero_grad(self):
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def state_tensors(self):
+        return {"count": self.count}
+
+    def load_state(self, tensors):
+        self.count = tensors.get("count", torch.zeros(())).clone()
+
+    def move(self, device):
+        self.count = self.count.to(device)
+
+
+def test_a_new_optimizer_is_one_class_and_one_registry_line(tmp_path, monkeypatch):
+    """Config, training, checkpoints and resume take it by its name; nothing else knows AdamW."""
+    monkeypatch.setattr(OPTIMIZERS, "_entries", dict(OPTIMIZERS._entries))
+    OPTIMIZERS.add(Entry("lion", "the sign of the gradient", f"{__name__}:Lion"))
+    config = {"train": {"optimizer": "lion"}}
+    run = make_run(tmp_path / "run", config=config, plan={"learning_rate": 1e-3})
+    assert isinstance(run.learner.optimizer, Lion) and train(run).status == "finished"
+    assert all(weight.abs().max() > 0 for name, weight in run.learner.parameters.items() if name.endswith("lora_B"))
+    again = make_run(tmp_path / "run", config=config)
+    resume(again, again.checkpoints.load(again.checkpoints.newest()))
+    assert again.learner.optimizer.count == 12
+    with pytest.raises(ValueError, match="optimizer"):
+        Train(optimizer="sgd")

@@ -1,0 +1,154 @@
+"""The Optimizer protocol, and what every optimizer shares: gradient guard, fp16 loss scaler, learning-rate schedule.
+
+To add an optimizer, write a class with the methods of `Optimizer` in this package and add one line to `OPTIMIZERS` in
+`config/optimizers.py`. `train.optimizer`, `--help` and the docs take its name and description from there.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tunewell.config.optimizers import OPTIMIZERS
+from tunewell.config.schema import Train
+
+Schedule = Literal["cosine", "linear", "constant"]
+_GROWTH_INTERVAL = 2000
+"""Steps without an overflow after which the loss scale is doubled, as in torch's GradScaler."""
+_FIRST_SCALE = 2.0**16
+
+
+class Optimizer(Protocol):
+    """Turns gradients into new weights. The registry's class is called with the named parameters and the settings.
+
+    No method may wait for the device: everything that depends on a gradient stays a tensor.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], settings: Train) -> None: ...
+
+    def prepare(self) -> None:
+        """Allocate the state of every parameter that has a gradient and no state yet.
+
+        Called before each update. An out-of-memory error here leaves weights and state as they were.
+        """
+        ...
+
+    def update(
+        self, *, rate: float, max_norm: float | None, loss: Tensor, scaler: "Scaler", norm_limit: float = math.inf
+    ) -> "Update":
+        """Clip the gradients to `max_norm`, update the weights at this learning rate, and drop the gradients.
+
+        Nothing changes if the loss or a gradient is not finite, or the gradient norm is above `norm_limit`.
+        """
+        ...
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        ...
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return the state as `PARAMETER/PART` -> tensor, for a checkpoint."""
+        ...
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Replace the state by that of a checkpoint; no tensors reset it."""
+        ...
+
+    def move(self, device: str) -> None:
+        """Move the state to the device that the parameters have moved to."""
+        ...
+
+
+def build_optimizer(parameters: dict[str, nn.Parameter], settings: Train) -> Optimizer:
+    """Return the optimizer that `train.optimizer` names, over the trainable parameters."""
+    return OPTIMIZERS.load(settings.optimizer)(parameters, settings)
+
+
+@dataclass(frozen=True)
+class Update:
+    """The result of an update, still on the device."""
+
+    grad_norm: Tensor
+    """Before clipping."""
+    was_skipped: Tensor
+    """1 if nothing was changed, else 0."""
+
+
+@dataclass
+class Scaler:
+    """The loss scale of fp16: halved when a gradient overflows, doubled after 2,000 steps without an overflow.
+
+    It lives on the device, so that nothing waits for it. With other precisions it is 1 and constant.
+    """
+
+    scale: Tensor
+    steps_since: Tensor
+    """Steps since the last overflow."""
+    is_on: bool
+
+    @classmethod
+    def make(cls, precision: str, device: torch.device) -> "Scaler":
+        """Return the initial scaler of a precision."""
+        is_on = precision == "fp16"
+        first = _FIRST_SCALE if is_on else 1.0
+        return cls(torch.full((), first, device=device), torch.zeros((), device=device), is_on)
+
+    def update(self, found_inf: Tensor) -> None:
+        """Adapt the scale to a step; `found_inf` is 1 if its gradients overflowed."""
+        if not self.is_on:
+            return
+        self.steps_since = (self.steps_since + 1) * (1 - found_inf)
+        grows = (self.steps_since >= _GROWTH_INTERVAL).float()
+        self.scale = self.scale * (1 - 0.5 * found_inf) * (1 + grows)
+        self.steps_since = self.steps_since * (1 - grows)
+
+
+@dataclass(frozen=True)
+class GradientGuard:
+    """What the gradients of a step allow, as tensors of one number on their device."""
+
+    norm: Tensor
+    """Of the unscaled gradients, before clipping."""
+    found_inf: Tensor
+    """1 if the loss or a gradient is not finite."""
+    was_skipped: Tensor
+    """1 if the update must be left out: not finite, or above the norm limit."""
+    shrink: Tensor
+    """The factor that clips the gradients; 1 if they are short enough."""
+
+
+def guard_gradients(
+    grads: Iterable[Tensor], *, loss: Tensor, scaler: Scaler, max_norm: float | None, norm_limit: float
+) -> GradientGuard:
+    """Measure the gradients without waiting for the device."""
+    norm = torch.nn.utils.get_total_norm(grads, foreach=True) / scaler.scale
+    found_inf = (~(torch.isfinite(norm) & torch.isfinite(loss))).float()
+    was_skipped = torch.maximum(found_inf, (norm > norm_limit).float())
+    shrink = torch.ones_like(norm) if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    return GradientGuard(norm, found_inf, was_skipped, shrink)
+
+
+def rate_at(
+    step: int, *, num_steps: int, warmup_steps: int, peak: float, schedule: Schedule, min_share: float = 0.0
+) -> float:
+    """Return the learning rate of update number `step`, counted from 0.
+
+        warmup_steps = 3, num_steps = 8, linear to 0
+        step    0    1    2    3    4    5    6    7   (8)
+        share  1/3  2/3   1    1   4/5  3/5  2/5  1/5  (0)
+
+    The warm-up starts at 1/warmup_steps, not at zero, so that no update is wasted. After it the rate equals that of
+    transformers' schedule of the same name. The last update is one stride above the floor `min_share * peak`, which
+    only a step after the last would reach.
+    """
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    if schedule == "constant":
+        return peak
+    # Not beyond the end: a cosine would rise again.
+    progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
+    left = 0.5 * (1.0 + math.cos(math.pi * progress)) if schedule == "cosine" else 1.0 - progress
+    return peak * (min_share + (1.0 - min_share) * left)
