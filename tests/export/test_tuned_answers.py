@@ -38,11 +38,11 @@ def tuned(tmp_path_factory) -> Path:
 
 def test_forty_questions_are_answered_alike(tuned: Path) -> None:
     voice = open_chat_model(resolve_model(tuned / "run"), device="cpu", precision="fp32")
-    questions = questions_of(open_corpus(tuned / "corpus").held_out, number=40, spell=voice.spell)
+    questions = questions_of(open_corpus(tuned / "corpus").held_out, number=40, spell=voice.decode)
     prompts = [question.ids for question in questions]
     assert len(prompts) == 40
     how = {"max_new_tokens": NUM_TOKENS, "stop_ids": voice.stop_ids}
-    ours = [answer.ids for answer in generate(voice.model, prompts, pad_id=voice.pad_id, **how)]
+    ours = [answer.ids for answer in generate(voice.model, prompts, pad_id=min(voice.stop_ids), **how)]
     assert len({tuple(ids) for ids in ours}) > 20
     with find_llama().open(tuned / "x" / "gguf" / "run-f16.gguf", context=512) as model:
         theirs = [list(model.generate(prompt, **how)) for prompt in prompts]

@@ -71,12 +71,12 @@ def test_answers_are_those_of_transformers_and_peft_turn_after_turn(random_model
     voice = voice_of(adapter if has_adapter else random_model)
     answers = set()
     for question in SENTENCES[:5]:
-        chat = Chat(voice, system="Be brief.", manner=ChatOptions(length=9))
+        chat = Chat(voice, system="Be brief.", options=ChatOptions(length=9))
         messages = [{"role": "system", "content": "Be brief."}]
         for text in (question, "And then?"):
             messages.append({"role": "user", "content": text})
             expected = by_transformers(theirs.eval(), tokenizer, messages, 9, voice.stop_ids)
-            assert "".join(chat.say(text)) == expected == chat.answer.text
+            assert "".join(chat.reply(text)) == expected == chat.answer.text
             messages.append({"role": "assistant", "content": expected})
             answers.add(expected)
         assert [{"role": "system", "content": "Be brief."}, *chat.messages] == messages
@@ -85,28 +85,28 @@ def test_answers_are_those_of_transformers_and_peft_turn_after_turn(random_model
 
 def test_the_base_answers_the_same_prompt_and_the_adapter_is_back_afterwards(random_model, adapter):
     voice = voice_of(adapter)
-    alone = Chat(voice_of(random_model), manner=ChatOptions(length=12))
-    expected = "".join(alone.say("hello"))
-    chat = Chat(voice, manner=ChatOptions(length=12))
-    own = "".join(chat.say("hello"))
-    beside = chat.base_says()
+    alone = Chat(voice_of(random_model), options=ChatOptions(length=12))
+    expected = "".join(alone.reply("hello"))
+    chat = Chat(voice, options=ChatOptions(length=12))
+    own = "".join(chat.reply("hello"))
+    beside = chat.base_reply()
     assert next(beside)
     beside.close()
-    assert "".join(chat.base_says()) == expected != own
+    assert "".join(chat.base_reply()) == expected != own
     chat.undo()
-    assert "".join(chat.say("hello")) == own
+    assert "".join(chat.reply("hello")) == own
     assert [message["content"] for message in chat.messages] == ["hello", own]
 
 
 def test_an_answer_says_how_it_ended(parrot, endless):
     chat = Chat(parrot)
-    assert "".join(chat.say("hi")) == "Yes, ok."
+    assert "".join(chat.reply("hi")) == "Yes, ok."
     assert (chat.answer.ended, chat.answer.num_tokens > 3, chat.answer.seconds > 0) == ("end", True, True)
-    chat = Chat(endless, manner=ChatOptions(length=20))
-    "".join(chat.say("hi"))
+    chat = Chat(endless, options=ChatOptions(length=20))
+    "".join(chat.reply("hi"))
     assert (chat.answer.ended, chat.answer.num_tokens) == ("length", 20)
-    chat.set_manner(length=1000)
-    "".join(chat.say("hi"))
+    chat.set_options(length=1000)
+    "".join(chat.reply("hi"))
     assert chat.answer.ended == "context"
     assert chat.answer.num_tokens + chat.answer.num_prompt_tokens == chat.context == 256
 
@@ -114,8 +114,8 @@ def test_an_answer_says_how_it_ended(parrot, endless):
 def test_what_was_said_can_be_taken_back(parrot):
     chat = Chat(parrot)
     assert not chat.undo()
-    "".join(chat.say("one"))
-    "".join(chat.say("two"))
+    "".join(chat.reply("one"))
+    "".join(chat.reply("two"))
     assert chat.undo() and [message["content"] for message in chat.messages] == ["one", "Yes, ok."]
     chat.reset()
     assert chat.messages == [] and not chat.undo()
@@ -123,7 +123,7 @@ def test_what_was_said_can_be_taken_back(parrot):
 
 def test_an_answer_that_was_stopped_is_kept_as_far_as_it_came(endless):
     chat = Chat(endless)
-    parts = chat.say("hi")
+    parts = chat.reply("hi")
     assert next(parts) + next(parts) == chat.answer.text
     parts.close()
     assert chat.messages[-1] == {"role": "assistant", "content": chat.answer.text}
@@ -134,15 +134,15 @@ def test_a_conversation_that_outgrows_the_context_forgets_its_beginning_but_not_
     chat = Chat(parrot, system="Answer kindly.")
     seen = []
     for number in range(12):
-        "".join(chat.say(f"question {number}, and some more words about it"))
-        seen.append((chat.answer.num_forgotten, chat.answer.num_prompt_tokens))
+        "".join(chat.reply(f"question {number}, and some more words about it"))
+        seen.append((chat.answer.num_dropped, chat.answer.num_prompt_tokens))
         assert chat.answer.ended == "end"
         assert "Answer kindly." in parrot.spell(chat._prompt) and f"question {number}," in parrot.spell(chat._prompt)
     assert seen[0][0] == 0 and seen[-1][0] > 0 and seen[-1][0] % 2 == 0
     assert all(length <= 256 - 64 for _, length in seen)
     assert len(chat.messages) == 24, "what the model no longer sees is still there to be saved"
     with pytest.raises(UserError, match="too long for the model's context of 256"):
-        chat.say("long " * 300)
+        chat.reply("long " * 300)
     assert len(chat.messages) == 24
 
 
@@ -153,24 +153,24 @@ def test_a_saved_conversation_can_be_learned_from(parrot, endless, tiny_model, t
     chat = Chat(parrot, system="Be kind.")
     with pytest.raises(UserError, match="nothing was said"):
         chat.save(file)
-    "".join(chat.say("one"))
+    "".join(chat.reply("one"))
     assert chat.save(file) == 1
-    "".join(chat.say("two <|im_end|>"))
+    "".join(chat.reply("two <|im_end|>"))
     assert chat.save(file) == 2
     chat.reset()
-    "".join(chat.say("three"))
+    "".join(chat.reply("three"))
     chat.save(file)
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     assert [len(row.get("messages", ())) for row in rows] == [0, 5, 3]
     assert rows[1]["messages"][0] == {"role": "system", "content": "Be kind."}
     with file.open("a", encoding="utf-8") as others:
         others.write('{"question": "by another hand?", "answer": "yes"}\n')
-    "".join(chat.say("four"))
+    "".join(chat.reply("four"))
     chat.save(file)
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     assert [len(row.get("messages", ())) for row in rows] == [0, 5, 0, 5], "what others added since is kept"
-    cut = Chat(endless, manner=ChatOptions(length=5))
-    "".join(cut.say("four"))
+    cut = Chat(endless, options=ChatOptions(length=5))
+    "".join(cut.reply("four"))
     cut.save(tmp_path / "cut.jsonl")
     assert json.loads((tmp_path / "cut.jsonl").read_text())["messages"][-1]["weight"] == 0
     told = prepare(tmp_path, tiny_model, file, tmp_path / "cut.jsonl", sets=["data.held_out=0"])
@@ -189,7 +189,7 @@ def test_drawing_follows_the_seed(random_model):
     voice = voice_of(random_model)
 
     def said(seed: int) -> str:
-        return "".join(Chat(voice, manner=ChatOptions(temperature=1.0, length=20, seed=seed)).say("hi"))
+        return "".join(Chat(voice, options=ChatOptions(temperature=1.0, length=20, seed=seed)).reply("hi"))
 
     assert said(1) == said(1) != said(2)
 
@@ -207,8 +207,8 @@ def test_a_space_that_the_template_puts_before_replies_does_not_grow_from_turn_t
     assert voice.masker is not None and voice.masker.frame.leading_space == " "
     chat = Chat(voice)
     for _ in range(3):
-        assert "".join(chat.say("hi")) == "Yes"
-    assert voice.spell(chat._prompt).count("<|im_start|>assistant: Yes<|im_end|>") == 2
+        assert "".join(chat.reply("hi")) == "Yes"
+    assert voice.decode(chat._prompt).count("<|im_start|>assistant: Yes<|im_end|>") == 2
 
 
 def test_a_model_without_a_template_goes_on_with_the_text(tiny_model, tmp_path):
@@ -218,9 +218,9 @@ def test_a_model_without_a_template_goes_on_with_the_text(tiny_model, tmp_path):
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     voice = voice_of(folder)
     assert voice.masker is None
-    chat = Chat(voice, manner=ChatOptions(length=4))
-    first = "".join(chat.say("Once upon"))
-    "".join(chat.say(" and then"))
-    assert voice.spell(chat._prompt) == "Once upon" + first + " and then"
+    chat = Chat(voice, options=ChatOptions(length=4))
+    first = "".join(chat.reply("Once upon"))
+    "".join(chat.reply(" and then"))
+    assert voice.decode(chat._prompt) == "Once upon" + first + " and then"
     with pytest.raises(UserError, match="no chat template"):
         chat.set_system("Be kind.")

@@ -1,4 +1,4 @@
-"""A model that can be spoken to: where it stops, what it computes in, and its base at hand."""
+"""An opened model: its stop tokens, its precision, and its base model."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from parrots import END, write_parrot, write_random
 from tunewell.core.errors import UserError
-from tunewell.inference.chat_model import open_chat_model, open_without_model
+from tunewell.inference.chat_model import open_chat_model, open_without_weights
 from tunewell.inference.runtime import next_logits
 from tunewell.runs.resolve import resolve_model
 
@@ -42,10 +42,10 @@ def logits(model: PreTrainedModel) -> np.ndarray:
 
 def test_a_voice_is_frozen_in_eval_mode_and_stops_at_the_end_of_a_turn(model: Path) -> None:
     voice = open_chat_model(resolve_model(model), device="cpu")
-    assert voice.tokenizer.backend.token_to_id(END) in voice.stop_ids and voice.pad_id in voice.stop_ids
+    assert voice.tokenizer.backend.token_to_id(END) in voice.stop_ids
     assert not voice.model.training and not any(p.requires_grad for p in voice.model.parameters())
     assert voice.precision == "fp32" and voice.masker is not None and not voice.has_base
-    assert voice.spell(voice.tokenizer.backend.encode("Hello", add_special_tokens=False).ids) == "Hello"
+    assert voice.decode(voice.tokenizer.backend.encode("Hello", add_special_tokens=False).ids) == "Hello"
 
 
 def test_the_makers_own_end_is_one_too(tmp_path: Path, tiny_model: Path) -> None:
@@ -57,9 +57,9 @@ def test_the_makers_own_end_is_one_too(tmp_path: Path, tiny_model: Path) -> None
 def test_switched_off_an_adapter_is_its_base(model: Path, tmp_path: Path) -> None:
     folder = peft_adapter(tmp_path / "adapter", model)
     voice = open_chat_model(resolve_model(folder), device="cpu", with_base=True)
-    assert voice.can_switch and voice.has_base
+    assert voice.can_disable_adapter and voice.has_base
     own = AutoModelForCausalLM.from_pretrained(model)
-    with voice.as_base() as base:
+    with voice.base_runtime() as base:
         assert base.model is voice.model and np.allclose(logits(base.model), logits(own), atol=1e-5)
     assert not np.allclose(logits(voice.model), logits(own), atol=1e-2)
 
@@ -68,15 +68,15 @@ def test_an_adapter_with_a_whole_module_of_its_own_needs_its_base_apart(model: P
     """The head it brings is not switched off with its matrices."""
     folder = peft_adapter(tmp_path / "adapter", model, modules_to_save=["lm_head"])
     voice = open_chat_model(resolve_model(folder), device="cpu", with_base=True)
-    assert not voice.can_switch and voice.has_base
-    with voice.as_base() as base:
+    assert not voice.can_disable_adapter and voice.has_base
+    with voice.base_runtime() as base:
         assert base.model is not voice.model
         assert np.allclose(logits(base.model), logits(AutoModelForCausalLM.from_pretrained(model)), atol=1e-5)
 
 
 def test_all_but_the_model_is_known_of_one_that_cannot_be_loaded(model: Path) -> None:
-    voice = open_without_model(resolve_model(model), device="cpu")
-    assert voice.model is None and voice.tokenizer.vocab_size == 500 and voice.precision == "fp32"
+    voice = open_without_weights(resolve_model(model), device="cpu")
+    assert not voice.is_loaded and voice.tokenizer.vocab_size == 500 and voice.precision == "fp32"
 
 
 def test_a_model_that_is_not_there_is_said(tmp_path: Path) -> None:

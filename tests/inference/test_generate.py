@@ -6,7 +6,7 @@ from tiny_models import logits, tiny
 from tokenizers import Tokenizer
 from transformers import GenerationConfig
 
-from tunewell.inference.generate import Decoding, Generated, generate, stop_ids_of
+from tunewell.inference.generate import Decoding, Generated, corpus_stop_ids, generate
 from tunewell.models import attention
 from tunewell.records.manifest import TemplateRecord
 
@@ -149,7 +149,7 @@ def test_answers_stop_where_the_corpus_ends_a_turn_or_a_text(tiny_model):
         return type("Manifest", (), {"templates": records})()
 
     ends = {name: Loaded.backend.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>")}
-    assert stop_ids_of(Loaded(), corpus("<|im_end|>", "<|im_end|>")) == sorted(ends.values())
-    assert stop_ids_of(Loaded(), corpus("", "no single token")) == [ends["<|endoftext|>"]]
+    assert corpus_stop_ids(Loaded(), corpus("<|im_end|>", "<|im_end|>")) == sorted(ends.values())
+    assert corpus_stop_ids(Loaded(), corpus("", "no single token")) == [ends["<|endoftext|>"]]
     Loaded.special_tokens = {}
-    assert stop_ids_of(Loaded(), corpus()) == []
+    assert corpus_stop_ids(Loaded(), corpus()) == []

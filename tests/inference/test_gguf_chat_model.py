@@ -47,7 +47,7 @@ def dequantised(file: Path) -> PreTrainedModel:
 
 
 def voice_of(place: Path, **more) -> ChatModel:
-    return open_chat_model(resolve_model(place, **more), with_base=bool(more), in_llama_cpp=True)
+    return open_chat_model(resolve_model(place, **more), with_base=bool(more), backend="llama_cpp")
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +67,11 @@ def test_a_conversation_is_token_for_token_that_of_transformers(
     voice: ChatModel, folder: Path, dequantised: PreTrainedModel
 ) -> None:
     """Several turns on one cache, as they are streamed: a position or a token off by one, and the words differ."""
-    assert isinstance(voice.runtime, LlamaRuntime) and voice.model is None
+    assert isinstance(voice.runtime, LlamaRuntime) and voice.computed_by
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    chat = Chat(voice, manner=ChatOptions(length=12))
+    chat = Chat(voice, options=ChatOptions(length=12))
     for question in QUESTIONS:
-        pieces = list(chat.say(question))
+        pieces = list(chat.reply(question))
         expected = by_transformers(dequantised, chat._prompt, 12, voice.stop_ids)
         words = tokenizer.decode(expected, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert "".join(pieces) == chat.answer.text == words
@@ -79,15 +79,15 @@ def test_a_conversation_is_token_for_token_that_of_transformers(
     plain = tokenizer.apply_chat_template(
         [{"role": "user", "content": QUESTIONS[0]}], add_generation_prompt=True, return_dict=False
     )
-    fresh = Chat(voice, manner=ChatOptions(length=1))
-    list(fresh.say(QUESTIONS[0]))
+    fresh = Chat(voice, options=ChatOptions(length=1))
+    list(fresh.reply(QUESTIONS[0]))
     assert fresh._prompt == plain
 
 
 def test_answers_in_a_row_are_those_of_transformers(voice: ChatModel, dequantised: PreTrainedModel) -> None:
     draw = torch.Generator().manual_seed(2)
     prompts = [torch.randint(4, 490, (length,), generator=draw).tolist() for length in (1, 9, 40, 244, 256, 300)]
-    found = voice.runtime.answer_all(prompts, max_new_tokens=16, stop_ids=[7, *voice.stop_ids], pad_id=0)
+    found = voice.runtime.generate(prompts, max_new_tokens=16, stop_ids=[7, *voice.stop_ids])
     stops = [7, *voice.stop_ids]
     rooms = [min(16, max(0, 256 - len(prompt))) for prompt in prompts]
     expected = [
@@ -101,26 +101,26 @@ def test_answers_in_a_row_are_those_of_transformers(voice: ChatModel, dequantise
 
 def test_answers_end_and_are_stopped_as_elsewhere(voice: ChatModel, parrot: Path) -> None:
     chat = Chat(voice_of(parrot))
-    assert "".join(chat.say("hi")) == "Yes, ok." and chat.answer.ended == "end"
-    chat = Chat(voice, manner=ChatOptions(length=1000))
+    assert "".join(chat.reply("hi")) == "Yes, ok." and chat.answer.ended == "end"
+    chat = Chat(voice, options=ChatOptions(length=1000))
     voice.stop_ids, known = [], voice.stop_ids
-    list(chat.say("hi"))
+    list(chat.reply("hi"))
     assert chat.answer.ended == "context" and chat.context == 256
     assert chat.answer.num_tokens + chat.answer.num_prompt_tokens == 256
-    chat = Chat(voice, manner=ChatOptions(length=5))
-    list(chat.say("hi"))
+    chat = Chat(voice, options=ChatOptions(length=5))
+    list(chat.reply("hi"))
     assert (chat.answer.ended, chat.answer.num_tokens) == ("length", 5)
-    parts = chat.say("more")
+    parts = chat.reply("more")
     next(parts)
     parts.close()
     assert chat.answer.ended == "stopped"
-    assert "".join(chat.say("again")) == chat.answer.text
+    assert "".join(chat.reply("again")) == chat.answer.text
     voice.stop_ids = known
 
 
 def test_drawn_answers_repeat_with_their_seed(voice: ChatModel) -> None:
     def said(seed: int) -> str:
-        return "".join(Chat(voice, manner=ChatOptions(temperature=1.5, length=12, seed=seed)).say("hi"))
+        return "".join(Chat(voice, options=ChatOptions(temperature=1.5, length=12, seed=seed)).reply("hi"))
 
     assert said(3) == said(3) and len({said(seed) for seed in range(4)}) > 1
 
@@ -128,15 +128,15 @@ def test_drawn_answers_repeat_with_their_seed(voice: ChatModel) -> None:
 def test_without_a_library_the_weights_are_dequantised_and_that_is_said(
     voice: ChatModel, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = Chat(voice, manner=ChatOptions(length=8))
-    list(here.say("hi"))
-    monkeypatch.setattr("tunewell.inference.llama_cpp.library.known_places", lambda: iter(()))
+    here = Chat(voice, options=ChatOptions(length=8))
+    list(here.reply("hi"))
+    monkeypatch.setattr("tunewell.inference.llama_cpp.library.installed_candidates", lambda: iter(()))
     monkeypatch.delenv("TUNEWELL_LLAMA_CPP", raising=False)
     without = voice_of(file)
     assert without.model is not None and without.computed_by == ""
     assert any("no llama.cpp library" in note and "transformers computes" in note for note in without.notes)
-    there = Chat(without, manner=ChatOptions(length=8))
-    list(there.say("hi"))
+    there = Chat(without, options=ChatOptions(length=8))
+    list(there.reply("hi"))
     assert there.answer.text == here.answer.text and without.stop_ids == voice.stop_ids
 
 
@@ -152,16 +152,16 @@ def test_only_a_file_that_is_asked_as_it_is_goes_to_llama_cpp(folder: Path, file
 
 def test_a_template_whose_tokens_the_file_lacks_needs_other_rows(file: Path) -> None:
     subject = resolve_model(file, template="llama3", sets=["template.add_missing_tokens=true"])
-    voice = open_chat_model(subject, device="cpu", in_llama_cpp=True)
+    voice = open_chat_model(subject, device="cpu", backend="llama_cpp")
     assert voice.model is not None and any("which the file does not have" in note for note in voice.notes)
 
 
 def test_a_base_answers_beside_it_whatever_it_is(parrot: Path, folder: Path, file: Path) -> None:
     said = []
     for base in (file, folder):
-        chat = Chat(voice_of(parrot, base=str(base)), manner=ChatOptions(length=8))
-        assert "".join(chat.say("hi")) == "Yes, ok."
-        said.append("".join(chat.base_says()))
+        chat = Chat(voice_of(parrot, base=str(base)), options=ChatOptions(length=8))
+        assert "".join(chat.reply("hi")) == "Yes, ok."
+        said.append("".join(chat.base_reply()))
     assert said[0] == said[1] != "Yes, ok."
 
 

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from tunewell.core.errors import UserError
 from tunewell.core.model_files import locate
+from tunewell.inference.generate import Decoding
 from tunewell.inference.llama_cpp import library as llama_cpp
-from tunewell.inference.llama_cpp.calls import Calls, Unusable
+from tunewell.inference.llama_cpp.bindings import Bindings, UnusableLibrary
 from tunewell.inference.llama_cpp.library import VARIABLE, LlamaLibrary, find_llama
 from tunewell.inference.llama_cpp.model import LlamaModel
 
@@ -116,8 +117,8 @@ def test_greedy_answers_are_those_of_transformers(model: LlamaModel, reference: 
 
 def test_tokens_are_computed_when_they_are_asked_for(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    original = model._read
-    monkeypatch.setattr(model, "_read", lambda ids, **more: read.append(len(ids)) or original(ids, **more))
+    original = model._forward
+    monkeypatch.setattr(model, "_forward", lambda ids, **more: read.append(len(ids)) or original(ids, **more))
     answer = model.generate(some_ids(30), max_new_tokens=10, stop_ids=())
     assert read == []
     next(answer)
@@ -136,8 +137,8 @@ def test_a_conversation_is_read_once(
     longer = [*first, *said, *some_ids(20, seed=1)]
     other = [*first[:25], *some_ids(30, seed=2)]
     read: list[int] = []
-    original = model._read
-    monkeypatch.setattr(model, "_read", lambda ids, **more: read.append(len(ids)) or original(ids, **more))
+    original = model._forward
+    monkeypatch.setattr(model, "_forward", lambda ids, **more: read.append(len(ids)) or original(ids, **more))
     for ids, num_new in ((longer, 21), (other, 30), (other, 1)):
         read.clear()
         found = list(model.generate(ids, max_new_tokens=10, stop_ids=()))
@@ -190,7 +191,10 @@ def test_the_file_says_what_was_written(model: LlamaModel, reference: PreTrained
 
 def test_chances_of_drawn_tokens_are_those_of_the_logits(model: LlamaModel) -> None:
     ids = some_ids(9)
-    drawn = [next(model.generate(ids, max_new_tokens=1, stop_ids=(), temperature=0.7, seed=n)) for n in range(600)]
+    drawn = [
+        next(model.generate(ids, max_new_tokens=1, stop_ids=(), decoding=Decoding(temperature=0.7, seed=n)))
+        for n in range(600)
+    ]
     scaled = model.logits(ids)[-1].astype(np.float64) / 0.7
     chances = np.exp(scaled - scaled.max()) / np.exp(scaled - scaled.max()).sum()
     likeliest = int(chances.argmax())
@@ -198,10 +202,14 @@ def test_chances_of_drawn_tokens_are_those_of_the_logits(model: LlamaModel) -> N
     assert abs(drawn.count(likeliest) / 600 - chances[likeliest]) < 3 * np.sqrt(chances[likeliest] / 600) + 1e-3
     assert len(set(drawn)) > 5
     few = {
-        next(model.generate(ids, max_new_tokens=1, stop_ids=(), temperature=5, top_p=1e-6, seed=n)) for n in range(9)
+        next(model.generate(ids, max_new_tokens=1, stop_ids=(), decoding=Decoding(temperature=5, top_p=1e-6, seed=n)))
+        for n in range(9)
     }
     assert few == {likeliest}
-    again = [list(model.generate(ids, max_new_tokens=8, stop_ids=(), temperature=1, seed=5)) for _ in range(2)]
+    again = [
+        list(model.generate(ids, max_new_tokens=8, stop_ids=(), decoding=Decoding(temperature=1, seed=5)))
+        for _ in range(2)
+    ]
     assert again[0] == again[1]
 
 
@@ -309,7 +317,7 @@ def test_what_llama_cpp_says_is_kept_and_shown_on_failure(
     file.write_bytes(data)
     with library.open(file, context=32, threads=1) as opened:
         opened.logits([1, 2])
-    assert any("llama" in line for _, line in library.calls.log.lines)
+    assert any("llama" in line for _, line in library.bindings.log.lines)
     assert capfd.readouterr() == ("", "")
 
 
@@ -343,30 +351,30 @@ def test_mistakes_that_would_end_the_process_are_refused(
 def test_a_library_laid_out_otherwise_is_refused(library: LlamaLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     """A field in front of the others would put a thread count where a context belongs."""
     for name, make in (
-        ("llama_context_default_params", lambda calls: calls.context_parameters(context=64, batch=64)),
-        ("llama_model_default_params", lambda calls: calls.model_parameters()),
+        ("llama_context_default_params", lambda bindings: bindings.context_parameters(context=64, batch=64)),
+        ("llama_model_default_params", lambda bindings: bindings.model_parameters()),
     ):
-        original = getattr(library.calls.do, name)
+        original = getattr(library.bindings.api, name)
 
         def shifted(original: Any = original) -> Any:
             made = original()
-            made.words[1:40] = made.words[0:39]
+            made.int32s[1:40] = made.int32s[0:39]
             return made
 
         with monkeypatch.context() as patch:
-            patch.setattr(library.calls.do, name, shifted)
-            with pytest.raises(Unusable, match="laid out in an unknown way"):
-                make(library.calls)
-        make(library.calls)
+            patch.setattr(library.bindings.api, name, shifted)
+            with pytest.raises(UnusableLibrary, match="unknown layout"):
+                make(library.bindings)
+        make(library.bindings)
 
 
 def test_no_library_is_said_with_a_way_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(llama_cpp, "known_places", lambda: iter(()))
-    with pytest.raises(UserError, match=r"no llama\.cpp library") as none:
+    monkeypatch.setattr(llama_cpp, "installed_candidates", lambda: iter(()))
+    with pytest.raises(UserError, match=r"no usable llama\.cpp library") as none:
         find_llama()
     assert 'pip install "tunewell[export]"' in str(none.value)
-    with pytest.raises(UserError, match=r"no llama\.cpp library at the path"):
+    with pytest.raises(UserError, match=r"no llama\.cpp library at the given path"):
         find_llama(tmp_path)
     strange = next(path for path in map(Path, _loaded_libraries()) if path.name.startswith("libc."))
     with pytest.raises(UserError, match="has no `llama_backend_init`"):
@@ -385,8 +393,8 @@ def test_the_variable_names_a_library(library: LlamaLibrary, monkeypatch: pytest
 
 
 def test_a_library_is_loaded_once(library: LlamaLibrary) -> None:
-    assert find_llama().calls is library.calls
-    assert isinstance(library.calls, Calls) and library.version
+    assert find_llama().bindings is library.bindings
+    assert isinstance(library.bindings, Bindings) and library.version
 
 
 def _loaded_libraries() -> list[str]:

@@ -13,13 +13,13 @@ from transformers import GenerationConfig, LlamaForCausalLM
 
 from tunewell.inference import runtime as measuring
 from tunewell.inference.runtime import (
-    Measured,
-    Texts,
-    answer_all,
-    bad_weights,
-    bad_weights_in,
+    DocumentLosses,
+    TextDocuments,
+    TorchRuntime,
     measure_losses,
     next_logits,
+    nonfinite_weights,
+    nonfinite_weights_in,
 )
 from tunewell.methods.base import trainable_parameters
 from tunewell.models.packed_forward import PackedModel
@@ -77,7 +77,8 @@ def test_answers_are_those_of_transformers_token_for_token(
     """Forty prompts of many lengths; in a batch each is answered as if it were alone."""
     ours, expected = models[kind][0], answers[kind]
     prompts = prompts_of(40)
-    found = answer_all(ours, prompts, max_new_tokens=NEW_TOKENS, stop_ids=STOPS, pad_id=STOPS[0], batch_size=batch_size)
+    runtime = TorchRuntime(ours, "fp32")
+    found = runtime.generate(prompts, max_new_tokens=NEW_TOKENS, stop_ids=STOPS, batch_size=batch_size)
     assert [(answer.ids, answer.ended) for answer in found] == expected
     assert len({ended for _, ended in expected}) == 2, "some must end and some must not"
 
@@ -103,7 +104,7 @@ def test_losses_are_those_of_transformers(models: Any, kind: str, budget: int, m
 
 
 def test_means_of_parts_add_up_to_the_mean_of_the_whole() -> None:
-    measured = Measured(np.arange(4), np.array([1.0, 2.0, 3.0, 8.0]), np.array([1, 2, 3, 2]))
+    measured = DocumentLosses(np.arange(4), np.array([1.0, 2.0, 3.0, 8.0]), np.array([1, 2, 3, 2]))
     first = np.array([True, False, True, False])
     assert measured.mean() == 14 / 8 and measured.mean(first) == 4 / 4 and measured.mean(~first) == 10 / 4
     assert np.isnan(measured.mean(np.zeros(4, dtype=bool)))
@@ -120,18 +121,18 @@ def test_logits_of_the_next_token_are_the_models_own(models: Any) -> None:
 
 
 def test_texts_are_documents_whose_first_token_is_given() -> None:
-    texts = Texts([[1, 2, 3], [4], [5, 6, 7, 8]], longest=3)
+    texts = TextDocuments([[1, 2, 3], [4], [5, 6, 7, 8]], longest=3)
     assert len(texts) == 2 and texts.index["length"].tolist() == [3, 3]
     assert [part.tolist() for part in texts.arrays(1)] == [[5, 6, 7], [-100, 6, 7]]
 
 
 def test_values_that_are_not_finite_are_counted_by_tensor(tmp_path: Path) -> None:
     model = tiny_llama()
-    assert bad_weights(model) == {}
+    assert nonfinite_weights(model) == {}
     with torch.no_grad():
         model.model.norm.weight[:3] = torch.inf
         model.lm_head.weight[1, 1] = torch.nan
-    assert bad_weights(model) == {"model.norm.weight": 3, "lm_head.weight": 1}
+    assert nonfinite_weights(model) == {"model.norm.weight": 3, "lm_head.weight": 1}
     tensors = {"a": torch.tensor([1.0, torch.nan]).bfloat16(), "b": torch.ones(2), "c": torch.ones(2).long()}
     save_file(tensors, tmp_path / "model.safetensors")
-    assert bad_weights_in(tmp_path) == {"a": 1} and bad_weights_in(tmp_path / "nowhere") == {}
+    assert nonfinite_weights_in(tmp_path) == {"a": 1} and nonfinite_weights_in(tmp_path / "nowhere") == {}

@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 from tunewell.config.schema import MethodSettings
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.inference.generate import Decoding, generate
-from tunewell.inference.stream import Speller, Stream, stream
+from tunewell.inference.stream import StreamDecoder, TokenStream, stream_tokens
 from tunewell.methods.base import load_adapter, trainable_parameters
 from tunewell.methods.lora import Lora
 from tunewell.models import attention
@@ -48,7 +48,7 @@ def test_greedy_tokens_are_those_of_transformers(kind):
     free = [by_transformers(model, [prompt], 14)[0] for prompt in PROMPTS[:3]]
     stops = (free[0][9],)
     expected = [by_transformers(model, [prompt], 14, stops)[0] for prompt in PROMPTS[:3]]
-    found = [stream(model, prompt, max_new_tokens=14, stop_ids=stops) for prompt in PROMPTS[:3]]
+    found = [stream_tokens(model, prompt, max_new_tokens=14, stop_ids=stops) for prompt in PROMPTS[:3]]
     assert [list(tokens) for tokens in found] == expected
     assert found[0].ended == "end"
     assert [tokens.ended == "length" for tokens in found] == [len(row) == 14 for row in expected]
@@ -84,7 +84,7 @@ def test_forty_prompts_are_answered_as_by_transformers_and_peft(pair):
     alone = [by_transformers(theirs, [prompt], 10, (2, 17))[0] for prompt in prompts]
     eights = [row for at in range(0, 40, 8) for row in by_transformers(theirs, prompts[at : at + 8], 10, (2, 17))]
     assert eights == alone
-    assert [list(stream(model, prompt, max_new_tokens=10, stop_ids=(2, 17))) for prompt in prompts] == alone
+    assert [list(stream_tokens(model, prompt, max_new_tokens=10, stop_ids=(2, 17))) for prompt in prompts] == alone
     for batch_tokens in (1, 8 * 40):
         decoding = Decoding(batch_tokens=batch_tokens)
         found = generate(model, prompts, max_new_tokens=10, stop_ids=(2, 17), pad_id=0, decoding=decoding)
@@ -97,12 +97,12 @@ def test_drawing_follows_the_seed_as_generate_does_and_leaves_the_dice_alone():
     before = torch.get_rng_state()
     for decoding in (Decoding(1.0, seed=3), Decoding(0.7, top_p=0.8, seed=4)):
         [expected] = generate(model, PROMPTS[:1], max_new_tokens=16, stop_ids=[], pad_id=0, decoding=decoding)
-        found = stream(model, PROMPTS[0], max_new_tokens=16, stop_ids=[], decoding=decoding)
+        found = stream_tokens(model, PROMPTS[0], max_new_tokens=16, stop_ids=[], decoding=decoding)
         for at, token in enumerate(found):
             torch.rand(1)  # what the caller draws between two tokens is its own affair
             assert token == expected.ids[at]
     torch.set_rng_state(before)
-    list(stream(model, PROMPTS[0], max_new_tokens=4, stop_ids=[], decoding=Decoding(1.0)))
+    list(stream_tokens(model, PROMPTS[0], max_new_tokens=4, stop_ids=[], decoding=Decoding(1.0)))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -113,7 +113,7 @@ def test_a_stream_can_be_stopped_and_leaves_the_model_as_it_was():
     model.train()
     model.config.use_cache = False
     own = model.generation_config
-    some = stream(model, PROMPTS[0], max_new_tokens=50, stop_ids=[])
+    some = stream_tokens(model, PROMPTS[0], max_new_tokens=50, stop_ids=[])
     assert [next(some), next(some)] and not model.training
     assert torch.is_grad_enabled(), "what the caller does between two tokens is not the stream's affair"
     some.close()
@@ -121,7 +121,7 @@ def test_a_stream_can_be_stopped_and_leaves_the_model_as_it_was():
     assert (list(some), some.ended) == ([], None)
     assert model.training and model.generation_config is own
     assert model.config._attn_implementation == attention.SDPA
-    forgotten = stream(model, PROMPTS[0], max_new_tokens=50, stop_ids=[])
+    forgotten = stream_tokens(model, PROMPTS[0], max_new_tokens=50, stop_ids=[])
     next(forgotten)
     del forgotten
     gc.collect()
@@ -132,22 +132,22 @@ def test_the_end_of_the_context_is_a_reason_of_its_own():
     model = tiny("gpt2", max_position_embeddings=16, n_positions=16)
     cases = {3: ("length", 8), 14: ("context", 2), 16: ("context", 0), 20: ("context", 0), 8: ("length", 8)}
     for length, expected in cases.items():
-        found = stream(model, [5] * length, max_new_tokens=8, stop_ids=[])
+        found = stream_tokens(model, [5] * length, max_new_tokens=8, stop_ids=[])
         number = len(list(found))
         assert (found.ended, number) == expected, length
 
 
 def test_what_goes_wrong_in_the_model_is_raised_where_it_was_asked():
     model = tiny("llama")
-    some = stream(model, [5, 100_000], max_new_tokens=4, stop_ids=[])
+    some = stream_tokens(model, [5, 100_000], max_new_tokens=4, stop_ids=[])
     with pytest.raises(IndexError):
         next(some)
     with pytest.raises(ValueError, match="no tokens"):
-        stream(model, [], max_new_tokens=4, stop_ids=[])
+        stream_tokens(model, [], max_new_tokens=4, stop_ids=[])
 
 
 def test_streaming_says_nothing(capfd, recwarn):
-    list(stream(tiny("llama"), PROMPTS[0], max_new_tokens=4, stop_ids=[], decoding=Decoding(0.5, top_p=0.9)))
+    list(stream_tokens(tiny("llama"), PROMPTS[0], max_new_tokens=4, stop_ids=[], decoding=Decoding(0.5, top_p=0.9)))
     assert capfd.readouterr() == ("", "")
     assert [str(warning.message) for warning in recwarn] == []
 
@@ -188,7 +188,7 @@ def test_the_parts_are_the_whole_and_no_letter_is_broken(name):
     bytes_first = [token for token in range(size) if backend.id_to_token(token).startswith("<0x")] or list(range(256))
     some += [[draw.choice(bytes_first) for _ in range(draw.randint(1, 12))] for _ in range(300)]
     for ids in some:
-        speller = Speller(backend)
+        speller = StreamDecoder(backend)
         parts = [speller.add(token) for token in ids]
         whole = backend.decode(ids, skip_special_tokens=False)
         assert "".join(parts) + speller.finish() == whole == speller.text
@@ -199,7 +199,7 @@ def test_the_parts_are_the_whole_and_no_letter_is_broken(name):
 def test_text_comes_as_soon_as_it_is_certain(name):
     """Held back is a character at most: a screen that shows everything at the end is not streaming."""
     backend = SPELLERS[name]()
-    speller = Speller(backend)
+    speller = StreamDecoder(backend)
     for token in backend.encode("".join(TEXTS[:4]), add_special_tokens=False).ids:
         speller.add(token)
         whole = backend.decode(speller._ids, skip_special_tokens=False)
@@ -207,4 +207,4 @@ def test_text_comes_as_soon_as_it_is_certain(name):
 
 
 def test_a_stream_is_an_iterator():
-    assert isinstance(stream(tiny("llama"), [5], max_new_tokens=1, stop_ids=[]), Stream)
+    assert isinstance(stream_tokens(tiny("llama"), [5], max_new_tokens=1, stop_ids=[]), TokenStream)

@@ -13,7 +13,7 @@ from tunewell.cli.commands.serve import screen
 from tunewell.export.gguf.write import write_gguf
 from tunewell.inference.chat_model import open_chat_model
 from tunewell.runs.resolve import resolve_model
-from tunewell.workflows.serve import Door, VoiceSpeaker, open_server
+from tunewell.workflows.serve import Door, ServedModel, open_server
 
 pytest.importorskip("xllamacpp")
 
@@ -28,9 +28,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 def test_a_file_is_served_as_transformers_would_answer(folder: Path) -> None:
     """Streamed, whole, and after a client that left in the middle: the cache is that of the next text then."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
-    voice = open_chat_model(resolve_model(folder.parent / "model.gguf"), in_llama_cpp=True)
+    voice = open_chat_model(resolve_model(folder.parent / "model.gguf"), backend="llama_cpp")
     assert voice.computed_by.startswith("llama.cpp")
-    with served(VoiceSpeaker(voice, NAME)) as url:
+    with served(ServedModel(voice, NAME)) as url:
         client = client_of(url)
         left = client.chat.completions.create(model=NAME, messages=HELLO, stream=True, max_tokens=200)
         next(iter(left))

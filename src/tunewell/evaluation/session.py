@@ -29,9 +29,10 @@ from tunewell.evaluation.side_by_side import (
     losses_by_source,
 )
 from tunewell.evaluation.verdict import decide_verdict
-from tunewell.inference.chat_model import ChatModel, open_chat_model, open_without_model
+from tunewell.hardware.threads import torch_threads
+from tunewell.inference.chat_model import Backend, ChatModel, open_chat_model, open_without_weights
 from tunewell.inference.model_ref import ModelRef
-from tunewell.inference.runtime import Measured, Runtime, Texts, bad_weights_in
+from tunewell.inference.runtime import Runtime, TextDocuments, nonfinite_weights_in
 from tunewell.records.plan import Chosen
 from tunewell.records.report import AnsweredQuestion, Report
 from tunewell.training.held_out import Question, questions_of
@@ -96,8 +97,8 @@ class EvaluationSession:
         if self.order.lm_eval:
             with self._timed("lm-eval"):
                 self._run_tasks(voice)
-        if voice.can_switch:
-            with voice.as_base() as runtime:
+        if voice.can_disable_adapter:
+            with voice.base_runtime() as runtime:
                 base = self._measure(voice, runtime, "base")
         elif self.subject.base is not None:
             base = self._measure_apart(voice)
@@ -108,36 +109,35 @@ class EvaluationSession:
         with tempfile.TemporaryDirectory(prefix="tunewell-lm-eval-") as folder:
             # Without a chat template: the tasks are plain text.
             voice.tokenizer.save(Path(folder), None)
-            self.lm_eval = run_tasks(voice.model, Path(folder), self.order.lm_eval)
+            with torch_threads(voice.num_threads):
+                self.lm_eval = run_tasks(voice.model, Path(folder), self.order.lm_eval)
 
     def _open(self, subject: ModelRef) -> ChatModel:
         self.progress(Progress(f"loading {subject.name}"))
         # The tasks of lm-eval are run by transformers.
-        in_llama_cpp = not self.order.lm_eval
-        return open_chat_model(
-            subject, device=self.order.device, allow_pickle=self.order.allow_pickle, in_llama_cpp=in_llama_cpp
-        )
+        backend: Backend = "packed" if self.order.lm_eval else "llama_cpp"
+        return open_chat_model(subject, device=self.order.device, allow_pickle=self.order.allow_pickle, backend=backend)
 
     def _open_and_check(self) -> tuple[ChatModel, dict[str, int]]:
         """Load what is judged; where that is refused because of values that are not finite, do without."""
         try:
             voice = self._open(self.subject)
         except UserError:
-            bad = bad_weights_in(Path(self.subject.model))
+            bad = nonfinite_weights_in(Path(self.subject.model))
             if not bad:
                 raise
-            return open_without_model(self.subject, device=self.order.device), bad
-        return voice, voice.runtime.bad_weights()
+            return open_without_weights(self.subject, device=self.order.device), bad
+        return voice, voice.runtime.nonfinite_weights()
 
     def _measure_apart(self, voice: ChatModel) -> ModelMeasurements:
         """Measure a base that is another model, once the tuned one has made room for it."""
-        voice.release()
+        voice.unload()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         try:
             with self._timed("load"):
-                other = self._open(self.subject.as_base())
+                other = self._open(self.subject.base_ref())
         except UserError as error:
             if self.order.base is not None:
                 raise  # it was asked for by name
@@ -151,36 +151,35 @@ class EvaluationSession:
         if split is not None and most is not None and len(split) > most:
             self.notes.append(f"{count(most)} of {count(len(split))} held-out documents were measured, spread evenly")
         if split is not None and self.rules.questions and voice.masker is not None:
-            self.questions = questions_of(split, number=self.rules.questions, spell=voice.spell)
+            self.questions = questions_of(split, number=self.rules.questions, spell=voice.decode)
         longest = max((len(question.reference_ids) for question in self.questions), default=0)
         self.answer_tokens = _answer_tokens(self.rules, longest)
         front = _bos(voice)
         rows = [front + voice.tokenizer.backend.encode(text, add_special_tokens=False).ids for text in everyday_texts()]
-        self.everyday = Texts(rows, longest=voice.runtime.context_length)
+        self.everyday = TextDocuments(rows, longest=voice.runtime.context_length)
 
     def _measure(self, voice: ChatModel, runtime: Runtime, who: str) -> ModelMeasurements:
         side = ModelMeasurements()
         split = self.material.split
         with self._timed("losses"):
             self.progress(Progress(f"{who}: everyday text"))
-            side.everyday = Measured(*runtime.losses(self.everyday, most=None))
+            side.everyday = runtime.losses(self.everyday, most=None)
             if split is not None:
                 losses = runtime.losses(
                     split,
                     most=self.rules.max_documents,
                     progress=with_stage(self.progress, f"{who}: held-out loss"),
                 )
-                side.held_out = Measured(*losses)
+                side.held_out = losses
         prompts = [question.ids for question in self.questions]
         with self._timed("answers"):
             if prompts:
                 self.progress(Progress(f"{who}: answering {len(prompts)} questions"))
                 side.logits = runtime.next_logits(prompts[:_NUM_COMPARED])
-                side.answers = runtime.answer_all(
+                side.answers = runtime.generate(
                     prompts,
                     max_new_tokens=self.answer_tokens.value,
                     stop_ids=voice.stop_ids,
-                    pad_id=voice.pad_id,
                     batch_size=None if self.rules.batch_size == "auto" else self.rules.batch_size,
                 )
             elif len(self.everyday):

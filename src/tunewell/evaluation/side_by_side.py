@@ -12,7 +12,7 @@ from tunewell.evaluation.behaviour import Sample, find_faults
 from tunewell.evaluation.matching import is_short_reference, match
 from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.generate import Generated
-from tunewell.inference.runtime import Measured
+from tunewell.inference.runtime import DocumentLosses
 from tunewell.records.report import Answer, AnsweredQuestion, LogitChange, LossPair
 from tunewell.training.held_out import Question
 
@@ -21,13 +21,15 @@ from tunewell.training.held_out import Question
 class ModelMeasurements:
     """What was measured of one model."""
 
-    held_out: Measured | None = None
-    everyday: Measured | None = None
+    held_out: DocumentLosses | None = None
+    everyday: DocumentLosses | None = None
     answers: list[Generated] = field(default_factory=list)
     logits: Any = None
 
 
-def loss_pair(name: str, base: Measured | None, tuned: Measured | None, chosen: Any = None) -> LossPair | None:
+def loss_pair(
+    name: str, base: DocumentLosses | None, tuned: DocumentLosses | None, chosen: Any = None
+) -> LossPair | None:
     """Give the mean losses of both on the chosen documents; None where nothing was measured."""
     if tuned is None or not len(tuned.documents):
         return None
@@ -37,7 +39,7 @@ def loss_pair(name: str, base: Measured | None, tuned: Measured | None, chosen: 
     return LossPair(name=name, documents=number, tokens=tokens, base=before, tuned=tuned.mean(chosen))
 
 
-def losses_by_source(split: Split | None, base: Measured | None, tuned: Measured | None) -> list[LossPair]:
+def losses_by_source(split: Split | None, base: DocumentLosses | None, tuned: DocumentLosses | None) -> list[LossPair]:
     """Give the mean losses by source, where there is more than one."""
     if split is None or tuned is None:
         return []
@@ -97,13 +99,13 @@ def answered_questions(
 def _words(voice: ChatModel, ids: list[int]) -> str:
     """Spell an answer without what ends it."""
     end = next((at for at, token in enumerate(ids) if token in voice.stop_ids), len(ids))
-    return voice.spell(ids[:end]).strip()
+    return voice.decode(ids[:end]).strip()
 
 
 def _said(voice: ChatModel, answer: Generated, question: Question, reference: str) -> Answer:
-    text = voice.spell(answer.ids).strip()
+    text = voice.decode(answer.ids).strip()
     found = match(text, reference)
-    control = [voice.spell([token]) for token in answer.ids if token in voice.tokenizer.control_ids]
+    control = [voice.decode([token]) for token in answer.ids if token in voice.tokenizer.control_ids]
     faults = find_faults(
         Sample(
             text=text,

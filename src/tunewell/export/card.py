@@ -92,7 +92,7 @@ _REPORT = "report.json"
 def card_facts(found: ModelRef, voice: ChatModel) -> CardFacts:
     """Gather base, licence, data, plan and verdict, as far as they are known."""
     manifest = read_manifest(found.corpus) if found.corpus is not None else None
-    name = found.place.resolve().name if found.place is not None else found.name
+    name = found.path.resolve().name if found.path is not None else found.name
     return CardFacts(
         name=name,
         base=found.base,
@@ -101,7 +101,7 @@ def card_facts(found: ModelRef, voice: ChatModel) -> CardFacts:
         corpus_sha256=manifest.corpus_sha256 if manifest else None,
         documents=manifest.documents if manifest else None,
         plan=found.plan,
-        report=_report(found.place) if found.kind == "run" and found.place else None,
+        report=_report(found.path) if found.kind == "run" and found.path else None,
         made_by=f"tunewell {__version__}",
         notes=list(voice.notes),
     )

@@ -49,7 +49,7 @@ class ArtefactWriter:
         assert voice.masker is not None
         self.template = saved_template(
             voice.masker.template,
-            arguments=voice.subject.loaded.config.template.arguments,
+            arguments=voice.ref.loaded.config.template.arguments,
             special_tokens=voice.tokenizer.special_tokens,
         )
         self.notes: list[str] = [*voice.notes, *self.template.notes]
@@ -62,7 +62,7 @@ class ArtefactWriter:
         self.tell(Progress("writing the adapter"))
         target.mkdir()
         # Not copied: earlier versions, and PEFT itself, name layers so that PEFT does not always find them again.
-        base = self.voice.subject.base
+        base = self.voice.ref.base
         # From anywhere: PEFT looks from where it is called.
         place = str(Path(base).resolve()) if base and Path(base).exists() else base
         own.files(place).write(target)

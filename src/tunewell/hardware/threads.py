@@ -2,7 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -48,6 +49,19 @@ def measure_threads(
     finally:
         torch.set_num_threads(before)
     return fastest(rates)
+
+
+@contextmanager
+def torch_threads(num_threads: int | None) -> Iterator[None]:
+    """Compute with this many torch threads, then restore the previous number; None changes nothing."""
+    before = torch.get_num_threads()
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        if num_threads is not None:
+            torch.set_num_threads(before)
 
 
 def thread_candidates(num_cores: int, num_physical: int | None) -> list[int]:

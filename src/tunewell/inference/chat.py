@@ -1,4 +1,4 @@
-"""A conversation with a model: what was said, what is said next, and what is kept of it."""
+"""Hold a conversation with an opened model: messages, streamed answers, a context limit, saving as training rows."""
 
 import json
 import math
@@ -16,60 +16,63 @@ from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.generate import Decoding
 from tunewell.inference.prompt import prompt_ids, text_ids
 from tunewell.inference.runtime import Runtime
-from tunewell.inference.stream import Speller
+from tunewell.inference.stream import StreamDecoder
 
 _MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """How answers are given; raises UserError for what makes no sense."""
+    """Sampling settings of a conversation; raises UserError for invalid values."""
 
     temperature: float = 0.0
-    """0 takes the likeliest token every time."""
+    """0 is greedy decoding."""
     length: int = 512
-    """Tokens of an answer at most."""
+    """Maximum tokens of an answer."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.temperature) or self.temperature < 0:
-            raise UserError(f"the temperature cannot be {self.temperature}", fix="0 is greedy, 1 is as learned")
+            raise UserError(
+                f"the temperature cannot be {self.temperature}",
+                fix="0 is greedy; 1 samples with the model's own probabilities",
+            )
         if self.length < 1:
-            raise UserError(f"an answer cannot have {self.length} tokens", fix="give at least 1")
+            raise UserError(f"an answer cannot have {self.length} tokens", fix="use at least 1")
         if not 0 <= self.seed <= _MAX_SEED:
-            raise UserError(f"the seed cannot be {self.seed}", fix="give a whole number from 0 on")
+            raise UserError(f"the seed cannot be {self.seed}", fix="use a whole number from 0 on")
 
 
 @dataclass
 class Answer:
-    """What the model said, and how it came about."""
+    """An answer of the model, with its token counts and its time."""
 
     text: str = ""
     ended: Literal["end", "length", "context", "stopped"] = "stopped"
-    """By itself, at the length asked for, at the end of the context, or because somebody stopped it."""
+    """A stop token, the maximum length, a full context, or the user."""
     num_tokens: int = 0
     num_prompt_tokens: int = 0
-    num_forgotten: int = 0
-    """Messages that no longer fit the context and were not shown to the model."""
+    num_dropped: int = 0
+    """Messages that no longer fit into the context and were left out of the prompt."""
     seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Give the speed, the reading of the prompt included."""
+        """Tokens of the answer per second; the time includes reading the prompt."""
         return self.num_tokens / self.seconds if self.seconds > 0 else 0.0
 
 
 @dataclass
 class Chat:
-    """A conversation under way; one answer at a time."""
+    """A conversation; one answer at a time."""
 
-    voice: ChatModel
+    model: ChatModel
     system: str | None = None
-    manner: ChatOptions = field(default_factory=ChatOptions)
+    options: ChatOptions = field(default_factory=ChatOptions)
     messages: list[Message] = field(default_factory=list)
-    """Without the system prompt."""
+    """Questions and answers in turn, without the system prompt."""
     answer: Answer = field(default_factory=Answer)
-    """The last one, complete when its text has come to an end."""
+    """The last answer; complete when its stream has ended."""
     base_answer: Answer | None = None
     _prompt: list[int] = field(default_factory=list)
     _unfinished: set[int] = field(default_factory=set)
@@ -80,38 +83,39 @@ class Chat:
 
     @property
     def context(self) -> int:
-        """Say how many tokens the model can have before it, its answer included."""
-        return self.voice.runtime.context_length
+        """Tokens of a prompt and its answer together."""
+        return self.model.runtime.context_length
 
     def set_system(self, text: str | None) -> None:
-        """Set the system prompt from the next answer on; None or nothing takes it away."""
-        if text and self.voice.masker is None:
-            raise UserError("the model has no chat template, so there is no place for a system prompt")
+        """Set the system prompt for the next answers; None or an empty text removes it."""
+        if text and self.model.masker is None:
+            raise UserError("the model has no chat template, so it cannot take a system prompt")
         self.system = text or None
 
-    def set_manner(self, **changes: Any) -> None:
-        """Change how the next answers are given; raise UserError, and change nothing, for what makes no sense."""
-        self.manner = replace(self.manner, **changes)
+    def set_options(self, **changes: Any) -> None:
+        """Change sampling settings for the next answers; raise UserError, and change nothing, if one is invalid."""
+        self.options = replace(self.options, **changes)
 
-    def say(self, text: str) -> Iterator[str]:
-        """Say something; give the answer's text as it comes, and keep both. Closing it early keeps what came so far.
+    def reply(self, text: str) -> Iterator[str]:
+        """Send a message; yield the answer's text as it is generated, and add both to the conversation.
 
-        Raises UserError, and keeps nothing, where it cannot be said.
+        Closing the iterator stops the answer and keeps the text so far. Raises UserError, and adds nothing, if the
+        message does not fit into the context.
         """
-        asked = {"role": "user", "content": text}
-        self._prompt, num_forgotten = self._fitting([*self.messages, asked])
-        self.answer, self.base_answer = Answer(num_forgotten=num_forgotten), None
-        return self._kept(asked)
+        question = {"role": "user", "content": text}
+        self._prompt, num_dropped = self._fitting_prompt([*self.messages, question])
+        self.answer, self.base_answer = Answer(num_dropped=num_dropped), None
+        return self._recorded(question)
 
-    def base_says(self) -> Iterator[str]:
-        """Give what the model it was made from answers to the same prompt; it is not kept."""
-        if not self.voice.has_base:
-            raise UserError("what this model was made from is not known", fix="name it with `--base MODEL`")
-        self.base_answer = Answer(num_forgotten=self.answer.num_forgotten)
-        return self._by_base(self.base_answer)
+    def base_reply(self) -> Iterator[str]:
+        """Yield the base model's answer to the same prompt; it is not added to the conversation."""
+        if not self.model.has_base:
+            raise UserError("the base model is unknown", fix="name it with `--base MODEL`")
+        self.base_answer = Answer(num_dropped=self.answer.num_dropped)
+        return self._from_base(self.base_answer)
 
     def undo(self) -> bool:
-        """Take the last question and its answer back; False where nothing was said."""
+        """Remove the last question and its answer; return False if the conversation is empty."""
         if not self.messages:
             return False
         self._unfinished.discard(len(self.messages) - 1)
@@ -120,31 +124,31 @@ class Chat:
         return True
 
     def reset(self) -> None:
-        """Begin anew, with the same system prompt."""
+        """Start a new conversation with the same system prompt."""
         self.messages.clear()
         self._unfinished.clear()
         self._clear_answer()
         self._saved = None
 
     def save(self, path: Path) -> int:
-        """Append the conversation to a file of rows that `prepare` reads; give the number of its answers.
+        """Append the conversation as a training row to a file that `prepare` reads; return its number of answers.
 
-        A conversation saved before is saved in its place. Answers that did not come to their end get weight 0, so that
-        nobody learns to stop in the middle; empty ones are left out with their questions.
+        Saving again replaces the row. Answers that did not end by themselves get weight 0, so that a model trained on
+        the row does not learn to stop in the middle. Empty answers are left out with their questions.
         """
         row, num_answers = self._row()
         if not num_answers:
-            raise UserError("nothing was said yet that could be saved")
+            raise UserError("there is nothing to save yet")
         try:
             old = path.read_bytes() if path.exists() else b""
             if self._saved is not None and self._saved[0] == path.resolve():
-                # Only what was saved from here: others may have added to the file since.
+                # Remove only our own row: others may have appended to the file since.
                 old = old.replace(self._saved[1], b"", 1)
             old += b"\n" if old and not old.endswith(b"\n") else b""
             line = json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
             write_atomic(path, old + line)
         except OSError as error:
-            raise UserError(f"`{path}` cannot be written: {error.strerror or error}") from error
+            raise UserError(f"cannot write `{path}`: {error.strerror or error}") from error
         self._saved = (path.resolve(), line)
         return num_answers
 
@@ -152,75 +156,75 @@ class Chat:
         self.answer, self.base_answer, self._prompt = Answer(), None, []
 
     def _row(self) -> tuple[dict[str, Any], int]:
-        if self.voice.masker is None:
+        if self.model.masker is None:
             return {"text": "".join(message["content"] for message in self.messages)}, len(self.messages) // 2
-        kept: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        messages: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         num_answers = 0
-        for at in range(0, len(self.messages), 2):
-            question, reply = self.messages[at : at + 2]
-            if reply["content"].strip():
-                kept += [question, {**reply, "weight": 0} if at + 1 in self._unfinished else reply]
+        for index in range(0, len(self.messages), 2):
+            question, answer = self.messages[index : index + 2]
+            if answer["content"].strip():
+                messages += [question, {**answer, "weight": 0} if index + 1 in self._unfinished else answer]
                 num_answers += 1
-        return {"messages": kept}, num_answers
+        return {"messages": messages}, num_answers
 
-    def _fitting(self, messages: list[Message]) -> tuple[list[int], int]:
-        """Give the prompt, without the oldest questions and answers where it would leave the answer no room."""
-        room = self.context - min(self.manner.length, self.context // 4)
+    def _fitting_prompt(self, messages: list[Message]) -> tuple[list[int], int]:
+        """Return the prompt and the number of old messages dropped so that an answer fits behind it."""
+        num_free = self.context - min(self.options.length, self.context // 4)
         ids: list[int] = []
         for first in range(0, len(messages), 2):
-            ids = self._ids(messages[first:])
-            if len(ids) <= room:
+            ids = self._prompt_ids(messages[first:])
+            if len(ids) <= num_free:
                 return ids, first
         raise UserError(
-            f"this is {count(len(ids), 'token')} with all that belongs to it, too long for the model's context of "
-            f"{count(self.context)}",
-            fix="say it shorter",
+            f"the message is too long: with the chat template it has {count(len(ids), 'token')}, and the model's "
+            f"context holds {count(self.context)}",
+            fix="shorten the message",
         )
 
-    def _ids(self, messages: list[Message]) -> list[int]:
-        if self.voice.masker is None:
-            return text_ids(self.voice.encoder, "".join(message["content"] for message in messages))
+    def _prompt_ids(self, messages: list[Message]) -> list[int]:
+        if self.model.masker is None:
+            return text_ids(self.model.encoder, "".join(message["content"] for message in messages))
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return prompt_ids(self.voice.masker, self.voice.encoder, [*system, *messages])
+        return prompt_ids(self.model.masker, self.model.encoder, [*system, *messages])
 
-    def _kept(self, asked: Message) -> Iterator[str]:
+    def _recorded(self, question: Message) -> Iterator[str]:
         answer = self.answer
         try:
-            yield from self._spoken(self.voice.runtime, answer)
+            yield from self._generated(self.model.runtime, answer)
         finally:
             if answer.num_tokens or answer.ended == "end":
                 if answer.ended != "end":
                     self._unfinished.add(len(self.messages) + 1)
-                self.messages += [asked, {"role": "assistant", "content": answer.text}]
+                self.messages += [question, {"role": "assistant", "content": answer.text}]
 
-    def _by_base(self, answer: Answer) -> Iterator[str]:
-        with self.voice.as_base() as runtime:
-            yield from self._spoken(runtime, answer)
+    def _from_base(self, answer: Answer) -> Iterator[str]:
+        with self.model.base_runtime() as runtime:
+            yield from self._generated(runtime, answer)
 
-    def _spoken(self, runtime: Runtime, answer: Answer) -> Iterator[str]:
-        decoding = Decoding(temperature=self.manner.temperature, seed=self.manner.seed)
+    def _generated(self, runtime: Runtime, answer: Answer) -> Iterator[str]:
+        decoding = Decoding(temperature=self.options.temperature, seed=self.options.seed)
         answer.num_prompt_tokens = len(self._prompt)
         tokens = runtime.stream(
-            self._prompt, max_new_tokens=self.manner.length, stop_ids=self.voice.stop_ids, decoding=decoding
+            self._prompt, max_new_tokens=self.options.length, stop_ids=self.model.stop_ids, decoding=decoding
         )
         begun = time.monotonic()
         try:
-            for more in self._spelled(tokens, answer):
-                answer.text += more
-                yield more
+            for text in self._decoded(tokens, answer):
+                answer.text += text
+                yield text
             answer.ended = tokens.ended or "stopped"
         finally:
             tokens.close()
             answer.seconds = time.monotonic() - begun
 
-    def _spelled(self, tokens: Iterator[int], answer: Answer) -> Iterator[str]:
-        speller = Speller(self.voice.tokenizer.backend)
-        # What the template puts before a reply but leaves to the model to write: the template will put it there again.
-        lead = self.voice.masker.frame.leading_space if self.voice.masker else ""
+    def _decoded(self, tokens: Iterator[int], answer: Answer) -> Iterator[str]:
+        decoder = StreamDecoder(self.model.tokenizer.backend)
+        # White space that the template writes before an answer but leaves to the model: the template adds it again.
+        lead = self.model.masker.frame.leading_space if self.model.masker else ""
         for token in tokens:
             answer.num_tokens += 1
-            if more := speller.add(token):
-                yield more.removeprefix(lead)
+            if text := decoder.add(token):
+                yield text.removeprefix(lead)
                 lead = ""
-        if more := speller.finish():
-            yield more.removeprefix(lead)
+        if text := decoder.finish():
+            yield text.removeprefix(lead)

@@ -1,10 +1,11 @@
-"""A loaded model that can be spoken to: with its tokenizer, the template it was trained with, and where answers end."""
+"""Open a model for chat, evaluation or export: its weights, tokenizer, chat template and stop tokens."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -17,7 +18,7 @@ from tunewell.data.tokenizers.load import LoadedTokenizer
 from tunewell.hardware.facts import DeviceFacts
 from tunewell.hardware.probe import probe_device
 from tunewell.hardware.threads import measure_threads
-from tunewell.inference.generate import stop_ids_of
+from tunewell.inference.generate import corpus_stop_ids
 from tunewell.inference.llama_cpp.library import find_llama
 from tunewell.inference.llama_cpp.runtime import LlamaRuntime
 from tunewell.inference.model_ref import ModelRef
@@ -27,89 +28,68 @@ from tunewell.models.attention import SDPA
 from tunewell.models.load import LoadedModel, LoadOptions, load_model
 from tunewell.records.manifest import read_manifest
 
-# Whether llama.cpp computes a GGUF file that is spoken to or judged, and which.
+Backend = Literal["packed", "plain", "llama_cpp"]
+"""`packed`: torch, several documents per forward pass. `plain`: torch, one text at a time, for any architecture.
+`llama_cpp`: as `packed`, but llama.cpp runs a `.gguf` file if the device is a CPU and a library is found."""
 
-_INSTEAD = "the weights were dequantised, and transformers computes"
-
-
-def open_in_llama_cpp(subject: ModelRef, text: TextPipeline, *, device: str) -> tuple[LlamaRuntime | None, list[str]]:
-    """Open a `.gguf` file in llama.cpp; None where another way is asked for or the only one, with notes that say why.
-
-    Raises UserError for a file that llama.cpp does not take: whoever it is made for would meet that too.
-    """
-    path = Path(subject.model).expanduser()
-    if subject.kind != "model" or not (is_gguf(path) and is_gguf(subject.place)) or device not in ("auto", "cpu"):
-        return None, []
-    if added := [*subject.added_tokens, *text.tokenizer.added_by_us]:
-        return None, [f"the template needs `{added[0]}`, which the file does not have, so {_INSTEAD}"]
-    try:
-        library = find_llama()
-    except UserError as error:
-        return None, [f"{error.what}, so {_INSTEAD}" + (f"; {error.fix}" if error.fix else "")]
-    runtime = LlamaRuntime(library, path)
-    if text.tokenizer.vocab_size > runtime.vocab_size:
-        num_rows = runtime.vocab_size
-        runtime.close()
-        raise UserError(
-            f"`{path.name}` knows {num_rows:,} tokens, but what it is compared with has {text.tokenizer.vocab_size:,}",
-            where=str(path),
-            fix="name the model it was made from",
-        )
-    best = probe_device(device)
-    if best.kind == "cpu":
-        return runtime, []
-    return runtime, [f"llama.cpp computes on the processor; `--device {best.kind}` takes the dequantised weights there"]
-
-
-def is_gguf(path: Path | None) -> bool:
-    """Tell whether this is a GGUF file, and not a folder or a package with one inside."""
-    return path is not None and path.suffix == ".gguf" and path.is_file()
-
-
-_MEASURING_SECONDS, _MOST_MEASURED = 0.3, 64_000_000
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_THREADS_SECONDS, _MAX_MEASURED_WEIGHTS = 0.3, 64_000_000
+_DEQUANTISED = "the weights were dequantised, and transformers runs the model"
 
 
 @dataclass
 class ChatModel:
-    """A model in eval mode, adapter on, and everything it takes to ask it something."""
+    """An opened model in eval mode, with its adapter, and what is needed to prompt it."""
 
-    subject: ModelRef
-    runtime: Runtime
+    ref: ModelRef
     tokenizer: LoadedTokenizer
     masker: Masker | None
-    """None where there is no chat template: plain text is continued then."""
+    """Renders the chat template; None if the model has no chat template and only continues text."""
     encoder: Encoder
-    stop_ids: list[int]
-    pad_id: int
     device: DeviceFacts
     precision: str
+    stop_ids: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     adapter: AdapterMethod | None = None
     computed_by: str = ""
-    """What computes it, where that is not torch."""
+    """The program that computes, if it is not torch."""
     num_threads: int | None = None
-    """Of what computes it, where that is not torch."""
+    """CPU threads that compute; None on a GPU."""
+    _runtime: Runtime | None = None
     _base: Runtime | None = None
+    """The base model, if it was loaded separately."""
+
+    @property
+    def runtime(self) -> Runtime:
+        """The runtime that computes; raises RuntimeError after `unload`."""
+        if self._runtime is None:
+            raise RuntimeError(f"the weights of `{self.ref.name}` are not loaded")
+        return self._runtime
 
     @property
     def model(self) -> PreTrainedModel:
-        """Give the weights themselves, for what changes or writes them; None where torch does not have them."""
-        return getattr(self.runtime, "model", None)  # type: ignore[return-value]
+        """The transformers model, for code that reads or changes weights; raises RuntimeError under llama.cpp."""
+        if not isinstance(self.runtime, TorchRuntime):
+            raise RuntimeError(f"`{self.ref.name}` is not loaded in torch")
+        return self.runtime.model
 
     @property
-    def can_switch(self) -> bool:
-        """Whether the model itself answers as its base when its matrices are switched off."""
+    def is_loaded(self) -> bool:
+        return self._runtime is not None
+
+    @property
+    def can_disable_adapter(self) -> bool:
+        """True if the base model's answers can be computed by disabling the adapter."""
         return self.adapter is not None and self.adapter.has_base
 
     @property
     def has_base(self) -> bool:
-        """Whether what this was made from is at hand."""
-        return self.can_switch or self._base is not None
+        """True if `base_runtime` can be used."""
+        return self.can_disable_adapter or self._base is not None
 
     @contextmanager
-    def as_base(self) -> Iterator[Runtime]:
-        """Give the model this one was made from; needs `has_base`."""
+    def base_runtime(self) -> Iterator[Runtime]:
+        """Yield the runtime of the base model; requires `has_base`."""
         if self._base is not None:
             yield self._base
             return
@@ -117,132 +97,200 @@ class ChatModel:
         with self.adapter.disabled():
             yield self.runtime
 
-    def release(self) -> None:
-        """Let go of the model, so that another one has room; what is known of it stays."""
+    def unload(self) -> None:
+        """Free the weights, so that another model has memory; everything else stays usable."""
         self.runtime.close()
-        self.runtime = None  # type: ignore[assignment]
+        self._runtime = None
 
-    def spell(self, ids: list[int]) -> str:
-        """Turn ids into text, markers included."""
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of tokens, special tokens included."""
         return self.tokenizer.backend.decode(ids, skip_special_tokens=False)
 
 
 def open_chat_model(
-    subject: ModelRef,
+    ref: ModelRef,
     *,
     device: str = "auto",
+    precision: str | None = None,
     with_base: bool = False,
     allow_pickle: bool = False,
-    precision: str | None = None,
-    in_llama_cpp: bool = False,
-    is_packed: bool = True,
+    backend: Backend = "packed",
 ) -> ChatModel:
-    """Load a subject; `with_base` also loads what it was made from where its matrices cannot just be switched off.
+    """Load a model with its tokenizer and template; raise UserError if it cannot be loaded.
 
-    `in_llama_cpp` lets llama.cpp compute a `.gguf` file as it is, where the device allows it and a library is found.
-    Without `is_packed` it reads one text at a time only, which any model can.
+    `precision` is that of the training run by default. `with_base` also loads the base model, unless disabling the
+    adapter gives the same answers.
     """
-    text = TextPipeline.load(subject.loaded)
-    opened, notes = open_in_llama_cpp(subject, text, device=device) if in_llama_cpp else (None, [])
-    voice = _voice(subject, text, device if opened is None else "cpu")
-    voice.precision = torch_precision = precision or voice.precision
-    voice.notes += notes
+    text = TextPipeline.load(ref.loaded)
+    if backend == "llama_cpp":
+        llama, notes = open_in_llama_cpp(ref, text, device=device)
+    else:
+        llama, notes = None, []
+    chat_model = _describe(ref, text, device="cpu" if llama else device, precision=precision)
+    chat_model.notes += notes
+    with _weights_loader(chat_model, text, allow_pickle=allow_pickle, is_packed=backend != "plain") as load:
+        if llama is not None:
+            return _with_llama_cpp(chat_model, llama, text, load=load if with_base else None)
+        return _with_torch(chat_model, load, with_base=with_base)
+
+
+def open_without_weights(ref: ModelRef, *, device: str = "auto") -> ChatModel:
+    """Return everything but the weights, for a model whose weights cannot be loaded."""
+    return _describe(ref, TextPipeline.load(ref.loaded), device=device, precision=None)
+
+
+def _describe(ref: ModelRef, text: TextPipeline, *, device: str, precision: str | None) -> ChatModel:
+    facts = probe_device(device)
+    masker = text.chat_masker(ref.loaded.config.data.sources)
+    chat_model = ChatModel(
+        ref=ref,
+        tokenizer=text.tokenizer,
+        masker=masker,
+        encoder=text.encoder(masker),
+        device=facts,
+        precision=precision or _default_precision(ref, facts),
+        notes=list(ref.notes),
+    )
+    chat_model.stop_ids = _stop_ids(chat_model)
+    return chat_model
+
+
+_Load = Callable[[str], LoadedModel]
+
+
+@contextmanager
+def _weights_loader(
+    chat_model: ChatModel, text: TextPipeline, *, allow_pickle: bool, is_packed: bool
+) -> Iterator[_Load]:
+    """Yield a function that loads weights by name, in the precision and on the device of the chat model."""
     with tempfile.TemporaryDirectory(prefix="tunewell-tokenizer-") as folder:
         text.save(Path(folder))
-        added = subject.added_tokens or text.tokenizer.added_by_us
 
         def load(model: str) -> LoadedModel:
-            order = LoadOptions(
+            options = LoadOptions(
                 model,
                 Path(folder),
-                torch.device(voice.device.name),
-                _DTYPES[torch_precision],
-                added_tokens=added,
-                seed=subject.loaded.config.seed,
+                torch.device(chat_model.device.name),
+                _DTYPES[chat_model.precision],
+                added_tokens=chat_model.ref.added_tokens or text.tokenizer.added_by_us,
+                seed=chat_model.ref.loaded.config.seed,
                 allow_pickle=allow_pickle,
                 attention=SDPA if is_packed else "sdpa",
                 is_packed=is_packed,
             )
-            return load_model(order)
+            return load_model(options)
 
-        if opened is not None:
-            voice.runtime, voice.precision = opened, opened.stored_as
-            voice.computed_by, voice.num_threads = opened.computed_by, opened.num_threads
-            voice.stop_ids = _stop_ids(text.tokenizer, voice.masker, None)
-        else:
-            found = load(subject.model)
-            model = found.model
-            if subject.adapter is not None:
-                voice.adapter = load_adapter(model, subject.adapter, text_prefix=found.text_prefix)
-            model.requires_grad_(False)
-            voice.runtime = TorchRuntime(model.eval(), voice.precision)
-            _use_fastest_threads(model)
-            voice.stop_ids = _stop_ids(text.tokenizer, voice.masker, model)
-            voice.notes += found.notes
-        if subject.corpus is not None:
-            # Sources may have templates of their own, which end turns otherwise.
-            known = stop_ids_of(text.tokenizer, read_manifest(subject.corpus))
-            voice.stop_ids = sorted({*voice.stop_ids, *known})
-        voice.pad_id = min(voice.stop_ids, default=0)
-        if with_base and subject.base is not None and not voice.can_switch:
-            other = open_in_llama_cpp(subject.as_base(), text, device=device)[0] if opened is not None else None
-            voice._base = other or TorchRuntime(load(subject.base).model, torch_precision)
-    return voice
+        yield load
 
 
-def open_without_model(subject: ModelRef, *, device: str = "auto") -> ChatModel:
-    """Give all that can be told of a subject whose weights cannot be loaded; its `model` is None."""
-    return _voice(subject, TextPipeline.load(subject.loaded), device)
+def _with_torch(chat_model: ChatModel, load: _Load, *, with_base: bool) -> ChatModel:
+    ref, precision = chat_model.ref, chat_model.precision
+    found = load(ref.model)
+    model = found.model
+    adapter = None
+    if ref.adapter is not None:
+        adapter = load_adapter(model, ref.adapter, text_prefix=found.text_prefix)
+    model.requires_grad_(False)
+    num_threads = _fastest_threads(model)
+    opened = replace(
+        chat_model,
+        adapter=adapter,
+        num_threads=num_threads,
+        stop_ids=sorted({*chat_model.stop_ids, *_generation_config_ids(model)}),
+        notes=[*chat_model.notes, *found.notes],
+        _runtime=TorchRuntime(model.eval(), precision, num_threads=num_threads),
+    )
+    if with_base and ref.base is not None and not opened.can_disable_adapter:
+        opened._base = TorchRuntime(load(ref.base).model, precision, num_threads=num_threads)
+    return opened
 
 
-def _voice(subject: ModelRef, text: TextPipeline, device: str) -> ChatModel:
-    facts = probe_device(device)
-    masker = text.chat_masker(subject.loaded.config.data.sources)
-    return ChatModel(
-        subject,
-        None,  # type: ignore[arg-type]
-        text.tokenizer,
-        masker,
-        text.encoder(masker),
-        [],
-        0,
-        facts,
-        _precision(subject, facts),
-        list(subject.notes),
+def _with_llama_cpp(chat_model: ChatModel, llama: LlamaRuntime, text: TextPipeline, *, load: _Load | None) -> ChatModel:
+    """Return the chat model on llama.cpp; `load` loads the base model in torch if llama.cpp cannot."""
+    base: Runtime | None = None
+    if load is not None and chat_model.ref.base is not None:
+        base = open_in_llama_cpp(chat_model.ref.base_ref(), text, device="cpu")[0]
+        base = base or TorchRuntime(load(chat_model.ref.base).model, chat_model.precision)
+    return replace(
+        chat_model,
+        precision=llama.stored_as,
+        computed_by=llama.computed_by,
+        num_threads=llama.num_threads,
+        _runtime=llama,
+        _base=base,
     )
 
 
-def _use_fastest_threads(model: PreTrainedModel) -> None:
-    """On a CPU, let torch use as many threads as are fastest here and now, one token at a time.
+def open_in_llama_cpp(ref: ModelRef, text: TextPipeline, *, device: str) -> tuple[LlamaRuntime | None, list[str]]:
+    """Open a `.gguf` file in llama.cpp; return None if torch must run it, with notes that say why.
 
-    Beside other work two threads that wait for each other were ten times slower than one (two cores, load 5).
+    Raises UserError for a file that llama.cpp rejects: every program built on llama.cpp would reject it too.
     """
-    if model.device.type == "cpu":
-        shapes = {
-            tuple(parameter.shape)
-            for parameter in model.parameters()
-            if parameter.dim() == 2 and parameter.numel() < _MOST_MEASURED
-        }
-        products = [(1, inner, columns) for columns, inner in sorted(shapes)]
-        torch.set_num_threads(measure_threads(products, seconds=_MEASURING_SECONDS).value)
+    path = Path(ref.model).expanduser()
+    if ref.kind != "model" or not (_is_gguf(path) and _is_gguf(ref.path)) or device not in ("auto", "cpu"):
+        return None, []
+    if added := [*ref.added_tokens, *text.tokenizer.added_by_us]:
+        return None, [f"the chat template needs the token `{added[0]}`, which the file lacks; {_DEQUANTISED}"]
+    try:
+        library = find_llama()
+    except UserError as error:
+        return None, [f"{error.what}; {_DEQUANTISED}" + (f" (to use llama.cpp: {error.fix})" if error.fix else "")]
+    runtime = LlamaRuntime(library, path)
+    if text.tokenizer.vocab_size > runtime.vocab_size:
+        num_rows = runtime.vocab_size
+        runtime.close()
+        raise UserError(
+            f"`{path.name}` has {num_rows:,} tokens, but the tokenizer has {text.tokenizer.vocab_size:,}",
+            where=str(path),
+            fix="name the model it was converted from with `--base MODEL`",
+        )
+    best = probe_device(device)
+    if best.kind == "cpu":
+        return runtime, []
+    return runtime, [f"llama.cpp runs on the CPU; `--device {best.kind}` runs the dequantised weights on the GPU"]
 
 
-def _precision(subject: ModelRef, facts: DeviceFacts) -> str:
-    """Compute as in training where that can be done here, else as `train` would choose."""
-    if subject.plan is not None and subject.plan.device.value.partition(":")[0] == facts.kind:
-        return subject.plan.precision.value
+def _is_gguf(path: Path | None) -> bool:
+    return path is not None and path.suffix == ".gguf" and path.is_file()
+
+
+def _fastest_threads(model: PreTrainedModel) -> int | None:
+    """Measure the fastest number of CPU threads for one token at a time; None on a GPU.
+
+    On a busy machine, two threads that wait for each other were ten times slower than one (two cores, load 5).
+    """
+    if model.device.type != "cpu":
+        return None
+    shapes = {
+        tuple(parameter.shape)
+        for parameter in model.parameters()
+        if parameter.dim() == 2 and parameter.numel() < _MAX_MEASURED_WEIGHTS
+    }
+    products = [(1, inner, columns) for columns, inner in sorted(shapes)]
+    return measure_threads(products, seconds=_THREADS_SECONDS).value
+
+
+def _default_precision(ref: ModelRef, facts: DeviceFacts) -> str:
+    """Return the precision of the training run if this kind of device has it, else what `train` would choose."""
+    if ref.plan is not None and ref.plan.device.value.partition(":")[0] == facts.kind:
+        return ref.plan.precision.value
     return "bf16" if facts.kind == "cuda" and facts.has_bf16 else "fp32"
 
 
-def _stop_ids(tokenizer: LoadedTokenizer, masker: Masker | None, model: PreTrainedModel | None) -> list[int]:
-    """List the ids at which an answer ends: the template's ends of a turn, the end of a text, the makers' own.
-
-    Of a GGUF file, which has no settings of its makers', the tokenizer knows them all: None for its model.
-    """
+def _stop_ids(chat_model: ChatModel) -> list[int]:
+    """Return the stop tokens that the tokenizer, the chat template and the corpus name."""
+    tokenizer, masker, corpus = chat_model.tokenizer, chat_model.masker, chat_model.ref.corpus
     texts = {tokenizer.special_tokens.get("eos_token", "")}
     if masker is not None:
         texts |= {masker.end_marker, *masker.frame.ends}
-    found = {tokenizer.backend.token_to_id(text) for text in texts if text}
-    own = None if model is None else getattr(model.generation_config, "eos_token_id", None)
-    found |= set(own if isinstance(own, list) else [own])
-    return sorted(number for number in found if number is not None)
+    found = {tokenizer.backend.token_to_id(text) for text in texts if text} - {None}
+    if corpus is not None:
+        # A source may have its own template, with another end of turn.
+        found |= set(corpus_stop_ids(tokenizer, read_manifest(corpus)))
+    return sorted(found)
+
+
+def _generation_config_ids(model: PreTrainedModel) -> set[int]:
+    """Return the stop tokens of `generation_config.json`."""
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    return {number for number in (ids if isinstance(ids, list) else [ids]) if number is not None}

@@ -21,7 +21,7 @@ class Model:
 
     def chat(self, message: str) -> str:
         """Return the model's reply; the conversation goes on with the next call. `reset()` starts a new one."""
-        return "".join(self._chat.say(message))
+        return "".join(self._chat.reply(message))
 
     def reset(self, *, system: str | None = None) -> None:
         """Start a new conversation, with another system prompt if one is given."""
@@ -44,7 +44,7 @@ class Model:
         if not all(isinstance(prompt, str) for prompt in prompts):
             raise UserError("`generate` takes a text or a list of texts")
         options = ChatOptions(temperature=temperature, length=max_new_tokens)
-        return ["".join(Chat(self._opened, self._chat.system, options).say(prompt)) for prompt in prompts]
+        return ["".join(Chat(self._opened, self._chat.system, options).reply(prompt)) for prompt in prompts]
 
     def __repr__(self) -> str:
         return f"Model({self.name!r}, messages={len(self._chat.messages)})"
@@ -66,5 +66,5 @@ def load(
     """
     path = model.run if isinstance(model, TrainResult) else model
     ref = resolve_model(path, checkpoint=str(checkpoint), base=None if base is None else str(base))
-    opened = open_chat_model(ref, device=device, allow_pickle=allow_pickle, in_llama_cpp=True)
+    opened = open_chat_model(ref, device=device, allow_pickle=allow_pickle, backend="llama_cpp")
     return Model(opened, name=ref.name, system=system)

@@ -82,7 +82,7 @@ def _of_run(run: Path, checkpoint: str, base: str | None, sets: Sequence[str]) -
     return ModelRef(
         name=f"{run.resolve().name}, step {saved.step}",
         kind="run",
-        place=run,
+        path=run,
         model=made_from if is_adapter and made_from else str(saved.path),
         adapter=saved.path if is_adapter else None,
         base=made_from,

@@ -18,7 +18,7 @@ from tunewell.core.units import count
 from tunewell.data.batches import DataOrder
 from tunewell.data.corpus.reader import Corpus
 from tunewell.data.tokenizers.load import load_tokenizer
-from tunewell.inference.generate import Decoding, generate, stop_ids_of
+from tunewell.inference.generate import Decoding, generate, corpus_stop_ids
 from tunewell.methods.base import Method
 from tunewell.models import attention
 from tunewell.models.facts import fingerprint_weights
@@ -254,7 +254,7 @@ def _about(parts: RunInputs, model: Any) -> RunContext:
 def _asker(parts: RunInputs, learner: TrainableModel, log: EventLog) -> Any:
     """Make the function that answers held-out questions and writes them down."""
     tokenizer = load_tokenizer(parts.corpus.path / "tokenizer")
-    stops = stop_ids_of(tokenizer, parts.corpus.manifest)
+    stops = corpus_stop_ids(tokenizer, parts.corpus.manifest)
     evaluate = parts.config.evaluate
 
     def answer(batch_tokens: int, prompts: list[list[int]]) -> list[tuple[list[int], bool]]:

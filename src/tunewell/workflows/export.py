@@ -25,6 +25,7 @@ from tunewell.export.preflight import require_proof_tools, require_writable
 from tunewell.export.proof.record import check_merge, make_reference, with_artefacts, with_rounded
 from tunewell.export.request import KINDS, ExportOptions, ollama_name
 from tunewell.export.staging import copy_kept, forget_failed, keep_failed, open_staging, publish
+from tunewell.hardware.threads import torch_threads
 from tunewell.inference.chat_model import open_chat_model
 from tunewell.inference.model_ref import ModelRef
 from tunewell.records.parity import PARITY, PROOF, REFERENCE, Artefact, Parity, Proof, write_record
@@ -80,15 +81,16 @@ def export(
     base = None if order.base is None else str(order.base)
     found = resolve_model(place, checkpoint=str(order.checkpoint), base=base, sets=order.sets)
     wanted, kinds, precision = _wishes(order, found)
-    out = Path(order.out or ((found.place or Path.cwd()) / "export")).expanduser().resolve()
+    out = Path(order.out or ((found.path or Path.cwd()) / "export")).expanduser().resolve()
     standing = find_existing(out, wanted, kinds)
     require_proof_tools({*wanted, *(own.kind for own in standing.kept)} if standing else wanted)
     tell(Progress("loading the trained model"))
-    voice = open_chat_model(found, device="cpu", allow_pickle=order.allow_pickle, precision="fp32", is_packed=False)
+    voice = open_chat_model(found, device="cpu", allow_pickle=order.allow_pickle, precision="fp32", backend="plain")
     has_gguf = bool({"gguf", "ollama"} & set(wanted))
     if has_gguf:
         can_write(voice.model.config.to_dict())
     with ExitStack() as held:
+        held.enter_context(torch_threads(voice.num_threads))
         shop = held.enter_context(open_staging(out))
         staged = shop.staged
         room = estimate_disk_space(staged, voice, wanted, kinds, precision)
@@ -136,7 +138,7 @@ def export(
             return Exported(out, parity, artefacts, [*told, *proof.notes, words], "", EXIT_NOT_PROVEN)
         publish(shop, out, standing)
     forget_failed(out)
-    done = _done(out, parity, proof, order, found.place or out)
+    done = _done(out, parity, proof, order, found.path or out)
     return replace(done, notes=[*told, *done.notes])
 
 

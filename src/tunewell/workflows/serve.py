@@ -14,7 +14,7 @@ from tunewell.inference.chat_model import ChatModel, open_chat_model
 from tunewell.inference.generate import Decoding
 from tunewell.inference.model_ref import ModelRef
 from tunewell.inference.prompt import prompt_ids
-from tunewell.inference.stream import Speller, Stream
+from tunewell.inference.stream import StreamDecoder, TokenStream
 from tunewell.training.signals import Signals
 
 _IN_CLEAR = "what is sent is not encrypted: use a tunnel, or a proxy that speaks TLS"
@@ -96,8 +96,8 @@ def open_server(
     address = listen(door.host, door.port, has_token=token is not None)
     with ExitStack() as undo:
         undo.callback(address.listener.close)
-        voice = open_chat_model(subject, device=device, allow_pickle=allow_pickle, in_llama_cpp=True)
-        speaker = VoiceSpeaker(voice, name or name_of(subject))
+        voice = open_chat_model(subject, device=device, allow_pickle=allow_pickle, backend="llama_cpp")
+        speaker = ServedModel(voice, name or name_of(subject))
         undo.pop_all()
     ready = Ready(
         url=address.url,
@@ -116,7 +116,7 @@ def open_server(
     return Serving(ready, make_server(app), address.listener)
 
 
-class VoiceSpeaker:
+class ServedModel:
     """A voice as the server sees it: prompts as in training, answers that end where turns end."""
 
     def __init__(self, voice: ChatModel, name: str) -> None:
@@ -135,18 +135,18 @@ class VoiceSpeaker:
         """Make a prompt of messages; raise UserError for what the template refuses."""
         return prompt_ids(self._masker, self._voice.encoder, messages)
 
-    def write(self, prompt_ids: Sequence[int], *, max_new_tokens: int, decoding: Decoding) -> Stream:
+    def write(self, prompt_ids: Sequence[int], *, max_new_tokens: int, decoding: Decoding) -> TokenStream:
         """Write the answer's tokens, without the one that ends it."""
         voice = self._voice
         return voice.runtime.stream(
             prompt_ids, max_new_tokens=max_new_tokens, stop_ids=voice.stop_ids, decoding=decoding
         )
 
-    def spelling(self) -> Speller:
+    def spelling(self) -> StreamDecoder:
         """Begin a new text."""
-        return Speller(self._voice.tokenizer.backend)
+        return StreamDecoder(self._voice.tokenizer.backend)
 
 
 def name_of(subject: ModelRef) -> str:
     """Name a model for clients: the folder's name, the same for every checkpoint of a run."""
-    return subject.model if subject.place is None else subject.place.resolve().name
+    return subject.model if subject.path is None else subject.path.resolve().name

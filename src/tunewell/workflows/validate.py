@@ -40,7 +40,7 @@ def validate(
     subject = resolve_model(
         place, checkpoint=order.checkpoint, base=order.base, template=order.template, sets=order.sets
     )
-    folder = order.out or (subject.place if subject.kind == "run" and subject.place else Path("report"))
+    folder = order.out or (subject.path if subject.kind == "run" and subject.path else Path("report"))
     _refuse_early(folder, order)
     with _documents(subject, order) as material:
         sitting = EvaluationSession(subject, order, material, progress)

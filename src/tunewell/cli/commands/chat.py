@@ -50,14 +50,14 @@ def command(
         from tunewell.inference.chat_model import open_chat_model
         from tunewell.runs.resolve import resolve_model
 
-        manner = ChatOptions(temperature, length, seed)
+        options = ChatOptions(temperature, length, seed)
         subject = resolve_model(place, checkpoint=checkpoint, base=base)
         if with_base and subject.base is None:
             raise UserError("what this model was made from is not known", fix="name it with `--base MODEL`")
         voice = open_chat_model(
-            subject, device=device, with_base=with_base, allow_pickle=allow_pickle, in_llama_cpp=True
+            subject, device=device, with_base=with_base, allow_pickle=allow_pickle, backend="llama_cpp"
         )
-        chat = Chat(voice, system, manner)
+        chat = Chat(voice, system, options)
     if prompt is not None:
         _once(chat, sys.stdin.read().rstrip("\n") if prompt == "-" else prompt, with_base=with_base, json=json)
     elif is_piped:
@@ -74,17 +74,17 @@ def _once(chat: "Chat", text: str, *, with_base: bool, json: bool, is_line: bool
     import sys
 
     from tunewell.cli.render import emit, emit_json
-    from tunewell.cli.screens.chat import tell_forgotten, write_answers
+    from tunewell.cli.screens.chat import report_dropped, write_answers
 
-    parts = chat.say(text)
+    parts = chat.reply(text)
     if not json:
-        tell_forgotten(chat)
+        report_dropped(chat)
         write_answers(chat, parts, with_base=with_base)
         return
     for _ in parts:
         pass
     if with_base:
-        for _ in chat.base_says():
+        for _ in chat.base_reply():
             pass
     found = as_json(chat, text)
     if is_line:
@@ -96,18 +96,18 @@ def _once(chat: "Chat", text: str, *, with_base: bool, json: bool, is_line: bool
 
 def as_json(chat: "Chat", prompt: str) -> dict[str, Any]:
     """Give the last answer as a program reads it."""
-    subject = chat.voice.subject
+    subject = chat.model.ref
     return {
         "prompt": prompt,
         **_told(chat.answer),
-        "forgotten_messages": chat.answer.num_forgotten,
+        "forgotten_messages": chat.answer.num_dropped,
         "base": _told(chat.base_answer) if chat.base_answer else None,
         "model": subject.name,
         "kind": subject.kind,
         "checkpoint": subject.step,
         "because": subject.because or None,
         "made_from": subject.base,
-        "computed_by": chat.voice.computed_by or None,
+        "computed_by": chat.model.computed_by or None,
     }
 
 

@@ -60,14 +60,14 @@ def obey(chat: "Chat", name: str, rest: str) -> str:
             chat.set_system(rest)
             return "the system prompt is set from the next answer on" if rest else "no system prompt"
         case "/temperature":
-            chat.set_manner(temperature=_number(name, rest, float))
-            return manner_words(chat)
+            chat.set_options(temperature=_number(name, rest, float))
+            return options_text(chat)
         case "/length":
-            chat.set_manner(length=_number(name, rest, int))
-            return manner_words(chat)
+            chat.set_options(length=_number(name, rest, int))
+            return options_text(chat)
         case "/seed":
-            chat.set_manner(seed=_number(name, rest, int))
-            return manner_words(chat)
+            chat.set_options(seed=_number(name, rest, int))
+            return options_text(chat)
         case "/help":
             rows = [(f"{command} {takes}".rstrip(), meaning) for command, (takes, meaning) in COMMANDS.items()]
             return folded_table([*rows, ("a line that ends with \\", "goes on in the next")])
@@ -77,11 +77,11 @@ def obey(chat: "Chat", name: str, rest: str) -> str:
     )
 
 
-def manner_words(chat: "Chat") -> str:
+def options_text(chat: "Chat") -> str:
     """Say how answers are given."""
-    manner = chat.manner
-    drawn = f"temperature {manner.temperature:g}, seed {manner.seed}" if manner.temperature else "greedy"
-    return f"{drawn}, at most {count(manner.length, 'token')} an answer"
+    options = chat.options
+    drawn = f"temperature {options.temperature:g}, seed {options.seed}" if options.temperature else "greedy"
+    return f"{drawn}, at most {count(options.length, 'token')} an answer"
 
 
 def _said(chat: "Chat") -> str:
@@ -126,15 +126,15 @@ def tell(text: str) -> None:
 
 def introduce(chat: "Chat", *, with_base: bool) -> None:
     """Say who is spoken to, and how."""
-    voice = chat.voice
-    subject = voice.subject
+    voice = chat.model
+    subject = voice.ref
     because = f", {subject.because}" if subject.because else ""
     template = f"template: {voice.masker.template.name}" if voice.masker else "no chat template: text is continued"
     by = f", computed by {one_line(voice.computed_by)}" if voice.computed_by else ""
     lines = [f"{one_line(subject.name)}{because}"]
     if subject.base is not None:
         lines.append(f"made from {one_line(subject.base)}" + (", which answers beside it" if with_base else ""))
-    lines.append(f"{template}; {manner_words(chat)}; {voice.precision} on {voice.device.name}{by}")
+    lines.append(f"{template}; {options_text(chat)}; {voice.precision} on {voice.device.name}{by}")
     lines += [f"note: {one_line(note)}" for note in voice.notes]
     tell("\n".join([*lines, "/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves"]))
 
@@ -161,16 +161,16 @@ def converse(chat: "Chat", *, with_base: bool) -> None:
 
 def answer_on_screen(chat: "Chat", text: str, *, with_base: bool) -> None:
     """Show one answer, or two beside each other, and in a dim line how it went; Ctrl-C stops it."""
-    parts = chat.say(text)
-    tell_forgotten(chat)
+    parts = chat.reply(text)
+    report_dropped(chat)
     with _stopping():
         write_answers(chat, parts, with_base=with_base)
     tell(how_it_went(chat.answer, chat.base_answer))
 
 
-def tell_forgotten(chat: "Chat") -> None:
+def report_dropped(chat: "Chat") -> None:
     """Say what of the conversation the model no longer sees, if there is such."""
-    if number := chat.answer.num_forgotten:
+    if number := chat.answer.num_dropped:
         tell(
             f"the conversation has outgrown the model's context of {count(chat.context, 'token')}: "
             f"it no longer sees the first {count(number)} messages"
@@ -241,7 +241,7 @@ def _side_by_side(chat: "Chat", parts: Iterator[str]) -> None:
 
 def _both(chat: "Chat", parts: Iterator[str]) -> Iterator[tuple[str, Iterator[str]]]:
     yield _label(chat), parts
-    yield "base", chat.base_says()
+    yield "base", chat.base_reply()
 
 
 def _close(parts: Any) -> None:
@@ -275,7 +275,7 @@ class _Tail:
 
 
 def _label(chat: "Chat") -> str:
-    return one_line(chat.voice.subject.name)
+    return one_line(chat.model.ref.name)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from tunewell.core.files import disk_full_as_user_error, require_disk_space, syn
 from tunewell.core.gguf import TensorEntry, read_metadata, read_tensor_table
 from tunewell.core.optional import import_optional
 from tunewell.hardware.facts import num_cores
-from tunewell.inference.llama_cpp.calls import Calls
+from tunewell.inference.llama_cpp.bindings import Bindings
 from tunewell.inference.llama_cpp.library import LlamaLibrary, find_llama
 
 # Choose how each tensor of a quantised file is stored, as llama.cpp chooses it: more bits where fewer hurt most.
@@ -167,7 +167,9 @@ _UINT32, _STRING, _ARRAY = 4, 8, 9
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 
-def write_quantized(source: Path, target: Path, plan: Mixture, *, calls: Calls, file_type: int, threads: int) -> None:
+def write_quantized(
+    source: Path, target: Path, plan: Mixture, *, bindings: Bindings, file_type: int, threads: int
+) -> None:
     """Write `source` with every tensor as the plan says, one tensor in memory at a time.
 
     Raises UserError for a file that is cut short and for a number that is not finite.
@@ -182,7 +184,7 @@ def write_quantized(source: Path, target: Path, plan: Mixture, *, calls: Calls, 
             if entry.type_number == kinds[entry.name]:
                 file.write(rows.data)
             else:
-                for part in _rounded(entry, rows, kinds[entry.name], calls, pool):
+                for part in _rounded(entry, rows, kinds[entry.name], bindings, pool):
                     file.write(part)
             file.write(b"\0" * (_aligned(file.tell()) - file.tell()))
 
@@ -240,7 +242,7 @@ def _rows(source: Path, entry: TensorEntry) -> np.ndarray:
 
 
 def _rounded(
-    entry: TensorEntry, rows: np.ndarray, kind: Any, calls: Calls, pool: ThreadPoolExecutor
+    entry: TensorEntry, rows: np.ndarray, kind: Any, bindings: Bindings, pool: ThreadPoolExecutor
 ) -> Iterator[bytes]:
     """Round a tensor some rows at a time, in as many threads as the pool has; ctypes lets go of Python meanwhile."""
     from gguf import GGMLQuantizationType, dequantize
@@ -258,7 +260,7 @@ def _rounded(
             )
         made = np.empty(_num_bytes(numbers.shape, kind), np.uint8)
         order = (numbers.ctypes.data, made.ctypes.data, 0, len(numbers), width, None)
-        if (num := calls.do.ggml_quantize_chunk(int(kind), *order)) != made.nbytes:
+        if (num := bindings.api.ggml_quantize_chunk(int(kind), *order)) != made.nbytes:
             raise AssertionError(f"{entry.name}: llama.cpp wrote {num} bytes and not {made.nbytes}")
         return made.tobytes()
 
@@ -333,16 +335,16 @@ def quantize(
 
 def _choose_way(source: Path, library: LlamaLibrary | None, plan: Mixture) -> tuple[str, Way]:
     library = library or find_llama()
-    calls = library.calls
+    bindings = library.bindings
     if library.has_quantizer:
-        return f"llama_model_quantize, {library.origin}", lambda *order: _by_library(calls, *order)
+        return f"llama_model_quantize, {library.origin}", lambda *order: _by_library(bindings, *order)
     if program := shutil.which(PROGRAM):
         return PROGRAM, lambda *order: _by_program(program, *order)
-    if calls.has_all("ggml_quantize_chunk") and num_experts(source) <= 1:
+    if bindings.has_all("ggml_quantize_chunk") and num_experts(source) <= 1:
         return (
             f"ggml_quantize_chunk, {library.origin}",
             lambda source, target, kind, threads: write_quantized(
-                source, target, plan, calls=calls, file_type=file_type(kind), threads=threads
+                source, target, plan, bindings=bindings, file_type=file_type(kind), threads=threads
             ),
         )
     raise UserError(
@@ -352,11 +354,11 @@ def _choose_way(source: Path, library: LlamaLibrary | None, plan: Mixture) -> tu
     )
 
 
-def _by_library(calls: Calls, source: Path, target: Path, kind: str, threads: int) -> None:
-    wanted = calls.quantize_parameters(file_type=file_type(kind), threads=threads)
-    since = calls.log.num_lines
-    if calls.do.llama_model_quantize(os.fsencode(source), os.fsencode(target), wanted) != 0:
-        raise _failed(source, kind, calls.log.last(since=since))
+def _by_library(bindings: Bindings, source: Path, target: Path, kind: str, threads: int) -> None:
+    wanted = bindings.quantize_parameters(file_type=file_type(kind), threads=threads)
+    since = bindings.log.num_lines
+    if bindings.api.llama_model_quantize(os.fsencode(source), os.fsencode(target), wanted) != 0:
+        raise _failed(source, kind, bindings.log.last(since=since))
 
 
 def _by_program(program: str, source: Path, target: Path, kind: str, threads: int) -> None:

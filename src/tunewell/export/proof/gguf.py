@@ -44,7 +44,7 @@ _ID_FIELDS = {
     "pad": "padding_token_id",
     "mask": "mask_token_id",
 }
-"""The tokens that have a name, and what GGUF calls them, its own spelling kept."""
+"""The tokens that have a name, and what GGUF bindings them, its own spelling kept."""
 
 
 class _Known(WeightFiles):
@@ -300,8 +300,8 @@ def _rounding(kind: str) -> Rounding | None:
     own = gguf.GGMLQuantizationType[kind]
     if kind in _BY_PYTHON:
         return lambda rows: torch.from_numpy(dequantize(quantize(_numbers(rows), own), own))
-    calls = find_llama().calls
-    if not calls.has_all("ggml_quantize_chunk"):
+    bindings = find_llama().bindings
+    if not bindings.has_all("ggml_quantize_chunk"):
         return None
 
     def by_library(rows: Tensor) -> Tensor:
@@ -309,7 +309,7 @@ def _rounding(kind: str) -> Rounding | None:
         block, size = gguf.GGML_QUANT_SIZES[own]
         made = np.empty((len(numbers), math.prod(numbers.shape[1:]) // block * size), np.uint8)
         order: tuple[Any, ...] = (numbers.ctypes.data, made.ctypes.data, 0, *numbers.shape, None)
-        num = calls.do.ggml_quantize_chunk(int(own), *order)
+        num = bindings.api.ggml_quantize_chunk(int(own), *order)
         assert num == made.nbytes, f"llama.cpp wrote {num} bytes and not {made.nbytes}"
         return torch.from_numpy(np.asarray(dequantize(made, own), np.float32))
 

@@ -37,17 +37,17 @@ def make_reference(voice: ChatModel, tell: ProgressListener) -> tuple[Proof, Ref
     tell(Progress("answering with the trained model"))
     prompts = _questions(voice) or [probe.ids for probe in probes[:4]]
     stops = _stops(voice)
-    questions = answer(voice.model, prompts, stop_ids=stops, spell=voice.spell)
+    questions = answer(voice.model, prompts, stop_ids=stops, spell=voice.decode)
     tell(Progress("measuring the tensors of the trained model"))
     sketches, twins = sketches_of(voice.model)
     shapes = {name: list(own.shape) for name, own in sketches.items()}
     proof = Proof(
         made_by=f"tunewell {__version__}",
-        subject=voice.subject.name,
-        base=voice.subject.base,
+        subject=voice.ref.name,
+        base=voice.ref.base,
         is_lora=voice.adapter is not None,
         stop_ids=stops,
-        added_tokens=list(voice.subject.added_tokens or voice.tokenizer.added_by_us),
+        added_tokens=list(voice.ref.added_tokens or voice.tokenizer.added_by_us),
         date=voice.masker.template.date if voice.masker and voice.masker.template.uses_clock else None,
         probes=probes,
         num_positions=number,
@@ -161,10 +161,10 @@ def _long_probe(voice: ChatModel, probes: Sequence[Probe], length: int) -> Probe
 
 def _questions(voice: ChatModel) -> list[list[int]]:
     """Take held-out questions of the run, where they still are."""
-    if voice.subject.corpus is None:
+    if voice.ref.corpus is None:
         return []
-    held_out = open_corpus(voice.subject.corpus).held_out
-    return [question.ids for question in questions_of(held_out, number=_QUESTIONS, spell=voice.spell)]
+    held_out = open_corpus(voice.ref.corpus).held_out
+    return [question.ids for question in questions_of(held_out, number=_QUESTIONS, spell=voice.decode)]
 
 
 def _stops(voice: ChatModel) -> list[int]:

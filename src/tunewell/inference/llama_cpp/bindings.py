@@ -1,0 +1,238 @@
+"""ctypes bindings to a llama.cpp library: functions found by name, struct layouts checked before the first call.
+
+docs/decisions/0031-llama-cpp-abi.md says why, and what is assumed about the ABI.
+"""
+
+import atexit
+import ctypes
+import os
+import struct
+import sys
+from collections import deque
+from ctypes import POINTER, c_bool, c_char_p, c_float, c_int8, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+CPU_ONLY = (c_void_p * 1)()
+"""An empty, null-terminated list of GPU devices; it must outlive every model opened with it."""
+
+
+class Parameters(ctypes.Structure):
+    """A parameter struct of any version: 1,024 bytes, more than every known one, so that no layout is declared."""
+
+    _fields_ = [("int64s", c_int64 * 128)]
+
+    @property
+    def int32s(self) -> "ctypes.Array[c_int32]":
+        """The same memory as 32-bit integers."""
+        return (c_int32 * 256).from_buffer(self)
+
+
+class Batch(ctypes.Structure):
+    """`llama_batch`: the tokens of one `llama_decode`. Null pointers mean the default: one sequence, number 0."""
+
+    _fields_ = [
+        ("n_tokens", c_int32),
+        ("token", POINTER(c_int32)),
+        ("embd", POINTER(c_float)),
+        ("pos", POINTER(c_int32)),
+        ("n_seq_id", POINTER(c_int32)),
+        ("seq_id", POINTER(POINTER(c_int32))),
+        ("logits", POINTER(c_int8)),
+    ]
+
+
+_LOG_FUNCTION = ctypes.CFUNCTYPE(None, c_int32, c_char_p, c_void_p)
+_MODEL = _CONTEXT = _VOCABULARY = _MEMORY = c_void_p
+# name: (return type, argument types)
+_NEEDED: dict[str, tuple[Any, list[Any]]] = {
+    "llama_backend_init": (None, []),
+    "llama_log_set": (None, [_LOG_FUNCTION, c_void_p]),
+    "llama_model_default_params": (Parameters, []),
+    "llama_context_default_params": (Parameters, []),
+    "llama_model_load_from_file": (_MODEL, [c_char_p, Parameters]),
+    "llama_model_free": (None, [_MODEL]),
+    "llama_init_from_model": (_CONTEXT, [_MODEL, Parameters]),
+    "llama_free": (None, [_CONTEXT]),
+    "llama_n_ctx": (c_uint32, [_CONTEXT]),
+    "llama_set_n_threads": (None, [_CONTEXT, c_int32, c_int32]),
+    "llama_get_memory": (_MEMORY, [_CONTEXT]),
+    "llama_memory_clear": (None, [_MEMORY, c_bool]),
+    "llama_memory_seq_rm": (c_bool, [_MEMORY, c_int32, c_int32, c_int32]),
+    "llama_decode": (c_int32, [_CONTEXT, Batch]),
+    "llama_get_logits": (POINTER(c_float), [_CONTEXT]),
+    "llama_model_has_encoder": (c_bool, [_MODEL]),
+    "llama_model_has_decoder": (c_bool, [_MODEL]),
+    "llama_model_n_params": (c_uint64, [_MODEL]),
+    "llama_model_n_ctx_train": (c_int32, [_MODEL]),
+    "llama_model_chat_template": (c_char_p, [_MODEL, c_char_p]),
+    "llama_model_meta_count": (c_int32, [_MODEL]),
+    "llama_model_meta_key_by_index": (c_int32, [_MODEL, c_int32, c_char_p, c_size_t]),
+    "llama_model_meta_val_str_by_index": (c_int32, [_MODEL, c_int32, c_char_p, c_size_t]),
+    "llama_model_get_vocab": (_VOCABULARY, [_MODEL]),
+    "llama_vocab_n_tokens": (c_int32, [_VOCABULARY]),
+    "llama_vocab_bos": (c_int32, [_VOCABULARY]),
+    "llama_vocab_eos": (c_int32, [_VOCABULARY]),
+    "llama_vocab_eot": (c_int32, [_VOCABULARY]),
+    "llama_vocab_is_eog": (c_bool, [_VOCABULARY, c_int32]),
+    "llama_vocab_get_add_bos": (c_bool, [_VOCABULARY]),
+    "llama_vocab_get_add_eos": (c_bool, [_VOCABULARY]),
+    "llama_tokenize": (c_int32, [_VOCABULARY, c_char_p, c_int32, POINTER(c_int32), c_int32, c_bool, c_bool]),
+    "llama_detokenize": (c_int32, [_VOCABULARY, POINTER(c_int32), c_int32, c_char_p, c_int32, c_bool, c_bool]),
+    "llama_token_to_piece": (c_int32, [_VOCABULARY, c_int32, c_char_p, c_int32, c_int32, c_bool]),
+}
+# Some packages do not export these; the code that uses them has a fallback.
+_OPTIONAL: dict[str, tuple[Any, list[Any]]] = {
+    "llama_version": (c_char_p, []),
+    "llama_model_quantize_default_params": (Parameters, []),
+    "llama_model_quantize": (c_uint32, [c_char_p, c_char_p, POINTER(Parameters)]),
+    "ggml_backend_dev_count": (c_size_t, []),
+    "ggml_backend_load_all_from_path": (None, [c_char_p]),
+    "ggml_quantize_chunk": (c_size_t, [c_int32, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p]),
+    "ggml_validate_row_data": (c_bool, [c_int32, c_void_p, c_size_t]),
+}
+_LEVEL_ERROR, _LEVEL_CONTINUED = 4, 5
+_MAX_LOG_LINES = 500
+
+
+class UnusableLibrary(Exception):
+    """Why a library cannot be used; the text continues a sentence that begins with the library's name."""
+
+
+class LibraryLog:
+    """The log of a library: kept in memory, never printed."""
+
+    def __init__(self) -> None:
+        self.lines: deque[tuple[int, str]] = deque(maxlen=_MAX_LOG_LINES)
+        self.num_lines = 0
+
+    def add(self, level: int, text: bytes | None, _data: object) -> None:
+        """Add a message; llama.cpp calls this from any of its threads."""
+        message = (text or b"").decode("utf-8", "replace")
+        if level == _LEVEL_CONTINUED and self.lines:
+            first_level, start = self.lines.pop()
+            self.lines.append((first_level, start + message))
+            return
+        self.lines.append((level, message))
+        self.num_lines += 1
+
+    def last(self, *, since: int, most: int = 4) -> list[str]:
+        """Return the last lines after line `since`: the errors if there are any, else all levels."""
+        new = list(self.lines)[-(self.num_lines - since) :] if self.num_lines > since else []
+        errors = [line for line in new if line[0] == _LEVEL_ERROR]
+        return [text.strip() for _, text in (errors or new) if text.strip(" .\n")][-most:]
+
+
+class Bindings:
+    """A loaded and checked library; `api` holds its functions."""
+
+    def __init__(self, path: Path) -> None:
+        """Load a library; raise UnusableLibrary if it is not llama.cpp or its structs have an unknown layout."""
+        self.path = path
+        handles = _load(path)
+        found = {name: _bind(handles, name, signature) for name, signature in (_NEEDED | _OPTIONAL).items()}
+        if missing := [name for name in _NEEDED if found[name] is None]:
+            raise UnusableLibrary(f"has no `{missing[0]}`" + (f" and {len(missing) - 1} more" if missing[1:] else ""))
+        self.api: Any = SimpleNamespace(**found)
+        self.log = LibraryLog()
+        # Keep a reference: C calls it until the process ends, and libraries are never unloaded.
+        self._callback = _LOG_FUNCTION(self.log.add)
+        self.capture_log()
+        atexit.register(self.api.llama_log_set, _LOG_FUNCTION(), None)
+        self.model_parameters()
+        self.context_parameters(context=512, batch=512)
+        if self.has_all("llama_model_quantize", "llama_model_quantize_default_params"):
+            self.quantize_parameters(file_type=7, threads=1)
+        self.api.llama_backend_init()
+        # Some builds keep the code for each CPU type in separate files beside the library.
+        if self.has_all("ggml_backend_dev_count", "ggml_backend_load_all_from_path"):
+            if self.api.ggml_backend_dev_count() == 0:
+                self.api.ggml_backend_load_all_from_path(os.fsencode(path.parent))
+            if self.api.ggml_backend_dev_count() == 0:
+                raise UnusableLibrary("has no backend for this CPU beside it")
+
+    @property
+    def version(self) -> str:
+        """The version of llama.cpp; older builds do not report it."""
+        return self.api.llama_version().decode() if self.has_all("llama_version") else "unknown"
+
+    def has_all(self, *names: str) -> bool:
+        """Return True if the library exports all of these functions."""
+        return all(getattr(self.api, name) is not None for name in names)
+
+    def model_parameters(self) -> Parameters:
+        """Return the parameters of a model on the CPU.
+
+        pointer to devices  pointer to overrides  n_gpu_layers         split_mode
+        0 0                 0 0                   -1, 0, 99 or 999     1
+        """
+        parameters = self.api.llama_model_default_params()
+        int32s = parameters.int32s
+        if list(int32s[:4]) != [0, 0, 0, 0] or int32s[4] not in (-1, 0, 99, 999) or int32s[5] != 1:
+            raise UnusableLibrary(_unknown_layout("model", int32s[:6]))
+        parameters.int64s[0] = ctypes.addressof(CPU_ONLY)
+        int32s[4] = 0
+        return parameters
+
+    def context_parameters(self, *, context: int, batch: int) -> Parameters:
+        """Return the parameters of a context that computes in fp32 and holds `context` tokens of one sequence.
+
+        The default KV cache is fp16 and flash attention accumulates in it; the error would hide what a proof looks for.
+        The field positions differ between versions, so they are found by their default values:
+
+            n_ctx n_batch n_ubatch n_seq_max ... rope pooling attention flash  8 numbers  2 pointers  type_k type_v
+            512   2048    512      1             -1   -1      -1        -1     ...        0 0         1      1
+        """
+        parameters = self.api.llama_context_default_params()
+        int32s = parameters.int32s
+        rope = next((start for start in range(4, 24) if list(int32s[start : start + 4]) == [-1] * 4), 0)
+        pointers = rope + 12 + rope % 2  # C aligns pointers to 8 bytes
+        is_known = rope and list(int32s[pointers : pointers + 6]) == [0, 0, 0, 0, 1, 1]
+        if list(int32s[:4]) != [512, 2048, 512, 1] or not is_known:
+            raise UnusableLibrary(_unknown_layout("context", int32s[:32]))
+        int32s[0], int32s[1], int32s[2] = context, batch, batch
+        int32s[rope + 3] = 0  # flash attention off
+        int32s[pointers + 4] = int32s[pointers + 5] = 0  # KV cache in fp32
+        return parameters
+
+    def quantize_parameters(self, *, file_type: int, threads: int) -> Parameters:
+        """Return the parameters of a quantisation; the number of threads and the file type come first."""
+        parameters = self.api.llama_model_quantize_default_params()
+        int32s = parameters.int32s
+        # The default file type is q8_0 (q5_1 in old versions). The next two fields are tensor types that are not set:
+        # GGML_TYPE_COUNT, one more than the last type.
+        if int32s[0] != 0 or int32s[1] not in (7, 9) or int32s[2] != int32s[3] or not 30 <= int32s[2] <= 200:
+            raise UnusableLibrary(_unknown_layout("quantisation", int32s[:4]))
+        int32s[0], int32s[1] = threads, file_type
+        return parameters
+
+    def capture_log(self) -> None:
+        """Direct the log here, also after another user of the library in this process redirected it."""
+        self.api.llama_log_set(self._callback, None)
+
+
+def _load(path: Path) -> list[ctypes.CDLL]:
+    """Load a library; on Windows also the ggml libraries beside it, because symbols are looked up per file."""
+    if struct.calcsize("P") != 8 or sys.byteorder != "little":
+        raise UnusableLibrary("needs a 64-bit little-endian machine")
+    beside = sorted(path.parent.glob("ggml*.dll")) if os.name == "nt" else []
+    try:
+        if os.name == "nt":
+            os.add_dll_directory(str(path.parent))
+        return [ctypes.CDLL(str(file)) for file in (path, *beside)]
+    except OSError as error:
+        raise UnusableLibrary(f"cannot be loaded: {error}") from None
+
+
+def _bind(handles: list[ctypes.CDLL], name: str, signature: tuple[Any, list[Any]]) -> Any:
+    for handle in handles:
+        function = getattr(handle, name, None)
+        if function is not None:
+            function.restype, function.argtypes = signature
+            return function
+    return None
+
+
+def _unknown_layout(what: str, int32s: list[int]) -> str:
+    return f"has an unknown layout of its {what} parameters: {list(int32s)}"
