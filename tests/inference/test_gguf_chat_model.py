@@ -134,7 +134,7 @@ def test_without_a_library_the_weights_are_dequantised_and_that_is_said(
     monkeypatch.delenv("TUNEWELL_LLAMA_CPP", raising=False)
     without = voice_of(file)
     assert without.model is not None and without.computed_by == ""
-    assert any("no llama.cpp library" in note and "transformers computes" in note for note in without.notes)
+    assert any("no usable llama.cpp library" in note and "transformers runs" in note for note in without.notes)
     there = Chat(without, options=ChatOptions(length=8))
     list(there.reply("hi"))
     assert there.answer.text == here.answer.text and without.stop_ids == voice.stop_ids
@@ -153,7 +153,7 @@ def test_only_a_file_that_is_asked_as_it_is_goes_to_llama_cpp(folder: Path, file
 def test_a_template_whose_tokens_the_file_lacks_needs_other_rows(file: Path) -> None:
     subject = resolve_model(file, template="llama3", sets=["template.add_missing_tokens=true"])
     voice = open_chat_model(subject, device="cpu", backend="llama_cpp")
-    assert voice.model is not None and any("which the file does not have" in note for note in voice.notes)
+    assert voice.model is not None and any("which the file lacks" in note for note in voice.notes)
 
 
 def test_a_base_answers_beside_it_whatever_it_is(parrot: Path, folder: Path, file: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_base_with_fewer_tokens_is_refused(file: Path, tiny_model: Path, tmp_p
     """llama.cpp would be asked for words it does not have."""
     small = write_random(tmp_path / "small", with_fewer_tokens(tiny_model, tmp_path / "tokenizer"))
     base = write_gguf(small, tmp_path / "small.gguf", kind="f32").path
-    with pytest.raises(UserError, match="knows 490 tokens, but what it is compared with has 500"):
+    with pytest.raises(UserError, match="has 490 tokens, but the tuned model's tokenizer has 500"):
         voice_of(file, base=str(base))
 
 

@@ -191,26 +191,19 @@ def test_the_file_says_what_was_written(model: LlamaModel, reference: PreTrained
 
 def test_chances_of_drawn_tokens_are_those_of_the_logits(model: LlamaModel) -> None:
     ids = some_ids(9)
-    drawn = [
-        next(model.generate(ids, max_new_tokens=1, stop_ids=(), decoding=Decoding(temperature=0.7, seed=n)))
-        for n in range(600)
-    ]
+
+    def sampled(num: int, **how: Any) -> list[int]:
+        return list(model.generate(ids, max_new_tokens=num, stop_ids=(), decoding=Decoding(**how)))
+
+    drawn = [sampled(1, temperature=0.7, seed=n)[0] for n in range(600)]
     scaled = model.logits(ids)[-1].astype(np.float64) / 0.7
     chances = np.exp(scaled - scaled.max()) / np.exp(scaled - scaled.max()).sum()
     likeliest = int(chances.argmax())
     # Three standard deviations of 600 draws.
     assert abs(drawn.count(likeliest) / 600 - chances[likeliest]) < 3 * np.sqrt(chances[likeliest] / 600) + 1e-3
     assert len(set(drawn)) > 5
-    few = {
-        next(model.generate(ids, max_new_tokens=1, stop_ids=(), decoding=Decoding(temperature=5, top_p=1e-6, seed=n)))
-        for n in range(9)
-    }
-    assert few == {likeliest}
-    again = [
-        list(model.generate(ids, max_new_tokens=8, stop_ids=(), decoding=Decoding(temperature=1, seed=5)))
-        for _ in range(2)
-    ]
-    assert again[0] == again[1]
+    assert {sampled(1, temperature=5, top_p=1e-6, seed=n)[0] for n in range(9)} == {likeliest}
+    assert sampled(8, temperature=1, seed=5) == sampled(8, temperature=1, seed=5)
 
 
 def test_two_models_at_once_do_not_mix(library: LlamaLibrary, file: Path, tiny_model: Path, tmp_path: Path) -> None:

@@ -53,7 +53,8 @@ def test_losses_of_every_document_are_those_of_transformers(runtime: LlamaRuntim
     """Each supervised token is charged to its own document, across blocks and as the context grows."""
     rows = Rows(runtime.vocab_size)
     told: list[tuple[int, int]] = []
-    documents, sums, tokens = runtime.losses(rows, most=None, progress=lambda at: told.append((at.done, at.total)))
+    losses = runtime.losses(rows, most=None, progress=lambda at: told.append((at.done, at.total)))
+    documents, sums, tokens = losses.documents, losses.sums, losses.tokens
     assert documents.tolist() == list(range(len(rows))) and told[-1] == (len(rows), len(rows))
     for (ids, labels), found, number in zip(rows.rows, sums, tokens, strict=True):
         assert number == (labels[1:] != -100).sum()
@@ -64,7 +65,7 @@ def test_losses_of_every_document_are_those_of_transformers(runtime: LlamaRuntim
             out = model(input_ids=torch.tensor(ids)[None].long(), labels=torch.tensor(labels)[None].long())
         assert found / number == pytest.approx(float(out.loss), abs=1e-3)
     some = runtime.losses(rows, most=3)
-    assert some[0].tolist() == [0, 3, 6] and np.allclose(some[1], sums[[0, 3, 6]], rtol=1e-5)
+    assert some.documents.tolist() == [0, 3, 6] and np.allclose(some.sums, sums[[0, 3, 6]], rtol=1e-5)
 
 
 def test_logits_of_the_next_token_are_the_models_own(runtime: LlamaRuntime, model: PreTrainedModel) -> None:
@@ -105,12 +106,12 @@ def test_a_context_grows_with_what_is_read(
 
 @pytest.mark.parametrize("place", ["blk.1.ffn_down.weight", "output.weight", "output_norm.weight"])
 def test_weights_that_are_no_numbers_are_found_and_named(runtime: LlamaRuntime, place: str) -> None:
-    assert runtime.bad_weights() == {}
+    assert runtime.nonfinite_weights() == {}
     file = gguf.GGUFReader(runtime.path, "r+")
     next(tensor for tensor in file.tensors if tensor.name == place).data.reshape(-1)[3:5] = np.nan
     file.data.flush()
     broken = LlamaRuntime(find_llama(), runtime.path)
-    assert broken.bad_weights() == {place: 2}
+    assert broken.nonfinite_weights() == {place: 2}
     broken.close()
 
 

@@ -13,7 +13,7 @@ from tunewell.core.model_files import locate
 from tunewell.inference.chat_model import open_chat_model
 from tunewell.inference.generate import Decoding, generate
 from tunewell.inference.prompt import prompt_ids
-from tunewell.inference.stream import stream
+from tunewell.inference.stream import stream_tokens
 from tunewell.methods.base import trainable_parameters
 from tunewell.methods.lora import Lora
 from tunewell.runs.resolve import resolve_model
@@ -72,7 +72,7 @@ def test_forty_college_questions_are_answered_as_by_transformers(has_adapter, ad
     expected = [by_transformers(theirs, [prompt], voice.stop_ids)[0] for prompt in prompts]
     assert len({tuple(row) for row in expected}) > 20
     how = {"max_new_tokens": NUM_TOKENS, "stop_ids": voice.stop_ids}
-    assert [list(stream(voice.model, prompt, **how)) for prompt in prompts] == expected
+    assert [list(stream_tokens(voice.model, prompt, **how)) for prompt in prompts] == expected
     by_length = sorted(range(40), key=lambda index: len(prompts[index]))
     eights = [by_length[at : at + 8] for at in range(0, 40, 8)]
     for eight in eights:

@@ -240,9 +240,9 @@ def open_in_llama_cpp(ref: ModelRef, text: TextPipeline, *, device: str) -> tupl
         num_rows = runtime.vocab_size
         runtime.close()
         raise UserError(
-            f"`{path.name}` has {num_rows:,} tokens, but the tokenizer has {text.tokenizer.vocab_size:,}",
+            f"`{path.name}` has {num_rows:,} tokens, but the tuned model's tokenizer has {text.tokenizer.vocab_size:,}",
             where=str(path),
-            fix="name the model it was converted from with `--base MODEL`",
+            fix="name the model that was fine-tuned with `--base MODEL`",
         )
     best = probe_device(device)
     if best.kind == "cpu":
@@ -283,7 +283,8 @@ def _stop_ids(chat_model: ChatModel) -> list[int]:
     texts = {tokenizer.special_tokens.get("eos_token", "")}
     if masker is not None:
         texts |= {masker.end_marker, *masker.frame.ends}
-    found = {tokenizer.backend.token_to_id(text) for text in texts if text} - {None}
+    ids = (tokenizer.backend.token_to_id(text) for text in texts if text)
+    found = {number for number in ids if number is not None}
     if corpus is not None:
         # A source may have its own template, with another end of turn.
         found |= set(corpus_stop_ids(tokenizer, read_manifest(corpus)))

@@ -113,8 +113,7 @@ def find_llama(path: Path | None = None) -> LlamaLibrary:
             tried.append(f"{candidate.origin}: `{candidate.path.name}` {problem}")
     raise UserError(
         "no usable llama.cpp library was found",
-        where="; ".join(tried)
-        or "searched the packages xllamacpp, llama_cpp and llama_cpp_py_sync, and the system's libraries",
+        where="; ".join(tried) or f"searched {', '.join(name for name, _ in _PACKAGES)} and the system's libraries",
         fix=f'pip install "tunewell[export]", or name a `libllama` file with {VARIABLE}',
     )
 
