@@ -325,7 +325,7 @@ class Ours:
         self.encoder = Encoder(self.tokenizer, self.masker.turn_markers)
 
     def encode(self, *some: Conversation) -> EncodedDocuments:
-        return self.encoder.encode([PlannedDocument(*self.masker.lay_out(one)) for one in some])
+        return self.encoder.encode([PlannedDocument(*self.masker.plan(one)) for one in some])
 
     def documents(self, some: list[Conversation]) -> list[tuple[list[int], list[bool], int]]:
         """Give ids, mask and the number of boundary tokens of each conversation, encoded together."""

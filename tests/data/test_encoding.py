@@ -273,7 +273,7 @@ def test_cutting_at_markers_gives_the_ids_of_the_whole_text(name):
     """Spaces, line ends and scripts next to markers, for every kind of tokenizer."""
     ours = ours_for(name)
     rows = conversations(40, seed=31, features=Features(tools=True, thinking=True))
-    ours.encoder.check_segmentation([PlannedDocument(*ours.masker.lay_out(row)) for row in rows])
+    ours.encoder.check_segmentation([PlannedDocument(*ours.masker.plan(row)) for row in rows])
     backend = bare_backend(ours.tokenizer.backend)
     for row, (ids, _, _) in zip(rows, ours.documents(rows), strict=True):
         assert ids == backend.encode(ours.masker.template.render(row.messages, row.tools), add_special_tokens=False).ids
@@ -289,7 +289,7 @@ def test_a_sentencepiece_model_that_puts_a_space_behind_markers_is_cut_right_too
     (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     ours = Ours(load_tokenizer(path), CHATML)
     rows = conversations(30, seed=32, features=Features(tools=True, thinking=True))
-    ours.encoder.check_segmentation([PlannedDocument(*ours.masker.lay_out(row)) for row in rows])
+    ours.encoder.check_segmentation([PlannedDocument(*ours.masker.plan(row)) for row in rows])
 
 
 # Tokenizers that cannot be cut at markers.
@@ -319,14 +319,14 @@ def test_the_proof_fails_on_a_tokenizer_with(name):
     ours = Ours(_broken(**BROKEN[name]), CHATML)
     row = messages_of(("user", "hi"), ("assistant", "hello"))
     with pytest.raises(UserError, match="cannot be followed"):
-        ours.encoder.check_segmentation([PlannedDocument(*ours.masker.lay_out(row))])
+        ours.encoder.check_segmentation([PlannedDocument(*ours.masker.plan(row))])
 
 
 def test_the_proof_passes_over_rows_that_spell_markers():
     ours = ours_for("bpe")
     row = messages_of(("user", "what is <|im_end|>?"), ("assistant", "a marker"))
     ours.encoder.check_segmentation(
-        [PlannedDocument(*ours.masker.lay_out(row)), PlannedDocument(None, ["plain <|im_end|> text"])]
+        [PlannedDocument(*ours.masker.plan(row)), PlannedDocument(None, ["plain <|im_end|> text"])]
     )
 
 
@@ -442,4 +442,4 @@ def test_a_tokenizer_that_returns_fewer_texts_is_an_error(monkeypatch):
         ours.encoder, "_backends", type("Backends", (), {"__getitem__": lambda *_: Short(), "form": None})()
     )
     with pytest.raises(RuntimeError, match="gave back 0 of"):
-        ours.encoder.encode([PlannedDocument(*ours.masker.lay_out(messages_of(("user", "q"), ("assistant", "a"))))])
+        ours.encoder.encode([PlannedDocument(*ours.masker.plan(messages_of(("user", "q"), ("assistant", "a"))))])

@@ -96,7 +96,7 @@ def outcomes(source: str, rows: list[Conversation] = ROWS) -> tuple[int, int]:
     num_done = num_refused = 0
     for row in rows:
         try:
-            plan, words = masker.lay_out(row)
+            plan, words = masker.plan(row)
         except Rejected as rejected:
             assert rejected.reason == "mask_uncertain"
             num_refused += 1
@@ -183,14 +183,14 @@ def test_no_row_is_laid_out_by_a_template_that(name):
 
 def test_a_template_that_cannot_be_learned_is_refused_before_any_row():
     for source, complaint in {
-        turns("m.content | upper"): "does not render the words",
-        turns("m.content | reverse"): "does not render the words",
-        turns("m.content", each="messages[:1]"): "does not render the words",
-        turns("m.content").replace("<|im_end|>", ""): "ends a reply with no token",
+        turns("m.content | upper"): "changes the text of a reply",
+        turns("m.content | reverse"): "changes the text of a reply",
+        turns("m.content", each="messages[:1]"): "changes the text of a reply",
+        turns("m.content").replace("<|im_end|>", ""): "does not end replies with a token",
         turns("m.content").replace(
             "'<|im_end|>\n'", "'' if loop.last else '<|im_end|>\n'"
-        ): "ends a reply with no token",
-        turns("m.content").replace("<|im_end|>", "<|unknown|>"): "ends a reply with no token",
+        ): "does not end replies with a token",
+        turns("m.content").replace("<|im_end|>", "<|unknown|>"): "does not end replies with a token",
         "{{ raise_exception('no') }}": "cannot render one question and one answer",
     }.items():
         with pytest.raises(UserError, match=complaint):
@@ -205,16 +205,16 @@ def test_a_reply_that_only_the_next_header_ends_is_in_doubt():
         source = source.replace("'<|im_start|>' + m.role + '\n'", header)
         masker = masker_for(source)
         assert masker.end_marker == "</s>"
-        masker.lay_out(messages_of(("user", "q"), ("assistant", "a")))
+        masker.plan(messages_of(("user", "q"), ("assistant", "a")))
         with pytest.raises(Rejected, match="not followed by"):
-            masker.lay_out(messages_of(("user", "q"), ("assistant", "a"), ("user", "q"), ("assistant", "a")))
+            masker.plan(messages_of(("user", "q"), ("assistant", "a"), ("user", "q"), ("assistant", "a")))
 
 
 def test_the_end_of_a_turn_without_words_is_not_taken_for_that_of_the_reply_before():
     source = turns("m.content").replace("'<|im_end|>\n'", "'<|im_end|>' if loop.last or m.role != 'assistant' else ''")
     masker = masker_for(source)
     with pytest.raises(Rejected, match="not followed by"):
-        masker.lay_out(messages_of(("user", "q"), ("assistant", "a"), ("tool", ""), ("assistant", "b")))
+        masker.plan(messages_of(("user", "q"), ("assistant", "a"), ("tool", ""), ("assistant", "b")))
 
 
 def test_another_end_between_turns_than_at_the_end_is_learned(tokenizer):
@@ -288,13 +288,13 @@ def test_every_row_is_rendered_and_compared_with_the_plan_of_its_shape(monkeypat
     rendered: list[str] = []
     render = masker.template.render
     monkeypatch.setattr(masker.template, "render", lambda *args: rendered.append("") or render(*args))
-    first, _ = masker.lay_out(rows[0])
+    first, _ = masker.plan(rows[0])
     num_for_the_plan = len(rendered)
-    assert all(masker.lay_out(row)[0] is first for row in rows[1:])
+    assert all(masker.plan(row)[0] is first for row in rows[1:])
     assert len(rendered) - num_for_the_plan == len(rows) - 1
     monkeypatch.setattr(masker.template, "render", lambda *args: render(*args).upper())
     with pytest.raises(Rejected, match="mask_uncertain"):
-        masker.lay_out(rows[0])
+        masker.plan(rows[0])
 
 
 # What is learned.
@@ -349,10 +349,10 @@ def test_the_first_token_of_a_document_is_never_learned(tokenizer):
 
 def test_rows_without_anything_to_learn_say_so(tokenizer):
     ours = Ours(tokenizer, builtin_template("chatml"))
-    plan, _ = ours.masker.lay_out(Conversation(TALK.messages, learn=[None, None, False, None, False]))
+    plan, _ = ours.masker.plan(Conversation(TALK.messages, learn=[None, None, False, None, False]))
     assert (plan.num_supervised_turns, plan.num_unrendered_turns) == (0, 0)
     dropping = Ours(tokenizer, turns("m.content", each="messages[-2:]"))
-    plan, _ = dropping.masker.lay_out(TALK)
+    plan, _ = dropping.masker.plan(TALK)
     assert (plan.num_supervised_turns, plan.num_unrendered_turns) == (1, 1)
 
 
@@ -419,7 +419,7 @@ def test_thinking_that_the_row_wrote_into_its_reply_is_learned_with_its_frame(to
 
 def test_thinking_that_the_template_drops_is_not_learned():
     masker = masker_for(turns("m.content.split('</think>')[-1]"))
-    plan, words = masker.lay_out(messages_of(("user", "q"), ("assistant", "<think>\nhm\n</think>\n\nYes.")))
+    plan, words = masker.plan(messages_of(("user", "q"), ("assistant", "<think>\nhm\n</think>\n\nYes.")))
     text = plan.fill(words)
     assert [text[a:b] for a, b in learned_spans(plan, words)] == ["\n\nYes.<|im_end|>"]
 
@@ -435,7 +435,7 @@ def test_a_call_that_the_template_leaves_out_teaches_no_empty_reply(tokenizer):
         ]
     )
     ours = Ours(tokenizer, turns("m.content"))
-    plan, _ = ours.masker.lay_out(row)
+    plan, _ = ours.masker.plan(row)
     assert (plan.num_supervised_turns, plan.num_unrendered_turns) == (1, 1)
     assert ours.supervised_text(row) == "Sunny.<|im_end|>"
 
@@ -459,25 +459,25 @@ def test_calls_that_a_template_repeats_in_the_results_are_in_doubt():
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "fetch", "arguments": "{}"}}]}
     row = Conversation([{"role": "user", "content": "q"}, call, {"role": "tool", "content": "r"}])
     with pytest.raises(Rejected, match="in parts"):
-        masker_for(source).lay_out(row)
+        masker_for(source).plan(row)
 
 
 def test_a_conversation_that_the_template_refuses_is_none():
     masker = masker_for(builtin_template("gemma"))
     with pytest.raises(Rejected) as caught:
-        masker.lay_out(messages_of(("user", "one"), ("user", "two"), ("assistant", "three")))
+        masker.plan(messages_of(("user", "one"), ("user", "two"), ("assistant", "three")))
     assert caught.value.reason == "not_a_conversation"
 
 
 def test_words_that_look_like_a_stand_in_are_words():
     masker = masker_for(builtin_template("chatml"))
-    plan, words = masker.lay_out(messages_of(("user", "Zq1wXv"), ("assistant", "Zq0wXv Ky1pRg")))
+    plan, words = masker.plan(messages_of(("user", "Zq1wXv"), ("assistant", "Zq0wXv Ky1pRg")))
     assert plan.fill(words) == "<|im_start|>user\nZq1wXv<|im_end|>\n<|im_start|>assistant\nZq0wXv Ky1pRg<|im_end|>\n"
     for name in ("Zq77wXv", "Zq0wXv", "\U000f0000"):
         call = {"function": {"name": name, "arguments": "{}"}}
         reply = {"role": "assistant", "content": "a", "tool_calls": [call]}
         with pytest.raises(Rejected) as caught:
-            masker.lay_out(Conversation([{"role": "user", "content": "q"}, reply]))
+            masker.plan(Conversation([{"role": "user", "content": "q"}, reply]))
         assert caught.value.reason == "mask_uncertain"
 
 
@@ -488,7 +488,7 @@ def test_markers_need_not_be_special_tokens_and_tags_of_replies_are_none():
     source = turns("'<think>\n\n</think>\n\n' + m.content")
     masker = masker_for(source, added=added)
     assert set(masker.turn_markers) == set(CHATML_MARKERS)
-    plan, words = masker.lay_out(messages_of(("user", "q"), ("assistant", "a")))
+    plan, words = masker.plan(messages_of(("user", "q"), ("assistant", "a")))
     assert [piece.text for piece in plan.pieces if piece.is_marker] == CHATML_MARKERS * 2
     text = plan.fill(words)
     assert [text[a:b] for a, b in learned_spans(plan, words)] == ["a<|im_end|>"]

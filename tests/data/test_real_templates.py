@@ -200,7 +200,7 @@ def test_ids_and_masks_of_real_templates(name, load, folder_of):
         assert ids == whole == same_ids, pieces
         assert learned == expected, pieces
         assert boundary == expected_boundary, pieces
-    ours.encoder.check_segmentation([PlannedDocument(*ours.masker.lay_out(row)) for row in rows[:40]])
+    ours.encoder.check_segmentation([PlannedDocument(*ours.masker.plan(row)) for row in rows[:40]])
 
 
 def test_qwen3_learns_thinking_that_the_row_wrote_and_not_the_empty_frame_it_adds(load):
@@ -236,7 +236,7 @@ def test_what_a_template_refuses_is_no_conversation(load):
         ),
     }.items():
         with pytest.raises(Rejected) as caught:
-            load(name).masker.lay_out(row)
+            load(name).masker.plan(row)
         assert caught.value.reason == "not_a_conversation"
 
 

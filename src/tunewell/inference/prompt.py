@@ -1,12 +1,12 @@
-"""What a model is given so that it answers: a conversation as its template renders it, up to where the reply begins.
+"""Build the token ids of a chat prompt: a conversation rendered by its template, up to where the reply begins.
 
-The ids are those that a document of training has before its first learned token. Words stay words here too, whatever
-they spell: the conversation is rendered a second time with every letter of it in disguise, and only what is a marker
-in that rendering becomes a control id.
+The ids equal those that a training document has before its first supervised token. Message text stays text, even if it
+spells a marker: the conversation is rendered a second time with all message text redacted, and only the markers of that
+rendering become control ids.
 
-    real        <|im_start|>user\\nsay <|im_end|> please<|im_end|>\\n<|im_start|>assistant\\n
-    in disguise <|im_start|>user\\n### ########## ######<|im_end|>\\n<|im_start|>assistant\\n
-    markers     ^^^^^^^^^^^^                            ^^^^^^^^^^    ^^^^^^^^^^^^
+    real      <|im_start|>user\\nsay <|im_end|> please<|im_end|>\\n<|im_start|>assistant\\n
+    redacted  <|im_start|>user\\n### ########## ######<|im_end|>\\n<|im_start|>assistant\\n
+    markers   ^^^^^^^^^^^^                            ^^^^^^^^^^    ^^^^^^^^^^^^
 """
 
 import re
@@ -28,52 +28,54 @@ from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
 def prompt_ids(
     masker: Masker, encoder: Encoder, messages: Sequence[Message], tools: Sequence[Any] | None = None
 ) -> list[int]:
-    """Give the ids that ask for the next reply; raise UserError where the template refuses, or words could be markers.
+    """Return the prompt ids for the next reply; raise UserError if the template fails or a marker is ambiguous.
 
-    A message is `role` and `content` (text), and whatever else the template reads.
+    A message has `role` and `content` (text), and any other field that the template reads.
     """
     conversation = Conversation(list(messages), tools=list(tools) if tools else None)
     marker = marker_pattern(masker.frame.markers)
     for message in conversation.messages:
         if marker.search(str(message["role"])):
-            raise UserError(f"`{message['role']}` is a marker of the template's, not a role")
+            raise UserError(f"`{message['role']}` is a marker of the template, not a role")
     try:
         text = masker.template.render(conversation.messages, conversation.tools, add_generation_prompt=True)
     except TemplateFailed as failure:
         raise UserError(
             f"the template `{masker.template.name}` refuses this conversation: {failure}",
-            fix="some templates know no system prompt, and most want questions and answers in turn",
+            fix="some templates do not support a system prompt, and most need alternating questions and answers",
         ) from failure
-    marks = _own_marks(masker.template, marker, conversation, text)
-    return _encoded(encoder, PlannedDocument(*_cut(text, marks)))
+    marks = _template_markers(masker.template, marker, conversation, text)
+    return _encode(encoder, PlannedDocument(*_split_at(text, marks)))
 
 
 def text_ids(encoder: Encoder, text: str) -> list[int]:
-    """Give the ids of a text that is to be continued, for a model without a template: begun, and not ended."""
-    ids = _encoded(encoder, PlannedDocument(None, [text]))
+    """Return the ids of a text to continue, for a model without a template: with bos token, without eos token."""
+    ids = _encode(encoder, PlannedDocument(None, [text]))
     eos = encoder.tokenizer.special_tokens.get("eos_token")
     return ids[:-1] if eos in encoder.tokenizer.added else ids
 
 
-def _own_marks(template: ChatTemplate, marker: re.Pattern[str], conversation: Conversation, text: str) -> list[Span]:
-    """Find the markers that the template itself wrote."""
+def _template_markers(
+    template: ChatTemplate, marker: re.Pattern[str], conversation: Conversation, text: str
+) -> list[Span]:
+    """Return the spans of the markers that the template itself wrote."""
     versions = [conversation, *(version for version, _ in placeholders.with_separate_thinking(conversation))]
     for version in versions:
-        hidden = placeholders.redact(version.messages, version.tools, marker, frozenset())
+        redacted = placeholders.redact(version.messages, version.tools, marker, frozenset())
         try:
-            safe = template.render(*hidden, add_generation_prompt=True)
+            redacted_text = template.render(*redacted, add_generation_prompt=True)
         except TemplateFailed:
             continue
-        if placeholders.is_equal_outside_redactions(text, safe):
-            return [found.span() for found in marker.finditer(safe)]
-    # The template does something with the words that cannot be followed; that matters only if they spell a marker.
-    for words in _texts_in([conversation.messages, conversation.tools]):
-        if found := marker.search(words):
+        if placeholders.is_equal_outside_redactions(text, redacted_text):
+            return [found.span() for found in marker.finditer(redacted_text)]
+    # The template rewrites the messages. That matters only if a message contains a marker.
+    for value in _texts_in([conversation.messages, conversation.tools]):
+        if found := marker.search(value):
             raise UserError(
-                f"a message spells `{found.group()}`, and the template `{template.name}` rewrites messages: "
-                "it cannot be told which markers are its own",
-                where=repr(words[max(0, found.start() - 20) : found.end() + 20]),
-                fix="leave it out of the message",
+                f"a message contains `{found.group()}`, and the template `{template.name}` rewrites messages: "
+                "its markers cannot be told apart from message text",
+                where=repr(value[max(0, found.start() - 20) : found.end() + 20]),
+                fix="remove it from the message",
             )
     return [found.span() for found in marker.finditer(text)]
 
@@ -90,25 +92,25 @@ def _texts_in(value: Any) -> Iterator[str]:
             yield from _texts_in(inner)
 
 
-def _cut(text: str, marks: list[Span]) -> tuple[Plan, list[str]]:
-    """Cut a text into markers and words; the template's other text counts as words, for it is encoded like them."""
+def _split_at(text: str, marks: list[Span]) -> tuple[Plan, list[str]]:
+    """Split a text at its markers; other text of the template is encoded like message text."""
     ends = dict(marks)
     edges = sorted({0, len(text), *(edge for mark in marks for edge in mark)})
     pieces: list[Piece] = []
-    words: list[str] = []
+    texts: list[str] = []
     for start, end in pairwise(edges):
         if ends.get(start) == end:
             pieces.append(Piece(text[start:end], is_marker=True))
         else:
-            pieces.append(Piece("", slot=len(words)))
-            words.append(text[start:end])
-    return Plan(pieces, [NO_TRIM] * len(words), 0, 0), words
+            pieces.append(Piece("", slot=len(texts)))
+            texts.append(text[start:end])
+    return Plan(pieces, [NO_TRIM] * len(texts), 0, 0), texts
 
 
-def _encoded(encoder: Encoder, layout: PlannedDocument) -> list[int]:
+def _encode(encoder: Encoder, layout: PlannedDocument) -> list[int]:
     encoded = encoder.encode([layout])
     failure = encoded.failed.get(0)
-    # A prompt teaches nothing, and an empty text is only its end; what cannot be written as text is another matter.
+    # A prompt has nothing to supervise. Only text that cannot be encoded is an error.
     if isinstance(failure, Rejected) and failure.reason != "nothing_to_learn":
-        raise UserError(f"this cannot be said to the model: {failure.detail}")
+        raise UserError(f"this text cannot be encoded: {failure.detail}")
     return encoded.tokens.tolist()

@@ -202,7 +202,7 @@ def _render_row(value: Any, pipeline: RowPipeline, rendered: RenderedBlock) -> N
                 f"{pipeline.source} contains conversations, but the model has no chat template",
                 fix="choose one with `template.name`; `alpaca` works with any tokenizer that has an end token",
             )
-        plan, words = pipeline.masker.lay_out(conversation)
+        plan, words = pipeline.masker.plan(conversation)
         if not plan.num_supervised_turns:
             raise Rejected(
                 "nothing_to_learn",

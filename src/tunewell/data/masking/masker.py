@@ -1,16 +1,6 @@
-"""Find out where each message lands in the rendered text, and so what is supervised.
+"""Plan the loss mask of a conversation: where each message is in the rendered text, and which parts are supervised.
 
-Nothing is searched for in the text of the rows. The template is rendered with stand-ins in place of the words:
-
-    real       <|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\nhello<|im_end|>\\n
-    stand-ins  <|im_start|>user\\nZq0wXv<|im_end|>\\n<|im_start|>assistant\\nZq1wXv<|im_end|>\\n
-    supervised                                                             ^^^^^^^^^^^^^^^^
-
-which shows the template's own text and the places of the words. A second rendering with other stand-ins, in spaces and
-line ends, shows what the template trims; a third, where there are tool calls, whose text is whose. The real rendering
-must then be exactly the template's text with the words in their places; if it is not, the template does something with
-the words that we do not understand, and the row is refused. (A template whose source proves that it can do nothing of
-the kind is spared this for most rows.)
+The package docstring explains how a plan is found and why it is exact.
 """
 
 from bisect import bisect_right
@@ -27,24 +17,24 @@ from tunewell.data.rows.conversation import Conversation, Rejected
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
 from tunewell.data.tokenizers.load import AddedTokenInfo
 
-_MAX_PLANS = 4096
+_MAX_CACHED_PLANS = 4096
 
 
 @dataclass(slots=True)
 class Piece:
-    """A stretch of a rendered text: a marker of the template's, its other text, or a message's words."""
+    """A part of a rendered text: a marker, other text of the template, or the text of a message."""
 
     text: str
-    """Of a marker or of the template; empty for words."""
+    """The text of a marker or of the template; empty for a message."""
     slot: int = -1
-    """Which words go here; -1 for none."""
+    """The index of the message text that goes here; -1 for none."""
     is_marker: bool = False
     is_supervised: bool = False
 
 
 @dataclass(slots=True)
 class Plan:
-    """How conversations of one shape are rendered and what of them is supervised."""
+    """How conversations of one shape are rendered, and which parts are supervised."""
 
     pieces: list[Piece]
     trims: list[Trim]
@@ -52,7 +42,7 @@ class Plan:
     num_unrendered_turns: int
     """Replies that the template does not render at all."""
     compiled: Any = None
-    """What the encoder makes of it, kept here so that it is made once."""
+    """The encoder's form of this plan, cached here."""
     _parts: list[tuple[str, int, Trim | None]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -65,10 +55,10 @@ class Plan:
             for piece in self.pieces
         ]
 
-    def fill(self, words: list[str]) -> str:
-        """Put the words in their places."""
+    def fill(self, texts: list[str]) -> str:
+        """Return the rendered text with these message texts."""
         return "".join(
-            [text if slot < 0 else trim(words[slot]) if trim else words[slot] for text, slot, trim in self._parts]
+            [text if slot < 0 else trim(texts[slot]) if trim else texts[slot] for text, slot, trim in self._parts]
         )
 
 
@@ -81,11 +71,11 @@ class SupervisionRule:
 
 
 ASSISTANT_REPLIES = SupervisionRule()
-"""The usual rule: everything the assistant says."""
+"""The default rule: all replies of the assistant."""
 
 
 class Masker:
-    """Lays out conversations for one template, one tokenizer's markers and one rule of what to learn."""
+    """Plan conversations for one template, the markers of one tokenizer and one supervision rule."""
 
     def __init__(
         self, template: ChatTemplate, added: Mapping[str, AddedTokenInfo], rule: SupervisionRule = ASSISTANT_REPLIES
@@ -103,51 +93,47 @@ class Masker:
 
     @property
     def turn_markers(self) -> tuple[str, ...]:
-        """The markers that stand in every conversation."""
+        """The markers that appear in every conversation."""
         return self.frame.turn_markers
 
-    def lay_out(self, conversation: Conversation) -> tuple[Plan, list[str]]:
-        """Give the plan of a conversation and the words that go into it; raise Rejected when the mask is in doubt."""
-        words, shape = placeholders.extract_texts(conversation)
-        plan = self._plans.get(shape)
+    def plan(self, conversation: Conversation) -> tuple[Plan, list[str]]:
+        """Return the plan of a conversation and the texts that fill it; raise Rejected if the mask is not certain."""
         try:
             text = self.template.render(conversation.messages, conversation.tools)
         except TemplateFailed as failure:
             raise Rejected("not_a_conversation", f"the template refuses it: {failure}") from failure
-        if plan is None:
-            plan = self._remember(shape, conversation, frozenset())
-        if isinstance(plan, Plan) and plan.fill(words) == text:
-            return plan, words
-        return self._lay_out_rewritten(conversation, text, plan)
+        texts, shape = placeholders.extract_texts(conversation)
+        plan = self._cached_plan(shape, conversation, frozenset())
+        if isinstance(plan, Plan) and plan.fill(texts) == text:
+            return plan, texts
+        return self._plan_rewritten(conversation, text, plan)
 
-    def _lay_out_rewritten(
-        self, conversation: Conversation, text: str, plan: Plan | Rejected
-    ) -> tuple[Plan, list[str]]:
-        """Lay out a row that the template does something to: it takes thinking out of replies, or rewrites context."""
+    def _plan_rewritten(self, conversation: Conversation, text: str, plan: Plan | Rejected) -> tuple[Plan, list[str]]:
+        """Plan a row that the template rewrites: it moves thinking out of replies, or changes the context."""
         versions = placeholders.with_separate_thinking(conversation)
         for version, inline_thinking in versions:
-            words, shape = placeholders.extract_texts(version)
-            own = self._plans.get((shape, inline_thinking)) or self._remember(
-                (shape, inline_thinking), version, inline_thinking
-            )
-            if isinstance(own, Plan) and own.fill(words) == text:
-                return own, words
+            texts, shape = placeholders.extract_texts(version)
+            candidate = self._cached_plan((shape, inline_thinking), version, inline_thinking)
+            if isinstance(candidate, Plan) and candidate.fill(texts) == text:
+                return candidate, texts
         versions.insert(0, (conversation, frozenset()))
         for version, inline_thinking in versions:
-            # Only what is supervised has to be followed word by word; the rest may be anything, as it is in this row.
-            wanted, refused = self._turns_to_supervise(version)
-            only = frozenset(wanted | refused)
-            own = self._try_plan(version, inline_thinking, only)
-            words = [word for index in sorted(only) for word in placeholders.texts_of(version.messages[index])]
-            if isinstance(own, Plan) and own.fill(words) == text:
-                return own, words
-        detail = plan.detail if isinstance(plan, Rejected) else "the template changes the words of this row"
+            # Only supervised turns must be followed exactly. The other turns can be anything, as rendered in this row.
+            supervised, unsupervised = self._select_turns(version)
+            only = frozenset(supervised | unsupervised)
+            candidate = self._try_plan(version, inline_thinking, only)
+            texts = [part for index in sorted(only) for part in placeholders.texts_of(version.messages[index])]
+            if isinstance(candidate, Plan) and candidate.fill(texts) == text:
+                return candidate, texts
+        detail = plan.detail if isinstance(plan, Rejected) else "the template changes the text of this row"
         raise Rejected("mask_uncertain", detail)
 
-    def _remember(self, shape: Any, conversation: Conversation, inline_thinking: frozenset[int]) -> Plan | Rejected:
-        if len(self._plans) >= _MAX_PLANS:
-            self._plans.clear()
-        plan = self._plans[shape] = self._try_plan(conversation, inline_thinking)
+    def _cached_plan(self, key: Any, conversation: Conversation, inline_thinking: frozenset[int]) -> Plan | Rejected:
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= _MAX_CACHED_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = self._try_plan(conversation, inline_thinking)
         return plan
 
     def _try_plan(
@@ -156,7 +142,7 @@ class Masker:
         try:
             return self._make_plan(conversation, inline_thinking, only)
         except TemplateFailed as failure:
-            return Rejected("mask_uncertain", f"the template refuses it with other words: {failure}")
+            return Rejected("mask_uncertain", f"the template refuses it with placeholders: {failure}")
         except Rejected as rejected:
             return rejected
 
@@ -164,64 +150,73 @@ class Masker:
         self, conversation: Conversation, inline_thinking: frozenset[int], only: frozenset[int] | None
     ) -> Plan:
         if placeholders.contains_placeholder(conversation):
-            raise Rejected("mask_uncertain", "its tool data cannot be told from what is put in place of its words")
+            raise Rejected("mask_uncertain", "its tool data contains the text of a placeholder")
         plain, slots = placeholders.with_placeholders(conversation.messages, PLAIN, only)
         spaced, _ = placeholders.with_placeholders(conversation.messages, SPACED, only)
         text = self.template.render(plain, conversation.tools)
         literals, order = placeholders.split_at_placeholders(text, PLAIN, len(slots))
-        other = placeholders.split_at_placeholders(self.template.render(spaced, conversation.tools), SPACED, len(slots))
-        trims = placeholders.compare_trims((literals, order), other, len(slots))
+        spaced_text = self.template.render(spaced, conversation.tools)
+        spaced_parts = placeholders.split_at_placeholders(spaced_text, SPACED, len(slots))
+        trims = placeholders.compare_trims((literals, order), spaced_parts, len(slots))
         spans: list[tuple[int, int, int]] = []
-        at = 0
+        position = 0
         for literal, slot in zip(literals, order, strict=False):
-            at += len(literal)
-            spans.append((at, at + len(placeholder(slot)), slot))
-            at = spans[-1][1]
-        anchors = [Anchor(start, end, *slots[slot]) for start, end, slot in spans]
+            position += len(literal)
+            spans.append((position, position + len(placeholder(slot)), slot))
+            position = spans[-1][1]
         turns = RenderedTurns(
-            self.template, self.frame, self._marker, conversation, text, anchors, inline_thinking, only
+            template=self.template,
+            frame=self.frame,
+            marker=self._marker,
+            conversation=conversation,
+            text=text,
+            anchors=[Anchor(start, end, *slots[slot]) for start, end, slot in spans],
+            inline_thinking=inline_thinking,
+            only=only,
         )
-        supervised, num_supervised, num_lost = self._supervised_spans(turns)
-        return Plan(_split_pieces(turns, spans, supervised), trims, num_supervised, num_lost)
+        supervised, num_supervised, num_unrendered = self._supervised_spans(turns)
+        return Plan(_split_pieces(turns, spans, supervised), trims, num_supervised, num_unrendered)
 
     def _supervised_spans(self, turns: RenderedTurns) -> tuple[list[Span], int, int]:
-        """Find the stretches that are supervised: each wanted turn, from its first word to its end marker."""
-        wanted, refused = self._turns_to_supervise(turns.conversation)
-        spans = {index: turns.find(index) for index in sorted(wanted | refused) if turns.is_shown(index)}
+        """Return the supervised spans: each supervised turn, from its first character to its end marker."""
+        supervised, unsupervised = self._select_turns(turns.conversation)
+        spans = {
+            index: turns.find_span(index) for index in sorted(supervised | unsupervised) if turns.is_rendered(index)
+        }
         ordered = sorted(spans.values())
         if self.rule.learn_from != "everything":
-            return ordered, len(spans), len(wanted) - len(spans)
+            return ordered, len(spans), len(supervised) - len(spans)
         edges = [0, *(edge for span in ordered for edge in span), len(turns.text)]
         return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if end > start], 1, 0
 
-    def _turns_to_supervise(self, conversation: Conversation) -> tuple[set[int], set[int]]:
-        """List the turns to learn; where everything is supervised, those that the row itself wants left out."""
-        learn = conversation.learn or []
-        asked = {index for index, weight in enumerate(learn) if weight}
-        refused = {index for index, weight in enumerate(learn) if weight is False}
+    def _select_turns(self, conversation: Conversation) -> tuple[set[int], set[int]]:
+        """Return the turns to supervise; for `learn_from: everything`, the turns that the row excludes."""
+        weights = conversation.learn or []
+        included = {index for index, weight in enumerate(weights) if weight}
+        excluded = {index for index, weight in enumerate(weights) if weight is False}
         if self.rule.learn_from == "everything":
-            return set(), refused
+            return set(), excluded
         turns = [index for index, message in enumerate(conversation.messages) if message["role"] in self.rule.roles]
         if self.rule.learn_from == "last_response":
             turns = turns[-1:]
-        return (set(turns) | asked) - refused, set()
+        return (set(turns) | included) - excluded, set()
 
 
 def _split_pieces(turns: RenderedTurns, spans: list[tuple[int, int, int]], supervised: list[Span]) -> list[Piece]:
-    """Cut the text at markers, words and the edges of what is supervised."""
+    """Split the text at markers, message texts and the edges of supervised spans."""
     slots = {start: slot for start, _, slot in spans}
-    marks = dict(turns.marks())
+    markers = dict(turns.marker_spans())
     edges = {0, len(turns.text), *(edge for span in supervised for edge in span)}
     edges |= {edge for start, end, _ in spans for edge in (start, end)}
-    edges |= {edge for span in marks.items() for edge in span}
-    begins = [begin for begin, _ in supervised]
+    edges |= {edge for span in markers.items() for edge in span}
+    starts = [start for start, _ in supervised]
     pieces = []
     for start, end in pairwise(sorted(edges)):
-        at = bisect_right(begins, start) - 1
-        is_supervised = at >= 0 and end <= supervised[at][1]
+        index = bisect_right(starts, start) - 1
+        is_supervised = index >= 0 and end <= supervised[index][1]
         if start in slots:
             pieces.append(Piece("", slot=slots[start], is_supervised=is_supervised))
         else:
-            is_marker = marks.get(start) == end
+            is_marker = markers.get(start) == end
             pieces.append(Piece(turns.text[start:end], is_marker=is_marker, is_supervised=is_supervised))
     return pieces

@@ -1,8 +1,8 @@
-"""Copies of a conversation with other words in it: what the template makes of them shows where the words go.
+"""Copies of a conversation with placeholders, or with redacted tool calls, that show what a template does with texts.
 
-words      Zq0wXv    one for each message's content and thinking, in the order of the messages
-in spaces  Ky0pRg    the same between white space of every kind, to see what is trimmed
-disguise   letters of a private range, one for each letter of a tool call, to see whose text stands where
+placeholders  Zq0wXv    one for the content and the thinking of each message, in the order of the messages
+in spaces     Ky0pRg    the same, surrounded by all kinds of white space, to find out what is trimmed
+redacted      a private-use character for each character of a tool call, to find out whose text is where
 """
 
 import re
@@ -17,7 +17,7 @@ from tunewell.data.rows.conversation import Conversation, Message, Rejected
 REASONING = frozenset(("reasoning_content", "thinking", "reasoning"))
 _SLOT_FIELDS = REASONING | {"content"}
 PLAIN, SPACED = ("Zq", "wXv"), ("Ky", "pRg")
-# Each white space that templates trim apart from the others, the ones trimmed most often farthest out.
+# Each kind of white space that templates trim separately; the most commonly trimmed kinds are outermost.
 _LEAD, _TRAIL = "\n\n \t\r\x0b", "\x0c\r\t \n\n"
 _FIRST_REDACTION, _STRUCK = 0xF0000, "\U0010fffd"
 REDACTED = re.compile("([\U000f0000-\U000ffffd])\\1*")
@@ -29,11 +29,11 @@ _UNREDACTED = frozenset('"\\')
 
 @dataclass(frozen=True, slots=True)
 class Trim:
-    """What the template takes off the ends of a message's words."""
+    """The characters that the template trims from the ends of a message text."""
 
     lead: str | None = ""
     trail: str | None = ""
-    """The characters taken off; None: all white space."""
+    """Characters to trim; None for all white space."""
 
     def __call__(self, text: str) -> str:
         if self.lead != "":
@@ -45,31 +45,31 @@ NO_TRIM = Trim()
 
 
 def extract_texts(conversation: Conversation) -> tuple[list[str], Any]:
-    """Take the words out of a conversation; what is left, its shape, decides how it is rendered."""
-    words, shape = [], []
+    """Return the texts of a conversation, and its shape: everything else, which is the key of its plan."""
+    texts, shape = [], []
     for message in conversation.messages:
         content = message["content"]
         is_blank = not content or content.isspace()
         if not is_blank:
-            words.append(content)
+            texts.append(content)
         if len(message) == 2:
             shape.append((message["role"], content if is_blank else None))
             continue
         rest: dict[str, Any] = {}
         for key, value in message.items():
             if key in REASONING and isinstance(value, str) and value.strip():
-                words.append(value)
+                texts.append(value)
                 rest[key] = None
             elif key not in ("role", "content"):
                 rest[key] = value
         shape.append((message["role"], content if is_blank else None, _frozen(rest)))
     tools = _frozen(conversation.tools) if conversation.tools else None
     learn = tuple(conversation.learn) if conversation.learn else None
-    return words, (tuple(shape), tools, learn)
+    return texts, (tuple(shape), tools, learn)
 
 
 def texts_of(message: Message) -> list[str]:
-    """List the words of one message, in the order of their stand-ins."""
+    """Return the texts of one message, in the order of their placeholders."""
     fields = ("content", *(key for key in message if key in REASONING))
     return [message[key] for key in fields if isinstance(message[key], str) and message[key].strip()]
 
@@ -84,15 +84,15 @@ def _frozen(value: Any) -> bytes | str:
 def with_placeholders(
     messages: list[Message], kind: tuple[str, str], only: frozenset[int] | None = None
 ) -> tuple[list[Message], list[tuple[int, str]]]:
-    """Copy messages with stand-ins for the words of all, or of some; also say what each stands for: message, field."""
+    """Return copies with placeholders in all messages, or in `only` some, and the (message, field) of each one."""
     lead, trail = (_LEAD, _TRAIL) if kind is SPACED else ("", "")
     copies, slots = [], []
     for index, message in enumerate(messages):
         copy: Message = {}
         for key in ["role", "content", *(key for key in message if key not in ("role", "content"))]:
             value = message[key]
-            is_wanted = key in _SLOT_FIELDS and (only is None or index in only)
-            if is_wanted and isinstance(value, str) and value.strip():
+            is_replaced = key in _SLOT_FIELDS and (only is None or index in only)
+            if is_replaced and isinstance(value, str) and value.strip():
                 value = lead + placeholder(len(slots), kind) + trail
                 slots.append((index, key))
             copy[key] = value
@@ -101,12 +101,12 @@ def with_placeholders(
 
 
 def placeholder(number: int, kind: tuple[str, str] = PLAIN) -> str:
-    """Spell a stand-in."""
+    """Return the placeholder of a slot."""
     return f"{kind[0]}{number}{kind[1]}"
 
 
 def contains_placeholder(conversation: Conversation) -> bool:
-    """Whether anything in a row besides its words looks like a stand-in."""
+    """Return whether the tool data or other fields of a row contain the text of a placeholder."""
     others = [
         [value for key, value in message.items() if key not in _SLOT_FIELDS]
         for message in conversation.messages
@@ -119,21 +119,21 @@ def contains_placeholder(conversation: Conversation) -> bool:
 
 
 def split_at_placeholders(text: str, kind: tuple[str, str], num_slots: int) -> tuple[list[str], list[int]]:
-    """Cut a rendered text at its stand-ins: the template's texts, and between them the slots."""
+    """Split a rendered text at its placeholders; return the texts of the template and the slots between them."""
     parts = re.split(f"{kind[0]}([0-9]{{1,9}}){kind[1]}", text)
     order = [int(number) for number in parts[1::2]]
     if any(number >= num_slots for number in order):
-        raise Rejected("mask_uncertain", "its words cannot be told from what is put in their place")
+        raise Rejected("mask_uncertain", "the template creates text that looks like a placeholder")
     return parts[0::2], order
 
 
 def compare_trims(
     plain: tuple[list[str], list[int]], spaced: tuple[list[str], list[int]], num_slots: int
 ) -> list[Trim]:
-    """Compare the two renderings, cut at stand-ins, to see what the template trims."""
+    """Return what the template trims, from the renderings without and with white space around the placeholders."""
     order = plain[1]
     if order != spaced[1]:
-        raise Rejected("mask_uncertain", "the template treats words differently by what they are")
+        raise Rejected("mask_uncertain", "the template renders texts differently depending on their content")
     found: dict[tuple[int, str], str | None] = {}
     for index, (literal, padded) in enumerate(zip(plain[0], spaced[0], strict=True)):
         lead, trail = _find_trim(literal, padded, index > 0, index < len(order))
@@ -141,7 +141,7 @@ def compare_trims(
         sides |= {(order[index], "lead"): lead} if index < len(order) else {}
         for side, taken in sides.items():
             if found.setdefault(side, taken) != taken:
-                raise Rejected("mask_uncertain", "the template trims the same words here so and there so")
+                raise Rejected("mask_uncertain", "the template trims the same text in two different ways")
     return [Trim(found.get((slot, "lead"), ""), found.get((slot, "trail"), "")) for slot in range(num_slots)]
 
 
@@ -149,8 +149,8 @@ def _trims_by_remainder() -> tuple[dict[str, str | None], dict[str, str | None]]
     leads: dict[str, str | None] = {_LEAD: ""}
     trails: dict[str, str | None] = {_TRAIL: ""}
     characters = ""
-    for own, following in pairwise(dict.fromkeys(_LEAD)):
-        characters += own
+    for character, following in pairwise(dict.fromkeys(_LEAD)):
+        characters += character
         leads[_LEAD[_LEAD.index(following) :]] = characters
         trails[_TRAIL.rstrip(characters)] = characters
     return leads | {"": None}, trails | {"": None}
@@ -165,39 +165,42 @@ def _find_trim(literal: str, padded: str, has_before: bool, has_after: bool) -> 
         for kept_in_front, lead in (_LEADS if has_after else _NONE).items():
             if padded == kept_behind + literal + kept_in_front:
                 return lead, trail
-    raise Rejected("mask_uncertain", "the template rewrites the white space around words")
+    raise Rejected("mask_uncertain", "the template rewrites the white space around texts")
 
 
 def redact(
     messages: list[Message], tools: Any, marker: re.Pattern[str], only: frozenset[int] | None = None
 ) -> tuple[list[Message], Any]:
-    """Copy messages with the letters of tool calls, and of words that have no stand-in, in disguise.
+    """Return copies of messages and tools with redacted tool calls, and redacted texts that have no placeholder.
 
-    Every marker that other data of the row spell is blotted out. All this letter for letter, so that a place in the one
-    rendering is the same place in the other.
+    Markers that other data of the row contain are struck out. Lengths do not change, so that a position in one
+    rendering is the same position in the other.
     """
 
-    def blot(value: Any) -> Any:
+    def strike_markers(value: Any) -> Any:
         if isinstance(value, str):
             return marker.sub(lambda match: _STRUCK * len(match.group()), value)
         if isinstance(value, list):
-            return [blot(inner) for inner in value]
+            return [strike_markers(inner) for inner in value]
         if isinstance(value, dict):
-            return {blot(key): blot(inner) for key, inner in value.items()}
+            return {strike_markers(key): strike_markers(inner) for key, inner in value.items()}
         return value
 
     copies = []
     first_of: dict[Any, int] = {}
     for index, message in enumerate(messages):
-        # Equal messages stay equal: some templates look for the last one by comparing.
+        # Equal messages stay equal, because some templates compare messages to find the last one.
         letter = chr(_FIRST_REDACTION + first_of.setdefault(_frozen(message), index))
-        copy = {key: value if key == "role" or key in _SLOT_FIELDS else blot(value) for key, value in message.items()}
+        copy = {
+            key: value if key == "role" or key in _SLOT_FIELDS else strike_markers(value)
+            for key, value in message.items()
+        }
         if isinstance(copy.get("tool_calls"), list):
             copy["tool_calls"] = [_redact_call(call, letter) for call in copy["tool_calls"]]
         if only is not None and index not in only:
             copy |= {key: _redact_text(copy[key], letter) for key in _SLOT_FIELDS if isinstance(copy.get(key), str)}
         copies.append(copy)
-    return copies, blot(tools)
+    return copies, strike_markers(tools)
 
 
 def _redact_call(call: Any, letter: str) -> Any:
@@ -210,9 +213,9 @@ def _redact_call(call: Any, letter: str) -> Any:
 
 def _redact_text(value: Any, letter: str) -> Any:
     if isinstance(value, str):
-        # Quotes, backslashes and line ends may be written as two characters; they keep what they are.
+        # Quotes, backslashes and line ends may be escaped to two characters, so they stay.
         return "".join(
-            own if own in _UNREDACTED or own < " " or own.isspace() or own == _STRUCK else letter for own in value
+            char if char in _UNREDACTED or char < " " or char.isspace() or char == _STRUCK else letter for char in value
         )
     if isinstance(value, list):
         return [_redact_text(inner, letter) for inner in value]
@@ -222,26 +225,26 @@ def _redact_text(value: Any, letter: str) -> Any:
 
 
 def redacted_message(letter: str) -> int:
-    """Tell from a letter in disguise which message it is of."""
+    """Return the index of the message that a redaction character belongs to."""
     return ord(letter) - _FIRST_REDACTION
 
 
-def is_equal_outside_redactions(text: str, safe: str) -> bool:
-    """Whether the rendering with disguises is the real one, letter for letter, wherever nothing is hidden."""
-    if len(text) != len(safe) or _HIDDEN.search(text):
+def is_equal_outside_redactions(text: str, redacted: str) -> bool:
+    """Return whether the redacted rendering equals the real one wherever nothing is redacted."""
+    if len(text) != len(redacted) or _HIDDEN.search(text):
         return False
     at = 0
-    for hidden in _HIDDEN.finditer(safe):
-        if text[at : hidden.start()] != safe[at : hidden.start()]:
+    for hidden in _HIDDEN.finditer(redacted):
+        if text[at : hidden.start()] != redacted[at : hidden.start()]:
             return False
         at = hidden.end()
-    return text[at:] == safe[at:]
+    return text[at:] == redacted[at:]
 
 
 def with_separate_thinking(conversation: Conversation) -> list[tuple[Conversation, frozenset[int]]]:
-    """Move thinking that is written into replies (`<think>...</think>`) to its own field, as templates do.
+    """Return versions with thinking moved from replies (`<think>...</think>`) to its own field, as templates do.
 
-    Gives the ways to do it, with line ends around it taken off and as they are, each with the messages that had it.
+    One version strips the line ends around the thinking and one keeps them; each comes with the changed messages.
     """
     found = {
         index: message["content"].rpartition("</think>")

@@ -1,4 +1,4 @@
-"""What a template writes around a reply, learned from the two simplest conversations."""
+"""Probe a template with two short conversations to find what it writes around a reply: header and end markers."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -9,60 +9,61 @@ from tunewell.data.masking.placeholders import placeholder
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
 from tunewell.data.tokenizers.load import AddedTokenInfo
 
-# Tags that replies may write themselves: a token for each is how the tokenizer reads them, wherever they stand.
+# Tags that replies can contain: the tokenizer reads each as one token, wherever it appears.
 _REPLY_TAG = re.compile("think|thought|reason|tool", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class ReplyFrame:
-    """The frame of a reply, and which added tokens of the tokenizer are the template's markers."""
+    """The text around a reply, and the added tokens of the tokenizer that the template uses as markers."""
 
     header: str
-    """What the generation prompt gives; empty where it gives nothing."""
+    """The text that the generation prompt adds; empty if it adds nothing."""
     leading_space: str
-    """White space between the generation prompt and a reply: the model has to write it."""
+    """White space between the generation prompt and a reply, which the model must generate."""
     end_marker: str
-    """What ends the last reply."""
+    """The marker that ends the last reply."""
     ends: frozenset[str]
-    """What ends a reply anywhere."""
+    """All markers that can end a reply."""
     openers: frozenset[str]
-    """Markers that begin turns and end none."""
+    """Markers that begin a turn and do not end one."""
     markers: tuple[str, ...]
-    """Special tokens, and other added tokens that the template marks turns with."""
+    """All special tokens, and the other added tokens that the template writes around turns."""
     turn_markers: tuple[str, ...]
-    """Those of them that stand in every conversation."""
+    """The markers that appear in every conversation."""
 
 
 def probe_reply_frame(template: ChatTemplate, added: Mapping[str, AddedTokenInfo]) -> ReplyFrame:
-    """Learn a template's frame; raise UserError when no reply could be learned whole and with an end."""
-    first, *others = _render_probes(template)
-    prompt, whole = others
+    """Return the reply frame of a template; raise UserError if a reply cannot be supervised with an end marker."""
+    question_only, prompt, whole = _render_probes(template)
     question, _, _ = whole.partition(placeholder(0))
     _, found, after = whole.rpartition(placeholder(1))
     if not found:
         raise UserError(
-            f"the template `{template.name}` does not render the words of a reply as they are",
-            fix="choose another with `template.name`",
+            f"the template `{template.name}` changes the text of a reply, so the loss mask cannot be found",
+            fix="choose another template with `template.name`",
         )
     markers = _markers(added, prompt, whole)
     marker = marker_pattern(markers)
     end = marker.search(after)
     if end is None:
         raise UserError(
-            f"the template `{template.name}` ends a reply with no token of this tokenizer's",
-            where=f"after a reply it writes {after!r}" if after else "after a reply it writes nothing",
-            fix="a model trained so would never stop: choose another with `template.name`, "
+            f"the template `{template.name}` does not end replies with a token of this tokenizer",
+            where=f"after a reply, the template writes {after!r}"
+            if after
+            else "after a reply, the template writes nothing",
+            fix="without an end token the model would never stop: choose another template with `template.name`, "
             "or set `template.add_missing_tokens: true`",
         )
-    header = prompt[len(first) :] if prompt.startswith(first) else ""
-    given = prompt.rpartition(placeholder(0))[2]
-    between = whole.rpartition(placeholder(1))[0].rpartition(placeholder(0))[2]
-    own = between[len(given) :] if between.startswith(given) else ""
+    header = prompt[len(question_only) :] if prompt.startswith(question_only) else ""
+    prompt_gap = prompt.rpartition(placeholder(0))[2]
+    reply_gap = whole.rpartition(placeholder(1))[0].rpartition(placeholder(0))[2]
+    space = reply_gap[len(prompt_gap) :] if reply_gap.startswith(prompt_gap) else ""
     ends = {end.group(), *_end_between_turns(template, marker, header, question)}
     in_headers = {*marker.findall(question), *marker.findall(header)}
     return ReplyFrame(
         header=header,
-        leading_space=own if own.isspace() else "",
+        leading_space=space if space.isspace() else "",
         end_marker=end.group(),
         ends=frozenset(ends),
         openers=frozenset(in_headers - ends),
@@ -72,7 +73,7 @@ def probe_reply_frame(template: ChatTemplate, added: Mapping[str, AddedTokenInfo
 
 
 def marker_pattern(markers: Iterable[str]) -> re.Pattern[str]:
-    """Make a pattern that finds markers, the longest that fits at each place."""
+    """Return a pattern that finds markers, the longest possible one at each position."""
     ordered = sorted(markers, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered))) if ordered else re.compile(r"(?!)")
 
@@ -89,7 +90,7 @@ def _render_probes(template: ChatTemplate) -> tuple[str, str, str]:
     except TemplateFailed as failure:
         raise UserError(
             f"the template `{template.name}` cannot render one question and one answer: {failure}",
-            fix="choose another with `template.name`",
+            fix="choose another template with `template.name`",
         ) from failure
 
 
@@ -100,14 +101,14 @@ def _markers(added: Mapping[str, AddedTokenInfo], *texts: str) -> tuple[str, ...
     markers = [*special, *sorted(used)]
     if broken := [text for text in markers if added[text].single_word and any(text in rendered for rendered in texts)]:
         raise UserError(
-            f"the tokenizer reads `{broken[0]}` as a token only where no letter stands beside it (`single_word`)",
-            fix="add it to the tokenizer as an ordinary special token",
+            f"the tokenizer recognises `{broken[0]}` only between spaces or punctuation (`single_word`)",
+            fix="add it to the tokenizer as a special token without `single_word`",
         )
     return tuple(markers)
 
 
 def _end_between_turns(template: ChatTemplate, marker: re.Pattern[str], header: str, question: str) -> list[str]:
-    """Find what ends a reply that another turn follows; nothing where it is the next turn's own header."""
+    """Return the marker that ends a reply before another turn; nothing if it belongs to the header of the next turn."""
     turns = [{"role": role, "content": placeholder(n)} for n, role in enumerate(["user", "assistant"] * 2)]
     try:
         text = template.render(turns)
