@@ -47,6 +47,6 @@ def test_a_word_is_found_however_it_is_written(asked, word):
 
 def test_an_unknown_word_names_the_nearest():
     """A dead end must show the way."""
-    with pytest.raises(UserError, match="no word") as caught:
+    with pytest.raises(UserError, match="no entry") as caught:
         find_entry("shrad")
     assert caught.value.fix == "did you mean `shard` or `share`?"

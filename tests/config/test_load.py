@@ -60,10 +60,10 @@ def test_a_mapping_is_read_as_a_file_would_be():
     [
         ({"train": {"epoch": 2}}, "unknown key `train.epoch`"),
         ({"train": {"epochs": "2"}}, "`train.epochs` must be"),
-        ({"train": 5}, "`train` holds keys"),
-        ({"max_length": 5, "cutoff_len": 5}, "are one key"),
-        ({1: 2}, "the key 1 is no text"),
-        ({"train": {None: 2}}, "the key None is no text"),
+        ({"train": 5}, "`train` is a section"),
+        ({"max_length": 5, "cutoff_len": 5}, "are the same key"),
+        ({1: 2}, "the key 1 is not text"),
+        ({"train": {None: 2}}, "the key None is not text"),
         (["model"], "a config is a file or a mapping, not list"),
         (5, "not int"),
         ({"train.epochs": 2}, "write `epochs` inside `train`"),
@@ -182,7 +182,8 @@ def test_other_tools_names_are_read_beside_our_own():
 def test_two_names_for_one_key_are_refused_with_both():
     """Which of the two counts must not be a matter of luck."""
     said = refusal("max_length: 1024\npacking:\n  context_length: 512\n")
-    assert "`packing.context_length` (tunewell.yaml line 3) and `max_length` (tunewell.yaml line 1) are one key" in said
+    names = "`packing.context_length` (tunewell.yaml line 3) and `max_length` (tunewell.yaml line 1)"
+    assert f"{names} are the same key" in said
 
 
 def test_groups_left_empty_are_defaults():
@@ -208,10 +209,10 @@ def test_groups_left_empty_are_defaults():
         ("zzz: 1\n", "`tunewell explain` lists every key"),
         ("data: {sources: [{path: a, shares: 1}]}\n", "did you mean `data.sources.share`?"),
         ("data: {sources: [{limit: 1}]}\n", "`data.sources[0].path` is missing"),
-        ("data: rows.jsonl\n", "`data` holds keys, not 'rows.jsonl'"),
+        ("data: rows.jsonl\n", "`data` is a section, not 'rows.jsonl'"),
         (
             "packing: {context_length: '512'}\n",
-            "line 1\n  fix:   take off the quotes",
+            "line 1\n  fix:   remove the quotes",
         ),
         (
             "packing: {context_length: true}\n",
@@ -231,15 +232,15 @@ def test_groups_left_empty_are_defaults():
         ("seed: -1\n", "at least 0"),
         ("seed:\n", "not empty"),
         ("model: 5\n", "must be text, or `null`, not 5"),
-        ("template: {date: tomorrow}\n", "must be a day like 2025-01-31"),
+        ("template: {date: tomorrow}\n", "must be a date like 2025-01-31"),
         ("data: {sources: [{path: a, encoding: utf-99}]}\n", "an encoding Python knows"),
         ("data: {sources: [{path: a, map: convert}]}\n", "like `rows.py:convert`"),
-        ("data: {sources: [{path: a, map_batch: 5}]}\n", "`map_batch` without `map`"),
+        ("data: {sources: [{path: a, map_batch: 5}]}\n", "`map_batch` but no `map`"),
         ("data: {sources: 'a.jsonl#0'}\n", "`data.sources[0].limit` must be a whole number (at least 1)"),
         ("data: {sources: [{path: a, share: 0.8}, {path: b, share: 0.4}]}\n", "add up to 1.2"),
-        ("data: {sources: [{path: a, share: 0.5}, {path: b, share: 0.4}]}\n", "add up to 0.9 instead of 1"),
-        ("data: {sources: [{path: a, share: 1.0}, b]}\n", "leaves nothing"),
-        ("- a\n- b\n", "not a group of keys"),
+        ("data: {sources: [{path: a, share: 0.5}, {path: b, share: 0.4}]}\n", "add up to 0.9"),
+        ("data: {sources: [{path: a, share: 1.0}, b]}\n", "nothing is left for them"),
+        ("- a\n- b\n", "the config has no keys"),
         ("seed: 1\nseed: 2\n", "`seed` is set twice, in lines 1 and 2"),
         ("a: [\n", "invalid YAML"),
     ],
@@ -256,8 +257,8 @@ def test_a_mistake_is_told_with_its_place_and_its_fix(text, said):
         ("seed=x", "`seed` must be a whole number"),
         ("trian.seed=1", "unknown key `trian`\n  where: --set trian.seed=1\n  fix:   did you mean `train`?"),
         ("sed=1", "unknown key `sed`\n  where: --set sed=1\n  fix:   did you mean `seed`?"),
-        ("seed.x=1", "`seed` has no `x` inside it"),
-        ("data.sources.share=0.5", "say which entry: `data.sources[0].share`"),
+        ("seed.x=1", "`seed` has no key `x`"),
+        ("data.sources.share=0.5", "name the entry: `data.sources[0].share`"),
         ("data.sources[1].share=0.5", "has 1 entry, counted from 0"),
         ("a b=1", "`a b` is not a key"),
         ("=1", "`` is not a key"),

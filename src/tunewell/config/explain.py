@@ -1,4 +1,4 @@
-"""Say what a key means, what it takes and where it is set; describe all keys to an editor."""
+"""`tunewell explain`: meaning, type, default and origin of a key; JSON Schema of the config for editors."""
 
 import re
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from tunewell.core.errors import UserError
 
 @dataclass(frozen=True)
 class Explanation:
-    """What there is to know about one key, or about a group of keys."""
+    """The description of one key or one section."""
 
     key: str
     type: str
@@ -32,21 +32,21 @@ class Explanation:
     aliases: tuple[str, ...]
     allowed: tuple[str, ...]
     keys: tuple[tuple[str, str], ...]
-    """For a group: the keys directly inside it, each with its doc."""
+    """For a section: its keys, each with its doc."""
     value: Any = None
-    """What it is in the current config, where one was given."""
+    """The value in the current config, if there is one."""
     origin: str | None = None
-    """Where the current config sets it."""
+    """Where the current config sets the value."""
 
 
 def explain(name: str, loaded: LoadedConfig | None = None) -> Explanation:
-    """Explain a key, a group of keys or another tool's name for a key.
+    """Return the description of a key, a section or an alias.
 
-    The last word of a key is enough where only one key ends in it: `context_length`. Raises UserError with the nearest
-    keys where there is none.
+    The last part of a key is enough if only one key ends in it: `context_length`. Raises UserError with the closest
+    keys if there is no such key.
     """
-    steps = _find(name)
-    key = all_keys()[dotted_name(steps)]
+    key_path = _find(name)
+    key = all_keys()[dotted_name(key_path)]
     return Explanation(
         key=key.name,
         type=key.takes,
@@ -55,18 +55,18 @@ def explain(name: str, loaded: LoadedConfig | None = None) -> Explanation:
         aliases=key.aliases,
         allowed=key.allowed,
         keys=tuple((child, all_keys()[child].doc) for child in key.children),
-        value=_value_at(loaded.config, steps) if loaded else None,
-        origin=_origin(loaded, steps, key) if loaded else None,
+        value=_value_at(loaded.config, key_path) if loaded else None,
+        origin=_origin(loaded, key_path, key) if loaded else None,
     )
 
 
 def explain_all() -> tuple[tuple[str, str], ...]:
-    """List every key that holds a value, with its doc."""
+    """Return every key that has a value, with its doc."""
     return tuple((key.name, key.doc) for key in all_keys().values() if not key.is_section)
 
 
 def json_schema() -> dict[str, Any]:
-    """Describe a config file to an editor: JSON Schema draft 7, without references, every key with its description."""
+    """Return the JSON Schema (draft 7) of a config file, without references, with the description of every key."""
     raw = Config.model_json_schema()
     schema = _inlined(raw, raw.get("$defs", {}))
     sources = schema["properties"]["data"]["properties"]["sources"]
@@ -74,23 +74,23 @@ def json_schema() -> dict[str, Any]:
     sources.pop("type")
     sources["anyOf"] = [*one["anyOf"], {"type": "array", "items": one}]
     for alias, key in ALIASES.items():
-        for place in alias_paths(alias):
-            properties = _group_of(schema, place)
-            target = _group_of(schema, tuple(key.split(".")))[key.rpartition(".")[2]]
+        for path in alias_paths(alias):
+            properties = _section_of(schema, path)
+            target = _section_of(schema, tuple(key.split(".")))[key.rpartition(".")[2]]
             same = {word: value for word, value in target.items() if word != "default"}
-            properties[alias] = same | {"description": f"Read as `{key}`. {target['description']}", "deprecated": True}
+            properties[alias] = same | {"description": f"Alias of `{key}`. {target['description']}", "deprecated": True}
     return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "tunewell.yaml", **schema}
 
 
 def _find(name: str) -> KeyPath:
-    # `data.sources[].share` is how people write "of every source".
-    steps = resolve_alias(parse_key(re.sub(r"\[\s*\]", "", name.strip())))
-    if dotted_name(steps) in all_keys():
-        return steps
-    endings = [key for key in all_keys() if key.endswith(f".{dotted_name(steps)}")]
+    # People write `data.sources[].share` for "of every source".
+    key_path = resolve_alias(parse_key(re.sub(r"\[\s*\]", "", name.strip())))
+    if dotted_name(key_path) in all_keys():
+        return key_path
+    endings = [key for key in all_keys() if key.endswith(f".{dotted_name(key_path)}")]
     if len(endings) == 1:
         return parse_key(endings[0])
-    guesses = endings or nearest_keys(dotted_name(steps))
+    guesses = endings or nearest_keys(dotted_name(key_path))
     fix = (
         f"did you mean {' or '.join(f'`{guess}`' for guess in guesses)}?"
         if guesses
@@ -99,11 +99,11 @@ def _find(name: str) -> KeyPath:
     raise UserError(f"there is no key `{name}`" if not endings else f"several keys end in `{name}`", fix=fix)
 
 
-def _value_at(config: Config, steps: KeyPath) -> Any:
+def _value_at(config: Config, key_path: KeyPath) -> Any:
     here: Any = config
-    for step in steps:
+    for step in key_path:
         if isinstance(here, tuple) and isinstance(step, str):
-            return [_plain(_value_at(entry, steps[steps.index(step) :])) for entry in here]
+            return [_plain(_value_at(entry, key_path[key_path.index(step) :])) for entry in here]
         if isinstance(here, tuple) and isinstance(step, int):
             here = here[step] if step < len(here) else None
         else:
@@ -117,14 +117,14 @@ def _plain(value: Any) -> Any:
     return value.model_dump(mode="json") if isinstance(value, Section) else value
 
 
-def _origin(loaded: LoadedConfig, steps: KeyPath, key: Key) -> str:
-    if key.name.startswith("data.sources.") and not any(isinstance(step, int) for step in steps):
-        places = [
-            loaded.origin(format_key((*steps[:2], number, *steps[2:])))
+def _origin(loaded: LoadedConfig, key_path: KeyPath, key: Key) -> str:
+    if key.name.startswith("data.sources.") and not any(isinstance(step, int) for step in key_path):
+        origins = [
+            loaded.origin(format_key((*key_path[:2], number, *key_path[2:])))
             for number in range(len(loaded.config.data.sources))
         ]
-        return ", ".join(dict.fromkeys(places)) or "default"
-    return loaded.origin(format_key(steps))
+        return ", ".join(dict.fromkeys(origins)) or "default"
+    return loaded.origin(format_key(key_path))
 
 
 def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
@@ -134,7 +134,7 @@ def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
         return node
     target = definitions[node["$ref"].rpartition("/")[2]] if "$ref" in node else {}
     merged = {**target, **{word: value for word, value in node.items() if word not in ("$ref", "$defs")}}
-    # Titles only repeat the key; the defaults of groups repeat the defaults of their keys.
+    # Titles repeat the key, and the defaults of sections repeat the defaults of their keys.
     dropped = {"title"} | ({"default"} if "properties" in merged else set())
     if "description" in merged:
         merged["description"] = " ".join(merged["description"].split())
@@ -149,7 +149,7 @@ def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
     }
 
 
-def _group_of(schema: dict[str, Any], steps: KeyPath) -> dict[str, Any]:
-    for step in steps[:-1]:
+def _section_of(schema: dict[str, Any], key_path: KeyPath) -> dict[str, Any]:
+    for step in key_path[:-1]:
         schema = schema["properties"][str(step)]
     return schema["properties"]

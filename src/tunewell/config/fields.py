@@ -1,4 +1,4 @@
-"""What every group of keys is made of: a frozen branch, and values that stay what they were written as."""
+"""Base class of config sections, and strict field types."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -16,7 +16,7 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
-    """A group of keys: frozen, and closed to keys it does not know."""
+    """Base class of a section: frozen, and unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 

@@ -1,4 +1,4 @@
-"""The words of tunewell and the reasons for dropping a row, read from `glossary.md` beside this file."""
+"""The glossary: terms and drop reasons, read from `glossary.md` in this folder."""
 
 import difflib
 import re
@@ -11,19 +11,19 @@ _ENTRY = re.compile(r"^- \*\*(.+?)\*\*: (.+?)(?=^- |^#|^$|\Z)", re.MULTILINE | r
 
 
 def glossary_text() -> str:
-    """Read the whole glossary as Markdown."""
+    """Return the whole glossary as Markdown."""
     return files("tunewell.config").joinpath("glossary.md").read_text(encoding="utf-8")
 
 
 @cache
 def entries() -> dict[str, str]:
-    """List every word, reasons included, with its meaning in one line."""
+    """Return every term and drop reason with its meaning in one line."""
     return {word.strip("`"): " ".join(meaning.split()) for word, meaning in _ENTRY.findall(glossary_text())}
 
 
 @cache
 def drop_reasons() -> dict[str, str]:
-    """List the ids a row can be dropped under, each with its rule in one line."""
+    """Return every drop reason with its rule in one line."""
     return {
         word.strip("`"): " ".join(rule.split())
         for word, rule in _ENTRY.findall(glossary_text())
@@ -32,7 +32,7 @@ def drop_reasons() -> dict[str, str]:
 
 
 def find_entry(word: str) -> tuple[str, str]:
-    """Find a word whatever its case, hyphens and plural; raise UserError with the nearest words if it is not there."""
+    """Find a term, ignoring case, hyphens and plural; raise UserError with the closest terms if there is none."""
     by_form = {_form(known): known for known in entries()}
     if (known := by_form.get(_form(word))) is not None:
         return known, entries()[known]
@@ -40,9 +40,9 @@ def find_entry(word: str) -> tuple[str, str]:
     fix = (
         f"did you mean {' or '.join(f'`{guess}`' for guess in close)}?"
         if close
-        else "`tunewell glossary` lists every word"
+        else "`tunewell glossary` lists every term"
     )
-    raise UserError(f"the glossary has no word `{word}`", fix=fix)
+    raise UserError(f"the glossary has no entry `{word}`", fix=fix)
 
 
 def _form(word: str) -> str:

@@ -1,4 +1,4 @@
-"""The tree of the schema laid flat: every key by its dotted name, with what it takes in words."""
+"""All config keys by dotted name, with a description of their type, default and allowed values."""
 
 import difflib
 import re
@@ -18,29 +18,30 @@ from tunewell.core.errors import UserError
 
 @dataclass(frozen=True)
 class Key:
-    """One key, or one group of keys."""
+    """One key or one section."""
 
     name: str
-    """Dotted, without list positions: `data.sources.share`."""
+    """Dotted, without list indices: `data.sources.share`."""
     takes: str
+    """Description of the type: `a whole number (at least 1)`."""
     default: Any
     doc: str
     allowed: tuple[str, ...]
     aliases: tuple[str, ...]
     children: tuple[str, ...]
-    """Names of the keys directly inside; empty for a value."""
+    """Names of the keys directly inside a section; empty for a value."""
     is_section: bool
-    """Whether it is a plain group of keys; `data.sources`, a list of them, is not."""
+    """True for a section; False for a value and for `data.sources`, a list of sections."""
 
 
 @cache
 def all_keys() -> dict[str, Key]:
-    """List every key in the order of the schema, groups before what is in them."""
+    """Return every key in the order of the schema, a section before its keys."""
     return {key.name: key for key in _walk(Config, "")}
 
 
 def parse_key(text: str) -> KeyPath:
-    """Read a dotted key with list positions, `data.sources[0].share`."""
+    """Parse a dotted key with list indices: `data.sources[0].share`."""
     if not re.fullmatch(r"\w+(\[\d{1,6}\])*(\.\w+(\[\d{1,6}\])*)*", text):
         raise UserError(
             f"`{text}` is not a key", fix="write keys like `packing.context_length` or `data.sources[0].share`"
@@ -48,42 +49,43 @@ def parse_key(text: str) -> KeyPath:
     return tuple(int(step) if step.isdigit() else step for step in re.findall(r"\w+", text))
 
 
-def format_key(steps: Iterable[str | int]) -> str:
-    """Write a way as a dotted key, the reverse of `parse_key`."""
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).lstrip(".")
+def format_key(key_path: Iterable[str | int]) -> str:
+    """Return a key path as a dotted key, the inverse of `parse_key`."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in key_path).lstrip(".")
 
 
-def dotted_name(steps: Iterable[str | int]) -> str:
-    """Name a key without list positions, as `all_keys` does."""
-    return ".".join(str(step) for step in steps if not isinstance(step, int))
+def dotted_name(key_path: Iterable[str | int]) -> str:
+    """Return the dotted name without list indices, as in `all_keys`."""
+    return ".".join(str(step) for step in key_path if not isinstance(step, int))
 
 
 def alias_paths(alias: str) -> set[KeyPath]:
-    """Say where an alias is read: at the top of the file and in its key's branch."""
+    """Return the two paths at which an alias is accepted: at the top level and in the section of its key."""
     return {(alias,), (*ALIASES[alias].split(".")[:-1], alias)}
 
 
-def resolve_alias(steps: KeyPath) -> KeyPath:
-    """Turn another tool's name for a key into ours."""
-    alias = str(steps[-1])
-    return tuple(ALIASES[alias].split(".")) if alias in ALIASES and steps in alias_paths(alias) else steps
+def resolve_alias(key_path: KeyPath) -> KeyPath:
+    """Replace another tool's name for a key by ours."""
+    alias = str(key_path[-1])
+    return tuple(ALIASES[alias].split(".")) if alias in ALIASES and key_path in alias_paths(alias) else key_path
 
 
 def nearest_keys(name: str) -> list[str]:
-    """Find the keys a wrong name most likely meant: the nearest one beside it, and the same word elsewhere."""
+    """Return the keys that an unknown name most likely means: the closest in the same section, and equal names
+    elsewhere."""
     parent, _, last = name.rpartition(".")
-    beside = {key.rpartition(".")[2]: key for key in all_keys() if key.rpartition(".")[0] == parent}
-    beside |= {alias: key for alias, key in ALIASES.items() if parent in ("", key.rpartition(".")[0])}
-    close = [beside[word] for word in difflib.get_close_matches(last, beside, n=1, cutoff=0.6)]
-    same_word = [key for key in all_keys() if key.rpartition(".")[2] == last]
+    siblings = {key.rpartition(".")[2]: key for key in all_keys() if key.rpartition(".")[0] == parent}
+    siblings |= {alias: key for alias, key in ALIASES.items() if parent in ("", key.rpartition(".")[0])}
+    close = [siblings[word] for word in difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)]
+    same_name = [key for key in all_keys() if key.rpartition(".")[2] == last]
     anywhere = difflib.get_close_matches(name, all_keys(), n=1, cutoff=0.6)
-    return list(dict.fromkeys([*close, *same_word] or anywhere))
+    return list(dict.fromkeys([*close, *same_name] or anywhere))
 
 
-def _walk(branch: type[Section], prefix: str) -> Iterator[Key]:
-    for name, field in branch.model_fields.items():
+def _walk(section: type[Section], prefix: str) -> Iterator[Key]:
+    for name, field in section.model_fields.items():
         full = prefix + name
-        inner = _branch_in(field.annotation)
+        inner = _section_in(field.annotation)
         yield Key(
             name=full,
             takes=_takes(field.annotation, field.metadata),
@@ -104,10 +106,10 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _branch_in(annotation: Any) -> type[Section] | None:
+def _section_in(annotation: Any) -> type[Section] | None:
     if isinstance(annotation, type) and get_origin(annotation) is None:
         return annotation if issubclass(annotation, Section) else None
-    return next((found for part in get_args(annotation) if (found := _branch_in(part))), None)
+    return next((found for part in get_args(annotation) if (found := _section_in(part))), None)
 
 
 def _choices(annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[str]:
@@ -125,7 +127,7 @@ def _choices(annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[str]:
 
 
 def _takes(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """Put a type into words that follow "must be"."""
+    """Describe a type so that the text can follow "must be"."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _takes(parts[0], [*metadata, *parts[1:]])
@@ -135,23 +137,23 @@ def _takes(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         *most, last = (f"`{name}`" for name in _choices(annotation, metadata))
         return f"{', '.join(most)} or {last}" if most else last
     if origin is tuple:
-        is_sources = _branch_in(parts[0]) is not None
-        return "a path, a list of paths or a list of groups of keys" if is_sources else f"a list of {_takes(parts[0])}"
+        is_sources = _section_in(parts[0]) is not None
+        return "a path, a list of paths or a list of sections" if is_sources else f"a list of {_takes(parts[0])}"
     if origin is dict:
-        return "names with a text each" if parts[1] is str else "names with a value each"
+        return "a mapping of names to text" if parts[1] is str else "a mapping of names to values"
     if annotation in (int, float):
         return " ".join(["a whole number" if annotation is int else "a number", *_bounds(metadata)])
     plain = {bool: "`true` or `false`", str: "text", NoneType: "`null`"}
-    return plain.get(annotation, "a group of keys")
+    return plain.get(annotation, "a section")
 
 
 def _bounds(metadata: Sequence[Any]) -> Iterator[str]:
-    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    names = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     flat = [item for entry in metadata for item in (entry.metadata if isinstance(entry, FieldInfo) else [entry])]
     found = [
-        f"{word} {limit:,}"
+        f"{text} {limit:,}"
         for item in flat
-        for name, word in words.items()
+        for name, text in names.items()
         if (limit := getattr(item, name, None)) is not None
     ]
     if found:

@@ -1,4 +1,4 @@
-"""Put a value from the command line into the tree of the file."""
+"""Set values from the command line in the config tree, and rebase relative paths."""
 
 import os
 from pathlib import Path
@@ -13,35 +13,35 @@ from tunewell.core.units import count
 _ALWAYS_PATHS = ("corpus", "run", "data.sources.path", "data.sources.map", "data.held_out")
 
 
-def set_value(tree: dict[str, Any], steps: KeyPath, value: Any) -> None:
-    """Set the value at the end of a way, making groups where there are none yet.
+def set_value(tree: dict[str, Any], key_path: KeyPath, value: Any) -> None:
+    """Set the value at a key path; missing sections are created.
 
-    Raises UserError where the way leads through a single value or past the end of a list.
+    Raises UserError if the path leads through a single value or past the end of a list.
     """
     here: Any = tree
-    for number, step in enumerate(steps):
-        _check_step(here, step, steps[:number])
-        if number == len(steps) - 1:
+    for number, step in enumerate(key_path):
+        _check_step(here, step, key_path[:number])
+        if number == len(key_path) - 1:
             here[step] = value
         else:
             here = here.setdefault(step, {}) if isinstance(here, dict) else here[step]
 
 
-def _check_step(here: Any, step: str | int, so_far: KeyPath) -> None:
-    way = format_key(so_far)
+def _check_step(here: Any, step: str | int, parent: KeyPath) -> None:
+    name = format_key(parent)
     if isinstance(here, dict) and isinstance(step, str):
         return
     if not isinstance(here, list):
-        raise UserError(f"`{way}` has no `{step}` inside it", fix=f"`tunewell explain {dotted_name(so_far)}`")
+        raise UserError(f"`{name}` has no key `{step}`", fix=f"`tunewell explain {dotted_name(parent)}`")
     if isinstance(step, str):
-        raise UserError(f"`{way}` is a list", fix=f"say which entry: `{way}[0].{step}`")
+        raise UserError(f"`{name}` is a list", fix=f"name the entry: `{name}[0].{step}`")
     if step >= len(here):
-        there = count(len(here), "entry", "entries")
-        raise UserError(f"`{way}[{step}]` is not there: `{way}` has {there}, counted from 0")
+        num_entries = count(len(here), "entry", "entries")
+        raise UserError(f"`{name}[{step}]` does not exist: `{name}` has {num_entries}, counted from 0")
 
 
 def rebase_paths(base: Path, name: str, value: Any) -> Any:
-    """Rewrite relative paths typed in the current folder so that they hold from the config's folder."""
+    """Rewrite relative paths from the current folder so that they are relative to the config's folder."""
     if base == Path():
         return value
     if isinstance(value, dict):
@@ -62,7 +62,7 @@ def _is_path(name: str, value: str) -> bool:
 
 
 def relative_path(value: str | Path, base: Path) -> str:
-    """Spell a path as seen from a folder, where there is a way from one to the other."""
+    """Return a path relative to a folder; absolute if they are on different drives."""
     try:
         return os.path.relpath(value, base)
     except ValueError:  # another drive, on Windows

@@ -1,7 +1,7 @@
-"""Every key of `tunewell.yaml`: its type, its range, its default and what it means, declared once.
+"""The config schema: type, range, default and meaning of every key of `tunewell.yaml`.
 
-The YAML file, `--set KEY=VALUE`, `tunewell explain KEY` and the JSON Schema for editors all come from here.
-A number stays a number: the text `"5"`, the word `yes` and `true` are refused where a number is asked for.
+The YAML file, `--set KEY=VALUE`, `tunewell explain KEY`, the reference and the JSON Schema for editors are made from
+it. Numbers are strict: the text `"5"`, `yes` and `true` are errors where a number is expected.
 """
 
 import re
@@ -47,11 +47,11 @@ ALIASES: dict[str, str] = {
     "save_total_limit": "checkpoints.keep",
     "output_dir": "run",
 }
-"""What other tools call our keys; read at the top of the file and in the key's own branch."""
+"""Names of our keys in other tools; accepted at the top level of the file and in the section of the key."""
 
 
 def as_sources(value: Any) -> Any:
-    """Spell out the short forms of `data.sources`: one path, or a list of paths, each with an optional `#500`."""
+    """Expand the short forms of `data.sources`: one path, or a list of paths, each with an optional `#500`."""
     entries = [value] if isinstance(value, str | dict) else value
     return [_as_source(entry) for entry in entries] if isinstance(entries, list | tuple) else entries
 
@@ -65,35 +65,37 @@ def _as_source(entry: Any) -> Any:
 
 
 class SourceConfig(Section):
-    """One place rows come from."""
+    """One source of rows."""
 
     path: Text
-    """A file, a folder or a glob, from the config file's folder. As a bare string it may end in `#500`, a limit."""
+    """A file, a folder or a glob, relative to the config file. As a plain string it may end in a limit:
+    `rows.jsonl#500`."""
     format: Format = "auto"
-    """How a row is laid out. `auto`: detected from the rows and printed."""
+    """Format of the rows. `auto`: detected from the column names and printed."""
     columns: dict[str, str] = {}  # noqa: RUF012  pydantic copies it
-    """Our field to the name it has in your rows, e.g. `{question: Frage, answer: Antwort}`."""
+    """Column names of your rows, e.g. `{question: Frage, answer: Antwort}`: our name first, yours second."""
     map: str | None = None
-    """A function of yours that turns a row into another, `file.py:function`. It runs with your rights."""
+    """Your Python function that changes or drops a row: `file.py:function`. It runs with your permissions."""
     map_batch: Annotated[Int, Field(ge=1)] | None = None
-    """Rows handed to the `map` function at a time, as a list. `null`: one row at a time."""
+    """Number of rows passed to the `map` function at once, as a list. `null`: one row at a time."""
     limit: Annotated[Int, Field(ge=1)] | None = None
-    """Rows read from this source, from its beginning. `null`: all of them."""
+    """Read only the first rows of this source. `null`: all rows."""
     share: Annotated[Float, Field(gt=0, le=1)] | None = None
-    """Share of the training documents that come from this source, 0 to 1. Sources without one
-    divide what is left by their size."""
+    """Share of the training documents that come from this source, 0 to 1. Sources without a share divide the rest in
+    proportion to their size."""
     template: Text | None = None
-    """The template for this source, in place of `template.name`."""
+    """Chat template for this source, instead of `template.name`."""
     learn_from: LearnFrom | None = None
-    """What is learned from this source, in place of `template.learn_from`."""
+    """Which turns of this source are supervised, instead of `template.learn_from`."""
     learn_roles: tuple[Role, ...] | None = None
-    """Whose turns are learned from this source, in place of `template.learn_roles`."""
+    """Roles whose turns are supervised in this source, instead of `template.learn_roles`."""
     system: str | None = None
-    """System message put before the conversations of this source that have none."""
+    """System message for conversations of this source that have none."""
     text_rows: Literal["line", "paragraph", "file"] = "line"
-    """How a `.txt` file is cut into rows: at every line, at empty lines, or not at all."""
+    """How a `.txt` file is split into rows: `line`: one per line; `paragraph`: at empty lines; `file`: not at all."""
     encoding: Text = "auto"
-    """Character encoding of text files, e.g. `cp1252`. `auto`: UTF-8, or what the byte order mark says."""
+    """Character encoding of text files, e.g. `cp1252` for many Excel files. `auto`: UTF-8, or the encoding of the byte
+    order mark."""
 
     @model_validator(mode="before")
     @classmethod
@@ -102,14 +104,14 @@ class SourceConfig(Section):
 
     @field_validator("map")
     @classmethod
-    def _name_file_and_function(cls, value: str | None) -> str | None:
+    def _require_file_and_function(cls, value: str | None) -> str | None:
         if value is not None and not re.fullmatch(r".+\.py:[^\W\d]\w*", value):
             raise ValueError(f"must name a file and a function in it, like `rows.py:convert`, not {value!r}")
         return value
 
     @field_validator("encoding")
     @classmethod
-    def _know_the_encoding(cls, value: str) -> str:
+    def _require_known_encoding(cls, value: str) -> str:
         try:
             "".encode("utf-8" if value == "auto" else value)
         except (LookupError, ValueError):
@@ -119,45 +121,47 @@ class SourceConfig(Section):
         return value
 
     @model_validator(mode="after")
-    def _batch_needs_a_function(self) -> "SourceConfig":
+    def _require_map_for_batches(self) -> "SourceConfig":
         if self.map_batch is not None and self.map is None:
-            raise ValueError("has `map_batch` without `map`: name the function the batches are for")
+            raise ValueError("has `map_batch` but no `map`: set `map` to your function")
         return self
 
 
 class Clean(Section):
-    """Which rows are left out. Every one is counted and listed in `dropped.jsonl`."""
+    """Which rows are dropped. Every dropped row is counted and listed in `dropped.jsonl`."""
 
     exact_duplicate: Literal["drop", "keep"] = "drop"
-    """A row whose conversation is the same as an earlier one's."""
+    """A row whose conversation equals an earlier one."""
     answer_in_held_out: Literal["drop", "keep"] = "drop"
-    """A training row that asks a question of the held-out rows; keeping it makes held-out figures worthless."""
+    """A training row whose question is also a held-out question. If it is kept, the held-out loss and score are too
+    good."""
     bad_rows: Literal["drop", "error"] = "drop"
-    """A row that cannot be read or is no conversation: drop and count it, or stop."""
+    """A row that cannot be parsed or is not a conversation: drop it, or stop with an error."""
     bad_text: Literal["drop", "replace", "error"] = "drop"
-    """A row with a NUL, half a surrogate pair or bytes that are no text: drop it, put U+FFFD there, or stop."""
+    """A row with invalid text (NUL, lone surrogate, wrong encoding): drop it, replace the characters by U+FFFD, or stop
+    with an error."""
     max_row_bytes: Annotated[Int, Field(ge=1)] = 4 * 1024 * 1024
-    """Size of a row in bytes above which it is dropped as `too_large`. 4,194,304 is 4 MiB."""
+    """Maximum size of a row in bytes; larger rows are dropped as `too_large`. 4,194,304 is 4 MiB."""
     max_nesting: Annotated[Int, Field(ge=1, le=500)] = 64
-    """Lists and objects inside one another above which a row is dropped as `too_large`."""
+    """Maximum nesting depth of a row; deeper rows are dropped as `too_large`."""
     min_reply_chars: Annotated[Int, Field(ge=0)] = 0
-    """Characters in all replies of a row below which it is dropped as `too_short`. 0: none is."""
+    """Minimum number of characters in all replies of a row; others are dropped as `too_short`. 0: no minimum."""
     drop_urls: Bool = False
     """Drop rows that contain a web address (`has_url`)."""
 
 
 class Data(Section):
-    """The rows: where they come from, which are held out, which are left out."""
+    """The rows: sources, held-out rows, cleaning."""
 
     sources: tuple[SourceConfig, ...] = ()
-    """Where rows come from: one path, a list of paths, or a list of groups of keys."""
+    """Sources of rows: one path, a list of paths, or a list of sections with the keys below."""
     held_out: Annotated[Float, Field(ge=0, lt=0.5)] | Text = 0.05
-    """Share of the rows kept from training to judge it by, chosen by a hash of the content; or a file of
-    such rows, read like the first source."""
+    """Share of the rows kept for testing and never trained on. A hash of the question chooses them, so the same rows
+    are held out when rows are added. Or a file of held-out rows, read like the first source."""
     max_repeats: Annotated[Int, Field(ge=1)] = 4
-    """How often one document may be used to reach its source's `share`."""
+    """Maximum number of copies of a document that are made to reach the `share` of its source."""
     clean: Clean = Clean()
-    """Which rows are left out."""
+    """Which rows are dropped."""
 
     @field_validator("sources", mode="before")
     @classmethod
@@ -166,184 +170,190 @@ class Data(Section):
 
     @field_validator("held_out")
     @classmethod
-    def _catch_numbers_in_quotes(cls, value: float | str) -> float | str:
+    def _reject_quoted_numbers(cls, value: float | str) -> float | str:
         if isinstance(value, str) and re.fullmatch(r"[\d.]+\s*%?", value):
             raise ValueError(f"must be a number like 0.05 without quotes or percent sign, or a file, not {value!r}")
         return value
 
     @model_validator(mode="after")
-    def _shares_fit(self) -> "Data":
+    def _require_valid_shares(self) -> "Data":
         shares = [source.share for source in self.sources if source.share is not None]
         total = round(sum(shares), 9)
         everywhere = len(shares) == len(self.sources)
         if total > 1:
-            raise ValueError(f"has shares that add up to {total:g}; together they can be 1 at most")
+            raise ValueError(f"has shares that add up to {total:g}; the maximum is 1")
         if shares and everywhere and total != 1:
-            raise ValueError(f"has a share on every source, and they add up to {total:g} instead of 1")
+            raise ValueError(f"has shares that add up to {total:g}; with a share on every source it must be 1")
         if shares and not everywhere and total == 1:
-            raise ValueError("has shares that add up to 1, which leaves nothing for the sources without one")
+            raise ValueError("has shares that add up to 1, but also sources without a share: nothing is left for them")
         return self
 
 
 class Template(Section):
-    """How a conversation becomes text, and which of it is learned."""
+    """Chat template and loss mask: how a conversation becomes text, and which tokens are supervised."""
 
     name: Text = "auto"
-    """`auto`: the model's own; or a built-in name (`chatml`, `llama3`, ...), or a `.jinja` file."""
+    """Chat template. `auto`: the template of the model; or a built-in name (`chatml`, `llama3`, ...), or a `.jinja`
+    file."""
     learn_from: LearnFrom = "responses"
-    """`responses`: everything the assistant says; `last_response`: its last turn; `everything`: the whole text."""
+    """Supervised tokens. `responses`: all turns of the assistant; `last_response`: its last turn; `everything`: the
+    whole text."""
     learn_roles: tuple[Role, ...] = ("assistant",)
-    """Whose turns are learned."""
+    """Roles whose turns are supervised."""
     add_missing_tokens: Bool = False
-    """Add the template's markers to the tokenizer where it lacks them; their embeddings start untrained."""
+    """Add special tokens of the template that the tokenizer does not have. Their embeddings start untrained."""
     date: str = "2025-01-01"
-    """The day a template sees when it asks for today's date, so that equal rows give equal tokens."""
+    """Date for templates that print today's date, so that equal rows always give equal tokens."""
     arguments: dict[str, Any] = {}  # noqa: RUF012  pydantic copies it
-    """Values handed to the template, e.g. `{enable_thinking: false}`."""
+    """Variables for the template, e.g. `{enable_thinking: false}`."""
 
     @field_validator("date")
     @classmethod
-    def _is_a_day(cls, value: str) -> str:
+    def _require_date(cls, value: str) -> str:
         try:
             date.fromisoformat(value)
         except ValueError:
-            raise ValueError(f"must be a day like 2025-01-31, not {value!r}") from None
+            raise ValueError(f"must be a date like 2025-01-31, not {value!r}") from None
         return value
 
 
 class Packing(Section):
-    """How documents are laid into sequences."""
+    """Packing: how documents are combined into sequences of equal length."""
 
     context_length: Annotated[Int, Field(ge=2)] | Auto = "auto"
-    """Tokens in one packed sequence. `auto`: the longest document rounded up to 128, at least 1,024 and within the
-    model's limit."""
+    """Tokens per packed sequence. `auto`: the length of the longest document, rounded up to a multiple of 128, at least
+    1,024 and at most the model's limit."""
     long_documents: Literal["error", "split", "drop"] = "error"
-    """What to do with a document that does not fit. A drop is counted as `too_long`, what a split adds as `pieces`."""
+    """What to do with a document that is longer than a sequence. `error`: stop; `split`: cut it into pieces; `drop`:
+    drop it as `too_long`."""
 
 
 class MethodSettings(Section):
-    """What of the model is trained."""
+    """Training method: which parameters are trained."""
 
     kind: MethodName = Field(default="lora", description=OneOf(METHODS).doc())
     rank: Annotated[Int, Field(ge=1, le=4096)] = 16
-    """Rank of the added matrices: higher learns more and needs more memory."""
+    """LoRA rank. A higher rank can store more and needs more memory."""
     alpha: Annotated[Int, Field(ge=1)] = 32
-    """Strength of the added matrices; their output is scaled by alpha / rank."""
+    """LoRA alpha: the output of the adapter is scaled by alpha / rank."""
     dropout: Annotated[Float, Field(ge=0, lt=1)] = 0.0
-    """Share of the inputs that the added matrices do not see, drawn anew at each step."""
+    """LoRA dropout: share of the adapter's inputs that are set to zero at each step."""
     rslora: Bool = False
-    """Scale by alpha / sqrt(rank) instead, which keeps high ranks from learning too little."""
+    """Rank-stabilised LoRA: scale by alpha / sqrt(rank), so that high ranks do not learn too slowly."""
     targets: Literal["all-linear"] | tuple[Text, ...] = "all-linear"
-    """Which linear layers get matrices: `all-linear` (the head excepted), or names like `[q_proj, v_proj]`."""
+    """Linear layers with an adapter: `all-linear` (without the output head), or names like `[q_proj, v_proj]`."""
     layers: Literal["all"] | tuple[Annotated[Int, Field(ge=0)], ...] = "all"
-    """Which decoder layers get matrices, counted from 0; `all` of them."""
+    """Decoder layers with an adapter, counted from 0, or `all`."""
     modules_to_save: tuple[Text, ...] = ()
-    """Modules trained as a whole beside the matrices, and saved with them, e.g. `[embed_tokens, lm_head]`."""
+    """Modules that are trained in full and saved with the adapter, e.g. `[embed_tokens, lm_head]`."""
 
 
 class Train(Section):
-    """How long and how fast is learned, and how a step is cut up."""
+    """How long and how fast to train, and how each step is split."""
 
     epochs: Annotated[Float, Field(gt=0, le=10_000)] = 3.0
-    """How often the training documents are seen; `max_steps` can say more."""
+    """Number of passes over the training documents. `max_steps` takes precedence."""
     max_steps: Annotated[Int, Field(ge=1)] | None = None
-    """Optimizer steps after which training ends, in place of `epochs`. `null`: as many as the epochs take."""
+    """Number of optimizer steps, instead of `epochs`. `null`: as many as the epochs need."""
     learning_rate: Annotated[Float, Field(gt=0, le=1)] = 2e-4
-    """Peak step size of the optimizer."""
+    """Peak learning rate, reached at the end of the warm-up."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the step size falls after the warm-up: along a cosine or a line to `min_rate_share`, or not at all."""
+    """Learning rate schedule after the warm-up: it falls along a cosine or a line to `min_rate_share`, or stays
+    constant."""
     min_rate_share: Annotated[Float, Field(ge=0, le=1)] = 0.0
-    """Share of the learning rate that it falls towards."""
+    """Final learning rate as a share of the peak."""
     warmup: Annotated[Float, Field(ge=0)] = 0.03
-    """Steps over which the step size rises to its peak: below 1 a share of all steps, from 1 on a number of them."""
+    """Warm-up: below 1 a share of all steps, from 1 on a number of steps."""
     optimizer: OptimizerName = Field(default="adamw", description=OneOf(OPTIMIZERS).doc())
     weight_decay: Annotated[Float, Field(ge=0, lt=1)] = 0.0
-    """Pull of the weights towards zero; norms and biases are spared."""
+    """Weight decay; not applied to norms and biases."""
     adam_beta1: Annotated[Float, Field(ge=0, lt=1)] = 0.9
-    """How slowly the optimizer forgets the direction of earlier gradients."""
+    """Adam beta1: decay of the running mean of the gradients."""
     adam_beta2: Annotated[Float, Field(ge=0, lt=1)] = 0.999
-    """How slowly the optimizer forgets the size of earlier gradients."""
+    """Adam beta2: decay of the running mean of the squared gradients."""
     adam_epsilon: Annotated[Float, Field(gt=0)] = 1e-8
-    """Keeps the optimizer from dividing by nothing."""
+    """Adam epsilon: added to the denominator, so that it is never zero."""
     max_grad_norm: Annotated[Float, Field(gt=0)] | None = 1.0
-    """Gradients longer than this are shortened to it. `null`: never."""
+    """Gradient clipping: a gradient with a larger norm is scaled down to this norm. `null`: no clipping."""
     batch_tokens: Annotated[Int, Field(ge=1)] | Auto = "auto"
-    """Tokens of the documents that one optimizer step learns from. `auto`: a fortieth of an epoch, at least 256
-    and at most 16,384."""
+    """Tokens per optimizer step, context tokens included. `auto`: one fortieth of an epoch, at least 256 and at most
+    16,384."""
     batch_documents: Annotated[Int, Field(ge=1)] | None = None
-    """Documents that one optimizer step learns from, in place of `batch_tokens`."""
+    """Documents per optimizer step, instead of `batch_tokens`."""
     micro_batch_tokens: Annotated[Int, Field(ge=1)] | Auto = "auto"
-    """Tokens computed at once. A step is cut into as many micro-batches as it takes; the result is the same."""
+    """Tokens per forward pass. A step is split into as many micro-batches as necessary (gradient accumulation); the
+    result is the same."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Numbers the model computes in. `auto`: bf16 where the machine really has it, fp32 elsewhere. fp16 is used with a
-    scaler only. What is trained is kept in fp32 always."""
+    """Precision of the forward and backward pass. `auto`: bf16 if the hardware supports it, else fp32. fp16 uses loss
+    scaling. Trainable parameters are always stored in fp32."""
     attention: Literal["auto", "sdpa", "flash"] = "auto"
-    """How documents are kept apart: `sdpa` runs anywhere, `flash` on CUDA devices from the Ampere generation on."""
+    """Attention kernel for packed sequences: `sdpa` runs on every device, `flash` on CUDA devices since Ampere."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the layers for CUDA. `auto`: once the steps left are worth the wait; the first step never waits."""
+    """Use `torch.compile` on CUDA. `auto`: when the remaining steps make up for the compile time; the first step never
+    waits."""
     recompute: Bool = False
-    """Keep only each layer's input and compute the rest again on the way back: less memory, about a third slower."""
+    """Gradient checkpointing: recompute activations in the backward pass. Less memory, about a third slower."""
     threads: Annotated[Int, Field(ge=1)] | Auto = "auto"
-    """Threads on the CPU. `auto`: measured at the start, since on a busy machine more can be slower."""
+    """CPU threads. `auto`: measured at the start, because more threads can be slower on a busy machine."""
 
 
 class Evaluate(Section):
-    """How a run is watched on held-out rows."""
+    """Evaluation on held-out rows during training."""
 
     every_steps: Annotated[Int, Field(ge=1)] | Auto = "auto"
-    """Steps between two looks at the held-out rows. `auto`: ten looks in a run. The end is always looked at."""
+    """Steps between two evaluations. `auto`: ten evaluations per run. The last step is always evaluated."""
     max_documents: Annotated[Int, Field(ge=1)] | None = 200
-    """Held-out documents looked at each time, spread evenly over them. `null`: all."""
+    """Held-out documents per evaluation, spread evenly over all of them. `null`: all."""
     patience: Annotated[Int, Field(ge=1)] | None = None
-    """Looks without a better held-out loss after which training ends early. `null`: never."""
+    """Early stopping: number of evaluations without a lower held-out loss after which training ends. `null`: never."""
     samples: Annotated[Int, Field(ge=0)] = 4
-    """Held-out questions answered at each look, written to `samples.jsonl`."""
+    """Held-out questions that the model answers at each evaluation, written to `samples.jsonl`."""
     sample_tokens: Annotated[Int, Field(ge=1)] = 64
-    """Longest answer of a sample in tokens."""
+    """Maximum length of a sample answer in tokens."""
 
 
 class Checkpoints(Section):
-    """What is kept of a run while it goes on."""
+    """Checkpoints: how often they are saved, and how many are kept."""
 
     every_steps: Annotated[Int, Field(ge=1)] | Auto = "auto"
-    """Steps between two checkpoints. `auto`: where the held-out rows are looked at, and at most every 10 steps."""
+    """Steps between two checkpoints. `auto`: at every evaluation, and at least every 10 steps."""
     keep: Annotated[Int, Field(ge=1)] = 2
-    """Newest checkpoints kept, two at least. The best by held-out loss is kept beside them."""
+    """Number of latest checkpoints to keep, at least two. The one with the best held-out loss is kept in addition."""
 
 
 class Config(Section):
-    """A whole `tunewell.yaml`."""
+    """All keys of `tunewell.yaml`."""
 
     model: Text | None = None
-    """The model: a folder, a hub id, a `.gguf` file, a SentencePiece `.model` file, `package:NAME`, which looks
-    inside an installed Python package, or `preset:NAME`, which starts from nothing with what `tokenizer` names."""
+    """The base model: a folder, a hub id, a `.gguf` file, a SentencePiece `.model` file, `package:NAME` (inside an
+    installed Python package), or `preset:NAME` (a new model with random weights and the tokenizer of `tokenizer`)."""
     tokenizer: Text | None = None
-    """Where the tokenizer comes from, if not from the model: a folder, a `tokenizer.json`, a SentencePiece `.model`."""
+    """The tokenizer, if it is not that of the model: a folder, a `tokenizer.json`, a SentencePiece `.model`."""
     corpus: Text = "corpus"
-    """The folder `tunewell prepare` writes."""
+    """Output folder of `tunewell prepare`."""
     run: Text = "run"
-    """The folder `tunewell train` writes."""
+    """Output folder of `tunewell train`."""
     device: Text = "auto"
-    """Where to train: `cpu`, `cuda`, `cuda:1`, `mps`. `auto`: the best there is."""
+    """Device to train on: `cpu`, `cuda`, `cuda:1`, `mps`. `auto`: the fastest available."""
     seed: Annotated[Int, Field(ge=0, lt=2**32)] = 0
-    """Start of every random choice; equal seeds and equal rows give equal bytes."""
+    """Random seed. Equal seeds and equal rows give equal results."""
     data: Data = Data()
-    """The rows: where they come from, which are held out, which are left out."""
+    """The rows: sources, held-out rows, cleaning."""
     template: Template = Template()
-    """How a conversation becomes text, and which of it is learned."""
+    """Chat template and loss mask: how a conversation becomes text, and which tokens are supervised."""
     packing: Packing = Packing()
-    """How documents are laid into sequences."""
+    """Packing: how documents are combined into sequences of equal length."""
     method: MethodSettings = MethodSettings()
-    """What of the model is trained."""
+    """Training method: which parameters are trained."""
     train: Train = Train()
-    """How long and how fast is learned, and how a step is cut up."""
+    """How long and how fast to train, and how each step is split."""
     evaluate: Evaluate = Evaluate()
-    """How a run is watched on held-out rows."""
+    """Evaluation on held-out rows during training."""
     checkpoints: Checkpoints = Checkpoints()
-    """What is kept of a run while it goes on."""
+    """Checkpoints: how often they are saved, and how many are kept."""
     healing: Healing = Healing()
-    """What is done about a run that goes wrong, and how often."""
+    """Automatic recovery: what happens when a run fails or diverges, and how often."""
     verdict: VerdictRules = VerdictRules()
-    """How a trained model is judged, and what it takes to pass."""
+    """Rules of the verdict: how the trained model is tested, and what it must reach to pass."""
     export: Export = Export()
-    """What is made of a trained model."""
+    """Export: which files are written from a trained model."""
