@@ -13,6 +13,7 @@ import tunewell
 from corpora import row
 from tunewell.cli import main as command_line
 from tunewell.config.methods import METHODS, MethodEntry
+from tunewell.config.optimizers import OPTIMIZERS
 from tunewell.core.registry import Entry, Registry
 from tunewell.data.sources.base import SOURCES
 
@@ -30,7 +31,7 @@ def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Find the toy modules by name, and leave every registry as it was."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     monkeypatch.chdir(tmp_path)
-    registries: list[Registry] = [METHODS, SOURCES]
+    registries: list[Registry] = [METHODS, OPTIMIZERS, SOURCES]
     before = [dict(registry._entries) for registry in registries]
     yield
     for registry, entries in zip(registries, before, strict=True):
@@ -56,6 +57,21 @@ def test_a_toy_method_trains_saves_and_resumes(tiny_model: Path) -> None:
     newest = load_file(max(Path("run/checkpoints").glob("step-*")) / "model.safetensors")
     moved = {name for name in newest if not torch.equal(newest[name], first[name])}
     assert moved and all("norm" in name for name in moved)
+
+
+def test_a_toy_optimizer_trains_and_resumes(tiny_model: Path) -> None:
+    """AdamW must not be assumed anywhere outside its file."""
+    OPTIMIZERS.add(Entry("descent", "plain gradient descent", "toy_optimizer:GradientDescent"))
+    train = {"max_steps": 4, "batch_documents": 4, "optimizer": "descent", "learning_rate": 0.5, "warmup": 0}
+    settings = _settings(tiny_model, method={"kind": "full"}, train=train)
+    rows = [row(number) for number in range(30)]
+    result = tunewell.train(settings, data=rows, out="run", progress=False)
+    assert result.status == "finished" and result.losses[-1][1] < result.losses[0][1]
+    settings["train"] = train | {"max_steps": 5}
+    more = tunewell.train(settings, data=rows, out="run", resume=True, allow_changes=["num_steps"], progress=False)
+    assert more.steps == 5
+    state = load_file(max(Path("run/checkpoints").glob("step-*")) / "optimizer.safetensors")
+    assert state["all/num_updates"] == 5, "the state went through the checkpoint"
 
 
 def test_a_toy_source_is_prepared(tiny_model: Path) -> None:

@@ -1,0 +1,51 @@
+"""A toy optimizer: plain gradient descent."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from tunewell.config.schema import Train
+from tunewell.training.optimizers.base import Scaler, Update, guard_gradients
+
+
+class GradientDescent:
+    """Subtracts the gradient times the learning rate; it has no state but the number of updates."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], settings: Train) -> None:
+        self._parameters = list(parameters.values())
+        self._num_updates = torch.zeros(())
+
+    def prepare(self) -> None:
+        """Allocate nothing."""
+
+    @torch.no_grad()
+    def update(
+        self, *, rate: float, max_norm: float | None, loss: Tensor, scaler: Scaler, norm_limit: float = math.inf
+    ) -> Update:
+        """Clip, step and drop the gradients; do nothing if they are not finite."""
+        grads = [own.grad for own in self._parameters if own.grad is not None]
+        guard = guard_gradients(grads, loss=loss, scaler=scaler, max_norm=max_norm, norm_limit=norm_limit)
+        factor = rate * guard.shrink / scaler.scale
+        for own in self._parameters:
+            if own.grad is not None:
+                own.copy_(torch.where(guard.was_skipped > 0, own, own - factor * own.grad))
+        self.zero_grad()
+        self._num_updates += 1
+        return Update(guard.norm, guard.was_skipped)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        for own in self._parameters:
+            own.grad = None
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return the number of updates."""
+        return {"all/num_updates": self._num_updates}
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Restore the number of updates."""
+        self._num_updates = tensors.get("all/num_updates", torch.zeros(()))
+
+    def move(self, device: str) -> None:
+        """Move nothing: the parameters have moved already."""
