@@ -1,23 +1,26 @@
-"""Attention over documents laid end to end: no padding, and no token sees another document.
+"""Packed attention: documents laid end to end in one row, without padding; no token sees another document.
 
     tokens    a a a a b b c c c c c        one row of T tokens
     bounds    0       4   6         11     where documents begin and end
-    runs      (1, 4) (1, 2) (1, 5)         how many documents in a row have the same length
+    runs      (1, 4) (1, 2) (1, 5)         consecutive documents of equal length: how many, how long
 
-Two ways of computing it are registered with transformers under names of their own, and nothing of transformers is
-changed: `tunewell_documents` attends once per run of equal lengths, on any device; `tunewell_varlen` calls torch's
-kernel for variable lengths on CUDA. Both take the layout through the model's keyword arguments.
+Two implementations are registered with transformers under our own names, without patching it. `tunewell_documents`
+attends once per run of equal lengths, on any device. `tunewell_varlen` calls torch's kernel for variable lengths on
+CUDA. Both receive the layout through the model's keyword arguments.
 
-Documents that begin alike, with the same system prompt, may leave that opening to be laid out once, as the first run:
+Documents with the same first tokens, such as a system prompt, may share them as the first run:
 
-    tokens    s s s a a a a b b c c c c c  `packed_opening` = 3, runs (1, 3) (1, 4) (1, 2) (1, 5)
+    tokens    s s s a a a a b b c c c c c  `packed_prefix` = 3, runs (1, 3) (1, 4) (1, 2) (1, 5)
 
-All documents after it see it as their own beginning.
+Every later document sees the shared prefix as its own beginning.
+
+Shapes: T tokens, N documents, L tokens per document, K keys, H query heads, G key and value heads, D head size.
 """
 
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,15 +29,15 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 
-from tunewell.models.cpu_attention import LONGEST, Runs, causal_attention
+from tunewell.models.cpu_attention import MAX_LENGTH, Runs, causal_attention
 
-# Names without "sdpa" or "flash" in them: transformers takes those words for its own backends.
+# Without "sdpa" or "flash" in the names: transformers takes those words for its own backends.
 SDPA, FLASH = "tunewell_documents", "tunewell_varlen"
 _HAS_GQA_SWITCH = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def runs_of(lengths: Sequence[int]) -> Runs:
-    """Count documents of equal length that follow each other."""
+    """Group consecutive documents of equal length: how many, how long."""
     runs: list[tuple[int, int]] = []
     for length in lengths:
         if runs and runs[-1][1] == length:
@@ -45,76 +48,109 @@ def runs_of(lengths: Sequence[int]) -> Runs:
 
 
 def packed_sdpa(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    packed_runs: Runs | None = None,
-    packed_opening: int = 0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **others: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attend within each document, and to the opening they share; documents of equal length together."""
-    _refuse(attention_mask, packed_runs, others)
-    assert packed_runs is not None
-    assert not packed_opening or packed_runs[0] == (1, packed_opening)
-    is_short = packed_opening > 0 or max(length for _, length in packed_runs) <= LONGEST
-    is_plain = sliding_window is None and softcap is None and not dropout
-    # All three: casting as it goes, a model rotates in fp32 what it multiplies in 16 bits.
+    """Attend within each document, and to the prefix that all share: transformers' attention interface.
+
+    On a CPU short documents take `causal_attention`, everything else takes torch's attention, run by run.
+    """
+    runs, prefix = options.get("packed_runs"), options.get("packed_prefix", 0)
+    _require_packed(attention_mask, runs, options)
+    assert runs and (not prefix or runs[0] == (1, prefix))
+    q_HTD, k_GTD, v_GTD = query[0], key[0], value[0]
+    scores = _Scores.read(q_HTD, options)
+    is_short = prefix > 0 or max(length for _, length in runs) <= MAX_LENGTH
+    # All three: under autocast a model rotates queries and keys in fp32 but multiplies in 16 bits.
     is_fp32 = query.dtype == key.dtype == value.dtype == torch.float32
-    if is_short and is_plain and is_fp32 and query.device.type == "cpu":
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        q, k, v = query[0], key[0], value[0]
-        return causal_attention(q, k, v, runs=packed_runs, opening=packed_opening, scale=scale).unsqueeze(0), None
-    opening: tuple[Tensor, Tensor] | None = None
-    parts = []
-    sizes = [number * length for number, length in packed_runs]
-    # Split once, not sliced run by run: the gradient of a slice is as large as the whole.
-    cut = zip(*(x[0].split(sizes, 1) for x in (query, key, value)), strict=True)
-    for (number, length), run in zip(packed_runs, cut, strict=True):
-        # [heads, number * length, size] -> [number, heads, length, size], without copying
-        q, k, v = (x.unflatten(1, (number, length)).transpose(0, 1) for x in run)
-        if opening is not None:
-            k, v = (torch.cat([o.expand(number, -1, -1, -1), x], 2) for o, x in zip(opening, (k, v), strict=True))
-        elif packed_opening:
-            opening = k, v
-        out = _attend(q, k, v, scaling=scaling, dropout=dropout, window=sliding_window, softcap=softcap)
-        parts.append(out.flatten(0, 1))
-    return torch.cat(parts).unsqueeze(0) if len(parts) > 1 else parts[0].unsqueeze(0), None
+    if query.device.type == "cpu" and is_fp32 and is_short and scores.is_plain:
+        out_THD = causal_attention(q_HTD, k_GTD, v_GTD, runs=runs, prefix=prefix, scale=scores.scale)
+    else:
+        out_THD = _attend_by_run(q_HTD, k_GTD, v_GTD, runs=runs, has_prefix=prefix > 0, scores=scores)
+    return out_THD.unsqueeze(0), None
 
 
-def _attend(
-    q_NHLD: Tensor,
-    k_NGKD: Tensor,
-    v_NGKD: Tensor,
-    *,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
+@dataclass(frozen=True)
+class _Scores:
+    """How a model turns products of queries and keys into attention weights."""
+
+    scale: float
+    dropout: float
+    window: int | None
+    softcap: float | None
+
+    @classmethod
+    def read(cls, q_HTD: Tensor, options: dict[str, Any]) -> "_Scores":
+        """Read them from the keyword arguments of transformers' attention interface."""
+        scaling = options.get("scaling")
+        scale = q_HTD.shape[-1] ** -0.5 if scaling is None else scaling
+        return cls(scale, options.get("dropout", 0.0), options.get("sliding_window"), options.get("softcap"))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the weights are a causal softmax and nothing else."""
+        return self.window is None and self.softcap is None and not self.dropout
+
+
+def _attend_by_run(
+    q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, *, runs: Runs, has_prefix: bool, scores: _Scores
 ) -> Tensor:
-    """Attend within documents of one length, whose queries are the last of their keys; give [N, L, H, D]."""
-    (heads, length, size), num_keys = q_NHLD.shape[1:], k_NGKD.shape[2]
-    scale = size**-0.5 if scaling is None else scaling
-    window = window if window is not None and window < num_keys else None
-    if softcap is not None:
-        return _softcapped(q_NHLD, k_NGKD, v_NGKD, scale=scale, softcap=softcap, window=window).transpose(1, 2)
-    is_plain = window is None and num_keys == length
+    """Attend run by run, documents of equal length in one call; return [T, H, D]."""
+    prefix: tuple[Tensor, Tensor] | None = None
+    parts = []
+    sizes = [number * length for number, length in runs]
+    # Split once, not sliced run by run: the gradient of a slice is as large as the whole tensor.
+    pieces = zip(*(x.split(sizes, 1) for x in (q_HTD, k_GTD, v_GTD)), strict=True)
+    for (number, length), piece in zip(runs, pieces, strict=True):
+        # [H, N * L, D] -> [N, H, L, D], without copying
+        q_NHLD, k_NGKD, v_NGKD = (x.unflatten(1, (number, length)).transpose(0, 1) for x in piece)
+        if prefix is not None:
+            k_NGKD, v_NGKD = (
+                torch.cat([shared.expand(number, -1, -1, -1), x], 2)
+                for shared, x in zip(prefix, (k_NGKD, v_NGKD), strict=True)
+            )
+        elif has_prefix:
+            prefix = k_NGKD, v_NGKD
+        parts.append(_attend(q_NHLD, k_NGKD, v_NGKD, scores).flatten(0, 1))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _attend(q_NHLD: Tensor, k_NGKD: Tensor, v_NGKD: Tensor, scores: _Scores) -> Tensor:
+    """Attend within documents of one length, whose queries are the last of their keys; return [N, L, H, D]."""
+    (heads, length, _), num_keys = q_NHLD.shape[1:], k_NGKD.shape[2]
+    window = scores.window if scores.window is not None and scores.window < num_keys else None
+    if scores.softcap is not None:
+        return _attend_softcapped(q_NHLD, k_NGKD, v_NGKD, scores, window).transpose(1, 2)
+    is_causal = window is None and num_keys == length
     out = F.scaled_dot_product_attention(
         q_NHLD,
         k_NGKD,
         v_NGKD,
-        attn_mask=None if is_plain else _band(length, num_keys, window, q_NHLD.device),
-        dropout_p=dropout,
-        is_causal=is_plain,
-        scale=scale,
+        attn_mask=None if is_causal else _band_mask(length, num_keys, window, q_NHLD.device),
+        dropout_p=scores.dropout,
+        is_causal=is_causal,
+        scale=scores.scale,
         enable_gqa=heads != k_NGKD.shape[1],
     )
     return out.transpose(1, 2)
+
+
+def _attend_softcapped(
+    q_NHLD: Tensor, k_NGKD: Tensor, v_NGKD: Tensor, scores: _Scores, window: int | None
+) -> Tensor:
+    """Attend with a softcap on the scores, which torch's kernels lack; return [N, H, L, D]."""
+    groups, softcap = q_NHLD.shape[1] // k_NGKD.shape[1], scores.softcap
+    k_NHKD, v_NHKD = k_NGKD.repeat_interleave(groups, 1), v_NGKD.repeat_interleave(groups, 1)
+    s_NHLK = torch.tanh(q_NHLD @ k_NHKD.transpose(2, 3) * scores.scale / softcap) * softcap
+    mask = _band_mask(q_NHLD.shape[2], k_NHKD.shape[2], window, q_NHLD.device)
+    s_NHLK = s_NHLK.masked_fill(~mask, float("-inf"))
+    return torch.softmax(s_NHLK, -1, dtype=torch.float32).to(q_NHLD.dtype) @ v_NHKD
+
+
+def _band_mask(length: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Return True where a query sees a key: no later one, and none before the window."""
+    position = torch.arange(num_keys, device=device)
+    distance = position[num_keys - length :, None] - position[None, :]
+    return (distance >= 0) & (distance < (window or num_keys))
 
 
 def packed_flash(
@@ -131,14 +167,14 @@ def packed_flash(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within each document by torch's flash kernel for variable lengths; key and value heads stay few."""
-    _refuse(attention_mask, packed_bounds, others)
+    """Attend within each document by torch's flash kernel for variable lengths: transformers' attention interface."""
+    _require_packed(attention_mask, packed_bounds, others)
     if softcap is not None:
-        raise NotImplementedError("the flash kernel knows no softcap: set `train.attention: sdpa`")
+        raise NotImplementedError("the flash kernel has no softcap: set `train.attention: sdpa`")
     if dropout:
-        raise NotImplementedError("the flash kernel drops nothing: set `train.attention: sdpa`")
+        raise NotImplementedError("the flash kernel has no dropout: set `train.attention: sdpa`")
     assert packed_bounds is not None
-    # Rotating in fp32, as models kept in fp32 do, leaves queries and keys wider than the kernel takes.
+    # Models in fp32 rotate in fp32, which leaves queries and keys wider than the kernel accepts.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype).contiguous() for x in (query, key, value))
     # The kernel counts the keys before a query; a window in transformers counts the query's own key too.
     left = -1 if sliding_window is None or sliding_window >= packed_longest else sliding_window - 1
@@ -159,38 +195,23 @@ def packed_flash(
     return out.unsqueeze(0), None
 
 
-def _refuse(mask: Tensor | None, layout: Any, others: dict[str, Any]) -> None:
+def _require_packed(mask: Tensor | None, layout: Any, options: dict[str, Any]) -> None:
+    """Raise NotImplementedError if a model's attention needs what packed attention does not compute."""
     if layout is None:
-        raise NotImplementedError("this model does not hand the layout of its documents on to its attention")
+        raise NotImplementedError("this model does not pass the layout of packed documents to its attention")
     if mask is not None:
-        raise NotImplementedError("this model makes an attention mask of its own, which packed documents cannot honour")
-    if others.get("s_aux") is not None:
-        raise NotImplementedError("this model has attention sinks, which packed attention does not know")
-    if others.get("position_bias") is not None:
-        raise NotImplementedError("this model adds position biases to its attention, which packed attention lacks")
-
-
-def _band(length: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    at = torch.arange(num_keys, device=device)
-    distance = at[num_keys - length :, None] - at[None, :]
-    return (distance >= 0) & (distance < (window or num_keys))
-
-
-def _softcapped(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float, softcap: float, window: int | None
-) -> Tensor:
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = torch.tanh(query @ key.transpose(2, 3) * scale / softcap) * softcap
-    scores = scores.masked_fill(~_band(query.shape[2], key.shape[2], window, query.device), float("-inf"))
-    return torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ value
+        raise NotImplementedError("this model makes its own attention mask, which packed attention cannot apply")
+    if options.get("s_aux") is not None:
+        raise NotImplementedError("this model has attention sinks, which packed attention does not compute")
+    if options.get("position_bias") is not None:
+        raise NotImplementedError("this model adds a position bias, which packed attention does not compute")
 
 
 def register() -> None:
-    """Make both ways known to transformers, by its own interface; calling it twice does no harm.
+    """Register both implementations with transformers; calling it twice is harmless.
 
-    No mask is registered for them: transformers makes none then, nor looks for packed documents, which would wait for
-    the device.
+    No mask function is registered: transformers then makes no mask and does not search for packed documents, which
+    would wait for the device.
     """
     for name, function in ((SDPA, packed_sdpa), (FLASH, packed_flash)):
         AttentionInterface.register(name, function)
@@ -198,9 +219,9 @@ def register() -> None:
 
 @contextmanager
 def stock_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model attend as transformers does by default, uncompiled: for generating, and for checking ours."""
+    """Use transformers' own attention, uncompiled: for generation, and to check ours against it."""
     before: Any = model.config._attn_implementation
-    # transformers' own sdpa knows no softcap, and some versions leave it out without a word.
+    # transformers' sdpa has no softcap, and some versions ignore the setting silently.
     has_softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     model.set_attn_implementation("sdpa" if model._supports_sdpa and not has_softcap else "eager")
     try:
