@@ -63,7 +63,7 @@ def test_the_form_for_the_compiler_computes_the_same(softcap: float | None) -> N
     targets[7] = -100
     for ours, theirs in zip(
         loss.loss_and_grad_fused(logits, targets, softcap),
-        loss.loss_and_slope(logits.clone(), targets, softcap),
+        loss.loss_and_grad(logits.clone(), targets, softcap),
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -62,7 +62,7 @@ def test_after_a_few_timed_steps_where_the_rest_saves_more_than_it_costs(num_ste
 
 
 def _recorded(*, tokens: int = 16_384, is_recomputing: bool = False, **values: Any) -> bool:
-    known = {"shape": FixedShape(tokens, 64, 400), "may_record": True, "is_drawing": False}
+    known = {"shape": FixedShape(tokens, 64, 400), "may_use_graphs": True, "has_dropout": False}
     model = SimpleNamespace(is_gradient_checkpointing=is_recomputing)
     return can_be_graphs(_learner(model=model, **known | values), [torch.nn.Linear(1024, 1024, bias=False)] * 4)
 
@@ -70,8 +70,8 @@ def _recorded(*, tokens: int = 16_384, is_recomputing: bool = False, **values: A
 def test_launches_are_recorded_where_they_take_the_time_and_nothing_speaks_against_it() -> None:
     assert _recorded()
     assert not _recorded(tokens=1 << 20), "so many tokens keep the device busy"
-    assert not _recorded(is_drawing=True), "dropout would be drawn as it was recorded"
-    assert not _recorded(may_record=False), "memory was short beside graphs"
+    assert not _recorded(has_dropout=True), "dropout would be drawn as it was recorded"
+    assert not _recorded(may_use_graphs=False), "memory was short beside graphs"
     assert not _recorded(is_recomputing=True)
     found: list[bool] = []
     thread = threading.Thread(target=lambda: found.append(_recorded()))
@@ -97,7 +97,7 @@ def test_all_processes_compile_together() -> None:
 def test_graphs_that_one_process_gives_up_for_its_answers_are_given_up_by_all(rank: int) -> None:
     """The first alone answers: it compiled anew, and cut a step otherwise, whose documents were not the step's."""
     given_up: list[bool] = []
-    learner = _learner(world=_Another(rank, 2), may_record=rank == 1, forgo_graphs=lambda: given_up.append(True))
+    learner = _learner(world=_Another(rank, 2), may_use_graphs=rank == 1, drop_graphs=lambda: given_up.append(True))
     run: Any = SimpleNamespace(
         learner=learner,
         config=SimpleNamespace(evaluate=SimpleNamespace(samples=2)),

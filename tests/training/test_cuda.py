@@ -112,9 +112,9 @@ def test_a_compiled_step_is_the_fp32_step_of_transformers(shape: str) -> None:
 
 
 def _compiled(
-    shape: str, *, in_graphs: bool, monkeypatch: pytest.MonkeyPatch, method: str = "lora"
+    shape: str, *, uses_graphs: bool, monkeypatch: pytest.MonkeyPatch, method: str = "lora"
 ) -> tuple[TrainableModel, RandomDocuments]:
-    monkeypatch.setattr(compiling, "can_be_graphs", lambda learner, layers: in_graphs)
+    monkeypatch.setattr(compiling, "can_be_graphs", lambda learner, layers: uses_graphs)
     documents = _documents()
     learner = _learner(shape, way=attention.FLASH, dtype=torch.bfloat16)
     if method == "full":
@@ -124,7 +124,7 @@ def _compiled(
         learner = TrainableModel(model, "bf16", 400, settings=Train())
     order = DataOrder(documents.index["length"], 0, "x", batch_documents=NUMBER)
     Compiler("on", 100).run(learner, order, budget=3000)
-    assert learner.in_graphs is in_graphs
+    assert learner.uses_graphs is uses_graphs
     return learner, documents
 
 
@@ -132,8 +132,8 @@ def _compiled(
 def test_steps_in_graphs_are_those_without(monkeypatch: pytest.MonkeyPatch, method: str, rate: float) -> None:
     """In one part and in several, with looks between them, and with a batch that does not fit the compiled shape."""
     found = []
-    for in_graphs in (False, True):
-        learner, documents = _compiled("windows", in_graphs=in_graphs, monkeypatch=monkeypatch, method=method)
+    for uses_graphs in (False, True):
+        learner, documents = _compiled("windows", uses_graphs=uses_graphs, monkeypatch=monkeypatch, method=method)
         numbers = []
         for number, (chosen, budget) in enumerate([(range(10), 3000), (range(10, 40), 2000), (range(40), 5000)] * 3):
             taken = learner.take_step(documents.batches(chosen, budget), number=number, rate=rate).read()
@@ -152,7 +152,7 @@ def test_steps_in_graphs_are_those_without(monkeypatch: pytest.MonkeyPatch, meth
 
 
 def test_graphs_give_their_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    learner, documents = _compiled("windows", in_graphs=True, monkeypatch=monkeypatch)
+    learner, documents = _compiled("windows", uses_graphs=True, monkeypatch=monkeypatch)
     for number in range(4):
         learner.take_step(documents.batches(range(10), 3000), number=number, rate=1e-3).read()
     torch.cuda.empty_cache()

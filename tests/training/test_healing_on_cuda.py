@@ -175,7 +175,7 @@ def test_one_document_far_longer_than_the_rest(tmp_path: Path, small_card: Any, 
     assert train(run).status == "finished"
     if compiling == "on":
         graphs = ["CUDA graphs" in words for words in _compilings(run)]
-        assert graphs == [True, False] and not run.learner.may_record
+        assert graphs == [True, False] and not run.learner.may_use_graphs
     assert _losses(run) == pytest.approx(_losses(whole), rel=2e-2)
     assert "recompute" in [entry.action for entry in run.remedies.entries]
     assert run.remedies.fitting.limit is None and not run.learner.model.is_gradient_checkpointing

@@ -75,7 +75,7 @@ def test_an_opening_that_documents_share_is_computed_once_and_learned_as_often_a
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
     for name, gradient in gradients(learner).items():
         assert distance(gradient, wanted[name]) < 1e-4, name
-    rows = learner.row_losses(batch)
+    rows = learner.token_losses(batch)
     assert rows.sum() == pytest.approx(ours.item(), rel=1e-5)
 
 
@@ -99,9 +99,9 @@ def test_a_whole_model_trained_in_bf16_on_a_cpu_takes_the_step_of_fp32_within_ro
 def test_a_rate_that_only_the_config_knows_counts_as_drawing() -> None:
     """Some models drop by a function, not by a module."""
     model = tiny_llama()
-    assert not TrainableModel(model, "fp32", 40).is_drawing
+    assert not TrainableModel(model, "fp32", 40).has_dropout
     model.config.residual_dropout = 0.1
-    assert TrainableModel(model, "fp32", 40).is_drawing
+    assert TrainableModel(model, "fp32", 40).has_dropout
 
 
 def test_where_something_is_drawn_every_document_draws_its_own_opening() -> None:

@@ -188,7 +188,7 @@ def measure_losses(
     num_done = 0
     for group in micro_batches(chosen, lengths, _BATCH_TOKENS):
         batch = make_batch(split, group)
-        losses = packed.row_losses(batch)
+        losses = packed.token_losses(batch)
         # The document of the batch that each supervised token belongs to.
         owners = np.searchsorted(np.cumsum(batch.lengths), batch.rows, side="right")
         indices = np.searchsorted(chosen, group)

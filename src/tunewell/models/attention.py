@@ -119,7 +119,8 @@ def _attend(q_NHLD: Tensor, k_NGKD: Tensor, v_NGKD: Tensor, scores: _Scores) -> 
     (heads, length, _), num_keys = q_NHLD.shape[1:], k_NGKD.shape[2]
     window = scores.window if scores.window is not None and scores.window < num_keys else None
     if scores.softcap is not None:
-        return _attend_softcapped(q_NHLD, k_NGKD, v_NGKD, scores, window).transpose(1, 2)
+        mask = _band_mask(length, num_keys, window, q_NHLD.device)
+        return _attend_softcapped(q_NHLD, k_NGKD, v_NGKD, mask, scale=scores.scale, softcap=scores.softcap)
     is_causal = window is None and num_keys == length
     out = F.scaled_dot_product_attention(
         q_NHLD,
@@ -135,15 +136,14 @@ def _attend(q_NHLD: Tensor, k_NGKD: Tensor, v_NGKD: Tensor, scores: _Scores) -> 
 
 
 def _attend_softcapped(
-    q_NHLD: Tensor, k_NGKD: Tensor, v_NGKD: Tensor, scores: _Scores, window: int | None
+    q_NHLD: Tensor, k_NGKD: Tensor, v_NGKD: Tensor, mask: Tensor, *, scale: float, softcap: float
 ) -> Tensor:
-    """Attend with a softcap on the scores, which torch's kernels lack; return [N, H, L, D]."""
-    groups, softcap = q_NHLD.shape[1] // k_NGKD.shape[1], scores.softcap
+    """Attend with a softcap on the scores, which torch's kernels lack; return [N, L, H, D]."""
+    groups = q_NHLD.shape[1] // k_NGKD.shape[1]
     k_NHKD, v_NHKD = k_NGKD.repeat_interleave(groups, 1), v_NGKD.repeat_interleave(groups, 1)
-    s_NHLK = torch.tanh(q_NHLD @ k_NHKD.transpose(2, 3) * scores.scale / softcap) * softcap
-    mask = _band_mask(q_NHLD.shape[2], k_NHKD.shape[2], window, q_NHLD.device)
+    s_NHLK = torch.tanh(q_NHLD @ k_NHKD.transpose(2, 3) * scale / softcap) * softcap
     s_NHLK = s_NHLK.masked_fill(~mask, float("-inf"))
-    return torch.softmax(s_NHLK, -1, dtype=torch.float32).to(q_NHLD.dtype) @ v_NHKD
+    return (torch.softmax(s_NHLK, -1, dtype=torch.float32).to(q_NHLD.dtype) @ v_NHKD).transpose(1, 2)
 
 
 def _band_mask(length: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:

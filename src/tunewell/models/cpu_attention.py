@@ -71,7 +71,8 @@ class _Run:
 
     def put(self, into_THD: Tensor, rows: slice, x_BLD: Tensor) -> None:
         """Write some rows of every document to their place in the output."""
-        target = into_THD[self.first_token : self.first_token + self.number * self.length].unflatten(0, (self.number, self.length))
+        end = self.first_token + self.number * self.length
+        target = into_THD[self.first_token : end].unflatten(0, (self.number, self.length))
         target[:, rows] = x_BLD.unflatten(0, (self.number, -1)).transpose(1, 2)
 
 
@@ -86,7 +87,7 @@ class _Layout:
         prefix = torch.arange(self.prefix, device="cpu")
         parts = []
         for run in self.runs:
-            own = torch.arange(run.first_token, run.first_token + run.number * run.length, device="cpu").view(run.number, run.length)
+            own = run.first_token + torch.arange(run.number * run.length, device="cpu").view(run.number, run.length)
             parts.append(torch.cat([prefix[: run.num_keys - run.length].expand(run.number, -1), own], 1).flatten())
         return torch.cat(parts)
 

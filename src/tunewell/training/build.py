@@ -77,7 +77,7 @@ class RunInputs:
     allow_pickle: bool = False
     faults: NoFaults = field(default_factory=NoFaults)
     """Planted by tests."""
-    alive: Callable[[], None] = lambda: None
+    heartbeat: Callable[[], None] = lambda: None
     """Told whenever something is about to be computed."""
 
     @property
@@ -134,7 +134,7 @@ def build_run(parts: RunInputs) -> Run:
         head=HeadShape(head.softcap, head.scale),
         world=parts.world,
         faults=parts.faults,
-        alive=parts.alive,
+        heartbeat=parts.heartbeat,
     )
     if config.train.recompute:
         learner.recompute(True)

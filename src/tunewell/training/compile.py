@@ -72,11 +72,11 @@ class Compiler:
         layers = decoder_layers(learner.model)
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         torch.cuda.empty_cache()  # what uncompiled steps left is of other sizes
-        learner.in_graphs = can_be_graphs(learner, layers)
+        learner.uses_graphs = can_be_graphs(learner, layers)
         for layer in layers:
-            layer.compile(fullgraph=True, dynamic=False, mode="reduce-overhead" if learner.in_graphs else None)
-        learner.slope = torch.compile(loss_and_grad_fused, dynamic=False)
-        recorded = ", launches recorded in CUDA graphs" if learner.in_graphs else ""
+            layer.compile(fullgraph=True, dynamic=False, mode="reduce-overhead" if learner.uses_graphs else None)
+        learner.fused_loss = torch.compile(loss_and_grad_fused, dynamic=False)
+        recorded = ", launches recorded in CUDA graphs" if learner.uses_graphs else ""
         shape = learner.shape
         return f"compiling {len(layers)} layers for {shape.tokens:,} tokens in {shape.documents} documents{recorded}"
 
@@ -91,7 +91,7 @@ def can_be_graphs(learner: TrainableModel, layers: list[nn.Module]) -> bool:
     assert learner.shape is not None
     is_in_main = threading.current_thread() is threading.main_thread()
     is_recomputing = getattr(learner.model, "is_gradient_checkpointing", False)
-    if not learner.may_record or learner.is_drawing or is_recomputing or not is_in_main:
+    if not learner.may_use_graphs or learner.has_dropout or is_recomputing or not is_in_main:
         return False
     weights = max((sum(own.numel() for own in layer.parameters()) for layer in layers), default=0)
     return 0 < 6 * weights * learner.shape.tokens < _LAUNCH_BOUND_FLOP

@@ -162,7 +162,7 @@ def _fit(
                     numbers = learner.take_step(batches, number=number, rate=rate, norm_limit=limit)
             break
         except OutOfMemory as error:
-            learner.forgo_graphs()
+            learner.drop_graphs()
             free_memory(error)
             if not run.config.healing.on:
                 raise

@@ -66,7 +66,7 @@ def _held_out_loss(run: Run, healer: Healer) -> HeldOutLoss | None:
         try:
             return held_out_loss(run.learner, run.held_out, budget=budget, most=run.config.evaluate.max_documents)
         except OutOfMemory as error:
-            run.learner.forgo_graphs()
+            run.learner.drop_graphs()
             free_memory(error)
             step = run.progress.step
             if not run.config.healing.on:
@@ -87,8 +87,8 @@ def _answers(run: Run, healer: Healer) -> list[Sample]:
         return []
     samples = _asked(run, healer) if learner.world.is_first else []
     # Memory was short in that one alone, but all must go on with the same layers: these decide how a step is cut.
-    if learner.world.any(not learner.may_record):
-        learner.forgo_graphs()
+    if learner.world.any(not learner.may_use_graphs):
+        learner.drop_graphs()
     return samples
 
 
@@ -102,7 +102,7 @@ def _asked(run: Run, healer: Healer) -> list[Sample]:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or not run.config.healing.on:
                 raise
-            run.learner.forgo_graphs()
+            run.learner.drop_graphs()
             free_memory(error)
             words = "answering held-out questions did not fit into memory: asked again, fewer at once"
             healer.tell_memory(run.progress.step, "split", words)

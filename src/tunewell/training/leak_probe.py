@@ -120,7 +120,7 @@ def _logits(learner: TrainableModel, hidden_TH: Tensor) -> Tensor:
 
 def _stock_logits(learner: TrainableModel, part: MicroBatch) -> Tensor:
     ids = torch.from_numpy(part.input_ids)[None].to(learner.device)
-    with learner.casting():
+    with learner.autocast():
         return _logits(learner, learner.body(input_ids=ids, use_cache=False).last_hidden_state[0])
 
 

@@ -71,7 +71,7 @@ class TrainableModel(PackedModel):
             total = torch.zeros((), device=self.device)
             share = self.faults.loss_factor(number) / max(1, num_supervised)
             for turn, (place, batch) in enumerate(self.world.share(list(enumerate(batches)))):
-                if turn == 1 and self.in_graphs:
+                if turn == 1 and self.uses_graphs:
                     self._keep_gradients()
                 with self.stance(batch):
                     loss = self.compute(batch, number=number, place=place)
@@ -95,7 +95,7 @@ class TrainableModel(PackedModel):
     def compute(self, batch: MicroBatch, *, number: int, place: int) -> Tensor:
         """Sum the loss of one micro-batch of a step, drawing what that step and place draw."""
         self.faults.before_forward(number, batch)
-        if self.is_drawing:
+        if self.has_dropout:
             torch.manual_seed(_mix(self.seed, number, place))
         return self.loss_sum(batch)
 
