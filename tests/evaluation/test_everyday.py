@@ -2,8 +2,8 @@
 
 from collections import Counter
 
+from tunewell.evaluation.behaviour import detect_language
 from tunewell.evaluation.everyday import everyday_texts
-from tunewell.evaluation.language import detect_language
 
 
 def test_there_are_forty_passages_of_ordinary_length():

@@ -1,140 +1,27 @@
-"""Judge how an answer behaves, whatever it says: silence, loops, echoes, other languages, control tokens, no end."""
+"""Detect faulty answers: empty, looping, echoing, in the wrong language, with control tokens, or without an end."""
 
 import re
+import unicodedata
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from itertools import pairwise
 
-from tunewell.evaluation.language import detect_language, detect_script
 from tunewell.evaluation.matching import split_words
 from tunewell.records.report import Fault
 
-# Find the stretch of an answer that says the same thing over and over.
-
-_TIMES = 4
-"""Times from which on saying a thing again is a loop: three is emphasis."""
-_PHRASE = 3
-"""Words from which on a unit is a phrase: nobody says one four times in a row and then ends."""
-_TIMES_SHORT = 8
-"""Times for a word or two in an answer that ended: "blue" eight times is a loop."""
-_TIMES_ANY = 20
-"""Times after which even laughter is a loop."""
-_SYLLABLE = 3
-"""Letters up to which a unit may be laughter or a song's: ha, la, na."""
-_MIN_TAIL = 8
-"""Words at the end of an answer that never ended: fewer may be a coincidence, cut off."""
-_MIN_TAIL_IDS = 20
-"""Tokens, likewise: dashes under the head of a table are fewer."""
-_MIN_SIGNS = 40
-"""Letters or signs in a row that no answer needs; rules across a page and numbers are left alone."""
-_MIN_WORDS = 40
-"""Words from which on the share of new ones can be told."""
-_MIN_NEW = 0.25
-"""Share of runs of four words that must be new in an answer that never ended; in prose nearly all are, and in lists of
-like sentences most."""
-_COUNTER = re.compile(r"^\s*(?:\(?\d{1,4}[.):]|[-*•])\s+", re.MULTILINE)
-_SIGNS = re.compile(r"([^\d\s]{1,4}?)\1+|(\s)\2+")
-
-
-@dataclass(frozen=True)
-class Repetition:
-    """A unit said several times in a row."""
-
-    begin: int
-    end: int
-    period: int
-
-    @property
-    def times(self) -> int:
-        """How often the unit stands there in full."""
-        return (self.end - self.begin) // self.period
-
-
-def is_loop(text: str, *, ids: Sequence[int], ended: bool, reference: str) -> bool:
-    """Say whether an answer goes round in circles, in a way its reference does not."""
-    said = split_words(_COUNTER.sub("", text))
-    longest = _longest_run(said)
-    # A reference far longer than the answer tells no more than its beginning, and takes the square of its length.
-    wanted = _longest_run(split_words(_COUNTER.sub("", reference))[: max(200, 2 * len(said))])
-    if wanted and longest and wanted.times >= 3 and 2 * wanted.times >= longest.times:
-        return False
-    if ended:
-        return _goes_round(said, longest) or _is_one_sign(text, reference)
-    tail = _tail_run(said)
-    tail_of_ids = _tail_run(ids)
-    return (
-        (tail is not None and tail.end - tail.begin >= min(_MIN_TAIL, max(_TIMES, len(said) // 2)))
-        or (tail_of_ids is not None and tail_of_ids.end - tail_of_ids.begin >= min(_MIN_TAIL_IDS, len(ids) // 2))
-        or _is_one_sign(text, reference)
-        or _says_nothing_new(said)
-    )
-
-
-def _goes_round(words: list[str], run: Repetition | None) -> bool:
-    """Judge an answer that ended: most of it is one unit, and the unit is none that people repeat."""
-    if run is None or 2 * (run.end - run.begin) <= len(words):
-        return False
-    unit = words[run.begin : run.begin + run.period]
-    # Zeros in a matrix, ticks in a table.
-    if not any(letter.isalpha() for word in unit for letter in word):
-        return False
-    # A unit of two may itself be a word twice; its letters are counted as they are.
-    is_syllable = sum(map(len, set(unit))) <= _SYLLABLE
-    if len(unit) >= _PHRASE and len(set(unit)) > 1:
-        return run.times >= _TIMES
-    return run.times >= (_TIMES_ANY if is_syllable else _TIMES_SHORT)
-
-
-def _is_one_sign(text: str, reference: str) -> bool:
-    longest = max(_SIGNS.finditer(text.strip()), key=lambda found: len(found[0]), default=None)
-    if longest is None or len(longest[0]) < _MIN_SIGNS or 2 * len(longest[0]) <= len(text.strip()):
-        return False
-    return longest[0][: _MIN_SIGNS // 2] not in reference
-
-
-def _says_nothing_new(words: list[str]) -> bool:
-    if len(words) < _MIN_WORDS:
-        return False
-    fours = list(zip(words, words[1:], words[2:], words[3:], strict=False))
-    return len(set(fours)) < _MIN_NEW * len(fours)
-
-
-def _tail_run(items: Sequence[Hashable]) -> Repetition | None:
-    """Find the run at the very end that covers most; its last unit may be cut off."""
-    best: Repetition | None = None
-    for period in range(1, len(items) // _TIMES + 1):
-        begin = len(items) - period
-        while begin > 0 and items[begin - 1] == items[begin - 1 + period]:
-            begin -= 1
-        run = Repetition(begin, len(items), period)
-        if run.times >= _TIMES and (best is None or run.begin < best.begin):
-            best = run
-    return best
-
-
-def _longest_run(items: Sequence[Hashable]) -> Repetition | None:
-    """Find the run of at least three units that covers most, anywhere."""
-    best: Repetition | None = None
-    for period in range(1, len(items) // 3 + 1):
-        differs = [-1, *(at for at in range(len(items) - period) if items[at] != items[at + period])]
-        differs.append(len(items) - period)
-        before, after = max(pairwise(differs), key=lambda pair: pair[1] - pair[0])
-        run = Repetition(before + 1, after + period, period)
-        if run.times >= 3 and (best is None or run.end - run.begin > best.end - best.begin):
-            best = run
-    return best
-
-
 _MIN_ECHO = 6
-"""Words of a question from which on saying them again is no accident: "What is the capital of" has five."""
-_MOST_ECHO = 30
-"""Words of a long question that are enough. Less than a whole question is none: "Two white socks cost 25 cents more"
-may begin the question and its solution."""
+"""Shortest question, in words, that counts as echoed: "What is the capital of" has five."""
+_MAX_ECHO = 30
+"""Words of a long question that make an echo. A shorter question must be repeated in full: "Two white socks cost 25
+cents more" may begin both the question and its solution."""
 _LABEL_WORDS = 2
-"""Words an echo may begin with, such as "Question:"."""
+"""Words that may precede an echo, such as "Question:"."""
 
 _MARKER = re.compile(
-    # In quotes a marker is spoken of.
+    # A marker in quotes is only mentioned.
     r"(?<![`\"'“‘«])(?:<\|[A-Za-z_][\w ]{0,40}\|>"
     r"|<｜[^｜\n]{1,40}｜>"
     r"|</?(?:start|end)_of_turn>"
@@ -156,42 +43,42 @@ _TRANSLATES = re.compile(
 
 @dataclass(frozen=True)
 class Sample:
-    """What a model said to one question, and what it should have said."""
+    """One answer of a model, with its question and reference."""
 
     text: str
     ids: Sequence[int]
-    """Without the id that ended it."""
+    """Token ids without the stop token."""
     ended: bool
-    """Whether it ended by itself, before the limit."""
+    """Whether the model stopped before the length limit."""
     question: str = ""
-    """What was asked, without the template around it."""
+    """The user's text, without the chat template."""
     reference: str = ""
     control_texts: Sequence[str] = ()
-    """The control tokens among the ids, as they are spelled; an empty text where they spell nothing."""
+    """Text of each control token among the ids; empty if it decodes to nothing."""
 
 
 def find_faults(answer: Sample) -> list[Fault]:
-    """List what is wrong with how an answer behaves, the gravest first; nothing is said about its truth.
+    """Return the faults of an answer, the worst first; whether it is true is not checked.
 
-    A prompt that leaves no room for an answer gives neither tokens nor an end, and that is no fault of the model.
+    A prompt that fills the context gives neither tokens nor a stop; that is not a fault of the model.
     """
-    said = answer.text.strip(" \t\r\n\u200b\ufeff")
-    if not answer.ids and not said:
+    text = answer.text.strip(" \t\r\n\u200b\ufeff")
+    if not answer.ids and not text:
         return ["ends_at_once"] if answer.ended else []
     loops = is_loop(answer.text, ids=answer.ids, ended=answer.ended, reference=answer.reference)
     found: dict[Fault, bool] = {
-        "empty": not said,
-        "loops": loops and bool(said),
+        "empty": not text,
+        "loops": loops and bool(text),
         "control_tokens": _has_control_tokens(answer),
-        "no_stop": not answer.ended and not loops and _is_past_the_reference(answer),
+        "no_stop": not answer.ended and not loops and _is_longer_than_reference(answer),
         "echo": _echoes(answer),
         "other_language": _is_in_another_language(answer),
     }
-    return [fault for fault, is_there in found.items() if is_there]
+    return [fault for fault, is_present in found.items() if is_present]
 
 
-def _is_past_the_reference(answer: Sample) -> bool:
-    # A limit that cuts off the reference too says nothing about whether the model would have ended.
+def _is_longer_than_reference(answer: Sample) -> bool:
+    # A limit shorter than the reference does not show whether the model would have stopped.
     return len(answer.text) > len(answer.reference) or not answer.text.strip()
 
 
@@ -207,10 +94,10 @@ def _has_control_tokens(answer: Sample) -> bool:
 
 
 def _goes_on_as_the_user(text: str) -> bool:
-    """Say whether a dialogue follows an answer that did not begin as one.
+    """Return whether a dialogue follows an answer that did not begin as one.
 
     It costs $5.          <- the answer
-    User: And in winter?  <- the model plays the user
+    User: And in winter?  <- the model continues as the user
     Assistant: ...
     """
     user = _USER.search(text.lstrip())
@@ -219,7 +106,7 @@ def _goes_on_as_the_user(text: str) -> bool:
     text = text.lstrip()
     begins_as_dialogue = bool(_ASSISTANT.match(text))
     others = len(_USER.findall(text)) + len(_ASSISTANT.findall(text))
-    # "Human:" is no heading of anything else; a form or a log may have one line that begins with "User:".
+    # "Human:" is never another heading; a form or a log may have one line that begins with "User:".
     return "Human" in user[0] or (not begins_as_dialogue and others >= 2)
 
 
@@ -230,27 +117,274 @@ def _echoes(answer: Sample) -> bool:
 
 
 def _begins_with(text: str, question: list[str]) -> bool:
-    needed = min(len(question), _MOST_ECHO)
+    needed = min(len(question), _MAX_ECHO)
     # Six characters of Chinese are three words.
-    is_telling = len("".join(question[:needed])) >= 3 * _MIN_ECHO or needed == _MOST_ECHO
-    if needed < _MIN_ECHO or not is_telling:
+    is_long_enough = len("".join(question[:needed])) >= 3 * _MIN_ECHO or needed == _MAX_ECHO
+    if needed < _MIN_ECHO or not is_long_enough:
         return False
-    said = split_words(text[:2000])
-    return any(said[skipped : skipped + needed] == question[:needed] for skipped in range(_LABEL_WORDS + 1))
+    words = split_words(text[:2000])
+    return any(words[skipped : skipped + needed] == question[:needed] for skipped in range(_LABEL_WORDS + 1))
 
 
 def _is_in_another_language(answer: Sample) -> bool:
-    wanted = answer.reference
-    if detect_language(wanted) is None and detect_script(wanted) in ("LATIN", None):
-        wanted = answer.question
-        if _TRANSLATES.search(wanted):
+    expected = answer.reference
+    if detect_language(expected) is None and detect_script(expected) in ("LATIN", None):
+        expected = answer.question
+        if _TRANSLATES.search(expected):
             return False
-    said = detect_script(answer.text)
-    # A name or a formula may stand in the letters of the reference whatever was asked.
-    scripts = (
-        said,
-        detect_script(answer.reference) if said == detect_script(answer.reference) else detect_script(wanted),
+    script, reference_script = detect_script(answer.text), detect_script(answer.reference)
+    # A name or a formula may use the script of the reference, whatever the question's script is.
+    expected_script = reference_script if script == reference_script else detect_script(expected)
+    # Another script is a fault even if neither language is certain: Cyrillic instead of Latin.
+    pairs = ((script, expected_script), (detect_language(answer.text), detect_language(expected)))
+    return any(found is not None and due is not None and found != due for found, due in pairs)
+
+
+# Loops: an answer that repeats one unit over and over.
+
+_TIMES = 4
+"""Repetitions that make a loop: three are emphasis."""
+_PHRASE = 3
+"""Shortest phrase, in words: no sensible answer repeats a phrase four times in a row and then stops."""
+_TIMES_SHORT = 8
+"""Repetitions for one or two words in an answer that stopped: "blue" eight times is a loop."""
+_TIMES_ANY = 20
+"""Repetitions after which even laughter is a loop."""
+_SYLLABLE = 3
+"""Most letters of a unit that may be laughter or part of a song: ha, la, na."""
+_MIN_TAIL = 8
+"""Repeated words at the end of an answer that was cut off: fewer may be a coincidence."""
+_MIN_TAIL_IDS = 20
+"""Repeated tokens at the end, likewise: the rule below a table header has fewer."""
+_MIN_CHARACTERS = 40
+"""Equal characters in a row that no answer needs; horizontal rules and numbers are ignored."""
+_MIN_WORDS = 40
+"""Words needed to measure the share of new ones."""
+_MIN_NEW = 0.25
+"""Share of distinct 4-grams required in an answer that was cut off; prose is near 1, lists of similar sentences are
+above 0.5."""
+_COUNTER = re.compile(r"^\s*(?:\(?\d{1,4}[.):]|[-*•])\s+", re.MULTILINE)
+_CHARACTERS = re.compile(r"([^\d\s]{1,4}?)\1+|(\s)\2+")
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """A unit repeated several times in a row."""
+
+    begin: int
+    end: int
+    period: int
+
+    @property
+    def times(self) -> int:
+        """Number of complete repetitions."""
+        return (self.end - self.begin) // self.period
+
+
+def is_loop(text: str, *, ids: Sequence[int], ended: bool, reference: str) -> bool:
+    """Return whether an answer loops and its reference does not."""
+    words = split_words(_COUNTER.sub("", text))
+    longest = _longest_repetition(words)
+    # The search is quadratic: only the beginning of a much longer reference is used.
+    expected = _longest_repetition(split_words(_COUNTER.sub("", reference))[: max(200, 2 * len(words))])
+    if expected and longest and expected.times >= 3 and 2 * expected.times >= longest.times:
+        return False
+    if ended:
+        return _is_mostly(words, longest) or _is_one_character(text, reference)
+    tail = _final_repetition(words)
+    tail_of_ids = _final_repetition(ids)
+    return (
+        (tail is not None and tail.end - tail.begin >= min(_MIN_TAIL, max(_TIMES, len(words) // 2)))
+        or (tail_of_ids is not None and tail_of_ids.end - tail_of_ids.begin >= min(_MIN_TAIL_IDS, len(ids) // 2))
+        or _is_one_character(text, reference)
+        or _has_few_new_words(words)
     )
-    languages = detect_language(answer.text), detect_language(wanted)
-    # Letters of another alphabet tell although neither language is certain: Cyrillic in place of Latin.
-    return any(own is not None and due is not None and own != due for own, due in (scripts, languages))
+
+
+def _is_mostly(words: list[str], run: Repetition | None) -> bool:
+    """Return whether most of an answer that stopped is one repeated unit, and not one that people repeat."""
+    if run is None or 2 * (run.end - run.begin) <= len(words):
+        return False
+    unit = words[run.begin : run.begin + run.period]
+    # Zeros in a matrix, ticks in a table.
+    if not any(letter.isalpha() for word in unit for letter in word):
+        return False
+    # A unit of two words may be one word twice: its distinct letters count.
+    is_syllable = sum(map(len, set(unit))) <= _SYLLABLE
+    if len(unit) >= _PHRASE and len(set(unit)) > 1:
+        return run.times >= _TIMES
+    return run.times >= (_TIMES_ANY if is_syllable else _TIMES_SHORT)
+
+
+def _is_one_character(text: str, reference: str) -> bool:
+    longest = max(_CHARACTERS.finditer(text.strip()), key=lambda found: len(found[0]), default=None)
+    if longest is None or len(longest[0]) < _MIN_CHARACTERS or 2 * len(longest[0]) <= len(text.strip()):
+        return False
+    return longest[0][: _MIN_CHARACTERS // 2] not in reference
+
+
+def _has_few_new_words(words: list[str]) -> bool:
+    if len(words) < _MIN_WORDS:
+        return False
+    fours = list(zip(words, words[1:], words[2:], words[3:], strict=False))
+    return len(set(fours)) < _MIN_NEW * len(fours)
+
+
+def _final_repetition(items: Sequence[Hashable]) -> Repetition | None:
+    """Return the longest repetition at the very end; its last unit may be cut off."""
+    best: Repetition | None = None
+    for period in range(1, len(items) // _TIMES + 1):
+        begin = len(items) - period
+        while begin > 0 and items[begin - 1] == items[begin - 1 + period]:
+            begin -= 1
+        run = Repetition(begin, len(items), period)
+        if run.times >= _TIMES and (best is None or run.begin < best.begin):
+            best = run
+    return best
+
+
+def _longest_repetition(items: Sequence[Hashable]) -> Repetition | None:
+    """Return the longest repetition of at least three units, anywhere."""
+    best: Repetition | None = None
+    for period in range(1, len(items) // 3 + 1):
+        differs = [-1, *(at for at in range(len(items) - period) if items[at] != items[at + period])]
+        differs.append(len(items) - period)
+        before, after = max(pairwise(differs), key=lambda pair: pair[1] - pair[0])
+        run = Repetition(before + 1, after + period, period)
+        if run.times >= 3 and (best is None or run.end - run.begin > best.end - best.begin):
+            best = run
+    return best
+
+
+# Language detection: None unless certain, because a false alarm is worse than none.
+
+_MIN_LETTERS = 12
+"""Letters of a script needed to detect it: a name or a term may have a few."""
+_MIN_HAN = 10
+"""Han characters without Kana that make a text Chinese: names and titles in Japanese are shorter."""
+_MIN_SHARE = 0.8
+"""Share of the letters that must belong to one script: texts quote words of other scripts."""
+_MIN_PROSE_SHARE = 0.12
+"""Share of the words that must be function words of the language. Prose has a third to a half; lists of names and
+terms have few."""
+_MIN_DIFFERENT = 4
+"""Distinct function words needed: names contain two or three, `de la Cruz y Vega`."""
+_MIN_DISTINCTIVE = 2
+"""Distinct words needed that the next best language does not have: similar languages share most of theirs."""
+_MIN_LEAD = 3
+"""Factor by which those must outnumber the words of the other language: a text in two languages counts as neither."""
+
+_ONE_LANGUAGE = {
+    "GREEK": "el",
+    "HEBREW": "he",
+    "THAI": "th",
+    "HANGUL": "ko",
+    "BENGALI": "bn",
+    "TAMIL": "ta",
+    "TELUGU": "te",
+    "KANNADA": "kn",
+    "MALAYALAM": "ml",
+    "GUJARATI": "gu",
+    "GURMUKHI": "pa",
+    "GEORGIAN": "ka",
+    "ARMENIAN": "hy",
+    "KHMER": "km",
+    "LAO": "lo",
+    "MYANMAR": "my",
+    "ETHIOPIC": "am",
+    "SINHALA": "si",
+}
+_DISTINCTIVE_LETTERS = {
+    "CYRILLIC": {"uk": "іїєґ", "ru": "ыэё", "sr": "ђћџљњј"},
+    "ARABIC": {"ur": "ٹڈڑےں", "fa": "پچژگ", "ar": "ةىإأ"},
+}
+"""Letters that only one language of a script has."""
+_HINDI = re.compile(r"(?<!\w)(है|हैं|में|के|की|का|और|नहीं)(?!\w)")
+_MARATHI = re.compile(r"(?<!\w)(आहे|आहेत|आणि|नाही)(?!\w)")
+_NOT_PROSE = re.compile(r"```.*?(```|\Z)|`[^`\n]*`|https?://\S+|\S+@\S+", re.DOTALL)
+_SYMBOLS = re.compile(r"[{}()\[\]=<>_\\/+*|;$#&@^~]")
+_WORD = re.compile(r"(?<![\w%])[^\W\d_]+(?!\w)")
+_SENTENCE_START = re.compile(r"(?:^|[.!?:\n\"“„«»(¿¡–—-])\W*$")
+
+
+def detect_language(text: str) -> str | None:
+    """Return the language code of a text, or None in case of doubt.
+
+    Danish and Norwegian share one code, `da/no`. Similar languages such as Czech and Slovak are distinguished by their
+    function words, or give None.
+    """
+    prose = _NOT_PROSE.sub(" ", text)
+    script = detect_script(prose)
+    if script == "LATIN":
+        return _by_function_words(prose)
+    if script == "CJK":
+        kana = sum(1 for letter in prose if _script(letter) in ("HIRAGANA", "KATAKANA"))
+        han = sum(1 for letter in prose if _script(letter) == "CJK")
+        if kana:
+            return "ja" if kana * 10 >= han else None
+        return "zh" if han >= _MIN_HAN else None
+    if script == "DEVANAGARI":
+        hindi, marathi = bool(_HINDI.search(prose)), bool(_MARATHI.search(prose))
+        return ("hi" if hindi else "mr") if hindi != marathi else None
+    if script in _DISTINCTIVE_LETTERS:
+        return _by_letters(prose.lower(), _DISTINCTIVE_LETTERS[script])
+    return _ONE_LANGUAGE.get(script or "")
+
+
+def detect_script(text: str) -> str | None:
+    """Return the script of nearly all letters of a text, with Han and Kana both as `CJK`; None if there is none."""
+    scripts = Counter(_script(letter) for letter in text if letter.isalpha())
+    scripts["CJK"] += scripts.pop("HIRAGANA", 0) + scripts.pop("KATAKANA", 0)
+    script, letters = scripts.most_common(1)[0]
+    # A character of Han, Kana or Hangul carries as much as several letters.
+    enough = _MIN_LETTERS / 3 if script in ("CJK", "HANGUL") else _MIN_LETTERS
+    return script if letters >= enough and letters >= _MIN_SHARE * scripts.total() else None
+
+
+@cache
+def _script(letter: str) -> str:
+    name = unicodedata.name(letter, "?").split(" ")[0].partition("-")[0]
+    return {"FULLWIDTH": "LATIN", "HALFWIDTH": "KATAKANA", "IDEOGRAPHIC": "CJK"}.get(name, name)
+
+
+def _by_letters(text: str, letters_of: dict[str, str]) -> str | None:
+    found = {language: sum(text.count(letter) for letter in letters) for language, letters in letters_of.items()}
+    # Quoted names contain a letter or two of a similar language.
+    best, second, *_ = sorted(found, key=lambda language: -found[language])
+    return best if found[best] >= 2 and found[best] >= 4 * found[second] else None
+
+
+def _by_function_words(text: str) -> str | None:
+    lines = [line for line in text.splitlines() if _is_prose(line)]
+    found = Counter(word for line in lines for word in _plain_words(line))
+    by_language = {language: words & found.keys() for language, words in _function_words().items()}
+    best = max(by_language, key=lambda language: len(by_language[language]))
+    mine = by_language.pop(best)
+    share = sum(found[word] for word in mine) / max(1, sum(len(_WORD.findall(line)) for line in lines))
+    if len(mine) < _MIN_DIFFERENT or share < _MIN_PROSE_SHARE:
+        return None
+    leads = all(
+        len(mine - theirs) >= max(_MIN_DISTINCTIVE, _MIN_LEAD * len(theirs - mine)) for theirs in by_language.values()
+    )
+    return best if leads else None
+
+
+def _is_prose(line: str) -> bool:
+    """Return whether a line is prose and not code, which is full of brackets and symbols."""
+    return len(_SYMBOLS.findall(line)) <= 0.04 * len(line)
+
+
+def _plain_words(line: str) -> list[str]:
+    """Return the words that identify a language, without names: capitals inside a sentence (`Las Vegas`)."""
+    return [
+        found[0].lower()
+        for found in _WORD.finditer(line.replace("’", "'"))
+        if found[0].islower() or (found[0].istitle() and _SENTENCE_START.search(line[: found.start()]))
+    ]
+
+
+@cache
+def _function_words() -> dict[str, frozenset[str]]:
+    table = files("tunewell.evaluation").joinpath("function_words.txt").read_text(encoding="utf-8")
+    parts = [line.partition(":") for line in table.splitlines() if not line.startswith("#")]
+    return {language: frozenset(words.split()) for language, _, words in parts}

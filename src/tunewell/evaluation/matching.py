@@ -1,4 +1,4 @@
-"""Compare an answer with its reference: the same, contained on word boundaries, and token F1 as SQuAD counts it."""
+"""Compare an answer with its reference: exact match, containment on word boundaries, and token F1 as in SQuAD."""
 
 import re
 import string
@@ -7,18 +7,18 @@ from collections import Counter
 from dataclasses import dataclass
 
 SHORT_WORDS = 30
-"""Words up to which a reference can be right or wrong: one or two sentences with a fact. What is longer can be said
-well in many ways, and then only F1 and the loss tell."""
+"""Longest reference, in words, for which an answer counts as right or wrong: one or two sentences with a fact. Longer
+references can be worded well in many ways; only F1 and the loss measure those."""
 
 _INVISIBLE = dict.fromkeys(map(ord, "\u200b\u2060\ufeff\u00ad"))
 _ONE_SPELLING = str.maketrans({"’": "'", "‘": "'", "ʼ": "'", "−": "-", "‐": "-", "–": "-", "—": " ", "―": " "})
 _SPACELESS = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-"""Thai, Lao, Burmese, Khmer, Kana and Han: scripts that put no spaces between words."""
+"""Thai, Lao, Burmese, Khmer, Kana and Han: scripts without spaces between words."""
 _SPACELESS_LETTER = re.compile(f"[{_SPACELESS}\U00020000-\U0003ffff]")
 _INNER_SPACE = re.compile(f"(?<=[{_SPACELESS}])\\s+(?=[{_SPACELESS}])")
 _UNIT_SPACE = re.compile(r"(?<=\d)\s+(?=[%‰°])|(?<=[$€£¥])\s+(?=\d)")
-_MEANT = "%‰#&@"
-"""Punctuation by its category that is part of what is said: 5%, C#, R&D."""
+_MEANINGFUL = "%‰#&@"
+"""Punctuation by Unicode category that is part of a word: 5%, C#, R&D."""
 _POLAR = tuple(
     frozenset(pair.split())
     for pair in (
@@ -43,37 +43,37 @@ _CLAUSE_END = re.compile(r"[.,;:!?()\[\]\n。，、！？；：]+")
 
 @dataclass(frozen=True)
 class Match:
-    """How an answer compares with its reference."""
+    """Result of comparing an answer with its reference."""
 
     exact: bool
-    """The same but for case, spacing and the punctuation around words."""
+    """Equal except for case, spacing and the punctuation around words."""
     contains: bool
-    """The whole reference stands in the answer, on word boundaries."""
+    """The answer contains the whole reference, on word boundaries."""
     f1: float
-    """Overlap of words as SQuAD v1.1 counts it, 0 to 1."""
+    """Word overlap as in SQuAD v1.1, 0 to 1."""
     right: bool
     """Exact or contained."""
 
 
 def match(answer: str, reference: str) -> Match:
-    """Compare an answer with its reference; to an empty reference nothing is right.
+    """Compare an answer with its reference; no answer is right if the reference is empty.
 
     reference    answer                       exact  contains
     15 January   It is 15 January 2027.              yes
     15 January   15 january                   yes    yes
     5%           It is 15%.                          no
-    no           There is no doubt.                  no     <- yes and no count where they are the answer
+    no           There is no doubt.                  no     <- "no" counts only as the answer itself
     """
-    wanted, said = _normal(reference), _normal(answer)
-    if not wanted:
+    expected, found = _normal(reference), _normal(answer)
+    if not expected:
         return Match(exact=False, contains=False, f1=0.0, right=False)
-    exact = said == wanted
-    contains = exact or _contains(answer, said, wanted)
+    exact = found == expected
+    contains = exact or _contains(answer, found, expected)
     return Match(exact=exact, contains=contains, f1=1.0 if exact else _f1(answer, reference), right=exact or contains)
 
 
 def is_short_reference(reference: str) -> bool:
-    """Say whether a reference is short enough for right and wrong to be a fair measure."""
+    """Return whether a reference is short enough for answers to count as right or wrong."""
     text = _normal(reference)
     spaceless = len(_SPACELESS_LETTER.findall(text))
     # A word of Chinese or Japanese is about two characters.
@@ -82,14 +82,14 @@ def is_short_reference(reference: str) -> bool:
 
 
 def split_words(text: str) -> list[str]:
-    """Split into words without case and punctuation; of scripts without spaces each character is one."""
+    """Split into words without case and punctuation; in scripts without spaces each character is a word."""
     letters = (" " if _is_punctuation(letter) else letter for letter in _folded(text))
     return _SPACELESS_LETTER.sub(lambda found: f" {found[0]} ", "".join(letters)).split()
 
 
 def _folded(text: str) -> str:
     plain = unicodedata.normalize("NFKC", text.translate(_INVISIBLE)).translate(_ONE_SPELLING)
-    # Folding can undo the normal form, as for U+0345.
+    # casefold() can undo the normal form, for example of U+0345.
     return unicodedata.normalize("NFKC", plain.casefold())
 
 
@@ -100,42 +100,42 @@ def _normal(text: str) -> str:
 
 
 def _bare(word: str) -> str:
-    """Strip the punctuation around a word, but not the sign of a number: `(-5).` is `-5`."""
+    """Strip the punctuation around a word, but keep the sign of a number: `(-5).` becomes `-5`."""
     begin, end = 0, len(word)
     while end > begin and _is_around(word[end - 1]):
         end -= 1
     while begin < end and _is_around(word[begin]):
         begin += 1
     is_signed = begin > 0 and word[begin - 1] == "-" and word[begin : begin + 1].isdigit()
-    # A list's dash stands alone, and a dash after a bracket or a quote is a sign as well.
+    # The dash of a list item stands alone; a dash after a bracket or a quote is a sign as well.
     return word[begin - is_signed : end]
 
 
 def _is_around(letter: str) -> bool:
-    return letter == "`" or (letter not in _MEANT and unicodedata.category(letter).startswith("P"))
+    return letter == "`" or (letter not in _MEANINGFUL and unicodedata.category(letter).startswith("P"))
 
 
-def _contains(answer: str, said: str, wanted: str) -> bool:
-    if len(wanted) == 1 and wanted.isascii() and wanted.isalpha():
+def _contains(answer: str, found: str, expected: str) -> bool:
+    """Return whether the normalised answer `found` contains the normalised reference `expected`."""
+    first = _first_clause(answer)
+    if len(expected) == 1 and expected.isascii() and expected.isalpha():
         # One letter names a choice: "B", "B) Paris", "The answer is B."; the "a" of "a cat" does not.
-        named = re.compile(rf"{wanted}|.*\b(is|option|answer|choice) {wanted}|(option|answer|choice) {wanted}\b.*")
-        return any(named.fullmatch(clause) for clause in _first(answer))
-    if any(wanted in pair for pair in _POLAR):
-        return any(
-            f" {clause} ".startswith(f" {wanted} ") or clause.endswith(f" {wanted}") for clause in _first(answer)
-        )
-    start = said.find(wanted)
+        named = rf"{expected}|.*\b(is|option|answer|choice) {expected}|(option|answer|choice) {expected}\b.*"
+        return re.fullmatch(named, first) is not None
+    if any(expected in pair for pair in _POLAR):
+        return f" {first} ".startswith(f" {expected} ") or first.endswith(f" {expected}")
+    start = found.find(expected)
     while start >= 0:
-        if _stands_alone(said, start, start + len(wanted)):
+        if _stands_alone(found, start, start + len(expected)):
             return True
-        start = said.find(wanted, start + 1)
+        start = found.find(expected, start + 1)
     return False
 
 
-def _first(answer: str) -> list[str]:
-    """Give the first clause of an answer, where it says yes or no; a list, since there may be none."""
+def _first_clause(answer: str) -> str:
+    """Return the normalised first clause of an answer, which says yes or no; empty if there is none."""
     clauses = (_normal(clause) for clause in _CLAUSE_END.split(_folded(answer)))
-    return [clause for clause in clauses if clause][:1]
+    return next((clause for clause in clauses if clause), "")
 
 
 def _stands_alone(text: str, start: int, end: int) -> bool:
@@ -144,14 +144,14 @@ def _stands_alone(text: str, start: int, end: int) -> bool:
     return not (_runs_on_before(before, first, text[start:end]) or _runs_on_after(after, last, text[start:end]))
 
 
-def _runs_on_before(before: str, first: str, wanted: str) -> bool:
-    """Say whether what begins with `first` is the end of a longer word or number."""
+def _runs_on_before(before: str, first: str, match: str) -> bool:
+    """Return whether the match that begins with `first` is the end of a longer word or number."""
     if not before:
         return False
     near, far = before[-1], before[:-1]
     if _SPACELESS_LETTER.match(first):
-        # 是 is not contained in 不是.
-        return len(wanted) <= 2 and near in "不没沒非未無无"
+        # 不是 does not contain 是.
+        return len(match) <= 2 and near in "不没沒非未無无"
     if first.isdigit():
         is_joined = near in ".,:/'" and far.isdigit()
         is_negative = near == "-" and not far.isalpha()
@@ -159,12 +159,12 @@ def _runs_on_before(before: str, first: str, wanted: str) -> bool:
     if first == "-":
         return _is_word(near)
     if first.isalnum():
-        return _is_word(near) or (near == "-" and len(wanted) <= 3)
+        return _is_word(near) or (near == "-" and len(match) <= 3)
     return False
 
 
-def _runs_on_after(after: str, last: str, wanted: str) -> bool:
-    """Say whether what ends with `last` is the beginning of a longer word or number."""
+def _runs_on_after(after: str, last: str, match: str) -> bool:
+    """Return whether the match that ends with `last` is the beginning of a longer word or number."""
     if not after or _SPACELESS_LETTER.match(last):
         return False
     near, far = after[0], after[1:]
@@ -173,27 +173,27 @@ def _runs_on_after(after: str, last: str, wanted: str) -> bool:
     if not last.isalnum():
         return False
     is_contraction = near == "'" and far.isalpha() and far != "s"
-    return _is_word(near) or is_contraction or near in "#+" or (near == "-" and len(wanted) <= 3)
+    return _is_word(near) or is_contraction or near in "#+" or (near == "-" and len(match) <= 3)
 
 
 def _is_word(letter: str) -> bool:
-    # Marks belong to the letter they follow, as in Devanagari and Arabic.
+    # Combining marks belong to the letter before them, as in Devanagari and Arabic.
     is_letter = letter.isalnum() or letter == "_" or unicodedata.category(letter).startswith("M")
     return is_letter and not _SPACELESS_LETTER.match(letter)
 
 
 def _f1(answer: str, reference: str) -> float:
-    said, wanted = _squad_words(answer), _squad_words(reference)
-    same = sum((Counter(said) & Counter(wanted)).values())
+    found, expected = _squad_words(answer), _squad_words(reference)
+    same = sum((Counter(found) & Counter(expected)).values())
     if not same:
         return 0.0
-    precision, recall = same / len(said), same / len(wanted)
+    precision, recall = same / len(found), same / len(expected)
     return 2 * precision * recall / (precision + recall)
 
 
 def _squad_words(text: str) -> list[str]:
-    """Split as SQuAD v1.1 does: lower case, no punctuation, no articles; scripts without spaces by character."""
-    # The articles go by word boundary after the punctuation is gone, in this order, as in the official script.
+    """Split as SQuAD v1.1 does: lower case, no punctuation, no articles; by character in scripts without spaces."""
+    # Punctuation is removed before articles, as in the official script.
     bare = "".join(letter for letter in _folded(text) if not _is_punctuation(letter))
     return _SPACELESS_LETTER.sub(lambda found: f" {found[0]} ", re.sub(r"\b(a|an|the)\b", " ", bare)).split()
 
