@@ -60,7 +60,7 @@ def test_nothing_leaves_the_screen(columns: int, monkeypatch: pytest.MonkeyPatch
 
 def test_the_verdict_comes_after_the_figures_and_before_what_to_do() -> None:
     lines = verdict_screen(long_report()).split("\n")
-    starts = ["judged", "against", "on", "loss, held out", "answered right", "FAIL", "  FAIL", "        do: ", "note: "]
+    starts = ["tested", "against", "on", "loss, held out", "answered right", "FAIL", "  FAIL", "        do: ", "note: "]
     places = [next(n for n, line in enumerate(lines) if line.startswith(start)) for start in starts]
     assert places == sorted(places)
     assert "3 more sources" in "\n".join(lines) and sum("loss, source" in line for line in lines) == 8
@@ -68,8 +68,8 @@ def test_the_verdict_comes_after_the_figures_and_before_what_to_do() -> None:
 
 def test_wrong_answers_are_shown_first_and_right_ones_too() -> None:
     text = verdict_screen(college_report())
-    assert text.count("should be") == 3 and text.index("  tuned       wrong") < text.index("  tuned       right")
-    assert "should be" not in verdict_screen(college_report(), has_examples=False)
+    assert text.count("expected") == 3 and text.index("  tuned      wrong") < text.index("  tuned      right")
+    assert "expected" not in verdict_screen(college_report(), has_examples=False)
 
 
 def test_without_a_base_there_is_one_column() -> None:

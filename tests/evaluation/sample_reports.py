@@ -20,6 +20,7 @@ from tunewell.records.report import (
     EvaluatedModel,
     LogitChange,
     LossPair,
+    MetricResult,
     Reason,
     Report,
     RowCounts,
@@ -178,6 +179,10 @@ def weak_report() -> Report:
                     _source("خارجي/أسئلة.jsonl", documents=468, held_out=8, dropped={"unknown_role": 4}),
                 ],
             ),
+            "metrics": {
+                "polite": MetricResult(base=0.125, tuned=0.875, questions=30),
+                "length": MetricResult(tuned=12.5, questions=30, failed=2, error="chats.jsonl row 3: KeyError"),
+            },
             "lm_eval": {"hellaswag": {"acc,none": 0.3312, "acc_norm,none": 0.4021}, "arc_easy": {"acc,none": 0.512}},
             "notes": ["2 questions are longer than the context.", "`data.max_rows` was set: rows are missing."],
             "next": "set `train.epochs: 8` and run `tunewell train` again",
@@ -222,6 +227,7 @@ def with_text(report: Report, text: str) -> Report:
         "thresholds",
         "faults",
         "lm_eval",
+        "metrics",
     }
 
     def changed(value: Any, name: str, is_free: bool) -> Any:

@@ -122,16 +122,16 @@ def test_an_empty_answer_is_shown_in_words():
     said = weak_report().exchanges[0].tuned.model_copy(update={"text": " ", "right": False, "faults": ["empty"]})
     exchange = weak_report().exchanges[0].model_copy(update={"tuned": said})
     markdown = report_markdown(minimal_report().model_copy(update={"exchanges": [exchange]}))
-    assert "wrong (says nothing): (nothing)" in markdown
+    assert "wrong (empty): (empty)" in markdown
 
 
 def test_the_rows_add_up_or_it_is_said():
     """The ledger closes here too."""
-    assert "12,480 rows = 12,408 documents + 41 held out + 31 dropped." in report_markdown(weak_report())
+    assert "12,480 rows = 12,408 used for training + 41 held out + 31 dropped." in report_markdown(weak_report())
     ledger = weak_report().ledger
     assert ledger
     broken = weak_report().model_copy(update={"ledger": ledger.model_copy(update={"rows": 1})})
-    assert "The sum does not close." in report_markdown(broken)
+    assert "Rows are missing." in report_markdown(broken)
 
 
 def test_equal_reports_give_equal_texts(tmp_path):

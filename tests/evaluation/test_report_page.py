@@ -182,7 +182,7 @@ def test_any_text_of_a_model_is_shown_and_changes_no_element(question, reference
     page = Page(report_page(_asking(question, reference, answer)))
     assert _without_focus(page) == _plain_elements("a" if answer.strip() else answer)
     for text in (question, reference, answer):
-        assert (visible(text) if text.strip() else "(nothing)") in page.text
+        assert (visible(text) if text.strip() else "(empty)") in page.text
 
 
 @lru_cache(maxsize=99)
@@ -205,8 +205,8 @@ def _asking(question: str, reference: str, answer: str) -> Report:
 
 def test_an_empty_answer_is_shown_in_words():
     """An empty box looks like a mistake of the page."""
-    assert "(nothing)" in Page(report_page(_asking("q", "r", ""))).text
-    assert "(nothing) but 3 blank characters" in Page(report_page(_asking("q", "r", " \n "))).text
+    assert "(empty)" in Page(report_page(_asking("q", "r", ""))).text
+    assert "(empty), 3 blank characters" in Page(report_page(_asking("q", "r", " \n "))).text
 
 
 def test_white_space_of_an_answer_is_kept():
@@ -221,8 +221,8 @@ def test_the_ledger_closes_on_the_page():
     ledger = weak_report().ledger
     assert ledger
     words = " ".join(page.text.split())
-    assert "12,480 rows = 12,408 documents + 41 held out + 31 dropped. The sum closes." in words
-    table = words.split("Where the rows went")[1].split("By source")[0]
+    assert "12,480 rows = 12,408 used for training + 41 held out + 31 dropped. Every row is accounted for." in words
+    table = words.split("What became of the rows")[1].split("By source")[0]
     numbers = [int(number.replace(",", "")) for number in re.findall(r"[\d,]+", table)]
     assert numbers[-1] == sum(numbers[:-1]) == ledger.rows
 
@@ -232,7 +232,7 @@ def test_a_ledger_that_does_not_close_says_so(rows, words):
     """The one thing worse than a lost row is a page that hides it."""
     ledger = RowCounts(rows=rows, documents=7, held_out=2, dropped={"empty": 1}, tokens=0, supervised=0, sources=[])
     page = Page(report_page(minimal_report().model_copy(update={"ledger": ledger})))
-    assert f"The sum does not close: {words}." in page.text and "The sum closes" not in page.text
+    assert f" {words}." in page.text and "Every row is accounted for" not in page.text
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0, -1.0, 1e308, 5e-324])
@@ -251,12 +251,12 @@ def test_numbers_of_every_kind_are_rendered(value):
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("exchanges", [], "No question was asked."),
-        ("curve", Curve(), "No course of training was recorded."),
+        ("exchanges", [], "No questions were asked."),
+        ("curve", Curve(), "No training log was found."),
         ("curve", Curve(train=[(1, math.nan)]), "No loss of this training was finite"),
-        ("ledger", None, "No ledger of rows"),
+        ("ledger", None, "No row counts"),
         ("plan", {}, "No plan"),
-        ("repeat", [], "There is no command that repeats this."),
+        ("repeat", [], "No command repeats this evaluation."),
         ("base_tally", None, "not measured"),
     ],
 )
@@ -272,7 +272,7 @@ def test_a_model_without_a_base_has_no_before():
     subject = report.subject.model_copy(update={"base": None, "kind": "model"})
     update = {"exchanges": alone, "subject": subject, "base_tally": None}
     page = Page(report_page(report.model_copy(update=update)))
-    assert "Base said" not in page.text and "nothing to compare with" in page.text and "38 of 40" in page.text
+    assert page.text.count("Base model") == 1 and "none to compare with" in page.text and "38 of 40" in page.text
 
 
 def test_a_hundred_exchanges_do_not_drown_the_page():

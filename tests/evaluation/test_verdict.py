@@ -46,9 +46,8 @@ HEALTHY = Measurements(
     vocab_size=49_152,
     train_curve=curve(2.1, 1.0, 0.4, 0.1, 0.05, 0.04, 0.03, 0.03, 0.02, 0.02),
     held_out_curve=curve(1.9, 1.0, 0.3, 0.1, 0.05, 0.04, 0.03, 0.03, 0.03, 0.03),
-    judged_step=100,
-    best_step=100,
-    exchanges=[asked(GOOD)] * 40,
+    evaluated_step=100,
+    questions=[asked(GOOD)] * 40,
     is_adapter=True,
     learning_rate=1e-3,
     epochs=5.0,
@@ -59,7 +58,7 @@ KNOWN_BEFORE = [asked(GOOD, base=GOOD)] * 40
 
 
 def with_answers(*saids, **others):
-    return replace(HEALTHY, exchanges=[asked(said) for said in saids], **others)
+    return replace(HEALTHY, questions=[asked(said) for said in saids], **others)
 
 
 def codes(facts, rules=RULES):
@@ -80,8 +79,7 @@ OVER_FITTED = replace(
     held_out=loss(2.0, 0.6),
     train_curve=curve(2.0, 0.9, 0.3, 0.1, 0.04, 0.02, 0.01, 0.01, 0.01, 0.01),
     held_out_curve=curve(1.4, 0.8, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3),
-    judged_step=30,
-    best_step=30,
+    evaluated_step=30,
 )
 SICK = {
     "NaN in a tensor": (replace(HEALTHY, bad_weights={"model.embed": 3}), "FAIL", "weights_not_finite"),
@@ -116,14 +114,14 @@ SICK = {
     ),
     "over-fitted, best judged": (OVER_FITTED, "WEAK", "over_fitted"),
     "over-fitted, above the base": (
-        replace(OVER_FITTED, held_out=loss(1.0, 1.3), judged_step=100, exchanges=KNOWN_BEFORE),
+        replace(OVER_FITTED, held_out=loss(1.0, 1.3), evaluated_step=100, questions=KNOWN_BEFORE),
         "FAIL",
         "over_fitted",
     ),
     "forgets": (replace(HEALTHY, everyday=loss(3.1, 6.4)), "FAIL", "forgets"),
     "forgets a little": (replace(HEALTHY, everyday=loss(3.1, 5.0)), "WEAK", "forgets"),
-    "learns nothing": (replace(HEALTHY, held_out=loss(2.0, 2.0), exchanges=KNOWN_BEFORE), "FAIL", "not_learned"),
-    "gets worse": (replace(HEALTHY, held_out=loss(2.0, 2.6), exchanges=KNOWN_BEFORE), "FAIL", "not_learned"),
+    "learns nothing": (replace(HEALTHY, held_out=loss(2.0, 2.0), questions=KNOWN_BEFORE), "FAIL", "not_learned"),
+    "gets worse": (replace(HEALTHY, held_out=loss(2.0, 2.6), questions=KNOWN_BEFORE), "FAIL", "not_learned"),
     "gets worse in words, better in answers": (replace(HEALTHY, held_out=loss(2.0, 2.6)), "WEAK", "not_learned"),
     "one source gets worse": (
         replace(HEALTHY, by_source=[loss(2.0, 0.1), loss(2.0, 2.4)]),
@@ -133,14 +131,14 @@ SICK = {
     "gains little": (replace(HEALTHY, held_out=loss(2.0, 1.95)), "WEAK", "little_gain"),
     "few right": (with_answers(*[WRONG] * 25, *[GOOD] * 15), "WEAK", "few_right"),
     "base is better": (
-        replace(HEALTHY, exchanges=[asked(WRONG, base=GOOD)] * 15 + [asked(GOOD, base=GOOD)] * 25),
+        replace(HEALTHY, questions=[asked(WRONG, base=GOOD)] * 15 + [asked(GOOD, base=GOOD)] * 25),
         "WEAK",
         "no_better_than_base",
     ),
-    "one document": (replace(HEALTHY, held_out=loss(2.0, 0.1, 1), exchanges=[]), "WEAK", "not_enough_evidence"),
+    "one document": (replace(HEALTHY, held_out=loss(2.0, 0.1, 1), questions=[]), "WEAK", "not_enough_evidence"),
     "nothing at all": (Measurements(), "WEAK", "not_enough_evidence"),
     "no base and no short reference": (
-        Measurements(held_out=loss(None, 0.5), exchanges=[asked(GOOD, base=None, reference="word " * 50)] * 9),
+        Measurements(held_out=loss(None, 0.5), questions=[asked(GOOD, base=None, reference="word " * 50)] * 9),
         "WEAK",
         "not_enough_evidence",
     ),
@@ -178,18 +176,18 @@ FINE = {
     "trained from nothing, everyday text is strange": replace(
         HEALTHY, everyday=loss(10.6, 30.0), held_out=loss(10.8, 2.0)
     ),
-    "the base was already good": replace(HEALTHY, held_out=loss(0.05, 0.052), exchanges=[asked(GOOD, base=GOOD)] * 40),
+    "the base was already good": replace(HEALTHY, held_out=loss(0.05, 0.052), questions=[asked(GOOD, base=GOOD)] * 40),
     "one question lost by chance": replace(
-        HEALTHY, exchanges=[asked(WRONG, base=GOOD)] * 3 + [asked(GOOD, base=GOOD)] * 37
+        HEALTHY, questions=[asked(WRONG, base=GOOD)] * 3 + [asked(GOOD, base=GOOD)] * 37
     ),
     "long references are not right or wrong": replace(
-        HEALTHY, exchanges=[asked(WRONG, base=WRONG, reference="word " * 50)] * 40
+        HEALTHY, questions=[asked(WRONG, base=WRONG, reference="word " * 50)] * 40
     ),
     "held-out loss wavers": replace(HEALTHY, held_out_curve=curve(1.9, 0.5, 0.20, 0.21, 0.25, 0.20, 0.22)),
     "held-out loss rises by next to nothing": replace(HEALTHY, held_out_curve=curve(1.9, 0.5, 0.10, 0.12, 0.15, 0.18)),
     "more right, in other words than the references": replace(
         HEALTHY,
-        exchanges=[asked(GOOD.model_copy(update={"f1": 0.2}), base=WRONG)] * 10
+        questions=[asked(GOOD.model_copy(update={"f1": 0.2}), base=WRONG)] * 10
         + [asked(GOOD.model_copy(update={"f1": 0.2}), base=GOOD)] * 10,
     ),
     "held-out loss rises while the training loss is far from nothing": replace(
@@ -199,7 +197,7 @@ FINE = {
         HEALTHY, train_curve=[(1, 2.0), *[(step, math.nan) for step in range(2, 9)], (9, 0.1)]
     ),
     "no curves, no everyday text, no change": Measurements(held_out=loss(2.0, 1.0)),
-    "no base, but right answers": Measurements(held_out=loss(None, 0.5), exchanges=[asked(GOOD, base=None)] * 9),
+    "no base, but right answers": Measurements(held_out=loss(None, 0.5), questions=[asked(GOOD, base=None)] * 9),
     "the base's loss is not finite": replace(HEALTHY, held_out=loss(math.nan, 0.5)),
 }
 
@@ -216,7 +214,7 @@ def test_what_a_cause_explains_is_left_out():
         OVER_FITTED,
         held_out=loss(1.0, 1.3),
         everyday=loss(3.0, 9.0),
-        exchanges=[asked(faulty("loops", "no_stop"), base=GOOD)] * 40,
+        questions=[asked(faulty("loops", "no_stop"), base=GOOD)] * 40,
     )
     assert codes(everything) == ["loops", "never_stops", "over_fitted", "forgets"]
     assert codes(replace(everything, bad_weights={"x": 1, "y": 2})) == ["weights_not_finite"]
@@ -230,10 +228,10 @@ def test_what_a_cause_explains_is_left_out():
 def test_over_fitting_says_which_step_was_best_and_which_is_judged():
     """Guards the sentence a person decides by."""
     best = decide_verdict(OVER_FITTED, RULES).reasons[0]
-    assert "0.60 at step 30, to 1.30 at step 100 (step 30 is judged, the best)" in best.what
+    assert "0.60 at step 30 to 1.30 at step 100 (this is step 30, the best)" in best.what
     assert "`evaluate.patience: 2` or `train.epochs: 1.5`" in best.next
-    last = decide_verdict(replace(OVER_FITTED, held_out=loss(1.0, 1.3), judged_step=100), RULES).reasons[0]
-    assert "(step 100 is judged; step 30 was the best)" in last.what
+    last = decide_verdict(replace(OVER_FITTED, held_out=loss(1.0, 1.3), evaluated_step=100), RULES).reasons[0]
+    assert "(this is step 100; step 30 was the best)" in last.what
     assert "1.30 is above the base model's 1.00" in last.what
 
 
@@ -263,33 +261,33 @@ def test_an_example_shows_what_was_asked_and_said():
     long = faulty("loops").model_copy(update={"text": "round and\nround " * 50})
     (reason,) = decide_verdict(with_answers(*[long] * 6, *[GOOD] * 34), RULES).reasons
     assert reason.example is not None and len(reason.example) < 250
-    assert reason.example.startswith('asked "When is it?", it said "round and round round')
+    assert reason.example.startswith('question: "When is it?", answer: "round and round round')
     (silent,) = decide_verdict(with_answers(*[faulty("empty")] * 6, *[GOOD] * 34), RULES).reasons
-    assert silent.example == 'asked "When is it?", it said nothing'
+    assert silent.example == 'question: "When is it?", answer: (empty)'
 
 
 def test_the_next_value_is_named_where_the_present_one_is_known():
     """Guards advice with a number in it."""
     assert "`train.learning_rate: 0.00033`" in decide_verdict(SICK["forgets"][0], RULES).reasons[0].next
     unknown = replace(SICK["forgets"][0], learning_rate=None)
-    assert "`train.learning_rate` a third of what it was" in decide_verdict(unknown, RULES).reasons[0].next
+    assert "`train.learning_rate` to a third of its value" in decide_verdict(unknown, RULES).reasons[0].next
 
 
 def test_tallies_alone_are_enough():
-    """Guards reports without exchanges."""
-    bare = replace(HEALTHY, exchanges=[])
+    """Guards reports without questions."""
+    bare = replace(HEALTHY, questions=[])
     right, silent = count_answers([GOOD] * 40), count_answers([faulty("empty")] * 40)
-    assert decide_verdict(replace(bare, tuned_tally=right, base_tally=silent), RULES).level == "PASS"
-    assert codes(replace(bare, tuned_tally=silent, base_tally=right)) == ["answers_nothing"]
+    assert decide_verdict(replace(bare, tuned_counts=right, base_counts=silent), RULES).level == "PASS"
+    assert codes(replace(bare, tuned_counts=silent, base_counts=right)) == ["answers_nothing"]
     fewer = count_answers([GOOD] * 30 + [WRONG] * 10)
-    assert codes(replace(bare, tuned_tally=fewer, base_tally=right)) == ["no_better_than_base"]
+    assert codes(replace(bare, tuned_counts=fewer, base_counts=right)) == ["no_better_than_base"]
 
 
 def test_answers_further_from_long_references_than_the_bases_are_seen():
     """Guards data without short references, where only F1 can tell."""
     page = "word " * 50
-    exchanges = [asked(WRONG, base=GOOD.model_copy(update={"right": False}), reference=page)] * 20
-    assert codes(replace(HEALTHY, exchanges=exchanges)) == ["no_better_than_base"]
+    questions = [asked(WRONG, base=GOOD.model_copy(update={"right": False}), reference=page)] * 20
+    assert codes(replace(HEALTHY, questions=questions)) == ["no_better_than_base"]
 
 
 def test_a_tally_counts_every_answer_once():
@@ -326,8 +324,8 @@ FACTS = st.builds(
     vocab_size=st.sampled_from([None, 256, 50_000]),
     train_curve=st.lists(LOSSES, max_size=12).map(lambda losses: curve(*losses)),
     held_out_curve=st.lists(LOSSES, max_size=12).map(lambda losses: curve(*losses)),
-    judged_step=st.none() | st.integers(0, 120),
-    exchanges=st.lists(st.builds(asked, SAIDS, st.none() | SAIDS), max_size=12),
+    evaluated_step=st.none() | st.integers(0, 120),
+    questions=st.lists(st.builds(asked, SAIDS, st.none() | SAIDS), max_size=12),
     is_adapter=st.booleans(),
     learning_rate=st.none() | st.floats(1e-6, 1),
     epochs=st.none() | st.floats(0.1, 10),
@@ -344,19 +342,19 @@ def test_a_verdict_is_as_bad_as_its_worst_reason(facts):
     ranks = [(reason.level == "WEAK", list(REASON_CODES).index(reason.code)) for reason in verdict.reasons]
     assert ranks == sorted(set(ranks))
     assert verdict.summary and "\n" not in verdict.summary
-    assert verdict.level != "PASS" or facts.held_out is not None or facts.exchanges
+    assert verdict.level != "PASS" or facts.held_out is not None or facts.questions
 
 
 @given(FACTS, st.integers(0, 11), st.sampled_from(FAULTS))
 def test_one_more_fault_never_improves_a_verdict(facts, place, fault):
     """Guards the shares and what explains what: a worse answer cannot be better news."""
-    if place >= len(facts.exchanges):
+    if place >= len(facts.questions):
         return
-    exchange = facts.exchanges[place]
+    exchange = facts.questions[place]
     said = exchange.tuned.model_copy(update={"faults": list({*exchange.tuned.faults, fault})})
-    worse = [*facts.exchanges]
+    worse = [*facts.questions]
     worse[place] = exchange.model_copy(update={"tuned": said})
-    after = decide_verdict(replace(facts, exchanges=worse), RULES).level
+    after = decide_verdict(replace(facts, questions=worse), RULES).level
     assert RANK[after] >= RANK[decide_verdict(facts, RULES).level]
 
 

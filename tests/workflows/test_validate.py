@@ -29,10 +29,12 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from tunewell.cli.main import main
 from tunewell.core.errors import UserError
-from tunewell.records.report import Report, read_report
+from tunewell.core.progress import silent
+from tunewell.evaluation.session import ValidateOptions
+from tunewell.records.report import Report, Validation, read_report
 from tunewell.runs.result import TrainResult
 from tunewell.workflows.prepare import prepare
-from tunewell.workflows.validate import ValidateOptions, Validation, validate
+from tunewell.workflows.validate import validate
 from tunewell.workflows.validate_against import validate_against
 
 TRAINED, HELD_OUT = colour_rows(WORDINGS[:9]), colour_rows(WORDINGS[9:])
@@ -265,13 +267,13 @@ def test_a_run_whose_corpus_is_gone_or_another_is_not_judged_on_it(lora: TrainRe
     copy = shutil.copytree(lora.run, tmp_path / "run")
     held_out = write_jsonl(tmp_path / "held.jsonl", HELD_OUT)
     sets = [f"corpus={tmp_path / 'away'}"]
-    with pytest.raises(UserError, match="is gone"):
+    with pytest.raises(UserError, match="does not exist any more"):
         judged(copy, sets=sets)
     report = judged(copy, sets=sets, data=held_out).report
     assert report.verdict == "PASS" and any("is gone" in note for note in report.notes)
     other = write_jsonl(tmp_path / "rows.jsonl", HELD_OUT)
     prepare(model=str(corpus / "tokenizer"), data=[str(other)], out=tmp_path / "away", sets=["data.held_out=0.3"])
-    with pytest.raises(UserError, match="made anew"):
+    with pytest.raises(UserError, match="has changed since the run"):
         judged(copy, sets=sets)
 
 
@@ -348,7 +350,7 @@ def test_what_is_not_there_is_said(tmp_path: Path, base: Path, monkeypatch: pyte
     with pytest.raises(UserError) as error:
         judged(tmp_path / "nowhere", data=write_jsonl(tmp_path / "held.jsonl", HELD_OUT))
     assert "nowhere" in str(error.value)
-    with pytest.raises(UserError, match="nothing to judge `base` on"):
+    with pytest.raises(UserError, match="needs questions with answers to test `base`"):
         judged(base)
     with pytest.raises(UserError, match="no run here"):
         validate()
@@ -387,15 +389,15 @@ def test_a_model_with_few_positions_reads_what_it_can(base: Path, tmp_path: Path
 def test_two_runs_are_compared_both_ways(lora: TrainResult, project: Path, base: Path, tmp_path: Path) -> None:
     wishes = {"train.max_steps": 2, "train.learning_rate": 1e-4, "corpus": str(project / "lora-corpus")}
     worse = run_of(project, base, out="worse", sets=FAST | wishes).run
-    order = ValidateOptions(device="cpu", out=tmp_path)
-    up = validate_against(lora.run, worse, order=order, progress=lambda *_: None)
+    options = ValidateOptions(device="cpu", out=tmp_path)
+    up = validate_against(lora.run, worse, options=options, progress=silent)
     assert up.comparison.verdicts[1] == "PASS" and up.comparison.became_right >= 10 > up.comparison.became_wrong
     assert {"train.max_steps", "train.learning_rate"} <= {one.name for one in up.comparison.config}
     assert not {"run", "corpus"} & {one.name for one in up.comparison.config}
     assert up.comparison.data == [] and up.notes == [] and up.comparison.num_both == 18
     written = json.loads((tmp_path / "comparison.json").read_text())
     assert written == up.comparison.as_json() and read_report(tmp_path / "against").subject.path == str(worse)
-    down = validate_against(worse, lora.run, order=order, progress=lambda *_: None)
+    down = validate_against(worse, lora.run, options=options, progress=silent)
     assert down.comparison.became_wrong == up.comparison.became_right and down.this.exit_code != 0
     assert [(one.other, one.this) for one in down.comparison.figures] == [
         (one.this, one.other) for one in up.comparison.figures
@@ -408,14 +410,14 @@ def test_runs_on_other_rows_or_tokens_are_compared_with_a_word_about_it(
     write_jsonl(tmp_path / "rows.jsonl", colour_rows(WORDINGS[:3]))
     few = {"train.max_steps": 2, "data.held_out": 0.2}
     other = run_of(tmp_path, base, out="other", sets=FAST | few).run
-    order = ValidateOptions(device="cpu", out=tmp_path / "report")
-    rows = validate_against(lora.run, other, order=order, progress=lambda *_: None)
+    options = ValidateOptions(device="cpu", out=tmp_path / "report")
+    rows = validate_against(lora.run, other, options=options, progress=silent)
     assert "may have trained on" in rows.notes[0] and rows.comparison.num_both == 18
     assert {"corpus", "rows", "documents"} <= {one.name for one in rows.comparison.data}
     strange = {"tokenizer": str(tiny_model), "method.kind": "full"}
     foreign = run_of(tmp_path, "preset:tiny-1m", out="foreign", sets=FAST | few | strange).run
-    tokens = validate_against(lora.run, foreign, order=order, progress=lambda *_: None)
-    assert "other tokens" in tokens.notes[0] and tokens.comparison.num_both < 18
+    tokens = validate_against(lora.run, foreign, options=options, progress=silent)
+    assert "different tokens" in tokens.notes[0] and tokens.comparison.num_both < 18
 
 
 def told_by(*arguments: str) -> tuple[int, str, str]:
@@ -431,9 +433,9 @@ def test_the_command_tells_its_verdict_by_its_exit_code(
     code, out, err = told_by(str(lora.run), "--json", "--out", str(tmp_path / "out"))
     told = json.loads(out)
     assert (code, told["verdict"], told["exit_code"]) == (0, "PASS", 0) and told["page"].endswith("out/report.html")
-    assert "answering 18 questions" in err and "starting torch" in err
+    assert "testing the tuned model: 18 questions" in err and "starting torch" in err
     code, out, err = told_by(str(lora.run), "--set", "verdict.min_gain=0.99", "--out", str(tmp_path / "out"))
-    assert code == 3 and "little_gain" in out and "next: " in out and "answering" not in out
+    assert code == 3 and "little_gain" in out and "next: " in out and "testing" not in out
     held_out = write_jsonl(tmp_path / "held.jsonl", HELD_OUT)
     same = ("--base", str(base), "--data", str(held_out), "--out", str(tmp_path / "out"))
     code, out, _ = told_by(str(base), *same)
@@ -470,3 +472,64 @@ def test_no_secret_of_the_config_is_in_the_report(project: Path, base: Path, tmp
         assert secret not in text and "[redacted]" in text, name
     _, out, _ = told_by(str(run))
     assert secret not in out and "The key of the house?" in out
+
+
+METRICS = """
+def starts_right(question, answer, reference):
+    return answer.startswith(reference[:5])
+
+
+def picky(question, answer, reference):
+    if "Boris" in question:
+        raise KeyError("no rule for Boris")
+    return len(answer) / len(reference)
+
+
+def wordy(question, answer, reference):
+    return "many"
+"""
+
+
+def test_metric_functions_of_the_user_are_in_the_report(lora: TrainResult, tmp_path: Path) -> None:
+    """A metric that fails on some rows must name them, and must not cost the verdict."""
+    (tmp_path / "metrics.py").write_text(METRICS)
+    references = [f"{tmp_path / 'metrics.py'}:{name}" for name in ("starts_right", "picky", "wordy")]
+    found = judged(
+        lora.run,
+        sets=[f"verdict.metrics={json.dumps(references)}"],
+        metrics={"exact": lambda question, answer, reference: answer == reference},
+        out=tmp_path / "out",
+    )
+    report = read_report(tmp_path / "out")
+    assert report.verdict == found.report.verdict == "PASS" and report.tuned_tally is not None
+    metrics = report.metrics
+    assert sorted(metrics) == ["exact", "picky", "starts_right", "wordy"]
+    assert metrics["exact"].tuned == pytest.approx(report.tuned_tally.exact / 18) and metrics["exact"].failed == 0
+    assert metrics["exact"].base is not None and metrics["exact"].base < metrics["exact"].tuned
+    assert metrics["picky"].failed == 6 and metrics["picky"].tuned is not None
+    assert "held.jsonl row" in str(metrics["picky"].error) and "no rule for Boris" in str(metrics["picky"].error)
+    assert (metrics["wordy"].tuned, metrics["wordy"].failed) == (None, 36) and "'many'" in str(metrics["wordy"].error)
+    assert sum("the metric `picky` failed on held.jsonl row" in note for note in report.notes) == 1
+    for page in ("report.html", "report.md"):
+        text = (tmp_path / "out" / page).read_text()
+        assert "exact" in text and "picky" in text
+    _, out, _ = told_by(
+        str(lora.run),
+        "--set",
+        f"verdict.metrics={references[0]}",
+        "--out",
+        str(tmp_path / "out"),
+        "--set",
+        "verdict.questions=2",
+    )
+    assert "starts_right" in out
+
+
+def test_a_metric_that_cannot_be_loaded_is_told_before_anything_is_measured(lora: TrainResult, tmp_path: Path) -> None:
+    """A typing error in a name must not cost minutes."""
+    (tmp_path / "metrics.py").write_text(METRICS)
+    with pytest.raises(UserError, match="no function `away`"):
+        judged(lora.run, sets=[f"verdict.metrics={tmp_path / 'metrics.py'}:away"], out=tmp_path / "out")
+    with pytest.raises(UserError, match=r"like `metrics.py:exact`"):
+        judged(lora.run, sets=["verdict.metrics=exact"], out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -10,7 +10,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import is_url
 from tunewell.core.units import count
 
-_ALWAYS_PATHS = ("corpus", "run", "data.sources.path", "data.sources.map", "data.held_out")
+_ALWAYS_PATHS = ("corpus", "run", "data.sources.path", "data.sources.map", "data.held_out", "verdict.metrics")
 
 
 def set_value(tree: dict[str, Any], key_path: KeyPath, value: Any) -> None:

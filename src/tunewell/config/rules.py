@@ -1,8 +1,9 @@
 """Config sections for recovery (`healing`), `export` and the thresholds of the `verdict`."""
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from tunewell.config.fields import Auto, Bool, Float, Int, Section
 
@@ -59,6 +60,9 @@ class VerdictRules(Section):
     """Number of held-out documents for the loss, spread evenly over all of them. `null`: all."""
     batch_size: Annotated[Int, Field(ge=1)] | Auto = "auto"
     """Number of questions answered at once. `auto`: as many as fit into 8,192 tokens."""
+    metrics: tuple[str, ...] = ()
+    """Metric functions of yours, each `file.py:function`: `fn(question, answer, reference)` returns a number, and the
+    report shows the mean for the base and the tuned model. They run with your rights and do not change the verdict."""
     min_gain: Annotated[Float, Field(ge=0, lt=1)] = 0.05
     """The held-out loss must be lower than that of the base model by this share. Less is WEAK; no gain at all is FAIL,
     because then the model learned nothing that holds for new rows."""
@@ -74,3 +78,11 @@ class VerdictRules(Section):
     max_forgetting: Annotated[Float, Field(ge=0)] = 0.5
     """Forgetting: share by which the loss on everyday text may rise above that of the base model. More is WEAK, a
     doubled loss is FAIL: a model that has forgotten everyday language is no use for new questions."""
+
+    @field_validator("metrics", mode="before")
+    @classmethod
+    def _name_files_and_functions(cls, value: Any) -> Any:
+        for reference in (value := [value] if isinstance(value, str) else value) or ():
+            if not isinstance(reference, str) or not re.fullmatch(r".+\.py:[^\W\d]\w*", reference):
+                raise ValueError(f"must name a file and a function in it, like `metrics.py:exact`, not {reference!r}")
+        return value

@@ -1,229 +1,249 @@
-"""What speaks against a model in its weights and its losses."""
+"""Reasons for WEAK or FAIL that lie in weights and losses: NaN, overfitting, forgetting, no gain, too little data."""
 
 import math
+import shlex
 from collections.abc import Iterator
 from typing import Literal
 
 from tunewell.config.rules import VerdictRules
 from tunewell.core.units import count, percent
-from tunewell.evaluation.answer_reasons import answers_got_better
-from tunewell.evaluation.measurements import FEW_QUESTIONS, Measurements, short_loss, short_text, soften, suggest_rate
+from tunewell.evaluation.answer_reasons import answers_improved
+from tunewell.evaluation.measurements import FEW_QUESTIONS, Measurements, short_loss, shorten, soften, suggest_rate
 from tunewell.records.report import LossPair, Reason
 
 SAME_LOGITS = 1e-4
-"""Largest difference of a logit that is rounding: one of size 20 in fp32 is exact to 2e-6, and the least training moves
-logits by hundredths."""
+"""Largest difference of a logit that is rounding: a logit of 20 in fp32 is exact to 2e-6, and the shortest training
+moves logits by hundredths."""
 TINY_LOSS = 0.1
-"""Held-out loss of a base model that leaves nothing to learn: it gives each right token nine chances in ten."""
+"""Held-out loss of a base model with nothing left to learn: each right token has a probability of 0.9."""
 KNEW_SHARE = 0.7
-"""Share of ln(vocabulary) below which the base's loss on everyday text shows that it knew something to forget; a model
-that starts from nothing is at 1."""
+"""Share of ln(vocabulary) below which the base's loss on everyday text shows knowledge that can be forgotten; an
+untrained model is at 1."""
 USUAL_VOCABULARY = 32_000
-"""Taken where the vocabulary is not known."""
+"""Used if the vocabulary size is unknown."""
 DOUBLED = 2.0
-"""Factor on the everyday loss from which on forgetting is FAIL, unless `verdict.max_forgetting` allows more."""
+"""Factor on the everyday loss from which forgetting is FAIL, unless `verdict.max_forgetting` allows more."""
 FELL_SHARE = 0.1
-"""Share of its first value below which a training loss is near nothing."""
+"""Share of its first value below which a training loss counts as near zero."""
 FELL_TO = 0.1
-"""Training loss that is near nothing whatever it was at first: the rows are known by heart."""
-LEAST_RISE = 0.1
-"""Rise of the held-out loss in nats that is more than noise, however low the lowest was."""
-LEAST_DOCUMENTS = 2
-"""Held-out documents without which nothing is shown: one may be the easy one."""
+"""Training loss that counts as near zero whatever the first value was: the rows are memorised."""
+MIN_RISE = 0.1
+"""Rise of the held-out loss, in nats, that is more than noise however low the minimum was."""
+MIN_ROWS = 2
+"""Held-out rows needed for a verdict: a single one may be the easy one."""
+GOOD_NUM_ROWS = 10
+"""Held-out rows that advice aims at."""
+_SHARES = (0.05, 0.1, 0.2, 0.25)
 
 
-def weights_not_finite(facts: Measurements) -> Iterator[Reason]:
-    """Speak of weights that are not numbers."""
-    if facts.bad_weights:
-        values = sum(facts.bad_weights.values())
-        names = [f"{short_text(name)} ({count(number)})" for name, number in facts.bad_weights.items()]
+def weights_not_finite(measured: Measurements) -> Iterator[Reason]:
+    """Yield a reason if weights are not finite."""
+    if measured.bad_weights:
+        values = sum(measured.bad_weights.values())
+        names = [f"{shorten(name)} ({count(number)})" for name, number in measured.bad_weights.items()]
+        path = shlex.quote(measured.model_path)
         yield Reason(
             code="weights_not_finite",
             level="FAIL",
             what=f"{count(values, 'value')} in {count(len(names), 'tensor')} of the model "
-            f"{'is' if values == 1 else 'are'} not finite.",
+            f"{'is' if values == 1 else 'are'} not finite (NaN or infinite).",
             example=", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
-            next="use an earlier checkpoint, or train again with `train.precision: fp32` and "
-            + suggest_rate(facts, 1 / 3, "a third of what it was"),
+            next=f"Try an earlier checkpoint: `tunewell validate {path} --checkpoint STEP`. Or set "
+            f"`train.precision: fp32` and {suggest_rate(measured, 1 / 3)}, and train again.",
         )
 
 
-def loss_not_finite(facts: Measurements) -> Iterator[Reason]:
-    """Speak of losses and logits that are not numbers."""
-    pairs = [pair for pair in (facts.held_out, *facts.by_source, facts.everyday) if pair is not None]
+def loss_not_finite(measured: Measurements) -> Iterator[Reason]:
+    """Yield a reason if losses or logits are not finite."""
+    pairs = [pair for pair in (measured.held_out, *measured.by_source, measured.everyday) if pair is not None]
     bad = [pair.name for pair in pairs if not math.isfinite(pair.tuned)]
-    if facts.change is not None and math.isnan(facts.change.largest):
+    if measured.change is not None and math.isnan(measured.change.largest):
         bad.append("the logits")
     if bad:
+        path = shlex.quote(measured.model_path)
         yield Reason(
             code="loss_not_finite",
             level="FAIL",
-            what=f"{count(len(bad), 'figure')} of the tuned model {'is' if len(bad) == 1 else 'are'} not finite.",
-            example=", ".join(short_text(name) for name in bad[:5]),
-            next="judge it again with `train.precision: fp32`; if that does not help train again with "
-            + suggest_rate(facts, 1 / 3, "a third of what it was"),
+            what=f"{count(len(bad), 'measurement')} of the tuned model {'is' if len(bad) == 1 else 'are'} not finite "
+            "(NaN or infinite).",
+            example=", ".join(shorten(name) for name in bad[:5]),
+            next=f"Validate on the CPU, in fp32: `tunewell validate {path} --device cpu`. If that does not help, set "
+            f"{suggest_rate(measured, 1 / 3)} and train again.",
         )
 
 
-def nothing_changed(facts: Measurements) -> Iterator[Reason]:
-    """Speak of a model that is its base."""
-    change = facts.change
+def nothing_changed(measured: Measurements) -> Iterator[Reason]:
+    """Yield a reason if the model equals its base."""
+    change = measured.change
     if change is not None and change.prompts > 0 and change.largest <= SAME_LOGITS:
-        cause = "the adapter was never applied or holds nothing" if facts.is_adapter else "training changed nothing"
+        cause = "the adapter is empty or was not applied" if measured.is_adapter else "training changed nothing"
         yield Reason(
             code="nothing_changed",
             level="FAIL",
             what=f"On {count(change.prompts, 'prompt')} no logit differs from the base model's by more than "
             f"{change.largest:.1g}: {cause}.",
-            next="check that the adapter was made for this base model and that `method.targets` names its layers"
-            if facts.is_adapter
-            else "check that this is the trained model's folder, and train again with "
-            + suggest_rate(facts, 3, "three times what it was"),
+            next="Check that the adapter was made for this base model and that `method.targets` names its layers."
+            if measured.is_adapter
+            else "Check that this is the folder of the trained model. If it is, set "
+            f"{suggest_rate(measured, 3)} and train again.",
         )
 
 
-def over_fitted_or_not_learned(facts: Measurements, rules: VerdictRules) -> Iterator[Reason]:
-    """Speak of rows known by heart; else of a held-out loss that is no lower than the base's, or hardly."""
-    worse = facts.held_out is not None and facts.base_loss is not None and not _is_lower(facts.held_out)
-    over_fitted = _over_fitted(facts, rules, is_worse=worse)
+def over_fitted_or_not_learned(measured: Measurements, rules: VerdictRules) -> Iterator[Reason]:
+    """Yield reasons for overfitting, or for a held-out loss that is not lower, or hardly lower, than the base's."""
+    is_worse = measured.held_out is not None and measured.base_loss is not None and not _is_lower(measured.held_out)
+    over_fitted = _over_fitted(measured, rules, is_worse=is_worse)
     if over_fitted is not None:
         yield over_fitted
-    held_out, base = facts.held_out, facts.base_loss
-    if held_out is None or base is None or (over_fitted and worse) or max(base, held_out.tuned) < TINY_LOSS:
+    held_out, base = measured.held_out, measured.base_loss
+    if held_out is None or base is None or (over_fitted and is_worse) or max(base, held_out.tuned) < TINY_LOSS:
         return
     gain = 1 - held_out.tuned / base
-    figures = f"{short_loss(base)} -> {short_loss(held_out.tuned)} on {count(held_out.documents, 'document')}"
-    if worse:
+    losses = f"{short_loss(base)} -> {short_loss(held_out.tuned)} on {count(held_out.documents, 'row')}"
+    if is_worse:
         yield Reason(
             code="not_learned",
-            level=_level(facts, held_out.documents),
-            what=f"The held-out loss is not lower than the base model's: {figures}.",
-            example=_worst_source(facts),
-            next=f"run `tunewell inspect {facts.corpus}` to see whether the replies are learned; if the training loss "
-            f"jumped set {suggest_rate(facts, 1 / 3, 'a third of what it was')}, and if it hardly fell, "
-            "more `train.epochs`",
+            level=_level(measured, held_out.documents),
+            what=f"The held-out loss is not lower than the base model's: {losses}.",
+            example=_worst_source(measured),
+            next=f"Run {measured.inspect_command} and check that the replies are supervised. If the training loss "
+            f"jumped, set {suggest_rate(measured, 1 / 3)}. If it hardly fell, raise `train.epochs`.",
         )
     elif gain < rules.min_gain:
         yield Reason(
             code="little_gain",
             level="WEAK",
-            what=f"The held-out loss is only {percent(gain)} lower than the base model's ({figures}); "
-            f"{percent(rules.min_gain)} is asked for.",
-            example=_worst_source(facts),
-            next=f"train longer (`train.epochs: {2 * facts.epochs:.3g}`)"
-            if facts.epochs
-            else "train longer (twice the `train.epochs`), or on more rows",
+            what=f"The held-out loss is only {percent(gain)} lower than the base model's ({losses}; "
+            f"minimum: {percent(rules.min_gain)}).",
+            example=_worst_source(measured),
+            next=f"Train longer (`train.epochs: {2 * measured.epochs:.3g}`)."
+            if measured.epochs
+            else "Train longer (twice the `train.epochs`) or on more rows.",
         )
-    elif sources := [pair for pair in facts.by_source if pair.documents >= FEW_QUESTIONS and not _is_lower(pair)]:
+    elif sources := [pair for pair in measured.by_source if pair.documents >= FEW_QUESTIONS and not _is_lower(pair)]:
         worst = sources[0]
         yield Reason(
             code="little_gain",
             level="WEAK",
             what=f"The held-out loss fell as a whole, but not on {count(len(sources), 'source')}: "
-            f"`{short_text(worst.name)}` {short_loss(worst.base or 0.0)} -> {short_loss(worst.tuned)} "
-            f"on {count(worst.documents, 'document')}.",
-            next="look at its rows with `tunewell inspect`, or give it a larger `share` in `data.sources`",
+            f"`{shorten(worst.name)}` {short_loss(worst.base or 0.0)} -> {short_loss(worst.tuned)} "
+            f"on {count(worst.documents, 'row')}.",
+            next=f"Look at its rows with {measured.inspect_command}, or give it a larger `share` in `data.sources`.",
         )
 
 
-def forgets(facts: Measurements, rules: VerdictRules) -> Iterator[Reason]:
-    """Speak of everyday text that has become strange, to a model that knew it."""
-    pair = facts.everyday
-    if (
-        pair is None
-        or pair.base is None
-        or not 0 < pair.base < KNEW_SHARE * math.log(facts.vocab_size or USUAL_VOCABULARY)
-    ):
+def forgets(measured: Measurements, rules: VerdictRules) -> Iterator[Reason]:
+    """Yield a reason if the loss on everyday text rose and the base model knew such text."""
+    pair = measured.everyday
+    if pair is None or pair.base is None:
         return
-    times = pair.tuned / pair.base
-    if times > 1 + rules.max_forgetting:
+    if not 0 < pair.base < KNEW_SHARE * math.log(measured.vocab_size or USUAL_VOCABULARY):
+        return
+    factor = pair.tuned / pair.base
+    if factor > 1 + rules.max_forgetting:
         yield Reason(
             code="forgets",
-            level="FAIL" if times >= DOUBLED else "WEAK",
-            what=f"The loss on everyday text rose from {short_loss(pair.base)} to {short_loss(pair.tuned)}, by "
-            f"{percent(times - 1, 0)}; {percent(rules.max_forgetting, 0)} is allowed.",
-            next=f"set {suggest_rate(facts, 1 / 3, 'a third of what it was')}, or fewer `train.epochs`, or mix general "
-            "conversations into `data.sources`",
+            level="FAIL" if factor >= DOUBLED else "WEAK",
+            what=f"{percent(factor - 1, 0)} worse on everyday text that the model knew before: loss "
+            f"{short_loss(pair.base)} -> {short_loss(pair.tuned)} (limit: {percent(rules.max_forgetting, 0)}).",
+            next=f"Set {suggest_rate(measured, 1 / 3)}, lower `train.epochs`, or mix general conversations into "
+            "`data.sources`.",
         )
 
 
-def not_enough_evidence(facts: Measurements) -> Iterator[Reason]:
-    """Speak of a judgement that rests on nothing: too few held-out rows, or nothing to compare with."""
-    documents = facts.held_out.documents if facts.held_out else 0
-    asked = facts.tuned_tally.asked if facts.tuned_tally and not facts.exchanges else len(facts.short)
-    if max(documents, asked) < LEAST_DOCUMENTS:
+def not_enough_evidence(measured: Measurements) -> Iterator[Reason]:
+    """Yield a reason if there are too few held-out rows, or nothing to compare with."""
+    num_rows = measured.held_out.documents if measured.held_out else 0
+    counts = measured.tuned_counts
+    asked = counts.asked if counts and not measured.questions else len(measured.short_questions)
+    if max(num_rows, asked) < MIN_ROWS:
+        noun = "question" if measured.questions else "row"
+        held_back = f"only 1 {noun} was held back" if num_rows == 1 else f"no {noun} was held back"
         yield Reason(
             code="not_enough_evidence",
             level="WEAK",
-            what=f"There {'is' if documents == 1 else 'are'} {count(documents, 'held-out document')}; "
-            f"at least {LEAST_DOCUMENTS} are needed to say anything.",
-            next="hold out more rows: `data.held_out: 0.1`, or a file of questions and answers of its own",
+            what=f"Cannot tell: {held_back}, at least {MIN_ROWS} are needed.",
+            next=_hold_out_more(measured),
         )
-    elif facts.base_loss is None and asked < LEAST_DOCUMENTS:
+    elif measured.base_loss is None and asked < MIN_ROWS:
         yield Reason(
             code="not_enough_evidence",
             level="WEAK",
-            what=f"There is no base model to compare with, and {count(asked, 'question')} with a short reference.",
-            next="name the base model in `model`, or put questions with short answers into `data.held_out`",
+            what="Cannot tell: there is no base model to compare with, and "
+            f"{count(asked, 'question')} with a short reference; at least {MIN_ROWS} are needed.",
+            next="Name the base model with `--base` (`tunewell validate "
+            f"{shlex.quote(measured.model_path)} --base MODEL`), or test on questions with short answers.",
         )
 
 
-def _level(facts: Measurements, number: int) -> Literal["WEAK", "FAIL"]:
-    """Fail a loss that got worse, unless the answers got better: the references are then worded otherwise."""
-    return "WEAK" if answers_got_better(facts) else soften("FAIL", number)
+def _hold_out_more(measured: Measurements) -> str:
+    path = shlex.quote(measured.model_path)
+    if measured.test_file is not None:
+        return f"Name a test file with more rows: `tunewell validate {path} --data FILE`."
+    known = [share for share in _SHARES if measured.num_rows and share * measured.num_rows >= GOOD_NUM_ROWS]
+    share = known[0] if known else _SHARES[-1]
+    rows = measured.num_rows
+    about = f" (about {count(max(MIN_ROWS, round(share * rows)))} of your {count(rows, 'row')})" if rows else ""
+    return (
+        f"Keep more rows for testing: set `data.held_out: {share:g}` in tunewell.yaml{about}, or name a separate test "
+        f"file there. Then run `tunewell train --out {shlex.quote(measured.model_path.rstrip('/') + '2')}`."
+    )
+
+
+def _level(measured: Measurements, number: int) -> Literal["WEAK", "FAIL"]:
+    """Return FAIL for a higher loss, or WEAK if the answers improved: the references are then worded differently."""
+    return "WEAK" if answers_improved(measured) else soften("FAIL", number)
 
 
 def _is_lower(pair: LossPair) -> bool:
     return pair.base is not None and (pair.tuned < pair.base or pair.tuned < TINY_LOSS)
 
 
-def _over_fitted(facts: Measurements, rules: VerdictRules, *, is_worse: bool) -> Reason | None:
-    train = [loss for _, loss in facts.train_curve if math.isfinite(loss)]
-    looks = [(loss, step) for step, loss in facts.held_out_curve if math.isfinite(loss)]
-    if len(train) < 2 or len(looks) < 2:
+def _over_fitted(measured: Measurements, rules: VerdictRules, *, is_worse: bool) -> Reason | None:
+    train = [loss for _, loss in measured.train_curve if math.isfinite(loss)]
+    evaluations = [(loss, step) for step, loss in measured.held_out_curve if math.isfinite(loss)]
+    if len(train) < 2 or len(evaluations) < 2:
         return None
     # Single steps are noisy: the first few and the last tenth are averaged.
     window = max(1, min(10, len(train) // 10))
     first, last = _mean(train[: min(3, window)]), _mean(train[-window:])
-    (lowest, best), (final, final_step) = min(looks), looks[-1]
+    (lowest, best), (final, final_step) = min(evaluations), evaluations[-1]
     rise = final - lowest
     has_fallen = last < FELL_SHARE * first or last < FELL_TO
-    if not has_fallen or rise <= max(LEAST_RISE, rules.max_rise * lowest):
+    if not has_fallen or rise <= max(MIN_RISE, rules.max_rise * lowest):
         return None
-    judged = facts.judged_step if facts.judged_step is not None else final_step
-    which = f"step {judged:,} is judged" + (", the best" if judged == best else f"; step {best:,} was the best")
+    step = measured.evaluated_step if measured.evaluated_step is not None else final_step
+    which = f"this is step {step:,}" + (", the best" if step == best else f"; step {best:,} was the best")
     above = ""
-    if is_worse and facts.held_out is not None and facts.base_loss is not None:
-        tuned, base = short_loss(facts.held_out.tuned), short_loss(facts.base_loss)
+    if is_worse and measured.held_out is not None and measured.base_loss is not None:
+        tuned, base = short_loss(measured.held_out.tuned), short_loss(measured.base_loss)
         above = f" Its held-out loss {tuned} is above the base model's {base}."
-    documents = facts.held_out.documents if facts.held_out else 0
     return Reason(
         code="over_fitted",
-        level=_level(facts, documents) if is_worse else "WEAK",
-        what=f"While the training loss fell from {short_loss(first)} to {short_loss(last)}, the held-out loss rose "
-        f"from its lowest, {short_loss(lowest)} at step {best:,}, to {short_loss(final)} at step {final_step:,} "
-        f"({which}).{above}",
-        next=_stop_earlier(facts, best, final_step),
+        level=_level(measured, measured.held_out.documents if measured.held_out else 0) if is_worse else "WEAK",
+        what=f"The training loss fell from {short_loss(first)} to {short_loss(last)}, but the held-out loss rose from "
+        f"{short_loss(lowest)} at step {best:,} to {short_loss(final)} at step {final_step:,} ({which}).{above}",
+        next=_stop_earlier(measured, best, final_step),
     )
 
 
-def _stop_earlier(facts: Measurements, best: int, final: int) -> str:
-    if facts.epochs and 0 < best < final:
-        return f"set `evaluate.patience: 2` or `train.epochs: {facts.epochs * best / final:.2g}`, or add more rows"
-    return "set `evaluate.patience: 2`, or fewer `train.epochs`, or add more rows"
+def _stop_earlier(measured: Measurements, best: int, final: int) -> str:
+    if measured.epochs and 0 < best < final:
+        return f"Set `evaluate.patience: 2` or `train.epochs: {measured.epochs * best / final:.2g}`, or add more rows."
+    return "Set `evaluate.patience: 2`, lower `train.epochs`, or add more rows."
 
 
-def _worst_source(facts: Measurements) -> str | None:
+def _worst_source(measured: Measurements) -> str | None:
     gains = [
         (pair.base - pair.tuned, pair)
-        for pair in facts.by_source
+        for pair in measured.by_source
         if pair.base is not None and math.isfinite(pair.base) and math.isfinite(pair.tuned)
     ]
     if len(gains) < 2:
         return None
     _, worst = min(gains, key=lambda entry: entry[0])
     losses = f"{short_loss(worst.base or 0.0)} -> {short_loss(worst.tuned)}"
-    return f"the least was learned of {short_text(worst.name)}: {losses}"
+    return f"the source that improved least: {shorten(worst.name)}, {losses}"
 
 
 def _mean(values: list[float]) -> float:

@@ -1,4 +1,4 @@
-"""What a report says beside its measurements: how the model was made, from which rows, on which machine."""
+"""Collect how an evaluated model was trained, from which rows and on which machine; assemble the report."""
 
 import platform
 import shlex
@@ -26,16 +26,17 @@ from tunewell.records.plan import Chosen, Plan
 from tunewell.records.report import Curve, EvaluatedModel, Report, RowCounts
 from tunewell.runs.outcome import advice, healing_summary
 
-_VERSIONED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow")
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow")
+_WEIGHT_FILES = ("adapter_model.safetensors", "model.safetensors")
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Everything a report tells that was not measured for it."""
+    """Everything in a report that was not measured for it."""
 
-    subject: EvaluatedModel
+    model: EvaluatedModel
     curve: Curve = field(default_factory=Curve)
-    ledger: RowCounts | None = None
+    row_counts: RowCounts | None = None
     plan: dict[str, Chosen[Any]] = field(default_factory=dict)
     machine: dict[str, str] = field(default_factory=dict)
     hashes: dict[str, str] = field(default_factory=dict)
@@ -43,76 +44,76 @@ class Provenance:
     healing: list[HealingEntry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    @classmethod
-    def of(cls, found: ModelRef, voice: ChatModel) -> "Provenance":
-        """Gather what lies in the run's folder and what is known of the machine."""
-        is_run = found.kind == "run" and found.path is not None
-        return cls(
-            subject=_subject(found),
-            curve=_curve(found.path) if is_run and found.path else Curve(),
-            ledger=_ledger(found),
-            plan=_plan(found.plan) if found.plan else {},
-            machine=_machine(voice),
-            hashes=_hashes(found),
-            repeat=_repeat(found),
-            healing=read_healing(found.path) if is_run and found.path else [],
-            notes=list(voice.notes),
-        )
+
+def collect_provenance(ref: ModelRef, model: ChatModel) -> Provenance:
+    """Read the run folder and describe the machine."""
+    run = ref.path if ref.kind == "run" else None
+    return Provenance(
+        model=_evaluated_model(ref),
+        curve=_curve(run) if run else Curve(),
+        row_counts=_row_counts(ref),
+        plan=_plan(ref.plan) if ref.plan else {},
+        machine=_machine(model),
+        hashes=_hashes(ref),
+        repeat=_repeat(ref),
+        healing=read_healing(run) if run else [],
+        notes=list(model.notes),
+    )
 
 
 def make_report(
-    background: Provenance,
-    facts: Measurements,
+    provenance: Provenance,
+    measured: Measurements,
     verdict: Verdict,
     *,
     rules: VerdictRules,
     data: str,
     **more: Any,
 ) -> Report:
-    """Put a report together."""
-    notes = [*background.notes, *more.pop("notes")]
-    chat = f"`tunewell chat {shlex.quote(background.subject.path or background.subject.name)}`"
+    """Assemble the report; `more` are further fields of it."""
+    notes = [*provenance.notes, *more.pop("notes")]
+    chat = f"`tunewell chat {shlex.quote(provenance.model.path or provenance.model.name)}`"
     return Report(
         made_by=f"tunewell {__version__}",
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
         verdict=verdict.level,
         summary=verdict.summary,
         reasons=verdict.reasons,
-        subject=background.subject,
+        subject=provenance.model,
         data=data,
-        held_out=facts.held_out,
-        by_source=list(facts.by_source),
-        everyday=facts.everyday,
-        base_tally=facts.base_tally,
-        tuned_tally=facts.tuned_tally,
-        exchanges=list(facts.exchanges),
-        change=facts.change,
-        bad_weights=dict(facts.bad_weights),
+        held_out=measured.held_out,
+        by_source=list(measured.by_source),
+        everyday=measured.everyday,
+        base_tally=measured.base_counts,
+        tuned_tally=measured.tuned_counts,
+        exchanges=list(measured.questions),
+        change=measured.change,
+        bad_weights=dict(measured.bad_weights),
         thresholds=thresholds(rules),
-        curve=background.curve,
-        ledger=background.ledger,
-        plan=background.plan,
-        machine=background.machine,
+        curve=provenance.curve,
+        ledger=provenance.row_counts,
+        plan=provenance.plan,
+        machine=provenance.machine,
         versions=_versions(),
-        hashes=background.hashes,
-        repeat=background.repeat,
-        healing=healing_summary(background.healing),
-        advice=advice(background.healing),
+        hashes=provenance.hashes,
+        repeat=provenance.repeat,
+        healing=healing_summary(provenance.healing),
+        advice=advice(provenance.healing),
         notes=notes,
         next=verdict.reasons[0].next if verdict.reasons else chat,
         **more,
     )
 
 
-def _subject(found: ModelRef) -> EvaluatedModel:
+def _evaluated_model(ref: ModelRef) -> EvaluatedModel:
     return EvaluatedModel(
-        name=found.name,
-        kind=found.kind,
-        path=None if found.path is None else str(found.path),
-        base=found.base,
-        step=found.step,
-        because=found.because,
-        method=found.method,
+        name=ref.name,
+        kind=ref.kind,
+        path=None if ref.path is None else str(ref.path),
+        base=ref.base,
+        step=ref.step,
+        because=ref.because,
+        method=ref.method,
     )
 
 
@@ -127,10 +128,10 @@ def _curve(run: Path) -> Curve:
     return Curve(train=train, held_out=held_out, best_step=min(finite)[1] if finite else None)
 
 
-def _ledger(found: ModelRef) -> RowCounts | None:
-    """Tell of the rows that were trained on, whatever it is judged on; None where they are gone or others."""
-    manifest = None if found.corpus is None else read_manifest(found.corpus)
-    if manifest is None or found.plan is None or manifest.corpus_sha256 != found.plan.corpus_sha256:
+def _row_counts(ref: ModelRef) -> RowCounts | None:
+    """Count the rows of the training, whatever the model is evaluated on; None if its corpus is missing or changed."""
+    manifest = None if ref.corpus is None else read_manifest(ref.corpus)
+    if manifest is None or ref.plan is None or manifest.corpus_sha256 != ref.plan.corpus_sha256:
         return None
     return RowCounts(
         rows=manifest.rows_in,
@@ -151,47 +152,44 @@ def _plan(plan: Plan) -> dict[str, Chosen[Any]]:
     return {name: value for name, value in fields if isinstance(value, Chosen) and value.value is not None}
 
 
-def _machine(voice: ChatModel) -> dict[str, str]:
-    facts = voice.device
-    told = {"device": facts.label, "precision": voice.precision}
-    if voice.computed_by:
-        told["computed by"] = voice.computed_by
-    if facts.memory_bytes:
-        told["memory"] = size_bytes(facts.memory_bytes)
-    if facts.kind == "cpu":
-        told["threads"] = f"{voice.num_threads or torch.get_num_threads()} of {count(num_cores(), 'core')}"
-    return {**told, "system": f"{platform.system()} {platform.machine()}"}
+def _machine(model: ChatModel) -> dict[str, str]:
+    device = model.device
+    machine = {"device": device.label, "precision": model.precision}
+    if model.computed_by:
+        machine["computed by"] = model.computed_by
+    if device.memory_bytes:
+        machine["memory"] = size_bytes(device.memory_bytes)
+    if device.kind == "cpu":
+        machine["threads"] = f"{model.num_threads or torch.get_num_threads()} of {count(num_cores(), 'core')}"
+    return {**machine, "system": f"{platform.system()} {platform.machine()}"}
 
 
 def _versions() -> dict[str, str]:
-    found = {"tunewell": __version__, "python": platform.python_version()}
-    for name in _VERSIONED:
+    versions = {"tunewell": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            continue  # what is not installed has no version to tell
-    return found
+            continue  # not installed
+    return versions
 
 
-def _hashes(found: ModelRef) -> dict[str, str]:
-    if found.plan is None:
+def _hashes(ref: ModelRef) -> dict[str, str]:
+    if ref.plan is None:
         return {}
-    told = {"corpus": found.plan.corpus_sha256, "tokenizer": found.plan.tokenizer_sha256}
-    if found.plan.template_sha256s:
-        told["template"] = found.plan.template_sha256s[0]
-    if found.path is not None and found.step is not None:
-        weights = read_checkpoint(found.path / "checkpoints" / f"step-{found.step:06d}").files
-        told |= {name: record.sha256 for name, record in weights.items() if name in _WEIGHTS}
-    return told
+    hashes = {"corpus": ref.plan.corpus_sha256, "tokenizer": ref.plan.tokenizer_sha256}
+    if ref.plan.template_sha256s:
+        hashes["template"] = ref.plan.template_sha256s[0]
+    if ref.path is not None and ref.step is not None:
+        weights = read_checkpoint(ref.path / "checkpoints" / f"step-{ref.step:06d}").files
+        hashes |= {name: record.sha256 for name, record in weights.items() if name in _WEIGHT_FILES}
+    return hashes
 
 
-_WEIGHTS = ("adapter_model.safetensors", "model.safetensors")
-
-
-def _repeat(found: ModelRef) -> list[str]:
-    if found.path is None:
+def _repeat(ref: ModelRef) -> list[str]:
+    if ref.path is None:
         return []
-    place = shlex.quote(str(found.path))
-    if found.kind != "run":
-        return [f"tunewell validate {place} --data ROWS"]
-    return [f"tunewell train --config {place}/config.yaml --out ANOTHER_FOLDER", f"tunewell validate {place}"]
+    path = shlex.quote(str(ref.path))
+    if ref.kind != "run":
+        return [f"tunewell validate {path} --data ROWS"]
+    return [f"tunewell train --config {path}/config.yaml --out NEW_RUN", f"tunewell validate {path}"]

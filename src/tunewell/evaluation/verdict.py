@@ -1,4 +1,4 @@
-"""The verdict: from what was measured to PASS, WEAK or FAIL, with reasons a person can act on. A pure function."""
+"""Decide the verdict PASS, WEAK or FAIL from the measurements, with reasons and advice; a pure function."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,72 +11,72 @@ from tunewell.records.plan import Chosen
 from tunewell.records.report import Level, LossPair, Reason
 
 REASON_CODES: dict[str, str] = {
-    "weights_not_finite": "its weights are broken",
-    "loss_not_finite": "its losses are not finite",
-    "nothing_changed": "it is its base model",
-    "answers_nothing": "it answers nothing",
-    "loops": "it goes round in circles",
-    "control_tokens": "it goes on with control tokens",
-    "never_stops": "it does not stop",
-    "over_fitted": "it knows its rows by heart",
-    "forgets": "it has forgotten its language",
-    "not_learned": "it has not learned what the rows have in common",
+    "weights_not_finite": "the weights are not finite",
+    "loss_not_finite": "the losses are not finite",
+    "nothing_changed": "it equals its base model",
+    "answers_nothing": "it gives empty answers",
+    "loops": "its answers repeat themselves",
+    "control_tokens": "its answers contain control tokens",
+    "never_stops": "its answers do not stop",
+    "over_fitted": "it memorised its rows",
+    "forgets": "it forgot everyday language",
+    "not_learned": "it learned nothing that helps on held-out rows",
     "echoes": "it repeats the questions",
-    "other_language": "it answers in another language",
-    "few_right": "few of its answers are right",
+    "other_language": "it answers in the wrong language",
+    "few_right": "few answers are right",
     "no_better_than_base": "the base model answers better",
-    "little_gain": "it has gained little",
-    "not_enough_evidence": "there is too little to judge it by",
+    "little_gain": "it learned little",
+    "not_enough_evidence": "cannot tell",
 }
-"""Every code of a reason in the order of causes, with its short form."""
+"""Every code of a reason, causes first, with its short form for the summary."""
 _EXPLAIN_ALL = ("weights_not_finite", "loss_not_finite", "nothing_changed")
 _EXPLAINED = {
     "answers_nothing": {"few_right", "no_better_than_base"},
     "loops": {"few_right", "no_better_than_base"},
     "control_tokens": {"few_right", "no_better_than_base"},
 }
-"""What a FAIL of one kind accounts for, and is left out."""
-_JUDGING = ("min_gain", "min_right", "max_faults", "max_rise", "max_forgetting")
+"""Reasons that are left out because a FAIL of the first kind explains them."""
+_THRESHOLDS = ("min_gain", "min_right", "max_faults", "max_rise", "max_forgetting")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of judging."""
+    """The result of an evaluation."""
 
     level: Level
     summary: str
-    """One sentence with the figures."""
+    """One sentence with the numbers."""
     reasons: list[Reason]
-    """The worst first: FAIL before WEAK, causes before what follows from them; none with PASS."""
+    """The worst first: FAIL before WEAK, causes before their effects; empty with PASS."""
 
 
-def decide_verdict(facts: Measurements, rules: VerdictRules) -> Verdict:
-    """Weigh what was measured: FAIL or WEAK where a reason says so, PASS where none does."""
+def decide_verdict(measured: Measurements, rules: VerdictRules) -> Verdict:
+    """Return FAIL or WEAK if a reason says so, PASS if there is none."""
     found = [
-        *loss_reasons.weights_not_finite(facts),
-        *loss_reasons.loss_not_finite(facts),
-        *loss_reasons.nothing_changed(facts),
+        *loss_reasons.weights_not_finite(measured),
+        *loss_reasons.loss_not_finite(measured),
+        *loss_reasons.nothing_changed(measured),
     ]
     if not found:
         found = [
-            *answer_reasons.faulty_answers(facts, rules),
-            *loss_reasons.over_fitted_or_not_learned(facts, rules),
-            *loss_reasons.forgets(facts, rules),
-            *answer_reasons.few_right(facts, rules),
-            *answer_reasons.no_better_than_base(facts),
-            *loss_reasons.not_enough_evidence(facts),
+            *answer_reasons.faulty_answers(measured, rules),
+            *loss_reasons.over_fitted_or_not_learned(measured, rules),
+            *loss_reasons.forgets(measured, rules),
+            *answer_reasons.few_right(measured, rules),
+            *answer_reasons.no_better_than_base(measured),
+            *loss_reasons.not_enough_evidence(measured),
         ]
     reasons = _without_explained(found)
     level: Level = "FAIL" if any(reason.level == "FAIL" for reason in reasons) else "WEAK" if reasons else "PASS"
-    return Verdict(level, _summary(facts, reasons), reasons)
+    return Verdict(level, _summary(measured, reasons), reasons)
 
 
 def thresholds(rules: VerdictRules) -> dict[str, Chosen[Any]]:
-    """List the figures that decide, as set in the config, each with what its key says about it."""
+    """Return the thresholds of the config, each with the documentation of its key."""
     return {
         name: Chosen(value=getattr(rules, name), because=" ".join((field.description or "").split()))
         for name, field in VerdictRules.model_fields.items()
-        if name in _JUDGING
+        if name in _THRESHOLDS
     }
 
 
@@ -89,24 +89,26 @@ def _without_explained(found: list[Reason]) -> list[Reason]:
     return [reason for reason in ranked if reason.code not in explained]
 
 
-def _summary(facts: Measurements, reasons: list[Reason]) -> str:
-    figures = [part for part in (_answers(facts), _loss("held-out loss", facts.held_out)) if part]
-    figures += [part for part in [_loss("everyday text", facts.everyday)] if part]
-    told = ", ".join(figures) or "nothing was measured"
-    sentence = f"{REASON_CODES[reasons[0].code]}: {told}" if reasons else told
+def _summary(measured: Measurements, reasons: list[Reason]) -> str:
+    if reasons and reasons[0].code == "not_enough_evidence":
+        return reasons[0].what
+    losses = [("held-out loss", measured.held_out), ("everyday text", measured.everyday)]
+    parts = [_answers(measured), *(_loss(name, pair) for name, pair in losses)]
+    numbers = ", ".join(part for part in parts if part) or "nothing was measured"
+    sentence = f"{REASON_CODES[reasons[0].code]}: {numbers}" if reasons else numbers
     return sentence[:1].upper() + sentence[1:]
 
 
-def _answers(facts: Measurements) -> str:
-    asked, right = count_right(facts)
-    num_base, base_right = count_right(facts, of_base=True)
+def _answers(measured: Measurements) -> str:
+    asked, right = count_right(measured)
+    num_base, base_right = count_right(measured, of_base=True)
     if asked:
-        beside = f" (base: {base_right:,})" if num_base else ""
-        return f"{right:,} of {asked:,} held-out question{'s' if asked != 1 else ''} answered right{beside}"
-    if facts.exchanges:
-        base = [exchange.base for exchange in facts.exchanges if exchange.base is not None]
-        beside = f" (base: {count_answers(base).f1:.2f})" if base else ""
-        return f"F1 {count_answers([exchange.tuned for exchange in facts.exchanges]).f1:.2f}{beside}"
+        base = f" (base: {base_right:,})" if num_base else ""
+        return f"{right:,} of {asked:,} held-out question{'s' if asked != 1 else ''} answered right{base}"
+    if measured.questions:
+        answers = [question.base for question in measured.questions if question.base is not None]
+        base = f" (base: {count_answers(answers).f1:.2f})" if answers else ""
+        return f"F1 {count_answers([question.tuned for question in measured.questions]).f1:.2f}{base}"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""What came of judging a model: `report.json`, read and written; no logic."""
+"""Read and write `report.json`: the result of an evaluation with its verdict."""
 
 import json
 from dataclasses import dataclass
@@ -25,35 +25,35 @@ class _Record(BaseModel):
 
 
 class Reason(_Record):
-    """One thing that speaks against a model, with its numbers, an example, and what to do about it."""
+    """One problem of a model: its numbers, an example, and what to do about it."""
 
     code: str
-    """A word of the glossary: `answers_nothing`, `over_fitted`, ..."""
+    """A term of the glossary: `answers_nothing`, `over_fitted`, ..."""
     level: Literal["WEAK", "FAIL"]
     what: str
     """One sentence with the numbers in it."""
     example: str | None = None
     next: str
-    """The next thing to do: a command or a key of the config."""
+    """What to do next: a command or a key of the config."""
 
 
 class EvaluatedModel(_Record):
-    """What was judged."""
+    """The model that was evaluated."""
 
     name: str
     kind: Literal["run", "adapter", "model"]
     path: str | None = None
     base: str | None = None
-    """The model it was made from; None where there is nothing to compare with."""
+    """The base model; None if there is none to compare with."""
     step: int | None = None
-    """Of a run, the checkpoint that was judged."""
+    """The evaluated checkpoint of a run."""
     because: str = ""
     """Why this checkpoint."""
     method: str = ""
 
 
 class LossPair(_Record):
-    """The mean loss over some supervised tokens, before and after. Not finite: the strings `nan`, `inf`."""
+    """The mean loss per supervised token before and after training. Not finite: the strings `nan`, `inf`."""
 
     name: str
     documents: int
@@ -63,22 +63,22 @@ class LossPair(_Record):
 
 
 class Answer(_Record):
-    """What a model answered to one question."""
+    """The answer of one model to one question, with its scores."""
 
     text: str
     num_tokens: int
     ended: bool
-    """Whether it ended by itself, before the limit."""
+    """Whether the model stopped before the length limit."""
     exact: bool = False
     contains: bool = False
     f1: float = 0.0
     right: bool | None = False
-    """None where the reference is too long for an answer to be simply right or wrong."""
+    """None if the reference is too long for an answer to be simply right or wrong."""
     faults: list[Fault] = Field(default_factory=list)
 
 
 class AnsweredQuestion(_Record):
-    """One held-out question with what should be said and what was."""
+    """One held-out question with its reference and the answers of both models."""
 
     document: int
     source: str
@@ -90,11 +90,11 @@ class AnsweredQuestion(_Record):
 
 
 class AnswerCounts(_Record):
-    """The answers of one model counted."""
+    """Counts over the answers of one model."""
 
     asked: int
     judged: int
-    """Questions whose reference is short enough for an answer to be right or wrong."""
+    """Questions with a reference short enough for an answer to be right or wrong."""
     exact: int
     contains: int
     right: int
@@ -104,17 +104,17 @@ class AnswerCounts(_Record):
 
 
 class LogitChange(_Record):
-    """How far the tuned model is from its base, on some held-out prompts."""
+    """How far the logits of the tuned model are from its base's, on some held-out prompts."""
 
     largest: float
     """Largest difference of a logit."""
     prompts: int
     same_first_token: int
-    """Prompts to which both would answer with the same first token."""
+    """Prompts on which both have the same most likely first token."""
 
 
 class Curve(_Record):
-    """The course of training, as it was logged: (step, loss)."""
+    """The losses of a training, as logged: (step, loss)."""
 
     train: list[tuple[int, float]] = Field(default_factory=list)
     held_out: list[tuple[int, float]] = Field(default_factory=list)
@@ -122,7 +122,7 @@ class Curve(_Record):
 
 
 class RowCounts(_Record):
-    """Where the rows went."""
+    """What became of the rows: trained on, held out, or dropped by reason."""
 
     rows: int
     documents: int
@@ -133,8 +133,21 @@ class RowCounts(_Record):
     sources: list[dict[str, Any]]
 
 
+class MetricResult(_Record):
+    """A metric function of the user, averaged over the held-out questions."""
+
+    base: float | None = None
+    tuned: float | None = None
+    """None if no answer could be scored."""
+    questions: int
+    failed: int = 0
+    """Answers on which the function failed; the mean leaves them out."""
+    error: str | None = None
+    """The first failure: `FILE row N: ERROR`."""
+
+
 class Report(_Record):
-    """Everything a judgement rests on; the pages made of it read nothing else."""
+    """Everything about an evaluation; the HTML page and the Markdown are made of it alone."""
 
     format: str = FORMAT
     format_version: int = FORMAT_VERSION
@@ -142,58 +155,60 @@ class Report(_Record):
     made_at: str
     verdict: Level
     summary: str
-    """One sentence that says why."""
+    """One sentence with the main reason and numbers."""
     reasons: list[Reason] = Field(default_factory=list)
-    """The worst first; none where the verdict is PASS."""
+    """The worst first; empty if the verdict is PASS."""
     subject: EvaluatedModel
     data: str
-    """What was asked about: the held-out rows of a corpus, or a file."""
+    """The evaluated rows: the held-out rows of a corpus, or a file."""
     held_out: LossPair | None = None
     by_source: list[LossPair] = Field(default_factory=list)
     everyday: LossPair | None = None
-    """Loss on everyday text that has nothing to do with the rows."""
+    """Loss on everyday text, unrelated to the rows."""
     base_tally: AnswerCounts | None = None
     tuned_tally: AnswerCounts | None = None
     exchanges: list[AnsweredQuestion] = Field(default_factory=list)
+    metrics: dict[str, MetricResult] = Field(default_factory=dict)
+    """Metric functions of the user, by name."""
     change: LogitChange | None = None
     bad_weights: dict[str, int] = Field(default_factory=dict)
-    """Tensors with values that are not finite, and how many."""
+    """Tensors with values that are not finite, and their number."""
     thresholds: dict[str, Chosen[Any]] = Field(default_factory=dict)
     answer_tokens: Chosen[int] | None = None
-    """The longest answer that was allowed."""
+    """Length limit of an answer."""
     curve: Curve = Curve()
     ledger: RowCounts | None = None
     plan: dict[str, Chosen[Any]] = Field(default_factory=dict)
-    """How it was trained, value by value with reasons."""
+    """The settings of the training, each with its reason."""
     machine: dict[str, str] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
     hashes: dict[str, str] = Field(default_factory=dict)
     repeat: list[str] = Field(default_factory=list)
-    """Commands that repeat the training and the judgement."""
+    """Commands that repeat the training and the evaluation."""
     seconds: dict[str, float] = Field(default_factory=dict)
     """By stage."""
     lm_eval: dict[str, Any] = Field(default_factory=dict)
     healing: list[str] = Field(default_factory=list)
-    """What went wrong while it was trained, what was done about it and what that cost, line by line."""
+    """Problems during training, what was done about them and the cost, one per line."""
     advice: list[str] = Field(default_factory=list)
-    """What to change so that the next run need not be healed."""
+    """What to change so that the next run avoids them."""
     notes: list[str] = Field(default_factory=list)
     next: str = ""
 
 
 def write_report(folder: Path, report: Report) -> None:
-    """Write the report in one move, without secrets."""
+    """Write the report atomically, without secrets."""
     text = stable_json(plain(report.model_dump(mode="python")))
-    # Half a character, which rows and file names may hold, cannot be written as UTF-8.
+    # Rows and file names may hold lone surrogates, which UTF-8 cannot encode.
     write_atomic(folder / REPORT, text.encode("utf-8", "replace").decode())
 
 
 def read_report(folder: Path) -> Report:
-    """Read a report; raise UserError when there is none or it cannot be read."""
+    """Read a report; raise UserError if it is missing or unreadable."""
     path = folder / REPORT
     if not path.is_file():
         raise UserError(
-            f"there is no report in `{folder}`", where=f"looked for `{path}`", fix=f"run `tunewell validate {folder}`"
+            f"there is no report in `{folder}`", where=f"expected `{path}`", fix=f"run `tunewell validate {folder}`"
         )
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -210,7 +225,7 @@ EXIT_CODES = {"PASS": 0, "WEAK": 3, "FAIL": 4}
 
 @dataclass(frozen=True)
 class Validation:
-    """A report, and where it lies."""
+    """A report and its folder."""
 
     report: Report
     folder: Path

@@ -98,6 +98,8 @@ def _with_paths(loaded: LoadedConfig, respell: Callable[[str], str]) -> dict[str
     data = config.get("data", {})
     if isinstance(data.get("held_out"), str):
         data["held_out"] = respelled(data["held_out"])
+    if metrics := config.get("verdict", {}).get("metrics"):
+        config["verdict"]["metrics"] = [respelled(reference) for reference in metrics]
     for source in data.get("sources", []):
         source |= {key: respelled(source[key]) for key in ("path", "map") if source.get(key)}
     for group, key in [

@@ -18,6 +18,8 @@ from tunewell.core.progress import Progress, silent
 from tunewell.core.redact import redact
 from tunewell.data.batches import DataOrder
 from tunewell.data.corpus.reader import Corpus, open_corpus
+from tunewell.evaluation.metrics import load_metrics
+from tunewell.evaluation.session import ValidateOptions
 from tunewell.export.preflight import require_exportable
 from tunewell.hardware.allocator import keep_freed_memory
 from tunewell.hardware.probe import probe_device
@@ -43,7 +45,7 @@ from tunewell.training.engine import train as take_steps
 from tunewell.training.events import Listener
 from tunewell.training.faults import NoFaults, parse_faults
 from tunewell.workflows.prepare import prepare
-from tunewell.workflows.validate import ValidateOptions, validate
+from tunewell.workflows.validate import validate
 
 _NOT_JUDGED = 3
 """Exit code of a run whose model could not be judged: as for WEAK, since nothing proves it good."""
@@ -73,6 +75,7 @@ def run_training(loaded: LoadedConfig, options: RunOptions, listener: Listener =
     require_resume_for_changes(options.allowed_changes, is_resuming=options.is_resuming)
     _refuse_nothing(loaded, is_resuming=options.is_resuming)
     require_exportable(loaded)
+    load_metrics(loaded.config.verdict.metrics, base=loaded.base)  # fails now, not after hours of training
     heartbeat = Heartbeat(options.supervisor_fds) if options.supervisor_fds else None
     recorder = MetricsRecorder(heartbeat or silent, listener)
     wish = _Wish(
@@ -189,11 +192,9 @@ def _judged(result: TrainResult, wish: "_Wish", recorder: MetricsRecorder) -> Tr
     model = wish.loaded.config.model or ""
     # A secret in the model's name is not written into the run, so the run does not know where its model is.
     base = wish.loaded.seen(model) if redact(model) != model else None
-    order = ValidateOptions(device=wish.loaded.config.device, base=base, allow_pickle=wish.options.allow_pickle)
+    options = ValidateOptions(device=wish.loaded.config.device, base=base, allow_pickle=wish.options.allow_pickle)
     try:
-        found = validate(
-            result.run, order=order, progress=lambda at: recorder(replace(at, stage=f"judging: {at.stage}"))
-        )
+        found = validate(result.run, options=options, progress=recorder)
     except Exception as error:  # noqa: BLE001  the training is done and saved, whatever happens to the judging of it
         recorder.note(f"the model is trained and saved, but could not be judged: {type(error).__name__}: {error}")
         again = f"tunewell validate {shlex.quote(str(result.run))}"

@@ -12,27 +12,29 @@ if TYPE_CHECKING:
 
 
 def command(
-    place: Annotated[
+    model: Annotated[
         str | None,
         typer.Argument(metavar="RUN", help="A run, an adapter or a model; by default the run of the config here."),
     ] = None,
-    data: Annotated[str | None, typer.Option(help="Rows to judge on, in place of the run's held-out rows.")] = None,
+    data: Annotated[str | None, typer.Option(help="Rows to test on instead of the run's held-out rows.")] = None,
     against: Annotated[str | None, typer.Option(metavar="RUN", help="Another run to compare with.")] = None,
     checkpoint: Annotated[str, typer.Option(help="`best` by held-out loss, `last`, or a step.")] = "best",
-    base: Annotated[str | None, typer.Option(help="What it was made from, where that is not written there.")] = None,
-    template: Annotated[str | None, typer.Option(help="Chat template of a model that brings none.")] = None,
+    base: Annotated[str | None, typer.Option(help="Base model, if the run or adapter does not name it.")] = None,
+    template: Annotated[str | None, typer.Option(help="Chat template, if the model has none.")] = None,
     device: Annotated[str, typer.Option(help="Where to compute: `cpu`, `cuda`, `mps`.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Folder for the report; by default the run's.")] = None,
     lm_eval: Annotated[
-        str | None, typer.Option("--lm-eval", metavar="TASKS", help="Tasks of lm-eval to run as well, by commas.")
+        str | None,
+        typer.Option("--lm-eval", metavar="TASKS", help="lm-eval tasks to run too, comma-separated."),
     ] = None,
     set_: Sets = None,
     allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read weights from a `.pt` file; only from people you trust.")
+        bool,
+        typer.Option("--allow-pickle", help="Load `.pt` files, which can run code: only from people you trust."),
     ] = False,
     json: AsJson = False,
 ) -> None:
-    """Judge a trained model: PASS, WEAK or FAIL, with the evidence. Exit codes 0, 3 and 4."""
+    """Test a trained model on held-out rows: PASS, WEAK or FAIL, with reasons. Exit codes 0, 3 and 4."""
     from tunewell.cli.progress import shown_stages
     from tunewell.cli.render import emit, emit_json
     from tunewell.cli.screens.verdict import comparison_screen, verdict_lines, verdict_screen
@@ -40,10 +42,11 @@ def command(
 
     with shown_stages() as progress:
         progress(Progress("starting torch"))
-        from tunewell.workflows.validate import ValidateOptions, validate
+        from tunewell.evaluation.session import ValidateOptions
+        from tunewell.workflows.validate import validate
         from tunewell.workflows.validate_against import validate_against
 
-        order = ValidateOptions(
+        options = ValidateOptions(
             data=data,
             checkpoint=checkpoint,
             base=base,
@@ -54,32 +57,33 @@ def command(
             allow_pickle=allow_pickle,
             lm_eval=[task.strip() for task in lm_eval.split(",")] if lm_eval else (),
         )
-        both = None if against is None else validate_against(place, against, order=order, progress=progress)
-        found = validate(place, order=order, progress=progress) if both is None else both.this
+        both = None if against is None else validate_against(model, against, options=options, progress=progress)
+        result = validate(model, options=options, progress=progress) if both is None else both.this
     if json:
-        told = as_json(found)
-        emit_json(told if both is None else {**told, "against": both.comparison.as_json()})
+        payload = as_json(result)
+        emit_json(payload if both is None else {**payload, "against": both.comparison.as_json()})
     elif both is None:
-        emit(f"{verdict_screen(found.report)}\n{closing(found)}")
+        emit(f"{verdict_screen(result.report)}\n{closing(result)}")
     else:
-        emit(f"{comparison_screen(both.comparison, both.notes)}\n\n{verdict_lines(found.report)}\n{closing(found)}")
-    if found.exit_code:
-        raise typer.Exit(found.exit_code)
+        emit(f"{comparison_screen(both.comparison, both.notes)}\n\n{verdict_lines(result.report)}\n{closing(result)}")
+    if result.exit_code:
+        raise typer.Exit(result.exit_code)
 
 
-def closing(found: "Validation") -> str:
-    """Say what was made and what to do next."""
+def closing(result: "Validation") -> str:
+    """Return the last lines of the screen: the files written, and the next step."""
     from tunewell.cli.render import hanging
     from tunewell.cli.screens.verdict import lined
 
-    rows = [["wrote", f"`{found.page}`", "the whole story on one page, to read or to send"]]
-    told = "the same for a program; `report.md` for a pull request"
-    rows.append(["wrote", f"`{found.folder / 'report.json'}`", told])
-    return f"{lined(rows)}\n{hanging('next: ', found.report.next)}"
+    rows = [
+        ["wrote", f"`{result.page}`", "the report on one page, to read or to send"],
+        ["wrote", f"`{result.folder / 'report.json'}`", "the same for programs; `report.md` for pull requests"],
+    ]
+    return f"{lined(rows)}\n{hanging('next: ', result.report.next)}"
 
 
-def as_json(found: "Validation") -> dict[str, object]:
-    """Give the object that `validate --json` prints: the report, and where its pages lie."""
+def as_json(result: "Validation") -> dict[str, object]:
+    """Return the object that `validate --json` prints: the report, and the path of its page."""
     from tunewell.records.events import plain
 
-    return plain(found.report.model_dump(mode="python")) | {"page": str(found.page), "exit_code": found.exit_code}
+    return plain(result.report.model_dump(mode="python")) | {"page": str(result.page), "exit_code": result.exit_code}

@@ -1,6 +1,6 @@
-"""`report.html`: a report as one page that needs nothing else, runs nothing and asks nobody.
+"""Write `report.html`: the report as one self-contained page without scripts or requests.
 
-The style is allowed by its hash and everything else is forbidden, so no text of a model can do more than be read.
+A content security policy allows only the style, by its hash: texts of a model cannot run or load anything.
 """
 
 import base64
@@ -15,8 +15,8 @@ from markupsafe import Markup, escape
 from tunewell.config.rules import VerdictRules
 from tunewell.core.units import count, duration, percent
 from tunewell.evaluation.report.view import (
+    EMPTY,
     FAULT_WORDS,
-    NOTHING,
     all_metrics,
     declared_order,
     is_balanced,
@@ -35,38 +35,39 @@ from tunewell.records.plan import Chosen, Plan
 from tunewell.records.report import Curve, Report
 from tunewell.runs.loss_curve import describe_curve, draw_curve, is_log, legend, svg_shapes
 
-VERDICT_WORDS = {
-    "PASS": "Nothing speaks against this model.",
-    "WEAK": "Usable with care: something speaks against this model.",
-    "FAIL": "Not fit for use.",
+HEADLINES = {
+    "PASS": "No problems found.",
+    "WEAK": "Usable with care: read the reasons below.",
+    "FAIL": "Not usable.",
 }
+CANNOT_TELL = "Not enough held-out data for a verdict."
 _WIDE, _NARROW = (760, 320), (340, 260)
 _MAX_EVALUATIONS = 40
-_MOST_SCORES = 200
+_MAX_SCORES = 200
 _LONG_CHARS, _LONG_LINES = 500, 8
-"""From here on a text scrolls in its box, which must then be reachable by keyboard."""
+"""Longer texts scroll in their box, which must then be reachable by keyboard."""
 
 
 def report_page(report: Report) -> str:
-    """Write a report as an HTML page; equal reports give equal pages."""
+    """Return a report as an HTML page; equal reports give equal pages."""
     template, style = _template(), _style()
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     return template.render(
         report=report,
         style=Markup(style),
         style_hash=f"sha256-{digest}",
-        verdict_words=VERDICT_WORDS[report.verdict],
-        key_figures=key_metrics(report),
-        figures=all_metrics(report),
-        source_figures=source_metrics(report),
+        headline=_headline(report),
+        key_metrics=key_metrics(report),
+        metrics=all_metrics(report),
+        source_metrics=source_metrics(report),
         curve=_curve(report.curve),
         answers=sorted_answers(report),
-        ledger=_ledger(report),
+        row_counts=_row_counts(report),
         plan=_chosen(report.plan, known=Plan.model_fields),
         thresholds=_chosen(report.thresholds, known=VerdictRules.model_fields),
         seconds=sorted(report.seconds.items(), key=lambda item: (-item[1], item[0])),
         bad_weights=sorted(report.bad_weights.items(), key=lambda item: (-item[1], item[0])),
-        scores=_scores(report.lm_eval)[:_MOST_SCORES],
+        scores=_scores(report.lm_eval)[:_MAX_SCORES],
     )
 
 
@@ -83,7 +84,7 @@ def _template() -> Template:
         "visible": visible,
         "line": single_line,
         "prose": prose,
-        "said": _said,
+        "answer_text": _answer_text,
         "is_long": _is_long,
         "fault": lambda name: FAULT_WORDS[name],
         "count": count,
@@ -104,20 +105,23 @@ def _style() -> str:
 
 
 def prose(text: str) -> Markup:
-    """Show a sentence of ours, with what stands between backticks as code."""
+    """Return a sentence of ours as HTML, with parts between backticks as code."""
     *pairs, last = visible(text).split("`")
     if len(pairs) % 2:
         last = f"{pairs.pop()}`{last}"
-    marked = (Markup("<code>{}</code>").format(part) if place % 2 else escape(part) for place, part in enumerate(pairs))
+    marked = (Markup("<code>{}</code>").format(part) if index % 2 else escape(part) for index, part in enumerate(pairs))
     return Markup("").join((*marked, escape(last)))
 
 
-def _said(text: str) -> str:
-    return visible(text) if text.strip() else f"{NOTHING}{_blank(text)}"
+def _headline(report: Report) -> str:
+    cannot_tell = bool(report.reasons) and report.reasons[0].code == "not_enough_evidence"
+    return CANNOT_TELL if cannot_tell else HEADLINES[report.verdict]
 
 
-def _blank(text: str) -> str:
-    return f" but {count(len(text), 'blank character')}" if text else ""
+def _answer_text(text: str) -> str:
+    if text.strip():
+        return visible(text)
+    return f"{EMPTY}, {count(len(text), 'blank character')}" if text else EMPTY
 
 
 def _is_long(text: str) -> bool:
@@ -129,19 +133,19 @@ def _chosen(values: dict[str, Chosen[Any]], *, known: Any) -> list[tuple[str, st
     return [(name.replace("_", " "), setting(values[name].value), values[name].because) for name in names]
 
 
-def _ledger(report: Report) -> dict[str, Any] | None:
+def _row_counts(report: Report) -> dict[str, Any] | None:
     if report.ledger is None:
         return None
-    ledger = report.ledger
-    total = sum(line.rows for line in row_count_lines(ledger))
+    counts = report.ledger
+    total = sum(line.rows for line in row_count_lines(counts))
     return {
-        "lines": row_count_lines(ledger),
+        "lines": row_count_lines(counts),
         "total": total,
-        "is_closed": is_balanced(ledger),
-        "missing": ledger.rows - total,
-        "dropped": sum(ledger.dropped.values()),
-        "sources": source_lines(ledger),
-        "learned": percent(ledger.supervised / ledger.tokens) if ledger.tokens else "",
+        "is_balanced": is_balanced(counts),
+        "missing": counts.rows - total,
+        "dropped": sum(counts.dropped.values()),
+        "sources": source_lines(counts),
+        "supervised": percent(counts.supervised / counts.tokens) if counts.tokens else "",
     }
 
 
@@ -164,7 +168,7 @@ def _curve(curve: Curve) -> dict[str, Any]:
 
 
 def _scores(value: Any, path: tuple[str, ...] = ()) -> list[tuple[str, str]]:
-    """Flatten what lm-eval gave, whatever its shape, into names and values."""
+    """Flatten the results of lm-eval, of any shape, into names and values."""
     if isinstance(value, dict) and value and len(path) < 6:
         return [score for key in sorted(value, key=str) for score in _scores(value[key], (*path, str(key)))]
     return [(single_line(" / ".join(path)), setting(value))] if path else []

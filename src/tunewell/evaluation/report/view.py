@@ -1,4 +1,4 @@
-"""The figures of a report before and after training, and where the rows went, ready to be laid into a table."""
+"""Texts, numbers and sorted answers of a report, ready for the HTML page and the Markdown."""
 
 import json
 import math
@@ -7,25 +7,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from tunewell.core.units import count, percent
-from tunewell.records.report import AnswerCounts, AnsweredQuestion, LossPair, Report, RowCounts
+from tunewell.records.report import AnswerCounts, AnsweredQuestion, LossPair, MetricResult, Report, RowCounts
 from tunewell.runs.loss_curve import format_loss
 
-# Texts of a report made fit to be shown: what cannot be seen is made visible, numbers are written for people.
+# Texts and numbers: invisible characters are made visible, numbers are formatted for people.
 
-NOTHING = "(nothing)"
+EMPTY = "(empty)"
 FAULT_WORDS = {
-    "empty": "says nothing",
-    "ends_at_once": "ends at once",
+    "empty": "empty",
+    "ends_at_once": "stops at once",
     "loops": "loops",
     "echo": "echoes the question",
     "no_stop": "does not stop",
     "other_language": "other language",
     "control_tokens": "control tokens in the text",
 }
-_LONGEST = 20_000
-"""Characters of one text on a page; a question can be a book, and a page is sent by mail."""
+_MAX_CHARS = 20_000
+"""Characters of one text on a page: a question can be a book, and pages are sent by mail."""
 
-# The zero-width joiners (200C, 200D) belong to Persian, to Indic scripts and to emoji, so they stay as they are.
+# The zero-width joiners (200C, 200D) stay: Persian, Indic scripts and emoji need them.
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u115f\u1160\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff"
     "\ufff0-\ufffb\ufffe\uffff\ufdd0-\ufdef\ud800-\udfff\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
@@ -33,24 +33,24 @@ _UNSEEN = re.compile(
 
 
 def visible(value: object) -> str:
-    """Write a text so that every character of it is seen and can be encoded; at most 20,000 of them, the rest counted.
+    """Return a text with invisible characters spelled out, cut after 20,000 characters.
 
     visible("a\\x00b") = a[U+0000]b       visible("a\\u202eb") = a[U+202E]b       visible("\\ud800") = [U+D800]
     """
     text = str(value)
-    shown = _UNSEEN.sub(lambda match: f"[U+{ord(match[0]):04X}]", text[:_LONGEST])
-    left = len(text) - _LONGEST
+    shown = _UNSEEN.sub(lambda match: f"[U+{ord(match[0]):04X}]", text[:_MAX_CHARS])
+    left = len(text) - _MAX_CHARS
     return shown if left <= 0 else f"{shown}\n[{count(left, 'more character')}]"
 
 
 def single_line(value: object) -> str:
-    """Write a text like `visible`, with its breaks and runs of white space as single spaces."""
+    """Return a text like `visible` on one line, with white space collapsed."""
     return " ".join(visible(value).split())
 
 
-def shortened(text: str, longest: int) -> str:
-    """Cut a text that is longer than `longest` characters, and show that it was cut."""
-    return text if len(text) <= longest else text[: longest - 1].rstrip() + "\u2026"
+def shortened(text: str, max_chars: int) -> str:
+    """Cut a text after `max_chars` characters, with an ellipsis."""
+    return text if len(text) <= max_chars else text[: max_chars - 1].rstrip() + "\u2026"
 
 
 def loss(value: float | None) -> str:
@@ -59,7 +59,7 @@ def loss(value: float | None) -> str:
 
 
 def perplexity(value: float | None) -> str:
-    """Write the perplexity that a loss comes to: e to its power."""
+    """Format the perplexity of a loss, e to its power."""
     if value is None or not math.isfinite(value):
         return loss(value)
     power = math.exp(value) if value < 700 else math.inf
@@ -74,7 +74,7 @@ def nonfinite_text(value: float) -> str:
 
 
 def setting(value: Any) -> str:
-    """Write the value of a setting, whatever it is."""
+    """Format the value of a setting of any type."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -91,14 +91,14 @@ def setting(value: Any) -> str:
 
 
 def declared_order(keys: Any, known: Any) -> list[str]:
-    """Order keys as they are declared, and those that are not by name, so that equal reports give equal pages."""
-    places = {name: place for place, name in enumerate(known)}
-    return sorted(keys, key=lambda key: (places.get(key, len(places)), key))
+    """Order keys as declared, unknown ones by name, so that equal reports give equal pages."""
+    order = {name: index for index, name in enumerate(known)}
+    return sorted(keys, key=lambda key: (order.get(key, len(order)), key))
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricRow:
-    """One thing that was measured, before and after, in words."""
+    """One metric of the base and the tuned model, formatted."""
 
     name: str
     hint: str = ""
@@ -106,12 +106,12 @@ class MetricRow:
     tuned: str
     change: str = ""
     shares: tuple[float | None, float] | None = None
-    """Base and tuned as shares of one, where the figure is one."""
+    """Base and tuned as shares of one, if the metric is a share."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowCountLine:
-    """One term of the sum that must close."""
+    """One term of the sum of rows."""
 
     name: str
     rows: int
@@ -119,54 +119,54 @@ class RowCountLine:
 
 
 def key_metrics(report: Report) -> list[MetricRow]:
-    """List the two or three figures that say most."""
-    figures = []
+    """Return the two or three most important metrics."""
+    rows = []
     if report.tuned_tally and report.tuned_tally.asked:
-        figures.append(_right(report.base_tally, report.tuned_tally))
+        rows.append(_right(report.base_tally, report.tuned_tally))
     if report.held_out:
-        figures.append(_loss("Held-out loss", report.held_out, hint="rows it was not trained on; lower is better"))
+        rows.append(_loss("Held-out loss", report.held_out, hint="rows not used for training; lower is better"))
     if report.everyday:
-        figures.append(_loss("Loss on everyday text", report.everyday, hint="what it knew before; should stay"))
-    return figures
+        rows.append(_everyday("Loss on everyday text", report))
+    return rows
 
 
 def all_metrics(report: Report) -> list[MetricRow]:
-    """List everything that was measured before and after."""
-    figures = []
+    """Return every metric of the base and the tuned model."""
+    rows = []
     if report.held_out:
-        figures += [_loss("Held-out loss", report.held_out, hint="lower is better")]
-        figures += [_perplexity("Held-out perplexity", report.held_out)]
+        rows += [_loss("Held-out loss", report.held_out, hint="lower is better")]
+        rows += [_perplexity("Held-out perplexity", report.held_out)]
     if report.tuned_tally and report.tuned_tally.asked:
-        figures += _answers(report.base_tally, report.tuned_tally)
+        rows += _answers(report.base_tally, report.tuned_tally)
     if report.everyday:
-        figures += [_loss("Everyday text, loss", report.everyday, hint="should stay about the same")]
-        figures += [_perplexity("Everyday text, perplexity", report.everyday)]
-    return figures
+        rows += [_everyday("Everyday text, loss", report)]
+        rows += [_perplexity("Everyday text, perplexity", report.everyday)]
+    return [*rows, *(_user_metric(name, metric) for name, metric in sorted(report.metrics.items()))]
 
 
 def source_metrics(report: Report) -> list[tuple[LossPair, MetricRow]]:
-    """List the held-out losses of every source."""
+    """Return the held-out losses of every source."""
     return [(pair, _loss(single_line(pair.name), pair)) for pair in report.by_source]
 
 
-def row_count_lines(ledger: RowCounts) -> list[RowCountLine]:
-    """List what the rows became, the dropped ones by reason, most first."""
-    dropped = sorted(ledger.dropped.items(), key=lambda item: (-item[1], item[0]))
+def row_count_lines(counts: RowCounts) -> list[RowCountLine]:
+    """Return how many rows were trained on, held out, and dropped by reason."""
+    dropped = sorted(counts.dropped.items(), key=lambda item: (-item[1], item[0]))
     return [
-        RowCountLine(name="documents to train on", rows=ledger.documents),
-        RowCountLine(name="held out", rows=ledger.held_out),
+        RowCountLine(name="used for training", rows=counts.documents),
+        RowCountLine(name="held out", rows=counts.held_out),
         *(RowCountLine(name=single_line(name).replace("_", " "), rows=rows, is_dropped=True) for name, rows in dropped),
     ]
 
 
-def is_balanced(ledger: RowCounts) -> bool:
-    """Say whether every row is accounted for."""
-    return ledger.rows == sum(line.rows for line in row_count_lines(ledger))
+def is_balanced(counts: RowCounts) -> bool:
+    """Return whether every row is accounted for."""
+    return counts.rows == sum(line.rows for line in row_count_lines(counts))
 
 
-def source_lines(ledger: RowCounts) -> list[dict[str, str]]:
-    """List the sources as texts; `unknown` where a source does not say."""
-    return [{name: _source_value(source, name) for name in _SOURCE_COLUMNS} for source in ledger.sources]
+def source_lines(counts: RowCounts) -> list[dict[str, str]]:
+    """Return the sources as texts; `unknown` for missing values."""
+    return [{name: _source_value(source, name) for name in _SOURCE_COLUMNS} for source in counts.sources]
 
 
 _SOURCE_COLUMNS = ("name", "formats", "rows", "documents", "held_out", "dropped", "sha256")
@@ -184,14 +184,14 @@ def _source_value(source: dict[str, Any], name: str) -> str:
 
 
 def _loss(name: str, pair: LossPair, hint: str = "") -> MetricRow:
-    return MetricRow(name=name, hint=hint, base=loss(pair.base), tuned=loss(pair.tuned), change=_moved(pair))
+    return MetricRow(name=name, hint=hint, base=loss(pair.base), tuned=loss(pair.tuned), change=_loss_change(pair))
 
 
 def _perplexity(name: str, pair: LossPair) -> MetricRow:
     return MetricRow(name=name, hint="lower is better", base=perplexity(pair.base), tuned=perplexity(pair.tuned))
 
 
-def _moved(pair: LossPair) -> str:
+def _loss_change(pair: LossPair) -> str:
     if pair.base is None or nonfinite_text(pair.base) or nonfinite_text(pair.tuned) or pair.base <= 0:
         return ""
     share = pair.tuned / pair.base - 1
@@ -202,34 +202,62 @@ def _moved(pair: LossPair) -> str:
     return f"{percent(abs(share))} {'lower' if share < 0 else 'higher'}"
 
 
+def _user_metric(name: str, metric: MetricResult) -> MetricRow:
+    failed = f", failed on {count(metric.failed, 'answer')}" if metric.failed else ""
+    return MetricRow(
+        name=single_line(name),
+        hint=f"your metric, mean of {count(metric.questions, 'question')}{failed}",
+        base=_number(metric.base),
+        tuned=_number(metric.tuned),
+        change=_difference(metric.base, metric.tuned),
+    )
+
+
+def _number(value: float | None) -> str:
+    return "not measured" if value is None else nonfinite_text(value) or f"{value:,.4g}"
+
+
+def _difference(base: float | None, tuned: float | None) -> str:
+    if base is None or tuned is None or nonfinite_text(base) or nonfinite_text(tuned) or tuned == base:
+        return ""
+    return f"{abs(tuned - base):,.3g} {'higher' if tuned > base else 'lower'}"
+
+
+def _everyday(name: str, report: Report) -> MetricRow:
+    assert report.everyday is not None
+    row = _loss(name, report.everyday)
+    limit = report.thresholds.get("max_forgetting")
+    allowed = f" (limit: {percent(limit.value, 0)} worse)" if limit and isinstance(limit.value, float) else ""
+    change = row.change.replace("lower", "better").replace("higher", "worse")
+    return MetricRow(**{**vars(row), "change": change, "hint": f"text it knew before{allowed}"})
+
+
 def _right(base: AnswerCounts | None, tuned: AnswerCounts) -> MetricRow:
-    figure = _counted("Right answers", base, tuned, "right")
+    row = _counted("Right answers", base, tuned, "right")
     shares = (base.right / base.judged if base and base.judged else None, tuned.right / max(1, tuned.judged))
-    return MetricRow(**{**vars(figure), "hint": "of the questions with a short reference", "shares": shares})
+    return MetricRow(**{**vars(row), "hint": "questions with a short reference", "shares": shares})
 
 
 def _answers(base: AnswerCounts | None, tuned: AnswerCounts) -> list[MetricRow]:
-    figures = [
+    rows = [
         _right(base, tuned),
-        _counted("Word for word the reference", base, tuned, "exact"),
-        _counted("Contain the reference", base, tuned, "contains"),
+        _counted("Exact match with the reference", base, tuned, "exact"),
+        _counted("Answer contains the reference", base, tuned, "contains"),
         MetricRow(
             name="Token F1, mean",
-            hint="0 to 1, words in common with the reference",
+            hint="0 to 1, word overlap with the reference",
             base=_f1(base),
             tuned=_f1(tuned),
-            change=_f1_moved(base, tuned),
+            change=_f1_change(base, tuned),
         ),
     ]
     for name in declared_order({*tuned.faults, *(base.faults if base else ())}, FAULT_WORDS):
         was, now = (base.faults.get(name, 0) if base else 0), tuned.faults.get(name, 0)
         if was or now:
-            words = single_line(FAULT_WORDS.get(name, name.replace("_", " ")))
-            shown = _of(was, base.asked) if base else "not measured"
-            figures.append(
-                MetricRow(name=f"Fault: {words}", hint="none is best", base=shown, tuned=_of(now, tuned.asked))
-            )
-    return figures
+            label = f"Fault: {single_line(FAULT_WORDS.get(name, name.replace('_', ' ')))}"
+            before = _of(was, base.asked) if base else "not measured"
+            rows.append(MetricRow(name=label, hint="fewer is better", base=before, tuned=_of(now, tuned.asked)))
+    return rows
 
 
 def _counted(name: str, base: AnswerCounts | None, tuned: AnswerCounts, field: str) -> MetricRow:
@@ -246,57 +274,59 @@ def _of(part: int, whole: int) -> str:
     return f"{count(part)} of {count(whole)}"
 
 
-def _f1(tally: AnswerCounts | None) -> str:
-    return "not measured" if tally is None else nonfinite_text(tally.f1) or f"{tally.f1:.3f}"
+def _f1(counts: AnswerCounts | None) -> str:
+    return "not measured" if counts is None else nonfinite_text(counts.f1) or f"{counts.f1:.3f}"
 
 
-def _f1_moved(base: AnswerCounts | None, tuned: AnswerCounts) -> str:
+def _f1_change(base: AnswerCounts | None, tuned: AnswerCounts) -> str:
     if base is None or nonfinite_text(base.f1) or nonfinite_text(tuned.f1):
         return ""
     difference = tuned.f1 - base.f1
     return f"{abs(difference):.3f} {'higher' if difference > 0 else 'lower'}" if abs(difference) >= 0.0005 else ""
 
 
-# The answers of a report in the order a reader wants them: a few that tell most, the wrong, the right.
+# Answers: a selection first, then the wrong ones, then the right ones.
 
-_TELLING = 6
-_MOST = 500
-"""Exchanges on a page; all of them are in `report.json`."""
+_NUM_SELECTED = 6
+_MAX_ANSWERS = 500
+"""Answers on a page; `report.json` has all of them."""
 
 
 @dataclass(frozen=True)
 class SortedAnswers:
-    """Every exchange of a report in one of three lists."""
+    """The answers of a report in three lists."""
 
-    telling: list[AnsweredQuestion]
+    selected: list[AnsweredQuestion]
     wrong: list[AnsweredQuestion]
     right: list[AnsweredQuestion]
     left_out: int
 
 
-def sorted_answers(report: Report, *, telling: int = _TELLING, most: int = _MOST) -> SortedAnswers:
-    """Sort the exchanges: half of the telling ones wrong, half right, and more of one where the other lacks."""
+def sorted_answers(
+    report: Report, *, num_selected: int = _NUM_SELECTED, max_answers: int = _MAX_ANSWERS
+) -> SortedAnswers:
+    """Sort the answers; half of the selected ones are wrong and half right, if there are enough of both."""
     ranked = sorted(report.exchanges, key=_rank)
-    wrong = [exchange for exchange in ranked if _is_wrong(exchange)]
-    right = [exchange for exchange in ranked if not _is_wrong(exchange)]
-    num_wrong = max(min(len(wrong), telling // 2), min(len(wrong), telling - len(right)))
-    num_right = min(len(right), telling - num_wrong)
-    more_wrong = wrong[num_wrong:][:most]
-    more_right = right[num_right:][: most - len(more_wrong)]
+    wrong = [question for question in ranked if _is_wrong(question)]
+    right = [question for question in ranked if not _is_wrong(question)]
+    num_wrong = max(min(len(wrong), num_selected // 2), min(len(wrong), num_selected - len(right)))
+    num_right = min(len(right), num_selected - num_wrong)
+    more_wrong = wrong[num_wrong:][:max_answers]
+    more_right = right[num_right:][: max_answers - len(more_wrong)]
     return SortedAnswers(
-        telling=[*wrong[:num_wrong], *right[:num_right]],
+        selected=[*wrong[:num_wrong], *right[:num_right]],
         wrong=more_wrong,
         right=more_right,
         left_out=len(ranked) - num_wrong - num_right - len(more_wrong) - len(more_right),
     )
 
 
-def _is_wrong(exchange: AnsweredQuestion) -> bool:
-    return exchange.tuned.right is False or bool(exchange.tuned.faults)
+def _is_wrong(question: AnsweredQuestion) -> bool:
+    return question.tuned.right is False or bool(question.tuned.faults)
 
 
-def _rank(exchange: AnsweredQuestion) -> tuple[bool, bool, bool, int]:
-    """Put faults first, then what the base knew and the tuned model does not, then what it learned."""
-    was_right = exchange.base is not None and bool(exchange.base.right)
-    has_changed = was_right != bool(exchange.tuned.right)
-    return (not exchange.tuned.faults, exchange.tuned.right is not False, not has_changed, exchange.document)
+def _rank(question: AnsweredQuestion) -> tuple[bool, bool, bool, int]:
+    """Sort faulty answers first, then answers that became wrong, then answers that became right."""
+    was_right = question.base is not None and bool(question.base.right)
+    has_changed = was_right != bool(question.tuned.right)
+    return (not question.tuned.faults, question.tuned.right is not False, not has_changed, question.document)

@@ -1,0 +1,64 @@
+"""Metric functions of the user: `fn(question, answer, reference) -> number`, averaged over the held-out questions."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+from tunewell.core.errors import UserError
+from tunewell.data.rows.functions import load_row_function
+from tunewell.records.report import Answer, AnsweredQuestion, MetricResult
+
+Metric = Callable[[str, str, str], float | bool]
+"""Called with the question, one answer and the reference; returns a number, or True and False for 1 and 0."""
+
+
+def load_metrics(references: Sequence[str], *, base: Path) -> dict[str, Metric]:
+    """Load the functions of `verdict.metrics`, each `file.py:function`, under the name of the function.
+
+    Raises UserError if a function does not exist, or if two have the same name.
+    """
+    metrics: dict[str, Metric] = {}
+    for reference in references:
+        name = reference.rpartition(":")[2]
+        if name in metrics:
+            raise UserError(f"`verdict.metrics` names two functions `{name}`", fix="rename one of them")
+        metrics[name] = cast(Metric, load_row_function(reference, batch=None, base=base).function)
+    return metrics
+
+
+def compute_metrics(
+    metrics: Mapping[str, Metric], questions: Sequence[AnsweredQuestion]
+) -> tuple[dict[str, MetricResult], list[str]]:
+    """Return the mean of each metric for the base and the tuned model, and a note for each that failed.
+
+    A metric that raises, or returns anything but a finite number, is left out for that answer only.
+    """
+    results, notes = {}, []
+    for name, metric in metrics.items():
+        base, base_errors = _mean(metric, [(question, question.base) for question in questions])
+        tuned, tuned_errors = _mean(metric, [(question, question.tuned) for question in questions])
+        errors = [*tuned_errors, *base_errors]
+        results[name] = MetricResult(
+            base=base, tuned=tuned, questions=len(questions), failed=len(errors), error=errors[0] if errors else None
+        )
+        if errors:
+            more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+            notes.append(f"the metric `{name}` failed on {errors[0]}{more}; the mean leaves these answers out")
+    return results, notes
+
+
+def _mean(metric: Metric, answers: Sequence[tuple[AnsweredQuestion, Answer | None]]) -> tuple[float | None, list[str]]:
+    """Return the mean over the answers that could be scored, and `FILE row N: ERROR` for each that could not."""
+    values, errors = [], []
+    for question, answer in answers:
+        if answer is None:
+            continue
+        try:
+            value = metric(question.question, answer.text, question.reference)
+            if not isinstance(value, bool | int | float) or not math.isfinite(value):
+                raise TypeError(f"it returned {value!r}, not a finite number")
+            values.append(float(value))
+        except (Exception, SystemExit) as error:  # noqa: BLE001  the user's function must not cost the verdict
+            errors.append(f"{question.source} row {question.row}: {type(error).__name__}: {error}")
+    return (math.fsum(values) / len(values) if values else None), errors
