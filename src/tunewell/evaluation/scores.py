@@ -27,7 +27,9 @@ class ModelOutputs:
     logits: Any = None
 
 
-def loss_pair(name: str, base: DocumentLosses | None, tuned: DocumentLosses | None, selected: Any = None) -> LossPair | None:
+def loss_pair(
+    name: str, base: DocumentLosses | None, tuned: DocumentLosses | None, selected: Any = None
+) -> LossPair | None:
     """Return the mean losses of both models on all or the selected documents; None if nothing was measured."""
     if tuned is None or not len(tuned.documents):
         return None
