@@ -318,7 +318,7 @@ def test_the_proof_fails_on_a_tokenizer_with(name):
     """Its markers are found in text that was already changed as a whole; in parts it gives other ids."""
     ours = Ours(_broken(**BROKEN[name]), CHATML)
     row = messages_of(("user", "hi"), ("assistant", "hello"))
-    with pytest.raises(UserError, match="cannot be followed"):
+    with pytest.raises(UserError, match="gives other ids when text is split"):
         ours.encoder.check_segmentation([PlannedDocument(*ours.masker.plan(row))])
 
 
@@ -381,7 +381,7 @@ def test_plain_text_is_learned_whole_with_its_end():
     assert first[-1] == second[-1] == end
     assert tokenizer.added["<s>"].id not in first
     assert encoded.supervised.tolist() == [False] + [True] * (len(first) - 1) + [False, False]
-    assert encoded.failed[1].reason == "nothing_to_learn"  # only its end would be learned
+    assert encoded.failed[1].reason == "nothing_to_learn"  # only its end marker would be supervised
 
 
 def test_a_reply_that_a_boundary_token_swallows_is_dropped_with_that_reason():
@@ -441,5 +441,5 @@ def test_a_tokenizer_that_returns_fewer_texts_is_an_error(monkeypatch):
     monkeypatch.setattr(
         ours.encoder, "_backends", type("Backends", (), {"__getitem__": lambda *_: Short(), "form": None})()
     )
-    with pytest.raises(RuntimeError, match="gave back 0 of"):
+    with pytest.raises(RuntimeError, match="returned 0 of"):
         ours.encoder.encode([PlannedDocument(*ours.masker.plan(messages_of(("user", "q"), ("assistant", "a"))))])

@@ -280,7 +280,7 @@ def test_rich_values_become_plain_ones(index):
 def test_what_is_no_message_is_refused(messages):
     """Also by transformers, with a TypeError."""
     assert isinstance(theirs("x", messages, None), Exception)
-    with pytest.raises(TemplateFailed, match="not an object with a role"):
+    with pytest.raises(TemplateFailed, match="must be an object with a role"):
         ChatTemplate("x", special_tokens={}).render(messages)
 
 
@@ -305,7 +305,7 @@ def test_a_template_that_does_not_parse_names_the_line():
 
 def test_arguments_cannot_replace_the_conversation():
     """A key of that name in the config is a mistake."""
-    with pytest.raises(UserError, match="`messages` cannot be given"):
+    with pytest.raises(UserError, match="`messages` cannot be a template argument"):
         ChatTemplate("", special_tokens={}, arguments={"messages": []})
 
 

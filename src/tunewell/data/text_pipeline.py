@@ -1,4 +1,4 @@
-"""The tokenizer and the templates of a config, resolved together, since each must fit the other."""
+"""Load the tokenizer and the chat templates of a config, and check that they fit together."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,12 +24,12 @@ from tunewell.records.manifest import TemplateRecord
 
 @dataclass
 class TextPipeline:
-    """What turns the text of a config's sources into tokens."""
+    """The tokenizer, templates, maskers and encoders that turn the sources of a config into tokens."""
 
     model: str
     tokenizer: LoadedTokenizer
     templates: dict[str, ChatTemplate]
-    """By the name the config uses."""
+    """By the name in the config."""
     default_name: str
     rule: SupervisionRule
     _maskers: dict[tuple[str, SupervisionRule], Masker] = field(default_factory=dict)
@@ -37,13 +37,13 @@ class TextPipeline:
 
     @classmethod
     def load(cls, loaded: LoadedConfig) -> "TextPipeline":
-        """Load the model's tokenizer, or the one named beside it, and every template named; check that they fit."""
+        """Load the tokenizer and all templates of a config; raise UserError if the tokenizer lacks a marker."""
         config = loaded.config
         assert config.model is not None
-        model = _place(config.model, loaded)
+        model = loaded.seen(config.model)
         if is_preset(model):
             find_preset(model)
-        tokenizer = load_tokenizer(_place(config.tokenizer, loaded) if config.tokenizer else model)
+        tokenizer = load_tokenizer(loaded.seen(config.tokenizer) if config.tokenizer else model)
         names = dict.fromkeys([config.template.name, *(s.template for s in config.data.sources if s.template)])
         sources = {name: _source_of(name, tokenizer, loaded) for name in names}
         templates = {
@@ -53,14 +53,14 @@ class TextPipeline:
         }
         missing = _missing_markers(templates, tokenizer)
         if missing and not config.template.add_missing_tokens:
-            raise _refuse_missing(missing, tokenizer)
+            raise _missing_markers_error(missing, tokenizer)
         if missing:
             tokenizer = tokenizer.with_tokens(sorted({marker for markers in missing.values() for marker in markers}))
         rule = SupervisionRule(config.template.learn_from, tuple(config.template.learn_roles))
         return cls(model, tokenizer, templates, config.template.name, rule)
 
     def masker(self, source: SourceConfig) -> Masker | None:
-        """Give the masker for one source; None where the model has no template and none is named."""
+        """Return the masker of a source; None if neither the model nor the config has a template."""
         name = source.template or self.default_name
         template = self.templates.get(name)
         if template is None:
@@ -72,19 +72,19 @@ class TextPipeline:
         return self._maskers[name, rule]
 
     def chat_masker(self, sources: Sequence[SourceConfig]) -> Masker | None:
-        """Give the masker of the template that is spoken: all sources' own, or else the one for those without."""
+        """Return the masker for chatting: the template of all sources if they share one, else the default template."""
         is_one = len({source.template for source in sources}) == 1
         return self.masker(sources[0] if is_one else SourceConfig(path="chat"))
 
     def encoder(self, masker: Masker | None) -> Encoder:
-        """Give the encoder that keeps a template's own markers out of the words."""
+        """Return the encoder that keeps the markers of a template out of message text."""
         markers = frozenset(masker.turn_markers) if masker else frozenset()
         if markers not in self._encoders:
             self._encoders[markers] = Encoder(self.tokenizer, markers)
         return self._encoders[markers]
 
     def records(self) -> list[TemplateRecord]:
-        """Describe the templates for the manifest."""
+        """Return the template records of the manifest."""
         return [
             TemplateRecord(
                 name=masker.template.name,
@@ -98,14 +98,9 @@ class TextPipeline:
         ]
 
     def save(self, folder: Path) -> None:
-        """Save the tokenizer with the template that the documents were rendered by."""
+        """Save the tokenizer with the default template."""
         template = self.templates.get(self.default_name)
         self.tokenizer.save(folder, template.source if template else None)
-
-
-def _place(name: str, loaded: LoadedConfig) -> str:
-    """Find a model or a tokenizer from the config's folder; a name that is no path there stays as it is."""
-    return loaded.seen(name)
 
 
 def _source_of(name: str, tokenizer: LoadedTokenizer, loaded: LoadedConfig) -> str | None:
@@ -118,7 +113,7 @@ def _source_of(name: str, tokenizer: LoadedTokenizer, loaded: LoadedConfig) -> s
         return path.read_text(encoding="utf-8")
     raise UserError(
         f"there is no template `{name}`",
-        fix=f"use `auto` for the model's own, one of {', '.join(BUILTIN_NAMES)}, or a `.jinja` file",
+        fix=f"use `auto` for the model's template, one of {', '.join(BUILTIN_NAMES)}, or a `.jinja` file",
     )
 
 
@@ -135,7 +130,7 @@ def _template(name: str, source: str, tokenizer: LoadedTokenizer, settings: Temp
         raise UserError(
             f"the template `{name}` cannot be used: {failure}",
             where=f"tokenizer of `{tokenizer.source}`" if name == "auto" else name,
-            fix="choose another with `template.name`",
+            fix="choose another template with `template.name`",
         ) from failure
 
 
@@ -149,7 +144,7 @@ def _missing_markers(templates: Mapping[str, ChatTemplate | str], tokenizer: Loa
     return {name: markers for name, markers in missing.items() if markers}
 
 
-def _refuse_missing(missing: dict[str, list[str]], tokenizer: LoadedTokenizer) -> UserError:
+def _missing_markers_error(missing: dict[str, list[str]], tokenizer: LoadedTokenizer) -> UserError:
     name, markers = next(iter(missing.items()))
     fitting = [
         other
@@ -157,10 +152,10 @@ def _refuse_missing(missing: dict[str, list[str]], tokenizer: LoadedTokenizer) -
         if not _missing_markers({other: builtin_template(other)}, tokenizer)
         and tokenizer.special_tokens.get("eos_token")
     ]
-    others = f", or another template ({', '.join(fitting)} fit)" if fitting else ""
+    others = f", or use another template: {', '.join(fitting)}" if fitting else ""
     spelled = ", ".join(f"`{marker}`" for marker in markers)
     return UserError(
-        f"the template `{name}` marks turns with {spelled}, which this tokenizer does not have as single tokens",
+        f"the template `{name}` needs {spelled} as single tokens, which this tokenizer does not have",
         where=f"tokenizer of `{tokenizer.source}`",
-        fix=f"set `template.add_missing_tokens: true` to add them (training will learn them){others}",
+        fix=f"set `template.add_missing_tokens: true` to add them (they are then trained){others}",
     )

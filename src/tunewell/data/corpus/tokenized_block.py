@@ -202,7 +202,7 @@ def _render_row(value: Any, pipeline: RowPipeline, rendered: RenderedBlock) -> N
                 f"{pipeline.source} contains conversations, but the model has no chat template",
                 fix="choose one with `template.name`; `alpaca` works with any tokenizer that has an end token",
             )
-        plan, words = pipeline.masker.plan(conversation)
+        plan, texts = pipeline.masker.plan(conversation)
         if not plan.num_supervised_turns:
             raise Rejected(
                 "nothing_to_learn",
@@ -212,8 +212,8 @@ def _render_row(value: Any, pipeline: RowPipeline, rendered: RenderedBlock) -> N
             rendered.notes["replies_not_rendered"] += plan.num_unrendered_turns
         if conversation.tools or any(len(message) > 2 for message in conversation.messages):
             _check_tools(conversation, pipeline.masker, rendered)
-        layout = PlannedDocument(plan, words)
-    if (lost := pipeline.encoder.tokenizer.lost_bytes) and _contains_any(layout.words, bytes(lost)):
+        layout = PlannedDocument(plan, texts)
+    if (lost := pipeline.encoder.tokenizer.lost_bytes) and _contains_any(layout.texts, bytes(lost)):
         rendered.notes["characters_not_written"] += 1
     rendered.formats[format_name] += 1
     rendered.layouts.append(layout)

@@ -1,4 +1,4 @@
-"""The pieces a document is encoded from, and the vector arithmetic that turns them into ids and a mask."""
+"""Segments of a document (fixed token ids, text to encode), and the numpy code that computes its loss mask."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from tunewell.data.masking.placeholders import NO_TRIM, Trim
 from tunewell.data.tokenizers.load import AddedTokenInfo, LoadedTokenizer
 
 _ALL = 1 << 40
-# White space as the `tokenizers` library knows it; Python's own idea includes four control characters more.
+# White space as the `tokenizers` library defines it; Python's definition has four more control characters.
 _WHITE_SPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 
 Span = tuple[int, int]
 
 
 class Position(NamedTuple):
-    """Where in a document a stretch stands: tokenizers may treat its first and its last letters differently."""
+    """Whether a segment is the first or last of its document: tokenizers may treat the ends of a text differently."""
 
     is_first: bool
     is_last: bool
@@ -28,48 +28,48 @@ class Position(NamedTuple):
 
 @dataclass(slots=True)
 class FixedTokens:
-    """Ids that are the same in every row of a shape."""
+    """Token ids that are the same in all rows of one shape."""
 
     ids: list[int]
     is_supervised: bool
 
 
 class TextSegment:
-    """A stretch of text between two markers, with words in it."""
+    """Text between two markers, with slots for message texts."""
 
     def __init__(
         self,
         parts: Sequence[tuple[str, int, bool]],
         trims: Sequence[Trim],
         *,
-        place: Position,
+        position: Position,
         strip_left: bool = False,
         strip_right: bool = False,
     ) -> None:
-        """Take the parts as (template text, slot or -1, is supervised); a marker beside it may swallow white space."""
-        self.place = place
+        """Create a segment of (template text, slot or -1, is supervised); a marker beside it can strip white space."""
+        self.position = position
         self._parts = [
             (text, slot, None if slot < 0 or trims[slot] == NO_TRIM else trims[slot], is_supervised)
             for text, slot, is_supervised in parts
         ]
         self._strip_left, self._strip_right = strip_left, strip_right
 
-    def fill(self, words: Sequence[str]) -> tuple[str, list[Span]]:
-        """Put the words in; also give the supervised stretches in characters."""
-        texts: list[str] = []
+    def fill(self, texts: Sequence[str]) -> tuple[str, list[Span]]:
+        """Return the text with these message texts, and its supervised spans in characters."""
+        parts: list[str] = []
         spans: list[Span] = []
-        at = 0
+        start = 0
         for literal, slot, trim, is_supervised in self._parts:
-            part = literal if slot < 0 else trim(words[slot]) if trim else words[slot]
-            texts.append(part)
-            end = at + len(part)
+            part = literal if slot < 0 else trim(texts[slot]) if trim else texts[slot]
+            parts.append(part)
+            end = start + len(part)
             if is_supervised and part:
-                if spans and spans[-1][1] == at:
+                if spans and spans[-1][1] == start:
                     spans[-1] = (spans[-1][0], end)
                 else:
-                    spans.append((at, end))
-            at = end
-        text = "".join(texts)
+                    spans.append((start, end))
+            start = end
+        text = "".join(parts)
         return self._stripped(text, spans) if self._strip_left or self._strip_right else (text, spans)
 
     def _stripped(self, text: str, spans: list[Span]) -> tuple[str, list[Span]]:
@@ -85,21 +85,21 @@ class TextSegment:
 
 @dataclass(slots=True)
 class TextToEncode:
-    """A text to encode, with its supervised stretches in characters."""
+    """A text to encode, with its supervised spans in characters."""
 
     index: int
-    """Its place among the items of the batch."""
+    """The index of its segment in the batch."""
     text: str
     spans: list[Span]
 
 
 class EncodingPlan:
-    """What the documents of one shape have in common, item by item, with holes where the words go."""
+    """The segments that documents of one shape share: fixed ids, and text segments to fill."""
 
     def __init__(self, items: Sequence[FixedTokens | TextSegment], num_supervised_markers: int) -> None:
         self.ids = [item.ids if isinstance(item, FixedTokens) else [] for item in items]
         self.edges = [_supervised_bytes(item) for item in items]
-        self.holes = [(index, item) for index, item in enumerate(items) if isinstance(item, TextSegment)]
+        self.text_segments = [(index, item) for index, item in enumerate(items) if isinstance(item, TextSegment)]
         self.num_supervised_markers = num_supervised_markers
 
 
@@ -108,32 +108,32 @@ def _supervised_bytes(item: FixedTokens | TextSegment) -> tuple[int, int, int]:
 
 
 class SegmentBatch:
-    """Documents as items in a row: fixed ids and texts; `ends` says where each document's items stop."""
+    """The segments of several documents; `ends` holds the index after the last segment of each document."""
 
     def __init__(self) -> None:
         self.ids: list[list[int]] = []
         self.edges: list[tuple[int, int, int]] = []
-        """Of each item the supervised bytes, from and to, and its size in bytes; -1 for fixed ids."""
+        """For each segment: start and end of its supervised bytes, and its size in bytes (-1 for fixed ids)."""
         self.texts: dict[Position, list[TextToEncode]] = {}
         self.ends: list[int] = []
         self.num_supervised_markers: list[int] = []
 
-    def add(self, compiled: EncodingPlan, words: Sequence[str]) -> None:
-        """Add a document."""
+    def add(self, plan: EncodingPlan, texts: Sequence[str]) -> None:
+        """Add a document with these message texts."""
         begin = len(self.ids)
-        self.ids += compiled.ids
-        self.edges += compiled.edges
-        for offset, hole in compiled.holes:
-            text, spans = hole.fill(words)
+        self.ids += plan.ids
+        self.edges += plan.edges
+        for offset, segment in plan.text_segments:
+            text, spans = segment.fill(texts)
             if text:
                 self.edges[begin + offset] = _byte_span(text, spans)
-                self.texts.setdefault(hole.place, []).append(TextToEncode(begin + offset, text, spans))
+                self.texts.setdefault(segment.position, []).append(TextToEncode(begin + offset, text, spans))
         self.ends.append(len(self.ids))
-        self.num_supervised_markers.append(compiled.num_supervised_markers)
+        self.num_supervised_markers.append(plan.num_supervised_markers)
 
 
 def _byte_span(text: str, spans: list[Span]) -> tuple[int, int, int]:
-    """Give the first supervised stretch in UTF-8 bytes, and the text's size."""
+    """Return the first supervised span in UTF-8 bytes, and the size of the text."""
     a, b = spans[0] if spans else (0, 0)
     if text.isascii():
         return a, b, len(text)
@@ -145,7 +145,7 @@ def _byte_span(text: str, spans: list[Span]) -> tuple[int, int, int]:
 
 
 class SegmentTable:
-    """The items of a batch, flattened: every vector operation over tokens happens here."""
+    """The tokens of a batch as flat arrays, for vector operations over all tokens."""
 
     def __init__(self, batch: SegmentBatch) -> None:
         self.lengths = np.fromiter(map(len, batch.ids), dtype=np.int64, count=len(batch.ids))
@@ -160,9 +160,9 @@ class SegmentTable:
     def mask(
         self, byte_lengths: npt.NDArray[np.int64] | None
     ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], list[int]]:
-        """Mark tokens that lie wholly inside their item's supervised bytes, and those that lie across an edge of them.
+        """Return the tokens inside the supervised bytes of their segment, and the tokens that cross an edge of them.
 
-        Also list the texts whose bytes do not add up, so that this says nothing about them.
+        Also return the texts whose token sizes do not add up, for which both masks are invalid.
         """
         sizes = np.ones(len(self.tokens), dtype=np.int64) if byte_lengths is None else byte_lengths[self.tokens]
         ends = np.zeros(len(self.tokens) + 1, dtype=np.int64)
@@ -177,53 +177,53 @@ class SegmentTable:
         return supervised, boundary, np.flatnonzero(unsure).tolist()
 
     def control_leaks(self, is_control: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-        """List the tokens that came from text and are control ids all the same."""
+        """Return the positions of control ids that come from text instead of from a marker."""
         found = np.flatnonzero(is_control[self.tokens])
         item = np.searchsorted(self.bounds, found, side="right") - 1
         return found[self._size[item] >= 0]
 
 
-# Make of a plan the ids that never change and the stretches that must be encoded for each row.
+# Split a plan into fixed ids and text segments that are encoded for each row.
 
 
 def compile_plan(
     plan: Plan, added: Mapping[str, AddedTokenInfo], encode_once: Callable[[TextSegment], list[FixedTokens] | None]
 ) -> EncodingPlan:
-    """Cut a plan at its markers; `encode_once` gives the ids of a stretch without words, None to leave it open."""
+    """Split a plan at its markers; `encode_once` returns fixed ids for a segment without message text, or None."""
     items: list[FixedTokens | TextSegment] = []
     run: list[Piece] = []
-    strips = False
+    strips_left = False
     for piece in [*plan.pieces, None]:
         if piece is not None and not piece.is_marker:
             run.append(piece)
             continue
         marker = added[piece.text] if piece is not None else None
         if run:
-            stretch = TextSegment(
+            segment = TextSegment(
                 [(part.text, part.slot, part.is_supervised) for part in run],
                 plan.trims,
-                place=Position(not items, marker is None),
-                strip_left=strips,
+                position=Position(not items, marker is None),
+                strip_left=strips_left,
                 strip_right=marker is not None and marker.lstrip,
             )
-            has_words = any(part.slot >= 0 for part in run)
-            ids = None if has_words else encode_once(stretch)
-            items += [stretch] if ids is None else ids
+            has_messages = any(part.slot >= 0 for part in run)
+            ids = None if has_messages else encode_once(segment)
+            items += [segment] if ids is None else ids
             run = []
         if piece is not None and marker is not None:
             items.append(FixedTokens([marker.id], piece.is_supervised))
-            strips = marker.rstrip
+            strips_left = marker.rstrip
     return EncodingPlan(_merge_fixed(items), sum(piece.is_marker and piece.is_supervised for piece in plan.pieces))
 
 
 def compile_plain_text(tokenizer: LoadedTokenizer) -> EncodingPlan:
-    """Frame a text that needs no template by the tokens that begin and end one."""
+    """Return the encoding plan of plain text: the bos token, the text and the eos token."""
     special, added = tokenizer.special_tokens, tokenizer.added
     bos, eos = special.get("bos_token"), special.get("eos_token")
     begin = [added[bos].id] if tokenizer.adds_bos and bos in added else []
     end = [added[eos].id] if eos in added else []
-    hole = TextSegment([("", 0, True)], [NO_TRIM], place=Position(not begin, not end))
-    return EncodingPlan([FixedTokens(begin, True), hole, FixedTokens(end, True)], len(end))
+    segment = TextSegment([("", 0, True)], [NO_TRIM], position=Position(not begin, not end))
+    return EncodingPlan([FixedTokens(begin, True), segment, FixedTokens(end, True)], len(end))
 
 
 def _merge_fixed(items: Sequence[FixedTokens | TextSegment]) -> list[FixedTokens | TextSegment]:

@@ -1,8 +1,8 @@
-"""Encode ASCII text word by word from a table: conversations repeat their words, and looking one up is cheap.
+"""Encode ASCII text from a cache of words, which is faster than byte-level BPE on few cores.
 
-A tokenizer first cuts a text into words and then each word into tokens, whatever stands beside it. So the ids of a
-word need to be found once. Cutting is done here for the patterns of the GPT-2, Llama 3 and Qwen families, in ASCII
-alone, where `re` and the tokenizer's own expressions mean the same; any other text goes through the tokenizer.
+A tokenizer splits a text into words and then each word into tokens, independent of its neighbours. So each word must be
+encoded only once. This module splits text for the patterns of the GPT-2, Llama 3 and Qwen families, in ASCII only,
+where Python's `re` and the tokenizer's regular expressions agree. The tokenizer encodes all other text.
 """
 
 import re
@@ -16,29 +16,29 @@ import tokenizers
 _MAX_WORD_CHARS = 64
 _MAX_WORDS = 400_000
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# Where digits are cut out first, a run of spaces before one ends its piece: it has nothing to leave a space to.
+# If digits are split off first, a run of spaces before a digit ends its piece, so no space is left for the digit.
 _GPT2_WITHOUT_DIGITS = r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"  # fmt: skip
 _DIGITS: tuple[dict[str, Any], ...] = (
     {"type": "Digits", "individual_digits": True},
     {"type": "Split", "pattern": {"Regex": r"\p{N}"}, "behavior": "Isolated", "invert": False},
 )
-# Escapes, classes that begin with "not", groups that capture (`findall` would give the group), and single letters.
+# Escapes, negated classes, capturing groups (`findall` would return the group), and single characters.
 _PARTS = re.compile(r"\\[pP]\{\^?\w+\}|\\.|\[\^?|&&|\(\?|.", re.DOTALL)
 _SAME_IN_PYTHON = {r"\s", r"\S", r"\r", r"\n", r"\t", r"\/", r"\-", r"\.", r"\'"}
 _ASCII_CLASSES = {r"\p{L}": "A-Za-z", r"\p{N}": "0-9"}
 
 
 class WordTable:
-    """The ids of every word met so far."""
+    """The token ids of all words seen so far."""
 
-    def __init__(self, cut: re.Pattern[str], backend: tokenizers.Tokenizer) -> None:
-        """Take the pattern that cuts ASCII text into words, and a tokenizer that takes its text for one word."""
-        self._cut = cut
+    def __init__(self, pattern: re.Pattern[str], backend: tokenizers.Tokenizer) -> None:
+        """Create a table from the pattern that splits ASCII text and a tokenizer that does not split text."""
+        self._pattern = pattern
         self._ids = _Ids(backend)
 
     def encode(self, texts: Sequence[str]) -> list[list[int] | None]:
-        """Give the ids of ASCII texts; None where the pattern does not cover a text."""
-        findall, ids_of = self._cut.findall, self._ids.__getitem__
+        """Return the ids of ASCII texts; None for a text that the pattern does not cover."""
+        findall, ids_of = self._pattern.findall, self._ids.__getitem__
         ids: list[list[int] | None] = []
         for text in texts:
             words = findall(text)
@@ -62,18 +62,18 @@ class _Ids(dict[str, list[int]]):
 
 
 def build_word_table(config: dict[str, Any]) -> WordTable | None:
-    """Make a table for a tokenizer, from its configuration; None where it cuts text in a way not known here."""
+    """Return the word table of a tokenizer configuration; None if its way to split text is not supported."""
     if config["added_tokens"] or config["model"]["type"] != "BPE" or config["model"].get("dropout"):
         return None
-    cut = _pattern(config["pre_tokenizer"])
-    if cut is None:
+    pattern = _split_pattern(config["pre_tokenizer"])
+    if pattern is None:
         return None
     whole = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     backend = tokenizers.Tokenizer.from_str(orjson.dumps(config | {"pre_tokenizer": whole}).decode())
-    return WordTable(cut, backend)
+    return WordTable(pattern, backend)
 
 
-def _pattern(step: dict[str, Any] | None) -> re.Pattern[str] | None:
+def _split_pattern(step: dict[str, Any] | None) -> re.Pattern[str] | None:
     steps = [] if step is None else step["pretokenizers"] if step["type"] == "Sequence" else [step]
     if not steps or steps[-1]["type"] != "ByteLevel" or steps[-1]["add_prefix_space"]:
         return None
@@ -90,7 +90,7 @@ def _pattern(step: dict[str, Any] | None) -> re.Pattern[str] | None:
 
 
 def _to_ascii_pattern(pattern: str) -> re.Pattern[str] | None:
-    """Translate an expression of the tokenizer's into one of Python's for ASCII text; None for what may differ."""
+    """Translate a regular expression of the tokenizer to Python for ASCII text; None if they could differ."""
     parts: list[str] = []
     in_class = False
     for part in _PARTS.findall(pattern):

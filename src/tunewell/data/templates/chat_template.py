@@ -1,4 +1,4 @@
-"""Chat templates: a conversation in, the text a model reads out, exactly as transformers 5.22 renders it."""
+"""Render chat templates exactly as transformers 5.22 does; load built-in templates and list their markers."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from tunewell.core.errors import UserError
 from tunewell.data.rows.conversation import Message
 from tunewell.data.templates.sandbox import TemplateFailed, TemplateLimit, TemplateSandbox
 
-# What a template gets to see: plain data only, and a message's reasoning under the names that templates read.
+# Template input: plain data only, with the reasoning of a message under each name that templates read.
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 class _NotPlain(Exception):
-    """Something other than text, numbers, lists and dicts."""
+    """A value is not text, a number, a list or a dict."""
 
 
 def to_template_data(messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[Any, Any, int]:
-    """Give messages and tools as plain data, reasoning under every name templates use, and their size in characters."""
+    """Return messages and tools as plain data with all reasoning fields, and their size in characters."""
     try:
         size = _plain_size(messages) + (_plain_size(tools) if tools is not None else 0)
     except _NotPlain:
@@ -41,10 +41,10 @@ def to_template_data(messages: Sequence[Message], tools: Sequence[Any] | None) -
         size = _plain_size(messages) + _plain_size(tools)
     for message in messages:
         if type(message) is not dict:
-            raise TemplateFailed(f"a message is not an object with a role and content: {shorten(repr(message))}")
+            raise TemplateFailed(f"a message must be an object with a role and content: {shorten(repr(message))}")
     for tool in tools or ():
         if type(tool) is not dict:
-            raise TemplateFailed("a tool is not a JSON schema (an object)")
+            raise TemplateFailed("a tool must be a JSON schema (an object)")
     for message in messages:
         if "reasoning_content" in message or "thinking" in message or "reasoning" in message:
             return [_with_reasoning(each) for each in messages], tools, size
@@ -59,7 +59,7 @@ def _with_reasoning(message: Message) -> Message:
 
 
 def _plain_size(value: Any) -> int:
-    """Count the characters of plain data, or raise `_NotPlain`: the usual case, which needs no copy."""
+    """Return the characters of plain data, which needs no copy; raise `_NotPlain` for other values."""
     kind = type(value)
     if kind is str:
         return len(value)
@@ -77,9 +77,9 @@ def _plain_size(value: Any) -> int:
 
 
 def plain_data(value: Any) -> Any:
-    """Rebuild a value from text, numbers, lists and dicts only; what has no such form becomes `<its type>`.
+    """Return a copy made of text, numbers, lists and dicts only; any other object becomes `<its type>`.
 
-    Methods of richer objects (arrays, images, enums) are nothing a template may reach.
+    A template must not reach the methods of arrays, images or enums.
     """
     if value is None or type(value) in (str, int, float, bool):
         return value
@@ -106,25 +106,25 @@ def plain_data(value: Any) -> Any:
 
 
 def shorten(text: str) -> str:
-    """Cut a text that goes into an error message."""
+    """Shorten a text for an error message."""
     return text if len(text) <= 500 else text[:500] + "..."
 
 
 BUILTIN_NAMES = ("chatml", "zephyr", "llama3", "gemma", "alpaca", "instruct", "human-assistant")
 SIZE_LIMIT_CHARS = 4_000_000
 MAX_SOURCE_CHARS = 256_000
-"""The longest templates in use have about 30,000."""
+"""The longest published templates have about 30,000 characters."""
 
 _RESERVED = ("messages", "tools", "add_generation_prompt")
 _TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError)
-"""What an expression in a template can raise besides the template language's own errors."""
+"""Errors that a template expression can raise besides those of Jinja."""
 
 
 class ChatTemplate:
-    """One template, compiled, with everything besides the conversation that its text depends on.
+    """A compiled template with its special tokens, arguments and date.
 
-    The clock of `strftime_now` stands still at midnight of `date`. A rendering gets `time_limit_seconds` of processor
-    time and may make texts of `size_limit_chars` plus four times its input. Safe to use from several threads at once.
+    `strftime_now` always returns midnight of `date`. A rendering gets `time_limit_seconds` of processor time, and no
+    text may exceed `size_limit_chars` plus four times the input. A template can be used by several threads at once.
     """
 
     def __init__(
@@ -144,7 +144,10 @@ class ChatTemplate:
         self._now = _midnight(date)
         self._limits = (time_limit_seconds, size_limit_chars)
         if reserved := [key for key in arguments if key in _RESERVED]:
-            raise UserError(f"`{reserved[0]}` cannot be given to a template as an argument", fix="choose another name")
+            raise UserError(
+                f"`{reserved[0]}` cannot be a template argument: the conversation uses this name",
+                fix="choose another name",
+            )
         self._special_tokens = {key: value for key, value in special_tokens.items() if value is not None}
         self._arguments = plain_data(dict(arguments))
         self._threads = threading.local()
@@ -155,21 +158,21 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise TemplateFailed(f"line {error.lineno}: {error.message}") from error
         except (RecursionError, MemoryError) as error:
-            raise TemplateLimit("the template's expressions are nested too deeply") from error
+            raise TemplateLimit("the expressions of the template are nested too deeply") from error
         except (TemplateError, *_TEMPLATE_ERRORS, SyntaxError) as error:
-            raise TemplateFailed(f"it does not compile: {error}") from error
+            raise TemplateFailed(f"the template does not compile: {error}") from error
         self.variables = frozenset(meta.find_undeclared_variables(parsed))
-        """Names the template reads from outside: `messages`, `bos_token` and so on."""
+        """Undeclared variables of the template: `messages`, `bos_token` and so on."""
         self.uses_clock = any(name.name == "strftime_now" for name in parsed.find_all(nodes.Name))
 
     @cached_property
     def special_variables(self) -> tuple[str, ...]:
-        """Names of special tokens the template reads, whether the tokenizer has them or not."""
+        """The special-token variables that the template reads, whether or not the tokenizer defines them."""
         return tuple(sorted(name for name in self.variables if name.endswith("_token") or name in self._special_tokens))
 
     @cached_property
     def sha256(self) -> str:
-        """Hash everything the text depends on besides the conversation."""
+        """The hash of everything except the conversation that the rendered text depends on."""
         seen = {
             "source": self.source,
             "date": self.date if self.uses_clock else None,
@@ -181,17 +184,19 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
     ) -> str:
-        """Give the text of a conversation; raise `TemplateFailed` where the template refuses it."""
+        """Return the text of a conversation; raise `TemplateFailed` if the template refuses it."""
         try:
-            program = self._threads.program
+            thread_template = self._threads.template
         except AttributeError:
-            program = self._threads.program = _Program(self._code, self._now, self._special_tokens | self._arguments)
+            thread_template = self._threads.template = _ThreadTemplate(
+                self._code, self._now, self._special_tokens | self._arguments
+            )
         try:
             messages, tools, size = to_template_data(messages, tools)
             variables = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
             seconds, chars = self._limits
-            program.budget.start(max_chars=chars + 4 * size, max_seconds=seconds)
-            return program.run(variables)
+            thread_template.budget.start(max_chars=chars + 4 * size, max_seconds=seconds)
+            return thread_template.render(variables)
         except (RecursionError, MemoryError) as error:
             raise TemplateLimit("the template or the conversation is nested too deeply") from error
         except TemplateError as error:
@@ -200,8 +205,8 @@ class ChatTemplate:
             raise TemplateFailed(shorten(f"{type(error).__name__}: {error}")) from error
 
 
-class _Program:
-    """A compiled template with an environment and a meter of its own, for one thread."""
+class _ThreadTemplate:
+    """A compiled template with the sandbox of one thread."""
 
     def __init__(self, code: Any, now: datetime, constants: Mapping[str, Any]) -> None:
         self._sandbox = TemplateSandbox(now)
@@ -209,7 +214,7 @@ class _Program:
         self._constants = {**self._sandbox.globals, "documents": None, **constants}
         self.budget = self._sandbox.budget
 
-    def run(self, variables: dict[str, Any]) -> str:
+    def render(self, variables: dict[str, Any]) -> str:
         known = self._constants | variables
         context = Context(self._sandbox, known, None, self._template.blocks)
         return self._sandbox.concat(self._template.root_render_func(context))
@@ -225,10 +230,10 @@ def _midnight(date: str) -> datetime:
     try:
         return datetime.strptime(date, "%Y-%m-%d")
     except ValueError as error:
-        raise UserError(f"`{date}` is not a date", fix="write it as 2025-01-31") from error
+        raise UserError(f"`{date}` is not a date", fix="write a date as 2025-01-31") from error
 
 
-# Built-in templates, and the tokens a template cannot do without.
+# Built-in templates, and the markers that a template needs as single tokens.
 
 _DECLARED = re.compile(r"\A\s*\{#-?\s*markers:(.*?)-?#\}", re.DOTALL)
 _MARKER = re.compile(r"<\|[^<>|\s]{1,60}\|>|<｜[^<>｜\s]{1,60}｜>|<(?:start|end)_of_[a-z]+>|</?s>|<[be]os>")
@@ -236,7 +241,7 @@ _ROLE_HEADER = re.compile(r"<\|(?:system|user|assistant|tool|model|human|bot)\|>
 
 
 def builtin_template(name: str) -> str:
-    """Give the source of a built-in template."""
+    """Return the source of a built-in template."""
     if name not in BUILTIN_NAMES:
         raise UserError(f"there is no built-in template `{name}`", fix=f"choose one of {', '.join(BUILTIN_NAMES)}")
     return (Path(__file__).parent / "builtin_templates" / f"{name}.jinja").read_text(encoding="utf-8")
@@ -245,12 +250,12 @@ def builtin_template(name: str) -> str:
 def required_markers(
     template: ChatTemplate | str, special_tokens: Mapping[str, str] = MappingProxyType({})
 ) -> list[str]:
-    """List the texts that must be single tokens for a template to make sense, in the order they appear.
+    """Return the markers that must be single tokens for a template to work, in the order of their appearance.
 
-    A comment that opens the template, `{#- markers: <|im_start|> <|im_end|> -#}`, says it outright. Otherwise a short
-    conversation is rendered and searched for `<|...|>`, `<start_of_...>`, `<s>` and the like. Headers that only name a
-    role (`<|user|>`) are left out: Zephyr and TinyLlama spell them as text. The special tokens that the template
-    takes from the tokenizer (`bos_token`, `eos_token`) are added; `ChatTemplate.special_variables` names them.
+    A comment at the start of the template, `{#- markers: <|im_start|> <|im_end|> -#}`, can declare them. Otherwise a
+    short conversation is rendered and searched for `<|...|>`, `<start_of_...>`, `<s>` and similar. Headers that only
+    name a role (`<|user|>`) do not count: Zephyr and TinyLlama encode them as text. The special tokens that the
+    template reads from the tokenizer (`bos_token`, `eos_token`) are added; see `ChatTemplate.special_variables`.
     """
     if isinstance(template, str):
         template = ChatTemplate(template, special_tokens=special_tokens)
@@ -263,7 +268,7 @@ def required_markers(
 
 
 def _probe(template: ChatTemplate) -> str:
-    """Render what the template accepts of a short conversation; its bare source if it accepts none."""
+    """Return the renderings of short conversations that the template accepts; its source if it accepts none."""
     turns = [{"role": role, "content": "x"} for role in ("system", "user", "assistant", "user", "assistant")]
     texts = []
     for messages in (turns, turns[1:], turns[1:2]):
