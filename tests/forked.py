@@ -57,6 +57,40 @@ class Command:
         return file.read()
 
 
+class PipedCommand:
+    """`tunewell ARGUMENTS` in a child, with its stdout in a pipe that the test reads while the command runs."""
+
+    def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
+        reading, writing = os.pipe()
+
+        def act() -> None:
+            os.environ.update(env or {})
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            _run(arguments, writing, 2)
+
+        self.pid = _fork(act)
+        os.close(writing)
+        self.stdout = os.fdopen(reading, encoding="utf-8")
+
+    def wait(self, timeout: float = 30) -> int:
+        """Return the exit code; raise TimeoutError if the command runs on."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.pid = 0
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.01)
+        raise TimeoutError("the command did not end")
+
+    def kill(self) -> None:
+        """End the command if it still runs."""
+        self.stdout.close()
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+
+
 def run_command(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
     """Run a command to its end."""
     return Command(*arguments, cwd=cwd, env=env).wait()

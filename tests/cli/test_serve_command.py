@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,12 +13,13 @@ import torch
 from openai import OpenAI
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from forked import PipedCommand
 from tunewell.cli.commands.serve import screen
 from tunewell.core.errors import UserError
 from tunewell.runs.resolve import resolve_model
-from tunewell.workflows.serve import Door, Ready, open_server
+from tunewell.workflows.serve import ListenOptions, ServerInfo, open_server
 
-READY = Ready(
+READY = ServerInfo(
     url="http://127.0.0.1:8000/v1",
     model="it's",
     subject="it's, step 40",
@@ -45,23 +45,21 @@ def folder(tiny_model: Path, tmp_path_factory) -> Path:
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str, **variables: str) -> Iterator[subprocess.Popen]:
-    command = [sys.executable, "-m", "tunewell", "serve", str(folder), "--port", "0", "--device", "cpu", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | variables)
+def serving(folder: Path, *arguments: str, **variables: str) -> Iterator[PipedCommand]:
+    command = PipedCommand("serve", str(folder), "--port", "0", "--device", "cpu", *arguments, env=variables)
     try:
-        yield process
+        yield command
     finally:
-        process.kill()
-        process.wait()
+        command.kill()
 
 
 @pytest.mark.parametrize(
     ("number", "code", "token"), [(signal.SIGINT, 130, None), (signal.SIGTERM, 143, "a-token-that-nobody-guesses")]
 )
-def test_it_says_where_it_is_answers_and_ends_when_asked(folder, number, code, token):
+def test_it_says_where_it_is_answers_and_ends_when_asked(folder, number, code, token, monkeypatch):
     """A signal in the middle of an answer, too: it is not waited for without end."""
+    monkeypatch.setattr("tunewell.integrations.openai_server.access._SHUTDOWN_SECONDS", 1)
     with serving(folder, "--json", "--name", "ours", **({"TUNEWELL_TOKEN": token} if token else {})) as process:
-        assert process.stdout is not None
         line = process.stdout.readline()
         ready = json.loads(line)
         assert (ready["model"], ready["pid"], ready["needs_token"]) == ("ours", process.pid, bool(token))
@@ -71,17 +69,17 @@ def test_it_says_where_it_is_answers_and_ends_when_asked(folder, number, code, t
             model="ours", messages=[{"role": "user", "content": "Hello"}], stream=True, max_tokens=100_000
         )
         next(iter(stream))
-        process.send_signal(number)
-        assert process.wait(timeout=30) == code
+        os.kill(process.pid, number)
+        assert process.wait() == code
 
 
 def test_a_port_for_strangers_is_refused_before_anything_is_loaded(folder, monkeypatch):
     monkeypatch.delenv("TUNEWELL_TOKEN", raising=False)
     monkeypatch.setattr("tunewell.workflows.serve.open_chat_model", lambda *_, **__: pytest.fail("it was loaded"))
     with pytest.raises(UserError, match="without a token"):
-        open_server(resolve_model(folder), door=Door(host="0.0.0.0"))
-    with pytest.raises(UserError, match="no origin"):
-        open_server(resolve_model(folder), door=Door(origins=["*"]))
+        open_server(resolve_model(folder), options=ListenOptions(host="0.0.0.0"))
+    with pytest.raises(UserError, match="not a valid web origin"):
+        open_server(resolve_model(folder), options=ListenOptions(origins=["*"]))
 
 
 def test_a_port_is_given_back_when_the_model_cannot_be_served(folder, tmp_path):
@@ -93,14 +91,14 @@ def test_a_port_is_given_back_when_the_model_cannot_be_served(folder, tmp_path):
     del settings["chat_template"]
     (tmp_path / "plain" / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     with pytest.raises(UserError, match="no chat template"):
-        open_server(resolve_model(tmp_path / "plain"), door=Door(port=0), device="cpu")
+        open_server(resolve_model(tmp_path / "plain"), options=ListenOptions(port=0), device="cpu")
 
 
 def test_the_screen_says_what_is_served_and_how_to_try_it():
     shown = screen(READY)
     for words in ("the best by held-out loss", "http://127.0.0.1:8000/v1", "8,192 tokens", "the corpus is gone"):
         assert words in shown
-    assert "none; only this machine can ask" in shown
+    assert "none; only this machine can connect" in shown
 
 
 def test_the_lines_to_try_work_as_they_stand():

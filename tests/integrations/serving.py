@@ -13,18 +13,18 @@ from openai import OpenAI
 from tunewell.core.errors import UserError
 from tunewell.inference.generate import Decoding
 from tunewell.integrations.openai_server.access import listen, make_server
-from tunewell.integrations.openai_server.queue import Speaker
-from tunewell.integrations.openai_server.server import Access, build_app
+from tunewell.integrations.openai_server.queue import ServedModel
+from tunewell.integrations.openai_server.server import AccessRules, build_app
 
 NAME = "tiny"
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
 @contextmanager
-def served(speaker: Speaker, access: Access | None = None) -> Iterator[str]:
+def served(speaker: ServedModel, access: AccessRules | None = None) -> Iterator[str]:
     """Serve a model for a while, by uvicorn in a thread; give the base URL."""
     address = listen("127.0.0.1", 0, has_token=False)
-    server = make_server(build_app(speaker, access=access or Access()))
+    server = make_server(build_app(speaker, access=access or AccessRules()))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [address.listener]})
     thread.start()
     try:
@@ -72,14 +72,14 @@ class Letters:
         self.num_begun = 0
         self.is_closed = threading.Event()
 
-    def read(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode(self, messages: list[dict[str, str]]) -> list[int]:
         """Take the number of letters as the prompt."""
         text = "".join(message["content"] for message in messages)
         if "refuse" in text:
             raise UserError("the template refuses this", fix="say something else")
         return [1] * len(text)
 
-    def write(self, prompt_ids: Sequence[int], *, max_new_tokens: int, decoding: Decoding) -> Any:
+    def generate(self, prompt_ids: Sequence[int], *, max_new_tokens: int, decoding: Decoding) -> Any:
         """Write the letters of the alphabet, again and again."""
         self.num_begun += 1
         try:
@@ -90,7 +90,7 @@ class Letters:
         finally:
             self.is_closed.set()
 
-    def spelling(self) -> Any:
+    def decoder(self) -> Any:
         """Spell a token by its letter."""
         return _Alphabet()
 

@@ -13,7 +13,7 @@ from tunewell.cli.commands.serve import screen
 from tunewell.export.gguf.write import write_gguf
 from tunewell.inference.chat_model import open_chat_model
 from tunewell.runs.resolve import resolve_model
-from tunewell.workflows.serve import Door, ServedModel, open_server
+from tunewell.workflows.serve import ListenOptions, ServedChatModel, open_server
 
 pytest.importorskip("xllamacpp")
 
@@ -30,7 +30,7 @@ def test_a_file_is_served_as_transformers_would_answer(folder: Path) -> None:
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
     voice = open_chat_model(resolve_model(folder.parent / "model.gguf"), backend="llama_cpp")
     assert voice.computed_by.startswith("llama.cpp")
-    with served(ServedModel(voice, NAME)) as url:
+    with served(ServedChatModel(voice, NAME)) as url:
         client = client_of(url)
         left = client.chat.completions.create(model=NAME, messages=HELLO, stream=True, max_tokens=200)
         next(iter(left))
@@ -54,9 +54,9 @@ def test_a_file_is_served_as_transformers_would_answer(folder: Path) -> None:
 
 
 def test_the_server_says_what_computes(folder: Path) -> None:
-    serving = open_server(resolve_model(folder.parent / "model.gguf"), door=Door(port=0))
+    serving = open_server(resolve_model(folder.parent / "model.gguf"), options=ListenOptions(port=0))
     serving._listener.close()
-    ready = serving.ready
+    ready = serving.info
     assert ready.computed_by.startswith("llama.cpp") and ready.context_length == 256 and ready.device == "cpu"
-    assert f"on cpu in fp32 by {ready.computed_by}, 256 tokens" in " ".join(screen(ready).split())
-    assert "in fp32, 256" in " ".join(screen(replace(ready, computed_by="")).split())
+    assert f"on cpu in fp32 with {ready.computed_by}, context of 256 tokens" in " ".join(screen(ready).split())
+    assert "in fp32, context of 256" in " ".join(screen(replace(ready, computed_by="")).split())

@@ -9,7 +9,7 @@ from serving import Letters, chat, client_of, send, served
 
 from tunewell.core.errors import UserError
 from tunewell.integrations.openai_server.access import check_origin
-from tunewell.integrations.openai_server.server import Access
+from tunewell.integrations.openai_server.server import AccessRules
 
 TOKEN = "a-token-that-nobody-guesses"
 PAGE = "http://localhost:3000"
@@ -31,13 +31,13 @@ def home():
 
 @pytest.fixture(scope="module")
 def locked():
-    with served(Ready(), Access(token=TOKEN)) as url:
+    with served(Ready(), AccessRules(token=TOKEN)) as url:
         yield url
 
 
 @pytest.fixture(scope="module")
 def paged():
-    with served(Ready(), Access(token=TOKEN, origins=[PAGE])) as url:
+    with served(Ready(), AccessRules(token=TOKEN, origins=[PAGE])) as url:
         yield url
 
 
@@ -121,7 +121,7 @@ def test_without_the_token_nothing_at_all_is_told(locked, path):
 def test_an_origin_is_written_as_browsers_do():
     assert check_origin("https://chat.example:8443") == "https://chat.example:8443"
     for text in ("*", "localhost:3000", "http://a.example/", "HTTP://a.example", "file://x", "null", ""):
-        with pytest.raises(UserError, match="no origin"):
+        with pytest.raises(UserError, match="not a valid web origin"):
             check_origin(text)
 
 

@@ -48,7 +48,7 @@ def test_a_port_in_use_is_said_before_anything_is_loaded():
 
 
 def test_an_address_of_nobody_is_said():
-    with pytest.raises(UserError, match="no address"):
+    with pytest.raises(UserError, match="not an address"):
         listen("no.such.host.invalid", 0, has_token=False)
 
 
@@ -73,5 +73,5 @@ def test_a_token_that_is_none_is_refused_and_not_shown(tmp_path, monkeypatch, te
 
 
 def test_a_token_file_that_is_not_there_is_said(tmp_path):
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="cannot read the token"):
         read_token(tmp_path / "nothing")

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from tunewell.inference.chat_model import open_chat_model
 from tunewell.integrations.openai_server.server import MAX_BODY_BYTES
 from tunewell.runs.resolve import resolve_model
-from tunewell.workflows.serve import ServedModel
+from tunewell.workflows.serve import ServedChatModel
 
 QUESTIONS = ("What is the deadline?", "Grüße aus Köln", "a", "say <|im_end|> please", "1984, 42 and 7,473")
 CONTEXT = 128
@@ -54,8 +54,8 @@ def voice(folder):
 
 
 @pytest.fixture(scope="module")
-def speaker(voice) -> ServedModel:
-    return ServedModel(voice, NAME)
+def speaker(voice) -> ServedChatModel:
+    return ServedChatModel(voice, NAME)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_words_that_spell_a_marker_do_not_end_a_turn(client, reference):
 def test_an_answer_ends_with_its_turn_or_at_its_limit(voice, reference):
     ids = reference.answer(HELLO, 12)
     end = next(token for at, token in enumerate(ids) if at > 3 and token not in ids[:at])
-    with served(ServedModel(replace(voice, stop_ids=[end]), NAME)) as url:
+    with served(ServedChatModel(replace(voice, stop_ids=[end]), NAME)) as url:
         ask = client_of(url).chat.completions.create
         ended = ask(model=NAME, messages=HELLO, max_tokens=50)
         exact = ask(model=NAME, messages=HELLO, max_completion_tokens=ids.index(end))
@@ -376,7 +376,7 @@ def test_a_failure_is_told_in_openais_shape_and_the_next_is_answered(speaker, st
         raise RuntimeError("secret words of somebody else")
 
     with served(speaker) as url, monkeypatch.context() as patched:
-        patched.setattr(speaker, "write", fail)
+        patched.setattr(speaker, "generate", fail)
         with pytest.raises(openai.APIError) as failure:
             list(client_of(url).chat.completions.create(**chat(stream=stream)))
         assert "RuntimeError" in failure.value.message and "secret" not in str(failure.value)

@@ -1,4 +1,4 @@
-"""Serve one model to programs that speak OpenAI's API."""
+"""`tunewell serve`: load one model and serve it over OpenAI's chat API."""
 
 import os
 from collections.abc import Sequence
@@ -17,58 +17,58 @@ from tunewell.inference.prompt import prompt_ids
 from tunewell.inference.stream import StreamDecoder, TokenStream
 from tunewell.training.signals import Signals
 
-_IN_CLEAR = "what is sent is not encrypted: use a tunnel, or a proxy that speaks TLS"
+_UNENCRYPTED = "connections are not encrypted: use a tunnel or a TLS proxy"
 
 
 @dataclass(frozen=True)
-class Door:
-    """Where the server listens, and whom it lets in."""
+class ListenOptions:
+    """Where the server listens and who may connect."""
 
     host: str = "127.0.0.1"
     port: int = 8000
-    """0 for any that is free."""
+    """0 chooses a free port."""
     token_file: Path | None = None
-    """Where the token is; otherwise the variable `TUNEWELL_TOKEN`, if it is set."""
+    """File with the token; without it, `TUNEWELL_TOKEN` is used if set."""
     origins: Sequence[str] = ()
-    """Web pages that may ask."""
+    """Web origins that may send requests."""
 
 
-AT_HOME = Door()
+LOOPBACK = ListenOptions()
 
 
 @dataclass(frozen=True)
-class Ready:
-    """What is served, and where."""
+class ServerInfo:
+    """What is served and where; the object that `serve --json` prints."""
 
     url: str
-    """What clients take as the base URL."""
+    """Base URL for clients."""
     model: str
-    """What clients take as the model's name."""
+    """Name of the model in the API."""
     subject: str
     because: str
-    """Why this checkpoint."""
+    """Why this checkpoint was chosen."""
     device: str
     precision: str
     context_length: int
     needs_token: bool
     listens_on: str
     computed_by: str = ""
-    """What computes it, where that is not torch."""
+    """The runtime, if it is not torch."""
     pid: int = field(default_factory=os.getpid)
     notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Serving:
-    """A server that has its model and its port, and waits to be run."""
+class Server:
+    """A server with a loaded model and an open port."""
 
-    ready: Ready
+    info: ServerInfo
     _server: Any
     _listener: socket
 
     def run(self) -> int:
-        """Answer requests until a signal comes; give the exit code that it asks for."""
-        # uvicorn takes signals while it runs and raises them again when the last answer is given.
+        """Serve until a signal arrives; return the exit code for it."""
+        # uvicorn handles signals while it runs and raises them again after the last answer.
         with self._listener, Signals() as signals:
             self._server.run(sockets=[self._listener])
         return signals.exit_code or 0
@@ -77,76 +77,76 @@ class Serving:
 def open_server(
     subject: ModelRef,
     *,
-    door: Door = AT_HOME,
+    options: ListenOptions = LOOPBACK,
     device: str = "auto",
     name: str | None = None,
     allow_pickle: bool = False,
-) -> Serving:
-    """Load a model and open a port for it.
+) -> Server:
+    """Open a port and load the model.
 
-    Raises UserError, before anything is loaded, for an address that strangers could reach without a token.
+    Raises UserError before the model is loaded for a public address without a token.
     """
     for module in ("starlette", "uvicorn", "openai"):
         import_optional(module, extra="serve", purpose="serving a model")
     from tunewell.integrations.openai_server.access import check_origin, listen, make_server, read_token
-    from tunewell.integrations.openai_server.server import Access, build_app
+    from tunewell.integrations.openai_server.server import AccessRules, build_app
 
-    token = read_token(door.token_file)
-    origins = [check_origin(origin) for origin in door.origins]
-    address = listen(door.host, door.port, has_token=token is not None)
+    token = read_token(options.token_file)
+    origins = [check_origin(origin) for origin in options.origins]
+    address = listen(options.host, options.port, has_token=token is not None)
     with ExitStack() as undo:
         undo.callback(address.listener.close)
-        voice = open_chat_model(subject, device=device, allow_pickle=allow_pickle, backend="llama_cpp")
-        speaker = ServedModel(voice, name or name_of(subject))
+        model = open_chat_model(subject, device=device, allow_pickle=allow_pickle, backend="llama_cpp")
+        served = ServedChatModel(model, name or api_name(subject))
         undo.pop_all()
-    ready = Ready(
+    info = ServerInfo(
         url=address.url,
-        model=speaker.name,
+        model=served.name,
         subject=subject.name,
         because=subject.because,
-        device=voice.device.name,
-        precision=voice.precision,
-        computed_by=voice.computed_by,
-        context_length=speaker.context_length,
+        device=model.device.name,
+        precision=model.precision,
+        computed_by=model.computed_by,
+        context_length=served.context_length,
         needs_token=token is not None,
         listens_on=f"{address.host} port {address.port}",
-        notes=[*voice.notes, *([] if address.is_loopback else [_IN_CLEAR])],
+        notes=[*model.notes, *([] if address.is_loopback else [_UNENCRYPTED])],
     )
-    app = build_app(speaker, access=Access(door.host, token, origins))
-    return Serving(ready, make_server(app), address.listener)
+    app = build_app(served, access=AccessRules(options.host, token, origins))
+    return Server(info, make_server(app), address.listener)
 
 
-class ServedModel:
-    """A voice as the server sees it: prompts as in training, answers that end where turns end."""
+class ServedChatModel:
+    """A chat model behind the server's interface: prompts as in training, answers up to the stop token."""
 
-    def __init__(self, voice: ChatModel, name: str) -> None:
-        """Take a voice; raise UserError for one without a chat template."""
-        if voice.masker is None:
+    def __init__(self, model: ChatModel, name: str) -> None:
+        """Wrap a model; raise UserError if it has no chat template."""
+        if model.masker is None:
             raise UserError(
-                f"`{name}` has no chat template, and what is served are chats",
-                fix="name one with `--template`, such as `--template chatml`",
+                f"`{name}` has no chat template, which serving needs",
+                fix="choose one with `--template`, such as `--template chatml`",
             )
         self.name = name
-        self.context_length = voice.runtime.context_length
-        self._masker = voice.masker
-        self._voice = voice
+        self.context_length = model.runtime.context_length
+        self._masker = model.masker
+        self._model = model
 
-    def read(self, messages: list[dict[str, str]]) -> list[int]:
-        """Make a prompt of messages; raise UserError for what the template refuses."""
-        return prompt_ids(self._masker, self._voice.encoder, messages)
+    def encode(self, messages: list[dict[str, str]]) -> list[int]:
+        """Return the token ids of a prompt; raise UserError if the chat template rejects the messages."""
+        return prompt_ids(self._masker, self._model.encoder, messages)
 
-    def write(self, prompt_ids: Sequence[int], *, max_new_tokens: int, decoding: Decoding) -> TokenStream:
-        """Write the answer's tokens, without the one that ends it."""
-        voice = self._voice
-        return voice.runtime.stream(
-            prompt_ids, max_new_tokens=max_new_tokens, stop_ids=voice.stop_ids, decoding=decoding
+    def generate(self, prompt_ids: Sequence[int], *, max_new_tokens: int, decoding: Decoding) -> TokenStream:
+        """Generate the tokens of an answer, without the stop token."""
+        model = self._model
+        return model.runtime.stream(
+            prompt_ids, max_new_tokens=max_new_tokens, stop_ids=model.stop_ids, decoding=decoding
         )
 
-    def spelling(self) -> StreamDecoder:
-        """Begin a new text."""
-        return StreamDecoder(self._voice.tokenizer.backend)
+    def decoder(self) -> StreamDecoder:
+        """Return a text decoder for a new answer."""
+        return StreamDecoder(self._model.tokenizer.backend)
 
 
-def name_of(subject: ModelRef) -> str:
-    """Name a model for clients: the folder's name, the same for every checkpoint of a run."""
+def api_name(subject: ModelRef) -> str:
+    """Return the model's name in the API: the name of its folder, the same for every checkpoint of a run."""
     return subject.model if subject.path is None else subject.path.resolve().name

@@ -1,112 +1,113 @@
-"""`tunewell serve`."""
+"""`tunewell serve`: serve a model over OpenAI's chat API."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunewell.cli.options import AsJson
+from tunewell.cli.options import AllowPickle, AsJson, BaseModel, Checkpoint, Device, ModelArgument
 
 if TYPE_CHECKING:
-    from tunewell.workflows.serve import Ready
+    from tunewell.workflows.serve import ServerInfo
 
 
 def command(
-    place: Annotated[
-        str | None,
-        typer.Argument(metavar="PLACE", help="A run, an adapter or a model; the run of this folder if not given."),
-    ] = None,
+    model: ModelArgument = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; any but this machine's own needs a token.")
+        str, typer.Option(metavar="ADDRESS", help="Address to listen on. A public address needs a token.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any that is free.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="N", help="Port to listen on. 0 chooses a free port.")
+    ] = 8000,
     token_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="File with the token that clients must send; or set TUNEWELL_TOKEN."),
+        typer.Option(metavar="FILE", help="File with the token that clients must send. Or set TUNEWELL_TOKEN."),
     ] = None,
     allow_origin: Annotated[
-        list[str] | None, typer.Option(metavar="ORIGIN", help="Web pages that may ask; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="Web origin that may send requests. Can be repeated."),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="What clients call the model, if not by its folder.")] = None,
-    checkpoint: Annotated[str, typer.Option(help="Of a run: `best`, `last` or a step.")] = "best",
-    base: Annotated[str | None, typer.Option(help="Model that an adapter was made from.")] = None,
-    template: Annotated[str | None, typer.Option(help="Chat template, for a model that has none.")] = None,
-    device: Annotated[str, typer.Option(help="Where to compute: `cpu`, `cuda`, `cuda:1`, `mps`.")] = "auto",
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read weights from a `.pt` file; only from people you trust.")
-    ] = False,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the model in the API. Default: its folder.")
+    ] = None,
+    checkpoint: Checkpoint = "best",
+    base: BaseModel = None,
+    template: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Chat template, for a model without one.")
+    ] = None,
+    device: Device = "auto",
+    allow_pickle: AllowPickle = False,
     json: AsJson = False,
 ) -> None:
-    """Serve a model to programs that speak OpenAI's API."""
+    """Serve a model over OpenAI's chat API."""
     import sys
 
     from tunewell.cli.render import emit
     from tunewell.cli.screens.chat import loading
 
     with loading("loading the model"):
-        # Seconds go by before torch is there: not at a prompt that says nothing.
+        # Importing torch takes seconds: the status line is shown first.
         from tunewell.runs.resolve import resolve_model
-        from tunewell.workflows.serve import Door, open_server
+        from tunewell.workflows.serve import ListenOptions, open_server
 
-        serving = open_server(
-            resolve_model(place, checkpoint=checkpoint, base=base, template=template),
-            door=Door(host, port, token_file, allow_origin or ()),
+        server = open_server(
+            resolve_model(model, checkpoint=checkpoint, base=base, template=template),
+            options=ListenOptions(host, port, token_file, allow_origin or ()),
             device=device,
             name=name,
             allow_pickle=allow_pickle,
         )
-    emit(as_line(serving.ready) if json else screen(serving.ready))
-    # Whoever waits for these words may read them from a pipe, and the command does not end.
+    emit(as_line(server.info) if json else screen(server.info))
+    # The command keeps running: a program that reads a pipe waits for this output.
     sys.stdout.flush()
-    if code := serving.run():
+    if code := server.run():
         raise typer.Exit(code)
 
 
-def as_line(ready: "Ready") -> str:
-    """Spell what is served as JSON on one line, so that a program can read it while the command runs on."""
+def as_line(info: "ServerInfo") -> str:
+    """Return the server's data as JSON on one line, so that a program can read it while the server runs."""
     import json
     from dataclasses import asdict
 
-    return json.dumps(asdict(ready))
+    return json.dumps(asdict(info))
 
 
-def screen(ready: "Ready") -> str:
-    """Say what is served, where, and how to try it."""
-    from tunewell.cli.render import table
+def screen(info: "ServerInfo") -> str:
+    """Return the screen: what is served, where, and how to try it."""
+    from tunewell.cli.render import folded_table
     from tunewell.core.units import count
 
-    why = f", {ready.because}" if ready.because else ""
-    by = f" by {ready.computed_by}" if ready.computed_by else ""
-    token = "needed, as the API key" if ready.needs_token else "none; only this machine can ask"
+    reason = f", {info.because}" if info.because else ""
+    runtime = f" with {info.computed_by}" if info.computed_by else ""
+    token = "required, as the API key" if info.needs_token else "none; only this machine can connect"
     rows = [
-        ["serving", f"{ready.subject}{why}"],
-        ["computed", f"on {ready.device} in {ready.precision}{by}, {count(ready.context_length)} tokens of context"],
-        ["listens", f"on {ready.listens_on}"],
-        ["base URL", ready.url],
-        ["model", ready.model],
+        ["serving", f"{info.subject}{reason}"],
+        ["runs on", f"{info.device} in {info.precision}{runtime}, context of {count(info.context_length)} tokens"],
+        ["listens on", info.listens_on],
+        ["base URL", info.url],
+        ["model", info.model],
         ["token", token],
-        *(["note", note] for note in ready.notes),
+        *(["note", note] for note in info.notes),
     ]
-    return "\n".join(
-        [table(rows), "", "try it:", *(f"  {line}".rstrip() for line in examples(ready)), "", "Ctrl-C ends it"]
-    )
+    example_lines = [f"  {line}".rstrip() for line in examples(info)]
+    return "\n".join([folded_table(rows), "", "try it:", *example_lines, "", "Ctrl-C stops the server"])
 
 
-def examples(ready: "Ready") -> list[str]:
-    """Give a line for a shell and some for Python that ask the model something."""
+def examples(info: "ServerInfo") -> list[str]:
+    """Return example requests: one curl command, and some lines of Python."""
     import json
     import shlex
 
-    body = json.dumps({"model": ready.model, "messages": [{"role": "user", "content": "Hello"}]})
-    key = '-H "Authorization: Bearer $TUNEWELL_TOKEN" ' if ready.needs_token else ""
-    api_key = 'os.environ["TUNEWELL_TOKEN"]' if ready.needs_token else '"none"'
-    imports = "import os; from openai import OpenAI" if ready.needs_token else "from openai import OpenAI"
-    name = json.dumps(ready.model)
+    body = json.dumps({"model": info.model, "messages": [{"role": "user", "content": "Hello"}]})
+    key = '-H "Authorization: Bearer $TUNEWELL_TOKEN" ' if info.needs_token else ""
+    api_key = 'os.environ["TUNEWELL_TOKEN"]' if info.needs_token else '"none"'
+    imports = "import os; from openai import OpenAI" if info.needs_token else "from openai import OpenAI"
+    name = json.dumps(info.model)
     return [
-        f"curl {ready.url}/chat/completions {key}-H 'Content-Type: application/json' -d {shlex.quote(body)}",
+        f"curl {info.url}/chat/completions {key}-H 'Content-Type: application/json' -d {shlex.quote(body)}",
         "",
         imports,
-        f'client = OpenAI(base_url="{ready.url}", api_key={api_key})',
+        f'client = OpenAI(base_url="{info.url}", api_key={api_key})',
         'messages = [{"role": "user", "content": "Hello"}]',
         f"print(client.chat.completions.create(model={name}, messages=messages).choices[0].message.content)",
     ]

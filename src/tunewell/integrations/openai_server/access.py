@@ -1,4 +1,4 @@
-"""Who may ask: programs of this machine, web pages that were named, and those who know the token."""
+"""Access control of the OpenAI server: listening address, API token, and which web pages may send requests."""
 
 import hmac
 import ipaddress
@@ -16,112 +16,106 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tunewell.core.errors import UserError
 from tunewell.integrations.openai_server.requests import ApiError
 
-_OWN_NAMES = {"localhost", "127.0.0.1", "::1"}
+TOKEN_VARIABLE = "TUNEWELL_TOKEN"
+_MIN_TOKEN_CHARS = 16
+"""Shorter tokens could be guessed."""
+_MAKE_TOKEN = 'python -c "import secrets; print(secrets.token_urlsafe(32))" > token.txt'
+_MAX_CONNECTIONS = 128
+"""A waiting connection holds its request in memory; above the limit clients get a 503."""
+_SHUTDOWN_SECONDS = 5
+"""Time that running answers get when the server stops."""
+_LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
 
 
 class BrowserGuard:
-    """Turns web pages away: those of other origins, and those that had their own name point to this machine.
+    """Rejects requests of web pages: cross-origin requests and DNS rebinding.
 
-    A page in a browser can send requests to loopback addresses. Browsers name the page in `Origin`, and the name it
-    was reached by in `Host`.
+    A page in a browser can send requests to loopback addresses. The browser sends the page's origin in `Origin` and
+    the host name of the URL in `Host`.
     """
 
     def __init__(self, app: ASGIApp, *, host: str, origins: Iterable[str], checks_host: bool) -> None:
         self._app = app
-        self._names = {*_OWN_NAMES, host.lower()} if checks_host else None
+        self._hosts = {*_LOOPBACK_NAMES, host.lower()} if checks_host else None
         self._origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
-        refusal = self._refusal(Headers(scope=scope)) if scope["type"] == "http" else None
-        await (self._app if refusal is None else refusal.response())(scope, receive, send)
+        """Pass a request on, or reject it."""
+        error = self._check(Headers(scope=scope)) if scope["type"] == "http" else None
+        await (self._app if error is None else error.response())(scope, receive, send)
 
-    def _refusal(self, headers: Headers) -> ApiError | None:
-        if self._names is not None and _name_in(headers.get("host", "")) not in self._names:
-            return ApiError(403, "this server is reached as `localhost` only", code="host_not_allowed")
+    def _check(self, headers: Headers) -> ApiError | None:
+        if self._hosts is not None and _host_name(headers.get("host", "")) not in self._hosts:
+            return ApiError(403, "this server answers requests to `localhost` only", code="host_not_allowed")
         origin = headers.get("origin")
-        # Some requests of pages, such as those for pictures, carry no origin but are marked.
-        is_of_page = origin is not None or headers.get("sec-fetch-site", "none") in ("cross-site", "same-site")
-        if is_of_page and origin not in self._origins:
-            message = "web pages may not ask this server; `--allow-origin` names those that may"
+        # Some requests of pages, such as those for images, have no `Origin` but this header.
+        is_from_page = origin is not None or headers.get("sec-fetch-site", "none") in ("cross-site", "same-site")
+        if is_from_page and origin not in self._origins:
+            message = "web pages may not use this server; allow one with `--allow-origin`"
             return ApiError(403, message, code="origin_not_allowed")
         return None
 
 
 class TokenGuard:
-    """Asks for the token, compared in a time that does not tell how much of it was right."""
+    """Requires the token in every request; it is compared in constant time."""
 
     def __init__(self, app: ASGIApp, *, token: str) -> None:
         self._app = app
         self._expected = f"bearer {token}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
-        is_known = scope["type"] != "http" or self._knows(Headers(scope=scope).get("authorization", ""))
-        refusal = ApiError(401, "the token is missing or wrong", code="invalid_api_key")
-        await (self._app if is_known else refusal.response())(scope, receive, send)
+        """Pass a request on, or reject it."""
+        is_authorized = scope["type"] != "http" or self._matches(Headers(scope=scope).get("authorization", ""))
+        error = ApiError(401, "the token is missing or wrong", code="invalid_api_key")
+        await (self._app if is_authorized else error.response())(scope, receive, send)
 
-    def _knows(self, header: str) -> bool:
+    def _matches(self, header: str) -> bool:
         scheme, _, token = header.partition(" ")
         return hmac.compare_digest(f"{scheme.lower()} {token.strip()}".encode(), self._expected)
 
 
 def check_origin(origin: str) -> str:
-    """Check that an origin is one as browsers write it; raise UserError."""
+    """Return a web origin as browsers write it, such as `http://localhost:3000`; raise UserError for anything else."""
     parts = urlsplit(origin)
     if parts.scheme in ("http", "https") and parts.hostname and origin == f"{parts.scheme}://{parts.netloc}".lower():
         return origin
-    raise UserError(
-        f"`{origin}` is no origin of web pages", fix="name one, such as `--allow-origin http://localhost:3000`"
-    )
+    raise UserError(f"`{origin}` is not a valid web origin", fix="write it like `--allow-origin http://localhost:3000`")
 
 
-def _name_in(host: str) -> str | None:
-    """Take the port off a `Host` header; None for what is none."""
+def _host_name(host: str) -> str | None:
+    """Return the host of a `Host` header without its port; None if the header is invalid."""
     try:
         return urlsplit(f"//{host}").hostname
     except ValueError:
         return None
 
 
-# Where to listen: on this machine only, unless a token keeps strangers out; and uvicorn, which does the listening.
-
-TOKEN_VARIABLE = "TUNEWELL_TOKEN"
-_LEAST_TOKEN_CHARS = 16
-"""Shorter ones can be guessed by trying."""
-_MAKE_TOKEN = 'python -c "import secrets; print(secrets.token_urlsafe(32))" > token.txt'
-_MAX_CONNECTIONS = 128
-"""Each that waits holds a request in memory; beyond, clients are told to come back."""
-_LAST_WORDS_SECONDS = 5
-"""What an answer that is being written gets when the server is asked to stop."""
-
-
 @dataclass(frozen=True)
 class Address:
-    """Where clients find the server."""
+    """The address of the server and its open socket."""
 
     listener: socket.socket
     host: str
-    """The address it listens on, in numbers."""
+    """The numeric address it listens on."""
     port: int
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach it."""
+        """True if only this machine can connect."""
         return ipaddress.ip_address(self.host).is_loopback
 
     @property
     def url(self) -> str:
-        """What clients take as the base URL; one that works on this machine."""
+        """The base URL for clients on this machine."""
         address = ipaddress.ip_address(self.host)
         shown = "127.0.0.1" if address.is_unspecified else self.host
         return f"http://[{shown}]:{self.port}/v1" if ":" in shown else f"http://{shown}:{self.port}/v1"
 
 
 def read_token(file: Path | None) -> str | None:
-    """Take the token from a file or from `TUNEWELL_TOKEN`; None where there is neither."""
+    """Return the token from a file or from `TUNEWELL_TOKEN`; None if neither is set. Raises UserError."""
     if file is None:
-        where, token = f"the variable `{TOKEN_VARIABLE}`", os.environ.get(TOKEN_VARIABLE)
+        where, token = f"the environment variable `{TOKEN_VARIABLE}`", os.environ.get(TOKEN_VARIABLE)
         if token is None:
             return None
     else:
@@ -129,44 +123,44 @@ def read_token(file: Path | None) -> str | None:
         try:
             token = file.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise UserError("the token cannot be read", where=f"{where}: {error}", fix=_MAKE_TOKEN) from error
+            raise UserError("cannot read the token", where=f"{where}: {error}", fix=_MAKE_TOKEN) from error
     token = token.strip()
-    if not (token.isascii() and token.isprintable()) or " " in token or len(token) < _LEAST_TOKEN_CHARS:
+    if not (token.isascii() and token.isprintable()) or " " in token or len(token) < _MIN_TOKEN_CHARS:
         raise UserError(
-            f"a token is one word of at least {_LEAST_TOKEN_CHARS} letters and digits", where=where, fix=_MAKE_TOKEN
+            f"the token must be one word of at least {_MIN_TOKEN_CHARS} ASCII characters", where=where, fix=_MAKE_TOKEN
         )
     return token
 
 
 def listen(host: str, port: int, *, has_token: bool) -> Address:
-    """Open a port, 0 for any that is free; raise UserError for one that strangers could reach without a token."""
-    family, place = _resolve(host, port)
-    # What was looked at is what is bound: a name could be another address the next time it is asked for.
-    if not (has_token or ipaddress.ip_address(place[0]).is_loopback):
+    """Open a port; 0 chooses a free one. Raises UserError for a public address without a token."""
+    family, address = _resolve(host, port)
+    # Check and bind the same address: a second lookup of the name could return another one.
+    if not (has_token or ipaddress.ip_address(address[0]).is_loopback):
         raise UserError(
-            f"without a token, `{host}` would let anyone on the network use this model",
-            fix=f"leave `--host` out, or make a token ({_MAKE_TOKEN}) and add `--token-file token.txt`",
+            f"without a token, anyone on the network could use this model through `{host}`",
+            fix=f"leave out `--host`, or create a token ({_MAKE_TOKEN}) and add `--token-file token.txt`",
         )
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         if os.name == "posix":
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(place)
+        listener.bind(address)
         listener.listen()
     except OSError as error:
         listener.close()
         raise UserError(
-            f"port {port} of `{host}` cannot be used: {(error.strerror or str(error)).lower()}",
-            fix="choose another with `--port`, or `--port 0` for any that is free",
+            f"cannot listen on port {port} of `{host}`: {(error.strerror or str(error)).lower()}",
+            fix="choose another port with `--port`; `--port 0` takes a free one",
         ) from error
-    return Address(listener, place[0], listener.getsockname()[1])
+    return Address(listener, address[0], listener.getsockname()[1])
 
 
 def make_server(app: ASGIApp) -> uvicorn.Server:
-    """Make the server that answers requests, ready to be run on a listener."""
+    """Return a uvicorn server for the app, to be run on an open socket."""
     config = uvicorn.Config(
         app,
-        # What is named here is what was tried, whatever else is installed.
+        # Fixed to the tested implementations, whatever else is installed.
         http="h11",
         loop="asyncio",
         ws="none",
@@ -174,19 +168,19 @@ def make_server(app: ASGIApp) -> uvicorn.Server:
         log_config=None,
         access_log=False,
         server_header=False,
-        # Otherwise a header could say where a request comes from.
+        # Otherwise a client could fake its address in a header.
         proxy_headers=False,
         limit_concurrency=_MAX_CONNECTIONS,
-        timeout_graceful_shutdown=_LAST_WORDS_SECONDS,
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
     )
     return uvicorn.Server(config)
 
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
-    """Find the address of a host; where it has several, the first of the older kind, which every client knows."""
+    """Return the address of a host, IPv4 if it has one; raise UserError if there is none."""
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise UserError(f"`{host}` is no address of this machine: {error}", fix="leave `--host` out") from error
-    family, _, _, _, place = min(found, key=lambda entry: entry[0] != socket.AF_INET)
-    return family, (str(place[0]), port)
+        raise UserError(f"`{host}` is not an address of this machine: {error}", fix="leave out `--host`") from error
+    family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    return family, (str(address[0]), port)

@@ -1,4 +1,4 @@
-"""One model, many who ask: answers are written one at a time, first come, first served."""
+"""Generate completions one at a time for many clients: a queue in front of one model, first come, first served."""
 
 import asyncio
 import threading
@@ -11,55 +11,55 @@ from typing import Protocol
 from tunewell.inference.generate import Decoding
 
 
-class Spelling(Protocol):
-    """Turns tokens into text as they come."""
+class TextDecoder(Protocol):
+    """Decodes a stream of tokens to text."""
 
     def add(self, token: int) -> str:
-        """Give the text that is certain now; it may be none."""
+        """Return the text that is complete with this token; often empty."""
         ...
 
     def finish(self) -> str:
-        """Give what was held back."""
+        """Return the text that was held back."""
         ...
 
 
-class Tokens(Iterator[int], Protocol):
-    """Tokens that are computed when they are asked for."""
+class TokenStream(Iterator[int], Protocol):
+    """Tokens that are generated on demand."""
 
     def close(self) -> None:
-        """Compute no more of them."""
+        """Stop generating."""
         ...
 
 
-class Speaker(Protocol):
+class ServedModel(Protocol):
     """A model that can be served."""
 
     @property
     def name(self) -> str:
-        """What clients call it."""
+        """The model's name in the API."""
         ...
 
     @property
     def context_length(self) -> int:
-        """Tokens of a prompt and its answer together."""
+        """Maximum tokens of a prompt and its answer together."""
         ...
 
-    def read(self, messages: list[dict[str, str]]) -> list[int]:
-        """Make a prompt of messages, as in training; raise UserError for what the template refuses."""
+    def encode(self, messages: list[dict[str, str]]) -> list[int]:
+        """Return the token ids of a prompt, as in training; raise UserError if the chat template rejects it."""
         ...
 
-    def write(self, prompt_ids: Sequence[int], *, max_new_tokens: int, decoding: Decoding) -> Tokens:
-        """Write the answer's tokens, without the one that ends it."""
+    def generate(self, prompt_ids: Sequence[int], *, max_new_tokens: int, decoding: Decoding) -> TokenStream:
+        """Generate the tokens of an answer, without the stop token."""
         ...
 
-    def spelling(self) -> Spelling:
-        """Begin a new text."""
+    def decoder(self) -> TextDecoder:
+        """Return a decoder for a new answer."""
         ...
 
 
 @dataclass(frozen=True)
-class Order:
-    """What is to be written."""
+class GenerationRequest:
+    """A prompt and how to continue it."""
 
     prompt_ids: list[int]
     max_new_tokens: int
@@ -67,73 +67,73 @@ class Order:
     stops: tuple[str, ...] = ()
 
 
-class Answer:
-    """An answer while it is written: its text in pieces, and then how it ended."""
+class Generation:
+    """An answer while it is generated: chunks of text, then the reason why it ended."""
 
-    def __init__(self, order: Order) -> None:
-        self.order = order
+    def __init__(self, request: GenerationRequest) -> None:
+        self.request = request
         self.num_tokens = 0
         self.is_stopped = False
-        """Whether a stop string was met."""
+        """Whether a stop string ended the text."""
         self.failure: BaseException | None = None
-        self._pieces: asyncio.Queue[str | None] = asyncio.Queue()
-        self._left = threading.Event()
+        self._chunks: asyncio.Queue[str | None] = asyncio.Queue()
+        self._is_cancelled = threading.Event()
         self._job: asyncio.Future[None] | None = None
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it ended by itself, before its limit."""
-        return self.is_stopped or self.num_tokens < self.order.max_new_tokens
+    def is_complete(self) -> bool:
+        """Whether the answer ended before its token limit."""
+        return self.is_stopped or self.num_tokens < self.request.max_new_tokens
 
-    async def pieces(self) -> AsyncIterator[str]:
-        """Give the text as it is written; at the end, `failure` is what went wrong, if anything."""
-        while (piece := await self._pieces.get()) is not None:
-            yield piece
+    async def chunks(self) -> AsyncIterator[str]:
+        """Yield the text as it is generated; afterwards `failure` holds the error, if there was one."""
+        while (chunk := await self._chunks.get()) is not None:
+            yield chunk
 
-    def leave(self) -> None:
-        """Stop writing within a token, or never begin: nobody is listening any more."""
-        self._left.set()
+    def cancel(self) -> None:
+        """Stop after the current token, or leave the queue, because the client has disconnected."""
+        self._is_cancelled.set()
         if self._job is not None:
             self._job.cancel()
 
-    def begin(self, speaker: Speaker, worker: ThreadPoolExecutor) -> None:
-        """Queue for the model."""
+    def start(self, model: ServedModel, worker: ThreadPoolExecutor) -> None:
+        """Add the generation to the queue of the worker."""
         loop = asyncio.get_running_loop()
 
         def work() -> None:
-            with closing(self._write(speaker)) as pieces:
-                for piece in pieces:
-                    if self._left.is_set():
+            with closing(self._generate(model)) as chunks:
+                for chunk in chunks:
+                    if self._is_cancelled.is_set():
                         return
-                    if piece:
-                        loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+                    if chunk:
+                        loop.call_soon_threadsafe(self._chunks.put_nowait, chunk)
 
         self._job = loop.run_in_executor(worker, work)
         self._job.add_done_callback(self._end)
 
     def _end(self, job: "asyncio.Future[None]") -> None:
         self.failure = None if job.cancelled() else job.exception()
-        self._pieces.put_nowait(None)
+        self._chunks.put_nowait(None)
 
-    def _write(self, speaker: Speaker) -> Generator[str]:
-        """Give a piece, often an empty one, for every token."""
-        order, spelling = self.order, speaker.spelling()
-        text = StopText(order.stops)
-        tokens = speaker.write(order.prompt_ids, max_new_tokens=order.max_new_tokens, decoding=order.decoding)
+    def _generate(self, model: ServedModel) -> Generator[str]:
+        """Yield one chunk of text for every token; many are empty."""
+        request, decoder = self.request, model.decoder()
+        text = StopStringFilter(request.stops)
+        tokens = model.generate(request.prompt_ids, max_new_tokens=request.max_new_tokens, decoding=request.decoding)
         with closing(tokens):
             for token in tokens:
                 self.num_tokens += 1
-                yield text.add(spelling.add(token))
+                yield text.add(decoder.add(token))
                 if text.is_found:
                     self.is_stopped = True
                     return
-        yield text.add(spelling.finish())
+        yield text.add(decoder.finish())
         self.is_stopped = text.is_found
-        yield text.rest()
+        yield text.finish()
 
 
-class StopText:
-    """Text up to the first stop string; what may be the beginning of one is held back until it is known."""
+class StopStringFilter:
+    """Passes text through up to the first stop string; holds back text that may be the start of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.is_found = False
@@ -141,23 +141,23 @@ class StopText:
         self._held = ""
 
     def add(self, text: str) -> str:
-        """Give what can be shown now."""
+        """Return the text that certainly precedes any stop string."""
         self._held += text
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [index for stop in self._stops if (index := self._held.find(stop)) >= 0]
         if found:
             shown, self._held, self.is_found = self._held[: min(found)], "", True
             return shown
-        keep = max((self._begun(stop) for stop in self._stops), default=0)
-        shown = self._held[: len(self._held) - keep]
+        num_held = max((self._partial_match(stop) for stop in self._stops), default=0)
+        shown = self._held[: len(self._held) - num_held]
         self._held = self._held[len(shown) :]
         return shown
 
-    def rest(self) -> str:
-        """Give what was held back: the text has ended."""
+    def finish(self) -> str:
+        """Return the text that was held back, at the end of the answer."""
         shown, self._held = self._held, ""
         return shown
 
-    def _begun(self, stop: str) -> int:
-        """Count the characters at the end of the text that are a beginning of the stop string."""
+    def _partial_match(self, stop: str) -> int:
+        """Return how many characters at the end of the text are a prefix of the stop string."""
         longest = min(len(stop) - 1, len(self._held))
         return next((size for size in range(longest, 0, -1) if self._held.endswith(stop[:size])), 0)

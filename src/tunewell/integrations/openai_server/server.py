@@ -1,4 +1,4 @@
-"""One model behind OpenAI's API for chats: Starlette routes it, `openai`'s own types shape it."""
+"""Serve one model over OpenAI's chat completions API: Starlette routes, reply objects from the `openai` package."""
 
 import asyncio
 import time
@@ -29,16 +29,17 @@ from starlette.types import Receive, Scope, Send
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
 from tunewell.integrations.openai_server.access import BrowserGuard, TokenGuard
-from tunewell.integrations.openai_server.queue import Answer, Order, Speaker
+from tunewell.integrations.openai_server.queue import Generation, GenerationRequest, ServedModel
 from tunewell.integrations.openai_server.requests import ApiError, ChatRequest, read_request
 
-# What is sent back: OpenAI's own objects, filled in.
+MAX_BODY_BYTES = 4 << 20
+"""About a million tokens of text, more than the context of any model."""
 
 Finish = Literal["stop", "length"]
 
 
-class Reply:
-    """One reply: the parts that all its objects share."""
+class ReplyObjects:
+    """Builds the JSON objects of one reply: a whole completion, or the chunks of a stream."""
 
     def __init__(self, model: str) -> None:
         self._shared: dict[str, Any] = {
@@ -47,32 +48,32 @@ class Reply:
             "model": model,
         }
 
-    def whole(self, text: str, finish: Finish, usage: CompletionUsage) -> dict[str, Any]:
-        """Give the reply as one object."""
+    def completion(self, text: str, finish: Finish, usage: CompletionUsage) -> dict[str, Any]:
+        """Return the reply as one object."""
         message = ChatCompletionMessage(role="assistant", content=text, refusal=None)
         choice = Choice(index=0, message=message, finish_reason=finish, logprobs=None)
-        return _as_sent(ChatCompletion(**self._shared, object="chat.completion", choices=[choice], usage=usage))
+        return _json(ChatCompletion(**self._shared, object="chat.completion", choices=[choice], usage=usage))
 
-    def first(self) -> dict[str, Any]:
-        """Give the chunk that opens a stream."""
+    def first_chunk(self) -> dict[str, Any]:
+        """Return the first chunk of a stream."""
         return self._chunk([ChunkChoice(index=0, delta=ChoiceDelta(role="assistant", content=""), finish_reason=None)])
 
-    def piece(self, text: str) -> dict[str, Any]:
-        """Give a chunk with more of the text."""
+    def text_chunk(self, text: str) -> dict[str, Any]:
+        """Return a chunk with more text."""
         return self._chunk([ChunkChoice(index=0, delta=ChoiceDelta(content=text), finish_reason=None)])
 
-    def ending(self, finish: Finish, usage: CompletionUsage | None) -> Iterator[dict[str, Any]]:
-        """Give the chunks that close a stream: how it ended and, where asked for, what it took."""
+    def last_chunks(self, finish: Finish, usage: CompletionUsage | None) -> Iterator[dict[str, Any]]:
+        """Yield the last chunks of a stream: the finish reason and, if requested, the usage."""
         yield self._chunk([ChunkChoice(index=0, delta=ChoiceDelta(), finish_reason=finish)])
         if usage is not None:
             yield self._chunk([], usage=usage)
 
     def _chunk(self, choices: list[ChunkChoice], **more: Any) -> dict[str, Any]:
-        return _as_sent(ChatCompletionChunk(**self._shared, object="chat.completion.chunk", choices=choices, **more))
+        return _json(ChatCompletionChunk(**self._shared, object="chat.completion.chunk", choices=choices, **more))
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int) -> CompletionUsage:
-    """Count what a reply took."""
+    """Return the token counts of a reply."""
     return CompletionUsage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
@@ -81,40 +82,36 @@ def usage_of(prompt_tokens: int, completion_tokens: int) -> CompletionUsage:
 
 
 def model_entry(name: str, created: int) -> dict[str, Any]:
-    """Describe the model."""
-    return _as_sent(Model(id=name, created=created, object="model", owned_by="tunewell"))
+    """Return the model object of `/v1/models`."""
+    return _json(Model(id=name, created=created, object="model", owned_by="tunewell"))
 
 
-def _as_sent(value: BaseModel) -> dict[str, Any]:
-    # What was not set is not sent; what was set to nothing, such as a `finish_reason` on the way, is sent as null.
+def _json(value: BaseModel) -> dict[str, Any]:
+    # Unset fields are left out; fields set to None, such as an open `finish_reason`, are sent as null.
     return value.model_dump(mode="json", exclude_unset=True)
 
 
-MAX_BODY_BYTES = 4 << 20
-"""About a million tokens of text, more than any model's context."""
-
-
 @dataclass(frozen=True)
-class Access:
-    """Who may ask."""
+class AccessRules:
+    """Who may send requests."""
 
     host: str = "127.0.0.1"
-    """The name the server is reached by, besides `localhost`."""
+    """Host name of the server, in addition to `localhost`."""
     token: str | None = None
     origins: Sequence[str] = ()
-    """Web pages that may ask, as browsers name them."""
+    """Web origins that may send requests."""
 
 
-def build_app(speaker: Speaker, *, access: Access) -> Starlette:
-    """Make the application that serves one model; it knows the access rules, uvicorn only moves bytes."""
-    server = _Server(speaker)
+def build_app(model: ServedModel, *, access: AccessRules) -> Starlette:
+    """Return the Starlette app that serves one model and enforces the access rules."""
+    server = _Handlers(model)
     routes = [
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
         Route("/v1/models", server.models),
         Route("/v1/models/{name:path}", server.model),
         Route("/health", server.health),
     ]
-    # A page cannot point its name here and know the token too, and behind a proxy the names are the proxy's.
+    # With a token, DNS rebinding is harmless, and behind a proxy the host name is the proxy's: no host check.
     guards = [Middleware(BrowserGuard, host=access.host, origins=access.origins, checks_host=access.token is None)]
     if access.origins:
         origins = list(access.origins)
@@ -124,135 +121,137 @@ def build_app(speaker: Speaker, *, access: Access) -> Starlette:
     if access.token is not None:
         guards.append(Middleware(TokenGuard, token=access.token))
     handlers = {
-        ApiError: _tell,
-        HTTPException: _tell_http,
-        ClientDisconnect: _tell_nobody,
-        Exception: _tell_failure,
+        ApiError: _api_error_response,
+        HTTPException: _http_error_response,
+        ClientDisconnect: _disconnect_response,
+        Exception: _failure_response,
     }
     app = Starlette(routes=routes, middleware=guards, exception_handlers=handlers, lifespan=server.lifespan)
     app.router.redirect_slashes = False
     return app
 
 
-class _Server:
-    def __init__(self, speaker: Speaker) -> None:
-        self._speaker = speaker
-        self._since = int(time.time())
-        # Prompts are made in turn, because encoders are for one thread at a time, but do not wait for answers.
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="prompts")
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="answers")
-        self._answers: WeakSet[Answer] = WeakSet()
+class _Handlers:
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+        self._created = int(time.time())
+        # One thread each: the encoder is not thread-safe, and prompts must not wait for running answers.
+        self._encoding_thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
+        self._generation_thread = ThreadPoolExecutor(1, thread_name_prefix="answers")
+        self._generations: WeakSet[Generation] = WeakSet()
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        with self._reader, self._writer:
+        with self._encoding_thread, self._generation_thread:
             yield
-            # The threads are waited for, and with them what they write.
-            for answer in list(self._answers):
-                answer.leave()
+            # Leaving `with` waits for the threads, so running generations are cancelled first.
+            for generation in list(self._generations):
+                generation.cancel()
 
     async def health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
     async def models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [model_entry(self._speaker.name, self._since)]})
+        return JSONResponse({"object": "list", "data": [model_entry(self._model.name, self._created)]})
 
     async def model(self, request: Request) -> Response:
         self._check_name(request.path_params["name"])
-        return JSONResponse(model_entry(self._speaker.name, self._since))
+        return JSONResponse(model_entry(self._model.name, self._created))
 
     async def chat(self, request: Request) -> Response:
-        wanted = read_request(await _read_body(request))
-        self._check_name(wanted.model)
-        answer = Answer(await self._order(wanted))
-        reply = Reply(self._speaker.name)
-        self._answers.add(answer)
-        answer.begin(self._speaker, self._writer)
-        if wanted.stream:
-            return _Stream(answer, _events(answer, reply, with_usage=wanted.stream_options.include_usage))
-        return await _whole(request, answer, reply)
+        body = read_request(await _read_body(request))
+        self._check_name(body.model)
+        generation = Generation(await self._generation_request(body))
+        reply = ReplyObjects(self._model.name)
+        self._generations.add(generation)
+        generation.start(self._model, self._generation_thread)
+        if body.stream:
+            return _Stream(generation, _events(generation, reply, with_usage=body.stream_options.include_usage))
+        return await _complete(request, generation, reply)
 
     def _check_name(self, name: str) -> None:
-        if name != self._speaker.name:
-            message = f"there is no model `{name}` here, only `{self._speaker.name}`"
+        if name != self._model.name:
+            message = f"there is no model `{name}`; this server has `{self._model.name}`"
             raise ApiError(404, message, code="model_not_found", param="model")
 
-    async def _order(self, wanted: ChatRequest) -> Order:
-        reading = asyncio.get_running_loop().run_in_executor(self._reader, self._speaker.read, wanted.conversation())
+    async def _generation_request(self, body: ChatRequest) -> GenerationRequest:
+        encoding = asyncio.get_running_loop().run_in_executor(
+            self._encoding_thread, self._model.encode, body.conversation()
+        )
         try:
-            prompt_ids = await reading
+            prompt_ids = await encoding
         except UserError as error:
             message = f"{error.what}; {error.fix}" if error.fix else error.what
             raise ApiError(400, message, code="invalid_value", param="messages") from error
-        room = self._speaker.context_length - len(prompt_ids)
-        if room <= 0:
+        num_free = self._model.context_length - len(prompt_ids)
+        if num_free <= 0:
             message = (
-                f"the messages take {count(len(prompt_ids))} tokens and leave no room for an answer: "
-                f"the model's context is {count(self._speaker.context_length)} tokens"
+                f"the messages have {count(len(prompt_ids))} tokens, which leaves no space for an answer: "
+                f"the model's context is {count(self._model.context_length)} tokens"
             )
             raise ApiError(400, message, code="context_length_exceeded", param="messages")
-        return Order(prompt_ids, min(wanted.max_new_tokens, room), wanted.decoding, tuple(wanted.stop))
+        return GenerationRequest(prompt_ids, min(body.max_new_tokens, num_free), body.decoding, tuple(body.stop))
 
 
 class _Stream(StreamingResponse):
-    """A stream of events that frees the model when the client leaves."""
+    """A stream of events that cancels the generation when the client disconnects."""
 
-    def __init__(self, answer: Answer, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, generation: Generation, events: AsyncIterator[bytes]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._answer = answer
+        self._generation = generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._answer.leave()
+            self._generation.cancel()
 
 
-async def _events(answer: Answer, reply: Reply, *, with_usage: bool) -> AsyncIterator[bytes]:
-    yield _event(reply.first())
-    async for piece in answer.pieces():
-        yield _event(reply.piece(piece))
-    if answer.failure is not None:
-        yield _event(_failed(answer.failure).body)
-        raise answer.failure
-    for chunk in reply.ending(_finish(answer), _usage(answer) if with_usage else None):
+async def _events(generation: Generation, reply: ReplyObjects, *, with_usage: bool) -> AsyncIterator[bytes]:
+    yield _event(reply.first_chunk())
+    async for chunk in generation.chunks():
+        yield _event(reply.text_chunk(chunk))
+    if generation.failure is not None:
+        yield _event(_failed(generation.failure).body)
+        raise generation.failure
+    for chunk in reply.last_chunks(_finish_reason(generation), _usage(generation) if with_usage else None):
         yield _event(chunk)
     yield b"data: [DONE]\n\n"
 
 
-async def _whole(request: Request, answer: Answer, reply: Reply) -> Response:
-    """Collect the answer, unless the client leaves before it is there."""
-    text = asyncio.ensure_future(_collect(answer))
-    leaving = asyncio.ensure_future(_wait_for_leaving(request))
+async def _complete(request: Request, generation: Generation, reply: ReplyObjects) -> Response:
+    """Return the complete answer, unless the client disconnects first."""
+    text = asyncio.ensure_future(_collect(generation))
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
-        await asyncio.wait({text, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({text, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not text.done():
             raise ClientDisconnect
-        return JSONResponse(reply.whole(text.result(), _finish(answer), _usage(answer)))
+        return JSONResponse(reply.completion(text.result(), _finish_reason(generation), _usage(generation)))
     finally:
-        answer.leave()
+        generation.cancel()
         text.cancel()
-        leaving.cancel()
+        disconnect.cancel()
 
 
-async def _collect(answer: Answer) -> str:
-    text = "".join([piece async for piece in answer.pieces()])
-    if answer.failure is not None:
-        raise answer.failure
+async def _collect(generation: Generation) -> str:
+    text = "".join([chunk async for chunk in generation.chunks()])
+    if generation.failure is not None:
+        raise generation.failure
     return text
 
 
-async def _wait_for_leaving(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-def _finish(answer: Answer) -> Any:
-    return "stop" if answer.is_whole else "length"
+def _finish_reason(generation: Generation) -> Any:
+    return "stop" if generation.is_complete else "length"
 
 
-def _usage(answer: Answer) -> Any:
-    return usage_of(len(answer.order.prompt_ids), answer.num_tokens)
+def _usage(generation: Generation) -> Any:
+    return usage_of(len(generation.request.prompt_ids), generation.num_tokens)
 
 
 def _event(data: Any) -> bytes:
@@ -266,31 +265,31 @@ async def _read_body(request: Request) -> bytes:
     async for part in request.stream():
         body += part
         if len(body) > MAX_BODY_BYTES:
-            raise ApiError(413, f"a request has at most {count(MAX_BODY_BYTES)} bytes", code="request_too_large")
+            raise ApiError(413, f"the request is larger than {count(MAX_BODY_BYTES)} bytes", code="request_too_large")
     return bytes(body)
 
 
 def _failed(error: BaseException) -> ApiError:
-    # The particulars may hold what others asked; they are in the server's own log.
-    return ApiError(500, f"the answer could not be written ({type(error).__name__})", code="internal_error")
+    # Details may contain the text of other clients; they are in the server's log.
+    return ApiError(500, f"generation failed ({type(error).__name__})", code="internal_error")
 
 
-async def _tell(_: Request, error: Exception) -> Response:
+async def _api_error_response(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error.response()
 
 
-async def _tell_http(request: Request, error: Exception) -> Response:
+async def _http_error_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"there is no `{request.method} {request.url.path}`; the base URL of clients ends with `/v1`"
+    message = f"there is no `{request.method} {request.url.path}`; the base URL ends with `/v1`"
     response = ApiError(error.status_code, message, code="unknown_url").response()
     response.headers.update(error.headers or {})
     return response
 
 
-async def _tell_nobody(_: Request, __: Exception) -> Response:
+async def _disconnect_response(_: Request, __: Exception) -> Response:
     return Response(status_code=499)
 
 
-async def _tell_failure(_: Request, error: Exception) -> Response:
+async def _failure_response(_: Request, error: Exception) -> Response:
     return _failed(error).response()
