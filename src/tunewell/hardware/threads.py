@@ -42,7 +42,7 @@ def measure_threads(
     """
     counts = sorted(set(candidates or thread_candidates(usable_cores(), physical_cores())))
     if len(counts) == 1:
-        return Chosen[int](value=counts[0], because=f"{count(counts[0], 'core')} can be used")
+        return Chosen[int](value=counts[0], because=f"{count(counts[0], 'core')} available")
     before = torch.get_num_threads()
     try:
         rates = _rates(_products(shapes), counts, seconds)

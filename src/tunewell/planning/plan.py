@@ -1,8 +1,8 @@
-"""The plan of a run: every value it needs, with the reason it is this one. No torch, no measuring.
+"""Plan a run: choose batch size, steps, warm-up, evaluation and checkpoint intervals, each with its reason.
 
-batch = choose_batch(order)                    what one step learns from
-... the data order counts its steps ...        exactly: it depends on the permutation of each epoch
-plan  = plan_training(order, batch=batch, num_steps=95, epochs=5.0)
+batch = choose_batch(inputs)                   tokens or documents per optimizer step
+... the data order counts the steps ...        exactly: the number depends on the permutation of each epoch
+plan  = plan_training(inputs, batch=batch, num_steps=95, epochs=5.0)
 """
 
 import math
@@ -23,135 +23,133 @@ from tunewell.planning.compute import (
 )
 from tunewell.records.plan import Chosen, Plan
 
-_STEPS_AN_EPOCH = 40
+_STEPS_PER_EPOCH = 40
 """The 40 reworded questions of the example, 5 epochs, 3 seeds, SmolLM2-135M on an H200 (2026-11-15): steps of 512
 tokens, 19 an epoch, gave 34 to 35 right; steps of 256, 38 an epoch, gave 38 to 39, with less forgotten."""
 _BATCH_UNIT = 128
-_BATCH_RANGE = (256, 16_384)
-_LOOKS = 10
-_LEAST_SAVE = 10
+_BATCH_LIMITS = (256, 16_384)
+_EVALUATIONS = 10
+_MIN_SAVE_STEPS = 10
 _SHORT_RUN = 10
-"""Steps below which a warm-up of some percent would be a whole step or nothing; it is rounded, not rounded up."""
+"""Below it a warm-up of some percent is less than a step; it is rounded, not rounded up."""
 _LARGE_MODEL = 3_000_000_000
 
 Schedule = Literal["cosine", "linear", "constant"]
-_Bound = Chosen[int | None]
+_Limit = Chosen[int | None]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What bounds an optimizer step: tokens or documents, the other being None."""
+    """The size of an optimizer step: tokens or documents; the other is None."""
 
-    tokens: _Bound
-    documents: _Bound
+    tokens: _Limit
+    documents: _Limit
 
 
-def choose_batch(order: PlanInputs) -> Batch:
-    """Choose how much one optimizer step learns from; raise UserError where two settings contradict each other."""
-    train, longest, epoch_tokens = order.config.train, order.manifest.lengths.max, order.split.tokens
+def choose_batch(inputs: PlanInputs) -> Batch:
+    """Choose the size of an optimizer step; raise UserError if two settings contradict each other."""
+    train, longest, epoch_tokens = inputs.config.train, inputs.manifest.lengths.max, inputs.split.tokens
     if train.batch_documents is not None:
         if train.batch_tokens != "auto":
             raise UserError(
-                "`train.batch_tokens` and `train.batch_documents` are both set; one of them bounds a step",
-                where=f"{order.where('train.batch_tokens')}, {order.where('train.batch_documents')}",
-                fix="take one of them out",
+                "`train.batch_tokens` and `train.batch_documents` are both set; only one can be",
+                where=f"{inputs.where('train.batch_tokens')}, {inputs.where('train.batch_documents')}",
+                fix="remove one of them",
             )
         return Batch(
-            tokens=_Bound(value=None, because="`train.batch_documents` bounds a step"),
-            documents=_Bound(value=train.batch_documents, because=order.why("train.batch_documents")),
+            tokens=_Limit(value=None, because="`train.batch_documents` is set instead"),
+            documents=_Limit(value=train.batch_documents, because=inputs.why("train.batch_documents")),
         )
-    unbounded = _Bound(value=None, because="`train.batch_tokens` bounds a step")
+    unlimited = _Limit(value=None, because="`train.batch_tokens` sets the size of a step")
     if train.batch_tokens == "auto":
-        return Batch(_automatic_batch(epoch_tokens, longest), unbounded)
-    because = order.why("train.batch_tokens")
+        return Batch(_automatic_batch(epoch_tokens, longest), unlimited)
+    because = inputs.why("train.batch_tokens")
     if longest > train.batch_tokens:
-        because += f"; longer documents, of up to {count(longest)} tokens, are each a step of their own"
-    return Batch(_Bound(value=train.batch_tokens, because=because), unbounded)
+        because += f"; a longer document (up to {count(longest)} tokens) is one step"
+    return Batch(_Limit(value=train.batch_tokens, because=because), unlimited)
 
 
-def _automatic_batch(epoch_tokens: int, longest: int) -> _Bound:
-    least, most = _BATCH_RANGE
-    share = epoch_tokens // _STEPS_AN_EPOCH // _BATCH_UNIT * _BATCH_UNIT
-    value = max(min(max(share, least), most), longest)
-    if value == longest and longest > min(max(share, least), most):
-        because = f"the longest document has {count(longest)} tokens, and a step holds whole documents"
-    elif share < least:
-        because = (
-            f"the least a step takes, since fewer give unsteady gradients; an epoch has {count(epoch_tokens)} tokens"
-        )
-    elif share > most:
-        because = f"the most a step takes by itself; an epoch of {count(epoch_tokens)} tokens has many steps even so"
+def _automatic_batch(epoch_tokens: int, longest: int) -> _Limit:
+    minimum, maximum = _BATCH_LIMITS
+    share = epoch_tokens // _STEPS_PER_EPOCH // _BATCH_UNIT * _BATCH_UNIT
+    value = max(min(max(share, minimum), maximum), longest)
+    if value == longest and longest > min(max(share, minimum), maximum):
+        because = f"the longest document has {count(longest)} tokens, and documents are not split"
+    elif share < minimum:
+        because = f"the minimum: smaller steps have noisy gradients (an epoch has {count(epoch_tokens)} tokens)"
+    elif share > maximum:
+        because = f"the maximum; an epoch of {count(epoch_tokens)} tokens still has many steps"
     else:
-        because = f"an epoch of {count(epoch_tokens)} tokens then has at least {_STEPS_AN_EPOCH} steps"
-    return _Bound(value=value, because=because)
+        because = f"it gives at least {_STEPS_PER_EPOCH} steps per epoch of {count(epoch_tokens)} tokens"
+    return _Limit(value=value, because=because)
 
 
-def plan_training(order: PlanInputs, *, batch: Batch, num_steps: int, epochs: float) -> Plan:
-    """Decide everything else: `num_steps` is what the data order counted for this batch, `epochs` what that comes to.
+def plan_training(inputs: PlanInputs, *, batch: Batch, num_steps: int, epochs: float) -> Plan:
+    """Return the plan; the data order counted `num_steps` and `epochs` for this batch size.
 
-    Raises UserError where a setting cannot work on this device or with these documents.
+    Raises UserError if a setting cannot work on this device or with these documents.
     """
-    config = order.config
+    config = inputs.config
     if config.model is None:
-        raise UserError("no model is named", fix="set `model` in the config, or use `--model`")
-    precision = choose_precision(order)
-    attention = choose_attention(order, precision.value)
-    evaluate_every = _evaluate_every(order, num_steps)
+        raise UserError("no model is set", fix="set `model` in the config, or use `--model`")
+    precision = choose_precision(inputs)
+    attention = choose_attention(inputs, precision.value)
+    evaluate_every = _evaluate_every(inputs, num_steps)
     return Plan(
         made_by=f"tunewell {__version__}",
         model=config.model,
-        corpus=str(order.loaded.path(config.corpus)),
-        corpus_sha256=order.manifest.corpus_sha256,
-        tokenizer_sha256=order.manifest.tokenizer.sha256,
-        template_sha256s=[template.sha256 for template in order.manifest.templates],
+        corpus=str(inputs.loaded.path(config.corpus)),
+        corpus_sha256=inputs.manifest.corpus_sha256,
+        tokenizer_sha256=inputs.manifest.tokenizer.sha256,
+        template_sha256s=[template.sha256 for template in inputs.manifest.templates],
         seed=config.seed,
         config=config.model_dump(mode="json"),
-        device=choose_device(order),
+        device=choose_device(inputs),
         precision=precision,
         attention=attention,
-        threads=choose_threads(order),
-        method=Chosen[MethodName](value=config.method.kind, because=order.why("method.kind")),
-        learning_rate=Chosen[float](value=config.train.learning_rate, because=order.why("train.learning_rate")),
-        schedule=Chosen[Schedule](value=config.train.schedule, because=order.why("train.schedule")),
-        warmup_steps=_warmup_steps(order, num_steps),
-        num_steps=_num_steps(order, batch, num_steps),
-        epochs=_epochs(order, num_steps, epochs),
+        threads=choose_threads(inputs),
+        method=Chosen[MethodName](value=config.method.kind, because=inputs.why("method.kind")),
+        learning_rate=Chosen[float](value=config.train.learning_rate, because=inputs.why("train.learning_rate")),
+        schedule=Chosen[Schedule](value=config.train.schedule, because=inputs.why("train.schedule")),
+        warmup_steps=_warmup_steps(inputs, num_steps),
+        num_steps=_num_steps(inputs, batch, num_steps),
+        epochs=_epochs(inputs, num_steps, epochs),
         batch_tokens=batch.tokens,
         batch_documents=batch.documents,
-        micro_batch_tokens=_micro_batch(order, batch),
-        compile=choose_compile(order, attention.value),
+        micro_batch_tokens=_micro_batch(inputs, batch),
+        compile=choose_compile(inputs, attention.value),
         evaluate_every=evaluate_every,
-        save_every=_save_every(order, num_steps, evaluate_every.value),
+        save_every=_save_every(inputs, num_steps, evaluate_every.value),
     )
 
 
-def _num_steps(order: PlanInputs, batch: Batch, num_steps: int) -> Chosen[int]:
-    train = order.config.train
+def _num_steps(inputs: PlanInputs, batch: Batch, num_steps: int) -> Chosen[int]:
+    train = inputs.config.train
     if train.max_steps is not None:
-        instead = ", in place of `train.epochs`" if order.is_set("train.epochs") else ""
-        return Chosen[int](value=num_steps, because=f"`train.max_steps`, {order.why('train.max_steps')}{instead}")
+        instead = "; `train.epochs` is ignored" if inputs.is_set("train.epochs") else ""
+        return Chosen[int](value=num_steps, because=f"`train.max_steps`, {inputs.why('train.max_steps')}{instead}")
     bound = (
         count(batch.documents.value, "document")
         if batch.documents.value
         else f"{count(batch.tokens.value or 0)} tokens"
     )
     passes = f"{train.epochs:g} {'epoch' if train.epochs == 1 else 'epochs'}"
-    documents = count(order.split.documents, "document")
-    return Chosen[int](value=num_steps, because=f"{passes} of {documents}, at most {bound} in a step")
+    documents = count(inputs.split.documents, "document")
+    return Chosen[int](value=num_steps, because=f"{passes} of {documents}, at most {bound} per step")
 
 
-def _epochs(order: PlanInputs, num_steps: int, epochs: float) -> Chosen[float]:
-    if order.config.train.max_steps is not None:
-        return Chosen[float](value=epochs, because=f"what {count(num_steps, 'step')} come to")
-    return Chosen[float](value=epochs, because=order.why("train.epochs"))
+def _epochs(inputs: PlanInputs, num_steps: int, epochs: float) -> Chosen[float]:
+    if inputs.config.train.max_steps is not None:
+        return Chosen[float](value=epochs, because=f"the length of {count(num_steps, 'step')}")
+    return Chosen[float](value=epochs, because=inputs.why("train.epochs"))
 
 
-def _warmup_steps(order: PlanInputs, num_steps: int) -> Chosen[int]:
-    warmup, because = order.config.train.warmup, order.why("train.warmup")
+def _warmup_steps(inputs: PlanInputs, num_steps: int) -> Chosen[int]:
+    warmup, because = inputs.config.train.warmup, inputs.why("train.warmup")
     if warmup >= 1:
         steps = math.ceil(warmup)
         if steps >= num_steps > 1:
-            because += f"; the run has {count(num_steps, 'step')}, so the rate only rises"
+            because += f"; the run has only {count(num_steps, 'step')}, so the learning rate never reaches its peak"
         return Chosen[int](value=steps, because=because)
     # Rounded first, since 0.07 * 100 is a little over 7.
     exact = round(warmup * num_steps, 9)
@@ -159,57 +157,55 @@ def _warmup_steps(order: PlanInputs, num_steps: int) -> Chosen[int]:
     return Chosen[int](value=steps, because=f"{warmup * 100:g}% of {count(num_steps, 'step')}, {because}")
 
 
-def _micro_batch(order: PlanInputs, batch: Batch) -> Chosen[int]:
-    wanted, longest = order.config.train.micro_batch_tokens, order.manifest.lengths.max
-    if wanted != "auto":
-        because = order.why("train.micro_batch_tokens")
-        if longest > wanted:
-            because += f"; longer documents, of up to {count(longest)} tokens, are each computed alone"
-        return Chosen[int](value=wanted, because=because)
-    usual, because = _usual_micro_batch(order)
-    step_tokens = batch.tokens.value or min((batch.documents.value or 1) * longest, order.split.tokens)
-    if step_tokens <= usual:
-        usual, because = step_tokens, f"a whole step, which has {count(step_tokens)} tokens at most"
-    if longest > usual:
-        usual, because = longest, f"the longest document has {count(longest)} tokens, and none is cut"
-    return Chosen[int](value=usual, because=because)
+def _micro_batch(inputs: PlanInputs, batch: Batch) -> Chosen[int]:
+    setting, longest = inputs.config.train.micro_batch_tokens, inputs.manifest.lengths.max
+    if setting != "auto":
+        because = inputs.why("train.micro_batch_tokens")
+        if longest > setting:
+            because += f"; a longer document (up to {count(longest)} tokens) is computed alone"
+        return Chosen[int](value=setting, because=because)
+    default, because = _default_micro_batch(inputs)
+    step_tokens = batch.tokens.value or min((batch.documents.value or 1) * longest, inputs.split.tokens)
+    if step_tokens <= default:
+        default, because = step_tokens, f"a whole step fits: it has at most {count(step_tokens)} tokens"
+    if longest > default:
+        default, because = longest, f"the longest document has {count(longest)} tokens, and documents are not split"
+    return Chosen[int](value=default, because=because)
 
 
-def _usual_micro_batch(order: PlanInputs) -> tuple[int, str]:
-    if order.device.kind != "cuda":
-        return 2_048, f"more at once needs more memory and is hardly faster on {order.device.label}"
-    size = order.num_parameters
+def _default_micro_batch(inputs: PlanInputs) -> tuple[int, str]:
+    if inputs.device.kind != "cuda":
+        return 2_048, f"more needs more memory and is hardly faster on {inputs.device.label}"
+    size = inputs.num_parameters
     if size is None:
-        return 8_192, "enough to fill a GPU; careful with memory, since the size of the model is not known"
+        return 8_192, "enough to keep a GPU busy; no more, since the size of the model is unknown"
     if size >= _LARGE_MODEL:
-        return 8_192, f"enough to fill a GPU with {size / 1e9:,.1f} B parameters"
-    return 16_384, "a model under 3 B parameters needs that many to fill a GPU"
+        return 8_192, f"enough to keep a GPU busy with {size / 1e9:,.1f} B parameters"
+    return 16_384, "a model under 3 B parameters needs that many to keep a GPU busy"
 
 
-def _evaluate_every(order: PlanInputs, num_steps: int) -> Chosen[int]:
-    wanted = order.config.evaluate.every_steps
-    if wanted != "auto":
-        return Chosen[int](value=wanted, because=order.why("evaluate.every_steps"))
-    held_out = order.manifest.splits.get("held_out")
-    looked_at = "" if held_out and held_out.documents else "; no rows are held out, so there is nothing to look at"
-    every = max(1, math.ceil(num_steps / _LOOKS))
-    looks = math.ceil(num_steps / every)
-    return Chosen[int](value=every, because=f"{count(looks, 'look')} in {count(num_steps, 'step')}{looked_at}")
-
-
-def _save_every(order: PlanInputs, num_steps: int, evaluate_every: int) -> Chosen[int]:
-    wanted = order.config.checkpoints.every_steps
-    if wanted != "auto":
-        return Chosen[int](value=wanted, because=order.why("checkpoints.every_steps"))
-    # A multiple, so that every checkpoint has a held-out loss to be judged by.
-    every = evaluate_every * math.ceil(_LEAST_SAVE / evaluate_every)
-    if every >= num_steps:
-        return Chosen[int](
-            value=num_steps, because=f"{count(num_steps, 'step')} are few enough to be saved once, at the end"
-        )
-    if every == evaluate_every:
-        return Chosen[int](value=every, because="where the held-out rows are looked at, too")
-    looks = count(every // evaluate_every)
+def _evaluate_every(inputs: PlanInputs, num_steps: int) -> Chosen[int]:
+    setting = inputs.config.evaluate.every_steps
+    if setting != "auto":
+        return Chosen[int](value=setting, because=inputs.why("evaluate.every_steps"))
+    held_out = inputs.manifest.splits.get("held_out")
+    without = "" if held_out and held_out.documents else "; no rows are held out, so there is nothing to evaluate"
+    every = max(1, math.ceil(num_steps / _EVALUATIONS))
+    evaluations = math.ceil(num_steps / every)
     return Chosen[int](
-        value=every, because=f"at every {looks} looks at the held-out rows: saving more often costs time"
+        value=every, because=f"{count(evaluations, 'evaluation')} in {count(num_steps, 'step')}{without}"
     )
+
+
+def _save_every(inputs: PlanInputs, num_steps: int, evaluate_every: int) -> Chosen[int]:
+    setting = inputs.config.checkpoints.every_steps
+    if setting != "auto":
+        return Chosen[int](value=setting, because=inputs.why("checkpoints.every_steps"))
+    # A multiple, so that every checkpoint has a held-out loss.
+    every = evaluate_every * math.ceil(_MIN_SAVE_STEPS / evaluate_every)
+    if every >= num_steps:
+        return Chosen[int](value=num_steps, because=f"a run of {count(num_steps, 'step')} is saved once, at the end")
+    if every == evaluate_every:
+        return Chosen[int](value=every, because="at every evaluation")
+    evaluations = count(every // evaluate_every)
+    return Chosen[int](value=every, because=f"every {evaluations} evaluations: saving more often costs time")

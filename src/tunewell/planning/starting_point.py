@@ -1,4 +1,4 @@
-"""Epochs, rate and rank to start from, for this many rows and this model, each with its reason."""
+"""Choose epochs, learning rate and LoRA rank for a first run from the number of rows and the size of the model."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from tunewell.records.plan import Chosen
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """What a first run is begun with."""
+    """The values that `init` writes into a new config."""
 
     epochs: Chosen[float]
     learning_rate: Chosen[float]
@@ -22,7 +22,7 @@ _RATES = ((500_000_000, 1e-3), (2_000_000_000, 5e-4))
 
 
 def starting_point(num_rows: int, num_parameters: int | None) -> StartingPoint:
-    """Choose from the number of training rows and the size of the model; where the size is unknown, carefully."""
+    """Return the values for a first run; the safest ones if the size of the model is unknown."""
     epochs = next((epochs for limit, epochs in _EPOCHS if num_rows < limit), 1)
     rank = next((rank for limit, rank in _RANKS if num_rows < limit), 64)
     rate = next((rate for limit, rate in _RATES if (num_parameters or limit) < limit), 2e-4)
