@@ -96,6 +96,17 @@ def run_command(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -
     return Command(*arguments, cwd=cwd, env=env).wait()
 
 
+def run_and_exit(arguments: tuple[str, ...]) -> None:
+    """Run a command in a child that was forked already, on its file descriptors 0 to 2, and exit with its code."""
+    code = 1
+    try:
+        _use_one_thread()
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+        _run(arguments, 1, 2)
+    finally:
+        os._exit(code)
+
+
 def _run(arguments: tuple[str, ...], out: int, err: int) -> None:
     from tunewell.cli import main as frame
 

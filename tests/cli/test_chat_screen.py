@@ -14,15 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from forked import run_and_exit
 from parrots import write_parrot
 from tunewell.cli import main as frame
-from tunewell.cli.screens.chat import COMMANDS, harmless, how_it_went, obey, split_command
+from tunewell.cli.screens.chat import COMMANDS, answer_statistics, escape_controls, run_command, split_command
 from tunewell.core.errors import UserError
 
-ENTRY = (
-    "from tunewell.cli import main as frame;"
-    "frame.COMMANDS = tuple(dict([*frame.COMMANDS, ('chat', 'tunewell.cli.commands.chat')]).items()); frame.run()"
-)
 PATIENCE_SECONDS = 120
 
 
@@ -33,10 +30,10 @@ class Terminal:
         self.raw = self.shown = ""
         self._read = 0
         self.pid, self._file = pty.fork()
-        if self.pid == 0:
+        if self.pid == 0:  # a fork, not a new interpreter: importing torch takes seconds
             os.chdir(cwd)
-            own = {"TERM": "xterm", "COLUMNS": str(columns), "LINES": "30", "NO_COLOR": "1", "CI": "1"}
-            os.execve(sys.executable, [sys.executable, "-c", ENTRY, "chat", *arguments], os.environ | own)
+            os.environ.update({"TERM": "xterm", "COLUMNS": str(columns), "LINES": "30", "NO_COLOR": "1", "CI": "1"})
+            run_and_exit(("chat", *arguments))
 
     def wait_for(self, text: str) -> str:
         """Wait until a text appears behind what was waited for before; give all between the two."""
@@ -109,7 +106,7 @@ def test_a_conversation_in_a_terminal(parrots):
     screen = Terminal("kind", "--system", "Be kind.", cwd=parrots)
     opening = screen.wait_for("> ")
     assert "kind\n" in opening and "template: the model's own; greedy, at most 512 tokens" in opening
-    assert "/help" in opening and "Ctrl-D leaves" in opening
+    assert "/help" in opening and "Ctrl-D quits" in opening
     screen.type("hello\n")
     assert re.search(r"hello\nYes, ok\.\n\d+ tokens, [\d,.]+ tokens/s\n> ", screen.wait_for("tokens/s\n> "))
     screen.type("/rest\n")
@@ -120,15 +117,15 @@ def test_a_conversation_in_a_terminal(parrots):
     screen.type("/save kept.jsonl\n")
     assert "saved 1 answer to `kept.jsonl`" in screen.wait_for("\n> ")
     screen.type("/undo\n")
-    assert "nothing is left" in screen.wait_for("\n> ")
+    assert "the conversation is empty" in screen.wait_for("\n> ")
     screen.type("/temperature warm\n")
     assert "takes a number" in screen.wait_for("\n> ")
     screen.type("/length 3\n")
-    assert "at most 3 tokens an answer" in screen.wait_for("\n> ")
+    assert "at most 3 tokens per answer" in screen.wait_for("\n> ")
     screen.type("one \\\n")
     screen.wait_for("\n. ")
     screen.type("two\n")
-    assert "it was cut at the length asked for" in screen.wait_for("\n> ")
+    assert "cut at the maximum length" in screen.wait_for("\n> ")
     screen.type("\x1b[200~pasted one\npasted two\x1b[201~")
     screen.wait_for("pasted two")
     screen.type("\n")
@@ -152,7 +149,7 @@ def test_ctrl_c_stops_the_answer_and_then_the_program(parrots):
     os.kill(screen.pid, signal.SIGINT)
     assert "stopped" in screen.wait_for("\n> ")
     screen.type("/undo\n")
-    assert "nothing is left" in screen.wait_for("\n> ")
+    assert "the conversation is empty" in screen.wait_for("\n> ")
     assert screen.leave("\x03") == 0
     assert "Traceback" not in screen.shown
 
@@ -160,7 +157,7 @@ def test_ctrl_c_stops_the_answer_and_then_the_program(parrots):
 def test_the_base_answers_beside_it_and_what_it_says_does_not_drive_the_terminal(parrots):
     """An answer that clears the screen, renames the window or types for the person is shown, not obeyed."""
     screen = Terminal("kind", "--base", "rude", "--with-base", cwd=parrots, columns=110)
-    assert "made from rude, which answers beside it" in screen.wait_for("> ")
+    assert "trained from rude, which also answers" in screen.wait_for("> ")
     screen.type("hello\n")
     screen.wait_for("tokens/s; base 7 tokens\n")
     screen.type("/quit\n")
@@ -204,8 +201,8 @@ def test_mistakes_are_said_in_words(chat):
 
 def test_control_characters_are_spelled_out():
     for letter in [chr(code) for code in [*range(32), *range(0x7F, 0xA0), 0x202E]]:
-        assert (letter in harmless(f"a{letter}b")) == (letter in "\n\t")
-    assert harmless("\x1b]0;title\x07é 漢 🙂") == "\\x1b]0;title\\x07é 漢 🙂"
+        assert (letter in escape_controls(f"a{letter}b")) == (letter in "\n\t")
+    assert escape_controls("\x1b]0;title\x07é 漢 🙂") == "\\x1b]0;title\\x07é 漢 🙂"
 
 
 @pytest.mark.parametrize(
@@ -226,16 +223,16 @@ def test_a_command_is_told_from_a_message(line, expected):
 
 def test_an_unknown_command_names_the_nearest():
     with pytest.raises(UserError) as caught:
-        obey(None, "/temprature", "1")  # type: ignore[arg-type]
+        run_command(None, "/temprature", "1")  # type: ignore[arg-type]
     assert caught.value.fix == "did you mean `/temperature`?"
     with pytest.raises(UserError) as caught:
-        obey(None, "/zzz", "")  # type: ignore[arg-type]
+        run_command(None, "/zzz", "")  # type: ignore[arg-type]
     assert "/help" in str(caught.value.fix)
 
 
 def test_the_line_below_an_answer_says_what_matters():
     from tunewell.inference.chat import Answer
 
-    assert how_it_went(Answer("yes", "end", 1, 5, 0, 0.5)) == "1 token, 2.0 tokens/s"
-    assert "said nothing" in how_it_went(Answer("", "end", 0, 5, 0, 0.5))
-    assert "context ends" in how_it_went(Answer("x", "context", 4, 5, 0, 0.5))
+    assert answer_statistics(Answer("yes", "end", 1, 5, 0, 0.5)) == "1 token, 2.0 tokens/s"
+    assert "the answer is empty" in answer_statistics(Answer("", "end", 0, 5, 0, 0.5))
+    assert "end of the model's context" in answer_statistics(Answer("x", "context", 4, 5, 0, 0.5))

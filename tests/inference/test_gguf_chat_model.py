@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from parrots import write_parrot, write_random
 from tunewell.cli.main import main
-from tunewell.cli.screens.chat import introduce
+from tunewell.cli.screens.chat import print_header
 from tunewell.core.errors import UserError
 from tunewell.data.text_pipeline import TextPipeline
 from tunewell.export.gguf.write import write_gguf
@@ -195,8 +195,8 @@ def test_a_damaged_file_is_refused_in_words(file: Path, tmp_path: Path) -> None:
 
 
 def test_the_screen_says_what_computes(voice: ChatModel, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    introduce(Chat(voice), with_base=False)
-    assert "fp32 on cpu, computed by llama.cpp" in " ".join(capsys.readouterr().err.split())
+    print_header(Chat(voice), with_base=False)
+    assert "fp32 on cpu, runs with llama.cpp" in " ".join(capsys.readouterr().err.split())
     assert main(["chat", str(file), "--prompt", "hi", "--length", "4", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["computed_by"].startswith("llama.cpp") and told["tokens"] <= 4

@@ -1,7 +1,6 @@
-"""What a person sees of `tunewell chat`: answers on stdout as they come, everything else on stderr."""
+"""The interactive chat of `tunewell chat`: slash commands, streamed answers on stdout, everything else on stderr."""
 
 import difflib
-import os
 import re
 import signal
 import sys
@@ -11,54 +10,54 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunewell.cli.render import console, emit_error, err_console, folded_table, one_line, width
+from tunewell.cli.render import console, emit_error, err_console, folded_table, is_interactive, one_line, width
 from tunewell.cli.screens.numbers import format_speed
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
 
-# What can be said to `tunewell chat` itself: lines that begin with a slash.
-
 if TYPE_CHECKING:
-    from tunewell.inference.chat import Chat
+    from rich.table import Table
+
+    from tunewell.inference.chat import Answer, Chat
 
 COMMANDS = {
-    "/reset": ("", "begin anew; the system prompt stays"),
-    "/undo": ("", "take back the last question and its answer"),
-    "/save": ("[FILE]", "append the conversation to a file that `tunewell prepare` reads; `chat.jsonl` if not named"),
-    "/system": ("[TEXT]", "set the system prompt; without a text, take it away"),
-    "/temperature": ("X", "0 takes the likeliest word, 1 draws as learned"),
-    "/length": ("N", "tokens of an answer at most"),
-    "/seed": ("N", "start of the random choices, where the temperature is above 0"),
-    "/help": ("", "show this"),
-    "/quit": ("", "leave; so do Ctrl-D, and Ctrl-C where nothing is being said"),
+    "/reset": ("", "start a new conversation with the same system prompt"),
+    "/undo": ("", "remove the last question and its answer"),
+    "/save": ("[FILE]", "append the conversation to a file of training rows; default: `chat.jsonl`"),
+    "/system": ("[TEXT]", "set the system prompt; without a text, remove it"),
+    "/temperature": ("X", "0 is greedy; 1 samples with the model's own probabilities"),
+    "/length": ("N", "maximum tokens of an answer"),
+    "/seed": ("N", "random seed, for temperatures above 0"),
+    "/help": ("", "show this list"),
+    "/quit": ("", "quit, like Ctrl-D; Ctrl-C stops an answer first"),
 }
-"""Every command, what it takes, and what it does."""
+"""Each command, its argument and its meaning."""
 
 _COMMAND = re.compile(r"(/[A-Za-z]+)(?:\s+(.*))?", re.DOTALL)
 
 
 def split_command(line: str) -> tuple[str, str] | None:
-    """Tell a command from a message, and its name from the rest; `/etc/hosts` and `//` are no commands."""
+    """Return a command's name and argument; None for a message such as `/etc/hosts` or `//`."""
     found = _COMMAND.fullmatch(line.strip())
     return (found[1].lower(), (found[2] or "").strip()) if found else None
 
 
-def obey(chat: "Chat", name: str, rest: str) -> str:
-    """Do what a command says, and say what was done; raise UserError where that cannot be."""
+def run_command(chat: "Chat", name: str, rest: str) -> str:
+    """Run a command and return its message; raise UserError if it is unknown or invalid."""
     match name:
         case "/reset":
             chat.reset()
-            return "a new conversation"
+            return "new conversation"
         case "/undo":
             if not chat.undo():
-                raise UserError("nothing was said yet")
-            return f"took the last answer back; {_said(chat)}"
+                raise UserError("there is no answer to undo")
+            return f"removed the last answer; {_remaining(chat)}"
         case "/save":
             path = Path(rest or "chat.jsonl").expanduser()
             return f"saved {count(chat.save(path), 'answer')} to `{path}`"
         case "/system":
             chat.set_system(rest)
-            return "the system prompt is set from the next answer on" if rest else "no system prompt"
+            return "system prompt set" if rest else "system prompt removed"
         case "/temperature":
             chat.set_options(temperature=_number(name, rest, float))
             return options_text(chat)
@@ -70,80 +69,74 @@ def obey(chat: "Chat", name: str, rest: str) -> str:
             return options_text(chat)
         case "/help":
             rows = [(f"{command} {takes}".rstrip(), meaning) for command, (takes, meaning) in COMMANDS.items()]
-            return folded_table([*rows, ("a line that ends with \\", "goes on in the next")])
+            return folded_table([*rows, ("a line that ends with \\", "continues on the next line")])
     close = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
     raise UserError(
-        f"there is no command `{name}`", fix=f"did you mean `{close[0]}`?" if close else "`/help` lists them"
+        f"there is no command `{name}`", fix=f"did you mean `{close[0]}`?" if close else "`/help` lists the commands"
     )
 
 
 def options_text(chat: "Chat") -> str:
-    """Say how answers are given."""
+    """Describe the sampling settings."""
     options = chat.options
-    drawn = f"temperature {options.temperature:g}, seed {options.seed}" if options.temperature else "greedy"
-    return f"{drawn}, at most {count(options.length, 'token')} an answer"
+    sampling = f"temperature {options.temperature:g}, seed {options.seed}" if options.temperature else "greedy"
+    return f"{sampling}, at most {count(options.length, 'token')} per answer"
 
 
-def _said(chat: "Chat") -> str:
-    return f"{count(len(chat.messages) // 2, 'answer')} left" if chat.messages else "nothing is left"
+def _remaining(chat: "Chat") -> str:
+    return f"{count(len(chat.messages) // 2, 'answer')} left" if chat.messages else "the conversation is empty"
 
 
 def _number(name: str, text: str, kind: type[int] | type[float]) -> Any:
     try:
         return kind(text)
     except ValueError:
-        takes = "a number" if kind is float else "a whole number"
-        raise UserError(f"`{name}` takes {takes}, like `{name} {'0.7' if kind is float else '256'}`") from None
+        expected = "a number" if kind is float else "a whole number"
+        raise UserError(f"`{name}` takes {expected}, such as `{name} {'0.7' if kind is float else '256'}`") from None
 
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from tunewell.inference.chat import Answer, Chat
 
 _SIDE_BY_SIDE_WIDTH = 100
 _PROMPT, _CONTINUED = "> ", ". "
-_KEPT = frozenset("\n\t")
-# Marks that turn the direction of text; with them a line can be made to read as what it is not.
-_TURNING = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+_ALLOWED_CONTROLS = frozenset("\n\t")
+# Marks that change the direction of text; they can make a line read as something else.
+_BIDI_MARKS = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
-def harmless(text: str) -> str:
-    """Spell out what would drive a terminal: `\\x1b` for an escape; line ends and tabs stay."""
+def escape_controls(text: str) -> str:
+    """Escape control characters for a terminal, such as `\\x1b`; line breaks and tabs stay."""
     return "".join(
         repr(letter)[1:-1]
-        if letter in _TURNING or (unicodedata.category(letter) == "Cc" and letter not in _KEPT)
+        if letter in _BIDI_MARKS or (unicodedata.category(letter) == "Cc" and letter not in _ALLOWED_CONTROLS)
         else letter
         for letter in text
     )
 
 
-def tell(text: str) -> None:
-    """Write a line beside the conversation: dim, on stderr."""
+def print_aside(text: str) -> None:
+    """Print a dim line on stderr, outside the conversation."""
     sys.stdout.flush()
     err_console().print(text, style="dim")
 
 
-def introduce(chat: "Chat", *, with_base: bool) -> None:
-    """Say who is spoken to, and how."""
-    voice = chat.model
-    subject = voice.ref
-    because = f", {subject.because}" if subject.because else ""
-    template = f"template: {voice.masker.template.name}" if voice.masker else "no chat template: text is continued"
-    by = f", computed by {one_line(voice.computed_by)}" if voice.computed_by else ""
-    lines = [f"{one_line(subject.name)}{because}"]
-    if subject.base is not None:
-        lines.append(f"made from {one_line(subject.base)}" + (", which answers beside it" if with_base else ""))
-    lines.append(f"{template}; {options_text(chat)}; {voice.precision} on {voice.device.name}{by}")
-    lines += [f"note: {one_line(note)}" for note in voice.notes]
-    tell("\n".join([*lines, "/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves"]))
+def print_header(chat: "Chat", *, with_base: bool) -> None:
+    """Print the model, its base, its template and its settings."""
+    model, ref = chat.model, chat.model.ref
+    reason = f", {ref.because}" if ref.because else ""
+    template = f"template: {model.masker.template.name}" if model.masker else "no chat template: it continues your text"
+    runtime = f", runs with {one_line(model.computed_by)}" if model.computed_by else ""
+    lines = [f"{one_line(ref.name)}{reason}"]
+    if ref.base is not None:
+        lines.append(f"trained from {one_line(ref.base)}" + (", which also answers" if with_base else ""))
+    lines.append(f"{template}; {options_text(chat)}; {model.precision} on {model.device.name}{runtime}")
+    lines += [f"note: {one_line(note)}" for note in model.notes]
+    print_aside("\n".join([*lines, "/help lists the commands, Ctrl-C stops an answer, Ctrl-D quits"]))
 
 
 def converse(chat: "Chat", *, with_base: bool) -> None:
-    """Talk with a person at a terminal until they leave."""
-    introduce(chat, with_base=with_base)
-    _edit_lines()
-    # Whoever started this may have had Ctrl-C ignored, as shells do for what runs in the background.
+    """Run a conversation in a terminal until the user quits."""
+    print_header(chat, with_base=with_base)
+    _enable_line_editing()
+    # A parent process may have ignored Ctrl-C, as shells do for background jobs.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     while (text := _read_message()) is not None:
         command = split_command(text)
@@ -151,7 +144,7 @@ def converse(chat: "Chat", *, with_base: bool) -> None:
             return
         try:
             if command is not None:
-                tell(obey(chat, *command))
+                print_aside(run_command(chat, *command))
             elif text.strip():
                 answer_on_screen(chat, text.removeprefix("/") if text.startswith("//") else text, with_base=with_base)
         except UserError as error:
@@ -160,42 +153,42 @@ def converse(chat: "Chat", *, with_base: bool) -> None:
 
 
 def answer_on_screen(chat: "Chat", text: str, *, with_base: bool) -> None:
-    """Show one answer, or two beside each other, and in a dim line how it went; Ctrl-C stops it."""
+    """Show an answer, alone or side by side with the base model's, and its statistics; Ctrl-C stops it."""
     parts = chat.reply(text)
     report_dropped(chat)
     with _stopping():
         write_answers(chat, parts, with_base=with_base)
-    tell(how_it_went(chat.answer, chat.base_answer))
+    print_aside(answer_statistics(chat.answer, chat.base_answer))
 
 
 def report_dropped(chat: "Chat") -> None:
-    """Say what of the conversation the model no longer sees, if there is such."""
+    """Print how many old messages no longer fit into the context, if any."""
     if number := chat.answer.num_dropped:
-        tell(
-            f"the conversation has outgrown the model's context of {count(chat.context, 'token')}: "
-            f"it no longer sees the first {count(number)} messages"
+        print_aside(
+            f"the conversation is longer than the model's context of {count(chat.context, 'token')}: "
+            f"the first {count(number)} messages are left out"
         )
 
 
 def write_answers(chat: "Chat", parts: Iterator[str], *, with_base: bool) -> None:
-    """Write an answer, alone or beside the base's: in two columns where they fit, else one after the other."""
+    """Write an answer, alone or with the base model's: in two columns if they fit, else one after the other."""
     if with_base and width() >= _SIDE_BY_SIDE_WIDTH and sys.stdout.isatty():
         _side_by_side(chat, parts)
     elif with_base:
-        for label, said in _both(chat, parts):
+        for label, text in _both(chat, parts):
             sys.stdout.write(f"{label}:\n")
-            write_answer(said)
+            write_answer(text)
     else:
         write_answer(parts)
 
 
 def write_answer(parts: Iterator[str]) -> None:
-    """Write an answer to stdout as it comes, on lines of its own; into a file or a pipe exactly as it is."""
+    """Write an answer to stdout as it is generated; escape control characters only in a terminal."""
     is_screen = sys.stdout.isatty()
     last = ""
     try:
         for part in parts:
-            sys.stdout.write(harmless(part) if is_screen else part)
+            sys.stdout.write(escape_controls(part) if is_screen else part)
             sys.stdout.flush()
             last = part
     finally:
@@ -205,13 +198,13 @@ def write_answer(parts: Iterator[str]) -> None:
         sys.stdout.flush()
 
 
-def how_it_went(answer: "Answer", base: "Answer | None" = None) -> str:
-    """Say how many tokens an answer has, how fast they came, and why it ended where that was not by itself."""
+def answer_statistics(answer: "Answer", base: "Answer | None" = None) -> str:
+    """Return the tokens and the speed of an answer, and why it ended early."""
     reasons = {
-        "length": "; it was cut at the length asked for, `/length` sets another",
-        "context": "; it was cut where the model's context ends, `/reset` begins anew",
+        "length": "; cut at the maximum length, change it with `/length`",
+        "context": "; cut at the end of the model's context, `/reset` starts a new conversation",
         "stopped": "; stopped",
-        "end": "" if answer.text.strip() else "; the model said nothing",
+        "end": "" if answer.text.strip() else "; the answer is empty",
     }
     cut = ", cut" if base and base.ended in ("length", "context") else ""
     beside = f"; base {count(base.num_tokens, 'token')}{cut}" if base else ""
@@ -220,7 +213,7 @@ def how_it_went(answer: "Answer", base: "Answer | None" = None) -> str:
 
 
 def _side_by_side(chat: "Chat", parts: Iterator[str]) -> None:
-    """Let both columns grow, as much of them as the screen holds; then write them whole."""
+    """Show both columns while they grow, cropped to the screen; then print them in full."""
     from rich.console import Console
     from rich.live import Live
 
@@ -228,13 +221,13 @@ def _side_by_side(chat: "Chat", parts: Iterator[str]) -> None:
     answers = {_label(chat): "", "base": ""}
     try:
         with Live(console=out, transient=True, auto_refresh=False, vertical_overflow="crop") as live:
-            for label, said in _both(chat, parts):
+            for label, text in _both(chat, parts):
                 try:
-                    for part in said:
+                    for part in text:
                         answers[label] += part
                         live.update(_Tail(_columns(answers)), refresh=True)
                 finally:
-                    _close(said)
+                    _close(text)
     finally:
         out.print(_columns(answers), soft_wrap=False)
 
@@ -245,7 +238,7 @@ def _both(chat: "Chat", parts: Iterator[str]) -> Iterator[tuple[str, Iterator[st
 
 
 def _close(parts: Any) -> None:
-    """End an answer now, not when somebody tidies up: a base answers with the adapter switched off until then."""
+    """Close the generator now, not at garbage collection: until then the base model runs with the adapter off."""
     parts.close()
 
 
@@ -256,12 +249,12 @@ def _columns(answers: dict[str, str]) -> "Table":
     grid = Table(box=None, padding=(0, 3, 0, 0), expand=True, show_edge=False, header_style="dim")
     for label in answers:
         grid.add_column(label, ratio=1)
-    grid.add_row(*(Text(harmless(text)) for text in answers.values()))
+    grid.add_row(*(Text(escape_controls(text)) for text in answers.values()))
     return grid
 
 
 class _Tail:
-    """The last lines of a table, as many as the screen has room for."""
+    """A renderable that shows the last lines of a table that fit on the screen."""
 
     def __init__(self, table: "Table") -> None:
         self._table = table
@@ -280,7 +273,7 @@ def _label(chat: "Chat") -> str:
 
 @contextmanager
 def _stopping() -> Iterator[None]:
-    """Let Ctrl-C end what is under way and no more, whatever it did before; what came of an answer is kept."""
+    """Let Ctrl-C stop the current answer only; the text so far is kept."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -290,13 +283,13 @@ def _stopping() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _edit_lines() -> None:
-    """Use the arrow keys, a history and Tab for commands where the system's line editor is there."""
+def _enable_line_editing() -> None:
+    """Enable arrow keys, history and Tab completion of commands if readline is available."""
     try:
         import readline
     except ImportError:
         return
-    # A paste of several lines is one message, sent with Enter.
+    # A paste of several lines becomes one message, sent with Enter.
     readline.parse_and_bind("set enable-bracketed-paste on")
     readline.parse_and_bind("tab: complete")
     readline.set_completer_delims(" ")
@@ -304,7 +297,7 @@ def _edit_lines() -> None:
 
 
 def _read_message() -> str | None:
-    """Read one message, over several lines where they end with a backslash; None where the person leaves."""
+    """Read one message, over several lines if they end with a backslash; return None if the user quits."""
     lines: list[str] = []
     while True:
         try:
@@ -321,7 +314,7 @@ def _read_line(prompt: str) -> str:
     sys.stderr.flush()
     if sys.stdout.isatty():
         return input(prompt)
-    # The answers go to a file: what is shown to the person must not.
+    # stdout is a file: the prompt must not go there.
     sys.stderr.write(prompt)
     sys.stderr.flush()
     line = sys.stdin.readline()
@@ -332,8 +325,8 @@ def _read_line(prompt: str) -> str:
 
 @contextmanager
 def loading(what: str) -> Iterator[None]:
-    """Say on a terminal that something is being loaded, for as long as it is."""
-    if not sys.stderr.isatty() or os.environ.get("CI") or os.environ.get("TERM") == "dumb":
+    """Show a status line in a terminal while something is loading."""
+    if not is_interactive():
         yield
         return
     with err_console().status(what, spinner="line"):
