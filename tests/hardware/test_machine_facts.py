@@ -12,9 +12,9 @@ from tunewell.hardware import facts
 from tunewell.hardware.facts import (
     cpu_facts,
     has_real_bf16,
+    library_versions,
     peak_memory_bytes,
     physical_cores,
-    read_machine,
     usable_cores,
 )
 
@@ -26,13 +26,12 @@ SAPPHIRE_RAPIDS = "processor\t: 0\nflags\t\t: fpu avx2 avx512f amx_bf16 amx_tile
 
 def test_the_machine_is_the_one_psutil_sees():
     """Guards the figures a plan is made from."""
-    machine = read_machine()
-    assert machine.num_cores <= psutil.cpu_count()
-    assert machine.ram_bytes is not None and machine.ram_bytes <= psutil.virtual_memory().total
-    assert machine.free_ram_bytes is not None and 0 < machine.free_ram_bytes <= machine.ram_bytes
-    assert machine.libraries["torch"] == torch.__version__
-    assert machine.python == ".".join(map(str, sys.version_info[:3]))
-    assert len(machine.cpu) > 2
+    device = cpu_facts()
+    assert usable_cores() <= psutil.cpu_count()
+    assert device.memory_bytes is not None and device.memory_bytes <= psutil.virtual_memory().total
+    assert device.free_bytes is not None and 0 < device.free_bytes <= device.memory_bytes
+    assert library_versions()["torch"] == torch.__version__
+    assert len(device.label) > 2
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_a_name_that_is_no_device_is_told_from_one_that_is_missing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="`gpu` is not a device"):
         probe_device("gpu")
-    with pytest.raises(UserError, match="no device `cuda:1` here"):
+    with pytest.raises(UserError, match="no device `cuda:1`"):
         probe_device("cuda:1")
 
 

@@ -85,4 +85,4 @@ def test_many_cores_have_few_candidates(cores, physical, candidates):
 
 def test_one_core_needs_no_measuring():
     """Guards the smallest machines."""
-    assert measure_threads(SMALL, candidates=[1]).because == "1 core can be used"
+    assert measure_threads(SMALL, candidates=[1]).because == "1 core available"

@@ -1,4 +1,4 @@
-"""Which device a run computes on, as torch sees it."""
+"""Find the device to compute on (CPU, CUDA, MPS) and its memory in use, as torch sees them."""
 
 import re
 
@@ -10,23 +10,25 @@ from tunewell.hardware.facts import DeviceFacts, cpu_facts, peak_memory_bytes
 _AMPERE = (8, 0)
 
 
-def probe_device(wanted: str) -> DeviceFacts:
-    """Describe the device `wanted` names; `auto` is CUDA where there is one, then MPS, then the CPU.
+def probe_device(name: str) -> DeviceFacts:
+    """Return the facts of a device; `auto` is CUDA if there is one, then MPS, then the CPU.
 
-    `cuda` without a number is the GPU torch is set to, the first unless a launcher has chosen another. Raises
-    UserError, naming what is there, when it is no device or not one of this machine's.
+    `cuda` without a number is torch's current GPU: the first, unless a launcher chose another. Raises UserError with
+    the available devices if this machine has no such device.
     """
-    there = _devices_there()
-    name = there[0].partition(":")[0] if wanted == "auto" else wanted
-    if name == "cuda" and "cuda:0" in there:
+    available = _available_devices()
+    asked = name
+    if name == "auto":
+        name = available[0].partition(":")[0]
+    if name == "cuda" and "cuda:0" in available:
         name = f"cuda:{torch.cuda.current_device()}"
-    if name not in there:
-        is_known = re.fullmatch(r"cpu|mps|cuda(:\d+)?", wanted)
-        what = f"there is no device `{wanted}` here" if is_known else f"`{wanted}` is not a device"
+    if name not in available:
+        is_known = re.fullmatch(r"cpu|mps|cuda(:\d+)?", asked)
+        what = f"this machine has no device `{asked}`" if is_known else f"`{asked}` is not a device"
         raise UserError(
             what,
-            where=f"torch {torch.__version__} finds: {', '.join(there)}",
-            fix=f"set `device` to {' or '.join(f'`{known}`' for known in ['auto', *there])}",
+            where=f"torch {torch.__version__} finds: {', '.join(available)}",
+            fix=f"set `device` to {' or '.join(f'`{known}`' for known in ['auto', *available])}",
         )
     if name == "cpu":
         return cpu_facts()
@@ -34,19 +36,19 @@ def probe_device(wanted: str) -> DeviceFacts:
 
 
 def memory_in_use(device: str | torch.device) -> int | None:
-    """Give the peak bytes of a device's memory in this process so far; None where it cannot be known.
+    """Return the peak bytes of device memory used by this process so far; None if unknown.
 
     On the CPU it is the peak of the whole process, on MPS what the driver holds now.
     """
     kind = torch.device(device).type
     if kind == "cuda":
-        # What is reserved, not what is allocated: the latter forgets what CUDA graphs keep between two steps.
+        # Reserved, not allocated: the latter omits what CUDA graphs keep between two steps.
         return torch.cuda.max_memory_reserved(device)
     return torch.mps.driver_allocated_memory() if kind == "mps" else peak_memory_bytes()
 
 
-def _devices_there() -> list[str]:
-    """List the names of this machine's devices, the best first."""
+def _available_devices() -> list[str]:
+    """Return the names of this machine's devices, the best first."""
     cuda = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     return [*cuda, *(["mps"] if torch.backends.mps.is_available() else []), "cpu"]
 
@@ -54,7 +56,7 @@ def _devices_there() -> list[str]:
 def _cuda_facts(name: str) -> DeviceFacts:
     capability = torch.cuda.get_device_capability(name)
     free, total = torch.cuda.mem_get_info(name)
-    # ROCm answers to the name of CUDA, but its numbers mean other generations and the varlen kernel is untried there.
+    # ROCm also calls itself CUDA, but its capability numbers differ and the varlen kernel is untested there.
     is_amd = torch.version.hip is not None
     return DeviceFacts(
         kind="cuda",
@@ -71,5 +73,5 @@ def _cuda_facts(name: str) -> DeviceFacts:
 def _mps_facts() -> DeviceFacts:
     total = torch.mps.recommended_max_memory()
     free = max(0, total - torch.mps.driver_allocated_memory())
-    # fp32 until bf16 has been compared with it on such a machine.
+    # fp32 until bf16 was compared with it on such a machine.
     return DeviceFacts("mps", "mps", "Apple GPU", total, free, has_bf16=False, has_flash=False)

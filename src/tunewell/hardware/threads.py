@@ -1,4 +1,4 @@
-"""How many CPU threads are fastest here and now: measured, since on a busy machine more can be slower."""
+"""Measure how many CPU threads are fastest now: on a busy machine more threads can be slower."""
 
 import statistics
 import time
@@ -15,7 +15,7 @@ from tunewell.records.plan import Chosen
 Shape = tuple[int, int, int]
 _ROUNDS = 5
 _PASS_FLOPS = 1e9
-"""Work of one pass over the shapes: some 10 ms on two cores, so that a window holds several."""
+"""Work of one pass over the shapes: about 10 ms on two cores, so that a window holds several."""
 _MIN_ROWS = 32
 _NEAR_ENOUGH = 0.95
 _SECONDS = 1.0
@@ -35,10 +35,10 @@ class _Product(NamedTuple):
 def measure_threads(
     shapes: Sequence[Shape], *, candidates: Sequence[int] | None = None, seconds: float = _SECONDS
 ) -> Chosen[int]:
-    """Multiply fp32 matrices of these shapes (rows, inner, columns) with each number of threads and choose the fastest.
+    """Multiply fp32 matrices of these shapes (rows, inner, columns) with each number of threads; return the fastest.
 
-    Fewer threads are preferred where they are within 5%. It takes about `seconds`; one pass with each number is made
-    however long that takes. torch's own number of threads is left as it was: the caller sets it.
+    Fewer threads are preferred if they are within 5%. It takes about `seconds`, and at least one pass with each number.
+    torch's own number of threads is restored: the caller sets it.
     """
     counts = sorted(set(candidates or thread_candidates(usable_cores(), physical_cores())))
     if len(counts) == 1:
@@ -65,7 +65,7 @@ def torch_threads(num_threads: int | None) -> Iterator[None]:
 
 
 def thread_candidates(num_cores: int, num_physical: int | None) -> list[int]:
-    """List the numbers of threads worth measuring: all up to four, then one, half, one a physical core, and all."""
+    """Return the numbers of threads to measure: all up to four cores; above, one, half, physical cores and all."""
     if num_cores <= 4:
         return list(range(1, num_cores + 1))
     physical = min(num_physical or num_cores, num_cores)
@@ -73,7 +73,7 @@ def thread_candidates(num_cores: int, num_physical: int | None) -> list[int]:
 
 
 def _products(shapes: Sequence[Shape]) -> list[_Product]:
-    """Make the matrices, with rows cut down evenly so that a pass over all shapes is short."""
+    """Return the matrices, with fewer rows so that a pass over all shapes is short."""
     distinct = list(dict.fromkeys(shapes))
     work = sum(2.0 * rows * inner * columns for rows, inner, columns in distinct)
     share = min(1.0, _PASS_FLOPS / work)
@@ -85,7 +85,7 @@ def _products(shapes: Sequence[Shape]) -> list[_Product]:
 
 
 def _rates(products: list[_Product], counts: Sequence[int], seconds: float) -> dict[int, float]:
-    """Measure FLOP/s by number of threads: windows in turn, so that what else the machine does hits all alike."""
+    """Return FLOP/s by number of threads, measured in turns, so that other load affects all alike."""
     window = seconds / (len(counts) * _ROUNDS)
     deadline = time.perf_counter() + seconds
     rates: dict[int, list[float]] = {threads: [] for threads in counts}
