@@ -1,5 +1,5 @@
 """Hardware: what this machine and its devices are, and how many CPU threads are fastest on it.
 
 Start with `facts.py` (read without torch) and `probe.py` (devices as torch sees them); `threads.py` measures.
-Nothing in `allocator.py` runs unless the command line asks for it. The package knows nothing about models, data or runs.
+`allocator.py` runs only if the command line asks for it. The package knows nothing about models, data or runs.
 """
