@@ -91,7 +91,7 @@ def test_broken_text_is_found_wherever_it_stands(bad, place):
 def test_broken_text_says_what_and_where():
     """A byte that is no UTF-8 is mended by naming the encoding, half a character by its writer."""
     assert detail(asked("caf\udce9")) == "a byte that is not UTF-8 at position 3"
-    assert detail(asked("\ud800")) == "half a character (lone surrogate) at position 0"
+    assert detail(asked("\ud800")) == "a lone surrogate at position 0"
     assert detail(asked("a\0")) == "a NUL character at position 1"
 
 

@@ -221,7 +221,7 @@ def test_columns_can_be_mapped():
     assert convert(row, columns=columns).messages == [user("q"), assistant("a")]
     assert convert({"Frage": "q", "answer": "a"}, columns={"question": "Frage"}).messages == [user("q"), assistant("a")]
     assert convert({"chat": [user("q"), assistant("a")]}, columns={"messages": "chat"}).messages[0] == user("q")
-    assert "no column 'Antwort'" in refusal({"Frage": "q"}, columns=columns)
+    assert "column 'Antwort' is missing" in refusal({"Frage": "q"}, columns=columns)
 
 
 def test_columns_may_be_swapped():
@@ -232,7 +232,7 @@ def test_columns_may_be_swapped():
 
 def test_a_mapping_the_wrong_way_round_is_refused_at_once():
     """`Frage: question` would drop every row for a column that is not there."""
-    with pytest.raises(UserError, match="no field of ours") as caught:
+    with pytest.raises(UserError, match="is not a tunewell field") as caught:
         Converter(columns={"Frage": "question"})
     assert "question: Frage" in str(caught.value.fix)
 

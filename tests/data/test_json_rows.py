@@ -75,7 +75,7 @@ def test_a_key_that_stands_twice_is_always_refused(value, data):
     for line in (text, f"[{text}]", f'{{"in": {{"side": {text}}}}}'):
         reason, detail = refusal(line, 100)
         assert reason == "unparsable"
-        assert "stands twice" in detail
+        assert "duplicate key" in detail
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_duplicate_among_very_many_keys_is_found_in_linear_time():
     """Counting each key among all others would take hours."""
     line = "{" + ",".join(f'"{index}":0' for index in range(200_000)) + ',"199999":1}'
     started = time.perf_counter()
-    assert "'199999' stands twice" in refusal(line)[1]
+    assert "duplicate key '199999'" in refusal(line)[1]
     assert time.perf_counter() - started < 5
 
 

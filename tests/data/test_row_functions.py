@@ -53,14 +53,14 @@ def test_rows_are_mapped_in_batches_of_the_size_asked_for(function):
 )
 def test_a_batch_that_comes_back_with_another_count_is_an_error(body, found, function):
     """Rows would be lost, or get each other's numbers."""
-    with pytest.raises(UserError, match=f"got 4 rows and gave back {found}") as caught:
+    with pytest.raises(UserError, match=f"got 4 rows and returned {found}") as caught:
         apply(function(f"def convert(rows): return {body}", batch=4))
     assert caught.value.where == "rows.jsonl row 1 to 4"
 
 
 def test_a_function_that_empties_its_argument_is_found_out(function):
     """The count is taken before it is called."""
-    with pytest.raises(UserError, match="got 4 rows and gave back 0 rows"):
+    with pytest.raises(UserError, match="got 4 rows and returned 0 rows"):
         apply(function("def convert(rows):\n    rows.clear()\n    return rows", batch=4))
 
 
@@ -176,7 +176,7 @@ def test_a_short_batch_stops_prepare(tiny_model, tmp_path):
     (tmp_path / "rows.py").write_text(FUNCTIONS)
     write_jsonl(tmp_path / "rows.jsonl", ROWS)
     answer = run(tmp_path, tiny_model, "short", "data.sources[0].map_batch=5", code=2)
-    assert "gave back 4 rows" in answer["error"]["what"]
+    assert "returned 4 rows" in answer["error"]["what"]
     assert not (tmp_path / "corpus").exists()
 
 

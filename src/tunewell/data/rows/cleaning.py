@@ -1,7 +1,7 @@
-"""Decide which conversations may become documents, and know equal ones by a digest.
+"""Clean conversations: reject empty or invalid ones, and compute the digests by which duplicates are found.
 
-Every refusal is a `Rejected` with a reason id from the glossary. Duplicates and the held-out part are judged later,
-over all sources together, from the digests made here.
+A rejection is a `Rejected` with a reason from the glossary. Duplicates and held-out rows are decided later, over all
+sources together, from the digests.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class CleanOptions:
-    """Which checks are on, and what is done about broken text."""
+    """Which checks are on, and what to do with invalid text."""
 
     bad_text: str = "drop"
     min_reply_chars: int = 0
@@ -26,14 +26,17 @@ class CleanOptions:
 
 
 class Digests(NamedTuple):
-    """Who a conversation is equal to: `whole` to the letter, `question` by what is asked."""
+    """Digests of a conversation: `whole` of the exact content, `question` of everything before the last reply."""
 
     whole: bytes
     question: bytes
 
 
 def clean(conversation: Conversation, options: CleanOptions) -> Digests:
-    """Check a conversation, mending its text in place if the policy says so; raise Rejected if it must go."""
+    """Check a conversation and return its digests; replace invalid text in place if configured.
+
+    Raises Rejected if the row must be dropped.
+    """
     try:
         whole = digest_whole(conversation)
     except _BadText as bad:
@@ -77,7 +80,7 @@ def _check_turns(conversation: Conversation, options: CleanOptions) -> None:
     if not num_questions:
         raise Rejected("not_a_conversation", "no question")
     if messages[0]["role"] == "assistant":
-        raise Rejected("not_a_conversation", "it begins with a reply")
+        raise Rejected("not_a_conversation", "the first message is a reply")
     if reply_chars < options.min_reply_chars:
         raise Rejected("too_short", f"{reply_chars} characters of reply")
     if options.drop_urls and any(_URL.search(message["content"]) for message in messages):
@@ -89,16 +92,14 @@ class _BadText(Exception):
 
 
 def digest_whole(conversation: Conversation) -> bytes:
-    """Digest all that the model would see; equal conversations and only those have equal digests."""
+    """Return a digest of everything the model sees: equal for equal conversations only."""
     pieces: list[bytes] = []
     for text in _texts(conversation):
         try:
             data = text.encode("utf-8")
         except UnicodeEncodeError as error:
             character = text[error.start]
-            what = (
-                "a byte that is not UTF-8" if "\udc80" <= character <= "\udcff" else "half a character (lone surrogate)"
-            )
+            what = "a byte that is not UTF-8" if "\udc80" <= character <= "\udcff" else "a lone surrogate"
             raise _BadText(f"{what} at position {error.start}") from error
         pieces += (b"%d:" % len(data), data)
     whole = b"".join(pieces)
@@ -124,7 +125,7 @@ def _texts(conversation: Conversation) -> Iterator[str]:
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    """Write a value as texts, each container with its size and each leaf with its kind, so that no two look alike."""
+    """Yield a value as texts, with the size of each container and the type of each leaf, so that no two are alike."""
     waiting = [value]
     while waiting:
         node = waiting.pop()
@@ -143,7 +144,7 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def digest_question(conversation: Conversation) -> bytes:
-    """Digest what is asked: all before the last reply, ignoring case and spacing; the whole of a plain text."""
+    """Return a digest of everything before the last reply, or of a plain text, ignoring case and spacing."""
     if conversation.text is not None:
         return hashlib.blake2b(_folded(conversation.text), digest_size=DIGEST_BYTES).digest()
     messages = conversation.messages
@@ -163,23 +164,23 @@ def _folded(text: str) -> bytes:
 
 def _replace_bad_text(conversation: Conversation) -> None:
     if conversation.text is not None:
-        conversation.text = _mended(conversation.text)
+        conversation.text = _repair(conversation.text)
     for message in conversation.messages:
         for key, value in message.items():
-            message[key] = _mended_inside(value)
+            message[key] = _repair_nested(value)
     if conversation.tools:
-        conversation.tools = _mended_inside(conversation.tools)
+        conversation.tools = _repair_nested(conversation.tools)
 
 
-def _mended_inside(value: Any) -> Any:
+def _repair_nested(value: Any) -> Any:
     if isinstance(value, str):
-        return _mended(value)
+        return _repair(value)
     if isinstance(value, list):
-        return [_mended_inside(inner) for inner in value]
+        return [_repair_nested(inner) for inner in value]
     if isinstance(value, dict):
-        return {_mended_inside(key): _mended_inside(inner) for key, inner in value.items()}
+        return {_repair_nested(key): _repair_nested(inner) for key, inner in value.items()}
     return value
 
 
-def _mended(text: str) -> str:
+def _repair(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").replace("\0", "\ufffd")

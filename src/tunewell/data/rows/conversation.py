@@ -1,39 +1,26 @@
-"""The nouns of the data room: a row, a conversation, why a row was dropped."""
+"""The types of the data package: a message, a conversation, and the reason why a row is rejected."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 Message = dict[str, Any]
-"""One turn as templates see it: `role`, `content` (text) and what else the row carried (`tool_calls`, `name`, ...)."""
-
-LearnFrom = Literal["responses", "last_response", "everything"]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One record as it was read: parsed, or the reason why it could not be."""
-
-    number: int
-    """1-based: the line in a text file, the record elsewhere."""
-    value: Any = None
-    problem: tuple[str, str] | None = None
-    """(reason id, what exactly), when the record could not be read."""
+"""One turn for the template: `role`, `content` (text) and other keys of the row (`tool_calls`, `name`, ...)."""
 
 
 @dataclass(slots=True)
 class Conversation:
-    """One row, converted: turns for a template, or plain text that needs none."""
+    """One row after conversion: messages for the template, or plain text without one."""
 
     messages: list[Message] = field(default_factory=list)
     tools: list[Any] | None = None
     text: str | None = None
-    """Plain text to learn whole; `messages` is empty then."""
+    """Plain text, supervised as a whole; `messages` is empty then."""
     learn: list[bool | None] | None = None
-    """Per message, what the row itself asked for by `weight`; None where it said nothing."""
+    """For each message, whether its `weight` asks for supervision; None without a `weight`."""
 
 
 class Rejected(Exception):
-    """A row that cannot become a document: a reason id from the glossary, and the particulars."""
+    """Raised for a row that cannot become a document, with a reason from the glossary and details."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)

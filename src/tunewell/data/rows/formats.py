@@ -1,6 +1,6 @@
-"""Turn a row of any known shape into a conversation.
+"""Detect the format of a row (Alpaca, ShareGPT, messages, ...) and convert it to a conversation.
 
-The shape is told from the row's own keys, row by row, so a file that changes shape half-way is read right throughout.
+The format is detected for each row from its keys, so a file may change its format half-way.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -9,8 +9,6 @@ from typing import Any
 from tunewell.core.errors import UserError
 from tunewell.data.rows.conversation import Conversation, Message, Rejected
 from tunewell.data.rows.json_rows import parse_row
-
-# Read the turns of a row: whose they are, what they say, what is called and what is learned of them.
 
 ROLES = {
     "system": "system",
@@ -27,16 +25,17 @@ ROLES = {
     "function": "tool",
     "observation": "tool",
 }
-"""Every role name we read, and the one that templates know."""
+"""Role names in data sets, and the role that templates know."""
 
-_TEXTS_KEPT = ("name", "tool_call_id", "reasoning_content", "thinking", "reasoning")
+_KEPT_TEXT_KEYS = ("name", "tool_call_id", "reasoning_content", "thinking", "reasoning")
 _MAX_NESTING_INSIDE = 64
 
 
 def read_turns(turns: list[Any]) -> tuple[list[Message], list[bool | None]]:
-    """Make messages of turns; also say for each what its `weight` asks for. Raises Rejected for what is no turn."""
+    """Convert turns to messages, each with the supervision its `weight` asks for; raise Rejected for an invalid
+    turn."""
     read = [_message(turn) for turn in turns]
-    return [message for message, _ in read], [wanted for _, wanted in read]
+    return [message for message, _ in read], [learn for _, learn in read]
 
 
 def _message(turn: Any) -> tuple[Message, bool | None]:
@@ -51,7 +50,7 @@ def _message(turn: Any) -> tuple[Message, bool | None]:
     message: Message = {"role": role, "content": read_text(turn.get("value") if content is None else content, "a turn")}
     if len(turn) == 2 and ("content" in turn or "value" in turn):
         return message, None
-    for key in _TEXTS_KEPT:
+    for key in _KEPT_TEXT_KEYS:
         if turn.get(key) is not None:
             message[key] = read_text(turn[key], key)
     if calls := read_objects(turn.get("tool_calls"), "tool_calls"):
@@ -65,7 +64,7 @@ def _part(part: Any) -> str:
     if isinstance(part, dict) and (part.get("type") or "text") == "text" and isinstance(part.get("text"), str):
         return part["text"]
     kind = part.get("type") if isinstance(part, dict) else kind_of(part)
-    raise Rejected("not_a_conversation", f"a part of type {kind!r}; only text can be learned")
+    raise Rejected("not_a_conversation", f"a part of type {kind!r}; only text is supported")
 
 
 def _weight(turn: dict[str, Any], role: str) -> bool | None:
@@ -75,12 +74,12 @@ def _weight(turn: dict[str, Any], role: str) -> bool | None:
     if not isinstance(weight, (int, float)) or weight not in (0, 1):
         raise Rejected("not_a_conversation", f"weight {weight!r}; it must be 0 or 1")
     if weight and role != "assistant":
-        raise Rejected("not_a_conversation", f"weight 1 on a {role} turn; only replies are learned")
+        raise Rejected("not_a_conversation", f"weight 1 on a {role} turn; only replies can be supervised")
     return bool(weight) if role == "assistant" else None
 
 
 def read_objects(value: Any, name: str) -> list[Any] | None:
-    """Read a list of objects, or the JSON text of one as tables hold it; None where there is none."""
+    """Return a list of objects, also from JSON text as in table cells; None if it is missing or empty."""
     value = from_json(value)
     if value is None or value == [] or value == "":
         return None
@@ -90,7 +89,7 @@ def read_objects(value: Any, name: str) -> list[Any] | None:
 
 
 def from_json(value: Any) -> Any:
-    """Open a list that stands as JSON text, as in a cell of a table; anything else stays as it is."""
+    """Parse a list that is stored as JSON text, as in a table cell; return anything else unchanged."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     try:
@@ -101,12 +100,12 @@ def from_json(value: Any) -> Any:
 
 
 def holds_turns(value: Any) -> bool:
-    """Tell a list of turns from a list of anything else."""
+    """Return True for a list of turns."""
     return isinstance(value, list) and all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in value)
 
 
 def read_text(value: Any, name: str) -> str:
-    """Read text, typed parts of text, or nothing; raise Rejected for anything else."""
+    """Return text from a string, a list of text parts or None; raise Rejected for anything else."""
     if isinstance(value, str):
         return value
     if value is None:
@@ -117,7 +116,7 @@ def read_text(value: Any, name: str) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """Say in a person's words what a JSON value is."""
+    """Return the type of a JSON value in plain words."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
 
@@ -140,24 +139,24 @@ FORMAT_NAMES = ("alpaca", "dolly", "question_answer", "prompt_completion", "mess
 
 
 def detect(row: Mapping[str, Any]) -> str:
-    """Name the format of a row by its keys; raise Rejected when none fits."""
+    """Return the format of a row by its keys; raise Rejected if none fits."""
     return _choose(_candidates(row), row)
 
 
 def _candidates(row: Mapping[str, Any]) -> list[_Candidate]:
-    """List the formats that a row has the keys of, best first, each with those keys."""
+    """Return the formats whose keys the row has, best first, each with those keys."""
     found: list[_Candidate] = [(name, (key,)) for key, name in _LISTS.items() if key in row]
     found += [(name, keys) for name, keys in _PAIRS.items() if all(key in row for key in keys)]
     questions, answers = ([key for key in keys if key in row] for keys in (_QUESTIONS, _ANSWERS))
     if questions and answers:
         found.append(("question_answer", (*questions, *answers)))
-    if "text" in row and "role" not in row:  # with a role, it is one message of a tree
+    if "text" in row and "role" not in row:  # with a role it is one message of a conversation tree
         found.append(("text", ("text",)))
     return found
 
 
 def _choose(candidates: list[_Candidate], row: Mapping[str, Any]) -> str:
-    """Take the first format of which the row has something; tables leave the columns of other formats empty."""
+    """Return the first format with a non-empty value; tables leave the columns of other formats empty."""
     for name, keys in candidates:
         for key in keys:
             if row[key]:
@@ -169,7 +168,7 @@ def _choose(candidates: list[_Candidate], row: Mapping[str, Any]) -> str:
 
 
 class Converter:
-    """Converts the rows of one source and remembers which formats it met."""
+    """Converts the rows of one source; remembers the candidate formats for each set of keys."""
 
     def __init__(
         self, *, format_name: str = "auto", columns: Mapping[str, str] | None = None, system: str | None = None
@@ -181,12 +180,12 @@ class Converter:
         unknown = next((name for name in self._columns if name not in _KNOWN), None)
         if unknown is not None:
             raise UserError(
-                f"`columns` maps to `{unknown}`, which is no field of ours",
-                fix=f"our name stands first, yours second, like `question: Frage`; ours are {', '.join(_KNOWN)}",
+                f"`{unknown}` in `columns` is not a tunewell field",
+                fix=f"write our name first and yours second, like `question: Frage`; ours are {', '.join(_KNOWN)}",
             )
 
     def convert(self, row: Any) -> tuple[Conversation, str]:
-        """Make a conversation of a row and name its format; raise Rejected with the reason when it is none."""
+        """Return the conversation of a row and the name of its format; raise Rejected if it is not a conversation."""
         if isinstance(row, str) and self._format == "text":
             row = {"text": row}
         if isinstance(row, list) and self._format in ("auto", "messages", "sharegpt"):
@@ -204,7 +203,7 @@ class Converter:
         return conversation, name
 
     def _detected(self, row: dict[str, Any]) -> str:
-        # What the user mapped decides, whatever other columns there are.
+        # The mapped columns decide, whatever other columns there are.
         if self._columns and (mapped := _candidates(self._columns)):
             return _choose(mapped, row)
         keys = tuple(row)
@@ -219,7 +218,7 @@ class Converter:
         renamed = {key: value for key, value in row.items() if key not in taken and key not in self._columns}
         for ours, theirs in self._columns.items():
             if theirs not in row:
-                raise Rejected("not_a_conversation", f"there is no column {theirs!r}")
+                raise Rejected("not_a_conversation", f"column {theirs!r} is missing")
             renamed[ours] = row[theirs]
         return renamed
 
@@ -240,7 +239,7 @@ def _question_answer(row: dict[str, Any]) -> Conversation:
 
 
 def _asked_and_answered(row: dict[str, Any], question: str, answer: str) -> Conversation:
-    """Make one question and one reply; what the row gives to work on (`input`, `context`) stands below the question."""
+    """Return one question and one reply; `input` or `context` is appended to the question."""
     _require(row, question, answer)
     asked = read_text(row[question], question)
     for key in _EXTRAS:
@@ -251,7 +250,7 @@ def _asked_and_answered(row: dict[str, Any], question: str, answer: str) -> Conv
 
 
 def _prompt_completion(row: dict[str, Any]) -> Conversation:
-    """Read prompt and completion, as texts or as lists of messages; only the completion is learned."""
+    """Convert prompt and completion, as text or lists of messages; only the completion is supervised."""
     _require(row, "prompt", "completion")
     prompt, completion = (_turns_or_text(row[key], key) for key in ("prompt", "completion"))
     asked, _ = read_turns(prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}])
@@ -259,8 +258,8 @@ def _prompt_completion(row: dict[str, Any]) -> Conversation:
         completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
     )
     if isinstance(prompt, list) or isinstance(completion, list):
-        given: list[bool | None] = [False] * len(asked)
-        return _conversation(row, [*asked, *replied], [*given, *learn], read_objects(row.get("tools"), "tools"))
+        unsupervised: list[bool | None] = [False] * len(asked)
+        return _conversation(row, [*asked, *replied], [*unsupervised, *learn], read_objects(row.get("tools"), "tools"))
     return _conversation(row, [*asked, *replied])
 
 
@@ -286,7 +285,7 @@ def _conversation(
     learn: list[bool | None] | None = None,
     tools: list[Any] | None = None,
 ) -> Conversation:
-    """Put the row's system message before its turns, unless they have one."""
+    """Add the system message of the row, unless its turns have one."""
     if learn is not None and learn.count(None) == len(learn):
         learn = None
     key = _first(_SYSTEMS, row)
@@ -305,11 +304,11 @@ def _plain_text(row: dict[str, Any]) -> Conversation:
 def _require(row: dict[str, Any], *keys: str) -> None:
     for key in keys:
         if key not in row:
-            raise Rejected("not_a_conversation", f"there is no {key!r}")
+            raise Rejected("not_a_conversation", f"column {key!r} is missing")
 
 
 def _first(names: Iterable[str], row: Mapping[str, Any]) -> str | None:
-    """Find the first of several names that the row has; one without a value only if no other is there."""
+    """Return the first name with a value in the row, else the first without a value, else None."""
     empty = None
     for name in names:
         if name in row:

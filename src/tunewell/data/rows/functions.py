@@ -1,4 +1,4 @@
-"""Load and apply a function of the user's that maps rows before they are converted."""
+"""Load and apply the user's `map` function, which changes or drops rows before conversion."""
 
 import importlib.abc
 import importlib.util
@@ -15,7 +15,7 @@ from tunewell.core.files import sha256_text
 
 @dataclass
 class RowFunction:
-    """A function of the user's, known by the text of its file and its name."""
+    """A `map` function, identified by the hash of its file and its name."""
 
     function: Callable[[Any], Any]
     name: str
@@ -23,16 +23,16 @@ class RowFunction:
     sha256: str
 
     def apply(self, rows: list[Any], numbers: Sequence[int], source: str) -> list[Any]:
-        """Map rows one at a time or in batches; the number that comes back must be the number that went in."""
+        """Map rows one at a time or in batches; raise UserError if a batch returns another number of rows."""
         step = self.batch or 1
         mapped: list[Any] = []
         for start in range(0, len(rows), step):
             some = rows[start : start + step]
             where = f"{source} row {numbers[start]}" + (f" to {numbers[start + len(some) - 1]}" if self.batch else "")
-            num_given = len(some)
+            num_rows = len(some)
             result = self._call(some if self.batch else some[0], where)
             if self.batch:
-                self._check(result, num_given, where)
+                self._require_num_rows(result, num_rows, where)
             mapped += result if self.batch else [result]
         return mapped
 
@@ -41,35 +41,35 @@ class RowFunction:
             return self.function(argument)
         except (Exception, SystemExit) as error:
             raise UserError(
-                f"`{self.name}` failed: {_told(error)}",
+                f"`{self.name}` failed: {_describe(error)}",
                 where=where,
-                fix="mend the function; it may return None for a row to leave out",
+                fix="correct the function; to drop a row, return None",
             ) from error
 
-    def _check(self, result: Any, num_given: int, where: str) -> None:
-        if isinstance(result, list) and len(result) == num_given:
+    def _require_num_rows(self, result: Any, num_rows: int, where: str) -> None:
+        if isinstance(result, list) and len(result) == num_rows:
             return
         found = f"{len(result)} rows" if isinstance(result, list) else f"a {type(result).__name__}"
         raise UserError(
-            f"`{self.name}` got {num_given} rows and gave back {found}",
+            f"`{self.name}` got {num_rows} rows and returned {found}",
             where=where,
-            fix="return a list with one entry for each row, None for a row to leave out",
+            fix="return a list with one entry for each row, None for a row to drop",
         )
 
 
 def load_row_function(reference: str, *, batch: int | None, base: Path) -> RowFunction:
-    """Load `file.py:function`; raise UserError when it is not there or its file cannot be run."""
+    """Load `file.py:function`; raise UserError if it does not exist or its file cannot be imported."""
     file_name, _, name = reference.rpartition(":")
     path = base / Path(file_name).expanduser()
     if not file_name or not path.is_file():
-        raise UserError(f"there is no `{reference}`", fix="write it as `file.py:function`, beside the config")
+        raise UserError(f"there is no `{reference}`", fix="write it as `file.py:function`, relative to the config")
     try:
         source = path.read_bytes()
         module = _run(path, source)
     except (Exception, SystemExit) as error:
         raise UserError(
-            f"`{file_name}` cannot be loaded: {_told(error)}",
-            fix="keep what it needs in this one file, so that every change of it is noticed"
+            f"`{file_name}` cannot be loaded: {_describe(error)}",
+            fix="keep everything it needs in this one file, so that every change is detected"
             if isinstance(error, ImportError)
             else None,
         ) from error
@@ -79,12 +79,12 @@ def load_row_function(reference: str, *, batch: int | None, base: Path) -> RowFu
         raise UserError(
             f"`{file_name}` has no function `{name}`", fix=f"it has {', '.join(found)}" if found else "define it there"
         )
-    # The name counts too: two functions of one file make different rows of the same ones.
+    # The name is part of the hash: two functions of one file give different rows.
     return RowFunction(function, reference, batch, sha256_text(name, source.decode("utf-8", "replace")))
 
 
 class _FromText(importlib.abc.InspectLoader):
-    """Runs exactly the text that was hashed; Python's own loader may run an older compiled copy of the file."""
+    """Runs exactly the text that was hashed; Python's loader may run an older compiled copy of the file."""
 
     def __init__(self, path: Path, source: bytes) -> None:
         self.path = path
@@ -103,11 +103,11 @@ def _run(path: Path, source: bytes) -> ModuleType:
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     module.__file__ = str(path)
-    # A dataclass looks its own module up here.
+    # Dataclasses look up their module here.
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
-def _told(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

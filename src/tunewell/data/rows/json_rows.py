@@ -1,4 +1,4 @@
-"""Parse one row of JSON strictly: no duplicate keys, no NaN, no bottomless nesting, and every refusal says why."""
+"""Parse JSON rows strictly: duplicate keys, NaN and deep nesting are rejected with a reason."""
 
 import codecs
 import json
@@ -12,23 +12,23 @@ from tunewell.data.rows.conversation import Rejected
 
 _MAX_EXACT = float(2**64)
 _MAX_DIGITS = 4300
-"""Python's own limit, above which reading a whole number takes more than linear time."""
+"""Python's limit; beyond it parsing an integer takes more than linear time."""
 _NOT_SPACE = re.compile(r"[^ \t\r\n]|\Z")
-# A string is passed over as one, so that brackets in it do not count; one that never ends goes to the end.
+# Strings are matched as a whole, so that brackets in them do not count; an unterminated one extends to the end.
 _BRACKET = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
 
 
 def parse_row(line: bytes, *, max_nesting: int) -> Any:
     """Parse a row or raise Rejected with `unparsable`, `bad_text` or `too_large`.
 
-    orjson does nearly all rows; what it refuses, or could have changed unseen, is looked at again by the slower
-    parser of the standard library. Lone surrogates and NULs come through as such and are judged later.
+    orjson parses nearly all rows. Rows that it rejects or might change silently are parsed again by the slower parser
+    of the standard library. Lone surrogates and NULs are passed through; cleaning decides about them.
     """
     try:
         value = orjson.loads(line)
     except orjson.JSONDecodeError:
         return _parse_slowly(line, max_nesting)
-    # Every key and string has two quotes, so a key that orjson dropped as a duplicate shows in their number.
+    # orjson drops duplicate keys silently; the number of quotes shows it.
     has_duplicate = b"\\u0022" in line or orjson.dumps(value).count(b'"') != line.count(b'"')
     has_huge_number = check_nesting(value, max_nesting)
     return _parse_slowly(line, max_nesting) if has_duplicate or has_huge_number else value
@@ -53,7 +53,8 @@ def parse_values(data: bytes, *, max_nesting: int) -> list[Any]:
 
 
 def check_nesting(value: Any, max_nesting: int) -> bool:
-    """Raise Rejected when a value nests too deep; tell whether it holds a number beyond 64 bits, as orjson rounds."""
+    """Raise Rejected if a value is nested too deep; return True if it has a number beyond 64 bits, which orjson
+    rounds."""
     level, depth, has_huge = [[value]], -1, False
     while level:
         depth += 1
@@ -72,7 +73,7 @@ def check_nesting(value: Any, max_nesting: int) -> bool:
 
 
 def text_of(line: bytes) -> str:
-    """Decode UTF-8; what is none comes as lone surrogates, which cleaning finds."""
+    """Decode UTF-8; invalid bytes become lone surrogates, which cleaning finds."""
     for errors in ("strict", "surrogatepass"):
         try:
             return line.decode("utf-8", errors)
@@ -84,7 +85,7 @@ def text_of(line: bytes) -> str:
 def _parse_slowly(line: bytes, max_nesting: int) -> Any:
     if _nests_deeper(line, max_nesting):
         raise _too_deep(max_nesting)
-    line = line.removeprefix(codecs.BOM_UTF8)  # where files with a mark each were joined
+    line = line.removeprefix(codecs.BOM_UTF8)  # from joined files with a byte order mark each
     text = text_of(line)
     try:
         return _loads(text)
@@ -113,32 +114,32 @@ def _decoder(is_strict: bool = True) -> json.JSONDecoder:
     return json.JSONDecoder(
         strict=is_strict,
         object_pairs_hook=_unique_keys,
-        parse_constant=_refuse_constant,
-        parse_int=_whole_number,
-        parse_float=_finite_number,
+        parse_constant=_reject_constant,
+        parse_int=_parse_int,
+        parse_float=_parse_float,
     )
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dict of a JSON object's pairs; a key that stands twice is refused, as one of its values would vanish."""
+    """Return the pairs of a JSON object as a dict; reject duplicate keys, because one value would be lost."""
     value = dict(pairs)
     if len(value) != len(pairs):
         (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-        raise Rejected("unparsable", f"the key {key!r} stands twice")
+        raise Rejected("unparsable", f"duplicate key {key!r}")
     return value
 
 
-def _refuse_constant(name: str) -> Any:
+def _reject_constant(name: str) -> Any:
     raise Rejected("unparsable", f"{name} is not JSON")
 
 
-def _whole_number(digits: str) -> int:
+def _parse_int(digits: str) -> int:
     if len(digits) > _MAX_DIGITS:
-        raise Rejected("unparsable", f"a whole number of {len(digits):,} digits")
+        raise Rejected("unparsable", f"an integer with {len(digits):,} digits")
     return int(digits)
 
 
-def _finite_number(digits: str) -> float:
+def _parse_float(digits: str) -> float:
     number = float(digits)
     if number in (float("inf"), float("-inf")):
         raise Rejected("unparsable", f"the number {digits[:20]} is out of range")

@@ -1,7 +1,7 @@
-"""Cut a source into blocks of rows that are known by their content.
+"""Read a row file in blocks that are identified by a hash of their content.
 
-A block is what gets tokenised, cached and, after a crash or a change, found again. Its ends depend on the rows around
-them only, so that a row added in the middle of a file changes one block and not all that follow.
+A block is the unit of tokenising and caching. Its boundaries depend only on the rows around them (content-defined
+chunking), so a row added in the middle of a file changes one block and not all that follow.
 """
 
 import hashlib
@@ -16,22 +16,22 @@ import orjson
 from tunewell.data.rows.conversation import Rejected
 from tunewell.data.rows.json_rows import check_nesting, parse_row
 from tunewell.data.sources.files import SourceFile
-from tunewell.data.sources.lines import TooLong, encoding_of, read_lines
+from tunewell.data.sources.lines import TooLong, detect_encoding, read_lines
 from tunewell.data.sources.records import read_records, too_large
 
 _MIN_ROWS, _MAX_ROWS, _MAX_BYTES = 512, 4096, 4 << 20
 _CUT_MASK = 0x3FF
-"""A row whose checksum ends in ten zero bits ends a block: one in 1,024 after the first 512."""
+"""A row whose checksum ends in ten zero bits ends a block: one in 1,024, after the first 512."""
 
 
 @dataclass
 class Block:
-    """Consecutive rows of one file, unparsed where parsing can wait until it is known to be needed."""
+    """Consecutive rows of one file; JSON stays unparsed until it is needed."""
 
     numbers: list[int] = field(default_factory=list)
-    """1-based: the line in a `.jsonl` or `.txt`, the record elsewhere. Blank lines have a number but are no rows."""
+    """1-based line number in a `.jsonl` or `.txt` file, else record number. Blank lines count but are not rows."""
     items: list[Any] = field(default_factory=list)
-    """JSON as bytes; parsed records otherwise; `Rejected` where reading failed."""
+    """JSON as bytes, other records parsed, or `Rejected` if reading failed."""
     digest: str = ""
     num_bytes: int = 0
 
@@ -41,7 +41,7 @@ class Block:
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """What decides how a file's bytes become rows."""
+    """Options that affect how the bytes of a file become rows."""
 
     max_row_bytes: int
     max_nesting: int
@@ -51,7 +51,7 @@ class ReadOptions:
 
 
 def read_blocks(file: SourceFile, options: ReadOptions) -> Iterator[Block]:
-    """Yield the rows of a file in blocks, at most `limit` rows in all."""
+    """Yield the rows of a file in blocks, at most `limit` rows in total."""
     block, digest = Block(), hashlib.sha256()
     for number, item, raw in islice(_numbered(file, options), options.limit):
         block.numbers.append(number)
@@ -70,15 +70,15 @@ def read_blocks(file: SourceFile, options: ReadOptions) -> Iterator[Block]:
 
 
 def _numbered(file: SourceFile, options: ReadOptions) -> Iterator[tuple[int, Any, bytes]]:
-    """Give each row its number, the row, and the bytes it is known by."""
-    file = _by_content(file, options)
+    """Yield the number of each row, the row, and the bytes for its hash."""
+    file = _with_detected_format(file, options)
     if file.format != "jsonl":
         yield from _numbered_records(file, options)
         return
-    encoding = encoding_of(file, options.encoding)
+    encoding = detect_encoding(file, options.encoding)
     for number, line in enumerate(read_lines(file, encoding=encoding, max_bytes=options.max_row_bytes), start=1):
         if isinstance(line, TooLong):
-            yield number, *_refused(too_large(line.num_bytes, options.max_row_bytes))
+            yield number, *_rejected(too_large(line.num_bytes, options.max_row_bytes))
         elif line and not line.isspace():
             yield number, line, line
 
@@ -89,25 +89,25 @@ def _numbered_records(file: SourceFile, options: ReadOptions) -> Iterator[tuple[
     )
     for number, record in records:
         if isinstance(record, Rejected):
-            yield number, *_refused(record)
+            yield number, *_rejected(record)
             continue
-        # Not as JSON: 1 and "1", a date and its text, NaN and null must differ, since a function of the user's sees it.
+        # repr, not JSON: 1 and "1", a date and its text, NaN and null differ for the `map` function.
         raw = record if isinstance(record, bytes) else repr(record).encode("utf-8", "surrogatepass")
         if len(raw) > options.max_row_bytes:
-            yield number, *_refused(too_large(len(raw), options.max_row_bytes))
+            yield number, *_rejected(too_large(len(raw), options.max_row_bytes))
         else:
             yield number, record, raw
 
 
-def _refused(rejected: Rejected) -> tuple[Rejected, bytes]:
-    return rejected, b"\n" + str(rejected).encode("utf-8", "surrogatepass")  # no line begins so
+def _rejected(rejected: Rejected) -> tuple[Rejected, bytes]:
+    return rejected, b"\n" + str(rejected).encode("utf-8", "surrogatepass")  # no line of a file begins with a line feed
 
 
-def _by_content(file: SourceFile, options: ReadOptions) -> SourceFile:
-    """See through a name: many a `.json` has one object a line, and some a `.jsonl` is one list."""
+def _with_detected_format(file: SourceFile, options: ReadOptions) -> SourceFile:
+    """Correct the format by the content: many `.json` files have one object per line, some `.jsonl` are one list."""
     if file.format not in ("json", "jsonl"):
         return file
-    encoding = encoding_of(file, options.encoding)
+    encoding = detect_encoding(file, options.encoding)
     lines = read_lines(file, encoding=encoding, max_bytes=options.max_row_bytes)
     first, second = (next((line for line in lines if isinstance(line, TooLong) or line.strip()), b"") for _ in "12")
     if file.format == "jsonl":
@@ -121,7 +121,7 @@ def _by_content(file: SourceFile, options: ReadOptions) -> SourceFile:
 
 
 def parse_item(item: Any, options: ReadOptions) -> Any:
-    """Give a block's item its parsed value, or raise the `Rejected` it stands for."""
+    """Return the parsed value of an item, or raise its `Rejected`."""
     if isinstance(item, Rejected):
         raise item
     if isinstance(item, bytes):

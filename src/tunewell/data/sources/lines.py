@@ -1,4 +1,4 @@
-"""Read a file line by line in bounded memory, whatever its encoding and however long a line is."""
+"""Read a file line by line in bounded memory: decompression, encodings, over-long lines."""
 
 import codecs
 import gzip
@@ -12,7 +12,7 @@ from tunewell.core.errors import UserError
 from tunewell.data.sources.files import SourceFile
 
 _BLOCK_BYTES = 1 << 20
-_BOMS = (  # UTF-32's first: its little-endian mark begins with UTF-16's
+_BOMS = (  # UTF-32 first: its little-endian mark begins with that of UTF-16
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
     (codecs.BOM_UTF8, "utf-8"),
@@ -30,18 +30,18 @@ _ZEROS: dict[
 
 
 def _escape(error: UnicodeError) -> tuple[str, int]:
-    """Let a byte that does not decode through as half a character, which cleaning finds and judges."""
+    """Decode an invalid byte as a lone surrogate, which cleaning finds."""
     if not isinstance(error, UnicodeDecodeError):
         raise error
     return chr(0xDC00 | 0x80 | error.object[error.start]), error.end
 
 
-# Python's own `surrogateescape` does this for ASCII-based encodings only; UTF-16 and the like need a handler of theirs.
+# Python's `surrogateescape` does this for ASCII-based encodings only, not for UTF-16 and UTF-32.
 codecs.register_error("tunewell-escape", _escape)
 
 
 class TooLong:
-    """Stands for a line that was longer than allowed and was not kept."""
+    """A line over the size limit; its text is not kept."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -74,23 +74,23 @@ def _decompress(stored: BinaryIO, compression: str | None) -> IO[bytes]:
     return stored
 
 
-def encoding_of(file: SourceFile, wanted: str) -> str:
-    """Tell a file's encoding: the one asked for, or what its first bytes say, or UTF-8."""
-    if wanted != "auto":
+def detect_encoding(file: SourceFile, configured: str) -> str:
+    """Return the configured encoding, or the one that the first bytes indicate, or UTF-8."""
+    if configured != "auto":
         try:
-            return codecs.lookup(wanted).name
+            return codecs.lookup(configured).name
         except LookupError as error:
-            raise UserError(f"`{wanted}` is no encoding Python knows", fix="try `utf-8` or `latin-1`") from error
+            raise UserError(f"unknown encoding `{configured}`", fix="try `utf-8` or `cp1252`") from error
     start = next(read_bytes(file), b"")
     marked = next((name for mark, name in _BOMS if start.startswith(mark)), None)
     found = marked or _ZEROS.get(tuple(byte == 0 for byte in start[:4]), "utf-8")
-    # A first line of UTF-16 with UTF-8 behind it, as some shells append, would turn all rows behind it into one.
+    # Some shells append UTF-8 to a file whose first line is UTF-16: read as UTF-16, all its rows would become one.
     is_mixed = file.format != "txt" and b"\0" not in start[-len(start) // 4 :]
     return "utf-8" if is_mixed else found
 
 
 def read_utf8(file: SourceFile, encoding: str) -> Iterator[bytes]:
-    """Yield a file's text in blocks of UTF-8 without a byte order mark; bytes that are no text come as no UTF-8."""
+    """Yield the text of a file in blocks of UTF-8 without byte order mark; invalid bytes become invalid UTF-8."""
     is_first = True
     for block in read_bytes(file) if encoding in ("utf-8", "utf-8-sig") else _recoded(file, encoding):
         yield block.removeprefix(codecs.BOM_UTF8) if is_first else block
@@ -109,15 +109,15 @@ def _recoded(file: SourceFile, encoding: str) -> Iterator[bytes]:
 def read_lines(
     file: SourceFile, *, encoding: str, max_bytes: int, keep_ends: bool = False
 ) -> Iterator[bytes | TooLong]:
-    """Yield each line as UTF-8 bytes, without its end unless asked; bytes that are not valid come as they are.
+    """Yield each line as UTF-8 bytes, without its line end unless `keep_ends`; invalid bytes are passed through.
 
-    A line over `max_bytes` is passed over without being held in memory and comes as `TooLong`.
+    A line over `max_bytes` is yielded as `TooLong` and never held in memory.
     """
     return split_lines(read_utf8(file, encoding), max_bytes=max_bytes, keep_ends=keep_ends)
 
 
 def split_lines(blocks: Iterable[bytes], *, max_bytes: int, keep_ends: bool = False) -> Iterator[bytes | TooLong]:
-    """Cut blocks into lines at `\\n` and `\\r\\n`, wherever the blocks themselves are cut."""
+    """Split blocks into lines at `\\n` and `\\r\\n`, independent of the block boundaries."""
     held: list[bytes] = []
     num_held = 0
     for block in blocks:

@@ -1,4 +1,4 @@
-"""Read records out of the formats that are not one JSON object a line."""
+"""Read the records of CSV, TSV and text files, and dispatch the other formats to their readers."""
 
 import csv
 import re
@@ -10,25 +10,25 @@ from tunewell.data.rows.conversation import Rejected
 from tunewell.data.rows.json_rows import text_of
 from tunewell.data.sources.files import SourceFile
 from tunewell.data.sources.json_files import read_json_rows
-from tunewell.data.sources.lines import TooLong, encoding_of, read_lines
+from tunewell.data.sources.lines import TooLong, detect_encoding, read_lines
 from tunewell.data.sources.tables import arrow_rows, parquet_rows
 
 _DELIMITERS = ",;\t|"
 
 Record = Any
-"""A parsed record, JSON as bytes, or `Rejected` where this one could not be read."""
+"""A parsed record, or `Rejected` if it could not be read."""
 
 
 def read_records(file: SourceFile, *, text_rows: str, encoding: str, max_bytes: int) -> Iterator[tuple[int, Record]]:
-    """Yield each record of a file with its number; one that cannot be read comes as the `Rejected` that says why.
+    """Yield each record of a file with its number; a record that cannot be read is yielded as `Rejected`.
 
-    Records are counted from 1; rows of a `.txt` have the number of the line they begin on.
+    Records are counted from 1; rows of a `.txt` file have the number of their first line.
     """
     if file.format == "parquet":
         return enumerate(parquet_rows(file), start=1)
     if file.format == "arrow":
         return enumerate(arrow_rows(file), start=1)
-    encoding = encoding_of(file, encoding)
+    encoding = detect_encoding(file, encoding)
     if file.format == "json":
         return enumerate(read_json_rows(file, encoding=encoding), start=1)
     if file.format in ("csv", "tsv"):
@@ -37,8 +37,8 @@ def read_records(file: SourceFile, *, text_rows: str, encoding: str, max_bytes: 
 
 
 def too_large(num_bytes: int, max_bytes: int) -> Rejected:
-    """Say that a row was passed over for its size."""
-    return Rejected("too_large", f"{num_bytes:,} bytes; a row may have {max_bytes:,}")
+    """Return the rejection of a row that exceeds the size limit."""
+    return Rejected("too_large", f"{num_bytes:,} bytes; the limit is {max_bytes:,}")
 
 
 class _RecordTooLarge(Exception):
@@ -47,7 +47,7 @@ class _RecordTooLarge(Exception):
 
 
 class _CsvLines:
-    """Hands lines to the csv module, and stops it where a record grows beyond its limit."""
+    """Passes lines to the csv module and stops it when a record exceeds the size limit."""
 
     def __init__(self, file: SourceFile, encoding: str, max_bytes: int) -> None:
         self._lines = read_lines(file, encoding=encoding, max_bytes=max_bytes, keep_ends=True)
@@ -74,14 +74,14 @@ class _CsvLines:
                 self.num_lines += 1
             if self._num_bytes > self._max_bytes or isinstance(line, TooLong):
                 raise _RecordTooLarge(self._num_bytes)
-            # Files that end their lines with a bare `\r`; inside quotes csv puts the halves together again.
+            # Some files end lines with a bare `\r`; inside quotes the csv module joins the parts again.
             self._waiting = re.split(r"(?<=\r)(?!\n)", text_of(line)) if b"\r" in line[:-2] else [text_of(line)]
         self.num_lines += 1
         return self._waiting.pop(0)
 
 
 def _csv_rows(file: SourceFile, encoding: str, max_bytes: int) -> Iterator[Record]:
-    # The module's own limit is one for the whole process and lower than ours.
+    # The limit of the csv module is global to the process and lower than ours.
     csv.field_size_limit(max(max_bytes, csv.field_size_limit()))
     lines = _CsvLines(file, encoding, max_bytes)
     reader, names = _csv_head(file, lines)
@@ -107,7 +107,7 @@ def _csv_rows(file: SourceFile, encoding: str, max_bytes: int) -> Iterator[Recor
 
 
 def _csv_head(file: SourceFile, lines: _CsvLines) -> tuple[Iterator[list[str]], list[str]]:
-    """Read the names of the columns, and tell by them what stands between values."""
+    """Read the column names and detect the delimiter from them."""
     try:
         head = next((line for line in lines if line.strip()), "")
         delimiters = "\t" if file.format == "tsv" else _DELIMITERS
@@ -116,17 +116,17 @@ def _csv_head(file: SourceFile, lines: _CsvLines) -> tuple[Iterator[list[str]], 
         reader = csv.reader(lines, delimiter=delimiter, strict=True)
         names = [name.strip() for name in next(reader, [])]
     except (_RecordTooLarge, csv.Error) as error:
-        raise UserError(f"the first line of `{file.name}` cannot be read as names of columns: {error}") from error
+        raise UserError(f"the first line of `{file.name}` cannot be read as column names: {error}") from error
     if not any(names) or len(set(names)) != len(names):
         raise UserError(
-            f"the first line of `{file.name}` must name its columns, each once",
+            f"the first line of `{file.name}` must name its columns, without duplicates",
             where=f"it reads {head.strip()[:80]!r}" if head.strip() else "it is empty",
         )
     return reader, names
 
 
 def _text_rows(file: SourceFile, text_rows: str, encoding: str, max_bytes: int) -> Iterator[tuple[int, Record]]:
-    """Cut a text file into lines, paragraphs (blank lines between) or not at all."""
+    """Split a text file into lines, into paragraphs at blank lines, or not at all."""
     held: list[str] = []
     num_held = first = 0
 

@@ -1,4 +1,4 @@
-"""Read the rows of Parquet and Arrow files as JSON would give them."""
+"""Read the rows of Parquet and Arrow files as plain Python values, like rows of JSON."""
 
 import os
 from collections.abc import Iterator
@@ -59,26 +59,26 @@ def _arrow_batches(stream: BinaryIO) -> Iterator[pa.RecordBatch]:
 
 
 def _require_unique_columns(schema: pa.Schema, file: SourceFile) -> None:
-    twice = next((name for name in schema.names if schema.names.count(name) > 1), None)
-    if twice is not None:
-        raise UserError(f"`{file.name}` has two columns called `{twice}`", fix="rename one of them")
+    duplicate = next((name for name in schema.names if schema.names.count(name) > 1), None)
+    if duplicate is not None:
+        raise UserError(f"`{file.name}` has two columns named `{duplicate}`", fix="rename one of them")
 
 
 def _damaged(file: SourceFile, kind: str, error: Exception) -> Exception:
     if isinstance(error, OSError) and error.errno is not None:
         return error
     text = str(error).partition("\n")[0].rstrip(". ")
-    return UserError(f"`{file.name}` is not a whole {kind} file: {text}", fix="copy or download it again")
+    return UserError(f"`{file.name}` is not a complete {kind} file: {text}", fix="copy or download it again")
 
 
 def _batch_rows(batch: pa.RecordBatch) -> Iterator[Any]:
-    """Give rows as JSON would: inside a cell, a field that Arrow had to fill with null for its neighbours is absent."""
+    """Yield rows as JSON would have them: nested fields that Arrow filled with null are removed."""
     nested = [field.name for field in batch.schema if pa.types.is_nested(field.type)]
     try:
-        # Without this, lengths that damage made wrong are read beyond the file, which kills the process.
+        # Without this, wrong lengths in a damaged file are read beyond its end, which kills the process.
         batch.validate(full=True)
         rows: list[Any] = batch.to_pylist()
-    except (ValueError, OverflowError):  # text that is no UTF-8, a date beyond the calendar
+    except (ValueError, OverflowError):  # invalid UTF-8, or a date outside the calendar
         rows = list(_rows_one_by_one(batch))
     for row in rows:
         if isinstance(row, dict):
@@ -88,7 +88,7 @@ def _batch_rows(batch: pa.RecordBatch) -> Iterator[Any]:
 
 
 def _rows_one_by_one(batch: pa.RecordBatch) -> Iterator[Any]:
-    """Read texts as bytes, so that one that is no text costs one row and not the file."""
+    """Read texts as bytes, so that one invalid text costs one row and not the file."""
     columns = [column.view(_as_bytes(column.type)) for column in batch.columns]
     bare = pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
     bare.validate(full=True)
