@@ -21,7 +21,7 @@ from forked import in_child
 from tunewell import HealthCallback, UserError
 from tunewell.diagnosis.readers import read_log, read_run
 from tunewell.integrations.hf_callback.callback import HealthStop, TrainedLoss
-from tunewell.integrations.hf_callback.signals import Rules, Signals, find_culprit
+from tunewell.integrations.hf_callback.signals import SignalRecorder, TrainerSettings, locate_fault
 from tunewell.records.events import read_events
 from tunewell.records.healing import read_healing
 
@@ -73,7 +73,7 @@ def padded(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     } | {"attention_mask": torch.tensor([[at < len(row["labels"]) for at in range(longest)] for row in batch]).long()}
 
 
-@pytest.fixture(params=["Trainer", "SFTTrainer"])
+@pytest.fixture(params=["Trainer", pytest.param("SFTTrainer", marks=pytest.mark.slow)])
 def make(request, tiny_model, tmp_path) -> Make:
     """Make a trainer of one kind with a fresh model, the same each time."""
 
@@ -153,7 +153,9 @@ def losses_after(trainer: Trainer, step: int) -> list[float]:
     return [line["loss"] for line in trainer.state.log_history if "loss" in line and line["step"] > step]
 
 
-@pytest.mark.parametrize("plant", [spoil_gradient, spoil_weight], ids=["gradient", "weight"])
+@pytest.mark.parametrize(
+    "plant", [pytest.param(spoil_gradient, marks=pytest.mark.slow), spoil_weight], ids=["gradient", "weight"]
+)
 def test_a_nan_at_step_5_ends_training_there_and_is_named(make, plant, tmp_path, capsys):
     """Side by side: alone the trainer logs a loss of 0 or NaN, finishes and keeps a broken model; watched it stops."""
     alone = make()
@@ -224,12 +226,12 @@ def test_what_is_finite_again_is_said_to_be(make):
         handle = model.get_submodule("model.norm").register_forward_hook(spoil)
 
     trainer.callback_handler.callbacks.insert(0, At(spoil_once))
-    with pytest.raises(HealthStop, match="computed again, it was finite") as stopped:
+    with pytest.raises(HealthStop, match="computed again, the batch was finite") as stopped:
         trainer.train()
     assert stopped.value.place is None
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_healthy_run_is_the_same_bit_for_bit(make, accumulation, tmp_path, capsys):
     """A watcher that draws a random number, or touches a gradient, is not one."""
     alone = make(gradient_accumulation_steps=accumulation)
@@ -366,7 +368,7 @@ def test_a_trainer_with_a_loss_of_its_own_is_judged_by_its_log(number, tmp_path,
 def test_the_loss_of_a_step_is_the_one_that_is_trained_on(raw, logged, expected):
     """The log is held against the model's own loss: which one is meant cannot be seen in a single line."""
     loss = TrainedLoss(finished_steps=0)
-    settled = [loss.settle(step, *pair) for step, pair in enumerate(zip(raw, logged, strict=True), start=1)]
+    settled = [loss.resolve(step, *pair) for step, pair in enumerate(zip(raw, logged, strict=True), start=1)]
     assert settled == pytest.approx(expected[0], nan_ok=True) if None not in settled else settled == expected[0]
     assert loss.is_own is expected[1]
 
@@ -507,8 +509,8 @@ def test_a_batch_is_computed_again_where_clipping_hid_the_gradient(tmp_path):
     model = Halves()
     before, weights_before = torch.get_rng_state(), weights(model)
     batches = [((), {"x": torch.ones(3), "factor": factor}) for factor in (1.0, math.nan)]
-    assert find_culprit(model, batches[:1], bad_gradients=[], is_loss_bad=False).place is None
-    assert find_culprit(model, batches, bad_gradients=[], is_loss_bad=False).place == "gradient of `first.bias`"
+    assert locate_fault(model, batches[:1], bad_gradients=[], is_loss_bad=False).place is None
+    assert locate_fault(model, batches, bad_gradients=[], is_loss_bad=False).place == "gradient of `first.bias`"
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(weight, weights_before[name]) for name, weight in weights(model).items())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -523,7 +525,7 @@ def test_losses_of_micro_batches_count_by_what_is_learned(losses, learned, expec
             return {"loss": self.weight.sum() * 0 + loss}
 
     model = Told(1, 1)
-    signals = Signals(model, Rules(torch.device("cpu")))
+    signals = SignalRecorder(model, TrainerSettings(torch.device("cpu")))
     for loss, number in zip(losses, learned, strict=True):
         model(labels=torch.tensor([[7] + [7] * number + [-100] * 2]), loss=loss)["loss"].backward()
     taken = signals.read(scale=None, is_stopping=False)
@@ -592,5 +594,5 @@ def test_an_unknown_action_is_refused():
 def test_a_folder_that_cannot_be_written_to_is_said_before_training(tmp_path):
     """Not after hours, when the first fault is to be written down."""
     (tmp_path / "file").write_text("")
-    with warnings.catch_warnings(), pytest.raises(UserError, match="cannot be written to"):
+    with warnings.catch_warnings(), pytest.raises(UserError, match="cannot write to"):
         Loop(HealthCallback(folder=tmp_path / "file" / "health"), tmp_path)

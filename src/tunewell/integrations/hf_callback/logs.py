@@ -1,4 +1,4 @@
-"""What a watched training writes down: `events.jsonl` and `healing.jsonl`, as in a run of our own."""
+"""Write `events.jsonl` and `healing.jsonl` for a training that HealthCallback checks, in the format of a run."""
 
 import math
 from collections.abc import Callable
@@ -11,14 +11,14 @@ from tunewell.records.healing import HEALING, HealingEntry
 from tunewell.training.metrics import StepMetrics
 
 EVENTS = "events.jsonl"
-_NOT_OF_STEPS = ("norm_limit", "held_out_loss")
+_NOT_LOGGED = ("norm_limit", "held_out_loss")
 
 
-class HealthLogs:
-    """The files of one run; only its first process has them (`is_on`).
+class HealthLog:
+    """The log files of one training, written by rank 0 (`is_on`).
 
-    Lines of later steps than a resumed run has finished are cut; a run that begins anew begins both files anew. Raises
-    UserError where the folder cannot be written to.
+    A resumed training removes the lines after its last finished step; a new one starts both files anew. Raises
+    UserError if the folder is not writable.
     """
 
     def __init__(self, folder: Path, *, finished_steps: int, is_on: bool, say: Callable[[str], None]) -> None:
@@ -37,17 +37,17 @@ class HealthLogs:
             if finished_steps == 0:
                 self.healing_path.unlink(missing_ok=True)
         except OSError as error:
-            fix = "give HealthCallback a `folder` that can be written to"
-            raise UserError(f"`{folder}` cannot be written to ({error.strerror})", fix=fix) from error
+            fix = "pass a writable `folder` to HealthCallback"
+            raise UserError(f"cannot write to `{folder}` ({error.strerror})", fix=fix) from error
 
-    def step(self, reading: StepMetrics) -> None:
-        """Write a step; what is not known is left out."""
-        known = {key: value for key, value in asdict(reading).items() if value is not None and key not in _NOT_OF_STEPS}
+    def step(self, metrics: StepMetrics) -> None:
+        """Write a step without its unknown values."""
+        known = {key: value for key, value in asdict(metrics).items() if value is not None and key not in _NOT_LOGGED}
         if self._events is not None:
             self._events.append({"kind": "step", **known})
 
-    def look(self, step: int, loss: float, *, seconds: float | None) -> None:
-        """Write a look at held-out rows."""
+    def evaluation(self, step: int, loss: float, *, seconds: float | None) -> None:
+        """Write an evaluation."""
         is_best = math.isfinite(loss) and (self._best is None or loss < self._best)
         self._best = loss if is_best else self._best
         if self._events is not None:
@@ -55,7 +55,7 @@ class HealthLogs:
             self._events.append({"kind": "held_out", "step": step, "loss": loss, **known, "is_best": is_best})
 
     def heal(self, entry: HealingEntry) -> None:
-        """Write what was seen and done; the file is there once there is something in it."""
+        """Write a finding and its action; the file is created with the first entry."""
         if not self._is_on:
             return
         if self._healing is None:

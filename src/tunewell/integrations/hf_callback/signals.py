@@ -1,8 +1,8 @@
-"""What a model shows while another trainer trains it: batches, losses and gradients, taken without waiting for it.
+"""Record losses and gradient norms of a model with hooks, and locate the first tensor that is not finite.
 
 forward  -> batch kept by reference, loss kept on the device
-backward -> length of every gradient, before anything is clipped; kept on the device
-read     -> all of it in one reading, the only time that the device is waited for
+backward -> norm of every gradient before clipping, kept on the device
+read     -> all numbers in one transfer, the only synchronisation with the device
 """
 
 import math
@@ -15,59 +15,59 @@ import torch
 from torch import Tensor, nn
 
 _KEPT_BYTES = 64 * 2**20
-"""Of a step's batches: ids take a few, and pictures must not fill the device."""
-_NEARLY = 0.999
-"""Share of the longest allowed length up to which a gradient was not clipped."""
+"""Limit for the batches of a step: token ids are small, but images must not fill the device."""
+_UNCLIPPED_SHARE = 0.999
+"""Share of the clipping norm up to which a gradient was certainly not clipped."""
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
-"""What a model was called with."""
+"""Arguments of a forward call."""
 
 
 @dataclass(frozen=True)
-class Taken:
-    """The numbers of a step, of all processes together; None is what cannot be known."""
+class StepSignals:
+    """Loss, gradient norm and token counts of a step over all ranks; None if unknown."""
 
     loss: float | None
     grad_norm: float | None
-    """Before clipping; one that is not finite where any gradient is not."""
+    """Norm before clipping; not finite if any gradient is not."""
     tokens: int | None
     supervised_tokens: int | None
-    is_stop_asked: bool
-    """Whether any process wants to stop."""
+    is_stop_requested: bool
+    """Whether any rank wants to stop."""
 
     @property
     def is_loss_finite(self) -> bool:
-        """Whether every loss of the step is a number."""
+        """Whether every loss of the step is finite."""
         return self.loss is None or math.isfinite(self.loss)
 
     @property
     def are_gradients_finite(self) -> bool:
-        """Whether every gradient of the step is a number."""
+        """Whether every gradient of the step is finite."""
         return self.grad_norm is None or math.isfinite(self.grad_norm)
 
 
 @dataclass(frozen=True)
-class Rules:
-    """What the trainer does with losses and gradients."""
+class TrainerSettings:
+    """How the trainer scales losses and clips gradients."""
 
     device: torch.device
     max_grad_norm: float = 0.0
-    """0 where nothing is clipped."""
+    """0 without clipping."""
     is_loss_shared: bool = False
-    """Whether each process's loss is divided by the tokens of all, so that losses add up."""
+    """Whether each rank divides its loss by the tokens of all ranks, so that losses add up."""
 
 
-class Signals:
-    """Listens to a model by hooks. Nothing is changed, and nothing is read from the device until `read`."""
+class SignalRecorder:
+    """Records a model's losses and gradients with hooks; changes nothing, and synchronises only in `read`."""
 
-    def __init__(self, model: nn.Module, rules: Rules) -> None:
-        self._rules = rules
+    def __init__(self, model: nn.Module, settings: TrainerSettings) -> None:
+        self._settings = settings
         self._parameters = list(model.named_parameters())
         self._is_paused = self._is_queued = False
         self.is_loss_used = False
-        """Whether gradients came back through the model's own loss: then it is what is trained on."""
+        """Whether gradients flowed through the model's own loss: then it is trained on."""
         self.begin()
-        # A compiler is not to look into these: they leave traces in plain Python objects.
+        # The compiler must not trace these hooks: they change plain Python objects.
         before: Any = torch.compiler.disable(self._before_forward)
         after: Any = torch.compiler.disable(self._after_forward)
         self._handles = [
@@ -76,24 +76,24 @@ class Signals:
         ]
 
     def begin(self) -> None:
-        """Forget the step before."""
+        """Start a new step."""
         self.batches: list[Batch] = []
         self._losses: list[Tensor] = []
         self._tokens: list[Tensor | int] = []
         self._supervised: list[Tensor] = []
         self._is_divided = False
-        self._lengths: tuple[list[str], Tensor] | None = None
-        self._lengths_now: tuple[list[str], Tensor] | None = None
+        self._norms: tuple[list[str], Tensor] | None = None
+        self._norms_now: tuple[list[str], Tensor] | None = None
 
     def close(self) -> None:
-        """Take the hooks away and forget everything."""
+        """Remove the hooks and drop the recorded step."""
         for handle in self._handles:
             handle.remove()
         self.begin()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Look away from what is computed meanwhile."""
+        """Record nothing inside the `with` block."""
         self._is_paused = True
         try:
             yield
@@ -101,17 +101,17 @@ class Signals:
             self._is_paused = False
 
     @torch.no_grad()
-    def read(self, *, scale: float | None, is_stopping: bool) -> Taken:
-        """Read the step's numbers, which waits for the device once; `scale` is what an fp16 scaler multiplied by."""
-        device = self._rules.device
-        self._lengths_now = self._measured()
+    def read(self, *, scale: float | None, is_stopping: bool) -> StepSignals:
+        """Return the step's numbers with one device synchronisation; `scale` is the loss scale of fp16."""
+        device = self._settings.device
+        self._norms_now = self._gradient_norms()
         zero = torch.zeros((), device=device)
         numbers = torch.stack(
             [
                 zero + float(is_stopping),
                 self._combined_loss().to(device) if self._losses else zero,
-                zero if self._lengths is None else self._lengths[1].norm().to(device),
-                zero if self._lengths_now is None else self._lengths_now[1].norm().to(device),
+                zero if self._norms is None else self._norms[1].norm().to(device),
+                zero if self._norms_now is None else self._norms_now[1].norm().to(device),
                 *(_total(counts, zero) for counts in (self._tokens, self._supervised)),
             ]
         )
@@ -119,42 +119,42 @@ class Signals:
         if world > 1:
             torch.distributed.all_reduce(numbers)
         stopping, loss, before, now, tokens, supervised = numbers.tolist()
-        is_added = self._rules.is_loss_shared and self._is_divided
-        return Taken(
-            loss=(loss if is_added else loss / world) if self._losses else None,
-            grad_norm=self._norm(before, now, scale=scale or 1.0, is_alone=world == 1),
+        is_summed = self._settings.is_loss_shared and self._is_divided
+        return StepSignals(
+            loss=(loss if is_summed else loss / world) if self._losses else None,
+            grad_norm=self._norm(before, now, scale=scale or 1.0, is_single=world == 1),
             tokens=round(tokens) if self._tokens else None,
             supervised_tokens=round(supervised) if self._supervised else None,
-            is_stop_asked=stopping > 0,
+            is_stop_requested=stopping > 0,
         )
 
     def bad_gradients(self) -> list[str]:
-        """Name the parameters whose gradients were not finite, in the model's order; none where that is not known."""
-        bad = _not_finite(self._lengths)
-        # Clipping by a length that is not finite spoils every gradient, and so does what other processes add.
-        is_own = self._lengths is not None and world_size() == 1
-        return bad or (_not_finite(self._lengths_now) if is_own else [])
+        """Return the parameters whose gradients are not finite, in the model's order; empty if unknown."""
+        bad = _not_finite(self._norms)
+        # Clipping by a norm that is not finite spoils every gradient, and so does the sum over ranks.
+        is_known = self._norms is not None and world_size() == 1
+        return bad or (_not_finite(self._norms_now) if is_known else [])
 
-    def _norm(self, before: float, now: float, *, scale: float, is_alone: bool) -> float | None:
-        """Tell the length before clipping from what was measured; of several processes only the trainer knows it."""
+    def _norm(self, before: float, now: float, *, scale: float, is_single: bool) -> float | None:
+        """Return the norm before clipping; None if it is unknown, as with several ranks."""
         if not math.isfinite(before + now):
             return before if not math.isfinite(before) else now
-        if self._lengths_now is None or not is_alone:
+        if self._norms_now is None or not is_single:
             return None
-        if self._lengths is not None:
+        if self._norms is not None:
             return before / scale
-        limit = self._rules.max_grad_norm
-        return now if not limit or now < _NEARLY * limit else None
+        limit = self._settings.max_grad_norm
+        return now if not limit or now < _UNCLIPPED_SHARE * limit else None
 
     def _combined_loss(self) -> Tensor:
-        """Make one loss of the micro-batches': they add up where each is divided by the tokens of all."""
-        losses = torch.stack([loss.to(self._rules.device) for loss in self._losses])
+        """Combine the micro-batch losses: a sum if each is divided by the tokens of the step, else a weighted mean."""
+        losses = torch.stack([loss.to(self._settings.device) for loss in self._losses])
         if self._is_divided:
             return losses.sum()
         if len(self._supervised) != len(self._losses):
             return losses.mean()
         weights = torch.stack([count.to(losses) for count in self._supervised])
-        # A loss of rows without anything to learn is 0 to some and NaN to others; it stays what it is.
+        # The loss of rows without supervised tokens is 0 in some models and NaN in others; it is kept as it is.
         return (losses * weights).sum() / weights.sum().clamp(min=1) if len(losses) > 1 else losses[0]
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -190,7 +190,7 @@ class Signals:
         self._at_backward(gradient)
 
     def _at_backward(self, gradient: Tensor) -> None:
-        """Ask to be called when the way back is done: then gradients are whole, and not clipped yet."""
+        """Queue a callback for the end of the backward pass: gradients are complete then, and not clipped yet."""
         if not self._is_queued:
             self._is_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)  # pyright: ignore
@@ -198,21 +198,21 @@ class Signals:
     @torch.no_grad()
     def _after_backward(self) -> None:
         self._is_queued = False
-        self._lengths = self._measured()
+        self._norms = self._gradient_norms()
 
-    def _measured(self) -> tuple[list[str], Tensor] | None:
-        """Give the length of every gradient that there is."""
-        held = [(name, _plain(p.grad)) for name, p in self._parameters if p.grad is not None]
-        held = [(name, gradient) for name, gradient in held if gradient.numel()]
-        if not held:
+    def _gradient_norms(self) -> tuple[list[str], Tensor] | None:
+        """Return the names and norms of all gradients; None if there are none."""
+        gradients = [(name, _plain(p.grad)) for name, p in self._parameters if p.grad is not None]
+        gradients = [(name, gradient) for name, gradient in gradients if gradient.numel()]
+        if not gradients:
             return None
-        # In fp32, since the length of many fp16 numbers is often none of them.
-        lengths = torch._foreach_norm([gradient for _, gradient in held], 2, dtype=torch.float32)  # pyright: ignore
-        return [name for name, _ in held], torch.stack([length.to(lengths[0].device) for length in lengths])
+        # In fp32: the norm of many fp16 numbers can overflow fp16.
+        norms = torch._foreach_norm([gradient for _, gradient in gradients], 2, dtype=torch.float32)  # pyright: ignore
+        return [name for name, _ in gradients], torch.stack([norm.to(norms[0].device) for norm in norms])
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """Find the loss in what a model gives; None where it gives none."""
+    """Return the loss in a model's output; None if there is none."""
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if loss is None and isinstance(output, tuple) and output:
         loss = output[0]
@@ -220,7 +220,7 @@ def loss_of(output: Any) -> Tensor | None:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Give every tensor of floats in a nest of tuples, lists and dicts."""
+    """Yield every floating-point tensor in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
@@ -239,7 +239,7 @@ def _total(counts: Sequence[Tensor | int], zero: Tensor) -> Tensor:
 
 
 def _plain(gradient: Tensor) -> Tensor:
-    """Give what this process holds of a gradient, as one block of numbers."""
+    """Return this rank's part of a gradient as a dense tensor."""
     local = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # pyright: ignore
     return local.coalesce().values() if local.is_sparse else local
 
@@ -247,43 +247,40 @@ def _plain(gradient: Tensor) -> Tensor:
 def _not_finite(measured: tuple[list[str], Tensor] | None) -> list[str]:
     if measured is None:
         return []
-    names, lengths = measured
-    return [name for name, length in zip(names, lengths.tolist(), strict=True) if not math.isfinite(length)]
+    names, norms = measured
+    return [name for name, norm in zip(names, norms.tolist(), strict=True) if not math.isfinite(norm)]
 
 
 def world_size() -> int:
-    """Give the number of processes that train together."""
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if there else 1
-
-
-# Name the layer and tensor that went bad first: look at the weights, then compute the batch again with checks.
+    """Return the number of ranks."""
+    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if is_distributed else 1
 
 
 @dataclass(frozen=True)
-class Culprit:
-    """What went bad first."""
+class Fault:
+    """The first tensor of a step that is not finite."""
 
     place: str | None
-    """The layer and tensor; None where they are not known."""
+    """Kind and name, such as `gradient of `...``; None if unknown."""
     remark: str = ""
-    """Why they are not."""
+    """Why it is unknown."""
 
 
 @torch.no_grad()
-def bad_weight(model: nn.Module) -> str | None:
-    """Name the first parameter or buffer that is not finite."""
+def first_bad_weight(model: nn.Module) -> str | None:
+    """Return the name of the first parameter or buffer that is not finite."""
     weights = (*model.named_parameters(), *model.named_buffers())
     return next((name for name, weight in weights if weight.is_floating_point() and not _is_finite(weight)), None)
 
 
-def find_culprit(
+def locate_fault(
     model: nn.Module, batches: Sequence[Batch], *, bad_gradients: Sequence[str], is_loss_bad: bool
-) -> Culprit:
-    """Say what went bad first in a step; every process of a training must ask, and all are told the same.
+) -> Fault:
+    """Return the first tensor of a step that is not finite; every rank must call this, and all get the same result.
 
-    `bad_gradients` are the parameters whose gradients are known to be bad, in the model's order. Nothing is changed:
-    random numbers are drawn as if this had not happened.
+    Checks the weights, then computes the batches again with hooks. `bad_gradients` are the parameters whose gradients
+    are known not to be finite, in the model's order. The model and the random state stay unchanged.
     """
     found = _find_here(model, batches, bad_gradients, is_loss_bad=is_loss_bad)
     if world_size() == 1:
@@ -293,32 +290,32 @@ def find_culprit(
     return next((each for each in all_found if each.place), found)
 
 
-def _find_here(model: nn.Module, batches: Sequence[Batch], bad: Sequence[str], *, is_loss_bad: bool) -> Culprit:
-    if weight := bad_weight(model):
-        return Culprit(f"weight `{weight}`")
-    # Gradients of a loss that is not finite are none either, and say nothing.
-    known = Culprit(f"gradient of `{bad[-1]}`") if bad and not is_loss_bad else None
-    if is_spread(model):
-        return known or Culprit(None, "a model that is spread over processes is not computed again")
+def _find_here(model: nn.Module, batches: Sequence[Batch], bad: Sequence[str], *, is_loss_bad: bool) -> Fault:
+    if weight := first_bad_weight(model):
+        return Fault(f"weight `{weight}`")
+    # If the loss is not finite, no gradient is, so they do not locate the fault.
+    known = Fault(f"gradient of `{bad[-1]}`") if bad and not is_loss_bad else None
+    if is_sharded(model):
+        return known or Fault(None, "a sharded model is not computed again")
     try:
-        with _as_if_never(model):
+        with _unchanged_state(model):
             if place := _in_forward(model, batches):
-                return Culprit(place)
+                return Fault(place)
             place = None if known or is_loss_bad else _in_backward(model, batches)
-    except RuntimeError as error:  # out of memory, or layers that are computed twice and give no single gradients
-        return known or Culprit(None, f"it could not be computed again: {str(error).partition(chr(10))[0][:120]}")
-    return known or Culprit(place, "" if place else "computed again, it was finite")
+    except RuntimeError as error:  # out of memory, or gradient checkpointing without gradients of single layers
+        return known or Fault(None, f"computing the batch again failed: {str(error).partition(chr(10))[0][:120]}")
+    return known or Fault(place, "" if place else "computed again, the batch was finite")
 
 
-def is_spread(model: nn.Module) -> bool:
-    """Whether each process holds a part of every weight."""
+def is_sharded(model: nn.Module) -> bool:
+    """Return True if each rank holds a part of every weight (FSDP, DeepSpeed stage 3)."""
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         return True
     return any(hasattr(p, "to_local") or hasattr(p, "ds_id") for p in model.parameters())  # FSDP 2, DeepSpeed's stage 3
 
 
 def _in_forward(model: nn.Module, batches: Sequence[Batch]) -> str | None:
-    """Name the first module whose output is not finite, innermost first."""
+    """Return the first module, innermost first, whose output is not finite."""
     found: list[str] = []
 
     def check(name: str) -> Any:
@@ -339,15 +336,15 @@ def _in_forward(model: nn.Module, batches: Sequence[Batch]) -> str | None:
 
 
 def _in_backward(model: nn.Module, batches: Sequence[Batch]) -> str | None:
-    """Name the parameter whose gradient goes bad first: the way back begins at the model's end."""
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    """Return the last parameter whose gradient is not finite: the backward pass starts at the end of the model."""
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     for args, kwargs in batches:
         with torch.enable_grad():
             loss = loss_of(model(*args, **kwargs))
         if loss is None or not loss.requires_grad:
             return None
-        gradients = torch.autograd.grad(loss, [p for _, p in trained], allow_unused=True)
-        pairs = zip(trained, gradients, strict=True)
+        gradients = torch.autograd.grad(loss, [p for _, p in trainable], allow_unused=True)
+        pairs = zip(trainable, gradients, strict=True)
         bad = [name for (name, _), gradient in pairs if gradient is not None and not _is_finite(gradient)]
         if bad:
             return f"gradient of `{bad[-1]}`"
@@ -355,8 +352,8 @@ def _in_backward(model: nn.Module, batches: Sequence[Batch]) -> str | None:
 
 
 @contextmanager
-def _as_if_never(model: nn.Module) -> Iterator[None]:
-    """Compute without a compiler, and put random numbers back to where they were."""
+def _unchanged_state(model: nn.Module) -> Iterator[None]:
+    """Compute without torch.compile, and restore the random state afterwards."""
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)), torch.compiler.set_stance("force_eager"):
         yield
