@@ -15,7 +15,7 @@ from sample_reports import college_report
 from tunewell.cli.commands.validate import as_json, closing
 from tunewell.cli.progress import shown_stages
 from tunewell.cli.render import cell_width, hanging
-from tunewell.cli.screens.verdict import comparison_screen, verdict_lines, verdict_screen
+from tunewell.cli.screens.verdict import comparison_screen, lined, verdict_lines, verdict_screen
 from tunewell.core.progress import Progress
 from tunewell.evaluation.compare import compare
 from tunewell.records.report import Reason, Report
@@ -85,6 +85,14 @@ def test_without_a_base_there_is_one_column() -> None:
     )
     text = verdict_screen(alone)
     assert "model" in text and "tuned   " not in text.split("\n\n")[1] and "against" not in text
+
+
+def test_a_long_path_and_its_remark_are_two_words() -> None:
+    """`run/report.htmlthe report on one page` cannot be opened with a click."""
+    line = lined([["wrote", "`run/a/long/folder/report.html`", "the report"], ["wrote", "`run/b`", "data"]])
+    assert line.splitlines()[0] == "wrote   `run/a/long/folder/report.html`   the report"
+    long = lined([["wrote", f"`{'x' * 40}`", "the report"], ["wrote", "`run/b`", "data"]])
+    assert long.splitlines()[0] == f"wrote   `{'x' * 40}`   the report"
 
 
 def test_control_characters_of_an_answer_do_not_reach_the_terminal() -> None:

@@ -273,6 +273,23 @@ def test_the_next_value_is_named_where_the_present_one_is_known():
     assert "`train.learning_rate` to a third of its value" in decide_verdict(unknown, RULES).reasons[0].next
 
 
+def test_too_few_rows_say_how_many_to_hold_out():
+    """`data.held_out: 0.1` of 40 rows gave three: the advice must name a share that helps."""
+    one = replace(HEALTHY, held_out=loss(2.0, 0.1, 1), questions=[asked(GOOD)], num_rows=40, model_path="run")
+    verdict = decide_verdict(one, RULES)
+    assert verdict.level == "WEAK" and verdict.summary == (
+        "Cannot tell: only 1 question was held back, at least 2 are needed."
+    )
+    assert verdict.reasons[0].next == (
+        "Keep more rows for testing: set `data.held_out: 0.25` in tunewell.yaml (about 10 of your 40 rows), or name a "
+        "separate test file there. Then run `tunewell train --out run2`."
+    )
+    large = decide_verdict(replace(one, num_rows=4000), RULES).reasons[0].next
+    assert "`data.held_out: 0.05` in tunewell.yaml (about 200 of your 4,000 rows)" in large
+    file = decide_verdict(replace(one, test_file="held.jsonl"), RULES).reasons[0].next
+    assert file == "Name a test file with more rows: `tunewell validate run --data FILE`."
+
+
 def test_tallies_alone_are_enough():
     """Guards reports without questions."""
     bare = replace(HEALTHY, questions=[])

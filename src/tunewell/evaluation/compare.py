@@ -1,4 +1,4 @@
-"""Hold two reports side by side: what got better, what got worse, and what was done differently."""
+"""Compare two reports: which metrics and answers changed, and which settings and data differ."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -7,12 +7,12 @@ from typing import Any
 from tunewell.records.events import plain
 from tunewell.records.report import AnsweredQuestion, Report
 
-_SHOWN_CHANGES = 100
+_MAX_CHANGES = 100
 
 
 @dataclass(frozen=True)
 class MetricPair:
-    """One number of both runs; None where one of them has none."""
+    """One metric of both runs; None if a run does not have it."""
 
     name: str
     other: float | None
@@ -22,7 +22,7 @@ class MetricPair:
 
 @dataclass(frozen=True)
 class AnswerChange:
-    """A question to which the two answer differently."""
+    """A question that the two runs answer differently."""
 
     question: str
     reference: str
@@ -34,7 +34,7 @@ class AnswerChange:
 
 @dataclass(frozen=True)
 class Difference:
-    """A setting or a hash that is not the same."""
+    """A setting or a hash that differs."""
 
     name: str
     other: str
@@ -43,31 +43,31 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs side by side."""
+    """The comparison of two runs."""
 
     this: str
     other: str
     verdicts: tuple[str, str]
-    """The other's, then this one's."""
+    """Of the other run, then of this one."""
     figures: list[MetricPair]
     num_both: int
-    """Questions that both were asked."""
+    """Questions asked in both runs."""
     became_right: int
     became_wrong: int
     changed: list[AnswerChange] = field(default_factory=list)
-    """At most a hundred, those whose answer became right or wrong first."""
+    """At most a hundred; answers that became right or wrong come first."""
     config: list[Difference] = field(default_factory=list)
     data: list[Difference] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Give the object that `validate --against --json` adds to its own."""
+        """Return the object that `validate --against --json` adds."""
         return plain(asdict(self))
 
 
 def compare(this: Report, other: Report, *, configs: tuple[Mapping[str, Any], Mapping[str, Any]]) -> Comparison:
-    """Compare a report with another one; `configs` are theirs, this one's first."""
-    before = {exchange.question: exchange for exchange in other.exchanges}
-    pairs = [(before[own.question], own) for own in this.exchanges if own.question in before]
+    """Compare two reports; `configs` are their configs, this one's first."""
+    before = {question.question: question for question in other.exchanges}
+    pairs = [(before[question.question], question) for question in this.exchanges if question.question in before]
     became_right = [pair for pair in pairs if pair[1].tuned.right and not pair[0].tuned.right]
     became_wrong = [pair for pair in pairs if pair[0].tuned.right and not pair[1].tuned.right]
     reworded = [
@@ -83,14 +83,14 @@ def compare(this: Report, other: Report, *, configs: tuple[Mapping[str, Any], Ma
         num_both=len(pairs),
         became_right=len(became_right),
         became_wrong=len(became_wrong),
-        changed=[_change(*pair) for pair in [*became_wrong, *became_right, *reworded][:_SHOWN_CHANGES]],
+        changed=[_change(*pair) for pair in [*became_wrong, *became_right, *reworded][:_MAX_CHANGES]],
         config=differences(_flat(configs[0]), _flat(configs[1])),
         data=differences(_data(this), _data(other)),
     )
 
 
 def differences(this: Mapping[str, Any], other: Mapping[str, Any]) -> list[Difference]:
-    """List what two tables do not have in common; what one of them lacks is shown as nothing."""
+    """Return the entries that differ; a missing one is shown as `nothing`."""
     names = sorted(this.keys() | other.keys())
     return [
         Difference(name, _shown(other.get(name)), _shown(this.get(name)))
@@ -105,13 +105,13 @@ def _figures(this: Report, other: Report) -> list[MetricPair]:
         return None if pair is None else pair.tuned
 
     def share(report: Report, name: str) -> float | None:
-        tally = report.tuned_tally
-        return None if tally is None or not tally.judged else getattr(tally, name) / tally.judged
+        counts = report.tuned_tally
+        return None if counts is None or not counts.judged else getattr(counts, name) / counts.judged
 
     def faults(report: Report) -> float | None:
-        tally = report.tuned_tally
-        faulty = sum(1 for exchange in report.exchanges if exchange.tuned.faults)
-        return None if tally is None or not tally.asked else faulty / tally.asked
+        counts = report.tuned_tally
+        faulty = sum(1 for question in report.exchanges if question.tuned.faults)
+        return None if counts is None or not counts.asked else faulty / counts.asked
 
     def f1(report: Report) -> float | None:
         return None if report.tuned_tally is None else report.tuned_tally.f1
@@ -133,13 +133,13 @@ def _change(before: AnsweredQuestion, now: AnsweredQuestion) -> AnswerChange:
 
 
 def _data(report: Report) -> dict[str, Any]:
-    told: dict[str, Any] = {name: digest for name, digest in report.hashes.items() if "safetensors" not in name}
-    ledger = report.ledger
-    if ledger is not None:
-        told |= {"rows": ledger.rows, "documents": ledger.documents, "held out": ledger.held_out}
-        told |= {f"dropped: {name}": number for name, number in ledger.dropped.items()}
-        told |= {f"source {source['name']}": source["rows"] for source in ledger.sources}
-    return told
+    data: dict[str, Any] = {name: digest for name, digest in report.hashes.items() if "safetensors" not in name}
+    counts = report.ledger
+    if counts is not None:
+        data |= {"rows": counts.rows, "documents": counts.documents, "held out": counts.held_out}
+        data |= {f"dropped: {name}": number for name, number in counts.dropped.items()}
+        data |= {f"source {source['name']}": source["rows"] for source in counts.sources}
+    return data
 
 
 def _flat(tree: Mapping[str, Any], front: str = "") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Everyday text that has nothing to do with anybody's rows: what a model should still know after training."""
+"""Load the bundled passages of everyday text; their loss shows what a model has forgotten."""
 
 import json
 from functools import cache
@@ -12,7 +12,7 @@ def _passages() -> tuple[dict[str, str], ...]:
 
 
 def everyday_texts() -> list[str]:
-    """List the passages: letters, recipes, news, stories, a little code, most in English and some in German, French
-    and Spanish; written for tunewell, under its licence.
+    """Return the passages: letters, recipes, news, stories and a little code, mostly English, some German, French and
+    Spanish; written for tunewell, under its licence.
     """
     return [passage["text"] for passage in _passages()]

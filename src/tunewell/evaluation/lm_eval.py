@@ -1,4 +1,4 @@
-"""Public benchmarks by lm-eval, on a model that is already loaded: `validate --lm-eval TASKS`."""
+"""Run lm-eval benchmarks on a loaded model: `validate --lm-eval TASKS`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +13,9 @@ from tunewell.models.quiet import quiet
 
 
 def run_tasks(model: PreTrainedModel, tokenizer_folder: Path, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Give the figures of some tasks, by task and metric; a path to a task's YAML file is taken for that task.
+    """Return the scores by task and metric; a task is a name or the path of its YAML file.
 
-    Raises UserError where lm-eval is not installed, does not know a task, or cannot get its data.
+    Raises UserError if lm-eval is not installed, does not know a task, or cannot download its data.
     """
     import_optional("lm_eval", extra="lm-eval", purpose="`validate --lm-eval`")
     from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]  an extra
@@ -31,9 +31,9 @@ def run_tasks(model: PreTrainedModel, tokenizer_folder: Path, tasks: Sequence[st
         except (KeyError, ValueError, OSError, ConnectionError) as error:
             raise UserError(
                 f"lm-eval could not run {', '.join(tasks)}: {type(error).__name__}: {str(error).strip()[:200]}",
-                fix="`lm-eval ls tasks` lists what it knows; its data come from the hub unless a task says otherwise",
+                fix="`lm-eval ls tasks` lists the tasks; most need a connection to download their data",
             ) from error
     return {
-        task: {name: float(value) for name, value in figures.items() if isinstance(value, int | float)}
-        for task, figures in found["results"].items()
+        task: {name: float(value) for name, value in scores.items() if isinstance(value, int | float)}
+        for task, scores in found["results"].items()
     }
