@@ -1,10 +1,11 @@
-"""Errors that a person can mend."""
+"""Errors that the user can correct."""
 
 
 class UserError(Exception):
-    """Say what is wrong, where, and how to mend it; shown without a traceback, exit code 2.
+    """An error that the user can correct: what is wrong, where, and how to fix it.
 
-    Everything else that is raised is a bug or the machine's fault.
+    It is printed without a traceback and ends a command with exit code 2. Any other exception is a bug or a fault of
+    the machine.
     """
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
@@ -23,4 +24,4 @@ class UserError(Exception):
 
 
 class SharedError(UserError):
-    """An error that all processes of a training end with together; of those on one machine the first tells it."""
+    """Raised on every rank of a distributed run; printed once per host."""

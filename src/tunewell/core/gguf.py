@@ -1,4 +1,4 @@
-"""Read what a GGUF file says about itself: its metadata and its table of tensors, never their numbers."""
+"""Read the header of a GGUF file: its metadata and its tensor table, not the tensors."""
 
 import mmap
 import struct
@@ -21,37 +21,37 @@ _MAX_KEY_BYTES = 65_535
 _MAX_DEPTH = 4
 _MAX_DIMENSIONS = 8
 _ALIGNMENT = 32
-"""Of the tensors in a file that names none."""
+"""Default alignment of tensors in bytes."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file: where its bytes begin and how they are to be read."""
+    """One entry of the tensor table."""
 
     name: str
     shape: tuple[int, ...]
-    """Rows first, as torch has it."""
+    """Rows first, as in torch."""
     type_number: int
-    """How numbers are stored, as ggml counts its types."""
+    """The ggml type number."""
     offset: int
-    """From the beginning of the file."""
+    """In bytes from the beginning of the file."""
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """Read every key and value of a GGUF file's header; arrays come back as lists.
+    """Return all metadata of a GGUF file; arrays become lists.
 
-    Raises UserError for a file that is missing, cut short, not GGUF, or written for big-endian machines.
+    Raises UserError for a file that is missing, truncated, not GGUF, or big-endian.
     """
     return _read(path)[0]
 
 
 def read_tensor_table(path: Path) -> list[TensorEntry]:
-    """List the tensors of a GGUF file in the order of its table; the file may still be cut short behind it."""
+    """Return the tensor table of a GGUF file; whether the tensors are complete is not checked."""
     return _read(path, is_table_wanted=True)[2]
 
 
 def tensor_count(path: Path) -> int:
-    """Count the tensors a GGUF file announces; 0 for a file that carries a vocabulary only."""
+    """Return the number of tensors that the header states; 0 for a vocabulary-only file."""
     return _read(path)[1]
 
 
@@ -71,11 +71,11 @@ def _read(path: Path, *, is_table_wanted: bool = False) -> tuple[dict[str, Any],
 
 
 class _Damaged(Exception):
-    """What is wrong with the file, as the end of a sentence that starts with its name."""
+    """A defect of the file; the message continues a sentence that begins with its name."""
 
 
 class _Reader:
-    """Walk over the bytes once; strings and numbers are checked against the end before they are touched."""
+    """Reads the header in one pass; every length is checked against the end of the file first."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data = data
@@ -90,21 +90,21 @@ class _Reader:
         if version not in _VERSIONS:
             swapped = int.from_bytes(int(version).to_bytes(4, "little"), "big")
             if swapped in _VERSIONS:
-                raise _Damaged("was written for big-endian machines, which tunewell does not read")
+                raise _Damaged("is big-endian, which tunewell cannot read")
             raise _Damaged(f"has GGUF version {version}; tunewell reads versions 2 and 3")
         num_tensors, num_pairs = self.scalar("Q"), self.scalar("Q")
         if num_pairs > _MAX_PAIRS or num_tensors > _MAX_ITEMS:
-            raise _Damaged(f"claims {num_pairs:,} metadata keys and {num_tensors:,} tensors: it is damaged")
+            raise _Damaged(f"states {num_pairs:,} metadata keys and {num_tensors:,} tensors: it is damaged")
         pairs: dict[str, Any] = {}
         for _ in range(num_pairs):
             key = self.strings(1, _MAX_KEY_BYTES)[0]
             if key in pairs:
-                raise _Damaged(f"names the key `{key[:80]}` twice: it is damaged")
+                raise _Damaged(f"has the key `{key[:80]}` twice: it is damaged")
             pairs[key] = self.value(self.scalar("I"))
         return pairs, num_tensors
 
     def table(self, pairs: dict[str, Any], num_tensors: int) -> list[TensorEntry]:
-        """Read the table that follows the metadata; the tensors begin at the next whole alignment behind it."""
+        """Read the table after the metadata; the tensors begin at the next aligned offset."""
         found = []
         for _ in range(num_tensors):
             name = self.strings(1, _MAX_KEY_BYTES)[0]
@@ -122,7 +122,7 @@ class _Reader:
     def take(self, num_bytes: int) -> int:
         start = self.at
         if num_bytes > self.size - start:
-            raise _Damaged("is cut short: its header ends in the middle of a value")
+            raise _Damaged("is truncated: its header ends in the middle of a value")
         self.at = start + num_bytes
         return start
 
@@ -150,7 +150,7 @@ class _Reader:
         return [self.value(kind, depth + 1) for _ in range(length)]
 
     def strings(self, count: int, longest: int) -> list[str]:
-        """Read length-prefixed strings in one tight loop: a vocabulary is a hundred thousand of them."""
+        """Read length-prefixed strings in one loop: a vocabulary has hundreds of thousands."""
         data, size, at = self.data, self.size, self.at
         length_at = struct.Struct("<Q").unpack_from
         texts: list[str] = []
@@ -159,10 +159,10 @@ class _Reader:
                 (length,) = length_at(data, at)
                 end = at + 8 + length
                 if end > size or length > longest:
-                    raise _Damaged("is cut short or damaged: a text in its header is longer than the file allows")
+                    raise _Damaged("is truncated or damaged: a text in its header is longer than the file")
                 texts.append(data[at + 8 : end].decode("utf-8", "surrogateescape"))
                 at = end
         except struct.error:
-            raise _Damaged("is cut short: its header ends in the middle of a value") from None
+            raise _Damaged("is truncated: its header ends in the middle of a value") from None
         self.at = at
         return texts

@@ -1,4 +1,4 @@
-"""Find the files of a model: a folder, one file, something inside an installed package, or a repository on the hub."""
+"""Find the files of a model: a folder, a single file, an installed package, or a Hugging Face Hub repository."""
 
 import importlib.metadata
 import importlib.util
@@ -15,7 +15,7 @@ from tunewell.core.errors import UserError
 
 Origin = Literal["folder", "file", "package", "hub", "preset"]
 
-# What a tokenizer and a model's facts are read from; weights are never fetched here.
+# The files for the tokenizer and the facts of a model; weights are never downloaded here.
 SMALL_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -27,8 +27,8 @@ SMALL_FILES = (
 )
 SENTENCEPIECE_FILE = "tokenizer.model"
 WEIGHT_SUFFIXES = frozenset({".pt", ".pth", ".bin", ".safetensors"})
-"""Of checkpoints that other code wrote; what lies beside one is taken for its own."""
-# A tokenizer.json of a 256,000-token vocabulary has about 35 MB.
+"""Weight files of other trainers; the files in the same folder belong to them."""
+# The tokenizer.json of a vocabulary of 256,000 tokens has about 35 MB.
 _MAX_JSON_BYTES = 512 << 20
 _REACH_SECONDS = 5
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -37,7 +37,7 @@ _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Where a model's small files are. A name that is not in `small` does not exist."""
+    """The paths of a model's small files; a file that is not in `small` does not exist."""
 
     source: str
     """As the user named the model."""
@@ -47,7 +47,7 @@ class ModelFiles:
     gguf: Path | None = None
 
     def read_text(self, name: str) -> str | None:
-        """Read a small file whole; None when the model does not have it."""
+        """Return the text of a small file; None if the model does not have it."""
         path = self.small.get(name)
         if path is None:
             return None
@@ -61,7 +61,7 @@ class ModelFiles:
             raise UserError(f"`{name}` is not UTF-8 text", where=str(path)) from None
 
     def read_object(self, name: str) -> dict[str, Any]:
-        """Read a small JSON file that holds one object; empty when the model does not have it."""
+        """Return the object in a small JSON file; empty if the model does not have it."""
         text = self.read_text(name)
         if text is None:
             return {}
@@ -70,7 +70,7 @@ class ModelFiles:
         except (ValueError, RecursionError) as error:
             raise UserError(f"`{name}` is not JSON: {error}", where=str(self.small[name])) from None
         if not isinstance(value, dict):
-            raise UserError(f"`{name}` does not hold a JSON object", where=str(self.small[name]))
+            raise UserError(f"`{name}` is not a JSON object", where=str(self.small[name]))
         return value
 
 
@@ -83,8 +83,8 @@ def locate(model: str | Path) -> ModelFiles:
     source = str(model)
     if source.startswith("preset:"):
         raise UserError(
-            f"`{source}` starts from nothing, so it has no files and no tokenizer",
-            fix="name a tokenizer with `tokenizer:`: a folder, a `tokenizer.json` or a SentencePiece `.model` file",
+            f"`{source}` is a preset without files and without a tokenizer",
+            fix="set a tokenizer with `tokenizer:`: a folder, a `tokenizer.json` or a SentencePiece `.model` file",
         )
     if isinstance(model, str) and model.startswith("package:"):
         return _in_package(source, model.removeprefix("package:"))
@@ -97,7 +97,7 @@ def locate(model: str | Path) -> ModelFiles:
         return _on_hub(model)
     raise UserError(
         f"there is no model `{source}`",
-        where="tried it as a file and as a folder",
+        where="it is neither a file nor a folder",
         fix="give a model folder, a `.gguf`, `.model` or `tokenizer.json` file, `package:NAME`, or a hub id",
     )
 
@@ -110,7 +110,7 @@ def _from_file(source: str, path: Path, origin: Origin = "file") -> ModelFiles:
         beside.pop("tokenizer.json", None)
         return ModelFiles(source, origin, beside, sentencepiece=path)
     if path.suffix == ".json":
-        # Only a file with the usual name can be said to belong to its neighbours.
+        # Only a file of the usual name belongs to the files beside it.
         small = beside if path.name == "tokenizer.json" else {}
         return ModelFiles(source, origin, small | {"tokenizer.json": path})
     if path.suffix in WEIGHT_SUFFIXES:
@@ -118,7 +118,7 @@ def _from_file(source: str, path: Path, origin: Origin = "file") -> ModelFiles:
         is_pieces = "tokenizer.json" not in beside and pieces.is_file()
         return ModelFiles(source, origin, beside, sentencepiece=pieces if is_pieces else None)
     raise UserError(
-        f"`{path.name}` is no file that tunewell reads a model from",
+        f"`{path.name}` is not a model file that tunewell can read",
         where=str(path),
         fix="give a `tokenizer.json`, a SentencePiece `.model` or a `.gguf` file, or the model's folder",
     )
@@ -130,14 +130,14 @@ def _in_folder(source: str, folder: Path, origin: Origin) -> ModelFiles:
         return ModelFiles(source, origin, small)
     if (folder / SENTENCEPIECE_FILE).is_file():
         return ModelFiles(source, origin, small, sentencepiece=folder / SENTENCEPIECE_FILE)
-    # Without a tokenizer.json, config.json beside a GGUF file still says what the file says.
+    # Without a tokenizer.json, a config.json beside a GGUF file still describes it.
     for pattern in ("*.gguf", "*.model"):
         found = sorted(file for file in folder.glob(pattern) if not _LATER_PART.search(file.name))
         if len(found) == 1:
             return _with(found[0], source, origin, small)
         if found:
             raise UserError(
-                f"`{folder.name}` holds {len(found)} {pattern[1:]} files and no tokenizer.json",
+                f"`{folder.name}` has {len(found)} {pattern[1:]} files and no tokenizer.json",
                 where=str(folder),
                 fix=f"name one of them: {', '.join(file.name for file in found[:5])}",
             )
@@ -170,16 +170,16 @@ def _in_package(source: str, name: str) -> ModelFiles:
         return _from_file(source, ggufs[0], "package")
     found = [str(file.name) for file in [*folders, *ggufs]]
     raise UserError(
-        f"package `{name}` holds {len(found) or 'no'} model{'' if len(found) == 1 else 's'}",
+        f"package `{name}` contains {len(found) or 'no'} model{'' if len(found) == 1 else 's'}",
         where=source,
         fix=f"give the path of one: {', '.join(found[:5])}" if found else "give a model folder or a `.gguf` file",
     )
 
 
 def _package_files(name: str) -> list[Path] | None:
-    """List a package's files by its module's folder or by what its distribution installed; None without either."""
+    """Return the files of an installed package, by its module folder or its distribution; None if there is neither."""
     module = name.replace("-", "_")
-    # find_spec would import the parents of a dotted name, and importing runs other people's code.
+    # find_spec would import the parents of a dotted name, which runs their code.
     spec = importlib.util.find_spec(module) if module.isidentifier() else None
     if spec is not None and spec.submodule_search_locations:
         folders = [Path(folder) for folder in spec.submodule_search_locations]
@@ -192,7 +192,7 @@ def _package_files(name: str) -> list[Path] | None:
 
 
 def _on_hub(repository: str) -> ModelFiles:
-    """Take what the hub cache has, and download only what it does not know."""
+    """Use the files in the hub cache and download only those that it does not know."""
     # Heavy, and only hub ids need it.
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
@@ -220,19 +220,19 @@ def _on_hub(repository: str) -> ModelFiles:
     sentencepiece = small.pop(SENTENCEPIECE_FILE, None)
     if problem is not None and "tokenizer.json" not in small and sentencepiece is None:
         raise UserError(
-            f"the model `{repository}` cannot be had: {problem}",
-            where="tried a folder of that name, the local hub cache, and the hub",
-            fix="check the name and the network, or give a model folder or a `.gguf` file on this machine",
+            f"could not download `{repository}`: {problem}",
+            where="it is neither a local folder nor in the hub cache",
+            fix="check the name and your network connection, or give a local model folder or `.gguf` file",
         )
     return ModelFiles(repository, "hub", small, sentencepiece=sentencepiece)
 
 
 def hub_is_out_of_reach() -> str | None:
-    """Say why the hub cannot be reached, within seconds: its own library retries for half a minute first."""
+    """Return why the hub cannot be reached, or None; takes seconds, while the hub library retries for half a minute."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return "the hub is switched off (HF_HUB_OFFLINE)"
+        return "offline mode is on (HF_HUB_OFFLINE)"
     if urllib.request.getproxies():
         return None
     address = urllib.parse.urlsplit(constants.ENDPOINT)
@@ -240,7 +240,7 @@ def hub_is_out_of_reach() -> str | None:
     try:
         socket.create_connection((address.hostname or "", port), timeout=_REACH_SECONDS).close()
     except OSError as error:
-        return f"{address.hostname} does not answer ({error.strerror or error})"
+        return f"{address.hostname} cannot be reached ({error.strerror or error})"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Optional dependencies: import them when they are used, or say how to get them."""
+"""Import optional dependencies when they are used."""
 
 import importlib
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""Models that start from nothing: Llama-shaped, in a few sizes, with the vocabulary of any tokenizer."""
+"""Presets: new Llama models with random weights in a few sizes, for the vocabulary of any tokenizer."""
 
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -11,7 +11,7 @@ PREFIX = "preset:"
 
 @dataclass(frozen=True)
 class Preset:
-    """The shape of a model; its vocabulary comes from the tokenizer."""
+    """The dimensions of a model; its vocabulary comes from the tokenizer."""
 
     hidden_size: int
     feed_forward: int
@@ -21,7 +21,7 @@ class Preset:
     is_tied: bool
 
     def num_parameters(self, vocab_size: int) -> int:
-        """Count the parameters with a vocabulary of so many tokens."""
+        """Return the number of parameters for a vocabulary of `vocab_size` tokens."""
         layer = 4 * self.hidden_size**2 + 3 * self.hidden_size * self.feed_forward + 2 * self.hidden_size
         tables = vocab_size * self.hidden_size * (1 if self.is_tied else 2)
         return tables + self.num_layers * layer + self.hidden_size
@@ -37,23 +37,23 @@ PRESETS = {
 
 
 def is_preset(model: str) -> bool:
-    """Tell whether a model is named as a preset."""
+    """Return True if a model name is a preset."""
     return model.startswith(PREFIX)
 
 
 def find_preset(model: str) -> Preset:
-    """Look up `preset:NAME`; raise UserError with the known names when there is none."""
+    """Return the preset `preset:NAME`; raise UserError with the known names if there is none."""
     name = model.removeprefix(PREFIX)
     if name in PRESETS:
         return PRESETS[name]
-    near = get_close_matches(name, PRESETS, n=1)
+    closest = get_close_matches(name, PRESETS, n=1)
     known = ", ".join(f"`{PREFIX}{known}`" for known in PRESETS)
-    hint = f"did you mean `{PREFIX}{near[0]}`? There are {known}" if near else f"choose one of {known}"
+    hint = f"did you mean `{PREFIX}{closest[0]}`? There are {known}" if closest else f"choose one of {known}"
     raise UserError(f"there is no preset `{name}`", fix=hint)
 
 
 def llama_settings(preset: Preset, vocab_size: int, special_ids: dict[str, int]) -> dict[str, Any]:
-    """Give the settings of the Llama model that a preset describes; `special_ids` names bos, eos and pad."""
+    """Return the `config.json` values of a preset; `special_ids` has the ids of bos, eos and pad."""
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],

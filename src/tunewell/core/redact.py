@@ -1,4 +1,4 @@
-"""Take secrets out of whatever is written down: tokens by their shape, and the values of secret-looking variables."""
+"""Redact secrets from everything that is written: tokens by their shape, and values of secret environment variables."""
 
 import os
 import re
@@ -9,14 +9,14 @@ REDACTED = "[redacted]"
 
 T = TypeVar("T")
 
-_LEAST_CHARS = 8
-"""Shorter values of variables (`1`, `false`, `no`) are everywhere in a run's files."""
-_LEAST_KINDS = 4
-"""Different characters a variable's value must have: `00000000` lies in many numbers and hashes."""
-_LEAST_TOKEN_CHARS = 15
+_MIN_CHARS = 8
+"""Minimum length of a variable's value: shorter ones (`1`, `false`, `no`) are everywhere in the files of a run."""
+_MIN_DISTINCT_CHARS = 4
+"""Minimum number of distinct characters in a variable's value: `00000000` is part of many numbers and hashes."""
+_MIN_TOKEN_CHARS = 15
 
-# Each alternative starts with a literal or stops where the next one could start, so that no text takes more than linear
-# time. A named group is what stays in front of the secret.
+# Each alternative starts with a literal or stops where the next one could start, so that matching takes linear time.
+# A named group matches the text before the secret, which is kept.
 _SHAPES = r"""
     hf_[A-Za-z0-9]{16,}                                             # Hugging Face
   | (?<![A-Za-z0-9])sk-[A-Za-z0-9_-]{16,}                           # OpenAI, Anthropic and those that followed
@@ -45,19 +45,19 @@ _SECRET_KEY = re.compile(
 
 
 def redact(value: T) -> T:
-    """Replace every secret in a text, or in the texts of nested lists and dictionaries, by `[redacted]`.
+    """Replace every secret in a text, or in nested lists and dictionaries, by `[redacted]`.
 
-    Known shapes of tokens, passwords in addresses, values under keys like `password`, and whatever a variable of the
-    environment holds whose name says token, key, secret or password. Everything that is no text stays the same object.
+    Secrets are tokens of known shapes, passwords in URLs, values of keys like `password`, and the values of environment
+    variables whose name contains token, key, secret or password. Values that are not text are returned unchanged.
     """
     return _redact(value, None)
 
 
 def _redact(value: Any, secrets: re.Pattern[str] | None) -> Any:
     if isinstance(value, str):
-        if len(value) < _LEAST_CHARS:
+        if len(value) < _MIN_CHARS:
             return value
-        return (secrets or _pattern(_values_to_hide())).sub(_keep_front, value)
+        return (secrets or _pattern(_values_to_hide())).sub(_keep_prefix, value)
     if isinstance(value, dict):
         secrets = secrets or _pattern(_values_to_hide())
         return {_redact_key(key, secrets): _redact_entry(key, entry, secrets) for key, entry in value.items()}
@@ -68,8 +68,8 @@ def _redact(value: Any, secrets: re.Pattern[str] | None) -> Any:
 
 
 def _redact_key(key: Any, secrets: re.Pattern[str]) -> Any:
-    # Every event of a run has the same dozen keys, and no token is as short as a name.
-    return key if isinstance(key, str) and len(key) < _LEAST_TOKEN_CHARS else _redact(key, secrets)
+    # Every event of a run has the same dozen short keys, and no token is that short.
+    return key if isinstance(key, str) and len(key) < _MIN_TOKEN_CHARS else _redact(key, secrets)
 
 
 def _redact_entry(key: Any, entry: Any, secrets: re.Pattern[str]) -> Any:
@@ -78,12 +78,12 @@ def _redact_entry(key: Any, entry: Any, secrets: re.Pattern[str]) -> Any:
     return _redact(entry, secrets)
 
 
-def _keep_front(found: re.Match[str]) -> str:
+def _keep_prefix(found: re.Match[str]) -> str:
     return (found[found.lastgroup] if found.lastgroup else "") + REDACTED
 
 
 def _values_to_hide() -> tuple[str, ...]:
-    # Read anew each time: a program may set its token after its first event.
+    # Read at every call: a program may set its token after its first event.
     hidden = {value for name, value in os.environ.items() if _names_a_secret(name) and _can_be_secret(value)}
     return tuple(sorted(hidden, key=lambda value: (-len(value), value)))
 
@@ -94,7 +94,7 @@ def _names_a_secret(variable: str) -> bool:
 
 
 def _can_be_secret(value: str) -> bool:
-    return len(value) >= _LEAST_CHARS and len(set(value)) >= _LEAST_KINDS
+    return len(value) >= _MIN_CHARS and len(set(value)) >= _MIN_DISTINCT_CHARS
 
 
 @lru_cache(maxsize=8)
@@ -103,10 +103,10 @@ def _pattern(values: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _exactly(value: str) -> str:
-    """Match a variable's value anywhere; one of letters alone, like `postgres`, only where it is a word.
+    """Return a pattern for a variable's value; a value of letters only, like `postgres`, must be a whole word.
 
-    A part of a path or of a file's name is none: `/srv/postgres/model` must still be found by whoever reads it. What
-    stands before the host of an address is one, and so is what JSON within JSON has in quotes.
+    Part of a path or a file name is not a word: `/srv/postgres/model` must stay readable. The user before the host of a
+    URL is a word, and so is quoted text in JSON within JSON.
     """
     escaped = re.escape(value)
     if not value.isalpha():

@@ -1,4 +1,4 @@
-"""Write numbers the way a person reads them: thousands separated, units always."""
+"""Format numbers for people: thousands separators, percentages, sizes, durations."""
 
 import math
 
@@ -6,14 +6,14 @@ _BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def count(number: int, noun: str | None = None, plural: str | None = None) -> str:
-    """Write a whole number, with its noun where one is given: `1,234 rows`, `1 row`."""
+    """Return an integer with thousands separators and an optional noun: `1,234 rows`, `1 row`."""
     if noun is None:
         return f"{number:,}"
     return f"{number:,} {noun if abs(number) == 1 else plural or noun + 's'}"
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """Write a share of one as a percentage that says 0 or 100 only when it is exactly that.
+    """Return a share of one as a percentage; 0% and 100% only if the share is exactly 0 or 1.
 
     percent(0.413) = 41.3%     percent(0.99999) = 99.9%     percent(0.00001) = under 0.1%
     """
@@ -29,10 +29,10 @@ def percent(share: float, digits: int = 1) -> str:
 
 
 def size_bytes(number: int) -> str:
-    """Write a size with binary units: `4.0 MiB`."""
+    """Return a size in binary units: `4.0 MiB`."""
     value = float(number)
     for unit in _BINARY:
-        # 1,023.95 would be written 1,024.0, which belongs to the next unit.
+        # 1,023.95 would be rounded to 1,024.0, which is 1.0 of the next unit.
         if abs(value) < 1023.95 or unit == _BINARY[-1]:
             return (
                 f"{count(number)} {unit if abs(number) != 1 else 'byte'}" if unit == "bytes" else f"{value:,.1f} {unit}"
@@ -42,7 +42,7 @@ def size_bytes(number: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Write a time in its two largest units: `12 ms`, `3.4 s`, `1 m 15 s`, `1 h 50 m`, `2 d 3 h`."""
+    """Return a duration in its two largest units: `12 ms`, `3.4 s`, `1 m 15 s`, `1 h 50 m`, `2 d 3 h`."""
     if not math.isfinite(seconds):
         return "unknown"
     if seconds < 0:
