@@ -34,7 +34,7 @@ from tunewell.data.rows.conversation import Conversation
 from tunewell.data.templates.chat_template import builtin_template
 from tunewell.data.tokenizers import sentencepiece
 from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
-from tunewell.data.tokenizers.sentencepiece_model import read_model
+from tunewell.data.tokenizers.sentencepiece import read_model
 
 CHATML = builtin_template("chatml")
 

@@ -211,7 +211,7 @@ def test_a_hub_id_is_answered_from_the_cache_without_network(byte_level, tmp_pat
 
 def test_opening_a_tokenizer_imports_neither_torch_nor_transformers(byte_level):
     code = (
-        "import sys; from tunewell.data.tokenizer import load_tokenizer; load_tokenizer(sys.argv[1]);"
+        "import sys; from tunewell.data.tokenizers.load import load_tokenizer; load_tokenizer(sys.argv[1]);"
         "print({'torch', 'transformers', 'datasets', 'sentencepiece', 'huggingface_hub'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code, str(byte_level)], capture_output=True, text=True)

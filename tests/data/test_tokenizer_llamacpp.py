@@ -54,7 +54,7 @@ def test_spelled_markers_stay_text_when_asked_for(tmp_path, vocabulary):
 @pytest.mark.parametrize("prefix", [True, False])
 def test_a_sentencepiece_vocabulary_in_gguf_is_read_like_llama_cpp_reads_it(tmp_path, spm_file, prefix):
     """llama.cpp puts a space in front of text after every marker, transformers only in front of the first text."""
-    from tunewell.data.tokenizers.sentencepiece_model import read_model
+    from tunewell.data.tokenizers.sentencepiece import read_model
 
     model = read_model(spm_file)
     more = {"tokenizer.ggml.add_space_prefix": prefix}
@@ -99,9 +99,9 @@ def test_an_unknown_way_to_cut_text_is_refused_by_name(tmp_path, vocabulary, pre
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"tokenizer.ggml.model": "bert"}, "kind `bert`"),
+        ({"tokenizer.ggml.model": "bert"}, "type `bert`"),
         ({"tokenizer.ggml.tokens": ["a", "a"]}, "damaged vocabulary"),
-        ({"tokenizer.ggml.merges": ["q zzz"]}, "does not have"),
+        ({"tokenizer.ggml.merges": ["q zzz"]}, "not in its vocabulary"),
         ({"tokenizer.ggml.tokens": [1, 2]}, "no vocabulary"),
     ],
 )

@@ -11,7 +11,7 @@ from tokenizer_references import POOLS, random_texts
 
 from tunewell.core.errors import UserError
 from tunewell.data.tokenizers.load import load_tokenizer
-from tunewell.data.tokenizers.sentencepiece_model import CONTROL, USER_DEFINED, read_model
+from tunewell.data.tokenizers.sentencepiece import CONTROL, USER_DEFINED, read_model
 
 MARKERS = ["<|im_start|>", "<|im_end|>"]
 # Combining marks and joiners are left out: where a model normalises, the `tokenizers` library does so by grapheme and
@@ -149,7 +149,7 @@ def test_a_damaged_model_file_is_refused(llama_like, tmp_path):
     path = tmp_path / "cut.model"
     for end in range(0, len(data) - 60, 61):
         path.write_bytes(data[:end])
-        with pytest.raises(UserError, match="cut short"):
+        with pytest.raises(UserError, match="truncated"):
             load_tokenizer(path)
 
 

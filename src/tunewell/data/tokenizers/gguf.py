@@ -1,4 +1,4 @@
-"""Rebuild the tokenizer that a GGUF file carries, with the ids that llama.cpp gives."""
+"""Rebuild the tokenizer of a GGUF file, with the same ids as llama.cpp."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.gguf import read_metadata
 from tunewell.data.tokenizers import sentencepiece
 from tunewell.data.tokenizers.parts import TokenizerParts, load_table, looks_like_marker, prepend_bos
-from tunewell.data.tokenizers.sentencepiece_model import (
+from tunewell.data.tokenizers.sentencepiece import (
     BYTE,
     CONTROL,
     NORMAL,
@@ -27,12 +27,12 @@ _SPECIAL_IDS = {
     "cls_token": "cls_token_id",
     "mask_token": "mask_token_id",
 }
-# What llama.cpp assumes for SentencePiece vocabularies that name none.
+# Defaults of llama.cpp for SentencePiece vocabularies that define none.
 _LLAMA_DEFAULTS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}
 
 
 def load_gguf(path: Path) -> TokenizerParts:
-    """Read a GGUF file's tokenizer; UserError names a model or pre-tokenizer that is not known here."""
+    """Read the tokenizer of a GGUF file; raise UserError for an unsupported model or pre-tokenizer."""
     metadata = read_metadata(path)
     kind = metadata.get("tokenizer.ggml.model")
     tokens, types = _vocabulary(metadata, path)
@@ -44,11 +44,11 @@ def load_gguf(path: Path) -> TokenizerParts:
         backend, adds_bos = _sentencepiece(metadata, tokens, types, path), True
     else:
         raise UserError(
-            f"`{path.name}` has a tokenizer of kind `{kind}`, which tunewell does not rebuild"
+            f"`{path.name}` has a tokenizer of type `{kind}`, which is not supported"
             if kind
-            else f"`{path.name}` carries no tokenizer",
+            else f"`{path.name}` has no tokenizer",
             where=f"{path}: tokenizer.ggml.model",
-            fix="give the model's folder with its `tokenizer.json`",
+            fix="use the folder of the model with its `tokenizer.json`",
         )
     adds_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", adds_bos)) and "bos_token" in special
     if adds_bos:
@@ -60,7 +60,7 @@ def load_gguf(path: Path) -> TokenizerParts:
 def _vocabulary(metadata: dict[str, Any], path: Path) -> tuple[list[str], list[int]]:
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
-        raise UserError(f"`{path.name}` carries no vocabulary", where=f"{path}: tokenizer.ggml.tokens")
+        raise UserError(f"`{path.name}` has no vocabulary", where=f"{path}: tokenizer.ggml.tokens")
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
     types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     if len(types) < len(tokens) or len(set(tokens)) != len(tokens):
@@ -84,12 +84,12 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str], types: list[int], p
     for left, right in merges:
         if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
             raise UserError(
-                f"`{path.name}` joins `{left}` and `{right}`, which its vocabulary does not have",
+                f"`{path.name}` merges `{left}` and `{right}`, which are not in its vocabulary",
                 where=f"{path}: tokenizer.ggml.merges",
             )
     backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre.get("whole_words_first", False)))
     patterns: list[str] = load_table("pretokenizers")["splits"][pre["splits"]]
-    # GPT-2's own pattern, where it comes last, is built into the byte-level step, which cuts by it a fifth faster.
+    # The byte-level step has the pattern of GPT-2 built in, and splits a fifth faster with it.
     is_built_in = patterns[-1] == load_table("pretokenizers")["splits"]["gpt2"][0]
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns[: -1 if is_built_in else None]]
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -116,9 +116,9 @@ def _pre_tokenizer(metadata: dict[str, Any], path: Path) -> dict[str, Any]:
     known = load_table("pretokenizers")["names"].get(name)
     if known is None:
         raise UserError(
-            f"`{path.name}` cuts text by the rules `{name}`, which tunewell does not know",
+            f"`{path.name}` uses the pre-tokenizer `{name}`, which is not supported",
             where=f"{path}: tokenizer.ggml.pre",
-            fix="give the model's folder with its `tokenizer.json`",
+            fix="use the folder of the model with its `tokenizer.json`",
         )
     return known
 
@@ -126,11 +126,11 @@ def _pre_tokenizer(metadata: dict[str, Any], path: Path) -> dict[str, Any]:
 def _sentencepiece(metadata: dict[str, Any], tokens: list[str], types: list[int], path: Path) -> Tokenizer:
     scores = metadata.get("tokenizer.ggml.scores") or []
     if len(scores) < len(tokens):
-        raise UserError(f"`{path.name}` has no score for every token", where=f"{path}: tokenizer.ggml.scores")
+        raise UserError(f"`{path.name}` lacks scores for some tokens", where=f"{path}: tokenizer.ggml.scores")
     model = SentencePieceModel(
         pieces=tokens,
         scores=[float(score) for score in scores[: len(tokens)]],
-        # llama.cpp joins pieces of every other type like ordinary ones.
+        # llama.cpp merges pieces of all other types like ordinary ones.
         types=[kind if kind in (UNKNOWN, CONTROL, USER_DEFINED, BYTE) else NORMAL for kind in types],
         is_bpe=True,
         byte_fallback=BYTE in types,

@@ -1,4 +1,4 @@
-"""Open a tokenizer as the hub knows it, `tokenizer.json` and its companions, the way transformers 5.22 does."""
+"""Read `tokenizer.json` and its companion files from the Hugging Face hub, as transformers 5.22 does."""
 
 import json
 from typing import Any
@@ -12,12 +12,12 @@ from tunewell.data.tokenizers.parts import TokenizerParts, load_table
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-# A length above this is how configs write "no limit".
+# Configs write a larger number for "no limit".
 _LONGEST_LENGTH = 1_000_000_000
 
 
 class SpecialTokenTable:
-    """The added and special tokens that a model's companion files name, merged as transformers merges them."""
+    """The added and special tokens of the companion files, merged as in transformers."""
 
     def __init__(self, files: ModelFiles, in_vocabulary: dict[int, AddedToken]) -> None:
         self.config = files.read_object("tokenizer_config.json")
@@ -32,7 +32,7 @@ class SpecialTokenTable:
         if "added_tokens_decoder" in self.config:
             self.by_id = {int(number): _token(value) for number, value in self.config["added_tokens_decoder"].items()}
         else:
-            # Files of before 2023 kept these apart; where the config lists its added tokens, they are not looked at.
+            # Files from before 2023 store these separately; they are ignored if the config lists its added tokens.
             values |= {k: v for k, v in files.read_object("special_tokens_map.json").items() if _names_tokens(k)}
             self._read_added_tokens(files.read_object("added_tokens.json"), values)
             self.by_id |= in_vocabulary
@@ -48,18 +48,18 @@ class SpecialTokenTable:
 
     def _named(self, values: dict[str, Any]) -> dict[str, AddedToken]:
         extra = values.get("extra_special_tokens")
-        own = {key: value for key, value in values.items() if key.endswith("_token") and key not in SPECIAL_NAMES}
-        own |= extra if isinstance(extra, dict) else {}
-        chosen = {name: values[name] for name in SPECIAL_NAMES if values.get(name) is not None} | own
+        other = {key: value for key, value in values.items() if key.endswith("_token") and key not in SPECIAL_NAMES}
+        other |= extra if isinstance(extra, dict) else {}
+        chosen = {name: values[name] for name in SPECIAL_NAMES if values.get(name) is not None} | other
         by_content = {token.content: token for token in self.by_id.values()}
         return {name: by_content.get(_content(value), _token(value)) for name, value in chosen.items()}
 
     def special_tokens(self) -> dict[str, str]:
-        """Name the special tokens as a chat template sees them."""
+        """Return the special tokens by the names that chat templates read."""
         return {name: token.content for name, token in self.named.items()}
 
     def additions(self, backend: Tokenizer) -> list[AddedToken]:
-        """List the tokens to add, in the order that decides their ids."""
+        """Return the tokens to add, in the order that determines their ids."""
         tokens = [token for _, token in sorted(self.by_id.items())]
         known = {token.content for token in [*backend.get_added_tokens_decoder().values(), *tokens]}
         named = {token.content for token in self.named.values()}
@@ -72,13 +72,13 @@ class SpecialTokenTable:
         return tokens
 
     def max_length(self) -> int | None:
-        """Read the length the tokenizer was made for, where that is one."""
+        """Return the maximum length of the tokenizer; None if it has no limit."""
         length = self.config.get("model_max_length")
         return int(length) if isinstance(length, int | float) and 0 < length < _LONGEST_LENGTH else None
 
 
 def read_special_tokens(files: ModelFiles, in_vocabulary: dict[int, AddedToken]) -> SpecialTokenTable:
-    """Read the companion files; UserError when they do not say what such files say."""
+    """Read the companion files; raise UserError if they are malformed."""
     try:
         return SpecialTokenTable(files, in_vocabulary)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -89,7 +89,7 @@ def read_special_tokens(files: ModelFiles, in_vocabulary: dict[int, AddedToken])
 
 
 def load_tokenizer_json(files: ModelFiles) -> TokenizerParts:
-    """Open a `tokenizer.json` with the tokens and the template of its companion files."""
+    """Load a `tokenizer.json` with the tokens and the template of its companion files."""
     text = files.read_text("tokenizer.json") or ""
     backend = _open(text, files)
     padding = backend.padding
@@ -111,13 +111,13 @@ def load_tokenizer_json(files: ModelFiles) -> TokenizerParts:
 def _open(text: str, files: ModelFiles) -> Tokenizer:
     try:
         return Tokenizer.from_str(text)
-    except Exception as error:  # noqa: BLE001  the library raises nothing narrower for a file it does not like
+    except Exception as error:  # noqa: BLE001  the library raises no narrower type for a malformed file
         where = str(files.small["tokenizer.json"])
-        raise UserError(f"`tokenizer.json` cannot be opened: {str(error)[:200]}", where=where) from None
+        raise UserError(f"`tokenizer.json` cannot be read: {str(error)[:200]}", where=where) from None
 
 
 def read_template(files: ModelFiles, config: dict[str, Any]) -> str | None:
-    """Find the model's own chat template: its file, then the config (the one named `default` of several)."""
+    """Return the chat template of the model: from its file, or from the config (`default`, if there are several)."""
     text = files.read_text("chat_template.jinja")
     if text is not None:
         return text
@@ -133,21 +133,21 @@ def read_template(files: ModelFiles, config: dict[str, Any]) -> str | None:
 
 def _adds_bos(backend: Tokenizer, special: dict[str, str]) -> bool:
     plain = backend.encode("a", add_special_tokens=False).ids
-    dressed = backend.encode("a", add_special_tokens=True).ids
+    with_special = backend.encode("a", add_special_tokens=True).ids
     bos = backend.token_to_id(special.get("bos_token", ""))
-    return bos is not None and dressed[:1] == [bos] and dressed[1 : 1 + len(plain)] == plain
+    return bos is not None and with_special[:1] == [bos] and with_special[1 : 1 + len(plain)] == plain
 
 
 def _rebuilt_as_llama(text: str, config: dict[str, Any]) -> str:
-    """Replace the pipeline as transformers 5 does for this class: a space in front of the first text only.
+    """Replace the pipeline as transformers 5 does for this class: a prefix space before the first text only.
 
-    The files themselves mostly say "in front of every text", which is what transformers 4 did.
+    Most files say "before every text", which is what transformers 4 did.
     """
     raw = json.loads(text)
     if "ByteLevel" in json.dumps([raw["pre_tokenizer"], raw["decoder"]]):
         return text
-    wants_space = config.get("add_prefix_space")
-    scheme = "never" if wants_space is False else "always" if config.get("legacy") else "first"
+    prefix_space = config.get("add_prefix_space")
+    scheme = "never" if prefix_space is False else "always" if config.get("legacy") else "first"
     raw["normalizer"] = None
     raw["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False}
     raw["model"] |= {"fuse_unk": True, "byte_fallback": True, "unk_token": None, "ignore_merges": False}

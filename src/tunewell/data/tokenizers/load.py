@@ -1,4 +1,4 @@
-"""Open a model's tokenizer without torch and without transformers, with the ids that transformers or llama.cpp give."""
+"""Load the tokenizer of a model without torch or transformers, with the ids of transformers or llama.cpp."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,18 +14,18 @@ from tunewell.core.model_files import ModelFiles, locate
 from tunewell.data.tokenizers import sentencepiece
 from tunewell.data.tokenizers.gguf import load_gguf
 from tunewell.data.tokenizers.hub import load_tokenizer_json, read_special_tokens, read_template
-from tunewell.data.tokenizers.parts import TokenizerParts, prepend_bos
-from tunewell.data.tokenizers.sentencepiece_model import read_model
+from tunewell.data.tokenizers.parts import TokenizerParts, byte_alphabet, prepend_bos
+from tunewell.data.tokenizers.sentencepiece import read_model
 
 Kind = Literal["tokenizer.json", "sentencepiece", "gguf"]
 
-# These bytes appear in no UTF-8 text, so a vocabulary may well lack them.
+# These bytes never appear in UTF-8 text, so a vocabulary may lack them.
 _NEVER_IN_TEXT = frozenset([0xC0, 0xC1, *range(0xF5, 0x100)])
 
 
 @dataclass(frozen=True)
 class AddedTokenInfo:
-    """How one added token is found in text."""
+    """The id of an added token, and how it is matched in text."""
 
     id: int
     special: bool
@@ -37,52 +37,52 @@ class AddedTokenInfo:
 
 @dataclass(frozen=True, eq=False)
 class LoadedTokenizer:
-    """A tokenizer and everything about it that preparing a corpus needs."""
+    """A tokenizer with all the facts that preparing a corpus needs."""
 
     backend: Tokenizer
-    """No truncation, no padding; text that spells a special token becomes that token."""
+    """Without truncation and padding; text that spells a special token becomes that token."""
     source: str
     """As the user named the model."""
     kind: Kind
     special_tokens: dict[str, str]
-    """`bos_token`, `eos_token`, ... as a chat template sees them; only those the model has."""
+    """`bos_token`, `eos_token` and so on, as chat templates read them; only those that the model defines."""
     chat_template: str | None
-    """The model's own."""
+    """The template of the model."""
     adds_bos: bool
-    """Whether plain text gets the bos token in front."""
+    """Whether plain text starts with the bos token."""
     control_ids: frozenset[int]
     """The ids of all special tokens."""
     added: dict[str, AddedTokenInfo]
     vocab_size: int
     """The highest id plus one."""
     byte_lengths: list[int] | None
-    """For byte-level BPE, how many UTF-8 bytes of text each id stands for; None for other kinds.
+    """For byte-level BPE, the number of UTF-8 bytes of each token; None for other tokenizers.
 
-    The sum over a text's ids is the length of the text after normalisation, unless it has a byte of `lost_bytes` or a
-    token that swallows the spaces around it (`lstrip`, `rstrip`).
+    The sum over the ids of a text is its length after normalisation, unless it contains a byte of `lost_bytes` or a
+    token that strips the spaces around it (`lstrip`, `rstrip`).
     """
     lost_bytes: frozenset[int]
-    """Bytes of byte-level BPE that no token stands for: a character with one of them loses it without a word."""
+    """Bytes that a byte-level vocabulary lacks: the tokenizer silently drops them from characters."""
     sha256: str
-    """Changes with anything that can change ids, not with the chat template."""
+    """Changes with everything that can change ids, but not with the chat template."""
     max_length: int | None = None
     added_by_us: tuple[str, ...] = ()
 
     def with_tokens(self, tokens: Sequence[str]) -> "LoadedTokenizer":
-        """Copy the tokenizer with more special tokens, at new ids behind the vocabulary; known ones keep theirs."""
+        """Return a copy with additional special tokens at new ids after the vocabulary; known tokens keep their ids."""
         backend = Tokenizer.from_str(self.backend.to_str())
-        wanted = [token for token in dict.fromkeys(tokens) if token and token not in self.added]
-        new = [token for token in wanted if backend.token_to_id(token) is None]
+        missing = [token for token in dict.fromkeys(tokens) if token and token not in self.added]
+        new = [token for token in missing if backend.token_to_id(token) is None]
         if sentencepiece.is_rebuilt(backend):
-            sentencepiece.add_markers(backend, [AddedToken(token, special=True, normalized=True) for token in wanted])
+            sentencepiece.add_markers(backend, [AddedToken(token, special=True, normalized=True) for token in missing])
         else:
-            backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in wanted])
+            backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
         parts = TokenizerParts(backend, self.special_tokens, self.chat_template, self.adds_bos, self.max_length)
-        loaded = _assemble(parts, self.source, self.kind)
+        loaded = _make_tokenizer(parts, self.source, self.kind)
         return replace(loaded, added_by_us=(*self.added_by_us, *new))
 
     def save(self, folder: Path, chat_template: str | None) -> None:
-        """Write files that transformers, old and new, opens to the same ids; equal tokenizers give equal bytes."""
+        """Write files that old and new transformers load with the same ids; equal tokenizers give equal bytes."""
         folder.mkdir(parents=True, exist_ok=True)
         config: dict[str, object] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -101,21 +101,21 @@ class LoadedTokenizer:
 
 
 def load_tokenizer(model: str | Path) -> LoadedTokenizer:
-    """Open the tokenizer of a model folder, a file, a package or a hub id (see `core.model_files.locate`).
+    """Load the tokenizer of a model folder, a file, a package or a hub id (see `core.model_files.locate`).
 
-    Raises UserError when there is none, when a file is damaged, or when it needs something not known here.
+    Raise UserError if there is none, if a file is damaged, or if it uses an unsupported feature.
     """
     files = locate(model)
     if "tokenizer.json" in files.small:
-        return _assemble(load_tokenizer_json(files), files.source, "tokenizer.json")
+        return _make_tokenizer(load_tokenizer_json(files), files.source, "tokenizer.json")
     if files.sentencepiece is not None:
-        return _assemble(_load_sentencepiece(files, files.sentencepiece), files.source, "sentencepiece")
+        return _make_tokenizer(_load_sentencepiece(files, files.sentencepiece), files.source, "sentencepiece")
     if files.gguf is not None:
-        return _assemble(load_gguf(files.gguf), files.source, "gguf")
+        return _make_tokenizer(load_gguf(files.gguf), files.source, "gguf")
     raise UserError(
         f"`{files.source}` has no tokenizer",
-        where="looked for tokenizer.json, tokenizer.model and one .gguf file",
-        fix="give a folder that has one of them, or a `.gguf` file",
+        where="searched for tokenizer.json, tokenizer.model and one .gguf file",
+        fix="use a folder with one of them, or a `.gguf` file",
     )
 
 
@@ -127,7 +127,7 @@ def _load_sentencepiece(files: ModelFiles, path: Path) -> TokenizerParts:
     known = backend.get_added_tokens_decoder().values()
     contents = {token.content for token in known}
     more = [token for token in table.additions(backend) if token.content not in contents]
-    # Found in the normalised text like the file's own markers, else each would start a text with its own space.
+    # Match them in the normalised text like the markers of the file; else the text after each would get a dummy space.
     sentencepiece.add_markers(backend, [_normalized(token) for token in more])
     adds_bos = bool(table.config.get("add_bos_token", True)) and "bos_token" in special
     if adds_bos:
@@ -140,7 +140,7 @@ def _normalized(token: AddedToken) -> AddedToken:
     return AddedToken(token.content, special=token.special, normalized=True, **flags)
 
 
-def _assemble(parts: TokenizerParts, source: str, kind: Kind) -> LoadedTokenizer:
+def _make_tokenizer(parts: TokenizerParts, source: str, kind: Kind) -> LoadedTokenizer:
     backend = parts.backend
     added = {
         token.content: AddedTokenInfo(
@@ -170,7 +170,7 @@ def _assemble(parts: TokenizerParts, source: str, kind: Kind) -> LoadedTokenizer
 
 
 def _is_byte_level(backend: Tokenizer) -> bool:
-    """Whether tokens spell bytes, and text gets nothing put in front of it."""
+    """Return whether the tokenizer is byte-level BPE without a prefix space."""
     if not isinstance(backend.model, models.BPE) or backend.pre_tokenizer is None:
         return False
     state = orjson.loads(backend.pre_tokenizer.__getstate__())
@@ -182,18 +182,11 @@ def _is_byte_level(backend: Tokenizer) -> bool:
 def _byte_lengths(vocabulary: dict[str, int], added: dict[str, AddedTokenInfo], vocab_size: int) -> list[int]:
     lengths = [0] * vocab_size
     for token, number in vocabulary.items():
-        # Each character of an ordinary token stands for one byte; added tokens are plain text.
+        # Each character of an ordinary token is one byte; added tokens are plain text.
         lengths[number] = len(token.encode()) if token in added else len(token)
     return lengths
 
 
 def _lost_bytes(vocabulary: dict[str, int]) -> frozenset[int]:
-    lost = {byte for byte, character in _byte_alphabet().items() if character not in vocabulary}
+    lost = {byte for byte, character in byte_alphabet().items() if character not in vocabulary}
     return frozenset(lost - _NEVER_IN_TEXT)
-
-
-def _byte_alphabet() -> dict[int, str]:
-    """Pair each byte with the character that stands for it: printable Latin-1 as it is, the others from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(0x100) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}

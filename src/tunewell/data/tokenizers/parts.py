@@ -1,4 +1,4 @@
-"""What every kind of tokenizer file is turned into before it becomes a LoadedTokenizer."""
+"""Shared parts of the tokenizer readers: their common result, marker detection, byte alphabet and fact tables."""
 
 import json
 import re
@@ -9,29 +9,29 @@ from typing import Any
 
 from tokenizers import Tokenizer, processors
 
-# A symbol the model's author defined as text may still be a turn marker; such a one must not be spelled by a row.
+# User-defined symbols can be turn markers too. Text of a row must not become one.
 _MARKER = re.compile(r"<\|[^|<>\s]+\|>|\[/?INST\]|<(?:start|end)_of_turn>")
 
 
 @dataclass(frozen=True)
 class TokenizerParts:
-    """A tokenizer with what the `tokenizers` library does not keep."""
+    """A tokenizer with the facts that the `tokenizers` library does not store."""
 
     backend: Tokenizer
     special_tokens: dict[str, str]
     chat_template: str | None
     adds_bos: bool
     max_length: int | None = None
-    """What the files call `model_max_length`, where it is a length and not a stand-in for "none"."""
+    """The `model_max_length` of the files; None if it is the huge number that means "no limit"."""
 
 
 def looks_like_marker(text: str) -> bool:
-    """Tell a turn marker such as `<|im_start|>` from an ordinary user-defined symbol such as four spaces."""
+    """Return whether a symbol is a turn marker such as `<|im_start|>`, and not plain text such as four spaces."""
     return _MARKER.fullmatch(text) is not None
 
 
 def prepend_bos(backend: Tokenizer, bos: str) -> None:
-    """Make plain text start with the bos token whenever special tokens are asked for."""
+    """Make the tokenizer add the bos token when it adds special tokens."""
     bos_id = backend.token_to_id(bos)
     backend.post_processor = processors.TemplateProcessing(
         single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"], special_tokens=[(bos, bos_id)]
@@ -40,6 +40,16 @@ def prepend_bos(backend: Tokenizer, bos: str) -> None:
 
 @cache
 def load_table(name: str) -> dict[str, Any]:
-    """Read one of the tables of facts that lie beside this module."""
+    """Load one of the JSON fact tables of this package."""
     folder = files("tunewell.data.tokenizers")
     return json.loads(folder.joinpath(f"{name}.json").read_text(encoding="utf-8"))
+
+
+def byte_alphabet() -> dict[int, str]:
+    """Return the character that byte-level BPE writes for each byte.
+
+    Printable Latin-1 bytes stand for themselves; the others are mapped, in order, to code points from U+0100 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}

@@ -1,39 +1,158 @@
-"""Turn a SentencePiece model into a `tokenizers.Tokenizer` that gives the same ids."""
+"""Read SentencePiece `.model` files, and rebuild them as `tokenizers.Tokenizer` with the same ids."""
 
 import json
 import re
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from tunewell.core.errors import UserError
 from tunewell.data.tokenizers.parts import looks_like_marker
-from tunewell.data.tokenizers.sentencepiece_model import (
-    BYTE,
-    CONTROL,
-    NORMAL,
-    UNKNOWN,
-    USER_DEFINED,
-    SentencePieceModel,
-)
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+_UNIGRAM, _BPE = 1, 2
+
+
+@dataclass
+class SentencePieceModel:
+    """The fields of the file that determine ids."""
+
+    pieces: list[str] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    types: list[int] = field(default_factory=list)
+    is_bpe: bool = False
+    byte_fallback: bool = False
+    names: dict[str, str] = field(
+        default_factory=lambda: {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    )
+    charsmap: bytes = b""
+    add_dummy_prefix: bool = True
+    remove_extra_whitespaces: bool = True
+    refusal: str | None = None
+    """Why this file cannot be rebuilt, as the end of a sentence; None if it can."""
+
+    def special_tokens(self) -> dict[str, str]:
+        """Return the bos, eos, unk and pad pieces that are control or unknown pieces of this vocabulary."""
+        kinds = dict(zip(self.pieces, self.types, strict=True))
+        return {name: piece for name, piece in self.names.items() if kinds.get(piece) in (CONTROL, UNKNOWN)}
+
+
+def read_model(path: Path) -> SentencePieceModel:
+    """Read a `.model` file; raise UserError if it is damaged or not a SentencePiece model."""
+    try:
+        model = _parse(path.read_bytes())
+    except (ValueError, struct.error, IndexError):
+        raise UserError(
+            f"`{path.name}` is not a SentencePiece model, or it is truncated",
+            where=str(path),
+            fix="use the `tokenizer.json` of the model, or download the file again",
+        ) from None
+    if model.refusal:
+        raise UserError(f"`{path.name}` {model.refusal}", where=str(path), fix="use a `tokenizer.json` instead")
+    return model
+
+
+def _parse(data: bytes) -> SentencePieceModel:
+    model = SentencePieceModel()
+    trainer, normalizer = b"", b""
+    for number, value in _fields(data):
+        if number == 1 and isinstance(value, bytes):
+            piece = dict(_fields(value))
+            model.pieces.append(_bytes(piece.get(1, b"")).decode("utf-8"))
+            model.scores.append(struct.unpack("<f", _bytes(piece.get(2, b"\0\0\0\0")))[0])
+            model.types.append(int(piece.get(3, NORMAL)))
+        elif number == 2:
+            trainer = _bytes(value)
+        elif number == 3:
+            normalizer = _bytes(value)
+    # Both follow the pieces in the file. If they are missing, the file is truncated.
+    if not model.pieces or not trainer or not normalizer:
+        raise ValueError("truncated")
+    _read_specs(model, dict(_fields(trainer)), dict(_fields(normalizer)))
+    return model
+
+
+def _read_specs(model: SentencePieceModel, trainer: dict[int, int | bytes], normalizer: dict[int, int | bytes]) -> None:
+    kind = trainer.get(3, _UNIGRAM)
+    model.is_bpe = kind == _BPE
+    model.byte_fallback = bool(trainer.get(35, 0)) or BYTE in model.types
+    for number, name in ((45, "unk_token"), (46, "bos_token"), (47, "eos_token"), (48, "pad_token")):
+        if number in trainer:
+            model.names[name] = _bytes(trainer[number]).decode("utf-8")
+    model.charsmap = _bytes(normalizer.get(2, b""))
+    model.add_dummy_prefix = bool(normalizer.get(3, 1))
+    model.remove_extra_whitespaces = bool(normalizer.get(4, 1))
+    if kind not in (_UNIGRAM, _BPE):
+        model.refusal = "is a word or character model; only Unigram and BPE models are supported"
+    elif trainer.get(24, 0):
+        model.refusal = "marks spaces after words, which is not supported"
+    elif not normalizer.get(5, 1):
+        model.refusal = "does not escape spaces, which is not supported"
+    elif UNUSED in model.types:
+        model.refusal = "has unused pieces, which is not supported"
+
+
+def _bytes(value: int | bytes) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    raise ValueError("expected bytes, found a number")
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Yield the fields of a protobuf message: field number and value (int or bytes)."""
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        number, wire = key >> 3, key & 7
+        if wire == 0:
+            value, at = _varint(data, at)
+            yield number, value
+            continue
+        if wire == 2:
+            size, at = _varint(data, at)
+        elif wire in (1, 5):
+            size = 8 if wire == 1 else 4
+        else:
+            raise ValueError("unknown wire type")
+        if size > len(data) - at:
+            raise ValueError("truncated")
+        yield number, data[at : at + size]
+        at += size
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise ValueError("number too long")
+
+
+# Rebuild the tokenizer.
 
 _SPACE = "▁"
 
 AfterMarkers = Literal["nothing", "space"]
-"""Whether text that follows a marker gets the dummy space again: transformers says no, llama.cpp says yes."""
-# A comment inside the pattern is how a tokenizer made here is known again.
+"""Whether text after a marker gets the dummy space again: not in transformers, but in llama.cpp."""
+# A comment in the pattern identifies a tokenizer that was rebuilt here.
 _DUMMY_SPACE_MARKS = {"nothing": "(?#dummy space)", "space": "(?#dummy space, also behind markers)"}
 
 
 def build_tokenizer(model: SentencePieceModel, *, after_markers: AfterMarkers = "nothing") -> Tokenizer:
-    """Build the tokenizer: the ids of `sentencepiece` for plain text, markers as single tokens.
+    """Return a tokenizer with the ids of `sentencepiece` for plain text, and markers as single tokens.
 
-    Text is normalised whole and markers are found afterwards, so that spaces next to a marker stay what they were.
+    Markers are searched in the normalised text, so that spaces next to a marker do not change.
     """
     vocabulary = {piece: index for index, piece in enumerate(model.pieces)}
     if len(vocabulary) != len(model.pieces):
-        raise UserError("the vocabulary lists a piece twice", fix="give a `tokenizer.json` instead")
+        raise UserError("the vocabulary contains a piece twice", fix="use a `tokenizer.json` instead")
     unknown = next((piece for piece, kind in zip(model.pieces, model.types, strict=True) if kind == UNKNOWN), None)
     if model.is_bpe:
         backend = Tokenizer(
@@ -66,7 +185,7 @@ def build_tokenizer(model: SentencePieceModel, *, after_markers: AfterMarkers = 
 
 
 def add_markers(backend: Tokenizer, tokens: Sequence[AddedToken]) -> None:
-    """Add tokens to a tokenizer made here and keep the dummy space away from them."""
+    """Add tokens to a rebuilt tokenizer, and keep the dummy space away from them."""
     backend.add_tokens(list(tokens))
     contents = [token.content for token in backend.get_added_tokens_decoder().values()]
     steps = _steps(backend)
@@ -74,15 +193,15 @@ def add_markers(backend: Tokenizer, tokens: Sequence[AddedToken]) -> None:
         if mark := _dummy_space_mark(step):
             sequence = backend.normalizer
             assert isinstance(sequence, normalizers.Sequence)
-            kept = [sequence[i] for i in range(len(steps))]
-            kept[index] = _dummy_space(contents, mark)
-            backend.normalizer = normalizers.Sequence(kept)
-            # Only now does the library know the markers as the new normaliser writes them.
+            parts = [sequence[i] for i in range(len(steps))]
+            parts[index] = _dummy_space(contents, mark)
+            backend.normalizer = normalizers.Sequence(parts)
+            # Adding them again makes the library normalise the markers with the new normaliser.
             backend.add_tokens(list(backend.get_added_tokens_decoder().values()))
 
 
 def is_rebuilt(backend: Tokenizer) -> bool:
-    """Recognise a tokenizer made here, also after it was saved and loaded again."""
+    """Return whether a tokenizer was rebuilt here, even if it was saved and loaded since."""
     return any(_dummy_space_mark(step) for step in _steps(backend))
 
 
@@ -98,12 +217,12 @@ def _dummy_space_mark(step: dict[str, Any]) -> str | None:
 
 
 def _dummy_space(contents: Sequence[str], mark: str) -> normalizers.Normalizer:
-    """Put the space in front of text, not in front of a marker, and where asked for behind every marker too."""
-    # The longest first: an alternation takes the first that fits.
+    """Return the step that adds a space before text, but not before a marker; optionally also after each marker."""
+    # Longest first: an alternation takes the first match.
     markers = [re.escape(text) for text in sorted(contents, key=len, reverse=True)]
     where = r"\A"
     if mark == _DUMMY_SPACE_MARKS["space"] and markers:
-        # Looking at the last character first keeps a thousand markers from being tried at every place.
+        # Checking the last character first avoids trying a thousand markers at every position.
         last = "".join(sorted({re.escape(text[-1]) for text in contents}))
         where = rf"(?:\A|(?<=[{last}])(?<={'|'.join(markers)}))"
     return normalizers.Replace(Regex(f"{mark}{where}(?!{'|'.join([chr(92) + 'z', *markers])})"), _SPACE)
@@ -122,13 +241,13 @@ def _normalizer(model: SentencePieceModel, after_markers: AfterMarkers) -> norma
 
 
 def _splits(model: SentencePieceModel) -> list[pre_tokenizers.PreTokenizer]:
-    """Cut where no piece can reach across: it changes no id and lets the library remember words."""
+    """Return splits that no piece can cross: they do not change ids, and let the library cache words."""
     splits: list[pre_tokenizers.PreTokenizer] = []
     kinds = list(zip(model.pieces, model.types, strict=True))
     if not any(re.search(f"[^{_SPACE}]{_SPACE}", piece) for piece, kind in kinds if kind in (NORMAL, USER_DEFINED)):
         splits.append(pre_tokenizers.Split(Regex(f"{_SPACE}*[^{_SPACE}]+|{_SPACE}+"), "isolated"))
     if not model.is_bpe:
-        # The library's Unigram would find `<s>` or `<0x41>` in text that merely spells them; SentencePiece does not.
+        # The Unigram model of the library would find `<s>` or `<0x41>` in plain text; SentencePiece does not.
         spelled = [piece for piece, kind in kinds if len(piece) > 1 and _is_reserved(piece, kind)]
         if spelled:
             cuts = "|".join(f"(?<={re.escape(piece[0])})(?={re.escape(piece[1:])})" for piece in spelled)
@@ -141,7 +260,7 @@ def _is_reserved(piece: str, kind: int) -> bool:
 
 
 def _merges(model: SentencePieceModel) -> list[tuple[str, str]]:
-    """List the pairs that make each piece, best piece first, as SentencePiece would join them."""
+    """Return the pairs that form each piece, best piece first, in the order in which SentencePiece merges them."""
     parts = {piece for piece, kind in zip(model.pieces, model.types, strict=True) if kind == NORMAL}
     index = {piece: number for number, piece in enumerate(model.pieces)}
     merges: list[tuple[str, str]] = []

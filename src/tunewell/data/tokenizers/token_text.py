@@ -1,14 +1,15 @@
-"""Show tokens as a person reads them, one by one."""
+"""Show the text of single tokens, for `tunewell inspect`."""
 
 from collections.abc import Sequence
 
 from tunewell.data.tokenizers.load import LoadedTokenizer
+from tunewell.data.tokenizers.parts import byte_alphabet
 
 _SPACE_MARK = "\u2581"
 
 
 def token_texts(tokenizer: LoadedTokenizer, ids: Sequence[int]) -> list[str]:
-    """Give the text of each token; a token that is only part of a character is shown by its bytes, like `<E2 82>`."""
+    """Return the text of each token; an incomplete character is shown as its bytes, like `<E2 82>`."""
     backend = tokenizer.backend
     if tokenizer.byte_lengths is None:
         names = [backend.id_to_token(token) or "" for token in ids]
@@ -25,14 +26,4 @@ def _from_bytes(name: str) -> str:
         return f"<{data.hex(' ').upper()}>"
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """Map the characters that byte-level tokenizers write for bytes back to the bytes.
-
-    Printable bytes stand for themselves; the others were moved, in order, to code points from 256 on.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    moved = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(moved)}
-
-
-_BYTE_OF = _byte_alphabet()
+_BYTE_OF = {character: byte for byte, character in byte_alphabet().items()}

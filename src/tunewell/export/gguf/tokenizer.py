@@ -17,7 +17,7 @@ from tunewell.data.masking.reply_frame import probe_reply_frame
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
 from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
 from tunewell.data.tokenizers.parts import load_table
-from tunewell.data.tokenizers.sentencepiece_model import (
+from tunewell.data.tokenizers.sentencepiece import (
     BYTE,
     CONTROL,
     NORMAL,

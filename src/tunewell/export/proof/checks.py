@@ -18,7 +18,7 @@ from tunewell.core.files import sha256_file
 from tunewell.core.units import count
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
 from tunewell.data.tokenizers.load import LoadedTokenizer
-from tunewell.data.tokenizers.sentencepiece_model import UNUSED
+from tunewell.data.tokenizers.sentencepiece import UNUSED
 from tunewell.records.parity import Artefact, Check, ModelFacts, Probe, Proof, Question
 
 # How far apart two models are on the same tokens: logits, the likeliest token, and the whole distribution.
