@@ -4,20 +4,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from gguf_tiny import save, tiny
 from transformers import AutoModelForCausalLM
 
 from tunewell.config.schema import MethodSettings
 from tunewell.core.files import sha256_file
-from tunewell.export.proof import gguf as proving_gguf
-from tunewell.export.proof import reference
+from tunewell.export.options import ExportOptions
 from tunewell.methods.base import trainable_parameters
 from tunewell.methods.lora import Lora
-from tunewell.records.parity import PROOF
-from tunewell.workflows import export as workflow
-from tunewell.workflows.export import Exported
+from tunewell.records.parity import PROOF, Parity
+from tunewell.workflows.export import Exported, run_export
 from tunewell.workflows.verify import verify
 
 # Models this small gain nothing from a second thread, and wait for it on a busy machine.
@@ -55,13 +52,14 @@ def rehash(folder: Path, *, only: str) -> None:
     (folder / PROOF).write_text(json.dumps(proof))
 
 
-def exported(place: Path, out: Path, **order: Any) -> Exported:
-    """Export something, proven in this process: a new one takes seconds to start."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(workflow, "_prove", lambda staged, tell: verify(staged))
-        for module in (reference, proving_gguf):
-            patched.setattr(module, "ANSWER_TOKENS", 6)
-        return workflow.export(place, out=out, **order)
+def prove_here(folder: Path, *, allow_pickle: bool) -> Parity:
+    """Prove in this process: a new one takes seconds to start."""
+    return verify(folder, allow_pickle=allow_pickle)
+
+
+def exported(place: Path, out: Path, **options: Any) -> Exported:
+    """Export with a proof in this process, and short answers: random weights never end one."""
+    return run_export(place, ExportOptions(out=out, **options), prove=prove_here, answer_tokens=6)
 
 
 def write_base(folder: Path, case: str = "llama", *, seed: int = 0, **more: Any) -> Path:

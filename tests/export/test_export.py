@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tunewell.core.errors import UserError
-from tunewell.export.proof import gguf as proving_gguf
 from tunewell.methods.lora import LoraLinear
 from tunewell.records.parity import Parity
 from tunewell.workflows.export import export
@@ -223,12 +222,6 @@ DEFECTS: dict[str, tuple[Spoil, str, str]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random weights never end an answer."""
-    monkeypatch.setattr(proving_gguf, "ANSWER_TOKENS", 6)
-
-
 @pytest.mark.parametrize("name", DEFECTS)
 def test_a_planted_defect_is_caught_by_its_own_check(whole: Path, tmp_path: Path, name: str) -> None:
     spoil, artefact, check = DEFECTS[name]
@@ -269,7 +262,7 @@ def test_an_export_that_is_not_proven_leaves_nothing_that_looks_finished(
 ) -> None:
     """Here the merge forgets the adapter, and nobody looks before the files are written."""
     monkeypatch.setattr(LoraLinear, "merged", lambda self: self.base_layer)
-    with pytest.raises(UserError, match="not the model that was trained"):
+    with pytest.raises(UserError, match="not the trained model"):
         exported(whole / "adapter", tmp_path / "out", to=("gguf",), gguf=("q8_0",))
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr("tunewell.workflows.export.check_merge", lambda *_: None)
@@ -288,13 +281,13 @@ def test_the_proof_is_made_in_a_process_of_its_own_and_can_be_repeated(whole: Pa
     assert verify(out).is_ok
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
-    with pytest.raises(UserError, match="no export"):
+    with pytest.raises(UserError, match="not an export"):
         export(whole / "adapter", to=("adapter",), out=tmp_path / "mine")
 
 
 def test_what_cannot_be_exported_is_said_first(whole: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no adapter"):
         export(whole / "base", to=("adapter",), out=tmp_path / "out")
-    with pytest.raises(UserError, match="is no export"):
+    with pytest.raises(UserError, match="is not an export"):
         verify(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -16,13 +16,12 @@ from exports import exported, write_adapter, write_base
 import tunewell
 from tunewell.cli.main import main
 from tunewell.core.errors import UserError
-from tunewell.export import disk_space as export_room
-from tunewell.export import preflight as export_needs
-from tunewell.export import staging as export_place
-from tunewell.export.existing import find_existing
-from tunewell.export.proof import gguf as proving_gguf
-from tunewell.export.proof import reference
-from tunewell.export.request import ExportOptions, is_ollama_name, ollama_name
+from tunewell.export import disk_space, staging
+from tunewell.export import proof_process as process
+from tunewell.export.existing import ExistingExport, find_existing
+from tunewell.export.options import ExportOptions, is_ollama_name, ollama_name
+from tunewell.export.preflight import require_tools
+from tunewell.export.targets.base import load_targets
 from tunewell.records.parity import read_proof
 from tunewell.workflows import export as workflow
 from tunewell.workflows.verify import verify
@@ -36,13 +35,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_adapter(folder / "adapter", base)
     write_adapter(folder / "other", base, seed=3)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random weights never end an answer."""
-    for module in (reference, proving_gguf):
-        monkeypatch.setattr(module, "ANSWER_TOKENS", 6)
 
 
 @pytest.fixture
@@ -69,7 +61,7 @@ def test_a_second_export_adds_to_the_first_and_leaves_what_is_not_its_own(model:
     done = exported(model / "adapter", out, to=("merged",), precision="fp32")
     assert done.parity.is_ok and kinds(out) == ["adapter fp32", "merged fp32"]
     assert [link.artefact for link in done.parity.links] == kinds(out)
-    assert any("adapter fp32" in note and "stayed" in note for note in done.notes)
+    assert any("adapter fp32" in note and "kept" in note for note in done.notes)
     assert (out / "notes.txt").read_text() == "mine" and (out / "adapter" / ".DS_Store").read_text() == "mine too"
     assert (out.with_name("out.staged") / "thesis.txt").exists()
     before = (out / "merged" / "model.safetensors").stat().st_ino
@@ -89,24 +81,28 @@ def test_an_export_of_another_model_is_not_mixed_in(model: Path, out: Path) -> N
     assert exported(model / "other", out, to=("adapter",)).parity.is_ok
 
 
+def _find(out: Path, *targets: str, gguf: str = "") -> ExistingExport | None:
+    return find_existing(out, load_targets(targets), ExportOptions(gguf=gguf.split()))
+
+
 def test_what_would_be_lost_is_refused_before_anything_is_loaded(out: Path) -> None:
     (out / "merged").mkdir()
     (out / "merged" / "mine.txt").touch()
     with pytest.raises(UserError, match=r"mine\.txt.* is in the way"):
-        find_existing(out, ["merged"], [])
+        _find(out, "merged")
     (out / "adapter" / "mine.txt").touch()
     with pytest.raises(UserError, match=r"mine\.txt"):
-        find_existing(out, ["adapter"], [])
+        _find(out, "adapter")
     (out / "adapter" / "mine.txt").unlink()
     (out / "adapter" / "README.md").write_text("# My own words\n")
     with pytest.raises(UserError, match=r"README\.md.* was changed"):
-        find_existing(out, ["adapter"], [])
-    with pytest.raises(UserError, match="no longer what was exported"):
-        find_existing(out, ["gguf"], ["f16"])
+        _find(out, "adapter")
+    with pytest.raises(UserError, match="changed since it was exported"):
+        _find(out, "gguf", gguf="f16")
     (out / "proof.json").unlink()
-    with pytest.raises(UserError, match="is no export"):
-        find_existing(out, ["adapter"], [])
-    assert find_existing(out.parent / "new", ["adapter"], []) is None
+    with pytest.raises(UserError, match="is not an export"):
+        _find(out, "adapter")
+    assert _find(out.parent / "new", "adapter") is None
 
 
 def test_a_publish_that_fails_in_between_leaves_what_was_there(
@@ -114,15 +110,15 @@ def test_a_publish_that_fails_in_between_leaves_what_was_there(
 ) -> None:
     """Replaced file by file, an export must not end as half of each."""
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != "parity.json"}
-    move, moved = export_place._move, []
+    move, moved = staging._move, []
 
-    def failing(source: Path, target: Path, done: Any) -> None:
+    def failing(source: Path, target: Path, moves: Any) -> None:
         moved.append(target)
         if target == out / "adapter" / "adapter_model.safetensors":
             raise KeyboardInterrupt
-        move(source, target, done)
+        move(source, target, moves)
 
-    monkeypatch.setattr(export_place, "_move", failing)
+    monkeypatch.setattr(staging, "_move", failing)
     with pytest.raises(KeyboardInterrupt):
         exported(model / "adapter", out, to=("adapter",))
     assert len(moved) > 5
@@ -138,11 +134,11 @@ def test_two_exports_to_one_place_do_not_meet_and_a_dead_one_is_cleared(tmp_path
     (dead / "export").mkdir(parents=True)
     (dead / "tunewell-export.lock").touch()
     (tmp_path / ".out.tunewell-mine").mkdir()
-    with export_place.open_staging(out) as first:
-        assert not dead.exists() and first.staged.is_dir()
-        with pytest.raises(UserError, match="another process is exporting"), export_place.open_staging(out):
+    with staging.open_staging(out) as first:
+        assert not dead.exists() and first.folder.is_dir()
+        with pytest.raises(UserError, match="another process is exporting"), staging.open_staging(out):
             raise AssertionError("both would work there")
-        assert first.staged.is_dir()
+        assert first.folder.is_dir()
     assert names(tmp_path) == {".out.tunewell-mine"}
 
 
@@ -150,9 +146,9 @@ def test_two_exports_to_one_place_do_not_meet_and_a_dead_one_is_cleared(tmp_path
 def test_a_request_to_end_cleans_up(tmp_path: Path) -> None:
     """What was left behind looked finished, and was proven when asked."""
     code = (
-        "import sys, time; from pathlib import Path; from tunewell.workflows.export_place import workshop\n"
-        "with workshop(Path(sys.argv[1])) as shop:\n"
-        "    (shop.staged / 'weights').touch(); print('there', flush=True); time.sleep(60)\n"
+        "import sys, time; from pathlib import Path; from tunewell.export.staging import open_staging\n"
+        "with open_staging(Path(sys.argv[1])) as staging:\n"
+        "    (staging.folder / 'weights').touch(); print('there', flush=True); time.sleep(60)\n"
     )
     line = [sys.executable, "-c", code, str(tmp_path / "out")]
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
@@ -189,7 +185,7 @@ def test_what_is_not_installed_is_said_before_anything_is_loaded(
 ) -> None:
     """It was called `not the model that was trained`, after all the work."""
     monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setattr(workflow, "open_voice", None)
+    monkeypatch.setattr(workflow, "open_chat_model", None)
     with pytest.raises(UserError, match=module) as caught:
         exported(model / "adapter", tmp_path / "out", to=(kind,))
     assert "pip install" in str(caught.value.fix) and names(tmp_path) == set()
@@ -205,7 +201,7 @@ def test_what_cannot_be_tried_is_no_verdict(
     try:
         assert main(["verify", str(out)]) == 2
         said = capsys.readouterr().err
-        assert gone in said and "--base" in said and "not the model" not in said
+        assert gone in said and "--base" in said and "not the trained model" not in said
         assert main(["verify", str(out), "--base", str(moved / "base")]) == 0
     finally:
         moved.rename(model)
@@ -225,16 +221,22 @@ def test_without_llama_cpp_a_gguf_cannot_be_tried(
     assert main(["verify", str(tmp_path / "out")]) == 2
     assert "llama.cpp" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"llama\.cpp"):
-        export_needs.require_proof_tools({"ollama"})
+        require_tools(load_targets(["ollama"]))
 
 
 def test_the_error_of_the_proving_process_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = {"error": {"what": "there is no base", "where": None, "fix": "bring it"}}
-    ended = types.SimpleNamespace(stdout=json.dumps(said), returncode=2)
-    monkeypatch.setattr(workflow.subprocess, "run", lambda *_, **__: ended)
-    with pytest.raises(UserError, match="the proof could not be made: there is no base") as caught:
-        workflow._prove(tmp_path, lambda *_: None)
-    assert caught.value.fix == "bring it" and "ended with 2" in str(caught.value.where)
+    monkeypatch.setattr(sys, "argv", ["process", str(tmp_path)])
+    monkeypatch.setattr(process.subprocess, "run", lambda *_, **__: types.SimpleNamespace(returncode=process.main()))
+    with pytest.raises(UserError, match=r"could not be proven: .* is not an export") as caught:
+        process.prove_in_new_process(tmp_path)
+    assert "tunewell export" in str(caught.value.fix) and "exited with code 2" in str(caught.value.where)
+
+
+def test_a_proving_process_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process.subprocess, "run", lambda *_, **__: types.SimpleNamespace(returncode=-9))
+    with pytest.raises(UserError, match="could not be proven") as caught:
+        process.prove_in_new_process(tmp_path)
+    assert "exited with code -9" in str(caught.value.where)
 
 
 @pytest.mark.parametrize(("verdict", "is_said"), [("FAIL", True), ("WEAK", True), ("PASS", False)])
@@ -279,23 +281,21 @@ def test_an_empty_list_is_an_error(flags: list[str], capsys: Any) -> None:
     assert "names nothing" in capsys.readouterr().err
 
 
-def test_the_library_takes_what_the_command_takes(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A room of the function's name would stand in its place by now."""
-    monkeypatch.setattr(workflow, "_prove", lambda staged, tell: verify(staged))
+def test_the_library_takes_what_the_command_takes(model: Path, tmp_path: Path) -> None:
     adapter, out = model / "adapter", tmp_path / "out"
     with pytest.raises(UserError, match="`onnx` cannot be exported"):
         tunewell.export(adapter, to=["onnx"], out=out)
     with pytest.raises(UserError, match="`int8` cannot be exported"):
         tunewell.export(adapter, to="merged", precision="int8", out=out)
     assert not out.exists()
-    done = tunewell.export(adapter, to="merged, gguf", gguf="F16", out=str(out))
+    done = exported(adapter, to="merged, gguf", gguf="F16", out=str(out))
     assert [(own.kind, own.precision) for own in done.artefacts] == [("merged", "bf16"), ("gguf", "f16")]
     assert done.parity.is_ok
 
 
 def test_the_package_of_the_same_name_does_not_replace_the_function() -> None:
     """After `tunewell.train`, which imports `tunewell.export.preflight`, `tunewell.export` was a module."""
-    code = "import tunewell.export.request, tunewell; assert callable(tunewell.export), tunewell.export"
+    code = "import tunewell.export.options, tunewell; assert callable(tunewell.export), tunewell.export"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -309,18 +309,18 @@ def test_what_will_be_written_is_said_first_and_held_against_the_disk(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    order = ExportOptions(to=("adapter", "merged", "ollama"), out=tmp_path / "out", gguf=("q8_0", "q4_k_m"))
-    monkeypatch.setattr(export_room.shutil, "disk_usage", lambda place: _Usage(1 << 20))
-    with pytest.raises(UserError, match="too full") as caught:
-        workflow.export(model / "adapter", order=order, announce=told.append)
+    options = {"to": ("adapter", "merged", "ollama"), "out": tmp_path / "out", "gguf": ("q8_0", "q4_k_m")}
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda place: _Usage(1 << 20))
+    with pytest.raises(UserError, match="not enough disk space") as caught:
+        tunewell.export(model / "adapter", announce=told.append, **options)
     said = str(caught.value)
-    assert all(name in said for name in ("adapter ", "merged bf16 ", "gguf q8_0 ", "gguf q4_k_m ", "while it is made"))
+    assert all(name in said for name in ("adapter ", "merged bf16 ", "gguf q8_0 ", "gguf q4_k_m ", "temporarily"))
     assert names(tmp_path) == set() and told == []
     monkeypatch.setattr(workflow, "make_reference", _stop)
-    monkeypatch.setattr(export_room.shutil, "disk_usage", lambda place: _Usage(1 << 40))
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda place: _Usage(1 << 40))
     with pytest.raises(KeyboardInterrupt):
-        workflow.export(model / "adapter", order=order, announce=told.append)
-    assert told[0].startswith("to be written: about adapter ") and told[0].endswith("are free")
+        tunewell.export(model / "adapter", announce=told.append, **options)
+    assert told[0].startswith("will write about adapter ") and told[0].endswith(" free")
 
 
 class _Usage:
@@ -328,22 +328,18 @@ class _Usage:
         self.free = free
 
 
-def _stop(*_: Any) -> None:
+def _stop(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_expected_sizes_are_those_of_the_files(model: Path, tmp_path: Path) -> None:
+def test_expected_sizes_are_those_of_the_files(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model's files are half tokenizer; its tensors are what is counted."""
-    told: list[str] = []
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(workflow, "_prove", lambda staged, tell: verify(staged))
-        order = ExportOptions(to=("merged",), out=tmp_path / "out", precision="fp32")
-        seen: list[Any] = []
-        room = export_room.estimate_disk_space
-        patched.setattr(workflow, "expected_room", lambda *given: seen.append(room(*given)) or seen[0])
-        workflow.export(model / "adapter", order=order, announce=told.append)
+    seen: list[Any] = []
+    estimate = disk_space.estimate_disk_space
+    monkeypatch.setattr(workflow, "estimate_disk_space", lambda *given: seen.append(estimate(*given)) or seen[0])
+    exported(model / "adapter", tmp_path / "out", to=("merged",), precision="fp32")
     size = (tmp_path / "out" / "merged" / "model.safetensors").stat().st_size
-    assert 0.95 < seen[0].stays["merged fp32"] / size < 1.1
+    assert 0.95 < seen[0].written["merged fp32"] / size < 1.1
 
 
 def test_the_next_command_can_be_pasted(model: Path, tmp_path: Path) -> None:
@@ -358,7 +354,7 @@ def test_the_next_command_can_be_pasted(model: Path, tmp_path: Path) -> None:
     where = f"'{tmp_path / 'mit Abstand' / 'ollama'}'"
     run = "ollama create mein-lauf-u-1 -f Modelfile && ollama run mein-lauf-u-1"
     assert done.next_command == f"cd {where} && {run}"
-    with pytest.raises(UserError, match="Ollama takes no model"):
+    with pytest.raises(UserError, match="not a valid Ollama model name"):
         exported(model / "adapter", tmp_path / "other", name="a b; rm", **order)
 
 

@@ -16,9 +16,10 @@ from transformers.utils import chat_template_utils
 from tunewell.core.errors import UserError
 from tunewell.data.templates.chat_template import BUILTIN_NAMES, ChatTemplate, builtin_template, required_markers
 from tunewell.data.tokenizers.load import load_tokenizer
+from tunewell.export.chat_template import another_day, bake, missing_generation_prompt, saved_template
 from tunewell.export.gguf.tokenizer import read_vocabulary
-from tunewell.export.ollama.chat_template import another_day, bake, clock_at, missing_opening, saved_template
-from tunewell.export.ollama.modelfile import derive_for_ollama
+from tunewell.export.ollama.modelfile import derive_template
+from tunewell.export.proof.clock import clock_at
 from tunewell.records.parity import read_proof
 
 TURNS = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -84,7 +85,7 @@ def test_a_template_with_a_clock_is_proven_on_the_day_of_training_and_keeps_its_
     done = exported(adapter, tmp_path / "out", **EVERYTHING, sets=("template.date=2024-03-31",))
     assert done.parity.is_ok, done.parity
     assert read_proof(tmp_path / "out").date == "2024-03-31"
-    assert any("writes today's date; training saw 2024-03-31" in note for note in done.notes)
+    assert any("writes today's date; training and the proof used 2024-03-31" in note for note in done.notes)
     assert any("stands still at 2024-03-31" in note for note in done.notes)
     text = (tmp_path / "out" / "ollama" / "Modelfile").read_text()
     assert "Today: 31 Mar 2024" in text and "# the date in the text stands still at 2024-03-31" in text
@@ -185,7 +186,7 @@ def test_built_in_templates_stay_what_they_are_behind_an_argument(name: str) -> 
 
 
 def test_an_argument_that_is_no_plain_number_is_refused() -> None:
-    with pytest.raises(UserError, match="`rate` holds inf"):
+    with pytest.raises(UserError, match="`rate` is inf"):
         bake(SHOWN, {"rate": float("inf")})
 
 
@@ -217,11 +218,11 @@ def test_a_template_that_does_not_begin_replies_is_no_template_for_ollama(tuned:
     """The model had to write `<|im_start|>` first, at which Ollama was told to stop."""
     tokenizer = load_tokenizer(tuned / "base")
     with pytest.raises(UserError, match="does not begin a reply") as caught:
-        derive_for_ollama(TURNS, tokenizer=tokenizer, adds_bos=False, date=None)
+        derive_template(TURNS, tokenizer=tokenizer, adds_bos=False, date=None)
     assert "<|im_start|>assistant" in str(caught.value.where)
     template = ChatTemplate(TURNS, special_tokens={})
     [note] = saved_template(template, arguments={}, special_tokens={}).notes
-    assert "does not write '<|im_start|>assistant\\n'" in note
+    assert "lacks '<|im_start|>assistant\\n'" in note
 
 
 @pytest.mark.parametrize(
@@ -235,7 +236,7 @@ def test_a_template_that_does_not_begin_replies_is_no_template_for_ollama(tuned:
 def test_a_question_whose_end_begins_the_reply_is_well(tuned: Path, turns: str, missing: str) -> None:
     template = ChatTemplate("{% for m in messages %}" + turns + "{% endfor %}", special_tokens={})
     render = lambda messages, asks: template.render(messages, add_generation_prompt=asks)  # noqa: E731
-    assert missing_opening(render) == missing
+    assert missing_generation_prompt(render) == missing
     if not missing:
         tokenizer = load_tokenizer(tuned / "base")
-        assert derive_for_ollama(template.source, tokenizer=tokenizer, adds_bos=False, date=None).stops
+        assert derive_template(template.source, tokenizer=tokenizer, adds_bos=False, date=None).stops

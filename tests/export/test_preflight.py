@@ -117,7 +117,7 @@ def test_no_folder_is_made_for_a_run_whose_export_cannot_be_had(model: Path, tmp
     """It was, and stood in the way when the config had been mended."""
     before = sorted(tmp_path.iterdir())
     flags = [f"data.sources={tmp_path / 'rows.jsonl'}", f"run={tmp_path / 'run'}", f"corpus={tmp_path / 'corpus'}"]
-    for sets, said in ((["method.kind=full"], "lists an adapter"), (["template.name=nowhere"], "no template")):
+    for sets, said in ((["method.kind=full"], "trains no adapter"), (["template.name=nowhere"], "no template")):
         loaded = load_config(None, [EVERYTHING, *flags, *sets], model=str(model), has_file=False)
         with pytest.raises(UserError, match=said):
             train(loaded)

@@ -15,12 +15,11 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from tunewell.core.errors import UserError
 from tunewell.export.gguf.architecture import read_settings
-from tunewell.export.proof import gguf as proving_gguf
-from tunewell.export.proof import prove as proving
 from tunewell.export.proof.checks import check_settings, check_template
 from tunewell.export.proof.gguf import check_gguf_fields, check_gguf_tensors
 from tunewell.export.proof.modelfile import check_modelfile
-from tunewell.export.proof.reference import Reference, long_length
+from tunewell.export.proof.reference import Reference, long_probe_length
+from tunewell.export.targets.merged import MergedTarget
 from tunewell.records.parity import Check, read_proof
 from tunewell.workflows.verify import verify
 
@@ -36,11 +35,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = exported(adapter, folder / "out", to=everything, gguf=KINDS, precision="bf16")
     assert done.parity.is_ok, done.parity
     return folder / "out"
-
-
-@pytest.fixture(autouse=True)
-def _short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proving_gguf, "ANSWER_TOKENS", 6)
 
 
 # A GGUF file, by what it holds and says.
@@ -258,10 +252,10 @@ def _whole(name: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
     [
         (_whole("artefacts", lambda _: []), "no artefacts"),
         (_whole("questions", lambda _: []), "no questions"),
-        (_whole("probes", lambda own: own[:-1]), "and not 20"),
+        (_whole("probes", lambda own: own[:-1]), "instead of 20"),
         (lambda out: (out / "README.md").unlink(), "`README.md` is missing"),
-        (lambda out: (out / "merged" / "special_tokens_map.json").write_text("{}"), "none of its files"),
-        (lambda out: (out / "merged" / "model.safetensors.index.json").write_text("{}"), "none of its files"),
+        (lambda out: (out / "merged" / "special_tokens_map.json").write_text("{}"), "does not belong to it"),
+        (lambda out: (out / "merged" / "model.safetensors.index.json").write_text("{}"), "does not belong to it"),
     ],
 )
 def test_a_folder_that_lacks_something_to_prove_is_not_proven(
@@ -272,7 +266,7 @@ def test_a_folder_that_lacks_something_to_prove_is_not_proven(
     rehash(out, only="merged bf16")
     spoil(out)
     # The rest of the proof is not asked here.
-    monkeypatch.setattr(proving, "_transformers", lambda *_: [])
+    monkeypatch.setattr(MergedTarget, "prove", lambda *_: [])
     parity = verify(out)
     assert not parity.is_ok
     assert any(words in check.words for link in parity.links for check in link.checks if not check.is_ok), parity
@@ -306,5 +300,7 @@ def test_there_is_a_text_longer_than_any_window(tmp_path: Path) -> None:
 
 
 def test_what_no_probe_reaches_is_said() -> None:
-    length, note = long_length(AutoConfig.for_model("mistral", sliding_window=4096, max_position_embeddings=32768))
+    length, note = long_probe_length(
+        AutoConfig.for_model("mistral", sliding_window=4096, max_position_embeddings=32768)
+    )
     assert length == 2560 and note is not None and "4,096" in note

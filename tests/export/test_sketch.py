@@ -8,8 +8,9 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
-from tunewell.export.proof.checks import drift
-from tunewell.export.proof.tensors import Compared, Sketch, as_arrays, changed, check_tensors, from_arrays, sketch
+from tunewell.export.proof.checks import compare_logits
+from tunewell.export.proof.sketch import Sketch, as_arrays, from_arrays, sketch
+from tunewell.export.proof.tensors import Compared, check_tensors
 from tunewell.records.parity import Check
 
 draw = torch.Generator().manual_seed(0)
@@ -120,7 +121,7 @@ def test_a_sketch_comes_back_from_a_file_and_follows_its_rows() -> None:
     again = from_arrays(as_arrays({"w": own, "b": sketch(whole[0])}), {"w": [8, 64], "b": [64]})
     np.testing.assert_allclose(again["w"].rows, own.rows, rtol=1e-6)
     np.testing.assert_allclose(again["b"].rows[:, 0], whole[0].numpy(), rtol=1e-6)
-    turned = changed(own, lambda rows: rows[::-1])
+    turned = own.map_rows(lambda rows: rows[::-1])
     np.testing.assert_allclose(turned.rows, sketch(whole.flip(0)).rows)
     # The same signs for ever: files made today are proven in years.
     np.testing.assert_array_equal(sketch(torch.eye(4)).rows, SIGNS)
@@ -133,6 +134,6 @@ def test_a_near_tie_is_one_in_the_reference_and_not_in_what_was_found() -> None:
     close, far = wanted.copy(), wanted.copy()
     close[:, 1] += 0.01
     far[:, 2] += 50
-    found = drift([wanted], [close], tie=0.05)
+    found = compare_logits([wanted], [close], tie=0.05)
     assert (found.same_top, found.near_ties, found.wrong_tops) == (0.0, 4, 0)
-    assert drift([wanted], [far], tie=0.05).wrong_tops == 4
+    assert compare_logits([wanted], [far], tie=0.05).wrong_tops == 4

@@ -1,11 +1,12 @@
 """Config sections for recovery (`healing`), `export` and the thresholds of the `verdict`."""
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
-from tunewell.config.fields import Auto, Bool, Float, Int, Section
+from tunewell.config.export_targets import EXPORT_TARGETS, GgufFormat, MergedPrecision
+from tunewell.config.fields import Auto, Bool, Float, Int, OneOf, Section
 
 
 class Healing(Section):
@@ -36,15 +37,17 @@ class Healing(Section):
 
 
 class Export(Section):
-    """Export: which files are written from a trained model."""
+    """What `export` writes."""
 
-    to: tuple[Literal["adapter", "merged", "gguf", "ollama"], ...] = ()
-    """Export targets if the command names none. `train` checks before its first step that the model can be exported to
-    them."""
-    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """Precision of the merged weights; the merge itself is computed in fp32."""
-    gguf: tuple[Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m"], ...] = ("q8_0",)
-    """Quantisation types of the GGUF files, one file each. Small models lose the most quality with few bits."""
+    to: tuple[Annotated[str, OneOf(EXPORT_TARGETS)], ...] = Field(
+        default=(),
+        description=f"Export targets. {OneOf(EXPORT_TARGETS).doc()} `train` checks before its first step that the "
+        "model can be exported to them.",
+    )
+    precision: MergedPrecision = "bf16"
+    """Precision of the merged weights. The adapter is merged in fp32."""
+    gguf: tuple[GgufFormat, ...] = ("q8_0",)
+    """Types of the GGUF files, one file each. Small models lose most at few bits."""
 
 
 class VerdictRules(Section):

@@ -1,7 +1,6 @@
-"""What a config wants exported, held against its model, tokenizer and template before anything is trained."""
+"""Check before training or loading that a model can be exported to the targets of `export.to` or `--to`."""
 
-import tempfile
-from collections.abc import Collection
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,107 +13,107 @@ from tunewell.core.errors import UserError
 from tunewell.core.model_files import WEIGHT_SUFFIXES, hub_is_out_of_reach, locate
 from tunewell.core.optional import import_optional
 from tunewell.core.presets import find_preset, is_preset, llama_settings
+from tunewell.data.masking.masker import Masker
 from tunewell.data.text_pipeline import TextPipeline
-from tunewell.data.tokenizers.load import LoadedTokenizer
-from tunewell.export.gguf.architecture import can_write
-from tunewell.export.gguf.tokenizer import read_vocabulary
-from tunewell.export.ollama.chat_template import SavedTemplate, saved_template
-from tunewell.export.ollama.modelfile import derive_for_ollama
+from tunewell.export.chat_template import saved_template
+from tunewell.export.targets.base import ExportTarget, PreflightFacts, load_targets
 from tunewell.inference.llama_cpp.library import find_llama
+from tunewell.inference.model_ref import ModelRef
 from tunewell.models.gguf import read_gguf_config
 from tunewell.models.key_map import find_key_map
 from tunewell.models.pretrained import read_config
 from tunewell.models.support import text_part
 from tunewell.records.manifest import MANIFEST
 
+_OTHER_TARGETS = "export `merged` or `gguf`"
+
 
 def require_exportable(loaded: LoadedConfig) -> None:
-    """Raise UserError for whatever of `export.to` cannot be made of this config, while nothing is written yet."""
+    """Raise UserError if a config's model can not be exported to its `export.to`. Reads the model's small files."""
     config = loaded.config
-    wanted = set(config.export.to)
-    if not wanted:
+    if not config.export.to:
         return
-    if "adapter" in wanted:
-        if not METHODS.entry(config.method.kind).is_adapter:
+    targets = load_targets(config.export.to)
+    for target in targets:
+        if target.requires.adapter and not METHODS.entry(config.method.kind).is_adapter:
             raise UserError(
-                f"`export.to` lists an adapter, and `method.kind: {config.method.kind}` makes none",
+                f"`export.to` lists `{target.name}`, but `method.kind: {config.method.kind}` trains no adapter",
                 fix="list `merged` instead",
             )
-        import_optional("peft", extra="export", purpose="proving an adapter (`export.to`)")
-    has_gguf = bool({"gguf", "ollama"} & wanted)
-    if has_gguf:
-        import_optional("gguf", extra="export", purpose="writing a GGUF file (`export.to`)")
-        find_llama()
+    require_tools(targets)
     text = TextPipeline.load(_with_corpus_tokenizer(loaded))
     masker = text.chat_masker(config.data.sources)
+    facts = preflight_facts(text, masker, config.template.arguments, lambda: _read_config(text))
+    for target in targets:
+        target.preflight(facts)
+
+
+def require_adapter(targets: Iterable[ExportTarget], ref: ModelRef) -> None:
+    """Raise UserError if a target needs an adapter, and the model has none that others could load."""
+    for target in targets:
+        if target.requires.adapter and ref.adapter is None:
+            raise UserError("there is no adapter: the whole model was trained", fix=_OTHER_TARGETS)
+        if target.requires.adapter and ref.base is not None and is_preset(ref.base):
+            raise UserError(
+                f"the adapter would be useless alone: its base `{ref.base}` has random weights that nobody else has",
+                fix=_OTHER_TARGETS,
+            )
+
+
+def require_tools(targets: Iterable[ExportTarget]) -> None:
+    """Raise UserError, with the command that installs it, if a package or llama.cpp is missing."""
+    for target in targets:
+        for package in target.requires.packages:
+            import_optional(package, extra="export", purpose=f"the export target `{target.name}`")
+        if target.requires.llama_cpp:
+            find_llama()
+        require_tools(load_targets(target.requires.targets))
+
+
+def preflight_facts(
+    text: TextPipeline, masker: Masker | None, arguments: Mapping[str, Any], read_config: Any
+) -> PreflightFacts:
+    """Collect the small files that targets check; raise UserError for a model without a chat template."""
     if masker is None:
         raise UserError(
-            "this model has no chat template, so no export of it can be proven",
-            where=f"`export.to` lists {', '.join(config.export.to)}",
-            fix="name a template with `template.name`, or take `export.to` out",
+            "this model has no chat template, so an export of it cannot be proven",
+            where="`export.to` or `--to`",
+            fix="choose one, e.g. `--set template.name=chatml`, or leave the export out",
         )
-    special = text.tokenizer.special_tokens
-    saved = saved_template(masker.template, arguments=config.template.arguments, special_tokens=special)
-    if has_gguf:
-        require_writable(_settings(text), tokenizer=text.tokenizer, template=saved, for_ollama="ollama" in wanted)
-
-
-def require_writable(
-    settings: dict[str, Any], *, tokenizer: LoadedTokenizer, template: SavedTemplate, for_ollama: bool
-) -> None:
-    """Raise UserError where a model with these settings, or its tokenizer, or for Ollama its template, has no GGUF."""
-    can_write(settings)
-    own = settings | (settings.get("text_config") or {})
-    with tempfile.TemporaryDirectory(prefix="tunewell-tokenizer-") as folder:
-        tokenizer.save(Path(folder), template.source)
-        # Rows for tokens that the template needs are added when the model is loaded.
-        num_rows = max(own.get("vocab_size") or 0, tokenizer.vocab_size)
-        adds_bos = read_vocabulary(Path(folder), num_rows=num_rows, config=own).adds_bos
-    if for_ollama:
-        derive_for_ollama(template.source, tokenizer=tokenizer, adds_bos=adds_bos, date=template.date)
+    special_tokens = text.tokenizer.special_tokens
+    template = saved_template(masker.template, arguments=arguments, special_tokens=special_tokens)
+    return PreflightFacts(text.tokenizer, template, read_config)
 
 
 def _with_corpus_tokenizer(loaded: LoadedConfig) -> LoadedConfig:
-    """Where nothing but a corpus is named to train on, its tokenizer is the one that will be exported."""
+    """Use the corpus's tokenizer if the config names no sources: that is the one to be exported."""
     folder = loaded.path(loaded.config.corpus)
     if loaded.config.data.sources or not (folder / MANIFEST).is_file():
         return loaded
     return replace(loaded, config=loaded.config.model_copy(update={"tokenizer": str(folder / "tokenizer")}))
 
 
-def _settings(text: TextPipeline) -> dict[str, Any]:
-    """Give the settings that the model will have when it is loaded, from its small files."""
+def _read_config(text: TextPipeline) -> dict[str, Any]:
+    """Return the config that the model will have when it is loaded, from its small files."""
     model, path = text.model, Path(text.model).expanduser()
-    size = text.tokenizer.vocab_size
+    vocab_size = text.tokenizer.vocab_size
     if is_preset(model):
-        return LlamaConfig(**llama_settings(find_preset(model), size, {})).to_dict()
+        return LlamaConfig(**llama_settings(find_preset(model), vocab_size, {})).to_dict()
     files = locate(model)
     if files.origin == "hub":
-        return _text_settings(model, is_local=hub_is_out_of_reach() is not None)
+        return _text_config(model, is_local=hub_is_out_of_reach() is not None)
     folder = next((file.parent for file in [*files.small.values(), files.gguf] if file is not None), path)
     if files.origin == "file" and path.suffix in WEIGHT_SUFFIXES:
-        shape = find_key_map(path).model
-        if shape is not None:
-            return LlamaConfig(**llama_settings(find_preset(shape), size, {})).to_dict()
-        return _text_settings(str(path.parent), is_local=True)
-    has_weights = any(next(folder.glob(kind), None) for kind in ("*.safetensors*", "*.bin"))
+        preset = find_key_map(path).model
+        if preset is not None:
+            return LlamaConfig(**llama_settings(find_preset(preset), vocab_size, {})).to_dict()
+        return _text_config(str(path.parent), is_local=True)
+    has_weights = any(next(folder.glob(pattern), None) for pattern in ("*.safetensors*", "*.bin"))
     gguf = files.gguf or (None if has_weights else next(iter(sorted(folder.glob("*.gguf"))), None))
-    return read_gguf_config(gguf).to_dict() if gguf is not None else _text_settings(str(folder), is_local=True)
+    return read_gguf_config(gguf).to_dict() if gguf is not None else _text_config(str(folder), is_local=True)
 
 
-def _text_settings(place: str, *, is_local: bool) -> dict[str, Any]:
-    config = read_config(place, is_local=is_local)
+def _text_config(model: str, *, is_local: bool) -> dict[str, Any]:
+    config = read_config(model, is_local=is_local)
     part = text_part(config)
     return (config if part is None else part.config).to_dict()
-
-
-# What proving an export takes beside its files: said where it is missing, for that is no fault of the export.
-
-
-def require_proof_tools(kinds: Collection[str]) -> None:
-    """Raise UserError, with the command that installs it, for whatever one of these kinds cannot be proven without."""
-    if "adapter" in kinds:
-        import_optional("peft", extra="export", purpose="proving an adapter")
-    if {"gguf", "ollama"} & set(kinds):
-        import_optional("gguf", extra="export", purpose="a GGUF file")
-        find_llama()

@@ -18,11 +18,6 @@ REFERENCE = "proof.safetensors"
 PROOF_FILES = (REFERENCE, "README.md")
 """What lies beside the artefacts and is hashed as they are."""
 
-LOSSLESS = frozenset({"adapter fp32", "merged fp32", "gguf f32"})
-"""Artefacts whose numbers are those of training, none of them rounded."""
-
-ExportKind = Literal["adapter", "merged", "gguf", "ollama"]
-
 
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
@@ -31,7 +26,8 @@ class _Record(BaseModel):
 class Artefact(_Record):
     """One thing that was exported."""
 
-    kind: ExportKind
+    kind: str
+    """The name of an export target."""
     precision: str
     """`fp32`, `bf16`, `f16`, `q8_0`, ...; empty for a Modelfile."""
     path: str
@@ -161,7 +157,7 @@ def read_proof(folder: Path) -> Proof:
     """Read what an export is to be held against; raise UserError where the folder is no export of ours."""
     path = folder / PROOF
     if not path.is_file():
-        raise UserError(f"`{folder}` is no export: it has no `{PROOF}`", fix="make one with `tunewell export RUN`")
+        raise UserError(f"`{folder}` is not an export: it has no `{PROOF}`", fix="run `tunewell export RUN`")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         if raw.get("format_version", 0) > FORMAT_VERSION:

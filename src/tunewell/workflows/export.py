@@ -1,43 +1,43 @@
-"""`tunewell export`: from a run to folders and files that others load, each proven to be the model that was trained."""
+"""`tunewell export`: write a trained model for other programs, and prove that each file is that model."""
 
-import json
-import os
 import shlex
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tunewell.core.errors import UserError
-from tunewell.core.presets import is_preset
+from tunewell.config.export_targets import EXPORT_TARGETS
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.text_pipeline import TextPipeline
-from tunewell.export.card import card_facts, model_card
+from tunewell.export.card import collect_card_facts, model_card
 from tunewell.export.disk_space import estimate_disk_space, require_disk_space
-from tunewell.export.existing import find_existing
-from tunewell.export.files import ArtefactWriter
-from tunewell.export.gguf.architecture import can_write
-from tunewell.export.preflight import require_proof_tools, require_writable
-from tunewell.export.proof.record import check_merge, make_reference, with_artefacts, with_rounded
-from tunewell.export.request import KINDS, ExportOptions, ollama_name
-from tunewell.export.staging import copy_kept, forget_failed, keep_failed, open_staging, publish
+from tunewell.export.existing import ExistingExport, find_existing
+from tunewell.export.options import ExportOptions
+from tunewell.export.preflight import preflight_facts, require_adapter, require_tools
+from tunewell.export.proof.reference import (
+    ANSWER_TOKENS,
+    check_merge,
+    complete_proof,
+    find_stop_ids,
+    make_reference,
+)
+from tunewell.export.proof_process import prove_in_new_process
+from tunewell.export.staging import copy_kept, open_staging, publish, remove_failed_parity, write_failed_parity
+from tunewell.export.targets.base import ExportContext, ExportTarget, NextStep, load_target, load_targets
 from tunewell.hardware.threads import torch_threads
 from tunewell.inference.chat_model import open_chat_model
 from tunewell.inference.model_ref import ModelRef
-from tunewell.records.parity import PARITY, PROOF, REFERENCE, Artefact, Parity, Proof, write_record
+from tunewell.records.parity import PROOF, REFERENCE, Artefact, Parity, Proof, write_record
 from tunewell.records.report import Report
 from tunewell.runs.resolve import resolve_model
+from tunewell.workflows.verify import EXIT_NOT_PROVEN
 
-EXIT_NOT_PROVEN = 4
+Announce = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was made, and its proof."""
+    """The artefacts of an export, and their proof."""
 
     folder: Path
     parity: Parity
@@ -46,10 +46,10 @@ class Exported:
     next_command: str
     exit_code: int = 0
     created: str | None = None
-    """The name under which Ollama has it."""
+    """The model's name in Ollama, if it was created there."""
 
     def as_json(self) -> dict[str, Any]:
-        """Give the object that `export --json` prints."""
+        """Return the object that `export --json` prints."""
         return {
             "folder": str(self.folder),
             "is_proven": self.parity.is_ok,
@@ -66,153 +66,137 @@ def export(
     *,
     order: ExportOptions | None = None,
     progress: ProgressListener = silent,
-    announce: Callable[[str], None] | None = None,
+    announce: Announce | None = None,
     **options: Any,
 ) -> Exported:
-    """Make what was ordered, prove it in a process of its own, and only then give it the name of a finished export.
+    """Export a run, an adapter or a model, and prove it in a new process before it gets its final name.
 
-    `options` are fields of the order: `export("run", to="gguf", gguf="q8_0,q4_k_m")`. An export that lies in the
-    folder already is added to; of it only what is made again is replaced. `announce` is told what will be written,
-    before it is. Raises UserError for what cannot be made, before anything is written, and for what cannot be tried.
-    What is made and not proven is removed again; the result then says which link of the chain broke, with exit code 4.
+    `options` are fields of ExportOptions: `export("run", to="gguf", gguf="q8_0,q4_k_m")`. An export that is already in
+    the folder is extended; only what is exported again is replaced. `announce` is called with the expected sizes before
+    anything is written. Raises UserError for what cannot be exported, before anything is written, and for a proof that
+    cannot be made. An export that is not the trained model is removed; the result then has exit code 4 and names the
+    artefact.
     """
-    order = replace(order or ExportOptions(), **options).checked()
-    tell = progress
-    base = None if order.base is None else str(order.base)
-    found = resolve_model(place, checkpoint=str(order.checkpoint), base=base, sets=order.sets)
-    wanted, kinds, precision = _wishes(order, found)
-    out = Path(order.out or ((found.path or Path.cwd()) / "export")).expanduser().resolve()
-    standing = find_existing(out, wanted, kinds)
-    require_proof_tools({*wanted, *(own.kind for own in standing.kept)} if standing else wanted)
-    tell(Progress("loading the trained model"))
-    voice = open_chat_model(found, device="cpu", allow_pickle=order.allow_pickle, precision="fp32", backend="plain")
-    has_gguf = bool({"gguf", "ollama"} & set(wanted))
-    if has_gguf:
-        can_write(voice.model.config.to_dict())
-    with ExitStack() as held:
-        held.enter_context(torch_threads(voice.num_threads))
-        shop = held.enter_context(open_staging(out))
-        staged = shop.staged
-        room = estimate_disk_space(staged, voice, wanted, kinds, precision)
-        require_disk_space(room, out)
-        (announce or (lambda words: tell(Progress(words))))(str(room))
-        proof, reference = make_reference(voice, tell)
-        if standing is not None:
-            standing.refuse_other(proof, reference)
-            copy_kept(standing, staged)
-        facts = card_facts(found, voice)
-        text = TextPipeline.load(found.loaded)
-        maker = ArtefactWriter(voice, text, staged, proof.stop_ids, facts, precision, tell)
-        if has_gguf:
-            own, for_ollama = voice.model.config.to_dict(), "ollama" in wanted
-            require_writable(own, tokenizer=text.tokenizer, template=maker.template, for_ollama=for_ollama)
-        artefacts = list(standing.kept) if standing else []
-        if "adapter" in wanted:
-            artefacts.append(maker.adapter())
-        if set(wanted) & {"merged", "gguf", "ollama"}:
-            tell(Progress("merging"))
-            if voice.adapter is not None:
-                voice.adapter.merge()
-            check_merge(voice, proof, reference)
-            if "merged" in wanted:
-                artefacts.append(maker.merged())
-            if has_gguf:
-                artefacts += maker.ggufs(kinds)
-                tell(Progress("measuring what rounding makes of it"))
-                reference = with_rounded(reference, voice, staged, artefacts)
-            if "ollama" in wanted:
-                artefacts.append(maker.ollama())
-        reference.save(staged / REFERENCE)
-        (staged / "README.md").write_text(model_card(facts, kind="export"), encoding="utf-8")
-        told = [*_verdict_notes(facts.report), *(standing.notes if standing else [])]
-        older: list[str] = standing.proof.notes if standing and standing.kept else []
-        notes = list(dict.fromkeys([*maker.notes, *older]))
-        artefacts.sort(key=lambda own: KINDS.index(own.kind))
-        proof = with_artefacts(proof, staged, artefacts, notes=notes, license=facts.license)
-        write_record(staged / PROOF, proof)
-        del voice, maker
-        parity = _prove(staged, tell, *(["--allow-pickle"] if order.allow_pickle else []))
+    return run_export(place, replace(order or ExportOptions(), **options), progress=progress, announce=announce)
+
+
+def run_export(
+    place: str | Path | None,
+    options: ExportOptions,
+    *,
+    progress: ProgressListener = silent,
+    announce: Announce | None = None,
+    prove: Callable[..., Parity] = prove_in_new_process,
+    answer_tokens: int = ANSWER_TOKENS,
+) -> Exported:
+    """Export with another proof function, or with shorter answers in the reference; see `export`."""
+    options = options.checked()
+    base = None if options.base is None else str(options.base)
+    ref = resolve_model(place, checkpoint=str(options.checkpoint), base=base, sets=options.sets)
+    options = options.resolved(ref)
+    out = Path(str(options.out))
+    targets = load_targets(options.to or ())
+    require_adapter(targets, ref)
+    existing = find_existing(out, targets, options)
+    require_tools([*targets, *(load_target(artefact.kind) for artefact in (existing.kept if existing else []))])
+    with open_staging(out) as staging:
+        job = _Job(ref, options, targets, existing, progress, announce or (lambda message: progress(Progress(message))))
+        # The model is released before the proof: that needs the memory.
+        proof, notes = job.write(staging.folder, answer_tokens)
+        progress(Progress("proving in a new process"))
+        parity = prove(staging.folder, allow_pickle=options.allow_pickle)
         if not parity.is_ok:
-            failed = keep_failed(out, parity)
-            words = f"what was made is not what was trained, and was removed; `{failed}` has the figures"
-            return Exported(out, parity, artefacts, [*told, *proof.notes, words], "", EXIT_NOT_PROVEN)
-        publish(shop, out, standing)
-    forget_failed(out)
-    done = _done(out, parity, proof, order, found.path or out)
-    return replace(done, notes=[*told, *done.notes])
+            failed = write_failed_parity(out, parity)
+            notes = [
+                *notes,
+                *proof.notes,
+                f"removed: the files are not the trained model; see the figures in `{failed}`",
+            ]
+            return Exported(out, parity, proof.artefacts, notes, "", EXIT_NOT_PROVEN)
+        publish(staging, out, existing)
+    remove_failed_parity(out)
+    shown = out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else out
+    step = _next_step(shown, proof.artefacts, options)
+    notes = [*notes, *proof.notes, *step.notes]
+    return Exported(shown, parity, proof.artefacts, notes, step.command, created=step.installed_as)
 
 
-def _wishes(order: ExportOptions, found: ModelRef) -> tuple[list[str], list[str], str]:
-    """Say what is to be made: kinds of artefacts, kinds of GGUF files, and the precision of merged weights."""
-    settings = found.loaded.config.export
-    is_rootless = found.base is not None and is_preset(found.base)
-    default = ("gguf",) if order.gguf else ("adapter",) if found.adapter and not is_rootless else ("merged",)
-    wanted = list(dict.fromkeys(order.to or settings.to or default))
-    if order.gguf and not {"gguf", "ollama"} & set(wanted):
-        wanted.append("gguf")
-    if "adapter" in wanted and found.adapter is None:
-        raise UserError("there is no adapter: the whole model was trained", fix="export `merged` or `gguf`")
-    if "adapter" in wanted and is_rootless:
-        raise UserError(
-            f"nobody could put the adapter on `{found.base}`, which starts from nothing and has no files",
-            fix="export `merged` or `gguf`",
+@dataclass(frozen=True)
+class _Job:
+    """One export: what is written, from which model."""
+
+    ref: ModelRef
+    options: ExportOptions
+    targets: list[ExportTarget]
+    existing: ExistingExport | None
+    progress: ProgressListener
+    announce: Announce
+
+    def write(self, folder: Path, answer_tokens: int) -> tuple[Proof, list[str]]:
+        """Load the model, write all targets and the reference of the proof; return the proof and notes for the user."""
+        self.progress(Progress("loading the trained model"))
+        options = self.options
+        model = open_chat_model(
+            self.ref, device="cpu", allow_pickle=options.allow_pickle, precision="fp32", backend="plain"
         )
-    return wanted, list(dict.fromkeys(order.gguf or settings.gguf)), order.precision or settings.precision
+        text = TextPipeline.load(self.ref.loaded)
+        arguments = self.ref.loaded.config.template.arguments
+        facts = preflight_facts(text, model.masker, arguments, model.model.config.to_dict)
+        for target in self.targets:
+            target.preflight(facts)
+        card = collect_card_facts(self.ref, model)
+        context = ExportContext(model, text, facts.template, folder, options, card, find_stop_ids(model), self.progress)
+        context.notes += [*model.notes, *facts.template.notes]
+        with torch_threads(model.num_threads):
+            return self._write(context, answer_tokens)
+
+    def _write(self, context: ExportContext, answer_tokens: int) -> tuple[Proof, list[str]]:
+        model, folder, card = context.model, context.staging_dir, context.card
+        space = estimate_disk_space(self.targets, context)
+        require_disk_space(space, Path(str(self.options.out)))
+        self.announce(str(space))
+        proof, context.reference = make_reference(model, answer_tokens=answer_tokens, progress=self.progress)
+        if self.existing is not None:
+            self.existing.require_same_model(proof, context.reference)
+            copy_kept(self.existing, folder)
+            context.artefacts += self.existing.kept
+        self._write_targets(context, proof)
+        context.reference.save(folder / REFERENCE)
+        (folder / "README.md").write_text(model_card(card), encoding="utf-8")
+        old_notes = self.existing.proof.notes if self.existing and self.existing.kept else []
+        notes = list(dict.fromkeys([*context.notes, *old_notes]))
+        artefacts = sorted(context.artefacts, key=lambda artefact: EXPORT_TARGETS.names().index(artefact.kind))
+        proof = complete_proof(proof, folder, artefacts, notes=notes, license=card.license)
+        write_record(folder / PROOF, proof)
+        return proof, [*_verdict_notes(card.report), *(self.existing.notes if self.existing else [])]
+
+    def _write_targets(self, context: ExportContext, proof: Proof) -> None:
+        """Write the targets that need the adapter apart, merge it, and write the others."""
+        is_merged = False
+        for target in sorted(self.targets, key=lambda target: target.requires.merged_weights):
+            if target.requires.merged_weights and not is_merged:
+                self.progress(Progress("merging"))
+                if context.model.adapter is not None:
+                    context.model.adapter.merge()
+                check_merge(context.model, proof, context.reference)
+                is_merged = True
+            context.artefacts += target.write(context)
 
 
 def _verdict_notes(report: Report | None) -> list[str]:
-    """Say of a run that was judged badly that a proof is no better verdict."""
+    """Warn that a proof says nothing about the quality of a model with a bad verdict."""
     if report is None or report.verdict not in ("FAIL", "WEAK"):
         return []
-    return [f"the verdict of the run is {report.verdict}: {report.summary}; proven is what it is, not that it is good"]
+    return [
+        "the export is faithful to the trained model; whether that model is good is a separate question (verdict: "
+        f"{report.verdict}: {report.summary})"
+    ]
 
 
-def _done(out: Path, parity: Parity, proof: Proof, order: ExportOptions, run: Path) -> Exported:
-    kinds = {artefact.kind for artefact in proof.artefacts}
-    created = None
-    shown = _from_here(out)
-    notes = list(proof.notes)
-    next_command = shlex.join(["tunewell", "verify", str(shown)])
-    if "ollama" in kinds:
-        name = order.name or ollama_name(run.resolve().name)
-        line = ["ollama", "create", name, "-f", "Modelfile"]
-        next_command = f"cd {shlex.quote(str(shown / 'ollama'))} && {shlex.join(line)} && ollama run {name}"
-        if order.creates and shutil.which("ollama"):
-            done = subprocess.run(line, cwd=out / "ollama", capture_output=True, text=True, check=False)
-            if done.returncode == 0:
-                created, next_command = name, f"ollama run {name}"
-            else:
-                notes.append(f"`ollama create` failed: {(done.stderr.strip().splitlines() or ['no word'])[-1]}")
-    elif "gguf" in kinds:
-        file = next(artefact.path for artefact in proof.artefacts if artefact.kind == "gguf")
-        next_command = shlex.join(["tunewell", "chat", str(shown / file)])
-    return Exported(shown, parity, proof.artefacts, notes, next_command, created=created)
-
-
-def _from_here(path: Path) -> Path:
-    """Shorten a path that lies below the current folder."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def _prove(staged: Path, tell: ProgressListener, *flags: str) -> Parity:
-    """Let a new process prove what lies on disk: nothing that is in this one's memory can help it."""
-    tell(Progress("proving, in a process of its own"))
-    line = [sys.executable, "-m", "tunewell", "verify", str(staged), "--json", *flags]
-    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=False, env=os.environ | {"CI": "1"})
-    if not (staged / PARITY).is_file():
-        said = _error_of(done.stdout)
-        where = f"`{shlex.join(line[1:])}` ended with {done.returncode}"
-        raise UserError(
-            f"the proof could not be made: {said['what']}" if said else "the proof could not be made",
-            where=(said or {}).get("where") or where,
-            fix=(said or {}).get("fix"),
-        )
-    return Parity.model_validate(json.loads((staged / PARITY).read_text(encoding="utf-8")))
-
-
-def _error_of(printed: str) -> dict[str, Any] | None:
-    """Read what a command printed with `--json` where it could not do its work."""
-    try:
-        return json.loads(printed)["error"]
-    except (ValueError, KeyError, TypeError):
-        return None
+def _next_step(folder: Path, artefacts: list[Artefact], options: ExportOptions) -> NextStep:
+    """Return the suggestion of the last target that has one."""
+    for kind in reversed(dict.fromkeys(artefact.kind for artefact in artefacts)):
+        step = load_target(kind).next_step(folder, [own for own in artefacts if own.kind == kind], options)
+        if step is not None:
+            return step
+    return NextStep(shlex.join(["tunewell", "verify", str(folder)]))

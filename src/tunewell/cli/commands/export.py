@@ -2,47 +2,56 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
 from tunewell.cli.options import AsJson, Sets
+from tunewell.config.export_targets import EXPORT_TARGETS, GgufFormat, MergedPrecision
 
 if TYPE_CHECKING:
     from tunewell.workflows.export import Exported
 
 
+def _names(values: tuple[str, ...]) -> str:
+    return ", ".join(f"`{value}`" for value in values)
+
+
 def command(
     place: Annotated[
         str | None,
-        typer.Argument(metavar="RUN", help="A run, an adapter or a model; by default the run of the config here."),
+        typer.Argument(metavar="RUN", help="A run, an adapter or a model. Default: the run of the config here."),
     ] = None,
     to: Annotated[
-        str | None, typer.Option(metavar="KINDS", help="`adapter`, `merged`, `gguf`, `ollama`, by commas.")
+        str | None,
+        typer.Option(metavar="TARGETS", help=f"Export targets, separated by commas: {_names(EXPORT_TARGETS.names())}."),
     ] = None,
     gguf: Annotated[
-        str | None, typer.Option(metavar="KINDS", help="`f32`, `f16`, `bf16`, `q8_0`, `q6_k`, `q5_k_m`, `q4_k_m`.")
+        str | None,
+        typer.Option(metavar="TYPES", help=f"GGUF types, separated by commas: {_names(get_args(GgufFormat))}."),
     ] = None,
-    precision: Annotated[str | None, typer.Option(help="Of merged weights: `bf16`, `fp16` or `fp32`.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder to write; by default `export` in the run's.")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help=f"Precision of merged weights: {_names(get_args(MergedPrecision))}.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write. Default: `export` in the run's folder.")] = None,
     checkpoint: Annotated[str, typer.Option(help="`best` by held-out loss, `last`, or a step.")] = "best",
-    base: Annotated[str | None, typer.Option(help="What it was made from, where that is not written there.")] = None,
-    name: Annotated[str | None, typer.Option(help="What Ollama is to call it; by default the run's name.")] = None,
+    base: Annotated[str | None, typer.Option(help="The base model, if the adapter does not name it.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the model in Ollama. Default: the run's name.")] = None,
     no_create: Annotated[bool, typer.Option("--no-create", help="Do not call `ollama create`.")] = False,
     set_: Sets = None,
     allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read weights from a `.pt` file; only from people you trust.")
+        bool, typer.Option("--allow-pickle", help="Load weights from a `.pt` file; only if you trust its source.")
     ] = False,
     json: AsJson = False,
 ) -> None:
-    """Make an adapter, merged weights, GGUF files or an Ollama model of a run, and prove each. Exit code 4 if not."""
+    """Export a run as an adapter, merged weights, GGUF files or an Ollama model, and prove each. Exit code 4 if not."""
     from tunewell.cli.progress import shown_stages
     from tunewell.cli.render import emit, emit_json
     from tunewell.cli.screens.export import parity_screen
     from tunewell.core.progress import Progress
-    from tunewell.export.request import ExportOptions
+    from tunewell.export.options import ExportOptions
 
-    order = ExportOptions(
+    options = ExportOptions(
         to=() if to is None else to,
         out=out,
         precision=precision,
@@ -55,41 +64,44 @@ def command(
         creates=not no_create,
     ).checked()
     with shown_stages() as progress:
-        progress(Progress("starting torch"))
+        progress(Progress("importing torch"))
         from tunewell.workflows.export import export
 
-        done = export(place, order=order, progress=progress, announce=announce)
+        exported = export(place, order=options, progress=progress, announce=announce)
     if json:
-        emit_json(done.as_json())
+        emit_json(exported.as_json())
     else:
-        emit(f"{parity_screen(done.parity)}\n{closing(done)}")
-    if done.exit_code:
-        raise typer.Exit(done.exit_code)
+        emit(f"{parity_screen(exported.parity)}\n{summary(exported)}")
+    if exported.exit_code:
+        raise typer.Exit(exported.exit_code)
 
 
-def closing(done: "Exported") -> str:
-    """Say what was made and what to do next."""
+def summary(exported: "Exported") -> str:
+    """List the written files, the notes and the next command."""
     from tunewell.cli.render import hanging, table
     from tunewell.core.units import size_bytes
 
     rows = []
-    if not done.exit_code:
-        rows = [["wrote", f"`{done.folder / a.path}`", f"{a.name}, {size_bytes(a.num_bytes)}"] for a in done.artefacts]
-        rows.append(["wrote", f"`{done.folder / 'parity.json'}`", "the proof; `tunewell verify` repeats it"])
+    if not exported.exit_code:
+        rows = [
+            ["wrote", f"`{exported.folder / artefact.path}`", f"{artefact.name}, {size_bytes(artefact.num_bytes)}"]
+            for artefact in exported.artefacts
+        ]
+        rows.append(["wrote", f"`{exported.folder / 'parity.json'}`", "the proof; `tunewell verify` repeats it"])
     parts = [table(rows)] if rows else []
-    parts += [hanging("note: ", note) for note in done.notes]
-    if done.created:
-        parts.append(f"Ollama has it as `{done.created}`")
-    if done.next_command:
-        parts.append(hanging("next: ", f"`{done.next_command}`"))
+    parts += [hanging("note: ", note) for note in exported.notes]
+    if exported.created:
+        parts.append(f"created `{exported.created}` in Ollama")
+    if exported.next_command:
+        parts.append(hanging("next: ", f"`{exported.next_command}`"))
     return "\n".join(parts)
 
 
-def announce(words: str) -> None:
-    """Say on stderr what is going to be written, so that it stays there."""
+def announce(message: str) -> None:
+    """Print a message on stderr that stays, above the progress line."""
     from tunewell.cli.render import hanging
 
-    # From the beginning of the line, over a stage that is being shown there.
+    # Clears the stage that is shown on this line.
     start = "\r\x1b[2K" if sys.stderr.isatty() else ""
-    sys.stderr.write(f"{start}{hanging('', words)}\n")
+    sys.stderr.write(f"{start}{hanging('', message)}\n")
     sys.stderr.flush()

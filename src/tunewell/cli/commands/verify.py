@@ -9,23 +9,21 @@ from tunewell.cli.options import AsJson
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(metavar="EXPORT", help="A folder that `tunewell export` made.")],
-    base: Annotated[
-        str | None, typer.Option(help="Where the base of an adapter lies now, if not where it lay then.")
-    ] = None,
+    folder: Annotated[Path, typer.Argument(metavar="EXPORT", help="A folder that `tunewell export` wrote.")],
+    base: Annotated[str | None, typer.Option(help="The base model of an adapter, if it has moved.")] = None,
     allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read a base from a `.bin` file; only from people you trust.")
+        bool, typer.Option("--allow-pickle", help="Load a base model from a `.bin` file; only if you trust its source.")
     ] = False,
     json: AsJson = False,
 ) -> None:
-    """Prove an export again from its files: ids, logits, answers, stops. Exit code 4 if a link of the chain broke."""
+    """Prove again that an export is the trained model: ids, logits, answers, tensors. Exit code 4 if it is not."""
     from tunewell.cli.progress import shown_stages
     from tunewell.cli.render import emit, emit_json, hanging
     from tunewell.cli.screens.export import parity_screen
     from tunewell.core.progress import Progress
 
     with shown_stages() as progress:
-        progress(Progress("starting torch"))
+        progress(Progress("importing torch"))
         from tunewell.workflows.verify import EXIT_NOT_PROVEN, verify
 
         notes: list[str] = []

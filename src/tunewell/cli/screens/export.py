@@ -1,56 +1,74 @@
-"""The chain of an export on a screen: each artefact with its figures, and where it broke."""
+"""Screen of `export` and `verify`: each artefact compared with the trained model, and the result in one line."""
 
 from typing import TYPE_CHECKING
 
 from tunewell.cli.render import hanging, table
+from tunewell.config.export_targets import EXPORT_TARGETS
 
 if TYPE_CHECKING:
-    from tunewell.records.parity import Link, Parity
+    from tunewell.records.parity import Check, Link, Parity
+
+_NOT_COMPARED = "-"
+_LEGEND = "= identical, ~ equal within rounding"
 
 
 def parity_screen(parity: "Parity") -> str:
-    """Show what was compared, and say in one line whether all of it is the model that was trained."""
-    header = ["", "ids", "likeliest token", "KL", "answers", "stops", ""]
-    rows = [_row(link) for link in parity.links]
-    parts = [table([header, *rows]), ""]
+    """Show the figures of each artefact, the failed checks, and whether all are the trained model."""
+    header = ["", "ids", "top token", "KL", "same answers", "stops", ""]
+    parts = [table([header, *(_row(link) for link in parity.links)]), ""]
+    if any(_has_other_answers(link) for link in parity.links if link.is_ok):
+        parts.append(
+            hanging("answers: ", "token by token; with rounded weights (~) they may differ, and only the KL is limited")
+        )
     for link in parity.links:
         for check in link.checks:
             if not check.is_ok:
                 allowed = f" (allowed: {check.bound})" if check.bound else ""
                 parts.append(hanging(f"{link.artefact}: ", f"{check.name}: {check.words}{allowed}"))
     if parity.is_ok:
-        chain = " = ".join(["trained", *(_sign(link) for link in parity.links)]).replace("= ~", "~ ")
-        parts.append(hanging("PROVEN  ", chain))
+        chain = "".join(f" {'=' if _is_exact(link) else '~'} {link.artefact}" for link in parity.links)
+        parts.append(hanging("PROVEN  ", f"trained{chain}   ({_LEGEND})"))
     else:
         broken = [link.artefact for link in parity.links if not link.is_ok]
-        parts.append(hanging("NOT PROVEN  ", f"{', '.join(broken)}: not the model that was trained"))
+        parts.append(hanging("NOT PROVEN  ", f"{', '.join(broken)}: not the trained model"))
     return "\n".join(parts)
 
 
 def _row(link: "Link") -> list[str]:
-    found = {check.name: check for check in link.checks}
-    logits = found.get("logits")
-    answers = found.get("answers")
+    checks = {check.name: check for check in link.checks}
+    state = "" if link.is_ok else "BROKEN"
+    logits = checks.get("logits")
     if logits is None:
-        state = "same" if link.is_ok else "BROKEN"
-        return [link.artefact, "", "", "", "", "", state]
-    figures = logits.figures
+        return [link.artefact, *[_NOT_COMPARED] * 5, "same" if link.is_ok else state]
     return [
         link.artefact,
-        _word(found, "token ids"),
-        f"{figures['same_top']:.1%}",
-        f"{figures['kl']:.1e}",
-        f"{answers.figures['same']} of {answers.figures['of']}" if answers else "",
-        _word(found, "stop"),
-        "" if link.is_ok else "BROKEN",
+        _yes_or_no(checks.get("token ids"), "same"),
+        f"{logits.figures['same_top']:.1%}",
+        f"{logits.figures['kl']:.1e}",
+        _ratio(checks.get("answers")),
+        _yes_or_no(checks.get("stop"), "yes"),
+        state,
     ]
 
 
-def _word(found: dict, name: str) -> str:
-    check = found.get(name)
-    return "" if check is None else "same" if check.is_ok and name == "token ids" else "yes" if check.is_ok else "no"
+def _yes_or_no(check: "Check | None", yes: str) -> str:
+    # An answer that never ended in the trained model says nothing about where this one stops.
+    if check is None or (check.is_ok and check.figures.get("of") == 0):
+        return _NOT_COMPARED
+    return yes if check.is_ok else "no"
 
 
-def _sign(link: "Link") -> str:
-    is_rounded = any(part in link.artefact for part in ("q4", "q5", "q6", "q8", "bf16"))
-    return f"~{link.artefact}" if is_rounded else link.artefact
+def _ratio(check: "Check | None") -> str:
+    if check is None or not check.figures["of"]:
+        return _NOT_COMPARED
+    return f"{check.figures['same']} of {check.figures['of']}"
+
+
+def _has_other_answers(link: "Link") -> bool:
+    checks = (check for check in link.checks if check.name == "answers")
+    return any(check.figures["same"] < check.figures["of"] for check in checks)
+
+
+def _is_exact(link: "Link") -> bool:
+    kind, _, precision = link.artefact.partition(" ")
+    return EXPORT_TARGETS.load(kind)().is_exact(precision)

@@ -43,7 +43,7 @@ class Settings:
         return self.spec["gguf"]
 
 
-def can_write(config: dict[str, Any]) -> None:
+def require_convertible(config: dict[str, Any]) -> None:
     """Raise UserError where a model with this `config.json` cannot become a GGUF file; for use before training."""
     read_settings(config)
 
@@ -175,7 +175,7 @@ def _notes(values: dict[str, Any], spec: dict[str, Any]) -> list[str]:
 FieldValue = int | float | str | bool | list[bool]
 
 
-def fields_of(settings: Settings) -> dict[str, FieldValue]:
+def metadata_fields(settings: Settings) -> dict[str, FieldValue]:
     """List the fields of the architecture by their whole keys; an integer is meant as unsigned, 32 bits."""
     table = architectures()
     found: dict[str, FieldValue] = {}

@@ -17,7 +17,7 @@ from tunewell.core.files import disk_full_as_user_error, require_disk_space, syn
 from tunewell.core.model_files import locate
 from tunewell.core.optional import import_optional
 from tunewell.core.progress import Progress, ProgressListener, silent
-from tunewell.export.gguf.architecture import FieldValue, Settings, fields_of, read_settings, rope_tables
+from tunewell.export.gguf.architecture import FieldValue, Settings, metadata_fields, read_settings, rope_tables
 from tunewell.export.gguf.tokenizer import GgufVocabulary, read_vocabulary
 from tunewell.export.gguf.weights import (
     GgufKind,
@@ -175,7 +175,7 @@ def write_gguf(
     writer = _writer(plan, kind)
     named = {"name": model_folder.name} | (card or {})
     add_card(writer, named, num_parameters=num_parameters, swallows_spaces=plan.vocabulary.swallows_spaces)
-    add_fields(writer, fields_of(plan.settings))
+    add_fields(writer, metadata_fields(plan.settings))
     own = plan.vocabulary.words.space_prefix
     add_vocabulary(writer, plan.vocabulary, space_prefix=own if own is None or space_prefix is None else space_prefix)
     staged = target.with_name(f".{target.name}.{os.getpid()}.tmp")

@@ -277,7 +277,7 @@ def talk(roles: Sequence[str], draw: random.Random) -> list[dict[str, str]]:
     return [{"role": role, "content": awkward(draw)} for role in roles]
 
 
-def saying(roles: Sequence[str], role: str, words: str) -> list[dict[str, str]]:
+def fill_role(roles: Sequence[str], role: str, words: str) -> list[dict[str, str]]:
     """Make a conversation in which one role says only these words."""
     return [{"role": each, "content": words if each == role else f"words {index}"} for index, each in enumerate(roles)]
 

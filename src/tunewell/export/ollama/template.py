@@ -25,9 +25,9 @@ from tunewell.export.ollama.probes import (
     Group,
     Opening,
     Reader,
+    fill_role,
     is_known,
     random_order,
-    saying,
     short_orders,
     spelled_in,
     talk,
@@ -121,7 +121,7 @@ def _blanks(trial: Trial, layout: Layout) -> Iterator[str]:
     forms = QUESTIONS[:3] if layout.opening == "left out" else [("system", *form) for form in QUESTIONS[:3]]
     for role in ("system", "user", "assistant"):
         for words, kind in (("", "empty"), (" \n", "blank")):
-            probes = [saying(form, role, words) for form in (*QUESTIONS[:3], *forms) if role in form]
+            probes = [fill_role(form, role, words) for form in (*QUESTIONS[:3], *forms) if role in form]
             if not trial.agree(layout, probes):
                 yield f"{kind} {role} messages are not laid out as in the model's template"
 
@@ -129,7 +129,7 @@ def _blanks(trial: Trial, layout: Layout) -> Iterator[str]:
 def _is_ordinary(trial: Trial, layout: Layout, text: str) -> bool:
     form = QUESTIONS[1] if layout.opening == "left out" else ("system", *QUESTIONS[1])
     spellings = (text, f"a{text}b", f"{text}b", f"a\n{text}\n\nb")
-    return trial.agree(layout, [saying(form, role, words) for role in dict.fromkeys(form) for words in spellings])
+    return trial.agree(layout, [fill_role(form, role, words) for role in dict.fromkeys(form) for words in spellings])
 
 
 @dataclass(frozen=True)
@@ -226,10 +226,10 @@ def _questions(trial: Trial, opening: Opening) -> tuple[Layout, list[Sight]]:
     """Learn how questions and replies in turn are laid out, with a system message and without."""
     without = trial.sights(QUESTIONS, opening)
     if not without:
-        raise NoRule("it refuses every conversation of questions and replies", saying(QUESTIONS[0], "user", "Hello"))
+        raise NoRule("it refuses every conversation of questions and replies", fill_role(QUESTIONS[0], "user", "Hello"))
     within = trial.sights([("system", *form) for form in QUESTIONS], opening)
     layout = Layout(find_rules(without + within), opening=opening if within else "left out")
-    empty = [saying(("system", *form), "system", "") for form in QUESTIONS]
+    empty = [fill_role(("system", *form), "system", "") for form in QUESTIONS]
     skipping = replace(layout, skips_empty_system=True)
     if within and not trial.agree(layout, empty) and trial.agree(skipping, empty):
         layout = skipping
@@ -278,7 +278,8 @@ def _without(bos: str, render: Render, *, has_bos: bool) -> Render:
 def _differ(render: Render, other: Render, layout: Layout) -> bool:
     forms = (QUESTIONS[1],) if layout.opening == "left out" else (QUESTIONS[1], ("system", *QUESTIONS[1]))
     return any(
-        render(saying(form, "user", "Hello"), True) != other(saying(form, "user", "Hello"), True) for form in forms
+        render(fill_role(form, "user", "Hello"), True) != other(fill_role(form, "user", "Hello"), True)
+        for form in forms
     )
 
 

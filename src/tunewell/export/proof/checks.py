@@ -1,4 +1,4 @@
-"""The single comparisons of a proof: each takes what was found and what was expected, and says whether it is well."""
+"""The checks of a proof: files, token ids, logits, answers, stop ids, chat template, settings and vocabulary."""
 
 import hashlib
 import json
@@ -19,291 +19,280 @@ from tunewell.core.units import count
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
 from tunewell.data.tokenizers.load import LoadedTokenizer
 from tunewell.data.tokenizers.sentencepiece import UNUSED
-from tunewell.records.parity import Artefact, Check, ModelFacts, Probe, Proof, Question
-
-# How far apart two models are on the same tokens: logits, the likeliest token, and the whole distribution.
+from tunewell.records.parity import Artefact, Check, ModelFacts, Probe, Proof
 
 Logits = npt.NDArray[np.float32]
+MAX_SHOWN = 3
+_MAX_CHARS = 40
+# Keys that a library writes about itself, or about one file's number format.
+_IGNORED_KEYS = frozenset(
+    {"transformers_version", "dtype", "torch_dtype", "_name_or_path", "name_or_path", "architectures"}
+    | {"_from_model_config", "_attn_implementation", "_attn_implementation_autoset", "_commit_hash"}
+)
+_SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "mask", "cls")
+_TOKENIZER_CONFIG, _TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
+_SPACE_SYMBOL = "▁"
+
+
+@cache
+def bounds() -> dict[str, dict[str, Any]]:
+    """Return how far the logits of each artefact may differ, with the reason."""
+    return json.loads(files("tunewell.export.proof").joinpath("bounds.json").read_text(encoding="utf-8"))
+
+
+# Files.
+
+
+def check_files(folder: Path, artefact: Artefact) -> Check:
+    """Check that every file of an artefact is unchanged, and that no other file is among them."""
+    problems = [*damaged_files(folder, artefact.sha256s), *_other_files(folder, artefact)]
+    message = "; ".join(problems[:MAX_SHOWN]) or f"{count(len(artefact.sha256s), 'file')} unchanged"
+    return Check(name="files", is_ok=not problems, words=message)
+
+
+def damaged_files(folder: Path, sha256s: Mapping[str, str]) -> list[str]:
+    """Return a message for each file that is missing or was changed."""
+    missing = [name for name in sha256s if not (folder / name).is_file()]
+    changed = [name for name, sha in sha256s.items() if name not in missing and sha256_file(folder / name) != sha]
+    return [*(f"`{name}` is missing" for name in missing), *(f"`{name}` was changed" for name in changed)]
+
+
+def _other_files(folder: Path, artefact: Artefact) -> list[str]:
+    """Return a message for each file in an artefact's folder that is not its own: a loader might read it."""
+    own_folder = folder / artefact.path
+    if not own_folder.is_dir():
+        return []
+    names = (path.relative_to(folder).as_posix() for path in sorted(own_folder.rglob("*")) if path.is_file())
+    # No loader reads hidden files; systems and repositories write them.
+    visible = (name for name in names if not any(part.startswith(".") for part in Path(name).parts))
+    return [f"`{name}` does not belong to it" for name in visible if name not in artefact.sha256s]
+
+
+# Text.
+
+
+def check_template(proof: Proof, source: str | None, special_tokens: Mapping[str, str]) -> Check:
+    """Render a file's chat template on the date of training: every probe must give the text of training."""
+    if source is None:
+        return Check(name="template", is_ok=False, words="it has no chat template")
+    date: dict[str, Any] = {"date": proof.date} if proof.date else {}
+    try:
+        template = ChatTemplate(source, special_tokens=special_tokens, **date)
+        texts = [template.render(probe.messages, None, add_generation_prompt=True) for probe in proof.probes]
+    except TemplateFailed as failure:
+        return Check(name="template", is_ok=False, words=f"its chat template cannot be used: {failure}")
+    wrong = [(probe, text) for probe, text in zip(proof.probes, texts, strict=True) if text != probe.text]
+    total = count(len(texts), "conversation")
+    message = f"its chat template renders {total} as in training"
+    if wrong:
+        probe, text = wrong[0]
+        start = max(0, _first_difference(probe.text, text) - 10)
+        message = (
+            f"its chat template renders {shorten(text[start:])} instead of {shorten(probe.text[start:])}; "
+            f"{len(wrong)} of {total} differ"
+        )
+    return Check(name="template", is_ok=not wrong, words=message)
+
+
+def check_ids(proof: Proof, tokenize: Callable[[Probe], Sequence[int]], *, library: str) -> Check:
+    """Check that a library's tokenizer gives the token ids of training for every probe."""
+    wrong = []
+    for probe in proof.probes:
+        ids = list(tokenize(probe))
+        if ids != probe.ids:
+            at = _first_difference(ids, probe.ids)
+            expected, found = probe.ids[at : at + 3], ids[at : at + 3]
+            wrong.append(f"at token {at} of {shorten(probe.text)} training has {expected}, {library} {found}")
+    total = count(len(proof.probes), "conversation")
+    message = (
+        f"{wrong[0]}; {len(wrong)} of {total} differ" if wrong else f"{library} gives the ids of training for {total}"
+    )
+    return Check(name="token ids", is_ok=not wrong, words=message, figures={"wrong": len(wrong)})
+
+
+def check_answers(proof: Proof, answers: Sequence[Sequence[int]], *, is_exact: bool) -> Check:
+    """Compare greedy answers token by token. If weights are rounded, the result is only reported.
+
+    Even with exact weights, a near tie can go the other way, so half of the answers must be the same.
+    """
+    pairs = zip(proof.questions, answers, strict=True)
+    same = [list(answer) == question.answer for question, answer in pairs]
+    message = f"{sum(same)} of {count(len(same), 'answer')} identical to the trained model's"
+    return Check(
+        name="answers",
+        is_ok=2 * sum(same) >= len(same) if is_exact else True,
+        words=message if same else "no questions",
+        figures={"same": sum(same), "of": len(same)},
+        bound="at least half: weights are not rounded" if is_exact else "reported only: weights are rounded",
+    )
+
+
+def check_stop(proof: Proof, stop_ids: Sequence[int], ended: Sequence[bool], *, is_list: bool = True) -> Check:
+    """Check that an artefact stops at the ids that end a reply in training.
+
+    Without `is_list` only the first id is required: a GGUF file names the ends of a turn and of a text, and no more.
+    """
+    missing = [number for number in proof.stop_ids[: None if is_list else 1] if number not in stop_ids]
+    should_end = [own for question, own in zip(proof.questions, ended, strict=True) if question.ended]
+    if missing:
+        message = f"it does not stop at id {missing[0]}, which ends a reply in training"
+    elif should_end and not any(should_end):
+        message = f"none of {count(len(should_end), 'answer')} ends, but all did in the trained model"
+    else:
+        stop = proof.stop_ids[0] if proof.stop_ids else "none"
+        tested = f"{sum(should_end)} of {len(should_end)} answers end" if should_end else "not tested: no answer ended"
+        message = f"stops at id {stop}; {tested}"
+    figures = {"ended": sum(should_end), "of": len(should_end)}
+    is_ok = not missing and (not should_end or any(should_end))
+    return Check(name="stop", is_ok=is_ok, words=message, figures=figures)
+
+
+# Logits.
 
 
 @dataclass(frozen=True)
-class Drift:
-    """The differences of one model to another over some positions."""
+class LogitDifference:
+    """How far two models are apart on the same tokens."""
 
     positions: int
     largest: float
-    """Of any two logits, each row shifted so that its mean is 0: a constant added to a row changes nothing."""
+    """Largest difference of two logits. Each row is shifted to mean 0, because a constant changes no probability."""
     mean: float
     same_top: float
-    """Share of positions with the same likeliest token."""
+    """Share of positions with the same most likely token."""
     near_ties: int
-    """Positions with another likeliest token, which the reference has almost as high as its own."""
+    """Positions with another most likely token that the reference rates almost as high."""
     kl: float
     """Mean Kullback-Leibler divergence from the reference, in nats."""
 
     @property
     def wrong_tops(self) -> int:
-        """Positions where a token lost that was clearly the likeliest."""
+        """Positions at which a clearly most likely token lost."""
         return round(self.positions * (1 - self.same_top)) - self.near_ties
 
 
-def drift(reference: Sequence[Logits], found: Sequence[Logits], *, tie: float) -> Drift:
-    """Compare the logits of several texts, each [positions, vocabulary]; rows that pad a vocabulary are cut off.
+def compare_logits(reference: Sequence[Logits], found: Sequence[Logits], *, tie: float) -> LogitDifference:
+    """Compare logits [positions, vocabulary] of several texts; columns that pad a vocabulary are ignored.
 
-    Two tokens are as good as equal where the reference has them closer than `tie` deviations of its logits there. What
-    was found is not asked: the worse it is, the more it would call equal.
+    Two tokens are a near tie if the reference rates them closer than `tie` standard deviations of its logits there.
+    The found logits do not decide that: the worse they are, the more ties they would have.
     """
-    width = min(own.shape[1] for own in (*reference, *found))
-    wanted, got = (np.concatenate([part[:, :width] for part in own]).astype(np.float64) for own in (reference, found))
+    width = min(rows.shape[1] for rows in (*reference, *found))
+    expected, got = (np.concatenate([part[:, :width] for part in own]).astype(np.float64) for own in (reference, found))
     if not np.isfinite(got).all():
-        return Drift(len(wanted), float("inf"), float("inf"), 0.0, 0, float("inf"))
-    wanted -= wanted.mean(axis=1, keepdims=True)
+        return LogitDifference(len(expected), float("inf"), float("inf"), 0.0, 0, float("inf"))
+    expected -= expected.mean(axis=1, keepdims=True)
     got -= got.mean(axis=1, keepdims=True)
-    apart = np.abs(wanted - got)
-    every, own, other = np.arange(len(wanted)), wanted.argmax(axis=1), got.argmax(axis=1)
-    is_tie = wanted[every, own] - wanted[every, other] < tie * wanted.std(axis=1)
-    same = own == other
-    log_wanted, log_got = (own - _log_sum(own) for own in (wanted, got))
-    kl = (np.exp(log_wanted) * (log_wanted - log_got)).sum(axis=1)
-    return Drift(
-        positions=len(wanted),
-        largest=float(apart.max()),
-        mean=float(apart.mean()),
-        same_top=float(same.mean()),
-        near_ties=int((is_tie & ~same).sum()),
+    difference = np.abs(expected - got)
+    every, top, found_top = np.arange(len(expected)), expected.argmax(axis=1), got.argmax(axis=1)
+    is_tie = expected[every, top] - expected[every, found_top] < tie * expected.std(axis=1)
+    is_same = top == found_top
+    log_expected, log_got = (rows - _log_sum_exp(rows) for rows in (expected, got))
+    kl = (np.exp(log_expected) * (log_expected - log_got)).sum(axis=1)
+    return LogitDifference(
+        positions=len(expected),
+        largest=float(difference.max()),
+        mean=float(difference.mean()),
+        same_top=float(is_same.mean()),
+        near_ties=int((is_tie & ~is_same).sum()),
         kl=float(kl.mean()),
     )
 
 
-def _log_sum(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def check_logits(name: str, reference: Sequence[Logits], found: Sequence[Logits]) -> Check:
+    """Compare logits with those of the trained model, within the bound of the artefact `name`, e.g. `gguf q8_0`."""
+    bound = bounds()[name]
+    difference = compare_logits(reference, found, tie=bound["tie"])
+    is_ok = (
+        math.isfinite(difference.kl)
+        and len(reference) == len(found)
+        and difference.kl <= bound["kl"]
+        and difference.wrong_tops <= bound["wrong_tops"] * difference.positions
+        and difference.same_top >= bound["same_top"]
+    )
+    ties = f", {difference.near_ties} near ties" if difference.near_ties else ""
+    message = (
+        f"KL {difference.kl:.1e}, largest difference {difference.largest:.1e}, same most likely token at "
+        f"{difference.same_top:.1%} of {count(difference.positions)} positions{ties}"
+    )
+    allowed = (
+        f"kl at most {bound['kl']:g}, wrong tops at most {bound['wrong_tops']:g}, "
+        f"same top at least {bound['same_top']:g}: {bound['because']}"
+    )
+    figures = {**difference.__dict__, "wrong_tops": difference.wrong_tops}
+    return Check(name="logits", is_ok=is_ok, words=message, figures=figures, bound=allowed)
+
+
+def _log_sum_exp(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     top = logits.max(axis=1, keepdims=True)
     return top + np.log(np.exp(logits - top).sum(axis=1, keepdims=True))
 
 
-_SHOWN = 3
-
-
-@cache
-def bounds() -> dict[str, dict[str, Any]]:
-    """Give what each format may differ by, and why."""
-    return json.loads(files("tunewell.export.proof").joinpath("bounds.json").read_text(encoding="utf-8"))
-
-
-def check_files(folder: Path, artefact: Artefact) -> Check:
-    """Say whether every file is there and is, to the byte, the one that was made, and nothing lies among them."""
-    bad = [*spoiled_files(folder, artefact.sha256s), *_strange_files(folder, artefact)]
-    words = "; ".join(bad[:_SHOWN]) or f"{count(len(artefact.sha256s), 'file')}, every byte as it was written"
-    return Check(name="files", is_ok=not bad, words=words)
-
-
-def spoiled_files(folder: Path, sha256s: Mapping[str, str]) -> list[str]:
-    """Name the files that are missing or are no longer what was written."""
-    gone = [name for name in sha256s if not (folder / name).is_file()]
-    changed = [name for name, sha in sha256s.items() if name not in gone and sha256_file(folder / name) != sha]
-    return [*(f"`{name}` is missing" for name in gone), *(f"`{name}` was changed" for name in changed)]
-
-
-def _strange_files(folder: Path, artefact: Artefact) -> list[str]:
-    """Name what lies in an artefact's folder and is none of its files: a loader may take it for one."""
-    place = folder / artefact.path
-    if not place.is_dir():
-        return []
-    names = (path.relative_to(folder).as_posix() for path in sorted(place.rglob("*")) if path.is_file())
-    # Hidden files are those of the system or of a repository, and no loader reads them.
-    kept = (name for name in names if not any(part.startswith(".") for part in Path(name).parts))
-    return [f"`{name}` is none of its files" for name in kept if name not in artefact.sha256s]
-
-
-def check_template(proof: Proof, source: str | None, special_tokens: Mapping[str, str]) -> Check:
-    """Render a file's own template for every probe: it must write what training wrote, on the day that training saw."""
-    if source is None:
-        return Check(name="template", is_ok=False, words="it has no chat template")
-    day: dict[str, Any] = {"date": proof.date} if proof.date else {}
-    try:
-        template = ChatTemplate(source, special_tokens=special_tokens, **day)
-        texts = [template.render(probe.messages, None, add_generation_prompt=True) for probe in proof.probes]
-    except TemplateFailed as failure:
-        return Check(name="template", is_ok=False, words=f"its chat template cannot be used: {failure}")
-    wrong = [(probe, text) for probe, text in zip(proof.probes, texts, strict=True) if text != probe.text]
-    of = count(len(texts), "conversation")
-    words = f"its chat template writes all of {of} as training did"
-    if wrong:
-        probe, text = wrong[0]
-        at = next((i for i, (a, b) in enumerate(zip(probe.text, text, strict=False)) if a != b), 0)
-        at = max(0, at - 10)
-        words = (
-            f"its chat template writes {_short(text[at:])} where training had {_short(probe.text[at:])}; "
-            f"{len(wrong)} of {of}"
-        )
-    return Check(name="template", is_ok=not wrong, words=words)
-
-
-def check_ids(proof: Proof, tokenize: Callable[[Probe], Sequence[int]], *, who: str) -> Check:
-    """Say whether a tokenizer gives the ids of training for every probe."""
-    wrong = []
-    for probe in proof.probes:
-        found = list(tokenize(probe))
-        if found != probe.ids:
-            at = next((i for i, (a, b) in enumerate(zip(found, probe.ids, strict=False)) if a != b), len(probe.ids))
-            at = min(at, len(found), len(probe.ids))
-            ours, theirs = probe.ids[at : at + 3], found[at : at + 3]
-            wrong.append(f"at token {at} of {_short(probe.text)} training has {ours}, {who} {theirs}")
-    of = count(len(proof.probes), "conversation")
-    words = f"{who} gives the ids of training for all of {of}" if not wrong else f"{wrong[0]}; {len(wrong)} of {of}"
-    return Check(name="token ids", is_ok=not wrong, words=words, figures={"wrong": len(wrong)})
-
-
-def check_logits(name: str, reference: Sequence[Logits], found: Sequence[Logits]) -> Check:
-    """Hold logits against those of the trained model, within the bound of the format."""
-    bound = bounds()[name]
-    found_drift = drift(reference, found, tie=bound["tie"])
-    allowed = [f"{key.replace('_', ' ')} {_sign(key)} {bound[key]:g}" for key in ("kl", "wrong_tops", "same_top")]
-    is_ok = (
-        math.isfinite(found_drift.kl)
-        and len(reference) == len(found)
-        and found_drift.kl <= bound["kl"]
-        and found_drift.wrong_tops <= bound["wrong_tops"] * found_drift.positions
-        and found_drift.same_top >= bound["same_top"]
-    )
-    ties = f", {found_drift.near_ties} near ties" if found_drift.near_ties else ""
-    words = (
-        f"KL {found_drift.kl:.1e}, largest difference {found_drift.largest:.1e}, same likeliest token at "
-        f"{found_drift.same_top:.1%} of {count(found_drift.positions)} positions{ties}"
-    )
-    figures = {**found_drift.__dict__, "wrong_tops": found_drift.wrong_tops}
-    check = Check(
-        name="logits", is_ok=is_ok, words=words, figures=figures, bound=f"{', '.join(allowed)}: {bound['because']}"
-    )
-    return check
-
-
-def check_answers(proof: Proof, answers: Sequence[Sequence[int]], *, is_exact: bool) -> Check:
-    """Compare answers token for token; a near tie may fall the other way, so half of them must be the same.
-
-    Where weights are rounded the answers are only told of.
-    """
-    pairs = list(zip(proof.questions, answers, strict=True))
-    same = [list(answer) == question.answer for question, answer in pairs]
-    words = f"{sum(same)} of {count(len(same), 'answer')} word for word as trained"
-    return Check(
-        name="answers",
-        is_ok=2 * sum(same) >= len(same) if is_exact else True,
-        words=words if same else "no questions",
-        figures={"same": sum(same), "of": len(same)},
-        bound="half at least: nothing is rounded" if is_exact else "told only: weights are rounded",
-    )
-
-
-def check_stop(
-    proof: Proof, stops: Sequence[int], answers: Sequence[tuple[Question, bool]], *, is_list: bool = True
-) -> Check:
-    """Say whether the ids at which training ends a reply are those at which this one stops.
-
-    Without `is_list` only the first is asked for: a GGUF file cannot name more than the ends of a turn and of a text.
-    """
-    missing = [number for number in proof.stop_ids[: None if is_list else 1] if number not in stops]
-    ended = [ended for question, ended in answers if question.ended]
-    is_ok = not missing and (not ended or any(ended))
-    if missing:
-        words = f"it does not stop at id {missing[0]}, with which training ends a reply"
-    elif ended and not any(ended):
-        words = f"none of {count(len(ended), 'answer')} ends by itself, as they did when trained"
-    else:
-        words = (
-            f"stops at id {proof.stop_ids[0] if proof.stop_ids else 'none'}; {sum(ended)} of {len(ended)} answers end"
-        )
-    return Check(name="stop", is_ok=is_ok, words=words)
-
-
-def _sign(key: str) -> str:
-    return "at least" if key == "same_top" else "at most"
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 40 else text[:37] + "...")
-
-
-# Hold the settings beside a folder's weights against the model's: its shape, where it stops, its special tokens.
-
-# What a library writes about itself, or about the numbers of one file.
-_PASSING = frozenset(
-    {"transformers_version", "dtype", "torch_dtype", "_name_or_path", "name_or_path", "architectures"}
-    | {"_from_model_config", "_attn_implementation", "_attn_implementation_autoset", "_commit_hash"}
-)
-_NAMED = ("bos", "eos", "unk", "sep", "pad", "mask", "cls")
-_TOKENIZER, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+# Settings beside the weights.
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Give settings as a JSON file has them, without what changes from one file to the next."""
-    kept = {key: value for key, value in settings.items() if key not in _PASSING}
-    return json.loads(json.dumps(kept, sort_keys=True, default=str))
+    """Return settings as a JSON file stores them, without keys that differ between files of the same model."""
+    relevant = {key: value for key, value in settings.items() if key not in _IGNORED_KEYS}
+    return json.loads(json.dumps(relevant, sort_keys=True, default=str))
 
 
 def check_settings(path: Path, tokenizer: Any, facts: ModelFacts, *, config: Any, generation: Any) -> Check:
-    """Compare what a folder says besides its weights, as transformers understands it; an adapter has no `config`."""
-    wrong = _differences("generation_config.json", plain_settings(generation.to_dict()), facts.generation)
+    """Compare a folder's settings, as transformers reads them, with the model's; an adapter has no `config`."""
+    problems = _differences("generation_config.json", plain_settings(generation.to_dict()), facts.generation)
     if config is not None:
-        wrong += _differences("config.json", plain_settings(config.to_dict()), facts.config)
-    written = json.loads((path / _TOKENIZER).read_text(encoding="utf-8"))
-    for name in (f"{own}_token" for own in _NAMED):
-        # Where a model has none, the classes of some tokenizers bring one of their own.
-        wanted = facts.special_tokens.get(name)
-        found = written.get(name) if wanted is None else getattr(tokenizer, name, None)
-        if found != wanted:
-            wrong.append(f"the tokenizer's `{name}` is {found!r} and not {wanted!r}")
+        problems += _differences("config.json", plain_settings(config.to_dict()), facts.config)
+    written = json.loads((path / _TOKENIZER_CONFIG).read_text(encoding="utf-8"))
+    for name in (f"{own}_token" for own in _SPECIAL_TOKENS):
+        # If a model has none, some tokenizer classes add their own.
+        expected = facts.special_tokens.get(name)
+        found = written.get(name) if expected is None else getattr(tokenizer, name, None)
+        if found != expected:
+            problems.append(f"the tokenizer's `{name}` is {found!r} instead of {expected!r}")
     if written.get("model_max_length") != facts.max_length:
-        wrong.append(f"`model_max_length` is {written.get('model_max_length')} and not {facts.max_length}")
-    if (path / _TEMPLATE).is_file() and "chat_template" in written:
-        wrong.append(
-            f"`{_TOKENIZER}` has a chat template besides `{_TEMPLATE}`, and programs differ in which they take"
+        problems.append(f"`model_max_length` is {written.get('model_max_length')} instead of {facts.max_length}")
+    if (path / _TEMPLATE_FILE).is_file() and "chat_template" in written:
+        problems.append(
+            f"`{_TOKENIZER_CONFIG}` has a chat template besides `{_TEMPLATE_FILE}`; programs differ in which they use"
         )
-    words = "; ".join(wrong[:_SHOWN]) or "settings, stops and special tokens as the model has them"
-    return Check(name="settings", is_ok=not wrong, words=words, figures={"wrong": len(wrong)})
+    message = "; ".join(problems[:MAX_SHOWN]) or "settings, stop ids and special tokens are the model's"
+    return Check(name="settings", is_ok=not problems, words=message, figures={"wrong": len(problems)})
 
 
-def _differences(name: str, found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    keys = sorted({*found, *wanted})
+def _differences(file_name: str, found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return [
-        f"`{key}` in `{name}` is {_short_value(found.get(key))} and not {_short_value(wanted.get(key))}"
-        for key in keys
-        if found.get(key) != wanted.get(key)
+        f"`{key}` in `{file_name}` is {shorten(found.get(key))} instead of {shorten(expected.get(key))}"
+        for key in sorted({*found, *expected})
+        if found.get(key) != expected.get(key)
     ]
 
 
-def _short_value(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+# Vocabulary: the same hash for the same tokens, in a tokenizer and in a GGUF file.
 
 
-# Tell two vocabularies apart by a hash of their words, whichever kind of file they stand in.
-
-_SPACE = "▁"
-
-
-def digest_of(tokenizer: LoadedTokenizer) -> dict[str, str]:
-    """Hash the words of a tokenizer with their ids, and its merges where it joins by them."""
+def vocabulary_digest(tokenizer: LoadedTokenizer) -> dict[str, str]:
+    """Hash a tokenizer's tokens with their ids, and its merges if it has any."""
     vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)
     merges = orjson.loads(tokenizer.backend.to_str())["model"].get("merges")
-    found = {"words": _words((number, token) for token, number in vocabulary.items())}
+    digest = {"words": _hash_tokens((number, token) for token, number in vocabulary.items())}
     if merges:
-        found["merges"] = _hash(merge if isinstance(merge, str) else " ".join(merge) for merge in merges)
-    return found
+        digest["merges"] = _hash(merge if isinstance(merge, str) else " ".join(merge) for merge in merges)
+    return digest
 
 
-def digest_of_gguf(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Hash the words of a GGUF file likewise, by the fields of its header; rows that no word has are passed over."""
+def gguf_vocabulary_digest(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Hash the tokens and merges in the metadata of a GGUF file; unused rows are skipped."""
     tokens, types = (fields.get(f"tokenizer.ggml.{name}") or [] for name in ("tokens", "token_type"))
     pairs = zip(tokens, types, strict=False)
-    found = {"words": _words((number, token) for number, (token, kind) in enumerate(pairs) if kind != UNUSED)}
+    digest = {"words": _hash_tokens((number, token) for number, (token, kind) in enumerate(pairs) if kind != UNUSED)}
     if merges := fields.get("tokenizer.ggml.merges"):
-        found["merges"] = _hash(merges)
-    return found
+        digest["merges"] = _hash(merges)
+    return digest
 
 
-def _words(pairs: Iterable[tuple[int, str]]) -> str:
-    # Symbols that a tokenizer's author defined have plain spaces in a GGUF file.
-    return _hash(f"{number} {token.replace(_SPACE, ' ')}" for number, token in sorted(pairs))
+def _hash_tokens(pairs: Iterable[tuple[int, str]]) -> str:
+    # GGUF files store user-defined tokens with plain spaces.
+    return _hash(f"{number} {token.replace(_SPACE_SYMBOL, ' ')}" for number, token in sorted(pairs))
 
 
 def _hash(lines: Iterable[str]) -> str:
@@ -311,3 +300,14 @@ def _hash(lines: Iterable[str]) -> str:
     for line in lines:
         digest.update(line.encode("utf-8", "surrogatepass") + b"\x00")
     return digest.hexdigest()
+
+
+def shorten(value: Any) -> str:
+    """Return the repr of a value, cut to 40 characters."""
+    text = repr(value)
+    return text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."
+
+
+def _first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))

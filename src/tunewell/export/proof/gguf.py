@@ -1,8 +1,8 @@
-"""Prove a GGUF file: what it says, tensor by tensor what it holds, and what llama.cpp computes with it."""
+"""Prove a GGUF file: its metadata, each of its tensors, and what llama.cpp computes with it."""
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,40 +15,168 @@ from tunewell.core.gguf import read_metadata, read_tensor_table
 from tunewell.core.optional import import_optional
 from tunewell.core.progress import Progress, ProgressListener
 from tunewell.data.tokenizers.load import load_tokenizer
-from tunewell.export.gguf.architecture import Settings, fields_of, read_settings, rope_tables
+from tunewell.export.gguf.architecture import Settings, metadata_fields, read_settings, rope_tables
 from tunewell.export.gguf.weights import NamedTensor, WeightFiles, name_tensors
 from tunewell.export.proof.checks import (
+    MAX_SHOWN,
     Logits,
     check_answers,
     check_ids,
     check_logits,
     check_stop,
     check_template,
-    digest_of_gguf,
+    gguf_vocabulary_digest,
+    shorten,
 )
-from tunewell.export.proof.reference import ANSWER_TOKENS, Reference
-from tunewell.export.proof.tensors import Compared, Rounding, Rows, Sketch, changed, check_tensors, sketch
+from tunewell.export.proof.context import ProofContext
+from tunewell.export.proof.sketch import Rounding, Rows, Sketch, sketch
+from tunewell.export.proof.tensors import UNBLOCKED_TYPES, Compared, check_tensors
 from tunewell.inference.llama_cpp.library import find_llama
 from tunewell.inference.llama_cpp.model import LlamaModel
-from tunewell.records.parity import LOSSLESS, Artefact, Check, ModelFacts, Probe, Proof
+from tunewell.records.parity import Artefact, Check, ModelFacts, Probe
 
-# Hold what a GGUF file says and holds against the model that was trained, from the file and the proof alone.
-
-_HEAD = "lm_head.weight"
-_SHOWN = 3
-_ID_FIELDS = {
+_SPECIAL_ID_FIELDS = {
     "bos": "bos_token_id",
     "eos": "eos_token_id",
     "unk": "unknown_token_id",
-    "sep": "seperator_token_id",
+    "sep": "seperator_token_id",  # the spelling of GGUF
     "pad": "padding_token_id",
     "mask": "mask_token_id",
 }
-"""The tokens that have a name, and what GGUF bindings them, its own spelling kept."""
+_SPARE_TOKENS = 64
+_SMALL_FILE_BYTES = 64 * 2**20
+_PYTHON_TYPES = frozenset({"Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1"})
+"""Types that the `gguf` package can quantise by itself."""
 
 
-class _Known(WeightFiles):
-    """Tensors that are known by their sketches alone: names and shapes, no numbers."""
+def prove_gguf(artefact: Artefact, context: ProofContext, *, is_exact: bool) -> list[Check]:
+    """Read a file with the `gguf` package, then load it in llama.cpp."""
+    path, proof, reference = context.folder / artefact.path, context.proof, context.reference
+    file_checks = []
+    ignored_window = None
+    if proof.model is not None:
+        settings = read_settings(proof.model.config)
+        ignored_window = find_ignored_window(settings)
+        file_checks += [
+            check_gguf_fields(path, settings, proof.model, proof.stop_ids),
+            check_gguf_tensors(path, settings, reference.sketches, reference.rounded),
+        ]
+    tokenizer = load_tokenizer(path)
+    file_checks.append(check_template(proof, tokenizer.chat_template, tokenizer.special_tokens))
+    # If llama.cpp ignores the sliding window, it computes texts beyond it differently. The export has a note on that.
+    pairs = [
+        (probe, logits)
+        for probe, logits in zip(proof.probes, reference.logits, strict=True)
+        if ignored_window is None or len(probe.ids) <= ignored_window
+    ]
+    short = [probe for probe, _ in pairs if not probe.is_long]
+    longest = max([len(probe.ids) for probe in short] + [len(q.ids) for q in proof.questions], default=1)
+    with _open_model(path, longest + context.answer_tokens) as model:
+        found = _last_logits(model, short, proof.num_positions, context.progress)
+        stops = model.end_ids
+        answers = [
+            model.generate(question.ids, max_new_tokens=context.answer_tokens, stop_ids=stops)
+            for question in proof.questions
+        ]
+        answer_ids = [list(answer) for answer in answers]
+        ended = [answer.ended == "end" for answer in answers]
+        ids_check = check_ids(proof, lambda probe: _tokenize(model, probe), library="llama.cpp")
+    # Each long probe has its own context: a longer context makes some models compute short texts differently.
+    for probe in (probe for probe, _ in pairs if probe.is_long):
+        with _open_model(path, len(probe.ids)) as model:
+            found += _last_logits(model, [probe], proof.num_positions, context.progress)
+    is_finite = all(bool(np.isfinite(rows).all()) for rows in found)
+    message = "all logits are finite" if is_finite else "some logits are NaN or infinite"
+    ordered = [*(own for own in pairs if not own[0].is_long), *(own for own in pairs if own[0].is_long)]
+    return [
+        Check(name="finite", is_ok=is_finite, words=message),
+        ids_check,
+        check_logits(artefact.name, [logits for _, logits in ordered], found),
+        check_answers(proof, answer_ids, is_exact=is_exact),
+        check_stop(proof, sorted(stops), ended, is_list=False),
+        *file_checks,
+    ]
+
+
+def check_gguf_fields(path: Path, settings: Settings, facts: ModelFacts, stop_ids: Sequence[int]) -> Check:
+    """Compare a file's metadata, special tokens and vocabulary with the model's."""
+    found = read_metadata(path)
+    expected: dict[str, Any] = {"general.architecture": settings.gguf_name, **metadata_fields(settings)}
+    for name, field in _SPECIAL_ID_FIELDS.items():
+        number = facts.special_ids.get(name, settings.values.get(f"{name}_token_id"))
+        if isinstance(number, int):
+            expected[f"tokenizer.ggml.{field}"] = number
+    if facts.license:
+        expected["general.license"] = facts.license
+    problems = [
+        f"`{key}` is {shorten(found.get(key))} instead of {shorten(value)}"
+        for key, value in expected.items()
+        if not _is_same(found.get(key), value)
+    ]
+    prefix = f"{settings.gguf_name}."
+    problems += [
+        f"`{key}` is not a setting of the model" for key in found if key.startswith(prefix) and key not in expected
+    ]
+    end_of_turn = found.get("tokenizer.ggml.eot_token_id")
+    if end_of_turn is not None and end_of_turn not in stop_ids:
+        problems.append(f"`tokenizer.ggml.eot_token_id` is {end_of_turn}, which does not end a reply in training")
+    for part, digest in gguf_vocabulary_digest(found).items():
+        if facts.vocabulary.get(part) not in (None, digest):
+            problems.append(f"its {part} are not those of the tokenizer")
+    message = "; ".join(problems[:MAX_SHOWN]) or f"{len(expected)} fields and the vocabulary are the model's"
+    figures = {"fields": len(expected), "wrong": len(problems)}
+    return Check(name="settings", is_ok=not problems, words=message, figures=figures)
+
+
+def check_gguf_tensors(
+    path: Path, settings: Settings, sketches: Mapping[str, Sketch], rounded: Mapping[str, Rows]
+) -> Check:
+    """Dequantise a file tensor by tensor with the `gguf` package, and compare each with the trained one."""
+    expected = _expected_tensors(settings, sketches, rounded)
+    names = [entry.name for entry in read_tensor_table(path)]
+    return check_tensors(
+        _compare_file(path, expected),
+        missing=[name for name in expected if name not in names],
+        unknown=[name for name in names if name not in expected],
+    )
+
+
+def find_ignored_window(settings: Settings) -> int | None:
+    """Return the sliding window that llama.cpp ignores, if any."""
+    window, layer_types = settings.values.get("sliding_window"), settings.values.get("layer_types")
+    is_used = window and (layer_types is None or "sliding_attention" in layer_types)
+    return window if is_used and not settings.spec.get("windows") else None
+
+
+def quantized_sketches(
+    files: Iterable[Path], model: PreTrainedModel, settings: Settings, sketches: Mapping[str, Sketch]
+) -> dict[str, Rows]:
+    """Quantise the merged weights as these files do, and return the sketch rows by `type/tensor`.
+
+    The writers of the files are not used. Types that neither the `gguf` package nor llama.cpp's library can quantise
+    are left out.
+    """
+    gguf = import_optional("gguf", extra="export", purpose="proving a GGUF file")
+    sources = {
+        tensor.name: tensor.sources[0]
+        for tensor in name_tensors(_SketchedWeights(sketches, settings), settings)
+        if not tensor.is_stacked
+    }
+    weights = dict(model.named_parameters())
+    rows: dict[str, Rows] = {}
+    for path in files:
+        for entry in read_tensor_table(path):
+            kind, source = gguf.GGMLQuantizationType(entry.type_number).name, sources.get(entry.name)
+            key = f"{kind}/{source}"
+            if source is None or source not in weights or kind in UNBLOCKED_TYPES or key in rows:
+                continue
+            if (rounding := _find_rounding(kind)) is not None:
+                rows[key] = sketch(weights[source], sketches[source].direction, rounding=rounding).rows
+    return rows
+
+
+class _SketchedWeights(WeightFiles):
+    """The trained tensors as the GGUF writer sees them, with names and shapes but without values."""
 
     def __init__(self, sketches: Mapping[str, Sketch], settings: Settings) -> None:
         self.sketches: dict[str, Sketch] = {}
@@ -65,256 +193,110 @@ class _Known(WeightFiles):
         return self.sketches[name].shape
 
 
-def check_gguf_tensors(
-    path: Path, settings: Settings, sketches: Mapping[str, Sketch], rounded: Mapping[str, Rows]
-) -> Check:
-    """Dequantise a file tensor by tensor, with the `gguf` package's arithmetic, and compare each with the trained."""
-    wanted = _wanted(settings, sketches, rounded)
-    names = [entry.name for entry in read_tensor_table(path)]
-    return check_tensors(
-        _pairs(path, wanted),
-        missing=[name for name in wanted if name not in names],
-        unknown=[name for name in names if name not in wanted],
-    )
-
-
-def check_gguf_fields(path: Path, settings: Settings, facts: ModelFacts, stop_ids: Sequence[int]) -> Check:
-    """Compare a file's settings and special tokens with the model's, one by one; what it says besides must be known."""
-    found = read_metadata(path)
-    wanted: dict[str, Any] = {"general.architecture": settings.gguf_name, **fields_of(settings)}
-    for name, field in _ID_FIELDS.items():
-        number = facts.special_ids.get(name, settings.values.get(f"{name}_token_id"))
-        if isinstance(number, int):
-            wanted[f"tokenizer.ggml.{field}"] = number
-    wrong = [
-        f"`{key}` is {_short(found.get(key))} and not {_short(value)}"
-        for key, value in wanted.items()
-        if not _is_same(found.get(key), value)
-    ]
-    own = f"{settings.gguf_name}."
-    # A vocabulary's size stands in some files and is the number of rows of a tensor that is compared anyway.
-    wrong += [f"`{key}` is none of the model's" for key in found if key.startswith(own) and key not in wanted]
-    end = found.get("tokenizer.ggml.eot_token_id")
-    if end is not None and end not in stop_ids:
-        wrong.append(f"`tokenizer.ggml.eot_token_id` is {end}, at which training ends no reply")
-    for what, digest in digest_of_gguf(found).items():
-        if facts.vocabulary.get(what) not in (None, digest):
-            wrong.append(f"its {what} are not those of the tokenizer")
-    words = "; ".join(wrong[:_SHOWN]) or f"{len(wanted)} fields and the vocabulary as the model has them"
-    return Check(name="settings", is_ok=not wrong, words=words, figures={"fields": len(wanted), "wrong": len(wrong)})
-
-
-def unseen_window(settings: Settings) -> int | None:
-    """Give how many tokens back the model sees where llama.cpp lets it see everything; None where both do the same."""
-    window, kinds = settings.values.get("sliding_window"), settings.values.get("layer_types")
-    is_used = window and (kinds is None or "sliding_attention" in kinds)
-    return window if is_used and not settings.spec.get("windows") else None
-
-
-def sources_of(settings: Settings, sketches: Mapping[str, Sketch]) -> dict[str, str]:
-    """Give the trained tensor that each tensor of a file is made of, where it is a single one."""
-    tensors = name_tensors(_Known(sketches, settings), settings)
-    return {tensor.name: tensor.sources[0] for tensor in tensors if not tensor.is_stacked}
-
-
-def _wanted(
+def _expected_tensors(
     settings: Settings, sketches: Mapping[str, Sketch], rounded: Mapping[str, Rows]
 ) -> dict[str, tuple[Sketch, dict[str, Rows]]]:
-    """Bring sketches into llama.cpp's names and its order of rows, tensor for tensor as the writer does.
-
-    With each come the rows that it has in the types in which it was rounded.
-    """
-    known = _Known(sketches, settings)
-    found: dict[str, tuple[Sketch, dict[str, Rows]]] = {
+    """Return the sketch of each tensor of a file in llama.cpp's names and row order, and its rounded rows by type."""
+    weights = _SketchedWeights(sketches, settings)
+    expected: dict[str, tuple[Sketch, dict[str, Rows]]] = {
         name: (sketch(torch.from_numpy(np.asarray(table))), {}) for name, table in rope_tables(settings).items()
     }
     kinds = {key.partition("/")[0] for key in rounded}
-    for tensor in name_tensors(known, settings):
-        own = _as_stored([known.sketches[name] for name in tensor.sources], tensor, settings)
-        turn = _turn(settings) if tensor.is_turned else _as_it_is
-        rows = {
-            kind: turn(rounded[f"{kind}/{tensor.sources[0]}"])
-            for kind in kinds
-            if f"{kind}/{tensor.sources[0]}" in rounded
-        }
-        found[tensor.name] = (own, rows)
-    return found
+    for tensor in name_tensors(weights, settings):
+        keys = {kind: f"{kind}/{tensor.sources[0]}" for kind in kinds}
+        rows = {kind: rounded[key] for kind, key in keys.items() if key in rounded}
+        if tensor.is_turned:
+            rows = {kind: _interleave(own, settings) for kind, own in rows.items()}
+        expected[tensor.name] = (_stored_sketch(weights, tensor, settings), rows)
+    return expected
 
 
-def _as_stored(sources: list[Sketch], tensor: NamedTensor, settings: Settings) -> Sketch:
+def _stored_sketch(weights: _SketchedWeights, tensor: NamedTensor, settings: Settings) -> Sketch:
+    sources = [weights.sketches[name] for name in tensor.sources]
     own = sources[0]
     if tensor.is_stacked:
-        # Norms of single heads: every number is kept, so theirs stand one behind the other.
+        # Norms of single heads: every value is a row, so their rows follow each other.
         rows = np.concatenate([source.rows for source in sources])
         own = Sketch((len(rows),), rows, np.abs(rows[:, 0]))
-    own = changed(own, _turn(settings)) if tensor.is_turned else own
-    return changed(own, lambda rows: rows + 1) if tensor.is_shifted else own
+    if tensor.is_turned:
+        own = own.map_rows(lambda rows: _interleave(rows, settings))
+    return own.map_rows(lambda rows: rows + 1) if tensor.is_shifted else own
 
 
-def _turn(settings: Settings) -> Callable[[Rows], Rows]:
-    """Make rotary pairs neighbours."""
+def _interleave(rows: Rows, settings: Settings) -> Rows:
+    """Reorder the rows of queries and keys: llama.cpp stores rotary pairs as neighbours."""
     half = settings.values["head_dim"] // 2
-    return lambda rows: rows.reshape(-1, 2, half, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+    return rows.reshape(-1, 2, half, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def _as_it_is(rows: Rows) -> Rows:
-    return rows
-
-
-def _pairs(path: Path, wanted: Mapping[str, tuple[Sketch, dict[str, Rows]]]) -> Iterator[Compared]:
+def _compare_file(path: Path, expected: Mapping[str, tuple[Sketch, dict[str, Rows]]]) -> Iterator[Compared]:
     gguf = import_optional("gguf", extra="export", purpose="proving a GGUF file")
     from gguf.quants import dequantize
 
     for tensor in gguf.GGUFReader(path).tensors:
-        if tensor.name in wanted:
-            numbers = np.array(dequantize(tensor.data, tensor.tensor_type), np.float32)
-            own, rounded = wanted[tensor.name]
-            whole = torch.from_numpy(numbers.reshape(own.shape) if numbers.size == np.prod(own.shape) else numbers)
+        if tensor.name in expected:
+            values = np.array(dequantize(tensor.data, tensor.tensor_type), np.float32)
+            own, rounded = expected[tensor.name]
+            found = torch.from_numpy(values.reshape(own.shape) if values.size == np.prod(own.shape) else values)
             kind = tensor.tensor_type.name
-            yield Compared(tensor.name, kind, own, sketch(whole, own.direction), rounded.get(kind))
+            yield Compared(tensor.name, kind, own, sketch(found, own.direction), rounded.get(kind))
 
 
-def _is_same(found: Any, wanted: Any) -> bool:
-    if isinstance(wanted, float) and isinstance(found, int | float):
-        return bool(np.float32(found) == np.float32(wanted))
-    return type(found) is type(wanted) and found == wanted
+def _is_same(found: Any, expected: Any) -> bool:
+    if isinstance(expected, float) and isinstance(found, int | float):
+        return bool(np.float32(found) == np.float32(expected))
+    return type(found) is type(expected) and found == expected
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-_ROOM = 64
-_SMALL_BYTES = 64 * 2**20
-
-
-def prove_gguf(
-    path: Path, artefact: Artefact, proof: Proof, reference: Reference, progress: ProgressListener
-) -> list[Check]:
-    """Read a file with the `gguf` package, then open it in llama.cpp."""
-    checks = []
-    window = None
-    if proof.model is not None:
-        settings = read_settings(proof.model.config)
-        window = unseen_window(settings)
-        checks += [
-            check_gguf_fields(path, settings, proof.model, proof.stop_ids),
-            check_gguf_tensors(path, settings, reference.sketches, reference.rounded),
-        ]
-    own = load_tokenizer(path)
-    checks.append(check_template(proof, own.chat_template, own.special_tokens))
-    # Where llama.cpp knows of no window, a text beyond it is another one to it, and the export says so.
-    pairs = [
-        (probe, logits)
-        for probe, logits in zip(proof.probes, reference.logits, strict=True)
-        if window is None or len(probe.ids) <= window
-    ]
-    short = [pair for pair in pairs if not pair[0].is_long]
-    room = max([len(probe.ids) for probe, _ in short] + [len(q.ids) for q in proof.questions], default=1)
-    with _opened(path, room + ANSWER_TOKENS) as model:
-        found = _logits(model, [probe for probe, _ in short], proof.num_positions, progress)
-        stops = model.end_ids
-        said = [
-            model.generate(question.ids, max_new_tokens=ANSWER_TOKENS, stop_ids=stops) for question in proof.questions
-        ]
-        answers = [list(one) for one in said]
-        ended = [(question, one.ended == "end") for question, one in zip(proof.questions, said, strict=True)]
-        ids = check_ids(proof, lambda probe: _tokenize(model, probe), who="llama.cpp")
-    # A context that holds a long text makes some models compute the short ones otherwise, so it is one of its own.
-    for probe, _ in pairs[len(short) :]:
-        with _opened(path, len(probe.ids)) as model:
-            found += _logits(model, [probe], proof.num_positions, progress)
-    is_finite = all(bool(np.isfinite(rows).all()) for rows in found)
-    words = "every logit is a number" if is_finite else "logits are no numbers"
-    return [
-        Check(name="finite", is_ok=is_finite, words=words),
-        ids,
-        check_logits(artefact.name, [logits for _, logits in pairs], found),
-        check_answers(proof, answers, is_exact=artefact.name in LOSSLESS),
-        check_stop(proof, sorted(stops), ended, is_list=False),
-        *checks,
-    ]
-
-
-def _opened(path: Path, num_tokens: int) -> LlamaModel:
-    # Threads that wait for each other cost more than a small model does.
-    threads = 1 if path.stat().st_size < _SMALL_BYTES else None
-    return find_llama().open(path, context=num_tokens + _ROOM, threads=threads)
+def _open_model(path: Path, num_tokens: int) -> LlamaModel:
+    # In a small model threads wait for each other longer than they compute.
+    threads = 1 if path.stat().st_size < _SMALL_FILE_BYTES else None
+    return find_llama().open(path, context=num_tokens + _SPARE_TOKENS, threads=threads)
 
 
 def _tokenize(model: LlamaModel, probe: Probe) -> list[int]:
     text = probe.text
     if model.adds_bos and model.bos is not None:
-        # llama.cpp puts it in front itself; its programs take one that a template wrote away first.
+        # llama.cpp adds the BOS token; its programs first remove one that the template wrote.
         text = text.removeprefix(model.piece(model.bos).decode("utf-8", "replace"))
     return model.tokenize(text, add_special=True, parse_special=True)
 
 
-def _logits(model: LlamaModel, probes: Sequence[Probe], number: int, progress: ProgressListener) -> list[Logits]:
-    """Compute the logits of the last positions of each text; of a long one no more are kept at a time."""
-    found = []
-    for place, probe in enumerate(probes):
-        progress(Progress("logits", place, len(probes), "texts"))
-        kept = np.empty((0, model.vocab_size), np.float32)
+def _last_logits(model: LlamaModel, probes: Sequence[Probe], number: int, progress: ProgressListener) -> list[Logits]:
+    """Return the logits of the last `number` positions of each probe; a long probe comes in blocks."""
+    logits = []
+    for index, probe in enumerate(probes):
+        progress(Progress("logits", index, len(probes), "texts"))
+        rows = np.empty((0, model.vocab_size), np.float32)
         for block in model.logit_blocks(probe.ids):
-            kept = np.concatenate([kept, block[-number:]])[-number:]
-        found.append(kept)
-    return found
+            rows = np.concatenate([rows, block[-number:]])[-number:]
+        logits.append(rows)
+    return logits
 
 
-# Round tensors as GGUF files do, apart from those who write them, to know what a healthy file looks like.
-
-_PLAIN = frozenset({"F32", "F16", "BF16"})
-# Those that the `gguf` package can make by itself.
-_BY_PYTHON = frozenset({"Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1"})
-
-
-def round_as(
-    files: Iterable[Path], model: PreTrainedModel, settings: Settings, sketches: Mapping[str, Sketch]
-) -> dict[str, Rows]:
-    """Give the rows of the sketches that the tensors of these files should have, by `type/tensor`.
-
-    The model is the merged one. Types for which neither the `gguf` package nor llama.cpp's library lends its arithmetic
-    are left out.
-    """
-    gguf = import_optional("gguf", extra="export", purpose="proving a GGUF file")
-    known = sources_of(settings, sketches)
-    weights = dict(model.named_parameters())
-    found: dict[str, Rows] = {}
-    for path in files:
-        for entry in read_tensor_table(path):
-            kind, source = gguf.GGMLQuantizationType(entry.type_number).name, known.get(entry.name)
-            key = f"{kind}/{source}"
-            if source is None or source not in weights or kind in _PLAIN or key in found:
-                continue
-            if (rounding := _rounding(kind)) is not None:
-                found[key] = sketch(weights[source], sketches[source].direction, rounding=rounding).rows
-    return found
-
-
-def _rounding(kind: str) -> Rounding | None:
+def _find_rounding(kind: str) -> Rounding | None:
+    """Return a function that quantises and dequantises rows; None if nothing here can do it for this type."""
     import gguf
     from gguf.quants import dequantize, quantize
 
-    own = gguf.GGMLQuantizationType[kind]
-    if kind in _BY_PYTHON:
-        return lambda rows: torch.from_numpy(dequantize(quantize(_numbers(rows), own), own))
+    number = gguf.GGMLQuantizationType[kind]
+    if kind in _PYTHON_TYPES:
+        return lambda rows: torch.from_numpy(dequantize(quantize(_as_array(rows), number), number))
     bindings = find_llama().bindings
     if not bindings.has_all("ggml_quantize_chunk"):
         return None
 
-    def by_library(rows: Tensor) -> Tensor:
-        numbers = _numbers(rows)
-        block, size = gguf.GGML_QUANT_SIZES[own]
-        made = np.empty((len(numbers), math.prod(numbers.shape[1:]) // block * size), np.uint8)
-        order: tuple[Any, ...] = (numbers.ctypes.data, made.ctypes.data, 0, *numbers.shape, None)
-        num = bindings.api.ggml_quantize_chunk(int(own), *order)
-        assert num == made.nbytes, f"llama.cpp wrote {num} bytes and not {made.nbytes}"
-        return torch.from_numpy(np.asarray(dequantize(made, own), np.float32))
+    def round_with_llama_cpp(rows: Tensor) -> Tensor:
+        values = _as_array(rows)
+        block, size = gguf.GGML_QUANT_SIZES[number]
+        stored = np.empty((len(values), math.prod(values.shape[1:]) // block * size), np.uint8)
+        arguments: tuple[Any, ...] = (values.ctypes.data, stored.ctypes.data, 0, *values.shape, None)
+        num_bytes = bindings.api.ggml_quantize_chunk(int(number), *arguments)
+        assert num_bytes == stored.nbytes, f"llama.cpp wrote {num_bytes} bytes instead of {stored.nbytes}"
+        return torch.from_numpy(np.asarray(dequantize(stored, number), np.float32))
 
-    return by_library
+    return round_with_llama_cpp
 
 
-def _numbers(rows: Tensor) -> np.ndarray:
+def _as_array(rows: Tensor) -> np.ndarray:
     return np.ascontiguousarray(rows.float().numpy())

@@ -1,11 +1,10 @@
-"""Prove a Modelfile: all it says is derived anew from the GGUF it names, and must be what stands in it."""
+"""Prove an Ollama Modelfile: derive it again from the GGUF file it names, and compare every line."""
 
 from itertools import zip_longest
 from pathlib import Path
 
 from tunewell.data.tokenizers.load import load_tokenizer
-from tunewell.export.files import OLLAMA_PARAMETERS, adds_bos, ollama_context
-from tunewell.export.ollama.modelfile import derive_for_ollama, modelfile
+from tunewell.export.ollama.modelfile import adds_bos, derive_modelfile, derive_template
 from tunewell.export.proof.checks import check_template
 from tunewell.records.parity import Artefact, Check, Proof
 
@@ -13,51 +12,48 @@ _FROM = "FROM ./"
 
 
 def check_modelfile(folder: Path, artefact: Artefact, proof: Proof) -> Check:
-    """Say whether Ollama gets a GGUF that was proven, renders every probe as training did, and stops where it does."""
-    path = folder / artefact.path / "Modelfile"
-    text = path.read_text(encoding="utf-8")
+    """Check that Ollama gets a proven GGUF file, renders every probe as in training, and stops where training does."""
+    text = (folder / artefact.path / "Modelfile").read_text(encoding="utf-8")
     named = [line.removeprefix(_FROM) for line in text.splitlines() if line.startswith(_FROM)]
     file = f"{artefact.path}/{named[0]}" if len(named) == 1 else ""
     if file not in artefact.sha256s:
-        return _broken("the Modelfile names no GGUF of this export")
-    if artefact.sha256s[file] not in _proven(proof):
-        return _broken(f"`{file}` is none of the GGUF files that were proven")
+        return _failed("the Modelfile does not name a GGUF file of this export")
+    others = (own for own in proof.artefacts if own.kind != artefact.kind)
+    if artefact.sha256s[file] not in {sha for own in others for sha in own.sha256s.values()}:
+        return _failed(f"`{file}` is not one of the proven GGUF files")
     tokenizer = load_tokenizer(folder / file)
     rendered = check_template(proof, tokenizer.chat_template, tokenizer.special_tokens)
     if not rendered.is_ok or tokenizer.chat_template is None:
         return rendered
-    derived = derive_for_ollama(
-        tokenizer.chat_template, tokenizer=tokenizer, adds_bos=adds_bos(folder / file), date=proof.date
-    )
+    source, date = tokenizer.chat_template, proof.date
     if proof.model is not None:
-        wanted = modelfile(
-            named[0],
-            derived.go,
-            stops=derived.stops,
-            context_length=ollama_context(proof.model.config),
-            parameters=OLLAMA_PARAMETERS,
+        derived = derive_modelfile(
+            folder / file,
+            template=source,
+            tokenizer=tokenizer,
+            date=date,
+            config=proof.model.config,
             license=proof.model.license,
         )
-        if strange := _difference(text, wanted):
-            return _broken(f"the Modelfile is not what follows from the model's own template: {strange}")
-    elif f'TEMPLATE """{derived.go.text}"""\n' not in text:
-        return _broken("the template in the Modelfile is not the model's own")
-    words = f"renders {derived.go.num_checked} conversations byte for byte as the model's own"
-    return Check(name="template", is_ok=True, words=f"{words}; stops at {', '.join(derived.stops)}")
+        template = derived.template
+        if difference := _first_difference(text, derived.text):
+            return _failed(f"the Modelfile does not follow from the model's own template: {difference}")
+    else:
+        template = derive_template(source, tokenizer=tokenizer, adds_bos=adds_bos(folder / file), date=date)
+        if f'TEMPLATE """{template.go.text}"""\n' not in text:
+            return _failed("the template in the Modelfile is not the model's own")
+    message = f"renders {template.go.num_checked} conversations exactly as the model's own template"
+    return Check(name="template", is_ok=True, words=f"{message}; stops at {', '.join(template.stops)}")
 
 
-def _broken(words: str) -> Check:
-    return Check(name="template", is_ok=False, words=words)
+def _failed(message: str) -> Check:
+    return Check(name="template", is_ok=False, words=message)
 
 
-def _proven(proof: Proof) -> set[str]:
-    return {sha for artefact in proof.artefacts if artefact.kind == "gguf" for sha in artefact.sha256s.values()}
-
-
-def _difference(text: str, wanted: str) -> str | None:
-    """Say where two Modelfiles differ; what stands before the first command is for people, and may."""
-    found, own = (one.partition("\nFROM ")[2].splitlines() for one in (text, wanted))
+def _first_difference(text: str, expected: str) -> str | None:
+    """Return the first line that differs. Comments before the first command may."""
+    found, own = (one.partition("\nFROM ")[2].splitlines() for one in (text, expected))
     for line, other in zip_longest(found, own):
         if line != other:
-            return f"{line!r} and not {other!r}"
+            return f"{line!r} instead of {other!r}"
     return None

@@ -1,7 +1,8 @@
-"""What an export is held against: how the trained model reads the probes, what it computes and what it answers."""
+"""The reference of a proof: how the trained model tokenizes, computes and answers, and a sketch of every tensor."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -13,100 +14,51 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from tunewell import __version__
 from tunewell.core.errors import UserError
-from tunewell.core.progress import Progress, ProgressListener, silent
-from tunewell.export.proof.checks import Logits
-from tunewell.export.proof.tensors import Rows, Sketch, as_arrays, from_arrays
+from tunewell.core.files import sha256_file
+from tunewell.core.progress import Progress, ProgressListener, silent, with_stage
+from tunewell.data.corpus.reader import open_corpus
+from tunewell.data.templates.chat_template import TemplateFailed
+from tunewell.export.proof.checks import Logits, check_logits, plain_settings, vocabulary_digest
+from tunewell.export.proof.sketch import Rows, Sketch, as_arrays, from_arrays, sketch_model
+from tunewell.export.proof.tensors import check_tensors, compare_weights
+from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.generate import generate
+from tunewell.inference.prompt import prompt_ids
 from tunewell.models.attention import stock_attention
-from tunewell.records.parity import ModelFacts, Question
+from tunewell.records.parity import PROOF_FILES, Artefact, ModelFacts, Probe, Proof, Question
+from tunewell.training.held_out import questions_of
 
 ANSWER_TOKENS = 48
-_MOST_BYTES = 64 * 2**20
-_MOST_POSITIONS = 8
+_MAX_QUESTIONS = 8
+_MAX_LOGIT_BYTES = 64 * 2**20
+_MAX_POSITIONS = 8
 _PROBE, _ROUNDED = "probe-", "rounded/"
-# A long text is read in fp32 by every artefact: at 2,560 tokens a model of 4 B takes minutes on a processor.
-_LONG, _LONGEST, _BEYOND = 512, 2_560, 64
-
-
-def probe_messages() -> list[list[dict[str, str]]]:
-    """Give the conversations that every export is tried on: systems, turns, scripts, spaces, digits."""
-    lines = files("tunewell.export.proof").joinpath("probes.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["messages"] for line in lines]
-
-
-def long_length(config: PreTrainedConfig) -> tuple[int, str | None]:
-    """Say how long the one long probe is to be, and what it leaves untried.
-
-    Beyond a window, and beyond the length that positions were first trained for, models compute in another way.
-    """
-    text: Any = config.get_text_config()
-    whole = getattr(text, "max_position_embeddings", None) or _LONGEST
-    kinds, rope = getattr(text, "layer_types", None), getattr(text, "rope_parameters", None) or {}
-    is_seen = kinds is None or "sliding_attention" in kinds
-    turns = [getattr(text, "sliding_window", None) if is_seen else None]
-    turns += [own.get("original_max_position_embeddings") for own in (rope, *rope.values()) if isinstance(own, dict)]
-    turns.append(getattr(text, "original_max_position_embeddings", None))
-    last = max((turn for turn in turns if turn and turn < whole), default=0)
-    wanted = max(_LONG, last + _BEYOND if last else 0)
-    length = min(wanted, _LONGEST, whole - ANSWER_TOKENS)
-    untried = f"texts of more than {length:,} tokens were not tried: from {last:,} on this model computes otherwise"
-    return length, untried if length <= last else None
-
-
-def num_positions(num_probes: int, vocab_size: int) -> int:
-    """Say how many positions of each probe are kept, so that their logits stay a few megabytes."""
-    return int(min(_MOST_POSITIONS, max(1, _MOST_BYTES // max(1, num_probes * vocab_size * 4))))
-
-
-@torch.no_grad()
-def last_logits(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], *, number: int, progress: ProgressListener = silent
-) -> list[Logits]:
-    """Compute the logits of the last positions of each text, in fp32, one text at a time."""
-    found = []
-    with stock_attention(model):
-        for place, ids in enumerate(prompts):
-            progress(Progress("logits", place, len(prompts), "texts"))
-            whole = torch.tensor([list(ids)], device=model.device)
-            out = model(input_ids=whole, use_cache=False, logits_to_keep=number)
-            found.append(out.logits[0, -number:].float().cpu().numpy())
-    return found
-
-
-def answer(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], *, stop_ids: Sequence[int], spell: Callable[[Any], str]
-) -> list[Question]:
-    """Let a model answer prompts, likeliest token by likeliest token."""
-    if not prompts:
-        return []
-    done = generate(model, prompts, max_new_tokens=ANSWER_TOKENS, stop_ids=stop_ids, pad_id=min(stop_ids, default=0))
-    return [
-        Question(ids=list(ids), answer=one.ids, ended=one.ended, text=spell(one.ids))
-        for ids, one in zip(prompts, done, strict=True)
-    ]
+# Every artefact reads the long probe in fp32: at 2,560 tokens a model of 4 B takes minutes on a CPU.
+_LONG_TOKENS, _MAX_LONG_TOKENS, _TOKENS_BEYOND = 512, 2_560, 64
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The numbers that an export is held against."""
+    """The numbers that an export is compared with: `proof.safetensors`."""
 
     logits: list[Logits]
-    """Of each probe."""
+    """Of each probe's last positions."""
     sketches: dict[str, Sketch]
-    """Of each tensor once merged; none in exports of tunewell before these were kept."""
+    """Of each tensor after the merge. Empty in exports of early versions."""
     rounded: dict[str, Rows] = field(default_factory=dict)
-    """Rows of the sketches of what rounding makes of a tensor, by `type/tensor`."""
+    """Sketch rows of trained tensors rounded to a GGUF type, by `type/tensor`."""
 
     def save(self, path: Path) -> None:
-        """Write the numbers into one file."""
-        logits = {f"{_PROBE}{place:02d}": np.ascontiguousarray(rows) for place, rows in enumerate(self.logits)}
+        """Write all numbers into one safetensors file."""
+        logits = {f"{_PROBE}{index:02d}": np.ascontiguousarray(rows) for index, rows in enumerate(self.logits)}
         rounded = {_ROUNDED + name: rows.astype(np.float32) for name, rows in self.rounded.items()}
         save_file(logits | as_arrays(self.sketches) | rounded, path)
 
     @classmethod
     def load(cls, path: Path, facts: ModelFacts | None) -> "Reference":
-        """Read them again; raise UserError for a file that is missing or damaged."""
+        """Read a reference; raise UserError if the file is missing or damaged."""
         try:
             arrays = load_file(path)
             logits = [arrays[name] for name in sorted(arrays) if name.startswith(_PROBE)]
@@ -117,6 +69,209 @@ class Reference:
                 {name.removeprefix(_ROUNDED): rows.astype(np.float64) for name, rows in rounded.items()},
             )
         except FileNotFoundError:
-            raise UserError(f"`{path}` is missing: there is nothing to compare with") from None
+            raise UserError(f"`{path}` is missing, so there is nothing to compare with") from None
         except (SafetensorError, KeyError, ValueError) as error:
             raise UserError(f"`{path}` is damaged", where=str(error).splitlines()[0]) from error
+
+
+def make_reference(model: ChatModel, *, answer_tokens: int, progress: ProgressListener) -> tuple[Proof, Reference]:
+    """Record the trained model before anything is merged or written; the artefacts are added to the proof later."""
+    probes, notes = _make_probes(model, answer_tokens)
+    num_positions = _num_positions(len(probes), model.model.config.get_text_config().vocab_size)
+    logits = last_logits(
+        model.model,
+        [probe.ids for probe in probes],
+        number=num_positions,
+        progress=with_stage(progress, "computing logits of the trained model"),
+    )
+    progress(Progress("answering questions with the trained model"))
+    prompts = _held_out_prompts(model) or [probe.ids for probe in probes[:4]]
+    stop_ids = find_stop_ids(model)
+    answers = generate_answers(model.model, prompts, max_new_tokens=answer_tokens, stop_ids=stop_ids)
+    questions = [
+        Question(ids=list(ids), answer=answer.ids, ended=answer.ended, text=model.decode(answer.ids))
+        for ids, answer in zip(prompts, answers, strict=True)
+    ]
+    progress(Progress("sketching the trained tensors"))
+    sketches, tied = sketch_model(model.model)
+    template = model.masker.template if model.masker else None
+    proof = Proof(
+        made_by=f"tunewell {__version__}",
+        subject=model.ref.name,
+        base=model.ref.base,
+        is_lora=model.adapter is not None,
+        stop_ids=stop_ids,
+        added_tokens=list(model.ref.added_tokens or model.tokenizer.added_by_us),
+        date=template.date if template and template.uses_clock else None,
+        probes=probes,
+        num_positions=num_positions,
+        questions=questions,
+        model=_model_facts(model, stop_ids, sketches, tied),
+        artefacts=[],
+        notes=notes,
+    )
+    return proof, Reference(logits, sketches)
+
+
+def check_merge(model: ChatModel, proof: Proof, reference: Reference) -> None:
+    """Raise UserError if the merged weights are not the trained model. Later, rounding would hide the difference."""
+    prompts = [probe.ids for probe in proof.probes]
+    logits = last_logits(model.model, prompts, number=proof.num_positions)
+    weights = dict(model.model.named_parameters())
+    checks = [
+        check_logits("merged fp32", reference.logits, logits),
+        check_tensors(compare_weights(weights, reference.sketches, "F32"), missing=(), unknown=()),
+    ]
+    for check in checks:
+        if not check.is_ok:
+            raise UserError(
+                f"the merged weights are not the trained model: {check.words}",
+                where=f"allowed: {check.bound}",
+                fix="this is a bug in tunewell; the adapter itself can be exported",
+            )
+
+
+def complete_proof(
+    proof: Proof, folder: Path, artefacts: Sequence[Artefact], *, notes: Sequence[str], license: str | None
+) -> Proof:
+    """Add the artefacts and the hashes of the files in a folder to a proof."""
+    assert proof.model is not None
+    return proof.model_copy(
+        update={
+            "artefacts": list(artefacts),
+            "notes": [*proof.notes, *notes],
+            "model": proof.model.model_copy(update={"license": license}),
+            "sha256s": {name: sha256_file(folder / name) for name in PROOF_FILES},
+        }
+    )
+
+
+@torch.no_grad()
+def last_logits(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], *, number: int, progress: ProgressListener = silent
+) -> list[Logits]:
+    """Return the logits of the last `number` positions of each prompt in fp32, one prompt at a time."""
+    logits = []
+    with stock_attention(model):
+        for index, ids in enumerate(prompts):
+            progress(Progress("logits", index, len(prompts), "texts"))
+            batch = torch.tensor([list(ids)], device=model.device)
+            output = model(input_ids=batch, use_cache=False, logits_to_keep=number)
+            logits.append(output.logits[0, -number:].float().cpu().numpy())
+    return logits
+
+
+def generate_answers(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stop_ids: Sequence[int]
+) -> list[Any]:
+    """Answer prompts greedily; each answer has `ids` and `ended`."""
+    if not prompts:
+        return []
+    pad_id = min(stop_ids, default=0)
+    return generate(model, prompts, max_new_tokens=max_new_tokens, stop_ids=stop_ids, pad_id=pad_id)
+
+
+def find_stop_ids(model: ChatModel) -> list[int]:
+    """Return the ids that end a reply, the template's end of turn first."""
+    assert model.masker is not None
+    marker = model.masker.end_marker
+    end_of_turn = model.tokenizer.backend.token_to_id(marker) if marker else None
+    return list(dict.fromkeys([*([end_of_turn] if end_of_turn is not None else []), *model.stop_ids]))
+
+
+def probe_messages() -> list[list[dict[str, str]]]:
+    """Return the conversations that every export is tested with: system prompts, turns, scripts, spaces, digits."""
+    lines = files("tunewell.export.proof").joinpath("probes.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["messages"] for line in lines]
+
+
+def long_probe_length(config: PreTrainedConfig, answer_tokens: int = ANSWER_TOKENS) -> tuple[int, str | None]:
+    """Return the length of the long probe in tokens, and a note on what it does not reach.
+
+    Models compute differently beyond a sliding window, and beyond the context length before RoPE scaling.
+    """
+    text: Any = config.get_text_config()
+    max_length = getattr(text, "max_position_embeddings", None) or _MAX_LONG_TOKENS
+    layer_types, rope = getattr(text, "layer_types", None), getattr(text, "rope_parameters", None) or {}
+    has_window = layer_types is None or "sliding_attention" in layer_types
+    limits = [getattr(text, "sliding_window", None) if has_window else None]
+    limits += [own.get("original_max_position_embeddings") for own in (rope, *rope.values()) if isinstance(own, dict)]
+    limits.append(getattr(text, "original_max_position_embeddings", None))
+    last = max((limit for limit in limits if limit and limit < max_length), default=0)
+    enough = max(_LONG_TOKENS, last + _TOKENS_BEYOND if last else 0)
+    length = min(enough, _MAX_LONG_TOKENS, max_length - answer_tokens)
+    note = f"not tested beyond {length:,} tokens, but this model computes differently from {last:,} tokens on"
+    return length, note if length <= last else None
+
+
+def _make_probes(model: ChatModel, answer_tokens: int) -> tuple[list[Probe], list[str]]:
+    """Render the probes as training does. A conversation that the template rejects is left out."""
+    probes = [probe for messages in probe_messages() if (probe := _make_probe(model, messages)) is not None]
+    if not probes:
+        raise UserError(
+            "the chat template rejects every test conversation",
+            fix="choose another template with `--set template.name=NAME`",
+        )
+    length, note = long_probe_length(model.model.config, answer_tokens)
+    if (long := _make_long_probe(model, probes, length)) is not None:
+        return [*probes, long], [note] if note else []
+    longest = max(len(probe.ids) for probe in probes)
+    return probes, [f"not tested beyond {longest} tokens: the model's context is hardly longer"]
+
+
+def _make_probe(model: ChatModel, messages: list[dict[str, str]]) -> Probe | None:
+    assert model.masker is not None
+    try:
+        text = model.masker.template.render(messages, None, add_generation_prompt=True)
+        return Probe(messages=messages, text=text, ids=prompt_ids(model.masker, model.encoder, messages))
+    except (TemplateFailed, UserError):
+        return None
+
+
+def _make_long_probe(model: ChatModel, probes: Sequence[Probe], length: int) -> Probe | None:
+    """Repeat the questions of all probes in one message, up to `length` tokens; None if that is not longer."""
+    texts = [message["content"] for probe in probes for message in probe.messages if message["role"] == "user"]
+    longest = None
+    for num_lines in range(1, length):
+        lines = [f"{index}. {texts[index % len(texts)].strip()}" for index in range(num_lines)]
+        probe = _make_probe(model, [{"role": "user", "content": "\n".join(lines)}])
+        if probe is None or len(probe.ids) > length:
+            break
+        longest = probe
+    if longest is None or len(longest.ids) <= max(len(probe.ids) for probe in probes):
+        return None
+    return longest.model_copy(update={"is_long": True})
+
+
+def _num_positions(num_probes: int, vocab_size: int) -> int:
+    """Return how many positions of each probe are kept, so that all logits are a few megabytes."""
+    return int(min(_MAX_POSITIONS, max(1, _MAX_LOGIT_BYTES // max(1, num_probes * vocab_size * 4))))
+
+
+def _held_out_prompts(model: ChatModel) -> list[list[int]]:
+    """Return held-out questions of the run, if its corpus still exists."""
+    if model.ref.corpus is None:
+        return []
+    held_out = open_corpus(model.ref.corpus).held_out
+    return [question.ids for question in questions_of(held_out, number=_MAX_QUESTIONS, spell=model.decode)]
+
+
+def _model_facts(
+    model: ChatModel, stop_ids: list[int], sketches: dict[str, Sketch], tied: dict[str, str]
+) -> ModelFacts:
+    generation = deepcopy(model.model.generation_config)
+    assert generation is not None
+    # Replies end as in training, whatever the base model's settings say. Nothing is padded.
+    generation.eos_token_id, generation.pad_token_id = stop_ids or None, None
+    special = model.tokenizer.special_tokens
+    special_ids = {name: model.tokenizer.backend.token_to_id(text) for name, text in special.items() if text}
+    return ModelFacts(
+        config=plain_settings(model.model.config.to_dict()),
+        generation=plain_settings(generation.to_dict()),
+        special_tokens=dict(special),
+        special_ids={name.removesuffix("_token"): own for name, own in special_ids.items() if own is not None},
+        max_length=model.tokenizer.max_length,
+        vocabulary=vocabulary_digest(model.tokenizer),
+        shapes={name: list(own.shape) for name, own in sketches.items()},
+        twins=tied,
+    )

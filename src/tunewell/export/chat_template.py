@@ -1,0 +1,142 @@
+"""The chat template that is saved with an export: it renders what training rendered, whoever calls it."""
+
+import json
+import keyword
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import date as Day
+from typing import Any
+
+from tunewell.core.errors import UserError
+from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
+
+# No two share a day of the month, a month, a year or a weekday. So at least one differs from any day in all four.
+_OTHER_DAYS = (Day(2001, 2, 4), Day(2002, 3, 5), Day(2004, 5, 7), Day(2008, 6, 9), Day(2011, 7, 14))
+_DECLARATION = re.compile(r"\A\s*\{#-?\s*markers:.*?(?:-#\}|#\}\n?)", re.DOTALL)
+_REPLY = "an answer"
+_MAX_CHARS = 60
+
+
+@dataclass(frozen=True)
+class SavedTemplate:
+    """A chat template as it is written to files."""
+
+    source: str
+    date: str | None
+    """The date of training, if the template asks for today's date."""
+    notes: tuple[str, ...]
+
+
+def saved_template(
+    template: ChatTemplate, *, arguments: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> SavedTemplate:
+    """Return the template with the arguments of training set inside. Its clock is left running."""
+    used = {name: value for name, value in arguments.items() if name in template.variables and _is_readable(name)}
+    source, notes = bake(template.source, used), []
+    if used:
+        notes.append(
+            f"the chat template contains the arguments of training ({_format_arguments(used)}); values that callers "
+            "pass for them have no effect"
+        )
+    missing = missing_generation_prompt(lambda messages, asks: template.render(messages, add_generation_prompt=asks))
+    if missing:
+        notes.append(
+            f"the chat template's generation prompt lacks {missing[-_MAX_CHARS:]!r}, which preceded every reply in "
+            "training"
+        )
+    if template.uses_clock:
+        dates = (template.date, another_day(template.date))
+        if _renders_differ(*(ChatTemplate(source, special_tokens=special_tokens, date=date) for date in dates)):
+            notes.append(f"the chat template writes today's date; training and the proof used {template.date} instead")
+    return SavedTemplate(source, template.date if template.uses_clock else None, tuple(notes))
+
+
+def bake(source: str, arguments: Mapping[str, Any]) -> str:
+    """Set arguments at the top of a template. They override what callers pass: llama.cpp's server passes its own.
+
+    The declaration of the template's markers stays first, where it is searched for.
+    """
+    if not arguments:
+        return source
+    declared = _DECLARATION.match(source)
+    head, rest = (declared.group(), source[declared.end() :]) if declared else ("", source)
+    *others, last = [f"set {name} = {_literal(value, name)}" for name, value in arguments.items()]
+    # Jinja drops the line end after a block, and spaces before a block at the start of a line. With a line end here the
+    # rest renders as if nothing preceded it. White space that the declaration strips is stripped here as well.
+    end = "-%}" if head.endswith("-#}") else "%}\n"
+    return head + "".join(f"{{%- {one} -%}}" for one in others) + f"{{%- {last} {end}" + rest
+
+
+def missing_generation_prompt(render: Callable[[list[dict[str, str]], bool], str]) -> str:
+    """Return what a template writes before a reply but not as its generation prompt; empty if nothing is missing.
+
+        prompt    <|im_start|>user\\nHello<|im_end|>\\n
+        answered  <|im_start|>user\\nHello<|im_end|>\\n<|im_start|>assistant\\nan answer<|im_end|>\\n
+                                                         ^^^^^^^^^^^^^^^^^^^^^^  missing
+
+    A template may ignore `add_generation_prompt`: in `[INST] Hello [/INST]` the end of the question begins the reply.
+    Many templates leave white space to the model; that does not count.
+    """
+    question = [{"role": "user", "content": "Hello"}]
+    try:
+        plain, prompt = render(question, False), render(question, True)
+        answered = render([*question, {"role": "assistant", "content": _REPLY}], False)
+    except TemplateFailed:
+        return ""
+    before, found, _ = answered.rpartition(_REPLY)
+    if plain != prompt or not found or before.rstrip() == prompt.rstrip():
+        return ""
+    return before.removeprefix(prompt)
+
+
+def another_day(date: str) -> str:
+    """Return a date with another day, month, year and weekday."""
+    parts = _date_parts(Day.fromisoformat(date))
+    return next(day for day in _OTHER_DAYS if not parts & _date_parts(day)).isoformat()
+
+
+def _date_parts(day: Day) -> set[tuple[str, int]]:
+    return {("day", day.day), ("month", day.month), ("year", day.year), ("weekday", day.weekday())}
+
+
+def _is_readable(name: str) -> bool:
+    """Return True if a template can read an argument of this name."""
+    return name.isidentifier() and not keyword.iskeyword(name)
+
+
+def _literal(value: Any, name: str) -> str:
+    """Return plain data as a Jinja literal."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_literal(item, name) for item in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_literal(key, name)}: {_literal(item, name)}' for key, item in value.items())}}}"
+    raise UserError(
+        f"the template argument `{name}` is {value!r}, which cannot be written into a template",
+        where="template.arguments",
+        fix="use text, numbers, lists, true or false",
+    )
+
+
+def _format_arguments(arguments: Mapping[str, Any]) -> str:
+    text = ", ".join(f"{name} = {_literal(value, name)}" for name, value in arguments.items())
+    return text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."
+
+
+def _renders_differ(template: ChatTemplate, other: ChatTemplate) -> bool:
+    """Return True if a short conversation, with or without a system message, renders differently."""
+    question = {"role": "user", "content": "Hello"}
+    for messages in ([question], [{"role": "system", "content": "Be brief."}, question]):
+        try:
+            if template.render(messages) != other.render(messages):
+                return True
+        except TemplateFailed:
+            continue
+    return False

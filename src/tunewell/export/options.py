@@ -1,0 +1,107 @@
+"""The options of `tunewell export`, checked before torch is imported."""
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+from tunewell.config.export_targets import EXPORT_TARGETS, GgufFormat, MergedPrecision
+from tunewell.core.errors import UserError
+from tunewell.core.presets import is_preset
+from tunewell.inference.model_ref import ModelRef
+
+_OLLAMA_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:/-]*")
+_NOT_IN_OLLAMA_NAME = re.compile(r"[^a-z0-9._-]+")
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What to export. Every option has a default."""
+
+    to: Sequence[str] | str | None = ()
+    """Names of export targets, as a list or separated by commas. Default: `export.to` of the config; else `gguf` if
+    GGUF types are named; else `adapter`, or `merged` where there is no adapter."""
+    out: str | Path | None = None
+    """Folder to write. Default: `export` in the run's folder."""
+    precision: str | None = None
+    """Precision of merged weights: `bf16`, `fp16` or `fp32`."""
+    gguf: Sequence[str] | str | None = ()
+    """GGUF types: `f32`, `f16`, `bf16`, `q8_0`, `q6_k`, `q5_k_m`, `q4_k_m`, as a list or separated by commas."""
+    checkpoint: str | int = "best"
+    """`best`, `last` or a step."""
+    base: str | Path | None = None
+    """The base model, if the adapter does not name it."""
+    name: str | None = None
+    """Name of the model in Ollama."""
+    sets: Sequence[str] | str = ()
+    """Config values, as `KEY=VALUE`."""
+    allow_pickle: bool = False
+    creates: bool = True
+    """Whether to call `ollama create` if the program is installed."""
+
+    def checked(self) -> "ExportOptions":
+        """Return the options in canonical form; raise UserError for unknown names."""
+        if self.name is not None and not is_ollama_name(self.name):
+            raise UserError(
+                f"`{self.name}` is not a valid Ollama model name",
+                where="--name",
+                fix=f"`--name {ollama_name(self.name)}`",
+            )
+        if self.precision is not None:
+            _require_known([self.precision], get_args(MergedPrecision), "--precision")
+        return replace(
+            self,
+            to=_as_list(self.to, EXPORT_TARGETS.names(), "--to"),
+            gguf=_as_list(self.gguf, get_args(GgufFormat), "--gguf"),
+            out=None if self.out is None else Path(self.out),
+            checkpoint=str(self.checkpoint),
+            base=None if self.base is None else str(self.base),
+            sets=[self.sets] if isinstance(self.sets, str) else self.sets,
+        )
+
+    def resolved(self, ref: ModelRef) -> "ExportOptions":
+        """Fill in the defaults from the model and its config."""
+        settings = ref.loaded.config.export
+        has_usable_adapter = ref.adapter is not None and not (ref.base and is_preset(ref.base))
+        default = ("gguf",) if self.gguf else ("adapter",) if has_usable_adapter else ("merged",)
+        to = list(dict.fromkeys(self.to or settings.to or default))
+        if self.gguf and not {"gguf", "ollama"} & set(to):
+            to.append("gguf")
+        out = Path(self.out or (ref.path or Path.cwd()) / "export").expanduser().resolve()
+        return replace(
+            self,
+            to=to,
+            out=out,
+            name=self.name or ollama_name((ref.path or out).resolve().name),
+            gguf=list(dict.fromkeys(self.gguf or settings.gguf)),
+            precision=self.precision or settings.precision,
+        )
+
+
+def is_ollama_name(name: str) -> bool:
+    """Return True if Ollama accepts this name, with its namespace and tag, and a shell needs no quotes around it."""
+    return _OLLAMA_NAME.fullmatch(name) is not None
+
+
+def ollama_name(text: str) -> str:
+    """Turn any text into a valid Ollama model name: `Mein Lauf ü#1` becomes `mein-lauf-u-1`."""
+    ascii_text = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode().lower()
+    return _NOT_IN_OLLAMA_NAME.sub("-", ascii_text).strip("-._")[:60] or "model"
+
+
+def _as_list(value: Sequence[str] | str | None, known: Sequence[str], flag: str) -> list[str]:
+    if value is None:
+        return []
+    names = [part.strip().lower() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+    if isinstance(value, str) and not names:
+        raise UserError(f"`{flag}` names nothing", fix=f"see `tunewell export --help`, or leave `{flag}` out")
+    _require_known(names, known, flag)
+    return list(names)
+
+
+def _require_known(names: Sequence[str], known: Sequence[str], flag: str) -> None:
+    for name in names:
+        if name not in known:
+            raise UserError(f"`{name}` cannot be exported", where=flag, fix=f"use one of: {', '.join(known)}")

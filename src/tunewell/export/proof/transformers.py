@@ -1,0 +1,131 @@
+"""Prove a folder that transformers or PEFT loads: tokenizer, logits, answers, settings and every tensor."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tunewell.core.errors import UserError
+from tunewell.export.proof.checks import check_answers, check_ids, check_logits, check_settings, check_stop
+from tunewell.export.proof.clock import clock_at
+from tunewell.export.proof.context import ProofContext, ProofUnavailable
+from tunewell.export.proof.reference import generate_answers, last_logits
+from tunewell.export.proof.tensors import Sketch, check_tensors, compare_weights
+from tunewell.models.load import LoadOptions, load_model
+from tunewell.models.placement import not_finite_names
+from tunewell.models.quiet import quiet
+from tunewell.models.support import text_weights
+from tunewell.records.parity import Artefact, Check, ModelFacts, Probe
+
+_TENSOR_TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+
+
+def prove_merged(artefact: Artefact, context: ProofContext, *, is_exact: bool) -> list[Check]:
+    """Load a model folder with transformers, as its users will, and compare it with the trained model."""
+    from transformers import AutoModelForCausalLM
+
+    with quiet():
+        model: Any = AutoModelForCausalLM.from_pretrained(context.folder / artefact.path, dtype="auto").float()
+    checks = _prove_model(model, artefact, context, is_exact=is_exact, config=model.config)
+    return checks + _prove_tensors(model, artefact, context) if checks[0].is_ok else checks
+
+
+def prove_adapter(artefact: Artefact, context: ProofContext, *, is_exact: bool) -> list[Check]:
+    """Load an adapter with PEFT on its base model, as its users will, and compare it with the trained model."""
+    from peft import PeftModel
+
+    path = context.folder / artefact.path
+    base = _load_base(path, context)
+    with quiet():
+        peft: Any = PeftModel.from_pretrained(base, path)
+    checks = _prove_model(peft.get_base_model(), artefact, context, is_exact=is_exact, config=None)
+    # Last, because PEFT's merge removes the adapter.
+    return checks + _prove_tensors(peft.merge_and_unload(), artefact, context) if checks[0].is_ok else checks
+
+
+def _prove_model(model: Any, artefact: Artefact, context: ProofContext, *, is_exact: bool, config: Any) -> list[Check]:
+    """Compare token ids, logits, answers, stop ids and settings; an adapter folder has no `config`."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    path, proof = context.folder / artefact.path, context.proof
+    model.eval()
+    if broken := not_finite_names(model):
+        message = f"`{broken[0]}` contains NaN or infinity; {len(broken)} tensors in all"
+        return [Check(name="finite", is_ok=False, words=message)]
+    with quiet():
+        tokenizer: Any = AutoTokenizer.from_pretrained(path)
+
+    def tokenize(probe: Probe) -> list[int]:
+        with clock_at(proof.date):
+            encoded = tokenizer.apply_chat_template(
+                probe.messages, add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        return list(encoded["input_ids"])
+
+    prompts = [probe.ids for probe in proof.probes]
+    logits = last_logits(model, prompts, number=proof.num_positions, progress=context.progress)
+    settings = GenerationConfig.from_pretrained(path)
+    eos = settings.eos_token_id
+    stops = list(eos) if isinstance(eos, list) else [eos] if eos is not None else [tokenizer.eos_token_id]
+    answers = generate_answers(
+        model, [question.ids for question in proof.questions], max_new_tokens=context.answer_tokens, stop_ids=stops
+    )
+    checks = [
+        Check(name="finite", is_ok=True, words="all weights are finite"),
+        check_ids(proof, tokenize, library="transformers"),
+        check_logits(artefact.name, context.reference.logits, logits),
+        check_answers(proof, [answer.ids for answer in answers], is_exact=is_exact),
+        check_stop(proof, stops, [answer.ended for answer in answers]),
+    ]
+    if proof.model is not None:
+        checks.append(check_settings(path, tokenizer, proof.model, config=config, generation=settings))
+    return checks
+
+
+def _prove_tensors(model: Any, artefact: Artefact, context: ProofContext) -> list[Check]:
+    """Compare every weight, under all its names, with the sketches of the trained model."""
+    facts: ModelFacts | None = context.proof.model
+    if facts is None:
+        return []
+    weights = text_weights(model)
+    sketches: Mapping[str, Sketch] = context.reference.sketches
+    expected = {**sketches, **{tied: sketches[name] for tied, name in facts.twins.items()}}
+    return [
+        check_tensors(
+            compare_weights(weights, expected, _TENSOR_TYPES[artefact.precision]),
+            missing=[name for name in expected if name not in weights],
+            unknown=[name for name in weights if name not in expected],
+        )
+    ]
+
+
+def _load_base(folder: Path, context: ProofContext) -> Any:
+    """Load the base model of an adapter in fp32, as PEFT's users do; a GGUF file is dequantised."""
+    written = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    name = context.base or written.get("base_model_name_or_path") or context.proof.base
+    if name is None:
+        raise ProofUnavailable("the adapter does not name its base model", fix="add `--base MODEL`")
+    options = LoadOptions(
+        name,
+        folder,
+        torch.device("cpu"),
+        torch.float32,
+        attention="sdpa",
+        added_tokens=tuple(context.proof.added_tokens),
+        is_packed=False,
+        is_whole=True,
+        allow_pickle=context.allow_pickle,
+    )
+    try:
+        return load_model(options).model
+    except (UserError, OSError, ValueError, ImportError) as error:
+        # The first line of a message of transformers may be empty.
+        what, *rest = str(getattr(error, "what", error)).strip().splitlines() or [""]
+        fixes = [error.fix] if isinstance(error, UserError) and error.fix else []
+        raise ProofUnavailable(
+            f"the adapter's base model cannot be loaded: {what}",
+            where=getattr(error, "where", None) or " ".join(rest) or str(name),
+            fix="; or ".join([*fixes, "name its present location with `--base MODEL`"]),
+        ) from error

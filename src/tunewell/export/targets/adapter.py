@@ -1,0 +1,53 @@
+"""Export target `adapter`: the LoRA weights in PEFT format, with tokenizer, chat template and stop ids."""
+
+from pathlib import Path
+from typing import ClassVar
+
+from tunewell.core.progress import Progress
+from tunewell.export.proof.context import ProofContext
+from tunewell.export.proof.transformers import prove_adapter
+from tunewell.export.targets.base import DiskUse, ExportContext, ExportTarget, Requirements
+from tunewell.records.parity import Artefact, Check
+
+_EXAMPLE = """from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base!r}), "adapter")
+model.generation_config = GenerationConfig.from_pretrained("adapter")  # where replies end
+tokenizer = AutoTokenizer.from_pretrained("adapter")"""
+
+
+class AdapterTarget(ExportTarget):
+    """Writes a folder that `PeftModel.from_pretrained` loads on the base model."""
+
+    name: ClassVar = "adapter"
+    requires: ClassVar = Requirements(packages=("peft",), adapter=True)
+
+    def disk_use(self, context: ExportContext) -> DiskUse:
+        """Return the size of the adapter's weights."""
+        assert context.model.adapter is not None
+        return DiskUse({self.name: context.model.adapter.files(None).num_bytes})
+
+    def write(self, context: ExportContext) -> list[Artefact]:
+        """Write the adapter's tensors under the names that PEFT expects."""
+        adapter, folder = context.model.adapter, context.staging_dir / self.name
+        assert adapter is not None
+        context.progress(Progress("writing the adapter"))
+        folder.mkdir()
+        base = context.model.ref.base
+        # PEFT resolves a relative path from its own working directory.
+        base_path = str(Path(base).resolve()) if base and Path(base).exists() else base
+        # Not copied from the run: earlier versions, and PEFT itself, wrote names that PEFT does not always find.
+        adapter.files(base_path).write(folder)
+        context.text.tokenizer.save(folder, context.template.source)
+        context.generation_config().save_pretrained(folder)
+        context.write_card(folder, library="peft", example=_EXAMPLE.format(base=base or "the base model"))
+        return [context.artefact(self.name, "fp32", folder)]
+
+    def prove(self, artefact: Artefact, context: ProofContext) -> list[Check]:
+        """Load the adapter with PEFT on its base model."""
+        return prove_adapter(artefact, context, is_exact=self.is_exact(artefact.precision))
+
+    def is_exact(self, precision: str) -> bool:
+        """Return True: an adapter is stored in fp32."""
+        return True

@@ -1,0 +1,148 @@
+"""Export target `gguf`: files for llama.cpp and the programs built on it, one for each GGUF type."""
+
+import shlex
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar, cast
+
+from tunewell.core.progress import Progress, with_stage
+from tunewell.core.units import count
+from tunewell.export.gguf.architecture import read_settings, require_convertible
+from tunewell.export.gguf.quantize import quantize
+from tunewell.export.gguf.tokenizer import read_vocabulary
+from tunewell.export.gguf.weights import GgufKind
+from tunewell.export.gguf.write import write_gguf
+from tunewell.export.options import ExportOptions
+from tunewell.export.proof.context import ProofContext
+from tunewell.export.proof.gguf import prove_gguf, quantized_sketches
+from tunewell.export.targets.base import (
+    DiskUse,
+    ExportContext,
+    ExportTarget,
+    NextStep,
+    PreflightFacts,
+    Requirements,
+)
+from tunewell.export.targets.merged import num_weights, write_model
+from tunewell.records.parity import Artefact, Check
+
+_BITS_PER_WEIGHT = {
+    "f32": 32.0,
+    "f16": 16.0,
+    "bf16": 16.0,
+    "q8_0": 8.5,
+    # The mixtures store some tensors in more bits than their name says, in small models many. Measured on
+    # SmolLM2-135M: 8.2, 6.7 and 6.3 bits for each weight.
+    "q6_k": 8.3,
+    "q5_k_m": 6.7,
+    "q4_k_m": 6.3,
+}
+_OWN_WRITER = frozenset({"f32", "f16", "bf16", "q8_0"})
+"""Formats written directly. The others are quantised by llama.cpp from an f32 file."""
+
+
+class GgufTarget(ExportTarget):
+    """Writes one GGUF file for each format."""
+
+    name: ClassVar = "gguf"
+    requires: ClassVar = Requirements(packages=("gguf",), llama_cpp=True, merged_weights=True)
+
+    def formats(self, options: ExportOptions) -> tuple[str, ...]:
+        """Return the GGUF types of `--gguf`."""
+        return tuple(options.gguf or ())
+
+    def preflight(self, facts: PreflightFacts) -> None:
+        """Require an architecture and a tokenizer that llama.cpp has."""
+        require_convertible(dict(facts.read_config()))
+        adds_bos(facts)
+
+    def disk_use(self, context: ExportContext) -> DiskUse:
+        """Return the size of each file, and of the fp32 model and f32 file they are made from."""
+        formats, weights = self.formats(context.options), num_weights(context)
+        num_copies = 1 if _OWN_WRITER.issuperset(formats) else 2
+        written = {f"{self.name} {name}": gguf_bytes(weights, name) for name in formats}
+        return DiskUse(written, temporary_bytes=num_copies * gguf_bytes(weights, "f32"))
+
+    def write(self, context: ExportContext) -> list[Artefact]:
+        """Convert the merged weights in fp32, so that they are rounded once."""
+        folder = context.staging_dir / self.name
+        folder.mkdir(exist_ok=True)
+        artefacts = []
+        with tempfile.TemporaryDirectory(dir=context.staging_dir, prefix=".fp32-") as work:
+            model_folder = Path(work) / "model"
+            write_model(context, model_folder, "fp32")
+            for name in self.formats(context.options):
+                path = folder / f"{_file_name(context.card.name)}-{name}.gguf"
+                context.progress(Progress(f"writing {path.name}"))
+                _write_file(context, model_folder, path, name)
+                artefacts.append(context.artefact(self.name, name, path))
+        context.progress(Progress("rounding the trained tensors for the proof"))
+        files = [own.path for own in (*context.artefacts, *artefacts) if own.kind == self.name]
+        model = context.model.model
+        rounded = quantized_sketches(
+            [context.staging_dir / path for path in files],
+            model,
+            read_settings(model.config.to_dict()),
+            context.reference.sketches,
+        )
+        context.reference = replace(context.reference, rounded=rounded)
+        return artefacts
+
+    def prove(self, artefact: Artefact, context: ProofContext) -> list[Check]:
+        """Read the file with the `gguf` package, then load it in llama.cpp."""
+        return prove_gguf(artefact, context, is_exact=self.is_exact(artefact.precision))
+
+    def is_exact(self, precision: str) -> bool:
+        """Return True for f32."""
+        return precision == "f32"
+
+    def next_step(self, folder: Path, artefacts: Sequence[Artefact], options: ExportOptions) -> NextStep:
+        """Suggest a chat with the first file."""
+        return NextStep(shlex.join(["tunewell", "chat", str(folder / artefacts[0].path)]))
+
+
+def gguf_bytes(weights: int, name: str) -> int:
+    """Estimate the size of a GGUF file from the number of weights."""
+    return int(weights * _BITS_PER_WEIGHT[name] / 8)
+
+
+def adds_bos(facts: PreflightFacts) -> bool:
+    """Return True if llama.cpp must add the BOS token; raise UserError if it would tokenize differently."""
+    config = dict(facts.read_config())
+    settings = config | (config.get("text_config") or {})
+    # Loading the model adds rows for tokens that only the template has.
+    num_rows = max(settings.get("vocab_size") or 0, facts.tokenizer.vocab_size)
+    with tempfile.TemporaryDirectory(prefix="tunewell-tokenizer-") as folder:
+        facts.tokenizer.save(Path(folder), facts.template.source)
+        return read_vocabulary(Path(folder), num_rows=num_rows, config=settings).adds_bos
+
+
+def _write_file(context: ExportContext, model_folder: Path, path: Path, name: str) -> None:
+    card = {key: value for key in ("name", "license") if (value := getattr(context.card, key))}
+    if name in _OWN_WRITER:
+        written = write_gguf(
+            model_folder,
+            path,
+            kind=cast(GgufKind, name),
+            card=card,
+            progress=with_stage(context.progress, f"writing {path.name}"),
+        )
+        context.notes += [note for note in written.notes if note not in context.notes]
+        return
+    source = model_folder.with_name("f32.gguf")
+    if not source.is_file():
+        write_gguf(model_folder, source, kind="f32", card=card)
+    num_odd = quantize(source, path, name).num_odd
+    if num_odd:
+        context.notes.append(
+            f"{name}: {count(num_odd, 'tensor')} could not be stored in so few bits and use more, so the file is "
+            "larger than usual"
+        )
+
+
+def _file_name(name: str) -> str:
+    """Turn a model name into a file name that every file system and Ollama accept."""
+    text = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name)
+    return "-".join(part for part in text.split("-") if part)[:60] or "model"

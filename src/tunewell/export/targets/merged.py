@@ -1,0 +1,81 @@
+"""Export target `merged`: the whole model in transformers format, with the adapter merged into its weights."""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from tunewell.core.progress import Progress
+from tunewell.export.proof.context import ProofContext
+from tunewell.export.proof.transformers import prove_merged
+from tunewell.export.targets.base import DiskUse, ExportContext, ExportTarget, Requirements
+from tunewell.models.quiet import quiet
+from tunewell.records.parity import Artefact, Check
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_MAX_SHARD_SIZE = "5GB"
+_EXAMPLE = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("merged", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained("merged")"""
+
+
+class MergedTarget(ExportTarget):
+    """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads."""
+
+    name: ClassVar = "merged"
+    requires: ClassVar = Requirements(merged_weights=True)
+
+    def disk_use(self, context: ExportContext) -> DiskUse:
+        """Return the size of the weights in the chosen precision."""
+        precision = str(context.options.precision)
+        return DiskUse({f"{self.name} {precision}": num_weights(context) * _DTYPES[precision].itemsize})
+
+    def write(self, context: ExportContext) -> list[Artefact]:
+        """Write weights, config, tokenizer and chat template."""
+        precision, folder = str(context.options.precision), context.staging_dir / self.name
+        context.progress(Progress(f"writing the merged model in {precision}"))
+        write_model(context, folder, precision)
+        context.write_card(folder, library="transformers", example=_EXAMPLE)
+        return [context.artefact(self.name, precision, folder)]
+
+    def prove(self, artefact: Artefact, context: ProofContext) -> list[Check]:
+        """Load the folder with transformers."""
+        return prove_merged(artefact, context, is_exact=self.is_exact(artefact.precision))
+
+    def is_exact(self, precision: str) -> bool:
+        """Return True for fp32, in which the adapter is merged."""
+        return precision == "fp32"
+
+
+def num_weights(context: ExportContext) -> int:
+    """Count the model's parameters, those of the adapter included."""
+    return sum(parameter.numel() for parameter in context.model.model.parameters())
+
+
+def write_model(context: ExportContext, folder: Path, precision: str) -> None:
+    """Write the merged model and its tokenizer in transformers format."""
+    model: Any = context.model.model
+    context.generation_config()
+    dtype = _DTYPES[precision]
+    tensors = {name: tensor.to(dtype) for name, tensor in _without_tied(model.state_dict()).items()}
+    before = model.config.dtype
+    model.config.dtype = dtype
+    try:
+        with quiet():
+            model.save_pretrained(folder, state_dict=tensors, max_shard_size=_MAX_SHARD_SIZE)
+    finally:
+        model.config.dtype = before
+    context.text.tokenizer.save(folder, context.template.source)
+
+
+def _without_tied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Drop the second name of tied tensors: loading ties them again."""
+    seen: set[tuple[int, torch.Size]] = set()
+    unique = {}
+    for name, tensor in tensors.items():
+        key = (tensor.data_ptr(), tensor.shape)
+        if key not in seen:
+            seen.add(key)
+            unique[name] = tensor
+    return unique
