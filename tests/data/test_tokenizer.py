@@ -164,7 +164,7 @@ def test_one_gguf_in_a_folder_is_found_and_two_are_asked_about(byte_level, tmp_p
         ("nowhere", "there is no model"),
         ("./owner/name", "there is no model"),
         ("package:no-such-package", "no installed package"),
-        ("package:pytest", "holds no model"),
+        ("package:pytest", "contains no model"),
         ("package:os.path", "no installed package"),
     ],
 )

@@ -339,7 +339,7 @@ def test_a_file_damaged_between_finding_and_loading_is_still_found_out(start):
     assert newest is not None
     path = newest.path / FILES[0]
     path.write_bytes(path.read_bytes()[:-1] + b"\0")
-    with pytest.raises(DamagedCheckpoint, match="has other bytes than when it was saved"):
+    with pytest.raises(DamagedCheckpoint, match="has other bytes than it was saved with"):
         checkpoints.load(newest)
 
 
@@ -349,7 +349,7 @@ def test_a_checkpoint_renamed_to_another_step_is_no_checkpoint(start):
     told: list[str] = []
     newest = Checkpoints(start, keep=2, on_trouble=told.append).newest()
     assert newest is not None and newest.step == 3
-    assert told == ["checkpoint `step-000009` is damaged: `manifest.json` is the one of step 4; passed over"]
+    assert told == ["checkpoint `step-000009` is damaged: `manifest.json` belongs to step 4; passed over"]
 
 
 def test_two_whole_ones_stay_even_when_others_are_damaged(start):

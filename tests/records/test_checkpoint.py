@@ -67,7 +67,7 @@ def test_an_edited_manifest_is_found_out_even_when_it_still_parses(folder):
     write_manifest(folder, manifest_of(progress={"best_loss": 1.25}))
     path = folder / "manifest.json"
     path.write_text(path.read_text().replace("1.25", "1.35"))
-    with pytest.raises(DamagedCheckpoint, match=r"`manifest\.json` has other content"):
+    with pytest.raises(DamagedCheckpoint, match=r"`manifest\.json` has changed"):
         read_manifest(folder)
 
 

@@ -78,7 +78,7 @@ def test_numbers_that_are_not_finite_are_strings_and_come_back_as_numbers(path):
     assert math.isnan(as_number(event["loss"]))
     assert as_number(event["norms"][0]) == math.inf and as_number(event["norms"][1]["deep"][0]) == -math.inf
     assert as_number(event["rate"]) == 0.1
-    with pytest.raises(ValueError, match="is no number"):
+    with pytest.raises(ValueError, match="is not a number"):
         as_number("1.5")
 
 
@@ -171,7 +171,7 @@ def test_truncating_tells_of_damaged_lines_and_leaves_them_out(path):
     with EventLog(path, on_trouble=told.append) as log:
         assert log.truncate_to(5) == 1
     assert steps(path) == [1, 3]
-    assert told == ["1 damaged line of `events.jsonl` left out"]
+    assert told == ["1 damaged line of `events.jsonl` removed"]
 
 
 def test_truncating_what_needs_no_cut_touches_nothing(path):

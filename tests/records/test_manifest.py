@@ -96,7 +96,7 @@ def test_bytes_that_are_no_text_are_damage(tmp_path):
 def test_somebody_elses_manifest_is_not_ours(tmp_path, raw):
     """`manifest.json` is a common name."""
     (tmp_path / MANIFEST).write_text(json.dumps(raw))
-    with pytest.raises(UserError, match="is not tunewell's") as caught:
+    with pytest.raises(UserError, match="is not a manifest of tunewell") as caught:
         read_manifest(tmp_path)
     assert not isinstance(caught.value, DamagedManifest)
 

@@ -1,4 +1,4 @@
-"""One checkpoint on disk: its manifest, read, written and held against the files; no logic.
+"""The manifest of a checkpoint: read it, write it, and verify the files of the checkpoint.
 
 checkpoints/step-000123/   adapter_model.safetensors  optimizer.safetensors  state.json ...   manifest.json, last
 """
@@ -20,13 +20,13 @@ FORMAT = "tunewell-checkpoint"
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 STAGED = ".tmp"
-"""What the name of a folder that is still being written ends in."""
+"""Suffix of a checkpoint folder that is not complete yet."""
 
 _NAME = re.compile(r"step-(\d{6,18})")
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint that is not what it was when it was saved; `what` names the file."""
+    """Raised for a checkpoint that changed after it was saved; `what` names the file."""
 
 
 class _Record(BaseModel):
@@ -34,14 +34,14 @@ class _Record(BaseModel):
 
 
 class FileRecord(_Record):
-    """What a file must be for the checkpoint to be whole."""
+    """Expected size and hash of a file."""
 
     bytes: int
     sha256: str
 
 
 class CheckpointManifest(_Record):
-    """Everything a checkpoint says about itself; a folder without it is none."""
+    """The manifest of a checkpoint; a folder without one is not a checkpoint."""
 
     format: str = FORMAT
     format_version: int = FORMAT_VERSION
@@ -49,45 +49,45 @@ class CheckpointManifest(_Record):
     step: int
     """Finished optimizer steps."""
     best_step: int | None
-    """The step whose held-out loss was the best so far, this one included; None before the first look."""
+    """The step with the best held-out loss so far, this one included; None before the first evaluation."""
     files: dict[str, FileRecord]
-    """Every other file of the folder, by its path in it."""
+    """Every other file of the folder, by relative path."""
     identity: dict[str, Any]
-    """What must be the same for a resume."""
+    """Settings that must be equal on resume."""
     progress: dict[str, Any]
-    """Where the run stood."""
+    """The progress of the run."""
     versions: dict[str, str]
-    """Of the software that wrote it."""
+    """Versions of the software that wrote it."""
 
 
 def checkpoint_name(step: int) -> str:
-    """Name the folder of a step's checkpoint."""
+    """Return the folder name of a step's checkpoint."""
     return f"step-{step:06d}"
 
 
 def checkpoint_step(name: str) -> int | None:
-    """Read the step from the name of a checkpoint's folder; None for any other name."""
+    """Return the step in the name of a checkpoint folder; None for any other name."""
     found = _NAME.fullmatch(name)
     return int(found[1]) if found else None
 
 
 def is_inside(name: str) -> bool:
-    """Tell whether a file's name stays in the checkpoint's folder on every system, and is not the manifest's."""
+    """Return True if a file name stays inside the checkpoint folder on every system and is not the manifest."""
     parts = PurePosixPath(name).parts
     is_plain = "/".join(parts) == name and not set(name) & set("\\:\0") and not {"..", "/"} & set(parts)
     return bool(parts) and is_plain and name != MANIFEST
 
 
 def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
-    """Write the manifest, with its own hash and without secrets; the last file of a checkpoint."""
+    """Write the manifest with its hash and without secrets; it is the last file of a checkpoint."""
     record = manifest.model_dump()
-    for key in ("identity", "progress"):  # names of files and their hashes must stay what they are
+    for key in ("identity", "progress"):  # not `files`: names and hashes must not be redacted
         record[key] = plain(record[key])
     write_synced(folder / MANIFEST, _sealed(record))
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
-    """Read the manifest of a checkpoint; raise DamagedCheckpoint when it is not the one that was written."""
+    """Read the manifest of a checkpoint; raise DamagedCheckpoint if it changed after it was written."""
     data = _read(folder, MANIFEST)
     try:
         record = json.loads(data)
@@ -98,14 +98,14 @@ def read_manifest(folder: Path) -> CheckpointManifest:
             raise ValueError("sha256")
         manifest = CheckpointManifest.model_validate(record)
     except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise _damaged(folder, MANIFEST, "has other content than when it was saved") from error
+        raise _damaged(folder, MANIFEST, "has changed since it was saved") from error
     if checkpoint_name(manifest.step) != folder.name.removesuffix(STAGED):
-        raise _damaged(folder, MANIFEST, f"is the one of step {manifest.step:,}")
+        raise _damaged(folder, MANIFEST, f"belongs to step {manifest.step:,}")
     return manifest
 
 
 def verify(folder: Path) -> CheckpointManifest:
-    """Hold every file of a checkpoint against its manifest; raise DamagedCheckpoint naming the first that differs."""
+    """Compare every file of a checkpoint with its manifest; raise DamagedCheckpoint for the first that differs."""
     manifest = read_manifest(folder)
     for name, expected in manifest.files.items():
         try:
@@ -115,28 +115,28 @@ def verify(folder: Path) -> CheckpointManifest:
             digest = sha256_file(folder / name) if size == expected.bytes else ""
         except OSError as error:
             raise _damaged(folder, name, f"cannot be read: {error.strerror}") from error
-        _hold_against(expected, size, digest, folder=folder, name=name)
+        _require_equal(expected, size, digest, folder=folder, name=name)
     return manifest
 
 
 def read_file(folder: Path, name: str, expected: FileRecord) -> bytes:
-    """Read one file of a checkpoint; raise DamagedCheckpoint if these bytes are not the ones that were saved."""
+    """Return the bytes of a file; raise DamagedCheckpoint if they changed since they were saved."""
     data = _read(folder, name)
-    _hold_against(expected, len(data), hashlib.sha256(data).hexdigest(), folder=folder, name=name)
+    _require_equal(expected, len(data), hashlib.sha256(data).hexdigest(), folder=folder, name=name)
     return data
 
 
 def _sealed(record: dict[str, Any]) -> bytes:
-    """Write a manifest with its own hash; equal manifests give equal bytes, so that every changed one is found out."""
+    """Return a manifest with its hash; equal manifests give equal bytes, so that every change is detected."""
     text = stable_json(record | {"sha256": sha256_text(stable_json(record))})
     return text.encode("utf-8", "backslashreplace")
 
 
-def _hold_against(expected: FileRecord, size: int, digest: str, *, folder: Path, name: str) -> None:
+def _require_equal(expected: FileRecord, size: int, digest: str, *, folder: Path, name: str) -> None:
     if size != expected.bytes:
         raise _damaged(folder, name, f"has {count(size, 'byte')} instead of {count(expected.bytes)}")
     if digest != expected.sha256:
-        raise _damaged(folder, name, "has other bytes than when it was saved")
+        raise _damaged(folder, name, "has other bytes than it was saved with")
 
 
 def _read(folder: Path, name: str) -> bytes:

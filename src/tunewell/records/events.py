@@ -1,7 +1,7 @@
-"""What happened in a run, one JSON object a line: written at once, cut back on resume, read without a torn last line.
+"""Event logs: one JSON object per line, written at once, truncated on resume, read without a torn last line.
 
 {"step": 1, "loss": 2.31, "grad_norm": 0.9, ...}
-{"step": 2, "loss": "nan", "grad_norm": "inf", ...}      JSON has no word for these, so they are strings
+{"step": 2, "loss": "nan", "grad_norm": "inf", ...}      strings, because JSON has no NaN
 """
 
 import json
@@ -22,24 +22,24 @@ _BLOCK_BYTES = 1 << 16
 
 
 class EventLog:
-    """A file of events that a crash can shorten but not spoil: each is one line, given to the system in one write.
+    """An append-only log that a crash can truncate but not corrupt: each event is one line and one write.
 
-    With `on_trouble`, a write that fails (a full disk) is told once, and its events are kept and written with the next
-    that can be; without it the OSError is raised. Secrets are taken out of every text.
+    With `on_trouble`, a failed write (a full disk) is reported once, and its events are kept and written later. Without
+    it the OSError is raised. Secrets are redacted.
     """
 
     def __init__(self, path: Path, *, on_trouble: Callable[[str], None] | None = None) -> None:
         self.path = path
         self._on_trouble = on_trouble
         self._waiting = b""
-        self._guard = threading.Lock()  # the thread that saves checkpoints may have something to say too
+        self._guard = threading.Lock()  # the thread that saves checkpoints logs too
         self._handle = self._open()
         _cut_torn_line(self._handle)
 
     def append(self, event: dict[str, Any]) -> None:
-        """Write an event; it survives the end of this process, and a power cut after the next `sync`."""
+        """Write an event; it survives a crash of the process, and a power failure after the next `sync`."""
         line = json.dumps(plain(event), ensure_ascii=False, allow_nan=False)
-        # Half a surrogate pair has no UTF-8; its escape is JSON.
+        # A lone surrogate cannot be encoded as UTF-8; its escape is valid JSON.
         data = line.encode("utf-8", "backslashreplace") + b"\n"
         with self._guard:
             try:
@@ -53,7 +53,7 @@ class EventLog:
                 self._waiting += data
 
     def sync(self) -> None:
-        """Make everything written so far survive a power cut."""
+        """Flush everything written so far to disk (fsync)."""
         with self._guard:
             try:
                 self._write(self._waiting)
@@ -66,9 +66,9 @@ class EventLog:
                     self._on_trouble(f"`{self.path.name}` cannot be flushed to the disk ({error.strerror})")
 
     def truncate_to(self, step: int) -> int:
-        """Drop every line of a later step, and damaged ones, which are told; give the number of lines dropped.
+        """Delete the lines of later steps and damaged lines, which are reported; return the number of deleted lines.
 
-        A line without a `step` belongs to the step of the line before it.
+        A line without a `step` belongs to the step of the previous line.
         """
         with self._guard:
             lines = (self.path.read_bytes() + self._waiting).split(b"\n")[:-1]
@@ -84,7 +84,7 @@ class EventLog:
                 os.close(self._handle)
                 self._handle = self._open()
             if self._on_trouble and (damaged := events.count(None)):
-                self._on_trouble(f"{count(damaged, 'damaged line')} of `{self.path.name}` left out")
+                self._on_trouble(f"{count(damaged, 'damaged line')} of `{self.path.name}` removed")
             return len(lines) - len(kept)
 
     def close(self) -> None:
@@ -112,14 +112,14 @@ class EventLog:
         try:
             write_all(self._handle, data)
         except OSError:
-            os.ftruncate(self._handle, before)  # the disk may have taken a part, and half a line must not stay
+            os.ftruncate(self._handle, before)  # part of the line may be on disk; remove it
             raise
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Read every event; a last line that was cut off is left out.
+    """Return every event; a truncated last line is ignored.
 
-    Raises UserError for a file that is not there, and for any other damage, naming the line.
+    Raises UserError if the file does not exist, and for any other damage, with the line.
     """
     if not path.is_file():
         raise UserError(f"there is no `{path.name}`", where=f"looked for `{path}`")
@@ -170,16 +170,16 @@ def _lines_from_the_end(file: BinaryIO) -> Iterator[bytes]:
 
 
 def as_number(value: float | str) -> float:
-    """Read a number of an event back: `"nan"`, `"inf"` and `"-inf"` are numbers too; other texts are a ValueError."""
+    """Return a number of an event: `"nan"`, `"inf"` and `"-inf"` are numbers; other texts raise ValueError."""
     if not isinstance(value, str):
         return value
     if value not in _NOT_FINITE:
-        raise ValueError(f"{value!r} is no number")
+        raise ValueError(f"{value!r} is not a number")
     return _NOT_FINITE[value]
 
 
 def with_numbers(value: Any) -> Any:
-    """Undo what `plain` did to numbers that are not finite, all the way down."""
+    """Convert the strings that `plain` wrote for NaN and infinity back to numbers, recursively."""
     if isinstance(value, str):
         return _NOT_FINITE.get(value, value)
     if isinstance(value, dict):
@@ -188,7 +188,7 @@ def with_numbers(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Make a value fit for JSON: no secrets, no numbers and no keys that JSON has no word for; a copy."""
+    """Return a copy of a value for JSON: without secrets, NaN and infinity as strings, keys as text."""
     return _finite(redact(value))
 
 
@@ -203,7 +203,7 @@ def _finite(value: Any) -> Any:
 
 
 def _cut_torn_line(handle: int) -> None:
-    """Shorten a file to its last whole line, so that the next one does not continue half of another."""
+    """Truncate a file to its last complete line, so that the next event starts on a new line."""
     size = end = os.fstat(handle).st_size
     while end > 0:
         start = max(end - _BLOCK_BYTES, 0)

@@ -1,4 +1,4 @@
-"""The corpus on disk: what its manifest says, read and written; no logic."""
+"""`manifest.json` of a corpus: its types, reading and writing."""
 
 import json
 from pathlib import Path
@@ -15,11 +15,11 @@ MANIFEST = "manifest.json"
 CORPUS_NAMES = frozenset(
     {MANIFEST, "README.md", "dataset_dict.json", "dropped.jsonl", "held_out", "tokenizer", "train"}
 )
-"""What lies in a corpus, and nothing else does."""
+"""All names in a corpus folder."""
 
 
 class DamagedManifest(UserError):
-    """A manifest that cannot be read: cut off, or edited into nonsense."""
+    """Raised for a manifest that is truncated or invalid."""
 
 
 class _Record(BaseModel):
@@ -27,7 +27,7 @@ class _Record(BaseModel):
 
 
 class SourceRecord(_Record):
-    """One source file and what became of its rows."""
+    """One source file and the counts of its rows."""
 
     name: str
     sha256: str
@@ -40,7 +40,7 @@ class SourceRecord(_Record):
 
 
 class TokenCounts(_Record):
-    """Where the tokens of the training sequences went; `total` is the sum of the other three."""
+    """Tokens of the training sequences; `total` is the sum of the other three."""
 
     total: int
     supervised: int
@@ -49,7 +49,7 @@ class TokenCounts(_Record):
 
 
 class PackingRecord(_Record):
-    """How full the sequences are."""
+    """Number and fill of the sequences."""
 
     context_length: int
     because: str
@@ -59,7 +59,7 @@ class PackingRecord(_Record):
 
 
 class LengthRecord(_Record):
-    """How long the training documents are, in tokens, and what padding each to the context would have cost."""
+    """Lengths of the training documents in tokens."""
 
     mean: float
     median: float
@@ -67,7 +67,7 @@ class LengthRecord(_Record):
     p99: float
     max: int
     padding_waste: float
-    """Share of computed tokens that padding every document to the context length would waste."""
+    """Share of padding tokens if every document were padded to the context length."""
     histogram: list[tuple[int, int, int]]
     """(from, to, documents): from is included, to is not."""
 
@@ -82,7 +82,7 @@ class ShardRecord(_Record):
 
 
 class FileRecord(_Record):
-    """What a file must be for the corpus to be whole."""
+    """Expected size and hash of a file."""
 
     bytes: int
     sha256: str
@@ -99,7 +99,7 @@ class SplitRecord(_Record):
 
 
 class TokenizerRecord(_Record):
-    """Which tokenizer made the ids."""
+    """The tokenizer of the ids."""
 
     source: str
     kind: str
@@ -110,27 +110,27 @@ class TokenizerRecord(_Record):
 
 
 class TemplateRecord(_Record):
-    """Which template rendered the conversations, and what is learned from them."""
+    """The template that rendered the conversations, and which turns are supervised."""
 
     name: str
     sha256: str
     learn_from: str
     learn_roles: list[str]
     date: str | None = None
-    """What the template was told the date is, if it asks."""
+    """The date that the template was given, if it asks."""
     end_of_turn: str = ""
 
 
 class Manifest(_Record):
-    """Everything that is to be known about a corpus; written last, so its presence means that the corpus is whole."""
+    """The description of a corpus; it is written last, so its presence means that the corpus is complete."""
 
     format: str = FORMAT
     format_version: int = FORMAT_VERSION
     made_by: str
     inputs_sha256: str
-    """Of rows, settings, tokenizer and template: equal inputs need no second prepare."""
+    """Hash of rows, settings, tokenizer and template: equal inputs need no second `prepare`."""
     corpus_sha256: str
-    """Of all shards: what the order of training depends on."""
+    """Hash of all shards: the order of training depends on it."""
     rows_read: int
     rows_in: int
     documents: int
@@ -150,16 +150,16 @@ class Manifest(_Record):
     config: dict[str, Any]
     splits: dict[str, SplitRecord]
     files: dict[str, FileRecord]
-    """Every other file of the corpus."""
+    """All other files of the corpus."""
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest in one move."""
+    """Write the manifest atomically."""
     write_atomic(folder / MANIFEST, stable_json(manifest.model_dump(mode="json")))
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read a corpus's manifest; raise UserError when the folder is no whole corpus, DamagedManifest when it was one."""
+    """Read the manifest of a corpus; raise UserError if there is none, DamagedManifest if it is damaged."""
     path = folder / MANIFEST
     if not path.is_file():
         what = f"`{folder}` is not a finished corpus" if folder.is_dir() else f"there is no corpus `{folder}`"
@@ -177,4 +177,4 @@ def read_manifest(folder: Path) -> Manifest:
             where=f"{path}: {str(error).splitlines()[0]}",
             fix="run `tunewell prepare` again; it makes the corpus anew",
         ) from error
-    raise UserError(f"`{path}` is not tunewell's", fix="give the folder that `tunewell prepare` made")
+    raise UserError(f"`{path}` is not a manifest of tunewell", fix="give a folder that `tunewell prepare` wrote")

@@ -1,4 +1,4 @@
-"""How a run ended: `outcome.json`, read and written; no logic."""
+"""`outcome.json`: how a run ended."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ class _Record(BaseModel):
 
 
 class HeldOutLosses(_Record):
-    """The loss on held-out rows, where there was a look at them."""
+    """The held-out losses, if there was an evaluation."""
 
     first: float | None = None
     last: float | None = None
@@ -30,7 +30,7 @@ class HeldOutLosses(_Record):
 
 
 class Outcome(_Record):
-    """What came of a run. Losses that are not finite are written as the strings `nan`, `inf` and `-inf`."""
+    """The outcome of a run. Losses that are not finite are written as the strings `nan`, `inf` and `-inf`."""
 
     format: str = FORMAT
     format_version: int = FORMAT_VERSION
@@ -40,39 +40,39 @@ class Outcome(_Record):
     reason: str
     """One sentence."""
     steps: int
-    """Finished optimizer steps, those of earlier sittings too."""
+    """Finished optimizer steps, including those before a resume."""
     planned_steps: int
     first_loss: float | None = None
     last_loss: float | None = None
     held_out: HeldOutLosses = HeldOutLosses()
     best_step: int | None = None
-    """The step whose held-out loss was best."""
+    """The step with the best held-out loss."""
     seconds: float
-    """Of this sitting."""
+    """Duration since the last start or resume."""
     tokens: int
-    """Trained on, like `steps` in all sittings."""
+    """Tokens trained on, including those before a resume."""
     supervised_tokens: int = 0
     signal: str | None = None
-    """Which one interrupted it."""
+    """The signal that interrupted it."""
     artefacts: dict[str, str] = Field(default_factory=dict)
-    """What was made, and where, seen from the run folder."""
+    """Written files, relative to the run folder."""
     allowed_changes: list[str] = Field(default_factory=list)
-    """What differed from the checkpoint and was allowed with `--allow-change`, line by line."""
+    """Changes since the checkpoint that `--allow-change` allowed."""
     healing: list[str] = Field(default_factory=list)
-    """What went wrong, what was done about it and what that cost, line by line; `healing.jsonl` has the numbers."""
+    """Problems, remedies and their cost, one line each; `healing.jsonl` has the numbers."""
     advice: list[str] = Field(default_factory=list)
     """What to change next time."""
     notes: list[str] = Field(default_factory=list)
-    """What a person should know: checkpoints that could not be saved, damage that was passed over."""
+    """Warnings: checkpoints that could not be saved, damage that was ignored."""
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
-    """Write the outcome in one move, without secrets."""
+    """Write the outcome atomically, without secrets."""
     write_atomic(folder / OUTCOME, stable_json(plain(outcome.model_dump())))
 
 
 def read_outcome(folder: Path) -> Outcome | None:
-    """Read a run's outcome; None while there is none; raise UserError when it cannot be read."""
+    """Read the outcome of a run; None if there is none; raise UserError if it cannot be read."""
     path = folder / OUTCOME
     if not path.is_file():
         return None

@@ -1,4 +1,4 @@
-"""The proof that an export is the model that was trained: `parity.json`, read and written; no logic."""
+"""`parity.json` and `proof.json`: the proof that an export equals the trained model."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ PARITY = "parity.json"
 PROOF = "proof.json"
 REFERENCE = "proof.safetensors"
 PROOF_FILES = (REFERENCE, "README.md")
-"""What lies beside the artefacts and is hashed as they are."""
+"""Files beside the artefacts that are hashed too."""
 
 
 class _Record(BaseModel):
@@ -24,17 +24,17 @@ class _Record(BaseModel):
 
 
 class Artefact(_Record):
-    """One thing that was exported."""
+    """One exported artefact."""
 
     kind: str
     """The name of an export target."""
     precision: str
     """`fp32`, `bf16`, `f16`, `q8_0`, ...; empty for a Modelfile."""
     path: str
-    """Seen from the export's folder: a folder, or one file."""
+    """A folder or a file, relative to the export folder."""
     num_bytes: int
     sha256s: dict[str, str]
-    """Of each of its files, seen from the export's folder."""
+    """Hash of each of its files, by path relative to the export folder."""
 
     @property
     def name(self) -> str:
@@ -42,50 +42,50 @@ class Artefact(_Record):
 
 
 class Probe(_Record):
-    """A conversation, as training renders and tokenises it."""
+    """A conversation as the training renders and tokenizes it."""
 
     messages: list[dict[str, str]]
     text: str
     ids: list[int]
     is_long: bool = False
-    """Made to be longer than the model's window, or than what its positions were first trained for."""
+    """Longer than the sliding window of the model, or than the context it was first trained for."""
 
 
 class Question(_Record):
-    """A question, and what the trained model answers to it, likeliest token by likeliest token."""
+    """A question and the greedy answer of the trained model."""
 
     ids: list[int]
     answer: list[int]
     ended: bool
     text: str
-    """The answer in letters."""
+    """The text of the answer."""
 
 
 class ModelFacts(_Record):
-    """The trained model's settings, its vocabulary, and the tensors whose sketches are in `proof.safetensors`."""
+    """Settings and vocabulary of the trained model, and the tensors whose sketches are in `proof.safetensors`."""
 
     config: dict[str, Any]
-    """As `config.json` has it, every default filled in."""
+    """The values of `config.json`, with all defaults."""
     generation: dict[str, Any]
-    """As `generation_config.json` has it."""
+    """The values of `generation_config.json`."""
     special_tokens: dict[str, str]
-    """`eos_token`, `pad_token` and so on, as they are spelled."""
+    """Text of `eos_token`, `pad_token` and so on."""
     special_ids: dict[str, int]
-    """`eos`, `pad` and so on."""
+    """Ids of `eos`, `pad` and so on."""
     max_length: int | None
-    """Tokens of a text, by the tokenizer's own word."""
+    """Texts with their tokens, according to the tokenizer."""
     vocabulary: dict[str, str]
-    """Hashes of its words and of its merges."""
+    """Hashes of its tokens and of its merges."""
     shapes: dict[str, list[int]]
-    """Of every tensor once merged."""
+    """Shape of every tensor after merging."""
     twins: dict[str, str]
-    """Second names of tensors, with their first."""
+    """Tied tensors: second name to first name."""
     license: str | None = None
-    """Of the base, as a Modelfile names it."""
+    """License of the base model, as in a Modelfile."""
 
 
 class Proof(_Record):
-    """What an export is held against: how the trained model reads, computes and answers."""
+    """The reference of an export: how the trained model tokenizes, computes and answers."""
 
     format: str = "tunewell-proof"
     format_version: int = FORMAT_VERSION
@@ -96,35 +96,34 @@ class Proof(_Record):
     stop_ids: list[int]
     bos_id: int | None = None
     added_tokens: list[str] = Field(default_factory=list)
-    """Of the template, which the base does not know: its tables are lengthened for them before an adapter is put on."""
+    """Tokens of the template that the base does not have; its embeddings are extended before the adapter is applied."""
     date: str | None = None
-    """The day that training saw where the template asks for today's, at which the clock of the proof stands still;
-    None where it does not ask."""
+    """The fixed date for a template that asks for today's date; None if it does not ask."""
     probes: list[Probe]
     num_positions: int
-    """Last positions of each probe whose logits are in `proof.safetensors`."""
+    """Number of last positions of each probe whose logits are in `proof.safetensors`."""
     questions: list[Question]
     model: ModelFacts | None = None
-    """None in exports of tunewell before these were kept: nothing of the kind is compared then."""
+    """None in exports of older versions; then this part is not compared."""
     artefacts: list[Artefact]
     sha256s: dict[str, str] = Field(default_factory=dict)
-    """Of the files that belong to no artefact."""
+    """Hashes of the files that belong to no artefact."""
     notes: list[str] = Field(default_factory=list)
 
 
 class Check(_Record):
-    """One thing that was compared."""
+    """One comparison."""
 
     name: Literal["files", "finite", "token ids", "logits", "answers", "stop", "template", "tensors", "settings"]
     is_ok: bool
     words: str
     figures: dict[str, Any] = Field(default_factory=dict)
     bound: str = ""
-    """What is allowed, and why."""
+    """The allowed difference, and why."""
 
 
 class Link(_Record):
-    """One artefact held against what was trained."""
+    """The comparison of one artefact with the trained model."""
 
     artefact: str
     path: str
@@ -136,7 +135,7 @@ class Link(_Record):
 
 
 class Parity(_Record):
-    """The whole chain."""
+    """The result for all artefacts."""
 
     format: str = FORMAT
     format_version: int = FORMAT_VERSION
@@ -149,12 +148,12 @@ class Parity(_Record):
 
 
 def write_record(path: Path, record: Parity | Proof) -> None:
-    """Write a record in one move, without secrets."""
+    """Write a record atomically, without secrets."""
     write_atomic(path, stable_json(plain(record.model_dump())))
 
 
 def read_proof(folder: Path) -> Proof:
-    """Read what an export is to be held against; raise UserError where the folder is no export of ours."""
+    """Read the reference of an export; raise UserError if the folder is not an export of tunewell."""
     path = folder / PROOF
     if not path.is_file():
         raise UserError(f"`{folder}` is not an export: it has no `{PROOF}`", fix="run `tunewell export RUN`")

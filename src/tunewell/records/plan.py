@@ -1,4 +1,4 @@
-"""What a run will do, value by value, each with its reason: `plan.json`, read and written; no logic."""
+"""`plan.json`: what a run will do, each value with its reason."""
 
 import json
 from pathlib import Path
@@ -23,16 +23,16 @@ class _Record(BaseModel):
 
 
 class Chosen(_Record, Generic[T]):
-    """A value, and why it is this one."""
+    """A value and the reason for it."""
 
     value: T
     because: str
 
 
 class Plan(_Record):
-    """A run, decided. Everything that `train` needs to know beside the corpus and the model's files.
+    """The plan of a run: everything `train` needs to know besides the corpus and the model files.
 
-    One that was read has no secrets: where a path holds one, it is not a path any more.
+    A plan that was read contains no secrets: a path with a secret is redacted and no longer valid.
     """
 
     format: str = FORMAT
@@ -58,10 +58,10 @@ class Plan(_Record):
     warmup_steps: Chosen[int]
     num_steps: Chosen[int]
     epochs: Chosen[float]
-    """What `num_steps` comes to, over all documents."""
+    """The number of epochs that `num_steps` amounts to."""
     batch_tokens: Chosen[int | None]
     batch_documents: Chosen[int | None]
-    """One of the two bounds a step; the other is None."""
+    """One of the two limits a step; the other is None."""
     micro_batch_tokens: Chosen[int]
     compile: Chosen[Literal["auto", "on", "off"]]
     evaluate_every: Chosen[int]
@@ -69,7 +69,7 @@ class Plan(_Record):
 
 
 def write_plan(folder: Path, plan: Plan) -> None:
-    """Write the plan in one move, without secrets."""
+    """Write the plan atomically, without secrets."""
     write_atomic(folder / PLAN, stable_json(redact(plan.model_dump(mode="json"))))
 
 

@@ -1,4 +1,4 @@
-"""The folder of a run: what lies where, and that one process at a time works in it."""
+"""The run folder: the paths of its files, and a lock for one process at a time."""
 
 import os
 from contextlib import suppress
@@ -14,17 +14,17 @@ from tunewell.records.plan import PLAN
 
 _LOCK = ".lock"
 RUN_CONFIG = "config.yaml"
-"""The settings that a run was last started with."""
+"""The settings with which a run was last started."""
 DOCUMENTS = "documents.tsv"
-"""A short hash of every document that the run learns from."""
+"""A short hash of every training document."""
 _NOT_OURS = frozenset({_LOCK, ".DS_Store"})
 
 
 class RunDir:
-    """A run's folder, held by this process from `begin` or `reopen` until `close`.
+    """A run folder, locked by this process from `begin` or `reopen` until `close`.
 
-    A new run that is refused before `keep` was called leaves nothing behind, so that the corrected command can have its
-    folder. Whatever else ends it, a bug above all, leaves what there is.
+    A new run that ends with a UserError before `keep` leaves no files, so that the corrected command can use the
+    folder. After any other error the files stay.
     """
 
     def __init__(self, path: Path, lock: FolderLock) -> None:
@@ -35,19 +35,19 @@ class RunDir:
 
     @classmethod
     def begin(cls, path: Path, *, corpus: Path | None = None) -> "RunDir":
-        """Make the folder of a new run and hold it; the run's own corpus may lie in it already.
+        """Create and lock the folder of a new run; the corpus of the run may be in it.
 
-        Raises UserError if something lies there, if another process holds it, or if it cannot be written.
+        Raises UserError if the folder is not empty, locked by another process, or not writable.
         """
         if path.exists() and not path.is_dir():
-            raise UserError(f"`{path}` is a file", fix="name another place with `--out`")
+            raise UserError(f"`{path}` is a file", fix="choose another folder with `--out`")
         known = _NOT_OURS | _parts_within(path, corpus)
         if path.is_dir() and not (path / _LOCK).exists():
-            _refuse_filled(path, known)  # before a lock is laid among what may be other people's files
+            _require_empty(path, known)  # before a lock file is created among files of others
         is_ours = not path.exists()
         run = cls._hold(path)
         try:
-            _refuse_filled(path, known)
+            _require_empty(path, known)
         except UserError:
             run.close()
             raise
@@ -56,19 +56,19 @@ class RunDir:
 
     @classmethod
     def reopen(cls, path: Path) -> "RunDir":
-        """Hold the folder of a run that goes on.
+        """Lock the folder of a run to resume it.
 
-        Raises UserError if no run lies there, if another process holds it, or if it cannot be written.
+        Raises UserError if it holds no run, is locked by another process, or is not writable.
         """
-        cls.refuse_absent(path)
+        cls.require_run(path)
         return cls._hold(path)
 
     @staticmethod
-    def refuse_absent(path: Path) -> None:
-        """Raise UserError if no run lies there to go on with."""
+    def require_run(path: Path) -> None:
+        """Raise UserError if there is no run to resume."""
         if not (path / PLAN).is_file():
-            what = f"there is no run in `{path}` to go on with" if path.is_dir() else f"there is no run `{path}`"
-            raise UserError(what, where=f"looked for `{path / PLAN}`", fix="start one without `--resume`")
+            what = f"there is no run in `{path}` to resume" if path.is_dir() else f"there is no run `{path}`"
+            raise UserError(what, where=f"looked for `{path / PLAN}`", fix="start a new run without `--resume`")
 
     @classmethod
     def _hold(cls, path: Path) -> "RunDir":
@@ -76,27 +76,27 @@ class RunDir:
             path.mkdir(parents=True, exist_ok=True)
             lock = FolderLock.take(path / _LOCK, doing=f"training in `{path}`")
             try:
-                _try_to_write(path)
+                _check_writable(path)
             except OSError:
                 lock.release()
                 raise
         except OSError as error:
             raise UserError(
                 f"the folder `{path}` cannot be written: {error.strerror}",
-                fix="make it writable, or name another place with `--out`",
+                fix="make it writable, or choose another folder with `--out`",
             ) from error
         return cls(path, lock)
 
     def write(self, name: str, text: str) -> None:
-        """Write a text of the run (`README.md`, `config.yaml`) in one move, without secrets."""
+        """Write a text file of the run (`README.md`, `config.yaml`) atomically, without secrets."""
         write_atomic(self.path / name, redact(text))
 
     def keep(self) -> None:
-        """Say that the first step is about to be taken: from now on this is a run, however it ends."""
+        """Keep the folder from now on, however the run ends; called before the first step."""
         self._is_kept = True
 
     def close(self) -> None:
-        """Let the next one in; a second call does nothing."""
+        """Release the lock; a second call does nothing."""
         self._lock.release()
 
     def __enter__(self) -> "RunDir":
@@ -104,15 +104,15 @@ class RunDir:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and issubclass(kind, UserError) and not self._is_kept:
-            self._take_back()
+            self._remove_files()
         self.close()
 
-    def _take_back(self) -> None:
-        """Remove what a run writes before its first step, by name: the folder was empty, but may hold a corpus now."""
+    def _remove_files(self) -> None:
+        """Delete the files that a run writes before its first step, by name: the folder may hold a corpus."""
         for path in (self.plan, self.config, self.documents, self.events, self.samples, self.healing):
             with suppress(OSError):
                 path.unlink()
-        with suppress(OSError):  # one that is not empty stays
+        with suppress(OSError):  # not empty: keep it
             self.checkpoints.rmdir()
         with suppress(OSError):
             if self._is_ours and [entry.name for entry in self.path.iterdir()] == [_LOCK]:
@@ -121,27 +121,27 @@ class RunDir:
 
     @property
     def plan(self) -> Path:
-        """What the run does, and why."""
+        """What the run does, and why: `plan.json`."""
         return self.path / PLAN
 
     @property
     def config(self) -> Path:
-        """The settings it was last started with."""
+        """The settings with which it was last started."""
         return self.path / RUN_CONFIG
 
     @property
     def documents(self) -> Path:
-        """What it learns from, as hashes."""
+        """Hashes of the training documents."""
         return self.path / DOCUMENTS
 
     @property
     def events(self) -> Path:
-        """One line per step and per look at the held-out rows."""
+        """One line per step and per evaluation."""
         return self.path / "events.jsonl"
 
     @property
     def healing(self) -> Path:
-        """What went wrong and what was done about it."""
+        """Problems and remedies."""
         return self.path / "healing.jsonl"
 
     @property
@@ -161,7 +161,7 @@ class RunDir:
 
     @property
     def readme(self) -> Path:
-        """The run in words."""
+        """A description of the run."""
         return self.path / "README.md"
 
     @property
@@ -171,27 +171,27 @@ class RunDir:
 
 
 def _parts_within(path: Path, corpus: Path | None) -> frozenset[str]:
-    """Name what making a corpus leaves in a folder that it lies in; nothing where it lies elsewhere."""
-    run, place = path.absolute(), (corpus or path).absolute()
-    return frozenset({place.relative_to(run).parts[0], ".tunewell"}) if run in place.parents else frozenset()
+    """Return the names that `prepare` leaves in the run folder if the corpus is inside it; else nothing."""
+    run, target = path.absolute(), (corpus or path).absolute()
+    return frozenset({target.relative_to(run).parts[0], ".tunewell"}) if run in target.parents else frozenset()
 
 
-def _refuse_filled(path: Path, known: frozenset[str]) -> None:
+def _require_empty(path: Path, known: frozenset[str]) -> None:
     names = sorted(entry.name for entry in path.iterdir() if entry.name not in known)
     if not names:
         return
     has_run = PLAN in names
     more = f" and {count(len(names) - 5)} more" if len(names) > 5 else ""
     raise UserError(
-        f"a run lies in `{path}`" if has_run else f"the folder `{path}` is not empty",
+        f"`{path}` already holds a run" if has_run else f"the folder `{path}` is not empty",
         where=", ".join(names[:5]) + more,
-        fix="go on with it by `--resume`, or name another place with `--out`"
+        fix="resume it with `--resume`, or choose another folder with `--out`"
         if has_run
-        else "name another place with `--out` (`--resume` goes on with a run, and there is none)",
+        else "choose another folder with `--out` (`--resume` needs a run, and there is none)",
     )
 
 
-def _try_to_write(path: Path) -> None:
+def _check_writable(path: Path) -> None:
     probe = path / f".probe.{os.getpid()}"
     try:
         write_synced(probe, b"can this be written?\n")

@@ -229,7 +229,7 @@ def _refuse_nothing(loaded: LoadedConfig, *, is_resuming: bool) -> None:
     config = loaded.config
     fix = "begin with `tunewell init DATA --model MODEL`, or add `--data` and `--model` to the command"
     if is_resuming and config.model is None:
-        RunDir.refuse_absent(loaded.path(config.run))
+        RunDir.require_run(loaded.path(config.run))
         fix = REPEAT_FIRST_COMMAND
     if not config.data.sources and not (loaded.path(config.corpus) / MANIFEST).is_file():
         raise UserError(
