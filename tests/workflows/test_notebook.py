@@ -76,10 +76,10 @@ def cells(project: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[
     """Run cells of a notebook in this process, one after the other, and give the names they made."""
     names: dict[str, Any] = {}
 
-    def execute(*wanted: str, stand_ins: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    def execute(*sections: str, stand_ins: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
         os.chdir(project)
         source = code_of(notebook(is_overwriting=True, **options).path)
-        for name in ("tools", *wanted):
+        for name in ("tools", *sections):
             exec(source[name], names)  # noqa: S102  the code is ours, and what is tested
             names.update(stand_ins or {})
         return names
@@ -168,7 +168,7 @@ def test_patterns_are_spelled_out_and_those_that_lead_out_are_refused(project: P
     (project / "tunewell.yaml").write_text('model: a/b\ndata: {sources: "parts/*.jsonl"}\n')
     assert notebook().files == ["parts/1.jsonl", "parts/2.jsonl"]
     (project / "tunewell.yaml").write_text('model: a/b\ndata: {sources: "../*.jsonl"}\n')
-    with pytest.raises(UserError, match="leads out"):
+    with pytest.raises(UserError, match="is outside"):
         notebook(is_overwriting=True)
 
 
@@ -286,9 +286,9 @@ def test_the_device_of_another_machine_is_not_asked_for(project: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "options", "words"),
     [
-        ("", {}, "names no `model`"),
-        ("model: a/b\n", {}, "names no `data.sources`"),
-        (CONFIG, {"data": "ftp://example.org/x.zip"}, "no way to bring rows"),
+        ("", {}, "`model` is not set"),
+        ("model: a/b\n", {}, "`data.sources` is not set"),
+        (CONFIG, {"data": "ftp://example.org/x.zip"}, "is not `upload`, `drive` or a URL"),
         (CONFIG, {"data": "https://example.org/rows.jsonl"}, "needs 3 files"),
         (CONFIG.replace("org/small-model", "package:not-there"), {}, "no installed package"),
     ],
@@ -316,11 +316,11 @@ def test_a_command_that_fails_stops_the_notebook(cells: Callable[..., dict[str, 
     names = cells()
     end = "import sys; print('said so'); sys.exit(int(sys.argv[1]))"
     assert names["run"](sys.executable, "-c", end, 0) is None
-    assert names["run"](sys.executable, "-c", end, 3, goes_on=(3,)) == 3
+    assert names["run"](sys.executable, "-c", end, 3, allowed_codes=(3,)) == 3
     with stops("exit code 4: turn it"):
-        names["run"](sys.executable, "-c", end, 4, goes_on=(3,), advice="turn it")
+        names["run"](sys.executable, "-c", end, 4, allowed_codes=(3,), advice="turn it")
     with stops("exit code 4: it is round"):
-        names["run"](sys.executable, "-c", end, 4, means={4: "it is round"}, advice="turn it")
+        names["run"](sys.executable, "-c", end, 4, messages={4: "it is round"}, advice="turn it")
     assert capsys.readouterr().out.count("said so") == 4
 
 
@@ -336,7 +336,7 @@ def test_the_verdicts_of_training_go_on_or_stop(cells: Callable[..., dict[str, A
         return stand_in
 
     names = cells()
-    for code, ending in ((0, ""), (3, ""), (4, "verdict is FAIL"), (2, "code 2: the lines above")):
+    for code, ending in ((0, ""), (3, ""), (4, "verdict is FAIL"), (2, "code 2: see the error above")):
         stopping = stops(ending) if code in (2, 4) else contextlib.nullcontext()
         with stopping:
             cells("train", stand_ins={"tunewell": leaving(code)})
@@ -451,7 +451,7 @@ def test_a_notebook_without_its_rows_stops_in_words_before_it_trains(project: Pa
     outputs = {cell.id: cell.outputs for cell in book.cells if cell.cell_type == "code"}
     failure = outputs["upload"][-1]
     assert failure.ename == "Stopped" and len(failure.traceback) == 1
-    assert failure.traceback[0].startswith("Stopped: not there: held.jsonl; looked in ")
+    assert failure.traceback[0].startswith("Stopped: missing: held.jsonl in ")
     assert outputs["device"] == outputs["train"] == []
     assert (project / "tunewell-work" / "tunewell.yaml").read_text(encoding="utf-8") == CONFIG
     assert (project / "tunewell-work" / "rows.jsonl").is_file()

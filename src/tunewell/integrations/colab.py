@@ -1,4 +1,4 @@
-"""A config for another machine: its text without secrets, what has to be brought along, and where that will lie."""
+"""Adapt a config for a Colab notebook: remove secrets, rewrite paths, list the files and the pip requirements."""
 
 import glob as globbing
 import importlib.metadata
@@ -20,47 +20,50 @@ from tunewell.core.files import is_url
 from tunewell.core.redact import redact
 from tunewell.core.units import size_bytes
 
+PACKAGE = "package:"
+_EXTRAS = "[train,export]"
+_NAME_PACKAGE = "set `--package` to `git+https://HOST/OWNER/tunewell@COMMIT`, a wheel, or `none`"
+
 
 @dataclass(frozen=True)
-class MovedConfig:
-    """A config as another machine reads it."""
+class PortableConfig:
+    """A config for another machine."""
 
     text: str
     config: Config
-    """What the text says there."""
+    """The parsed text."""
     files: list[str]
-    """Files and folders to bring, by the names they have there, from the config's folder."""
+    """Files and folders that the config needs, relative to its folder on the other machine."""
     notes: list[str]
 
 
-def move_config(loaded: LoadedConfig) -> MovedConfig:
-    """Write a config for a folder elsewhere; comments stay, and paths that lead out of the config's folder become names
-    in it.
+def make_portable(loaded: LoadedConfig) -> PortableConfig:
+    """Return a copy of a config for another machine; comments stay, and paths outside its folder move into it.
 
-    Raises UserError for a pattern that leads out, and where nothing readable is left without the secrets.
+    Raises UserError for a glob outside the folder, and if the config is invalid without its secrets.
     """
     assert loaded.file is not None
     text = "\n".join(loaded.file.read_text(encoding="utf-8-sig").splitlines()) + "\n"
-    brought = _read_paths(loaded)
-    swaps = _names_inside([*brought, loaded.config.corpus, loaded.config.run])
-    notes = [f"`{old}` is `{new}` in the notebook" for old, new in swaps.items()]
-    bare = redact(text)
-    if bare != text:
-        notes.append("a secret in the config was replaced by `[redacted]`; the notebook does not know it")
-    moved = _swapped(bare, swaps)
-    files = list(dict.fromkeys(name for path in brought for name in _as_files(loaded, path, swaps)))
+    paths = _local_paths(loaded)
+    renames = _names_inside([*paths, loaded.config.corpus, loaded.config.run])
+    notes = [f"`{old}` is `{new}` in the notebook" for old, new in renames.items()]
+    redacted = redact(text)
+    if redacted != text:
+        notes.append("a secret in the config was replaced by `[redacted]`; the notebook does not contain it")
+    portable = _with_paths(redacted, renames)
+    files = list(dict.fromkeys(name for path in paths for name in _as_files(loaded, path, renames)))
     if redact(files) != files:
-        raise UserError("the path of a file holds a secret", where=str(loaded.file), fix="give the file another name")
+        raise UserError("the path of a file contains a secret", where=str(loaded.file), fix="rename the file")
     for name in files:
-        known = {new: old for old, new in swaps.items()}.get(name, name)
+        known = {new: old for old, new in renames.items()}.get(name, name)
         if not loaded.path(known).exists():
-            notes.append(f"`{known}` is not here now; the notebook will ask for it")
-    notes += _heavy(loaded)
-    return MovedConfig(moved, _config_in(moved), files, notes)
+            notes.append(f"`{known}` does not exist here; the notebook will ask for it")
+    notes += _model_size_note(loaded)
+    return PortableConfig(portable, _parse(portable), files, notes)
 
 
-def _read_paths(loaded: LoadedConfig) -> list[str]:
-    """List what the config names that lies on this machine."""
+def _local_paths(loaded: LoadedConfig) -> list[str]:
+    """Return the local files and folders that the config names."""
     config = loaded.config
     paths = [source.path for source in config.data.sources]
     if isinstance(config.data.held_out, str):
@@ -74,37 +77,37 @@ def _read_paths(loaded: LoadedConfig) -> list[str]:
 
 
 def _names_inside(paths: list[str]) -> dict[str, str]:
-    """Give every path that leads out of the folder a name inside it."""
-    taken = {path for path in paths if not _leads_out(path)}
-    swaps: dict[str, str] = {}
+    """Return a new name inside the folder for every path outside it."""
+    taken = {path for path in paths if not _is_outside(path)}
+    renames: dict[str, str] = {}
     for path in paths:
-        if not _leads_out(path) or path in swaps:
+        if not _is_outside(path) or path in renames:
             continue
         if globbing.has_magic(path):
             raise UserError(
-                f"the pattern `{path}` leads out of the config's folder",
-                fix="name the folder instead of the pattern, or put the rows beside the config",
+                f"the glob `{path}` is outside the config's folder",
+                fix="use a folder instead of a glob, or move the rows beside the config",
             )
         name = Path(path).expanduser().resolve().name
         stem, number = name, 2
         while name in taken:
             name, number = f"{number}-{stem}", number + 1
-        swaps[path] = name
+        renames[path] = name
         taken.add(name)
-    return swaps
+    return renames
 
 
-def _leads_out(path: str) -> bool:
+def _is_outside(path: str) -> bool:
     plain = Path(path).expanduser()
     return plain.is_absolute() or Path(os.path.normpath(plain)).parts[:1] == ("..",)
 
 
-def _swapped(text: str, swaps: dict[str, str]) -> str:
-    """Put other paths into the text of a config, and leave all else in it as it is."""
-    for event in reversed(list(yaml.parse(text, Loader=yaml.SafeLoader)) if swaps else []):
+def _with_paths(text: str, renames: dict[str, str]) -> str:
+    """Replace paths in the text of a config; everything else stays as it is."""
+    for event in reversed(list(yaml.parse(text, Loader=yaml.SafeLoader)) if renames else []):
         if isinstance(event, yaml.ScalarEvent):
-            for old, new in swaps.items():
-                # Behind a path there may be a limit (`#500`) or the name of a function (`:convert`).
+            for old, new in renames.items():
+                # A path may be followed by a limit (`#500`) or the name of a function (`:convert`).
                 if event.value == old or event.value.startswith((f"{old}#", f"{old}:")):
                     written = yaml.safe_dump(new + event.value.removeprefix(old), allow_unicode=True, width=10**9)
                     text = text[: event.start_mark.index] + written.splitlines()[0] + text[event.end_mark.index :]
@@ -112,28 +115,28 @@ def _swapped(text: str, swaps: dict[str, str]) -> str:
     return text
 
 
-def _as_files(loaded: LoadedConfig, path: str, swaps: dict[str, str]) -> list[str]:
+def _as_files(loaded: LoadedConfig, path: str, renames: dict[str, str]) -> list[str]:
     if globbing.has_magic(path) and not loaded.path(path).exists():
-        # As data.sources.files does it: the folder may have brackets in its own name.
+        # Like data.sources.files: the name of the folder may contain brackets.
         found = sorted(globbing.glob(path, root_dir=loaded.base, recursive=True))  # noqa: PTH207
         if not found:
             raise UserError(f"no file matches `{path}`", where=str(loaded.file))
         return [Path(name).as_posix() for name in found]
-    return [swaps.get(path, Path(path).as_posix())]
+    return [renames.get(path, Path(path).as_posix())]
 
 
-def _heavy(loaded: LoadedConfig) -> list[str]:
-    """Say what a model on this machine costs to bring along."""
+def _model_size_note(loaded: LoadedConfig) -> list[str]:
+    """Return a note with the size of a local model, which must be uploaded."""
     name = loaded.config.model
-    if not name or not (place := loaded.path(name)).exists():
+    if not name or not (path := loaded.path(name)).exists():
         return []
-    files = [file for file in place.rglob("*") if file.is_file()] if place.is_dir() else [place]
+    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
     size = size_bytes(sum(file.stat().st_size for file in files))
-    return [f"the model lies on this machine and must be brought too, {size}; a hub id in the config would spare that"]
+    return [f"the model is a local file and must be uploaded too ({size}); use a Hub id to avoid that"]
 
 
-def _config_in(text: str) -> Config:
-    """Read a config's text as the other machine will."""
+def _parse(text: str) -> Config:
+    """Parse a config's text as the other machine will; raise UserError if it is invalid."""
     with tempfile.TemporaryDirectory(prefix="tunewell-notebook-") as folder:
         path = Path(folder) / FILE_NAME
         path.write_text(text, encoding="utf-8")
@@ -141,39 +144,32 @@ def _config_in(text: str) -> Config:
             return load_config(path).config
         except UserError as error:
             raise UserError(
-                "the config cannot be read without its secrets",
+                "the config is invalid without its secrets",
                 where=error.what,
-                fix="take them out of the config; a token belongs in the environment",
+                fix="remove them from the config; set tokens in the environment",
             ) from None
 
 
-# What pip installs in a notebook: the tunewell that writes it, from where that came, and packages with models.
-
-PACKAGE = "package:"
-_EXTRAS = "[train,export]"
-_NAME_IT = "name where pip finds it with `--package`: `git+https://HOST/OWNER/tunewell@COMMIT`, a wheel, or `none`"
-
-
 def requirement(package: str | None, notes: list[str]) -> list[str]:
-    """Say what pip is to install: what is installed here, or what the person names, with the extras where it has none.
+    """Return the pip requirement for tunewell: `package`, or the version that is installed here.
 
-    Raises UserError where this one came from a folder, which no other machine has, and for an address with a secret.
+    Raises UserError if this installation comes from a local folder, and for a URL with a secret.
     """
     if package == "none":
         return []
     found = _installed() if package is None else package
     if redact(found) != found:
-        raise UserError("the package's address holds a secret, which everyone could read", where="--package")
+        raise UserError("the package URL contains a secret, which everyone could read", where="--package")
     if "://" in found:
         return [found if " @ " in found else f"tunewell{_EXTRAS} @ {found}"]
     if found.endswith((".whl", ".tar.gz")):
-        notes.append(f"put `{Path(found).name}` beside the notebook; in Colab drop it into the files at the left")
+        notes.append(f"put `{Path(found).name}` beside the notebook; in Colab, drag it into the file list on the left")
         return [f"../{Path(found).name}{_EXTRAS}"]
     return [found]
 
 
 def model_packages(loaded: LoadedConfig) -> list[str]:
-    """List the packages that a model or a tokenizer is read from, at the versions that are here."""
+    """Return the packages that hold the model or the tokenizer, at their installed versions."""
     named = [name for name in (loaded.config.model, loaded.config.tokenizer) if name and name.startswith(PACKAGE)]
     found = []
     for name in dict.fromkeys(name.removeprefix(PACKAGE) for name in named):
@@ -182,38 +178,38 @@ def model_packages(loaded: LoadedConfig) -> list[str]:
             package = importlib.metadata.distribution(modules.get(name.replace("-", "_"), [name])[0])
         except importlib.metadata.PackageNotFoundError:
             raise UserError(
-                f"there is no installed package `{name}`", fix="install it, so that its version is known"
+                f"there is no installed package `{name}`", fix="install it with pip, so that its version is known"
             ) from None
         found.append(f"--no-deps {package.name}=={package.version}")
     return found
 
 
 def _installed() -> str:
-    """Say how pip gets the tunewell that runs here: from an index, or from the address it came from, at its commit."""
+    """Return the requirement for the running tunewell: from an index, or from its URL at its commit."""
     origin = direct_url()
     if origin is None:
         if "+" in tunewell.__version__:
-            raise UserError(f"this is tunewell {tunewell.__version__}, which pip cannot find", fix=_NAME_IT)
+            raise UserError(f"tunewell {tunewell.__version__} is not on a package index", fix=_NAME_PACKAGE)
         return f"tunewell{_EXTRAS}=={tunewell.__version__}"
-    address = str(origin.get("url", ""))
-    if urllib.parse.urlsplit(address).scheme in ("", "file"):
+    url = str(origin.get("url", ""))
+    if urllib.parse.urlsplit(url).scheme in ("", "file"):
         raise UserError(
-            "this tunewell was installed from a folder or a file, which the notebook cannot reach",
-            where=address or None,
-            fix=_NAME_IT,
+            "tunewell was installed from a folder or a file, which the notebook cannot reach",
+            where=url or None,
+            fix=_NAME_PACKAGE,
         )
-    marks = [f"subdirectory={origin['subdirectory']}"] if origin.get("subdirectory") else []
+    fragments = [f"subdirectory={origin['subdirectory']}"] if origin.get("subdirectory") else []
     if control := origin.get("vcs_info"):
-        address = f"{control['vcs']}+{address}@{control['commit_id']}"
+        url = f"{control['vcs']}+{url}@{control['commit_id']}"
     elif sha := (origin.get("archive_info") or {}).get("hashes", {}).get("sha256"):
-        marks.append(f"sha256={sha}")
-    return f"{address}#{'&'.join(marks)}" if marks else address
+        fragments.append(f"sha256={sha}")
+    return f"{url}#{'&'.join(fragments)}" if fragments else url
 
 
 def direct_url() -> dict[str, Any] | None:
-    """Read where pip had this tunewell from; None where that is an index, as PEP 610 says."""
+    """Return the installed package's `direct_url.json` (PEP 610); None if it comes from an index."""
     try:
         text = importlib.metadata.distribution("tunewell").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:
-        return {"url": Path(__file__).parents[1].as_uri()}  # not installed at all: run from its sources
+        return {"url": Path(__file__).parents[1].as_uri()}  # not installed: run from a source tree
     return json.loads(text) if text else None

@@ -1,6 +1,6 @@
-"""`tunewell notebook`: write a notebook for Colab that does the run of a config, from the rows to a GGUF file.
+"""`tunewell notebook`: write a Colab notebook that trains a config, from the rows to a GGUF file.
 
-Its words and its code are in `notebook.md`; here they are chosen and filled in.
+The text and the code of the cells are in `integrations/notebook.md`; this module selects sections and fills them in.
 """
 
 import json
@@ -18,7 +18,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import write_atomic
 from tunewell.core.presets import is_preset
 from tunewell.core.redact import redact
-from tunewell.integrations.colab import PACKAGE, MovedConfig, model_packages, move_config, requirement
+from tunewell.integrations.colab import PACKAGE, PortableConfig, make_portable, model_packages, requirement
 
 _SECTION = re.compile(r"^<!-- ([a-z-]+) -->\n", re.MULTILINE)
 _CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -33,19 +33,19 @@ _METADATA: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class NotebookResult:
-    """What was written, and what the person has to bring to it."""
+    """The written notebook, and the files and packages it needs."""
 
     path: Path
     config: Path
     num_cells: int
     data: str
-    """How the files get there: `upload`, `drive` or an address."""
+    """How the files get to Colab: `upload`, `drive` or a URL."""
     files: list[str]
     installs: list[str]
     notes: list[str]
 
     def as_json(self) -> dict[str, Any]:
-        """Give the object that `notebook --json` prints."""
+        """Return the object that `notebook --json` prints."""
         return {
             "notebook": str(self.path),
             "config": str(self.config),
@@ -65,26 +65,30 @@ def notebook(
     package: str | None = None,
     is_overwriting: bool = False,
 ) -> NotebookResult:
-    """Write a notebook that brings the files, trains, judges, exports and hands over the result.
+    """Write a notebook that uploads the files, trains, tests, exports and downloads the result.
 
-    `data` is `upload`, `drive` or an address; `package` is what pip installs in place of this version, or `none`.
-    Raises UserError where one is there already, and for whatever the notebook is known to fail at.
+    `data` is `upload`, `drive` or a URL; `package` is what pip installs instead of this version, or `none`. Raises
+    UserError if the notebook exists already, or is certain to fail.
     """
     path = out or Path("train.ipynb")
     if path.exists() and not is_overwriting:
-        raise UserError(f"there is a `{path}` already", fix="use `--force` to replace it, or `--out` for another name")
+        raise UserError(
+            f"`{path}` already exists", fix="overwrite it with `--force`, or choose another name with `--out`"
+        )
     loaded = load_config(config)
     if loaded.file is None:
-        raise UserError(f"there is no `{FILE_NAME}` here", fix="make one with `tunewell init DATA --model MODEL`")
+        raise UserError(f"there is no `{FILE_NAME}` here", fix="write one with `tunewell init DATA --model MODEL`")
     for key, value in (("model", loaded.config.model), ("data.sources", loaded.config.data.sources)):
         if not value:
-            raise UserError(f"the config names no `{key}`", where=str(loaded.file), fix=f"see `tunewell explain {key}`")
-    moved = move_config(loaded)
-    notes = list(moved.notes)
+            raise UserError(
+                f"`{key}` is not set in the config", where=str(loaded.file), fix=f"see `tunewell explain {key}`"
+            )
+    portable = make_portable(loaded)
+    notes = list(portable.notes)
     installs = [*requirement(package, notes), *model_packages(loaded)]
     values = {
-        **_values(loaded, moved, notes),
-        **_address(data, moved.files),
+        **_values(loaded, portable, notes),
+        **_url_values(data, portable.files),
         "folder": repr(Path(os.path.relpath(loaded.base.resolve(), path.parent.resolve())).as_posix()),
         "install": "\n".join(_install_line(one) for one in installs),
     }
@@ -92,50 +96,50 @@ def notebook(
     written = {"cells": cells, "metadata": _METADATA, "nbformat": 4, "nbformat_minor": 5}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json.dumps(written, indent=1, ensure_ascii=False) + "\n")
-    return NotebookResult(path, loaded.file, len(cells), data, moved.files, installs, notes)
+    return NotebookResult(path, loaded.file, len(cells), data, portable.files, installs, notes)
 
 
 def _sections(loaded: LoadedConfig, data: str, *, has_install: bool) -> list[str]:
-    """Choose the sections of `notebook.md`, in their order."""
+    """Return the names of the sections of `notebook.md`, in order."""
     model = str(loaded.config.model)
     is_hub = not (is_preset(model) or model.startswith(PACKAGE) or loaded.path(model).exists())
-    way = data if data in ("upload", "drive") else "url"
+    transfer = data if data in ("upload", "drive") else "url"
     optional = [name for name, is_there in (("install", has_install), ("token", is_hub)) if is_there]
-    middle = ["config", "files", way, "device", "train", "verdict", "export", "download"]
-    return ["intro", "tools", *optional, *middle, "take-by-drive" if way == "drive" else "take-by-browser"]
+    middle = ["config", "files", transfer, "device", "train", "verdict", "export", "download"]
+    return ["intro", "tools", *optional, *middle, "take-by-drive" if transfer == "drive" else "take-by-browser"]
 
 
-def _values(loaded: LoadedConfig, moved: MovedConfig, notes: list[str]) -> dict[str, str]:
-    """Write what differs between notebooks, as Python where it stands in code."""
+def _values(loaded: LoadedConfig, portable: PortableConfig, notes: list[str]) -> dict[str, str]:
+    """Return the values for the placeholders of the template, as Python literals for code cells."""
     device, flags = loaded.config.device, ""
     if device not in ("auto", "cpu", "cuda"):
-        notes.append(f"`device: {device}` is for this machine; the notebook trains on the best it finds")
+        notes.append(f"`device: {device}` is for this machine; the notebook uses the best device it finds")
         device, flags = "auto", '\n    "--device=auto",'
     kinds = loaded.config.export.gguf if loaded.origin("export.gguf") != "default" else _KINDS
     return {
-        "model": Path(str(moved.config.model)).name.replace(PACKAGE, ""),
+        "model": Path(str(portable.config.model)).name.replace(PACKAGE, ""),
         "version": tunewell.__version__,
-        "config": moved.text.rstrip("\n"),
-        "files": pprint.pformat(moved.files, width=100),
+        "config": portable.text.rstrip("\n"),
+        "files": pprint.pformat(portable.files, width=100),
         "device": repr(device),
-        "run": repr(moved.config.run),
+        "run": repr(portable.config.run),
         "flags": flags,
         "kinds": repr(",".join(kinds)),
     }
 
 
-def _address(data: str, files: list[str]) -> dict[str, str]:
-    """Check where the files come from; an address must bring them all, and hold no secret."""
+def _url_values(data: str, files: list[str]) -> dict[str, str]:
+    """Return the values for a download; raise UserError if the URL is invalid, holds a secret or lacks files."""
     if data in ("upload", "drive"):
         return {}
     parts = urllib.parse.urlsplit(data)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise UserError(
-            f"`{data}` is no way to bring rows", where="--data", fix="`upload`, `drive` or an https address"
+            f"`{data}` is not `upload`, `drive` or a URL", where="--data", fix="use `upload`, `drive` or an https URL"
         )
     if redact(data) != data:
         raise UserError(
-            "the address holds a secret, which everyone who gets the notebook could read",
+            "the URL contains a secret, which everyone with the notebook could read",
             where="--data",
             fix="use `upload` or `drive`",
         )
@@ -143,34 +147,34 @@ def _address(data: str, files: list[str]) -> dict[str, str]:
     is_archive = name.lower().endswith(".zip")
     if len(files) > 1 and not is_archive:
         raise UserError(
-            f"the config needs {len(files)} files and the address brings one",
+            f"the config needs {len(files)} files, but the URL is one file",
             where=", ".join(files),
-            fix="put them into one `.zip` and name its address, or use `upload` or `drive`",
+            fix="put them into one `.zip` file, or use `upload` or `drive`",
         )
     return {"address": repr(data), "target": repr(name if is_archive else Path(files[0]).name)}
 
 
 def _install_line(requirement: str) -> str:
-    words = ["--no-deps", requirement.removeprefix("--no-deps ")] if requirement.startswith("--") else [requirement]
-    return f'run(sys.executable, "-m", "pip", "install", {", ".join(map(repr, words))}, advice=advice)'
+    arguments = ["--no-deps", requirement.removeprefix("--no-deps ")] if requirement.startswith("--") else [requirement]
+    return f'run(sys.executable, "-m", "pip", "install", {", ".join(map(repr, arguments))}, advice=advice)'
 
 
 def _cells(section: str, values: dict[str, str]) -> list[dict[str, Any]]:
-    """Make a section's cells: its words, then its code."""
+    """Return the cells of a section: its text, then its code."""
     parts = _SECTION.split((Path(__file__).parents[1] / "integrations" / "notebook.md").read_text(encoding="utf-8"))
     text = dict(zip(parts[1::2], parts[2::2], strict=True))[section]
     code = _CODE.search(text)
-    words = _filled(_CODE.sub("", text), values)
+    markdown = _fill(_CODE.sub("", text), values)
     cells: list[dict[str, Any]] = []
-    if words:
-        cells.append({"cell_type": "markdown", "id": f"{section}-words", "metadata": {}, "source": words})
+    if markdown:
+        cells.append({"cell_type": "markdown", "id": f"{section}-words", "metadata": {}, "source": markdown})
     if code:
-        source = _filled(code[1], values)
+        source = _fill(code[1], values)
         cell = {"cell_type": "code", "id": section, "metadata": {}, "source": source}
         cells.append(cell | {"execution_count": None, "outputs": []})
     return [cell | {"source": cell["source"].splitlines(keepends=True)} for cell in cells]
 
 
-def _filled(text: str, values: dict[str, str]) -> str:
-    # In one pass: a config may hold double braces of its own.
+def _fill(text: str, values: dict[str, str]) -> str:
+    # In one pass: the config may contain double braces.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: values[found[1]], text).strip("\n")
