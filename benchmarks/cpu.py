@@ -189,7 +189,9 @@ def ours(folder: Path, clock: Clock, name: str) -> None:
     """Train as `tunewell train` does; between its windows, the products alone are timed in the same process."""
     import torch
 
-    from tunewell.workflows.train import train
+    from tunewell.config.load import load_config
+    from tunewell.runs.options import RunOptions
+    from tunewell.workflows.train import run_training
 
     corpus, order = documents_in_order(folder)
     num_steps = clock.marks[-1]
@@ -223,7 +225,8 @@ def ours(folder: Path, clock: Clock, name: str) -> None:
         "checkpoints.every_steps": 5,
     }
     clock.call()
-    train(sets=[f"{key}={value}" for key, value in settings.items()], listener=marks)
+    loaded = load_config(sets=[f"{key}={value}" for key, value in settings.items()])
+    run_training(loaded, RunOptions(owns_process=True), marks)
     clock.report(losses=marks.losses, sgemm=sgemm, steps=num_steps)
 
 

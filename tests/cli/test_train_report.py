@@ -239,7 +239,7 @@ def test_what_was_healed_is_told_with_its_cost_and_what_to_change():
     ]
     text = train_result_screen(replace(Result(), healing=entries, advice=["set `train.micro_batch_tokens: 512`"]), None)
     assert "healed      step 7: it broke" in text and "slower" not in text
-    whole = "in all: 1 update left out, 1 document left out, 1 step taken again in smaller parts"
+    whole = "in total: 1 update skipped, 1 document left out, 1 step repeated in smaller parts"
     assert whole in " ".join(text.split())
     assert "next time   set `train.micro_batch_tokens: 512`" in text
 

@@ -14,8 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tunewell.config.load import load_config
 from tunewell.evaluation.everyday import everyday_texts
+from tunewell.runs.options import RunOptions
 from tunewell.runs.result import TrainResult
-from tunewell.workflows.train import train
+from tunewell.workflows.train import run_training
 
 END = "<|im_end|>"
 COLOURS = {
@@ -157,4 +158,4 @@ def run_of(project: Path, model: str | Path, *, out: str = "run", sets: dict[str
         data=[str(project / name) for name in names],
         has_file=False,
     )
-    return train(loaded)
+    return run_training(loaded, RunOptions())

@@ -133,7 +133,7 @@ def test_a_disk_that_is_full_at_the_end_is_no_bug(project: Path, monkeypatch: py
     monkeypatch.setattr(train_ending, "write_outcome", full)
     result = tunewell.train(sets=[*SETTINGS, "train.max_steps=2", "device=cpu"])
     assert (result.status, result.exit_code) == ("finished", 0)
-    assert "could not be written: No space left on device" in result.notes[-1]
+    assert "README.md`: No space left on device" in result.notes[-1]
 
 
 def test_a_run_whose_config_went_away_is_finished_all_the_same(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_a_run_whose_config_went_away_is_finished_all_the_same(project: Path, mo
     monkeypatch.setattr(train_ending, "write_outcome", without)
     result = tunewell.train(sets=[*SETTINGS, "train.max_steps=2", "device=cpu"])
     assert (result.status, result.exit_code) == ("finished", 0)
-    assert "could not be written: the config file does not exist" in result.notes[-1]
+    assert "README.md`: the config file does not exist" in result.notes[-1]
 
 
 def test_an_adapter_on_a_folder_loads_in_peft(project: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_resume_on_other_rows_is_refused_and_they_are_named(project: Path) -> 
     with (project / "rows.jsonl").open("a") as file:
         file.write(json.dumps({"instruction": "One more?", "output": "One more."}) + "\n")
     refused = _train(project, "--resume")
-    assert refused.returncode == 2 and "1 added, 0 gone, 0 changed" in refused.stderr
+    assert refused.returncode == 2 and "1 added, 0 removed, 0 changed" in refused.stderr
     assert "rows.jsonl row 41" in refused.stderr
 
 
@@ -276,7 +276,7 @@ def test_the_library_takes_a_mapping_and_its_run_can_be_gone_on_with(
     sets = [*SETTINGS, "train.max_steps=2", "method.kind=full", "device=cpu"]
     assert tunewell.train(config, sets=sets).run == Path("mine")
     resumed = run_command("train", "--resume", "--config", "mine/config.yaml", "--out", "mine", cwd=project)
-    assert resumed.returncode == 0 and "going on after step 2" in resumed.stderr, resumed.stderr
+    assert resumed.returncode == 0 and "resumed after step 2" in resumed.stderr, resumed.stderr
 
 
 def test_a_run_without_a_config_goes_on_by_its_own(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,12 +290,12 @@ def test_a_run_without_a_config_goes_on_by_its_own(project: Path, monkeypatch: p
     (project / "aside.yaml").unlink()
     made = (project / "corpus" / "manifest.json").stat()
     again = run_command("train", "--resume", "--out", "mine", cwd=project)
-    assert again.returncode == 0 and "going on after step 2" in again.stderr, again.stderr
+    assert again.returncode == 0 and "resumed after step 2" in again.stderr, again.stderr
     assert "changed on resume" not in again.stderr
     assert (project / "corpus" / "manifest.json").stat() == made
     (project / "mine" / "config.yaml").rename(project / "kept.yaml")
     empty = run_command("train", "--resume", "--out", "mine", cwd=project)
-    assert empty.returncode == 2 and "the command that began the run once more" in empty.stderr, empty.stderr
+    assert empty.returncode == 2 and "repeat the command that started the run" in empty.stderr, empty.stderr
     (project / "kept.yaml").rename(project / "mine" / "config.yaml")
     refused = run_command("train", "--resume", "--out", "mine", "--seed", "6", cwd=project)
     assert refused.returncode == 2 and "seed" in refused.stderr, refused.stderr
@@ -441,6 +441,6 @@ def test_a_model_in_a_folder_that_is_called_like_a_secret_is_trained_judged_and_
     assert tunewell.train(sets=[*sets, "verdict.after_training=true"]).validation is not None
     for path in (project / "run").rglob("*"):
         assert path.is_dir() or path.suffix == ".png" or b"s3cr3t-b0x" not in path.read_bytes(), path
-    assert "going on after step 2" in tunewell.train(sets=sets, resume=True).notes
+    assert "resumed after step 2" in tunewell.train(sets=sets, resume=True).notes
     monkeypatch.delenv("DB_PASSWORD")
-    assert "going on after step 2" in tunewell.train(sets=sets, resume=True).notes
+    assert "resumed after step 2" in tunewell.train(sets=sets, resume=True).notes

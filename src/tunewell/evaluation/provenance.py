@@ -24,7 +24,7 @@ from tunewell.records.healing import HealingEntry, read_healing
 from tunewell.records.manifest import read_manifest
 from tunewell.records.plan import Chosen, Plan
 from tunewell.records.report import Curve, EvaluatedModel, Report, RowCounts
-from tunewell.runs.outcome import advice, healing_summary
+from tunewell.runs.result import advice, healing_summary
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow")
 _WEIGHT_FILES = ("adapter_model.safetensors", "model.safetensors")

@@ -6,13 +6,19 @@ plan  = plan_training(inputs, batch=batch, num_steps=95, epochs=5.0)
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from tunewell import __version__
+from tunewell.config.load import LoadedConfig
 from tunewell.config.methods import MethodName
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
+from tunewell.data.batches import DataOrder
+from tunewell.data.corpus.reader import Corpus
+from tunewell.hardware.facts import DeviceFacts
+from tunewell.models.facts import read_facts
 from tunewell.planning.compute import (
     PlanInputs,
     choose_attention,
@@ -44,6 +50,39 @@ class Batch:
 
     tokens: _Limit
     documents: _Limit
+
+
+def plan_run(
+    loaded: LoadedConfig,
+    corpus: Corpus,
+    device: DeviceFacts,
+    *,
+    measure_threads: Callable[[Sequence[tuple[int, int, int]]], Chosen[int]],
+) -> tuple[Plan, DataOrder]:
+    """Plan a run on this corpus and device, and order its documents.
+
+    On a CPU with `train.threads: auto`, `measure_threads` measures products of the model's shapes (rows, inner,
+    columns).
+    """
+    config = loaded.config
+    assert config.model is not None
+    facts = read_facts(loaded.seen(config.model))
+    threads = None
+    if device.kind == "cpu" and config.train.threads == "auto":
+        width = facts.hidden_size or 512
+        threads = measure_threads([(512, width, width), (512, width, 3 * width), (512, 3 * width, width)])
+    inputs = PlanInputs(loaded, corpus.manifest, device, facts.num_parameters, threads)
+    batch = choose_batch(inputs)
+    order = DataOrder(
+        lengths=corpus.index["length"].astype("int64"),
+        seed=config.seed,
+        corpus_sha256=corpus.manifest.corpus_sha256,
+        batch_tokens=batch.tokens.value,
+        batch_documents=batch.documents.value,
+    )
+    num_steps = config.train.max_steps or order.num_steps(config.train.epochs)
+    epochs = round(order.epochs_after(num_steps), 4)
+    return plan_training(inputs, batch=batch, num_steps=num_steps, epochs=epochs), order
 
 
 def choose_batch(inputs: PlanInputs) -> Batch:

@@ -1,4 +1,4 @@
-"""Write a run's config into its folder, load it again for `--resume`, and build the command that resumes the run."""
+"""The config of a run: check it, write it into the run folder, load it for `--resume`, build the resume command."""
 
 import json
 import os
@@ -17,10 +17,13 @@ from tunewell.config.yaml_reader import parse_scalar
 from tunewell.core.errors import UserError
 from tunewell.core.files import is_url
 from tunewell.core.redact import REDACTED, redact
-from tunewell.records.rundir import RUN_CONFIG
+from tunewell.records.manifest import MANIFEST
+from tunewell.records.plan import PLAN
+from tunewell.records.rundir import RUN_CONFIG, RunDir
 from tunewell.runs.options import RunOptions
 
 REPEAT_FIRST_COMMAND = "repeat the command that started the run and add `--resume`"
+_ADAPTER_CONFIG = "adapter_config.json"
 _FLAGS_OF_ONE_START = {"--resume": 0, "--allow-change": 1, "--worker": 1, "--supervised": 1}
 """Flags that a later resume must not repeat, and how many values each takes."""
 
@@ -67,6 +70,30 @@ def _key(text: str) -> tuple[str | int, ...]:
         return resolve_alias(parse_key(text.partition("=")[0].strip()))
     except UserError:
         return ()
+
+
+def require_training_data(loaded: LoadedConfig, *, is_resuming: bool) -> None:
+    """Raise UserError if the config names no data or no model, or names an adapter or a run as the model."""
+    config = loaded.config
+    fix = "run `tunewell init DATA --model MODEL` first, or add `--data` and `--model` to the command"
+    if is_resuming and config.model is None:
+        RunDir.require_run(loaded.path(config.run))
+        fix = REPEAT_FIRST_COMMAND
+    if not config.data.sources and not (loaded.path(config.corpus) / MANIFEST).is_file():
+        raise UserError(
+            f"there is nothing to train on: the config names no data, and there is no corpus `{config.corpus}`", fix=fix
+        )
+    if config.model is None:
+        raise UserError("the config names no model", fix=fix)
+    path = loaded.path(config.model)
+    for name, kind in ((_ADAPTER_CONFIG, "an adapter"), (PLAN, "a run")):
+        if (path / name).is_file():
+            export = f"tunewell export {shlex.quote(str(path))} --to merged --out NEW"
+            raise UserError(
+                f"`{config.model}` is {kind}; training needs a whole model",
+                where=loaded.origin("model"),
+                fix=f"merge it with `{export}`, then train `NEW/merged`",
+            )
 
 
 def dump_config(loaded: LoadedConfig, argv: Sequence[str] | None = None) -> str:

@@ -1,154 +1,40 @@
-"""What a run came to, and what it leaves behind for whoever finds its folder."""
+"""Write what a run leaves in its folder: `outcome.json`, the loss curve `loss.svg` and the page `README.md`."""
 
-import shlex
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunewell.config.load import LoadedConfig
+from tunewell.config.load import load_config
 from tunewell.config.methods import METHODS
 from tunewell.core.errors import UserError
+from tunewell.core.files import write_atomic
+from tunewell.core.model_files import WEIGHT_SUFFIXES
+from tunewell.core.presets import is_preset
 from tunewell.core.redact import redact
 from tunewell.core.units import count, duration
 from tunewell.data.corpus.reader import Corpus
-from tunewell.hardware.probe import memory_in_use
-from tunewell.records.healing import HealingEntry
+from tunewell.records.manifest import Manifest
 from tunewell.records.outcome import OUTCOME, HeldOutLosses, Outcome, write_outcome
-from tunewell.records.plan import Plan
+from tunewell.records.plan import Chosen, Plan
 from tunewell.records.report import Curve
-from tunewell.runs.config import resume_command
+from tunewell.records.rundir import RUN_CONFIG
 from tunewell.runs.loss_curve import write_loss_svg
-from tunewell.runs.options import RunOptions
-from tunewell.runs.readme import Usage, run_readme
-from tunewell.runs.result import MetricsRecorder, TrainResult
-from tunewell.training.engine import Ending, Run
+from tunewell.runs.result import TrainResult, healing_summary
+from tunewell.training.engine import Run
 
-# Tell what a run went through: what was healed, what that cost, and what to change next time.
+_HERE = "In this folder:"
+_TUNEWELL_USAGE = """{reason}, so only tunewell can apply the adapter to it. In this folder:
 
-_SHOWN = 6
+```
+tunewell chat .{flag}
+tunewell export . --to merged{flag}
+```
 
-
-def healing_summary(entries: Sequence[HealingEntry]) -> list[str]:
-    """Give a line for each thing that was more than a note, the first few of many, and one for what it all cost."""
-    told = [entry for entry in entries if entry.severity != "note" or entry.action != "none"]
-    lines = [_line(entry) for entry in told[:_SHOWN]]
-    if len(told) > _SHOWN:
-        lines.append(f"and {count(len(told) - _SHOWN)} more, in `healing.jsonl`")
-    return [*lines, *([cost] if (cost := _cost(told)) else [])]
-
-
-def advice(entries: Sequence[HealingEntry]) -> list[str]:
-    """Say what to change so that the next run need not be healed."""
-    found: list[str] = []
-    limits = [entry.micro_batch_tokens for entry in entries if entry.micro_batch_tokens is not None]
-    if limits:
-        found.append(f"set `train.micro_batch_tokens: {limits[-1]}`: more did not fit into memory")
-    if any(entry.is_recomputing for entry in entries):
-        found.append("set `train.recompute: true`: documents did not fit into memory without")
-    shares = [entry.rate_share for entry in entries if entry.rate_share is not None]
-    if shares:
-        found.append(f"multiply `train.learning_rate` by {shares[-1]:g}: at the planned rate the run went wrong")
-    precisions = [entry.precision for entry in entries if entry.precision is not None]
-    if precisions:
-        found.append(f"set `train.precision: {precisions[-1]}`: numbers overflowed in 16 bits")
-    if any(entry.device for entry in entries):
-        found.append("set `device: cpu`: numbers went bad on the GPU alone")
-    rows = [row for entry in entries if entry.documents for row in entry.numbers.get("rows", [])]
-    if rows:
-        found.append(f"look at {', '.join(dict.fromkeys(rows[:3]))}: left out, since numbers went bad with them")
-    names = {entry.name for entry in entries}
-    if "overfitting" in names:
-        found.append("train for fewer `train.epochs`, or set `evaluate.patience: 2`; the best checkpoint is kept")
-    if "initial-loss-implausible" in names:
-        found.append("check that the weights are whole and the tokenizer is the model's own: the first loss was absurd")
-    if "killed" in names:
-        found.append("close other programs or use a smaller `train.micro_batch_tokens`: the system ended the run")
-    return found
-
-
-def _line(entry: HealingEntry) -> str:
-    return f"step {count(entry.step)}: {entry.words}"
-
-
-def _cost(told: Sequence[HealingEntry]) -> str:
-    skipped = sum(1 for e in told if e.action == "skip" and e.name != "out-of-memory")
-    again = sum(1 for e in told if e.action in ("split", "recompute") and e.micro_batch_tokens is None)
-    back = [e for e in told if e.action == "rewind"]
-    restarts = sum(1 for e in told if e.action == "restart")
-    rows = len({document for e in told for document in e.documents})
-    lost = sum(e.seconds_lost for e in told)
-    parts = [
-        f"{count(skipped, 'update')} left out" if skipped else "",
-        f"{count(rows, 'document')} left out" if rows else "",
-        f"{count(again, 'step')} taken again in smaller parts" if again else "",
-        f"{count(len(back), 'time')} back to a checkpoint" if back else "",
-        f"{count(restarts, 'restart')}" if restarts else "",
-        f"about {duration(lost)} lost" if lost >= 1 else "",
-    ]
-    words = ", ".join(part for part in parts if part)
-    return f"in all: {words}" if words else ""
-
-
-@dataclass(frozen=True)
-class Since:
-    """Where this sitting of a run began."""
-
-    started: float
-    tokens: int
-    options: RunOptions
-
-
-def make_result(
-    loaded: LoadedConfig, run: Run, ending: Ending, *, recorder: MetricsRecorder, stages: dict[str, float], since: Since
-) -> TrainResult:
-    """Say what a run came to."""
-    folder = run.checkpoints.folder
-    seconds = run.seconds["train"]
-    tokens = run.progress.tokens - since.tokens
-    newest, best = run.checkpoints.newest(), run.checkpoints.best()
-    artefacts = []
-    if best is not None and newest is not None and best.step != newest.step:
-        artefacts.append((str(best.path), f"the best by held-out loss, step {best.step}"))
-    if newest is not None:
-        artefacts.append((str(newest.path), f"the newest, step {newest.step}"))
-    artefacts += [(str(folder.parent / "events.jsonl"), "every step in raw numbers")]
-    return TrainResult(
-        run=folder.parent,
-        status=ending.status,
-        reason=ending.reason,
-        exit_code=ending.exit_code,
-        steps=run.progress.step,
-        num_steps=run.plan.num_steps.value,
-        tokens=run.progress.tokens,
-        supervised_tokens=run.progress.supervised_tokens,
-        seconds=time.perf_counter() - since.started,
-        stages={**stages, **run.seconds},
-        tokens_per_second=tokens / seconds if seconds else 0.0,
-        peak_memory_bytes=memory_in_use(run.learner.device),
-        losses=recorder.losses,
-        held_out=recorder.held_out,
-        best_step=run.progress.best_step,
-        artefacts=artefacts,
-        next_command=_next(loaded, ending, folder.parent, since.options),
-        notes=recorder.notes,
-        signal=ending.signal,
-        changes=recorder.changes,
-        healing=run.remedies.entries,
-        advice=[*([ending.advice] if ending.advice else []), *advice(run.remedies.entries)],
-    )
-
-
-def _next(loaded: LoadedConfig, ending: Ending, run: Path, options: RunOptions) -> str:
-    if ending.is_resumable:
-        return resume_command(loaded, options)
-    # A run that health stopped has its last good checkpoint, which may be worth something.
-    return f"tunewell validate {shlex.quote(str(run))}" if ending.status == "finished" else ""
+The second command writes a complete model to `export/merged`, which transformers can load."""
 
 
 def write_run_files(run: Run, result: TrainResult, plan: Plan, corpus: Corpus, *, allow_pickle: bool) -> None:
-    """Write what tells the story of the run to whoever finds its folder."""
+    """Write `loss.svg`, `outcome.json` and `README.md`; a file that cannot be written becomes a note."""
     if result.losses:
         path = result.run / "loss.svg"
         curve = Curve(train=result.losses, held_out=result.held_out, best_step=result.best_step)
@@ -156,15 +42,16 @@ def write_run_files(run: Run, result: TrainResult, plan: Plan, corpus: Corpus, *
             write_loss_svg(path, curve, title=redact(Path(plan.model).name))
             result.artefacts.append((str(path), "the loss curve"))
         except (UserError, OSError) as error:
-            # The training is done and saved: a missing picture does not make it a failed run.
-            result.notes.append(f"the loss curve could not be written: {error}")
+            # The checkpoints are saved; a missing picture does not make the run a failure.
+            result.notes.append(f"could not write the loss curve: {error}")
     try:
         write_outcome(result.run, _outcome(result, plan))
-        told, healed, usage = result.as_json(), healing_summary(result.healing), _usage(run, allow_pickle)
-        run_readme(result.run, plan=plan, manifest=corpus.manifest, result=told, healed=healed, usage=usage)
+        is_adapter = METHODS.entry(plan.method.value).is_adapter
+        page = _Readme(result, plan, corpus.manifest, is_adapter, _vocabulary_rows(run), allow_pickle)
+        write_atomic(result.run / "README.md", redact("\n".join(page.lines())))
     except (UserError, OSError) as error:
-        why = error.what if isinstance(error, UserError) else error.strerror or error
-        result.notes.append(f"`{OUTCOME}` or the run's `README.md` could not be written: {why}")
+        reason = error.what if isinstance(error, UserError) else error.strerror or error
+        result.notes.append(f"could not write `{OUTCOME}` or the run's `README.md`: {reason}")
 
 
 def _outcome(result: TrainResult, plan: Plan) -> Outcome:
@@ -181,7 +68,7 @@ def _outcome(result: TrainResult, plan: Plan) -> Outcome:
         seconds=result.seconds,
         tokens=result.tokens,
         supervised_tokens=result.supervised_tokens,
-        artefacts={what: _from_run(path, result.run) for path, what in result.artefacts},
+        artefacts={what: _in_folder(path, result.run) for path, what in result.artefacts},
         notes=result.notes,
         healing=healing_summary(result.healing),
         advice=result.advice,
@@ -190,11 +77,140 @@ def _outcome(result: TrainResult, plan: Plan) -> Outcome:
     )
 
 
-def _usage(run: Run, allow_pickle: bool) -> Usage:
+def _vocabulary_rows(run: Run) -> int:
+    """Return the rows of the embedding, added tokens included."""
     config: Any = run.learner.model.config
-    rows = config.get_text_config().vocab_size
-    return Usage(METHODS.entry(run.plan.method.value).is_adapter, rows, allow_pickle)
+    return config.get_text_config().vocab_size
 
 
-def _from_run(path: str, run: Path) -> str:
+def _in_folder(path: str, run: Path) -> str:
+    """Return a path as seen from the run folder."""
     return Path(path).relative_to(run).as_posix() if Path(path).is_relative_to(run) else path
+
+
+@dataclass(frozen=True)
+class _Readme:
+    """The page in the run folder: the result, how to use the model, the reason for each setting, how to repeat it."""
+
+    result: TrainResult
+    plan: Plan
+    manifest: Manifest
+    is_adapter: bool
+    vocabulary_rows: int
+    allow_pickle: bool
+
+    def lines(self) -> list[str]:
+        """Return the lines of the page; every command on it works in the run folder."""
+        result, plan, manifest = self.result, self.plan, self.manifest
+        return [
+            f"# A run of {plan.made_by}",
+            "",
+            f"`{plan.model}` was trained with the method `{plan.method.value}` on "
+            f"{count(manifest.documents, 'document')} (corpus {manifest.corpus_sha256[:16]}). "
+            f"Status: {result.status} ({result.reason}).",
+            "",
+            "| | first | last |",
+            "|---|---|---|",
+            f"| loss | {_number(result.first_loss)} | {_number(result.last_loss)} |",
+            f"| held-out loss | {_number(result.held_out_first)} | {_number(result.held_out_last)} |",
+            "",
+            f"{count(result.steps, 'step')}, {count(result.tokens)} tokens, {duration(result.seconds)}, "
+            f"{result.tokens_per_second:,.0f} tokens/s while training.",
+            "",
+            "![loss](loss.svg)",
+            "",
+            "## Files",
+            "",
+            *[f"- `{_in_folder(path, result.run)}`: {what}" for path, what in result.artefacts],
+            "- `samples.jsonl`: answers to held-out questions, at every evaluation",
+            "- `plan.json`: every setting with its reason; `config.yaml`: the settings that were given",
+            "",
+            "## Use the model",
+            "",
+            *self._usage(),
+            "",
+            "## Why these settings",
+            "",
+            "| | value | reason |",
+            "|---|---|---|",
+            *[f"| {name.replace('_', ' ')} | {value.value} | {value.because} |" for name, value in _choices(plan)],
+            "",
+            "## Repeat the run",
+            "",
+            _HERE,
+            "",
+            "```",
+            f"tunewell train --config config.yaml --out ../another-run{self._pickle_flag}",
+            "```",
+            "",
+            *_section("What was healed", healing_summary(result.healing)),
+            *_section("What to change next time", result.advice),
+            *_section("Notes", result.notes),
+        ]
+
+    @property
+    def _pickle_flag(self) -> str:
+        return " --allow-pickle" if self.allow_pickle else ""
+
+    def _usage(self) -> list[str]:
+        """Return code that loads the checkpoint in transformers, or tunewell commands if transformers cannot."""
+        checkpoints = [path for path, _ in self.result.artefacts if "checkpoints" in path]
+        if not checkpoints:
+            return ["No checkpoint was written."]
+        path = _in_folder(checkpoints[0], self.result.run)
+        config = load_config(self.result.run / RUN_CONFIG).config
+        model = config.model or ""
+        if not self.is_adapter:
+            return _loading_code(f"model = AutoModelForCausalLM.from_pretrained({path!r})", config.corpus)
+        if reason := _reason_for_tunewell(model):
+            return _TUNEWELL_USAGE.format(reason=reason, flag=self._pickle_flag).splitlines()
+        lines = [f"base = AutoModelForCausalLM.from_pretrained({_model_argument(model)})"]
+        if num_added := len(self.manifest.tokenizer.added_by_us):
+            comment = f"{num_added:,} token{' was' if num_added == 1 else 's were'} added"
+            lines.append(f"base.resize_token_embeddings({self.vocabulary_rows}, mean_resizing=False)  # {comment}")
+        lines.append(f"model = PeftModel.from_pretrained(base, {path!r})")
+        return _loading_code("\n".join(lines), config.corpus, "from peft import PeftModel")
+
+
+def _reason_for_tunewell(model: str) -> str | None:
+    """Return why only tunewell can load a model; None if transformers can."""
+    if is_preset(model):
+        return f"`{model}` is created from random weights and has no files"
+    if model.startswith("package:") or Path(model).suffix in WEIGHT_SUFFIXES:
+        return f"`{model}` is not a folder that transformers can load"
+    return None
+
+
+def _model_argument(model: str) -> str:
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf":
+        return f"{path.parent.as_posix()!r}, gguf_file={path.name!r}"
+    return repr(path.as_posix() if model.startswith("~") else model)
+
+
+def _loading_code(lines: str, corpus: str, *imports: str) -> list[str]:
+    tokenizer = (Path(corpus) / "tokenizer").as_posix()
+    return [
+        _HERE,
+        "",
+        "```python",
+        *imports,
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        *lines.splitlines(),
+        f"tokenizer = AutoTokenizer.from_pretrained({tokenizer!r})",
+        "```",
+    ]
+
+
+def _section(title: str, lines: list[str]) -> list[str]:
+    return [f"## {title}", "", *[f"- {line}" for line in lines], ""] if lines else []
+
+
+def _choices(plan: Plan) -> list[tuple[str, Chosen[Any]]]:
+    fields = [(name, getattr(plan, name)) for name in type(plan).model_fields]
+    return [(name, value) for name, value in fields if isinstance(value, Chosen)]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

@@ -1,20 +1,33 @@
-"""The result of a run (`train --json`), and the listener that collects its numbers."""
+"""The result of a training run, and the listener that records its metrics, notes and times."""
 
 import math
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tunewell.config.load import LoadedConfig
+from tunewell.core.progress import Progress
+from tunewell.core.units import count, duration
+from tunewell.hardware.probe import memory_in_use
 from tunewell.records.events import plain
 from tunewell.records.healing import HealingEntry
 from tunewell.records.outcome import Status
 from tunewell.records.report import Validation
+from tunewell.runs.config import resume_command
+from tunewell.runs.options import RunOptions
+from tunewell.training.engine import Ending, Run
 from tunewell.training.events import Evaluated, Event, Healed, Listener, Note, Rewound, StepTaken
+
+_NUM_SHOWN = 6
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run came to."""
+    """The result of `train`: how the run ended, its losses, its files and the next command."""
 
     run: Path
     status: Status
@@ -35,15 +48,15 @@ class TrainResult:
     next_command: str
     notes: list[str] = field(default_factory=list)
     signal: str | None = None
-    """Which one interrupted it."""
+    """The signal that interrupted the run."""
     changes: list[str] = field(default_factory=list)
-    """What differed from the checkpoint on resume and was allowed."""
+    """Differences from the checkpoint on resume that `--allow-change` allowed."""
     healing: list[HealingEntry] = field(default_factory=list)
-    """What went wrong and what was done about it, in all sittings."""
+    """Faults and their remedies, since the first start of the run."""
     advice: list[str] = field(default_factory=list)
-    """What to change next time."""
+    """Settings to change in the next run."""
     validation: Validation | None = None
-    """What judging it came to; None where it was not judged."""
+    """The result of the validation; None if the model was not validated."""
 
     @property
     def first_loss(self) -> float | None:
@@ -66,8 +79,8 @@ class TrainResult:
         return min((loss for _, loss in self.held_out if math.isfinite(loss)), default=None)
 
     def as_json(self) -> dict[str, Any]:
-        """Give the object that `train --json` prints."""
-        told = {
+        """Return the object that `train --json` prints."""
+        payload = {
             "run": str(self.run),
             "status": self.status,
             "reason": self.reason,
@@ -95,11 +108,11 @@ class TrainResult:
             "verdict": None if self.validation is None else self.validation.report.verdict,
             "reasons": [] if self.validation is None else [r.model_dump() for r in self.validation.report.reasons],
         }
-        return plain(told)
+        return plain(payload)
 
 
 class MetricsRecorder:
-    """A listener that keeps what the report needs, and passes every event on."""
+    """A listener that records losses, notes and stage times, and passes every event on."""
 
     def __init__(self, *listeners: Listener) -> None:
         self._listeners = listeners
@@ -108,6 +121,25 @@ class MetricsRecorder:
         self.notes: list[str] = []
         self.changes: list[str] = []
         self.healing: list[HealingEntry] = []
+        self.seconds: dict[str, float] = {}
+        """Seconds of each stage before the first step."""
+        self._started = time.perf_counter()
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds since the start of this process's part of the run."""
+        return time.perf_counter() - self._started
+
+    @contextmanager
+    def stage(self, name: str, message: str = "") -> Iterator[None]:
+        """Report the start of a stage, and add the seconds spent inside to its time."""
+        if message:
+            self(Progress(message))
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -128,3 +160,106 @@ class MetricsRecorder:
     def note(self, message: str) -> None:
         """Send a note."""
         self(Note(message))
+
+
+def make_result(
+    loaded: LoadedConfig, run: Run, ending: Ending, *, recorder: MetricsRecorder, first_tokens: int, options: RunOptions
+) -> TrainResult:
+    """Return the result of a run; `first_tokens` were trained on before this process started."""
+    folder = run.checkpoints.folder
+    seconds = run.seconds["train"]
+    tokens = run.progress.tokens - first_tokens
+    newest, best = run.checkpoints.newest(), run.checkpoints.best()
+    artefacts = []
+    if best is not None and newest is not None and best.step != newest.step:
+        artefacts.append((str(best.path), f"the best checkpoint by held-out loss, step {best.step}"))
+    if newest is not None:
+        artefacts.append((str(newest.path), f"the newest checkpoint, step {newest.step}"))
+    artefacts.append((str(folder.parent / "events.jsonl"), "the metrics of every step"))
+    return TrainResult(
+        run=folder.parent,
+        status=ending.status,
+        reason=ending.reason,
+        exit_code=ending.exit_code,
+        steps=run.progress.step,
+        num_steps=run.plan.num_steps.value,
+        tokens=run.progress.tokens,
+        supervised_tokens=run.progress.supervised_tokens,
+        seconds=recorder.total_seconds,
+        stages={**recorder.seconds, **run.seconds},
+        tokens_per_second=tokens / seconds if seconds else 0.0,
+        peak_memory_bytes=memory_in_use(run.learner.device),
+        losses=recorder.losses,
+        held_out=recorder.held_out,
+        best_step=run.progress.best_step,
+        artefacts=artefacts,
+        next_command=_next_command(loaded, ending, folder.parent, options),
+        notes=recorder.notes,
+        signal=ending.signal,
+        changes=recorder.changes,
+        healing=run.remedies.entries,
+        advice=[*([ending.advice] if ending.advice else []), *advice(run.remedies.entries)],
+    )
+
+
+def _next_command(loaded: LoadedConfig, ending: Ending, run: Path, options: RunOptions) -> str:
+    if ending.is_resumable:
+        return resume_command(loaded, options)
+    return f"tunewell validate {shlex.quote(str(run))}" if ending.status == "finished" else ""
+
+
+def healing_summary(entries: Sequence[HealingEntry]) -> list[str]:
+    """Return a line for each of the first faults and warnings, and a line with their total cost."""
+    shown = [entry for entry in entries if entry.severity != "note" or entry.action != "none"]
+    lines = [f"step {count(entry.step)}: {entry.words}" for entry in shown[:_NUM_SHOWN]]
+    if len(shown) > _NUM_SHOWN:
+        lines.append(f"and {count(len(shown) - _NUM_SHOWN)} more, in `healing.jsonl`")
+    return [*lines, *([cost] if (cost := _cost(shown)) else [])]
+
+
+def _cost(entries: Sequence[HealingEntry]) -> str:
+    skipped = sum(1 for e in entries if e.action == "skip" and e.name != "out-of-memory")
+    repeated = sum(1 for e in entries if e.action in ("split", "recompute") and e.micro_batch_tokens is None)
+    rewinds = sum(1 for e in entries if e.action == "rewind")
+    restarts = sum(1 for e in entries if e.action == "restart")
+    documents = len({document for e in entries for document in e.documents})
+    seconds = sum(e.seconds_lost for e in entries)
+    parts = [
+        f"{count(skipped, 'update')} skipped" if skipped else "",
+        f"{count(documents, 'document')} left out" if documents else "",
+        f"{count(repeated, 'step')} repeated in smaller parts" if repeated else "",
+        f"{count(rewinds, 'rewind')} to a checkpoint" if rewinds else "",
+        f"{count(restarts, 'restart')}" if restarts else "",
+        f"about {duration(seconds)} lost" if seconds >= 1 else "",
+    ]
+    text = ", ".join(part for part in parts if part)
+    return f"in total: {text}" if text else ""
+
+
+def advice(entries: Sequence[HealingEntry]) -> list[str]:
+    """Return the settings to change so that the next run needs no healing."""
+    found: list[str] = []
+    limits = [entry.micro_batch_tokens for entry in entries if entry.micro_batch_tokens is not None]
+    if limits:
+        found.append(f"set `train.micro_batch_tokens: {limits[-1]}`: larger micro-batches ran out of memory")
+    if any(entry.is_recomputing for entry in entries):
+        found.append("set `train.recompute: true`: without it, some documents ran out of memory")
+    shares = [entry.rate_share for entry in entries if entry.rate_share is not None]
+    if shares:
+        found.append(f"multiply `train.learning_rate` by {shares[-1]:g}: the run diverged at the planned rate")
+    precisions = [entry.precision for entry in entries if entry.precision is not None]
+    if precisions:
+        found.append(f"set `train.precision: {precisions[-1]}`: values overflowed in 16 bits")
+    if any(entry.device for entry in entries):
+        found.append("set `device: cpu`: values were not finite on the GPU only")
+    rows = [row for entry in entries if entry.documents for row in entry.numbers.get("rows", [])]
+    if rows:
+        found.append(f"check {', '.join(dict.fromkeys(rows[:3]))}: left out, because they made values not finite")
+    names = {entry.name for entry in entries}
+    if "overfitting" in names:
+        found.append("reduce `train.epochs`, or set `evaluate.patience: 2`; the best checkpoint is kept")
+    if "initial-loss-implausible" in names:
+        found.append("check that the weights are complete and the tokenizer fits the model: the first loss was absurd")
+    if "killed" in names:
+        found.append("close other programs or reduce `train.micro_batch_tokens`: the system killed the run")
+    return found

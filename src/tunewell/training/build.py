@@ -61,7 +61,7 @@ CHANGE_NAMES = frozenset(
 """Every name that the identity of some run has."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RunInputs:
     """What a run is put together from."""
 

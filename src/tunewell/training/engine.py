@@ -24,21 +24,21 @@ __all__ = ["OPTIMIZER", "Ending", "Run", "RunProgress", "resume", "train"]
 EXIT_STOPPED = 4
 
 
-def train(run: Run) -> Ending:
+def train(run: Run, *, handle_signals: bool = True) -> Ending:
     """Take the steps of a plan, beginning where the run's progress is, until it is spent or nothing more can help."""
     try:
-        return _train(run)
+        return _train(run, Signals(is_installed=handle_signals))
     finally:
         run.learner.uncompile()  # what comes after has other shapes, and needs the memory
 
 
-def _train(run: Run) -> Ending:
+def _train(run: Run, handlers: Signals) -> Ending:
     plan = run.plan
     healer = Healer(run)
     journal = StepLog(run, reader=healer.see)
     compiler = Compiler(plan.compile.value, plan.num_steps.value)
     healer.reinstate()
-    with Signals() as signals:
+    with handlers as signals:
         if run.learner.world.size == 1:  # several must end a look together
             run.learner.may_go_on = signals.check
         if is_evaluation_due(run):

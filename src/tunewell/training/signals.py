@@ -26,10 +26,12 @@ class Signals:
         while not signals.asked: ...
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_installed: bool = True) -> None:
+        """Without `is_installed`, no handler is set and no signal is noticed: a library call leaves signals alone."""
         self.asked: str | None = None
         """The name of the signal that came, for example `SIGTERM`."""
         self._asked_at = 0.0
+        self._is_installed = is_installed
         self._before: dict[signal.Signals, Any] = {}
 
     @property
@@ -44,7 +46,7 @@ class Signals:
 
     def __enter__(self) -> "Signals":
         # Python lets only the main thread set handlers; elsewhere signals are the business of whoever runs that thread.
-        if threading.current_thread() is threading.main_thread():
+        if self._is_installed and threading.current_thread() is threading.main_thread():
             for name in _EXIT_CODES:
                 if hasattr(signal, name):  # Windows has no SIGUSR1
                     number = signal.Signals[name]

@@ -45,7 +45,7 @@ def _stop_message(result: "TrainResult") -> str:
 
 def _result_rows(result: "TrainResult", start: "RunStarted | None") -> list[tuple[str, str, str]]:
     """Return label, number and detail of each line; a line without a number has only a detail."""
-    from tunewell.runs.outcome import healing_summary
+    from tunewell.runs.result import healing_summary
 
     rows = []
     if start is not None:

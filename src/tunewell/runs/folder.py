@@ -1,0 +1,115 @@
+"""The run folder: open it on every rank, write plan, config and document hashes, compare the documents on resume."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tunewell.config.load import LoadedConfig
+from tunewell.core.errors import UserError
+from tunewell.core.files import write_atomic
+from tunewell.core.units import count
+from tunewell.data.corpus.reader import Corpus
+from tunewell.records.plan import Plan, write_plan
+from tunewell.records.rundir import DOCUMENTS, RUN_CONFIG, RunDir
+from tunewell.runs.config import dump_config
+from tunewell.training.distributed import World
+
+_NUM_NAMED = 3
+_DocumentKey = tuple[str, int, int]
+"""Source, row, and the number of the document among those of its row."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The run folder as one rank sees it."""
+
+    path: Path
+    working_path: Path
+    """Where this rank writes: the run folder on rank 0, a temporary folder on every other rank."""
+    run_dir: RunDir | None
+    """Holds the lock of the run folder; None on other ranks than 0."""
+
+    def write_plan(self, loaded: LoadedConfig, plan: Plan, corpus: Corpus, *, argv: Sequence[str] | None) -> None:
+        """Write the plan, the config and the hash of every document."""
+        if self.run_dir is not None:
+            write_plan(self.path, plan)
+            self.write_config(loaded, argv=argv)
+            lines = ("\t".join(map(str, (*key, digest))) for key, digest in _document_hashes(corpus))
+            write_atomic(self.path / DOCUMENTS, "\n".join(lines) + "\n")
+
+    def write_config(self, loaded: LoadedConfig, *, argv: Sequence[str] | None) -> None:
+        """Write the config if it differs from the one in the folder."""
+        if self.run_dir is not None:
+            text = dump_config(loaded, argv)
+            if not self.run_dir.config.is_file() or self.run_dir.config.read_text(encoding="utf-8") != text:
+                self.run_dir.write(RUN_CONFIG, text)
+
+    def keep(self) -> None:
+        """Keep the folder from now on, however the run ends: the first step is about to be taken."""
+        if self.run_dir is not None:
+            self.run_dir.keep()
+
+
+@contextmanager
+def open_run_folder(loaded: LoadedConfig, world: World, *, is_resuming: bool) -> Iterator[RunFolder]:
+    """Create or reopen the run folder on rank 0; yield it on every rank.
+
+    Raises UserError on all ranks if the folder cannot be used, or if a rank dies inside the `with` block. A new folder
+    is removed again if the run is refused before its first step.
+    """
+    path, fix = loaded.path(loaded.config.run), "restart all processes"
+    with world.explaining_loss(fix), ExitStack() as stack:
+        with world.as_one():
+            if world.is_first:
+                corpus = loaded.path(loaded.config.corpus)
+                run_dir = RunDir.reopen(path) if is_resuming else RunDir.begin(path, corpus=corpus)
+                folder = RunFolder(path, path, stack.enter_context(run_dir))
+            else:
+                working_path = Path(stack.enter_context(TemporaryDirectory(prefix="tunewell-process-")))
+                folder = RunFolder(path, working_path, None)
+        # Inside the RunDir, which removes a new folder on UserError: a lost rank must be one by then.
+        stack.enter_context(world.explaining_loss(fix))
+        yield folder
+
+
+def require_same_documents(folder: Path, corpus: Corpus) -> None:
+    """Raise UserError: the documents differ from those at the start of the run. Count and name the changed rows."""
+    before, now = _read_document_hashes(folder), dict(_document_hashes(corpus))
+    added = [key for key in now if key not in before]
+    removed = [key for key in before if key not in now]
+    changed = [key for key, digest in now.items() if key in before and before[key] != digest]
+    what = "the documents differ from those at the start of the run"
+    if before:
+        what += f": {count(len(added))} added, {count(len(removed))} removed, {count(len(changed))} changed"
+    named = [
+        f"{kind}: {source} row {row}"
+        for kind, keys in (("added", added), ("removed", removed), ("changed", changed))
+        for source, row, _ in keys
+    ]
+    raise UserError(
+        what,
+        where="; ".join(named[:_NUM_NAMED]) or "the order of the documents or the settings of `prepare`",
+        fix="restore the rows, start a new run with `--out`, or resume with `--allow-change data`",
+    )
+
+
+def _document_hashes(corpus: Corpus) -> Iterator[tuple[_DocumentKey, str]]:
+    index, sources = corpus.index, [source.name for source in corpus.manifest.sources]
+    numbers: dict[tuple[str, int], int] = {}
+    for document in range(len(corpus)):
+        ids, labels = corpus.arrays(document)
+        row = (sources[int(index["source"][document])], int(index["row"][document]))
+        numbers[row] = numbers.get(row, -1) + 1
+        yield (*row, numbers[row]), hashlib.blake2b(ids.tobytes() + labels.tobytes(), digest_size=8).hexdigest()
+
+
+def _read_document_hashes(folder: Path) -> dict[_DocumentKey, str]:
+    try:
+        lines = (folder / DOCUMENTS).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    fields = [line.rsplit("\t", 3) for line in lines]
+    return {(name, int(row), int(number)): digest for name, row, number, digest in fields}
