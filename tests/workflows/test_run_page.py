@@ -71,7 +71,7 @@ def _done(run: Path) -> dict[str, Any]:
     """Do what the page says, where it says; give what it made."""
     names: dict[str, Any] = {}
     with contextlib.chdir(run):
-        exec(_said(Path(), "Use it", "python"), names)  # noqa: S102  as whoever reads the page does
+        exec(_said(Path(), "Use the model", "python"), names)  # noqa: S102  as whoever reads the page does
     return names
 
 
@@ -139,9 +139,9 @@ def test_what_no_other_program_loads_is_used_and_repeated_by_commands_that_work(
     _write_model(project / "base", tiny_model)
     torch.save(load_file(project / "base" / "model.safetensors"), project / "base" / "model.pt")
     run = _train(model="base/model.pt", allow_pickle=True).resolve()
-    chat, export = _said(run, "Use it").splitlines()
+    chat, export = _said(run, "Use the model").splitlines()
     assert chat == "tunewell chat . --allow-pickle"
-    for line in (export, _said(run, "Repeat it").strip()):
+    for line in (export, _said(run, "Repeat the run").strip()):
         # Not forked from here, where torch has several threads by now: a copy of it may wait for them for ever.
         command = [sys.executable, "-m", *shlex.split(line)]
         done = subprocess.run(command, cwd=run, capture_output=True, text=True, timeout=120, check=False)
