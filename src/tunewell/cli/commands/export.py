@@ -44,7 +44,10 @@ def command(
     ] = False,
     json: AsJson = False,
 ) -> None:
-    """Export a run as an adapter, merged weights, GGUF files or an Ollama model, and prove each. Exit code 4 if not."""
+    """Export a run to an adapter, merged weights, GGUF or Ollama.
+
+    Each export is compared with the trained model. Exit code 4: one does not match.
+    """
     from tunewell.cli.progress import shown_stages
     from tunewell.cli.render import emit, emit_json
     from tunewell.cli.screens.export import parity_screen

@@ -24,7 +24,7 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing config.")] = False,
     json: AsJson = False,
 ) -> None:
-    """Write a config for your rows and a model, with the reasons for its values."""
+    """Write a config for your rows and a model, with the reasons."""
     from tunewell.cli.progress import shown_progress
     from tunewell.cli.render import emit, emit_json
     from tunewell.workflows.init import init

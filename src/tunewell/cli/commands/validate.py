@@ -34,7 +34,10 @@ def command(
     ] = False,
     json: AsJson = False,
 ) -> None:
-    """Test a trained model on held-out rows: PASS, WEAK or FAIL, with reasons. Exit codes 0, 3 and 4."""
+    """Test a trained model on held-out rows: PASS, WEAK or FAIL.
+
+    Exit codes: 0 PASS, 3 WEAK, 4 FAIL.
+    """
     from tunewell.cli.progress import shown_stages
     from tunewell.cli.render import emit, emit_json
     from tunewell.cli.screens.verdict import comparison_screen, verdict_lines, verdict_screen

@@ -16,7 +16,10 @@ def command(
     ] = False,
     json: AsJson = False,
 ) -> None:
-    """Prove again that an export is the trained model: ids, logits, answers, tensors. Exit code 4 if it is not."""
+    """Check again that an export matches the trained model.
+
+    Compares token ids, logits, answers and tensors. Exit code 4: they do not match.
+    """
     from tunewell.cli.progress import shown_stages
     from tunewell.cli.render import emit, emit_json, hanging
     from tunewell.cli.screens.export import parity_screen
