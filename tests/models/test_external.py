@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tunewell.core.errors import UserError
 from tunewell.core.presets import PRESETS, llama_settings
-from tunewell.models.external import turn_rotary_pairs
+from tunewell.models.external import split_rotary_pairs
 from tunewell.models.facts import read_facts
 from tunewell.models.key_map import KeyMap, find_key_map
 from tunewell.models.load import load_model
@@ -105,7 +105,7 @@ def test_what_does_not_fit_is_named(tmp_path, tiny_model):
         load_model(order(path, tiny_model, allow_pickle=True))
     assert "1 missing (`model.layers.2.mlp.up_proj.weight`)" in caught.value.what
     assert "1 unknown (`model.layers.0.attn.mask`)" in caught.value.what
-    assert "1 of another shape (`model.norm.weight (31,) instead of (32,)`)" in caught.value.what
+    assert "1 with another shape (`model.norm.weight (31,) instead of (32,)`)" in caught.value.what
     assert "`ckpt.keys.json`" in str(caught.value.fix)
 
 
@@ -117,7 +117,7 @@ def test_entries_that_are_no_weights_can_be_dropped(tmp_path, tiny_model):
 
 def test_two_weights_of_one_name_are_refused(tmp_path, tiny_model):
     path = checkpoint(tmp_path, {"a.x": torch.zeros(1), "b.x": torch.zeros(1)}, rename={"^[ab]": "c"})
-    with pytest.raises(UserError, match=r"two weights of the checkpoint become `c.x`"):
+    with pytest.raises(UserError, match=r"two weights of the checkpoint are renamed to `c.x`"):
         load_model(order(path, tiny_model, allow_pickle=True))
 
 
@@ -155,7 +155,7 @@ def test_the_pairs_of_a_real_llama2_c_model_are_turned_as_its_converter_does(sha
     theirs = load_file(shared_data / "stories260K" / "hf" / "model.safetensors")
     for layer in range(5):
         name = f"model.layers.{layer}.self_attn.q_proj.weight"
-        assert torch.equal(turn_rotary_pairs({name: queries[layer]}, config)[name], theirs[name])
+        assert torch.equal(split_rotary_pairs({name: queries[layer]}, config)[name], theirs[name])
 
 
 class Bomb:
@@ -195,19 +195,19 @@ def test_weights_in_a_named_entry_are_found(tmp_path, tiny_model):
     path = checkpoint(tmp_path, {"ema": weights, "model": {"x": 1}}, model="preset:tiny-1m", weights="ema")
     load_model(order(path, tiny_model, allow_pickle=True))
     path = checkpoint(tmp_path, {"ema": weights}, model="preset:tiny-1m", weights="emma")
-    with pytest.raises(UserError, match=r"no weights under `emma`: it has `ema`"):
+    with pytest.raises(UserError, match=r"no weights under `emma`; it has `ema`"):
         load_model(order(path, tiny_model, allow_pickle=True))
 
 
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        ("{", "cannot be used"),
-        ("[]", "no JSON object"),
+        ("{", "not valid"),
+        ("[]", "not a JSON object"),
         ('{"renames": {}}', "unknown key `renames`"),
         ('{"rename": ["a"]}', "`rename` is an object"),
-        ('{"rename": {"(": ""}}', "cannot be used"),
-        ('{"drop": [3]}', "texts"),
+        ('{"rename": {"(": ""}}', "not valid"),
+        ('{"drop": [3]}', "strings"),
         ('{"interleaved_rotary": 1}', "true or false"),
     ],
 )

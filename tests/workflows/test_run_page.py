@@ -174,6 +174,6 @@ def test_an_adapter_on_pickled_weights_is_exported_where_these_may_be_read(proje
     run = _train(model="base", allow_pickle=True)
     done = tunewell.export(run, to="adapter", allow_pickle=True)
     assert done.parity.is_ok
-    with pytest.raises(UserError, match="can carry code") as refused:
+    with pytest.raises(UserError, match="can contain code") as refused:
         verify(done.folder)
     assert "--allow-pickle" in str(refused.value.fix)

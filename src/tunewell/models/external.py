@@ -1,4 +1,4 @@
-"""Read checkpoints that other code wrote: find the weights, rename them, and account for every one."""
+"""Read checkpoints of other training code: find the weights, rename them, and check that none is lost."""
 
 import pickle  # noqa: TID251  only the class of the error that torch raises; nothing is unpickled by us
 import re
@@ -15,55 +15,55 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tunewell.core.errors import UserError
 from tunewell.models.key_map import KeyMap, key_map_path
 
-# Where training scripts keep the weights beside their optimizer's state, most common first.
-_HOLDERS = ("model", "state_dict", "model_state_dict", "module", "model_state")
-# What wrappers put before every name: torch.compile, then torch's data parallelism.
+# Where training scripts put the weights beside the optimizer's state, most common first.
+_WEIGHT_ENTRIES = ("model", "state_dict", "model_state_dict", "module", "model_state")
+# Prefixes added by torch.compile and by torch's data parallelism.
 _WRAPPERS = ("_orig_mod.", "module.")
 _SHOWN = 5
 
 
 def read_external_weights(path: Path, key_map: KeyMap, *, allow_pickle: bool) -> dict[str, Tensor]:
-    """Read the weights of a `.pt`, `.pth`, `.bin` or `.safetensors` file under the names transformers uses.
+    """Read the weights of a `.pt`, `.pth`, `.bin` or `.safetensors` file, under the names transformers uses.
 
-    A file made by `torch.save` is read only when `allow_pickle` is set, and then tensors alone: code in it never runs.
+    A file made by `torch.save` is read only if `allow_pickle` is set, and then tensors only: its code never runs.
     """
     raw = _read_safetensors(path) if path.suffix == ".safetensors" else _unpickle(path, allow_pickle)
-    weights = _unwrapped(_weights_in(raw, key_map, path))
+    weights = _strip_wrappers(_weights_in(raw, key_map, path))
     renamed: dict[str, Tensor] = {}
     for key, tensor in weights.items():
         name = key_map.name_of(key)
         if name is None:
             continue
         if name in renamed:
-            raise UserError(f"two weights of the checkpoint become `{name}`", where=str(path), fix=_fix(path))
+            raise UserError(f"two weights of the checkpoint are renamed to `{name}`", where=str(path), fix=_fix(path))
         renamed[name] = tensor
     return renamed
 
 
 def fit_weights(weights: dict[str, Tensor], model: PreTrainedModel, path: Path) -> None:
-    """Add what a model shares, and check that the weights are exactly its own; raise UserError naming the others."""
+    """Add tied weights and check that the weights are exactly the model's; raise UserError with the differences."""
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for target, origin in model.all_tied_weights_keys.items():
         if origin in weights and not torch.equal(weights.setdefault(target, weights[origin]), weights[origin]):
-            raise UserError(f"`{target}` and `{origin}` differ, but the model shares one table", where=str(path))
-    missing, odd = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
-    misshapen = [
+            raise UserError(f"`{target}` and `{origin}` differ, but the model ties them", where=str(path))
+    missing, unknown = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
+    wrong_shape = [
         f"{name} {tuple(weights[name].shape)} instead of {tuple(shapes[name])}"
         for name in sorted(shapes.keys() & weights.keys())
         if weights[name].shape != shapes[name]
     ]
-    kinds = {"missing": missing, "unknown": odd, "of another shape": misshapen}
-    problems = [f"{len(names):,} {kind} ({_named(names)})" for kind, names in kinds.items() if names]
+    kinds = {"missing": missing, "unknown": unknown, "with another shape": wrong_shape}
+    problems = [f"{len(names):,} {kind} ({_first_names(names)})" for kind, names in kinds.items() if names]
     if problems:
         raise UserError(
-            f"the weights of `{path.name}` are not those of the model: {'; '.join(problems)}",
+            f"the weights of `{path.name}` do not fit the model: {'; '.join(problems)}",
             where=str(path),
             fix=_fix(path),
         )
 
 
-def turn_rotary_pairs(weights: dict[str, Tensor], config: PreTrainedConfig) -> dict[str, Tensor]:
-    """Reorder the rows of queries and keys whose rotary pairs are neighbours into halves, as transformers has them.
+def split_rotary_pairs(weights: dict[str, Tensor], config: PreTrainedConfig) -> dict[str, Tensor]:
+    """Reorder the rows of queries and keys from neighbouring rotary pairs to halves, as transformers has them.
 
     neighbours  a0 b0 a1 b1 a2 b2        halves  a0 a1 a2 b0 b1 b2
     """
@@ -79,19 +79,19 @@ def turn_rotary_pairs(weights: dict[str, Tensor], config: PreTrainedConfig) -> d
 def _unpickle(path: Path, allow_pickle: bool) -> Any:
     if not allow_pickle:
         raise UserError(
-            f"`{path.name}` was made by `torch.save`, a format that can carry code",
+            f"`{path.name}` was made by `torch.save`, a format that can contain code",
             where=str(path),
-            fix="convert it to safetensors, or allow it with `--allow-pickle`: tensors alone are then read from it",
+            fix="convert it to safetensors, or add `--allow-pickle`: only tensors are read then",
         )
     try:
-        # Files of before 2020 are no archives and cannot be mapped.
+        # Files from before 2020 are not archives and cannot be memory-mapped.
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         why = str(error).strip().splitlines()
         raise UserError(
             f"`{path.name}` cannot be read without running code in it, or is damaged: {why[0] if why else 'it ends'}",
             where=str(path),
-            fix="save the model's `state_dict()` alone in the code that made it",
+            fix="save only the model's `state_dict()` in the code that wrote it",
         ) from None
 
 
@@ -103,28 +103,28 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _weights_in(raw: Any, key_map: KeyMap, path: Path) -> dict[str, Tensor]:
-    places = [key_map.weights] if key_map.weights else [None, *_HOLDERS]
-    for place in places:
-        found = raw if place is None else raw.get(place) if isinstance(raw, dict) else None
+    entries = [key_map.weights] if key_map.weights else [None, *_WEIGHT_ENTRIES]
+    for entry in entries:
+        found = raw if entry is None else raw.get(entry) if isinstance(raw, dict) else None
         if isinstance(found, dict) and found and all(isinstance(value, Tensor) for value in found.values()):
             return {str(key): value for key, value in found.items()}
     inside = ", ".join(f"`{key}`" for key in list(raw)[:10]) if isinstance(raw, dict) else type(raw).__name__
     named = f" under `{key_map.weights}`" if key_map.weights else ""
     raise UserError(
-        f"`{path.name}` holds no weights{named}: it has {inside}",
+        f"`{path.name}` holds no weights{named}; it has {inside}",
         where=str(path),
         fix=f"name the entry that holds them as `weights` in `{key_map_path(path).name}`",
     )
 
 
-def _unwrapped(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def _strip_wrappers(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     for prefix in _WRAPPERS:
         if all(key.startswith(prefix) for key in weights):
             weights = {key.removeprefix(prefix): tensor for key, tensor in weights.items()}
     return weights
 
 
-def _named(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 

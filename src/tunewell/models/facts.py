@@ -1,4 +1,4 @@
-"""What a model is, read from its small files: no torch, no weights."""
+"""Facts about a model from its small files, without torch: sizes, context limit, parameters, weight fingerprint."""
 
 import hashlib
 import json
@@ -20,14 +20,14 @@ _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequenc
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model's name and sizes; None where its files do not say, or where no formula here fits."""
+    """A model's name and sizes; None where its files do not say, or no formula applies."""
 
     name: str
     architecture: str | None
     context_limit: int | None
-    """The longest sequence the model was made for, after any rope scaling."""
+    """The longest supported sequence, after rope scaling."""
     vocab_size: int | None
-    """Rows of the embedding table, which may exceed the tokenizer's vocabulary."""
+    """Rows of the embedding, which may exceed the tokenizer's vocabulary."""
     num_layers: int | None
     hidden_size: int | None
     num_parameters: int | None
@@ -37,8 +37,8 @@ class ModelFacts:
 def read_facts(model: str | Path, *, vocab_size: int | None = None) -> ModelFacts:
     """Read a model's facts from its `config.json` or its GGUF file; all None for a tokenizer alone.
 
-    A preset has the vocabulary of a tokenizer, so it has parameters only when `vocab_size` says how large that is.
-    Raises UserError when there is no such model or a file is damaged.
+    The parameters of a preset depend on the tokenizer: they are known if `vocab_size` is given. Raises UserError if
+    the model is not found or a file is damaged.
     """
     if is_preset(str(model)):
         return _from_preset(str(model), str(model).removeprefix(PREFIX), vocab_size, "preset")
@@ -70,7 +70,7 @@ def _from_preset(shape: str, name: str, vocab_size: int | None, origin: Origin) 
 
 def _from_config(files: ModelFiles, config: dict[str, Any]) -> ModelFacts:
     nested = config.get("text_config")
-    # A model that also sees or hears keeps its language model's sizes one level down.
+    # A multimodal model has its language model's sizes one level down.
     text = config | nested if isinstance(nested, dict) else config
     architectures = config.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else config.get("model_type")
@@ -169,7 +169,7 @@ def _extra_per_layer(kind: Any, heads: int, kv_heads: int, head_size: int) -> in
 
 
 def _count(values: dict[str, Any], *keys: str) -> int | None:
-    """Take the first of the keys that holds a positive whole number."""
+    """Return the first positive integer among the keys."""
     found = (values.get(key) for key in keys)
     return next((value for value in found if type(value) is int and value > 0), None)
 
@@ -183,27 +183,25 @@ def _name(files: ModelFiles) -> str:
     return path.resolve().name if path.is_dir() else path.stem
 
 
-# Tell the weights of one model from those of another, without reading sixteen gigabytes: no torch.
-
 _WHOLE_BYTES = 16 << 20
-"""A file of at most so many bytes is read from end to end."""
+"""Files up to this size are hashed completely."""
 _NUM_BLOCKS = 1024
 _BLOCK_BYTES = 4096
-"""In a file of 5 GB a block every 5 MB: no matrix of such a model lies between two of them."""
+"""In a 5 GB file one block every 5 MB: every matrix of such a model contains one."""
 
 
 def fingerprint_weights(model: str) -> str | None:
-    """Hash what lies in a model's weight files; None for a preset, which has none.
+    """Return a hash of a model's weight files; None for a preset, which has none.
 
-    Sizes and blocks spread evenly from the first byte to the last count; names, folders and times do not, so a copy has
-    the same fingerprint. The files are those that `load_model` reads, which must be on this machine by now.
+    It covers sizes and evenly spread blocks, not names, folders or times, so a copy has the same fingerprint. The files
+    are those that `load_model` reads; they must be on this machine.
     """
     files = [] if is_preset(model) else _weight_files(model)
     if not files:
         return None
     digest = hashlib.sha256()
     for file in files:
-        _add(digest, file)
+        _hash_file(digest, file)
     return digest.hexdigest()
 
 
@@ -225,7 +223,7 @@ def _weight_files(model: str) -> list[Path]:
     return next((found for kind in kinds if (found := sorted(folder.glob(kind)))), [])
 
 
-def _add(digest: "hashlib._Hash", file: Path) -> None:
+def _hash_file(digest: "hashlib._Hash", file: Path) -> None:
     size = file.stat().st_size
     digest.update(size.to_bytes(8, "little"))
     with file.open("rb") as opened:

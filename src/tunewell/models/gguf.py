@@ -1,4 +1,4 @@
-"""Read a model's settings from a GGUF file, and refuse a file of which a setting would be ignored."""
+"""Read a model's config and dequantised weights from a GGUF file; raise UserError if anything would be ignored."""
 
 import math
 import re
@@ -15,14 +15,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from tunewell.core.errors import UserError
 from tunewell.core.gguf import TensorEntry, read_metadata, read_tensor_table
 from tunewell.core.optional import import_optional
-from tunewell.models.external import turn_rotary_pairs
+from tunewell.models.external import split_rotary_pairs
 from tunewell.models.quiet import silent
-
-# Read the weights of a GGUF file, dequantised, under the names transformers uses, and account for every one.
 
 ROPE_TABLE = "rope_freqs.weight"
 LLAMA_NAMED = frozenset({"llama", "qwen2", "qwen3"})
-"""Architectures whose names are all in the two tables below."""
+"""Architectures whose tensor names are all in the two tables below."""
 _NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -42,37 +40,37 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-# Numbers dequantised at once: the package goes through 16 rows at a time, too few of a small matrix.
+# Numbers dequantised at once: the package takes 16 rows at a time, which is slow for short rows.
 _NUMBERS_AT_ONCE = 1 << 20
 _GROUP_ROWS = 16
 
 
 def read_gguf_weights(path: Path, config: PreTrainedConfig) -> dict[str, Tensor]:
-    """Dequantise the weights of a GGUF file in fp32; raise UserError where one of them would be left out."""
+    """Return the weights of a GGUF file in fp32, under transformers' names; raise UserError if one is unknown."""
     import_optional("gguf", extra="train", purpose="reading the weights of a GGUF file")
     entries = [entry for entry in read_tensor_table(path) if entry.name != ROPE_TABLE]
     if config.model_type not in LLAMA_NAMED:
         return _by_transformers(path, config, entries)
     names = {entry.name: _name_of(entry.name) for entry in entries}
-    if strange := [name for name, known in names.items() if known is None]:
-        listed = ", ".join(f"`{name}`" for name in strange[:5])
-        raise refusal(path, f"{len(strange):,} of its tensors are not known here: {listed}")
-    weights = {str(names[entry.name]): _dequantised(path, entry) for entry in entries}
-    # Only files of this architecture have the pairs of rotary positions side by side.
-    weights = turn_rotary_pairs(weights, config) if config.model_type == "llama" else weights
+    if unknown := [name for name, known in names.items() if known is None]:
+        listed = ", ".join(f"`{name}`" for name in unknown[:5])
+        raise unusable(path, f"{len(unknown):,} of its tensors are unknown: {listed}")
+    weights = {str(names[entry.name]): _dequantise(path, entry) for entry in entries}
+    # Only files of this architecture have neighbouring rotary pairs.
+    weights = split_rotary_pairs(weights, config) if config.model_type == "llama" else weights
     if config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     return weights
 
 
 def read_tensor(path: Path, name: str) -> Tensor:
-    """Dequantise one tensor of a GGUF file."""
-    return _dequantised(path, next(entry for entry in read_tensor_table(path) if entry.name == name))
+    """Return one dequantised tensor of a GGUF file."""
+    return _dequantise(path, next(entry for entry in read_tensor_table(path) if entry.name == name))
 
 
-def refusal(path: Path, why: str) -> UserError:
-    """Say why the weights of a file are not used."""
-    fix = "use the model's own folder or its hub id instead of this file"
+def unusable(path: Path, why: str) -> UserError:
+    """Return the error for a file that cannot be used."""
+    fix = "use the original model's folder or hub id instead of this file"
     return UserError(f"the weights of `{path.name}` cannot be used: {why}", where=str(path), fix=fix)
 
 
@@ -97,31 +95,31 @@ def quantization_of(path: Path) -> str | None:
     return None if name in ("F32", "F16", "BF16") else name
 
 
-def _dequantised(path: Path, entry: TensorEntry) -> Tensor:
+def _dequantise(path: Path, entry: TensorEntry) -> Tensor:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
     try:
         kind = GGMLQuantizationType(entry.type_number)
         block_numbers, block_bytes = GGML_QUANT_SIZES[kind]
     except (KeyError, ValueError):
-        raise refusal(path, f"`{entry.name}` is stored in the unknown way {entry.type_number}") from None
+        raise unusable(path, f"`{entry.name}` has the unknown quantisation type {entry.type_number}") from None
     num_blocks = math.prod(entry.shape) // block_numbers
     if entry.offset + num_blocks * block_bytes > path.stat().st_size:
-        raise UserError(f"`{path.name}` is cut short: `{entry.name}` ends behind its end", where=str(path))
+        raise UserError(f"`{path.name}` is truncated: `{entry.name}` ends after the end of the file", where=str(path))
     data = np.memmap(path, np.uint8, "r", offset=entry.offset, shape=(num_blocks, block_bytes))
     try:
-        # Blocks stand for themselves, so rows may be of any length that pleases the package.
+        # Blocks are independent, so the rows given to the package may have any length.
         at_once = max(1, _NUMBERS_AT_ONCE // block_numbers // _GROUP_ROWS)
         whole = num_blocks // at_once * at_once
         parts = [data[:whole].reshape(-1, at_once * block_bytes), data[whole:].reshape(1, -1)]
         numbers = np.concatenate([dequantize(part, kind).reshape(-1) for part in parts if part.size])
     except NotImplementedError:
-        raise refusal(path, f"`{entry.name}` is stored as {kind.name}, which `gguf` cannot read") from None
+        raise unusable(path, f"`{entry.name}` is {kind.name}, which the `gguf` package cannot read") from None
     return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.float32)).reshape(entry.shape)
 
 
 def _by_transformers(path: Path, config: PreTrainedConfig, entries: list[TensorEntry]) -> dict[str, Tensor]:
-    """Leave it to transformers, which skips tensors it does not know, and count whether it did."""
+    """Read the weights with transformers, which skips unknown tensors; raise UserError if it skipped any."""
     with silent():
         model = AutoModelForCausalLM.from_pretrained(
             path.parent,
@@ -135,16 +133,16 @@ def _by_transformers(path: Path, config: PreTrainedConfig, entries: list[TensorE
     in_file = sum(math.prod(entry.shape) for entry in entries)
     in_model = sum(parameter.numel() for parameter in model.parameters())
     if in_file != in_model:
-        raise refusal(path, f"it holds {in_file:,} numbers, and what transformers makes of it {in_model:,}")
+        raise unusable(path, f"it holds {in_file:,} numbers, but transformers reads {in_model:,}")
     return model.state_dict()
 
 
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
-# Keys of an architecture that change no number, or that only speak about another key.
+# Metadata keys that change no computation.
 _HARMLESS = frozenset(
     {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length"}
 )
-# Keys that transformers leaves to its defaults -> the setting that must then say the same.
+# Metadata keys that transformers ignores -> the config value that must then be equal.
 _MUST_MATCH = {
     "attention.key_length": "head_dim",
     "attention.value_length": "head_dim",
@@ -156,22 +154,22 @@ _MUST_MATCH = {
 
 
 def read_gguf_config(path: Path) -> PreTrainedConfig:
-    """Read a model's settings from a GGUF file; raise UserError for a file that would not be honoured as a whole."""
+    """Read a model's config from a GGUF file; raise UserError if some of it would be ignored."""
     if _PART.search(path.name):
-        raise refusal(path, "it is one of several parts")
+        raise unusable(path, "it is one part of a split file")
     metadata, names = read_metadata(path), {entry.name for entry in read_tensor_table(path)}
     if not names:
-        raise UserError(f"`{path.name}` holds a vocabulary and no weights", where=str(path))
+        raise UserError(f"`{path.name}` holds a vocabulary but no weights", where=str(path))
     kind = str(metadata.get("general.architecture"))
     config = _config_of(metadata, names) if kind in LLAMA_NAMED else _config_by_transformers(path)
-    _check(path, kind, metadata, config)
+    _require_known_metadata(path, kind, metadata, config)
     if ROPE_TABLE in names:
         _apply_rope_table(path, config)
     return config
 
 
 def _config_of(metadata: dict[str, Any], names: set[str]) -> PreTrainedConfig:
-    """Name the settings as transformers does, without its reader, which takes seconds for a vocabulary."""
+    """Build the config without transformers' reader, which takes seconds for a vocabulary."""
     kind = metadata["general.architecture"]
     keys = {f"{kind}.{key}": name for key, name in GGUF_CONFIG_MAPPING[kind].items()}
     keys |= {f"tokenizer.{key}": name for key, name in GGUF_CONFIG_MAPPING["tokenizer"].items()}
@@ -179,7 +177,7 @@ def _config_of(metadata: dict[str, Any], names: set[str]) -> PreTrainedConfig:
     settings.setdefault("vocab_size", len(metadata.get("tokenizer.ggml.tokens") or ()))
     settings.pop("unk_token_id", None)
     if kind == "qwen3" and f"{kind}.attention.key_length" in metadata:
-        # transformers takes 128 for granted.
+        # transformers assumes 128.
         settings["head_dim"] = metadata[f"{kind}.attention.key_length"]
     return AutoConfig.for_model(kind, tie_word_embeddings="output.weight" not in names, **settings)
 
@@ -189,47 +187,47 @@ def _config_by_transformers(path: Path) -> PreTrainedConfig:
         with silent():
             config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
     except (ImportError, KeyError, NotImplementedError, ValueError) as error:
-        raise refusal(path, f"transformers does not read it: {error}") from error
+        raise unusable(path, f"transformers cannot read it: {error}") from error
     config.__dict__.pop("quantization_config", None)
     return config
 
 
-def _check(path: Path, kind: str, metadata: dict[str, Any], config: PreTrainedConfig) -> None:
-    """Refuse settings that transformers would leave out without a word."""
+def _require_known_metadata(path: Path, kind: str, metadata: dict[str, Any], config: PreTrainedConfig) -> None:
+    """Raise UserError for metadata that transformers would ignore silently."""
     known = GGUF_CONFIG_MAPPING.get(kind) or GGUF_CONFIG_MAPPING.get(config.model_type) or {}
     own = {key.removeprefix(f"{kind}."): value for key, value in metadata.items() if key.startswith(f"{kind}.")}
     scaling = own.pop("rope.scaling.type", "none")
     if scaling != "none":
-        raise refusal(path, f"it stretches positions by `{scaling}`, which is not read from such files")
+        raise unusable(path, f"its rope scaling `{scaling}` is not supported in GGUF files")
     own.pop("rope.scaling.factor", None)
     for key, value in own.items():
         name = _MUST_MATCH.get(key)
         if known.get(key) is not None or key in _HARMLESS or (key == "attention.causal" and value is True):
             continue
         if name is None:
-            raise refusal(path, f"its setting `{kind}.{key}` ({value!r:.60}) is not known here")
-        if not _says(config, name, value):
+            raise unusable(path, f"its key `{kind}.{key}` ({value!r:.60}) is unknown")
+        if not _matches(config, name, value):
             used = getattr(config, name, None)
-            raise refusal(path, f"it sets `{kind}.{key}` to {value!r:.60}, and transformers would use {used}")
+            raise unusable(path, f"it sets `{kind}.{key}` to {value!r:.60}, but transformers would use {used}")
 
 
-def _says(config: PreTrainedConfig, name: str, value: Any) -> bool:
+def _matches(config: PreTrainedConfig, name: str, value: Any) -> bool:
     found = getattr(config, name, None)
     if name == "head_dim":
         rope = getattr(config, "rope_parameters", None) or {}
         whole = found or config.hidden_size // config.num_attention_heads
         return value in (whole, int(whole * rope.get("partial_rotary_factor", 1.0)))
     if name == "sliding_window" and found is None:
-        # A window as long as the context cuts nothing off.
+        # A window as long as the context has no effect.
         return value >= config.max_position_embeddings or value == 0
     return found is not None and float(found) == float(value)
 
 
 def _apply_rope_table(path: Path, config: PreTrainedConfig) -> None:
-    """Read Llama 3's stretching of positions, which such files hold as a table that transformers does not look at.
+    """Set Llama 3's rope scaling, which GGUF files hold as a table that transformers ignores.
 
-    The table is what each frequency is divided by; its largest value is the factor, and the rest of the rule is the
-    same in every Llama 3. A table that this rule does not give is refused.
+    The table divides each frequency. Its largest value is the factor; the other parameters are the same in every
+    Llama 3. Raises UserError for a table that these parameters do not reproduce.
     """
     table = read_tensor(path, ROPE_TABLE)
     base = config.rope_parameters["rope_theta"]
@@ -242,7 +240,7 @@ def _apply_rope_table(path: Path, config: PreTrainedConfig) -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     expected = base ** (-torch.arange(0, size, 2, dtype=torch.float32) / size) / table
-    if stretched.shape != expected.shape or not torch.allclose(stretched, expected, rtol=1e-4, atol=0):
-        raise refusal(path, f"its table `{ROPE_TABLE}` stretches positions in a way not known here")
+    if scaled.shape != expected.shape or not torch.allclose(scaled, expected, rtol=1e-4, atol=0):
+        raise unusable(path, f"its table `{ROPE_TABLE}` is not Llama 3's rope scaling")

@@ -1,4 +1,4 @@
-"""Load a model to be trained, wherever it comes from, and account for every weight."""
+"""Load a model from a folder, the hub, a GGUF file, a preset or other code's checkpoint; every weight is checked."""
 
 import json
 from dataclasses import dataclass, field
@@ -14,34 +14,40 @@ from tunewell.core.errors import UserError
 from tunewell.core.model_files import WEIGHT_SUFFIXES, hub_is_out_of_reach, locate
 from tunewell.core.presets import find_preset, is_preset, llama_settings
 from tunewell.models import attention as packed_attention
-from tunewell.models.external import fit_weights, read_external_weights, turn_rotary_pairs
+from tunewell.models.external import fit_weights, read_external_weights, split_rotary_pairs
 from tunewell.models.gguf import quantization_of, read_gguf_config, read_gguf_weights
 from tunewell.models.key_map import find_key_map
 from tunewell.models.placement import verify_placement
-from tunewell.models.pretrained import from_files, from_tensors, named, read_config, refuse_folder, skeleton, wanted
+from tunewell.models.pretrained import (
+    first_names,
+    from_files,
+    from_tensors,
+    load_arguments,
+    read_config,
+    require_safe_folder,
+    skeleton,
+)
 from tunewell.models.quiet import quiet
 from tunewell.models.support import require_supported, text_part
-
-# Make a model's vocabulary and a corpus's tokenizer fit each other, or say why they cannot.
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a tokenizer folder says about its ids."""
+    """The token ids of a tokenizer folder."""
 
     size: int
     """The highest id plus one."""
     special_ids: dict[str, int]
-    """`bos_token`, `eos_token`, `pad_token`: those it has."""
+    """Of `bos_token`, `eos_token` and `pad_token`, if present."""
     new_ids: list[int]
-    """Of the tokens that were added for the template's sake."""
+    """Ids of the tokens that were added for the chat template."""
 
 
 def read_vocabulary(folder: Path, added_tokens: tuple[str, ...] = ()) -> Vocabulary:
-    """Read the ids of a tokenizer folder as `prepare` writes it."""
+    """Read the token ids of a tokenizer folder that `prepare` wrote."""
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise UserError("there is no tokenizer.json", where=str(folder), fix="run `tunewell prepare` again")
+        raise UserError("tokenizer.json is missing", where=str(folder), fix="run `tunewell prepare` again")
     backend = Tokenizer.from_file(str(path))
     ids = backend.get_vocab(with_added_tokens=True)
     config_path = folder / "tokenizer_config.json"
@@ -53,22 +59,22 @@ def read_vocabulary(folder: Path, added_tokens: tuple[str, ...] = ()) -> Vocabul
 
 
 def fit_vocabulary(model: PreTrainedModel, vocabulary: Vocabulary, source: str) -> bool:
-    """Lengthen a model's tables where tokens were added to its tokenizer, and tell whether that was needed.
+    """Resize the embedding and the head for tokens that were added to the tokenizer; return True if needed.
 
-    New rows begin as the mean of the old ones. Raises UserError when the tokenizer has other ids that the model does
-    not: then it is not this model's tokenizer.
+    New rows start as the mean of the old ones. Raises UserError if the tokenizer has other ids that the model lacks:
+    then it is not this model's tokenizer.
     """
     num_rows = len(_weight(model.get_input_embeddings()))
-    strangers = vocabulary.size - num_rows - sum(number >= num_rows for number in vocabulary.new_ids)
-    if strangers > 0:
+    num_unknown = vocabulary.size - num_rows - sum(number >= num_rows for number in vocabulary.new_ids)
+    if num_unknown > 0:
         raise UserError(
-            f"the corpus was made with a tokenizer of {vocabulary.size:,} ids, but `{source}` knows {num_rows:,}",
+            f"the corpus was made with a tokenizer of {vocabulary.size:,} ids, but `{source}` has {num_rows:,}",
             fix="run `tunewell prepare` with this model, or train the model the corpus was made for",
         )
     if vocabulary.size <= num_rows:
         return False
     means = [_weight(table).float().mean(0) for table in _tables(model)]
-    # transformers draws random rows first; ours replace them, and nothing else may notice the draw.
+    # transformers initialises the rows randomly before ours replace them; the generator is left as it was.
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model.resize_token_embeddings(vocabulary.size, mean_resizing=False)
         for table, mean in zip(_tables(model), means, strict=True):
@@ -81,7 +87,7 @@ def fit_vocabulary(model: PreTrainedModel, vocabulary: Vocabulary, source: str) 
 
 
 def _tables(model: PreTrainedModel) -> list[nn.Module]:
-    """Give the embedding, and the head where it is a table of its own."""
+    """Return the embedding, and the head if it is not tied to it."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or _weight(head) is _weight(embedding):
         return [embedding]
@@ -96,7 +102,7 @@ def _weight(table: nn.Module) -> Tensor:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Which model, and how it is wanted."""
+    """Which model to load, and how."""
 
     model: str
     """A folder, a hub id, a `.gguf` file, `package:NAME`, `preset:NAME`, or a checkpoint of other code."""
@@ -106,25 +112,25 @@ class LoadOptions:
     dtype: torch.dtype
     attention: str = packed_attention.SDPA
     added_tokens: tuple[str, ...] = ()
-    """Tokens that were added to the tokenizer for the template's sake."""
+    """Tokens that were added to the tokenizer for the chat template."""
     longest_document: int = 0
     """Tokens of the longest document that will be trained on."""
     seed: int = 0
-    """Of the first weights of a preset."""
+    """Seed of a preset's random weights."""
     is_packed: bool = True
-    """Whether it will read documents laid end to end, which not every model can."""
+    """Whether it will run over packed documents, which not every model supports."""
     is_whole: bool = False
-    """Whether it is wanted as `AutoModelForCausalLM` gives it to anyone: with the parts that see or hear, if any."""
+    """Whether to load a multimodal model as `AutoModelForCausalLM` does, and not its text part only."""
     allow_pickle: bool = False
     key_map: Path | None = None
-    """How a checkpoint of other code names its weights; by default the `.keys.json` beside it."""
+    """Key map of a checkpoint of other code; by default the `.keys.json` beside it."""
 
-    def how(self) -> dict[str, Any]:
-        """Say to transformers where and how the model is wanted."""
-        return wanted(self.device, self.dtype, self.attention)
+    def arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments of `from_pretrained`."""
+        return load_arguments(self.device, self.dtype, self.attention)
 
-    def refuse(self, config: PreTrainedConfig) -> list[str]:
-        """Refuse a model that would not be trained as it is meant; give what there is to say of one that will be."""
+    def check(self, config: PreTrainedConfig) -> list[str]:
+        """Raise UserError if the model cannot be trained on packed documents; return notes if it can."""
         if not self.is_packed:
             return []
         return require_supported(config, longest_document=self.longest_document, attention=self.attention)
@@ -132,62 +138,62 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model on its device, in eval mode, with nothing yet to be trained."""
+    """A model on its device, in eval mode, with all parameters frozen."""
 
     model: PreTrainedModel
     notes: list[str] = field(default_factory=list)
     was_resized: bool = False
-    """Whether rows were added to the embedding and the head, which must then be trained."""
+    """Whether rows were added to the embedding and the head; they must be trained."""
     new_token_ids: list[int] = field(default_factory=list)
-    """Ids of the tokens that were added to the tokenizer; nothing is known of them yet, resized or not."""
+    """Ids of the tokens that were added to the tokenizer; their embeddings are untrained."""
     text_prefix: str = ""
-    """Where it lies in what `AutoModelForCausalLM` makes of its files, if it is the text part of a larger model."""
+    """Its path in what `AutoModelForCausalLM` loads, if it is the text part of a multimodal model."""
 
 
-def load_model(order: LoadOptions) -> LoadedModel:
-    """Load a model, refuse what would not be trained as it is meant, and check that it lies where it should.
+def load_model(options: LoadOptions) -> LoadedModel:
+    """Load a model and verify its weights, device and dtype.
 
-    Raises UserError for a model that is not there, not whole, not supported, or not the tokenizer's.
+    Raises UserError if the model is not found, incomplete or not supported, or if the tokenizer is another model's.
     """
     packed_attention.register()
-    vocabulary = read_vocabulary(order.tokenizer_folder, order.added_tokens)
+    vocabulary = read_vocabulary(options.tokenizer_folder, options.added_tokens)
     with quiet():
-        model, notes, text_prefix = _load(order, vocabulary)
-        was_resized = fit_vocabulary(model, vocabulary, order.model)
+        model, notes, text_prefix = _load(options, vocabulary)
+        was_resized = fit_vocabulary(model, vocabulary, options.model)
     if was_resized:
         number = len(vocabulary.new_ids)
         notes.append(
-            f"{number} new token{'' if number == 1 else 's'}: embedding and head now have {vocabulary.size:,} rows, "
-            "the new ones begin as the mean of the others"
+            f"{number} new token{'' if number == 1 else 's'}: embedding and head now have {vocabulary.size:,} rows; "
+            "new rows start as the mean of the others"
         )
-    # Documents are never padded: the padding token (in SmolLM2 the one that ends every turn) learns as others do.
+    # Documents are never padded, so the padding token (in SmolLM2 the end of every turn) is trained like any other.
     embedding: Any = model.get_input_embeddings()
     embedding.padding_idx = None
     model.eval().requires_grad_(False)
-    verify_placement(model, device=order.device, dtype=order.dtype)
+    verify_placement(model, device=options.device, dtype=options.dtype)
     return LoadedModel(model, notes, was_resized, vocabulary.new_ids, text_prefix)
 
 
-def _load(order: LoadOptions, vocabulary: Vocabulary) -> tuple[PreTrainedModel, list[str], str]:
-    if is_preset(order.model):
-        return *_from_preset(order, vocabulary), ""
-    files = locate(order.model)
-    path = Path(order.model).expanduser()
+def _load(options: LoadOptions, vocabulary: Vocabulary) -> tuple[PreTrainedModel, list[str], str]:
+    if is_preset(options.model):
+        return *_from_preset(options, vocabulary), ""
+    files = locate(options.model)
+    path = Path(options.model).expanduser()
     if files.origin == "file" and path.suffix in WEIGHT_SUFFIXES:
-        return *_from_foreign(path, order), ""
+        return *_from_external(path, options), ""
     if files.origin == "hub":
-        return _from_transformers(order.model, order)
+        return _from_transformers(options.model, options)
     folder = next((file.parent for file in [*files.small.values(), files.gguf] if file is not None), path)
     if files.gguf is None and any(next(folder.glob(kind), None) for kind in ("*.safetensors*", "*.bin")):
-        return _from_transformers(str(folder), order)
+        return _from_transformers(str(folder), options)
     gguf = files.gguf or _only_gguf(folder)
     if gguf is None:
         raise UserError(
-            f"`{order.model}` has no weights",
+            f"`{options.model}` has no weights",
             where=str(folder),
-            fix="give a folder with `model.safetensors`, a `.gguf` file, a hub id, or `preset:NAME`",
+            fix="use a folder with `model.safetensors`, a `.gguf` file, a hub id or `preset:NAME`",
         )
-    return *_from_gguf(gguf, order), ""
+    return *_from_gguf(gguf, options), ""
 
 
 def _only_gguf(folder: Path) -> Path | None:
@@ -195,57 +201,57 @@ def _only_gguf(folder: Path) -> Path | None:
     return found[0] if len(found) == 1 else None
 
 
-def _from_preset(order: LoadOptions, vocabulary: Vocabulary) -> tuple[PreTrainedModel, list[str]]:
-    preset = find_preset(order.model)
+def _from_preset(options: LoadOptions, vocabulary: Vocabulary) -> tuple[PreTrainedModel, list[str]]:
+    preset = find_preset(options.model)
     config = LlamaConfig(**llama_settings(preset, vocabulary.size, vocabulary.special_ids))
-    notes = order.refuse(config)
-    # Drawn on the CPU in fp32 whatever the device, so that a seed means the same model everywhere.
+    notes = options.check(config)
+    # On the CPU in fp32 for every device, so that a seed gives the same model everywhere.
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(order.seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=order.attention)
+        torch.default_generator.manual_seed(options.seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=options.attention)
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(order.dtype)
-    model.config.dtype = order.dtype
-    return model.to(order.device), [*notes, "the weights are random: this model has learned nothing yet"]
+        parameter.data = parameter.data.to(options.dtype)
+    model.config.dtype = options.dtype
+    return model.to(options.device), [*notes, "the weights are random: training starts from scratch"]
 
 
-def _from_gguf(path: Path, order: LoadOptions) -> tuple[PreTrainedModel, list[str]]:
+def _from_gguf(path: Path, options: LoadOptions) -> tuple[PreTrainedModel, list[str]]:
     config = read_gguf_config(path)
-    notes = order.refuse(config)
-    model = from_tensors(config, read_gguf_weights(path, config), source=order.model, how=order.how())
+    notes = options.check(config)
+    model = from_tensors(config, read_gguf_weights(path, config), source=options.model, arguments=options.arguments())
     if name := quantization_of(path):
         notes.append(f"`{path.name}` is compressed ({name}); it was unpacked")
     return model, notes
 
 
-def _from_foreign(path: Path, order: LoadOptions) -> tuple[PreTrainedModel, list[str]]:
-    key_map = find_key_map(path, order.key_map)
-    weights = read_external_weights(path, key_map, allow_pickle=order.allow_pickle)
+def _from_external(path: Path, options: LoadOptions) -> tuple[PreTrainedModel, list[str]]:
+    key_map = find_key_map(path, options.key_map)
+    weights = read_external_weights(path, key_map, allow_pickle=options.allow_pickle)
     if key_map.model is not None:
         table = weights.get("model.embed_tokens.weight")
         num_rows = 1 if table is None else len(table)
         config: PreTrainedConfig = LlamaConfig(**llama_settings(find_preset(key_map.model), num_rows, {}))
     else:
         config = read_config(str(path.parent), is_local=True)
-    notes = order.refuse(config)
+    notes = options.check(config)
     if key_map.interleaved_rotary:
-        weights = turn_rotary_pairs(weights, config)
+        weights = split_rotary_pairs(weights, config)
     fit_weights(weights, skeleton(config), path)
-    return from_tensors(config, weights, source=order.model, how=order.how()), notes
+    return from_tensors(config, weights, source=options.model, arguments=options.arguments()), notes
 
 
-def _from_transformers(place: str, order: LoadOptions) -> tuple[PreTrainedModel, list[str], str]:
-    is_folder = Path(place).is_dir()
+def _from_transformers(source: str, options: LoadOptions) -> tuple[PreTrainedModel, list[str], str]:
+    is_folder = Path(source).is_dir()
     is_local = is_folder or hub_is_out_of_reach() is not None
     if is_folder:
-        refuse_folder(Path(place), allow_pickle=order.allow_pickle)
-    config = read_config(place, is_local=is_local)
-    notes = order.refuse(config)
-    part = None if order.is_whole else text_part(config)
+        require_safe_folder(Path(source), allow_pickle=options.allow_pickle)
+    config = read_config(source, is_local=is_local)
+    notes = options.check(config)
+    part = None if options.is_whole else text_part(config)
     model, unused = from_files(
-        place, config, part=part, allow_pickle=order.allow_pickle, is_local=is_local, how=order.how()
+        source, config, part=part, allow_pickle=options.allow_pickle, is_local=is_local, arguments=options.arguments()
     )
     if unused:
-        what = f"the text part of `{config.model_type}` is trained; " if part is not None else ""
-        notes.append(f"{what}{len(unused):,} weights in its files are not part of the model: {named(unused)}")
+        what = f"only the text part of `{config.model_type}` is trained; " if part is not None else ""
+        notes.append(f"{what}{len(unused):,} weights in its files are not used: {first_names(unused)}")
     return model, notes, "" if part is None else part.text_prefix

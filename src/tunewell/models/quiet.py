@@ -1,4 +1,4 @@
-"""Keep transformers from writing bars and warnings on a screen that is not its own."""
+"""Silence the progress bars and warnings of transformers."""
 
 import contextlib
 import io
@@ -9,7 +9,7 @@ from transformers.utils import logging
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Let transformers speak only of errors, and put its settings back afterwards."""
+    """Let transformers log errors only inside a `with` block."""
     verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -23,6 +23,6 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Drop what is written to stderr too: the reader of GGUF files draws a bar that no setting turns off."""
+    """Drop stderr too: the GGUF reader draws a progress bar that no setting turns off."""
     with quiet(), contextlib.redirect_stderr(io.StringIO()):
         yield
