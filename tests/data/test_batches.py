@@ -131,11 +131,11 @@ def test_a_shared_opening_is_laid_out_once_and_every_token_finds_its_place(size:
         assert size < 8 or len(own) == 1
         return
     assert 8 <= shared.size < min(batch.lengths)
-    assert sum(shared.lengths) == len(shared.kept) == batch.num_tokens - shared.size * (len(own) - 1)
+    assert sum(shared.lengths) == len(shared.computed) == batch.num_tokens - shared.size * (len(own) - 1)
     assert all(length > 0 for length in shared.lengths)
     for name in ("input_ids", "position_ids"):
         values = getattr(batch, name)
-        np.testing.assert_array_equal(values[shared.kept][shared.places], values)
+        np.testing.assert_array_equal(values[shared.computed][shared.token_index], values)
 
 
 def test_documents_that_are_the_same_keep_a_token_of_their_own() -> None:

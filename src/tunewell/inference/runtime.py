@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener, silent
-from tunewell.data.batches import Documents, make_batch, micro_batches, spread
+from tunewell.data.batches import TokenizedDocuments, make_batch, micro_batches, spread_evenly
 from tunewell.hardware.threads import torch_threads
 from tunewell.inference.generate import GREEDY, Decoding, Generated, context_limit, generate
 from tunewell.inference.stream import Ended, TokenStream, stream_tokens
@@ -78,7 +78,9 @@ class Runtime(Protocol):
         """Return the logits after the last token of each prompt: [prompts, vocabulary]."""
         ...
 
-    def losses(self, split: Documents, *, most: int | None, progress: ProgressListener = ...) -> DocumentLosses:
+    def losses(
+        self, split: TokenizedDocuments, *, most: int | None, progress: ProgressListener = ...
+    ) -> DocumentLosses:
         """Return the losses of at most `most` documents, spread evenly over the split."""
         ...
 
@@ -137,7 +139,9 @@ class TorchRuntime:
         with torch_threads(self.num_threads):
             return next_logits(self.model, prompts)
 
-    def losses(self, split: Documents, *, most: int | None, progress: ProgressListener = silent) -> DocumentLosses:
+    def losses(
+        self, split: TokenizedDocuments, *, most: int | None, progress: ProgressListener = silent
+    ) -> DocumentLosses:
         """Return the losses of some documents, several of them packed into one forward pass."""
         with torch_threads(self.num_threads):
             self._head = self._head or self._head_shape(split.arrays(0)[0].tolist())
@@ -178,10 +182,10 @@ class TorchRuntime:
 
 
 def measure_losses(
-    packed: PackedModel, split: Documents, *, most: int | None, progress: ProgressListener = silent
+    packed: PackedModel, split: TokenizedDocuments, *, most: int | None, progress: ProgressListener = silent
 ) -> DocumentLosses:
     """Return the losses of at most `most` documents, spread evenly over the split; packing does not change a loss."""
-    chosen = spread(len(split), most)
+    chosen = spread_evenly(len(split), most)
     lengths = np.asarray(split.index["length"], dtype=np.int64)
     sums, tokens = np.zeros(len(chosen)), np.zeros(len(chosen), dtype=np.int64)
     packed.model.eval()

@@ -87,7 +87,7 @@ class PackedModel:
             layout = {"packed_runs": runs, "packed_prefix": shared.size}
         ids, positions = batch.input_ids, batch.position_ids
         if shared is not None:
-            ids, positions = ids[shared.kept], positions[shared.kept]
+            ids, positions = ids[shared.computed], positions[shared.computed]
         with self.autocast(), stance:
             out = self.body(
                 input_ids=self._tensor(ids)[None],
@@ -96,7 +96,7 @@ class PackedModel:
                 **layout,
             )
         hidden_TH = out.last_hidden_state[0]
-        return hidden_TH if shared is None else torch.index_select(hidden_TH, 0, self._tensor(shared.places))
+        return hidden_TH if shared is None else torch.index_select(hidden_TH, 0, self._tensor(shared.token_index))
 
     def stance(self, batch: MicroBatch) -> Any:
         """Return a context that runs the layers uncompiled if the batch does not fit the compiled shape.

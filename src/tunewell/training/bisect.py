@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tunewell.data.batches import Documents, make_batch
+from tunewell.data.batches import TokenizedDocuments, make_batch
 from tunewell.models.placement import not_finite_names
 from tunewell.training.memory import free_memory, is_out_of_memory
 from tunewell.training.step import TrainableModel
@@ -27,7 +27,9 @@ class Cause:
     are_weights_bad: bool = False
 
 
-def find_cause(learner: TrainableModel, split: Documents, groups: Sequence[np.ndarray], *, number: int) -> Cause:
+def find_cause(
+    learner: TrainableModel, split: TokenizedDocuments, groups: Sequence[np.ndarray], *, number: int
+) -> Cause:
     """Compute the micro-batches of a step again until one goes bad; nothing of the run is changed."""
     if broken := not_finite_names(learner.model):
         return Cause(f"weight `{broken[0]}`", are_weights_bad=True)
@@ -40,7 +42,9 @@ def find_cause(learner: TrainableModel, split: Documents, groups: Sequence[np.nd
     return Cause(None)
 
 
-def _cause_in(learner: TrainableModel, split: Documents, group: list[int], *, number: int, place: int) -> Cause | None:
+def _cause_in(
+    learner: TrainableModel, split: TokenizedDocuments, group: list[int], *, number: int, place: int
+) -> Cause | None:
     """Look for a cause in one micro-batch; in halves of it, where it needs more memory with checks than without."""
     try:
         where = _goes_bad_at(learner, split, group, number=number, place=place)
@@ -64,7 +68,9 @@ def _cause_in(learner: TrainableModel, split: Documents, group: list[int], *, nu
     return None
 
 
-def _goes_bad_at(learner: TrainableModel, split: Documents, group: Any, *, number: int, place: int) -> str | None:
+def _goes_bad_at(
+    learner: TrainableModel, split: TokenizedDocuments, group: Any, *, number: int, place: int
+) -> str | None:
     """Name the first tensor that is not finite, forwards or, where all is well there, backwards."""
     learner.drop_gradients()
     batch = make_batch(split, group)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tunewell.data.batches import Documents, make_batch, micro_batches, spread
+from tunewell.data.batches import TokenizedDocuments, make_batch, micro_batches, spread_evenly
 from tunewell.training.events import Sample
 from tunewell.training.step import TrainableModel
 
@@ -26,12 +26,12 @@ class HeldOutLoss:
     documents: int
 
 
-def held_out_loss(learner: TrainableModel, split: Documents, *, budget: int, most: int | None) -> HeldOutLoss:
+def held_out_loss(learner: TrainableModel, split: TokenizedDocuments, *, budget: int, most: int | None) -> HeldOutLoss:
     """Compute the loss of some documents of a split, spread evenly; processes that train together share the work.
 
     Raises OutOfMemory, in all of them, where it does not fit in one; and what `learner.may_go_on` raises.
     """
-    chosen = spread(len(split), most)
+    chosen = spread_evenly(len(split), most)
     lengths = np.asarray(split.index["length"], dtype=np.int64)
     learner.model.eval()
     wide = torch.float32 if learner.device.type == "mps" else torch.float64
@@ -63,10 +63,10 @@ class Question:
     reference: str
 
 
-def questions_of(split: Documents, *, number: int, spell: Spell) -> list[Question]:
+def questions_of(split: TokenizedDocuments, *, number: int, spell: Spell) -> list[Question]:
     """Give the questions of some held-out documents; one that is learned from its first token on asks nothing."""
     found: list[tuple[int, list[int], list[int]]] = []
-    for document in spread(len(split), max(number, _TO_COMPARE)).tolist():
+    for document in spread_evenly(len(split), max(number, _TO_COMPARE)).tolist():
         ids, labels = split.arrays(document)
         learned = np.flatnonzero(labels != -100)
         if not len(learned) or learned[0] <= 1:
@@ -82,10 +82,10 @@ def questions_of(split: Documents, *, number: int, spell: Spell) -> list[Questio
         Question(document, ids, reference, prompt, text, spell(reference).strip())
         for (document, ids, reference), prompt, text in made
     ]
-    return [questions[place] for place in spread(len(questions), number).tolist()]
+    return [questions[place] for place in spread_evenly(len(questions), number).tolist()]
 
 
-def ask(split: Documents, *, number: int, step: int, answer: Answer, spell: Spell) -> list[Sample]:
+def ask(split: TokenizedDocuments, *, number: int, step: int, answer: Answer, spell: Spell) -> list[Sample]:
     """Answer the questions of some held-out documents."""
     questions = questions_of(split, number=number, spell=spell)
     answers = answer([question.ids for question in questions]) if questions else []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tunewell.core.errors import UserError
-from tunewell.data.batches import Documents, MicroBatch, make_batch
+from tunewell.data.batches import MicroBatch, TokenizedDocuments, make_batch
 from tunewell.models.attention import stock_attention
 from tunewell.training.step import TrainableModel
 
@@ -33,7 +33,7 @@ class Probe:
     longest: int
 
 
-def probe_leaks(learner: TrainableModel, documents: Documents) -> Probe:
+def probe_leaks(learner: TrainableModel, documents: TokenizedDocuments) -> Probe:
     """Compare packed with alone and ours with stock; raise UserError where they differ."""
     learner.model.eval()
     parts = _parts(learner, documents)
@@ -69,7 +69,7 @@ def probe_leaks(learner: TrainableModel, documents: Documents) -> Probe:
     return probe
 
 
-def _parts(learner: TrainableModel, documents: Documents) -> list[MicroBatch]:
+def _parts(learner: TrainableModel, documents: TokenizedDocuments) -> list[MicroBatch]:
     """Take the longest document, short ones around it, and an invented one longer than any window."""
     lengths = documents.index["length"]
     order = np.argsort(lengths, kind="stable")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
-from tunewell.data.batches import DataOrder, Documents
+from tunewell.data.batches import DataOrder, TokenizedDocuments
 from tunewell.methods.base import Method
 from tunewell.records.events import EventLog, read_events, with_numbers
 from tunewell.records.outcome import Status
@@ -47,8 +47,8 @@ class Run:
     config: Config
     learner: TrainableModel
     order: DataOrder
-    documents: Documents
-    held_out: Documents
+    documents: TokenizedDocuments
+    held_out: TokenizedDocuments
     checkpoints: Checkpoints
     events: EventLog
     samples: EventLog

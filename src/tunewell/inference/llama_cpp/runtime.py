@@ -13,7 +13,7 @@ import torch
 from tunewell.core.gguf import read_tensor_table
 from tunewell.core.optional import import_optional
 from tunewell.core.progress import Progress, ProgressListener, silent
-from tunewell.data.batches import Documents, spread
+from tunewell.data.batches import TokenizedDocuments, spread_evenly
 from tunewell.hardware.threads import measure_threads
 from tunewell.inference.generate import GREEDY, Decoding, Generated
 from tunewell.inference.llama_cpp.library import LlamaLibrary
@@ -82,9 +82,11 @@ class LlamaRuntime:
         """Return the logits after the last token of each prompt."""
         return np.stack([self._last_logits(prompt) for prompt in prompts])
 
-    def losses(self, split: Documents, *, most: int | None, progress: ProgressListener = silent) -> DocumentLosses:
+    def losses(
+        self, split: TokenizedDocuments, *, most: int | None, progress: ProgressListener = silent
+    ) -> DocumentLosses:
         """Return the losses of at most `most` documents, spread evenly over the split."""
-        chosen = spread(len(split), most)
+        chosen = spread_evenly(len(split), most)
         sums, tokens = np.zeros(len(chosen)), np.zeros(len(chosen), dtype=np.int64)
         for index, document in enumerate(chosen.tolist()):
             losses = self._document_losses(*split.arrays(document))
