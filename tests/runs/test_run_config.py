@@ -7,6 +7,7 @@ import pytest
 
 from tunewell.config.load import LoadedConfig, load_config, to_loaded_config
 from tunewell.core.errors import UserError
+from tunewell.evaluation.metrics import load_metrics
 from tunewell.runs.config import dump_config, load_for_run, resume_command
 from tunewell.runs.options import RunOptions
 
@@ -132,3 +133,13 @@ def test_what_a_program_handed_over_is_taken_from_the_run(here: Path) -> None:
     loaded = to_loaded_config({"model": "my model", "run": "my run"})
     words = "tunewell train --resume --config 'my run/config.yaml' --out 'my run'"
     assert resume_command(loaded, RunOptions()) == words
+
+
+def test_metric_functions_are_found_from_the_run_folder(here: Path) -> None:
+    """`validate` loads the run's config.yaml: a path that holds only beside tunewell.yaml would be lost."""
+    Path("metrics.py").write_text("def exact(question, answer, reference):\n    return answer == reference\n")
+    loaded = load_config(sets=["verdict.metrics=[metrics.py:exact]", 'run="runs of today"'], model="my model")
+    _start(loaded)
+    saved = load_config(here / "runs of today" / "config.yaml")
+    assert saved.config.verdict.metrics == ("../metrics.py:exact",)
+    assert list(load_metrics(saved.config.verdict.metrics, base=saved.base)) == ["exact"]

@@ -66,10 +66,10 @@ def comparison_screen(comparison: "Comparison", notes: list[str]) -> str:
 
 
 def _head(report: "Report") -> str:
-    subject = report.subject
-    rows = [["tested", subject.name, subject.because]]
-    if subject.base:
-        rows.append(["against", subject.base, "the base model"])
+    model = report.subject
+    rows = [["tested", model.name, model.because]]
+    if model.base:
+        rows.append(["against", model.base, "the base model"])
     took = ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in report.seconds.items())
     rows.append(["on", report.data, f"took {duration(sum(report.seconds.values()))}: {took}" if took else ""])
     return lined(rows)
