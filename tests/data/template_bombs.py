@@ -156,6 +156,20 @@ LIMITED = {
     + "a{% if i %}b{% endif %}" * 200
     + "{% endfor %}" * 2
     + "{% endset %}",
+    "text spread over arguments": "{{ cycler(*('\u4e2d' * 3000000)) }}",
+    "width from two values": "{{ '{:{a}{b}}'.format(1, a='99999', b='99999') }}",
+    "many lines": "{{ ('\u4e2d\n' * 1900000).splitlines()|length }}",
+    "many words": "{{ ('\u4e2d ' * 1900000).split()|length }}",
+    "groups kept": "{% set ns = namespace(x=[]) %}"
+    + _LOOP
+    + "{% set ns.x = [ns.x, range(5000)|groupby('real')] %}{% endfor %}",
+    "methods kept": "{% set ns = namespace(x=[]) %}"
+    + _LOOP * 2
+    + "{% set ns.x = ["
+    + "'a'.strip," * 100
+    + "ns.x] %}"
+    + "{% endfor %}" * 2,
+    "macro given itself": "{% macro m(f) %}{{ f(f) }}{% endmacro %}{{ m(m) }}",
     "long date": "{{ strftime_now('%Y' * 100000) }}",
     # values within values: few bytes to hold, more than all memory to print, compare or hash
     "print a doubled list": _nest("[1]", "[ns.x, ns.x]") + "{{ ns.x }}",

@@ -58,17 +58,17 @@ class TextBackends:
         self.unknown_id: int | None = _unknown_id(config["model"])
         self._by_position: dict[Position, tokenizers.Tokenizer] = {}
         positions = [Position(is_first, is_last) for is_first in (True, False) for is_last in (True, False)]
-        made: dict[bytes, tokenizers.Tokenizer] = {}
+        copies: dict[bytes, tokenizers.Tokenizer] = {}
         for position in positions:
             parts = {
                 "normalizer": _for_position(position, config["normalizer"]),
                 "pre_tokenizer": _for_position(position, config["pre_tokenizer"]),
             }
             key = orjson.dumps(parts)
-            if key not in made:
-                made[key] = _as_text(config | parts)
-            self._by_position[position] = made[key]
-        self.word_table = build_word_table(config) if len(made) == 1 and (self.keeps_text or self.form) else None
+            if key not in copies:
+                copies[key] = _as_text(config | parts)
+            self._by_position[position] = copies[key]
+        self.word_table = build_word_table(config) if len(copies) == 1 and (self.keeps_text or self.form) else None
         """A faster encoder for ASCII text, if available; Unicode normalisation does not change ASCII."""
 
     def __getitem__(self, position: Position) -> tokenizers.Tokenizer:
@@ -98,8 +98,8 @@ def _for_position(position: Position, step: dict[str, Any] | None) -> dict[str, 
         return None
     if step["type"] == "Sequence":
         name = next(key for key in ("normalizers", "pretokenizers") if key in step)
-        kept = [inner for part in step[name] if (inner := _for_position(position, part)) is not None]
-        return {**step, name: kept}
+        steps = [inner for part in step[name] if (inner := _for_position(position, part)) is not None]
+        return {**step, name: steps}
     if step["type"] == "Metaspace" and step.get("prepend_scheme") == "first" and not position.is_first:
         return {**step, "prepend_scheme": "never"}
     if step["type"] == "Replace" and "Regex" in step["pattern"]:
@@ -260,13 +260,13 @@ class Encoder:
             leaky = set(np.searchsorted(stops, leaks, side="right").tolist())
             columns: tuple[list, list, list] = ([], [], [])
             for document, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
-                own: tuple = (tokens[start:stop], supervised[start:stop], is_boundary[start:stop])
+                arrays: tuple = (tokens[start:stop], supervised[start:stop], is_boundary[start:stop])
                 if document in leaky:
                     try:
-                        own = self._in_parts(batch, document)
+                        arrays = self._in_parts(batch, document)
                     except Rejected as rejected:
-                        failed[document], own = rejected, ([], [], [])
-                for column, values in zip(columns, own, strict=True):
+                        failed[document], arrays = rejected, ([], [], [])
+                for column, values in zip(columns, arrays, strict=True):
                     column.append(np.asarray(values))
             tokens = np.concatenate(columns[0]).astype(np.uint32)
             supervised, is_boundary = (np.concatenate(column).astype(bool) for column in columns[1:])

@@ -367,8 +367,9 @@ class _CheckInserter(NodeTransformer):
         return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno, environment=self._sandbox)
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
-        if node.test is not None:
-            node.test = self._check("(charge)", node.test, nodes.Const(16))
+        test: Any = node.test
+        if test is not None:
+            node.test = self._check("(charge)", test, nodes.Const(16))
         return self.visit_Macro(node)
 
     def visit_Macro(self, node: nodes.Macro | nodes.CallBlock | nodes.Block | nodes.For) -> nodes.Node:
