@@ -86,4 +86,4 @@ def test_json_has_the_tokens_too(corpus, capsys):
 def test_a_document_that_is_not_there_is_an_error(corpus, capsys):
     """Guards against an empty screen for a wrong number."""
     assert main(["inspect", "corpus", "--document", "99"]) == 2
-    assert "there is no document 99" in capsys.readouterr().err
+    assert "document 99 does not exist" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`tunewell init`: look at the rows and the model, and write a config that a person can read."""
+"""`tunewell init`: write a commented `tunewell.yaml` for your rows and a model."""
 
 import tempfile
 from dataclasses import dataclass, replace
@@ -27,12 +27,12 @@ from tunewell.workflows.prepare import prepare
 _SAMPLE_ROWS = 1000
 _HELD_OUT_NAMES = ("held_out", "heldout", "held-out", "validation", "valid", "val", "eval", "dev")
 _BY_FIT = ("chatml", "llama3", "gemma", "alpaca")
-"""Built-in templates in the order they are tried for a model that has none of its own."""
+"""Built-in templates in the order in which they are tried for a model without a template."""
 
 
 @dataclass(frozen=True)
 class InitResult:
-    """What was found and written."""
+    """What `init` found and wrote."""
 
     path: Path
     text: str
@@ -44,7 +44,7 @@ class InitResult:
     start: StartingPoint
 
     def as_json(self) -> dict[str, Any]:
-        """Give the object that `init --json` prints."""
+        """Return the object that `init --json` prints."""
         return {
             "config": str(self.path),
             "rows": self.num_rows,
@@ -67,10 +67,10 @@ def init(
     is_overwriting: bool = False,
     progress: ProgressListener = silent,
 ) -> InitResult:
-    """Write `tunewell.yaml` for this data and this model; raise UserError if one is there or the rows are unusable."""
+    """Write `tunewell.yaml` for this data and this model; raise UserError if it exists or no row can be used."""
     path = out or Path(FILE_NAME)
     if path.exists() and not is_overwriting:
-        raise UserError(f"there is a `{path}` already", fix="use `--force` to replace it, or `--out` for another name")
+        raise UserError(f"`{path}` already exists", fix="use `--force` to replace it, or `--out` for another name")
     plain, limit = split_limit(data)
     files = find_files(plain, base=Path())
     template = _fitting_template(load_tokenizer(model))
@@ -87,7 +87,7 @@ def init(
 
 
 def _fitting_template(tokenizer: LoadedTokenizer) -> str:
-    """Keep the model's own template, or find a built-in whose markers the tokenizer has."""
+    """Return `auto` for a model with a template, else a built-in one whose special tokens the tokenizer has."""
     if tokenizer.chat_template:
         return "auto"
     for name in _BY_FIT:
@@ -98,7 +98,7 @@ def _fitting_template(tokenizer: LoadedTokenizer) -> str:
 
 
 def _sample(data: str, model: str, template: str, progress: ProgressListener) -> Manifest:
-    """Prepare the first rows in a temporary folder: the only way to know what they are is to do it."""
+    """Prepare the first rows in a temporary folder and return the manifest."""
     with tempfile.TemporaryDirectory(prefix="tunewell-init-") as folder:
         plain, limit = split_limit(data)
         source = {"path": plain, "limit": min(limit or _SAMPLE_ROWS, _SAMPLE_ROWS)}
@@ -123,7 +123,7 @@ def _count_rows(files: list[SourceFile]) -> int:
 
 
 def _held_out_beside(files: list[SourceFile]) -> str | None:
-    """Find a file beside the data that is plainly meant for validation."""
+    """Return a file beside the data whose name says that it is for validation."""
     if len(files) != 1 or not isinstance(files[0].source, LocalFile):
         return None
     path = files[0].source.path
@@ -136,7 +136,7 @@ def _held_out_beside(files: list[SourceFile]) -> str | None:
 
 
 def _config_text(result: InitResult, data: str, model: str) -> str:
-    """Write the config with the reasons beside the values."""
+    """Return the config with the reasons as comments."""
     sample, start, facts = result.sample, result.start, result.facts
     formats = ", ".join(sorted({name for source in sample.sources for name in source.formats})) or "none"
     dropped = sum(sample.dropped.values())
@@ -144,12 +144,12 @@ def _config_text(result: InitResult, data: str, model: str) -> str:
     size = f", {count(facts.num_parameters)} parameters" if facts.num_parameters else ""
     held_out = result.held_out or 0.05
     why_held_out = (
-        "found beside the data: asked after training, never learned"
+        "found beside the data; kept for testing, never trained on"
         if result.held_out
-        else "5% of the rows, chosen by a hash of their content: never learned, and the same ones when rows are added"
+        else "5% of the rows are kept for testing, always the same ones; they are never trained on"
     )
-    own = (
-        "the model's own"
+    why_template = (
+        "the template of the model"
         if result.template == "auto"
         else f"the model has no template; its tokens fit `{result.template}`"
     )
@@ -162,26 +162,26 @@ model: {_scalar(model)}   # {facts.architecture or "unknown architecture"}{size}
 data:
   sources: {_scalar(data)}   # {count(result.num_rows)} rows, read as: {formats}
   held_out: {_scalar(held_out)}   # {why_held_out}
-  # Of the first {count(sample.rows_in)} rows {fate}; rows that repeat another are dropped too.
+  # Of the first {count(sample.rows_in)} rows, {fate}. Duplicates are dropped too.
 
 template:
-  name: {result.template}   # {own}
-  learn_from: responses   # the replies and their end marker; questions are given, not learned
+  name: {result.template}   # {why_template}
+  learn_from: responses   # only replies and their end marker are supervised, not questions
 
 packing:
-  context_length: auto   # longest document in the first rows: {count(lengths.max)} tokens, mean {lengths.mean:.0f}
+  context_length: auto   # longest of the first rows: {count(lengths.max)} tokens, mean {lengths.mean:.0f}
   long_documents: error   # or: split, drop
 
 method:
-  kind: lora   # small added matrices; or full: every weight, at about a tenth of the rate
+  kind: lora   # small added matrices; or full: every weight, at about a tenth of the learning rate
   rank: {start.rank.value}   # {start.rank.because}
   alpha: {start.alpha.value}   # {start.alpha.because}
 
 train:
   epochs: {start.epochs.value:g}   # {start.epochs.because}
   learning_rate: {_rate(start.learning_rate.value)}   # {start.learning_rate.because}
-  schedule: cosine   # the rate falls to zero at the end; or: linear, constant
-  batch_tokens: auto   # what one step learns from; `train` prints what it chose, and why
+  schedule: cosine   # the learning rate falls to zero; or: linear, constant
+  batch_tokens: auto   # tokens per step; `train` prints its choice and the reason
 
 seed: 0
 """

@@ -1,4 +1,4 @@
-"""`tunewell inspect`: see a corpus, or rows before they become one, down to the single token."""
+"""`tunewell inspect`: show the documents of a corpus or of a row file, token by token."""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -19,11 +19,11 @@ from tunewell.workflows.prepare import prepare
 
 @dataclass(frozen=True)
 class TokenView:
-    """One token: its id, its text, whether it is learned."""
+    """One token: its id, its text, and whether it is supervised."""
 
     id: int
     text: str
-    is_learned: bool
+    is_supervised: bool
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class DocumentView:
     tokens: list[TokenView]
 
     @property
-    def num_learned(self) -> int:
-        return sum(token.is_learned for token in self.tokens)
+    def num_supervised(self) -> int:
+        return sum(token.is_supervised for token in self.tokens)
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What there is to see."""
+    """The manifest of the corpus and the shown documents."""
 
     path: str
     is_corpus: bool
@@ -50,14 +50,16 @@ class Inspection:
     documents: list[DocumentView]
 
     def as_json(self) -> dict[str, Any]:
-        """Give the object that `inspect --json` prints."""
+        """Return the object that `inspect --json` prints."""
         manifest = self.manifest.model_dump(mode="json", exclude={"files", "splits", "config"})
         documents = [
             {
                 "document": view.index,
                 "source": view.source,
                 "row": view.row,
-                "tokens": [{"id": token.id, "text": token.text, "learned": token.is_learned} for token in view.tokens],
+                "tokens": [
+                    {"id": token.id, "text": token.text, "learned": token.is_supervised} for token in view.tokens
+                ],
             }
             for view in self.documents
         ]
@@ -72,21 +74,21 @@ def inspect(
     is_held_out: bool = False,
     progress: ProgressListener = silent,
 ) -> Inspection:
-    """Look at a corpus, or prepare rows in a temporary folder and look at that.
+    """Show documents of a corpus, or prepare rows in a temporary folder and show those.
 
-    `path` is a corpus or data; None means the corpus of the config. Raises UserError when there is neither.
+    `path` is a corpus or data; None means the corpus of the config. Raises UserError if there is neither.
     """
     target = loaded.base / path if path else loaded.path(loaded.config.corpus)
     if (target / MANIFEST).is_file():
-        return _look(open_corpus(target), str(path or loaded.config.corpus), True, wanted, is_held_out)
+        return _inspect_corpus(open_corpus(target), str(path or loaded.config.corpus), True, wanted, is_held_out)
     if path is None and not loaded.config.data.sources:
         raise UserError(
-            f"there is no corpus `{loaded.config.corpus}` and no data is named",
+            f"there is no corpus `{loaded.config.corpus}` and no data is set",
             fix="name a corpus or a file: `tunewell inspect chats.jsonl --model MODEL`",
         )
     with _prepared(path, loaded, progress) as corpus:
         shown = path or ", ".join(source.path for source in loaded.config.data.sources)
-        return _look(corpus, shown, False, wanted, is_held_out)
+        return _inspect_corpus(corpus, shown, False, wanted, is_held_out)
 
 
 @contextmanager
@@ -101,14 +103,14 @@ def _prepared(path: str | None, loaded: LoadedConfig, progress: ProgressListener
         yield open_corpus(prepare(replace(loaded, config=config), progress=progress).corpus)
 
 
-def _look(corpus: Corpus, path: str, is_corpus: bool, wanted: Sequence[int], is_held_out: bool) -> Inspection:
+def _inspect_corpus(corpus: Corpus, path: str, is_corpus: bool, wanted: Sequence[int], is_held_out: bool) -> Inspection:
     split = corpus.held_out if is_held_out else corpus
     tokenizer = load_tokenizer(corpus.path / "tokenizer") if wanted and len(split) else None
     views = []
     for index in wanted:
         if index >= len(split):
             if index > 1:
-                raise UserError(f"there is no document {index}; the last is {len(split) - 1}")
+                raise UserError(f"document {index} does not exist; the last is {len(split) - 1}")
             continue
         document = split[index]
         assert tokenizer is not None

@@ -59,7 +59,7 @@ def _screen(inspection: "Inspection", out: "Console", *, as_list: bool, has_deta
     out.print("\nrows per source")
     out.print(_source_table(inspection.manifest))
     for view in inspection.documents:
-        size = f"{len(view.tokens)} tokens, {view.num_learned} trained on"
+        size = f"{len(view.tokens)} tokens, {view.num_supervised} trained on"
         out.print(f"\ndocument {view.index} ({view.source} row {view.row}): {size}")
         if as_list:
             _list_tokens(view, out)
@@ -110,7 +110,7 @@ def _show_tokens(view: "DocumentView", out: "Console") -> None:
     is_even = False
     for token in view.tokens:
         shown = _visible(token.text)
-        if not token.is_learned:
+        if not token.is_supervised:
             text.append(shown, style="dim")
         elif out.color_system:
             text.append(shown, style="bright_white on color(22)" if is_even else "bright_white on color(28)")
@@ -127,7 +127,7 @@ def _list_tokens(view: "DocumentView", out: "Console") -> None:
 
     rows = [["position", "id", "token", ""]]
     for position, token in enumerate(view.tokens):
-        rows.append([str(position), str(token.id), repr(token.text)[1:-1], "trained on" if token.is_learned else ""])
+        rows.append([str(position), str(token.id), repr(token.text)[1:-1], "trained on" if token.is_supervised else ""])
     out.print(table(rows, right=(0, 1)))
 
 
