@@ -47,7 +47,11 @@ def test_of_a_run_the_best_is_taken_the_newest_or_the_one_that_was_named(tmp_pat
 
 @pytest.mark.parametrize(
     ("progress", "words"),
-    [(None, "no step has a held-out loss"), (0, "none is better than the base"), (2, "the best is gone")],
+    [
+        (None, "no checkpoint has a held-out loss"),
+        (0, "none has a lower held-out loss"),
+        (2, "the best was deleted"),
+    ],
 )
 def test_why_the_newest_stands_in_for_the_best_is_said(tmp_path: Path, progress: int | None, words: str) -> None:
     """A run that only got worse was said to have no held-out loss."""
@@ -66,7 +70,7 @@ def test_a_model_whose_name_was_not_written_down_has_to_be_named(tmp_path: Path,
     if kind == "full":
         assert resolve_model(run).base is None and any("--base" in note for note in resolve_model(run).notes)
         return
-    with pytest.raises(UserError, match="holds a secret") as error:
+    with pytest.raises(UserError, match="contains a secret") as error:
         resolve_model(run)
     assert "--base" in (error.value.fix or "")
 
@@ -83,7 +87,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(tmp_path: Path) -> None:
 
 def test_a_run_without_its_corpus_speaks_with_the_models_own_tokenizer(tmp_path: Path) -> None:
     found = resolve_model(write_run(tmp_path / "run", [2]))
-    assert found.corpus is None and any("is gone" in note for note in found.notes)
+    assert found.corpus is None and any("is missing" in note for note in found.notes)
     assert (found.model, found.base, found.adapter) == ("preset:tiny-1m",) * 2 + (
         tmp_path / "run" / "checkpoints" / checkpoint_name(2),
     )
@@ -111,7 +115,7 @@ def test_an_adapter_names_its_base_or_is_told_it(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="adapter_model"):
         resolve_model(folder)
     save_file({}, folder / "adapter_model.safetensors")
-    with pytest.raises(UserError, match="does not say") as error:
+    with pytest.raises(UserError, match="does not name") as error:
         resolve_model(folder)
     assert "--base" in (error.value.fix or "")
     assert resolve_model(folder, base="package:x").model == "package:x"
@@ -125,7 +129,7 @@ def test_an_adapter_names_its_base_or_is_told_it(tmp_path: Path) -> None:
 
 def test_where_there_is_no_run_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="no run here") as error:
+    with pytest.raises(UserError, match="no run in this folder") as error:
         resolve_model(None)
     assert "tunewell train" in (error.value.fix or "")
     (tmp_path / "half" / "checkpoints" / checkpoint_name(3)).mkdir(parents=True)

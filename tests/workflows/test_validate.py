@@ -352,7 +352,7 @@ def test_what_is_not_there_is_said(tmp_path: Path, base: Path, monkeypatch: pyte
     assert "nowhere" in str(error.value)
     with pytest.raises(UserError, match="needs questions with answers to test `base`"):
         judged(base)
-    with pytest.raises(UserError, match="no run here"):
+    with pytest.raises(UserError, match="no run in this folder"):
         validate()
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "adapter_config.json").write_text("{}")

@@ -1,8 +1,8 @@
-"""Signs of life that a run under supervision gives, and its way to notice that nobody supervises it any more.
+"""The heartbeat of a supervised run: what the run sends through a pipe, and how the supervisor detects a hang.
 
-supervisor  <- "step 1.203" after each step, "stage" when something else begins, "alive" now and then;
-               "ended 0" with the exit code when it is done, "printed" when its last words are out
-run         <- the end of a pipe that nobody ever writes to: it ends with the supervisor
+run -> supervisor   "step 1.203" after each step, "stage" when other work begins, "alive" at most once a second,
+                    "ended 0" with the exit code before printing, "printed" before exiting
+supervisor -> run   nothing: the lifeline pipe closes when the supervisor dies, and the run then saves and exits
 """
 
 import contextlib
@@ -17,28 +17,28 @@ from statistics import median
 from tunewell.core.progress import Progress
 from tunewell.training.events import Evaluated, Event, StepTaken
 
-_LEAST_SECONDS = 1.0
+_MIN_BEAT_SECONDS = 1.0
 _STEP_FACTOR = 3.0
 _STAGE_FACTOR = 20.0
-"""How much longer than a step's wait something else may be silent: a large checkpoint, a look, compiling."""
-_STEPS_REMEMBERED = 32
+"""Other work may be silent this many times longer than a step: saving, evaluation, compilation."""
+_NUM_STEPS_KEPT = 32
 
 
 @dataclass
 class HeartbeatMonitor:
-    """Hears a run's signs of life for its supervisor, and knows how long silence may last."""
+    """Reads the heartbeat of a run for its supervisor, and decides when the run hangs."""
 
     hang_seconds: float
     exit_code: int | None = None
     """The exit code that the run reported before printing its result; None before."""
-    heard: float = field(default_factory=time.monotonic)
-    seconds: list[float] = field(default_factory=list)
+    last_beat: float = field(default_factory=time.monotonic)
+    step_seconds: list[float] = field(default_factory=list)
     is_in_stage: bool = True
     is_printing: bool = False
-    _rest: bytes = b""
+    _partial_line: bytes = b""
 
     def read(self, heartbeat: int) -> bool:
-        """Hear all that has been said in a pipe that does not block; False where nothing more can come."""
+        """Read everything from a non-blocking pipe; return False if the run closed it."""
         try:
             while data := os.read(heartbeat, 65_536):
                 self.feed(data)
@@ -47,90 +47,93 @@ class HeartbeatMonitor:
         return False
 
     def feed(self, data: bytes) -> None:
-        """Take in lines, the last of which may be cut."""
+        """Take bytes of the heartbeat; the last line may be incomplete."""
         self.reset_timer()
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for line in lines:
             self.is_in_stage = line in (b"stage", b"printed") or (self.is_in_stage and line == b"alive")
             self.is_printing = line.startswith(b"ended ")
             if self.is_printing:
                 self.exit_code = int(line[6:])
             if line.startswith(b"step "):
-                self.seconds = [*self.seconds[-_STEPS_REMEMBERED:], float(line[5:])]
+                self.step_seconds = [*self.step_seconds[-_NUM_STEPS_KEPT:], float(line[5:])]
 
     def reset_timer(self) -> None:
-        """Count silence from now on."""
-        self.heard = time.monotonic()
+        """Count the seconds of silence from now on."""
+        self.last_beat = time.monotonic()
 
     @property
     def patience(self) -> float | None:
-        """Seconds of silence after which the run hangs; None where it may take any time.
+        """Seconds of silence after which the run counts as hung; None if there is no limit.
 
-        So it may before the first step, and while its last words wait for a reader.
+        There is none before the first step, and while the result is printed: its reader may be slow.
         """
-        if not self.seconds or self.is_printing:
+        if not self.step_seconds or self.is_printing:
             return None
-        wait = self.hang_seconds + _STEP_FACTOR * median(self.seconds)
+        wait = self.hang_seconds + _STEP_FACTOR * median(self.step_seconds)
         return wait * _STAGE_FACTOR if self.is_in_stage else wait
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the run has been silent for too long."""
-        return self.patience is not None and time.monotonic() - self.heard > self.patience
+        """True if the run has been silent for too long."""
+        return self.patience is not None and time.monotonic() - self.last_beat > self.patience
 
 
 class Heartbeat:
-    """A listener that reports to a supervisor how a run goes."""
+    """A listener that sends the heartbeat of this run to its supervisor."""
 
-    def __init__(self, handles: str) -> None:
-        """Take the pipes that the supervisor opened, as it spelled them: `READ,WRITE,STACKS`."""
-        read, self._write, stacks = _opened(handles)
-        self._told = 0.0
-        threading.Thread(target=_leave_with, args=(read,), daemon=True, name="lifeline").start()
+    def __init__(self, fds: str) -> None:
+        """Take the file descriptors that the supervisor opened: `READ,WRITE,STACKS`.
+
+        Starts a thread that waits for the supervisor's death, and dumps the stacks of all threads on SIGUSR2.
+        """
+        read, self._write, stacks = _parse_fds(fds)
+        self._sent_at = 0.0
+        threading.Thread(target=_stop_without_supervisor, args=(read,), daemon=True, name="lifeline").start()
         faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
 
     def __call__(self, event: Event) -> None:
         match event:
             case Progress():
-                self._tell(b"stage\n")
+                self._send(b"stage\n")
             case StepTaken(seconds=seconds):
-                self._tell(f"step {seconds}\n".encode())
+                self._send(f"step {seconds}\n".encode())
             case Evaluated():
-                self._tell(b"alive\n")
+                self._send(b"alive\n")
 
     def beat(self) -> None:
-        """Say that something is being computed; at most once a second."""
+        """Report that the run is computing; at most once a second."""
         now = time.monotonic()
-        if now - self._told >= _LEAST_SECONDS:
-            self._tell(b"alive\n")
+        if now - self._sent_at >= _MIN_BEAT_SECONDS:
+            self._send(b"alive\n")
 
-    def _tell(self, line: bytes) -> None:
-        self._told = time.monotonic()
-        _send(self._write, line)
-
-
-def send_ended(handles: str, code: int) -> None:
-    """Tell a supervisor the exit code, before last words are printed: a screen that is gone is no crash of the run."""
-    _send(_opened(handles)[1], f"ended {code}\n".encode())
+    def _send(self, line: bytes) -> None:
+        self._sent_at = time.monotonic()
+        _write(self._write, line)
 
 
-def send_printed(handles: str) -> None:
-    """Tell a supervisor that nothing is left to do but to leave: from now on silence is a hang again."""
-    _send(_opened(handles)[1], b"printed\n")
+def send_ended(fds: str, code: int) -> None:
+    """Send the exit code before the result is printed: a closed terminal must not look like a crash."""
+    _write(_parse_fds(fds)[1], f"ended {code}\n".encode())
 
 
-def _opened(handles: str) -> tuple[int, int, int]:
-    read, write, stacks = (int(part) for part in handles.split(","))
+def send_printed(fds: str) -> None:
+    """Report that the result is printed: from now on silence is a hang again."""
+    _write(_parse_fds(fds)[1], b"printed\n")
+
+
+def _parse_fds(fds: str) -> tuple[int, int, int]:
+    read, write, stacks = (int(part) for part in fds.split(","))
     return read, write, stacks
 
 
-def _send(pipe: int, line: bytes) -> None:
-    with contextlib.suppress(OSError):  # whoever listened is gone, which the other pipe tells
+def _write(pipe: int, line: bytes) -> None:
+    with contextlib.suppress(OSError):  # the supervisor died; the lifeline reports that
         os.write(pipe, line)
 
 
-def _leave_with(read: int) -> None:
-    """Wait for the supervisor's end, and ask this process to save and leave."""
+def _stop_without_supervisor(read: int) -> None:
+    """Wait until the supervisor dies, then send SIGTERM to this process, which saves and exits."""
     with contextlib.suppress(OSError):
         while os.read(read, 1):
             pass
