@@ -50,7 +50,7 @@ def test_a_tokenizer_named_beside_a_model_wins_over_its_own(tmp_path, tiny_model
 
 
 def test_a_preset_without_a_tokenizer_says_what_is_missing(tmp_path):
-    with pytest.raises(UserError, match="no tokenizer") as caught:
+    with pytest.raises(UserError, match="without a tokenizer") as caught:
         TextPipeline.load(config_in(tmp_path, model="preset:tiny-23m"))
     assert "`tokenizer:`" in str(caught.value.fix)
 
