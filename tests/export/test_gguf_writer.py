@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunewell.core.errors import UserError
 from tunewell.export.gguf.architecture import require_convertible
-from tunewell.export.gguf.write import expected_bytes, write_gguf
+from tunewell.export.gguf.write import plan_file, write_gguf
 from tunewell.models.gguf import read_gguf_config, read_gguf_weights
 
 # llama.cpp's GELU looks its values up in a table of halves; all else is fp32 there, with another order of sums.
@@ -97,7 +97,7 @@ def test_each_kind_is_stored_as_it_says_and_norms_stay_whole(tmp_path, folders, 
     found, whole = tensors_of(tmp_path / "m.gguf"), tensors_of(tmp_path / "whole.gguf")
     assert {tensor.tensor_type.name for tensor in found.values()} == TYPES[kind]
     assert facts.num_tensors == len(found) and facts.num_bytes == (tmp_path / "m.gguf").stat().st_size
-    assert facts.num_bytes <= expected_bytes(folder, kind=kind) < facts.num_bytes + (2 << 20)
+    assert facts.num_bytes <= plan_file(folder, kind).num_bytes < facts.num_bytes + (2 << 20)
     for name, tensor in found.items():
         numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         exact = whole[name].data
@@ -196,7 +196,7 @@ def test_a_number_too_large_for_a_half_is_refused_and_fits_elsewhere(tmp_path):
 
 def test_a_full_disk_is_told_before_anything_is_written(tmp_path, folders, monkeypatch):
     _, folder = folders("llama")
-    needed = expected_bytes(folder, kind="f16")
+    needed = plan_file(folder, "f16").num_bytes
     room = shutil.disk_usage(tmp_path)._replace(free=needed - 1)
     monkeypatch.setattr("tunewell.core.files.shutil.disk_usage", lambda _: room)
     with pytest.raises(UserError, match="not enough disk space"):
@@ -230,7 +230,7 @@ def damaged(folder: Path, target: Path, change) -> Path:
         ("llama", lambda w: w.pop("model.layers.4.mlp.up_proj.weight"), "1 missing"),
         ("llama", lambda w: w.update(extra=torch.ones(2)), "1 unknown.*extra"),
         ("llama", lambda w: w.update({"model.norm.weight": torch.ones(63)}), "1 of another shape.*model.norm"),
-        ("llama-tied", lambda w: w.update({"lm_head.weight": torch.ones(ROWS, 64)}), "its files hold two"),
+        ("llama-tied", lambda w: w.update({"lm_head.weight": torch.ones(ROWS, 64)}), "contain two different tensors"),
     ],
 )
 def test_tensors_that_are_not_the_models_are_refused(tmp_path, folders, case, change, words):
@@ -269,7 +269,7 @@ def test_more_ids_than_rows_are_refused(tmp_path):
         ({"model_type": "gpt2"}, "`gpt2` cannot be written.*\n.*\n.*gemma3, .*llama, mistral"),
         ({}, "`None` cannot be written"),
         ({"model_type": "llama", "hidden_act": "gelu"}, "`hidden_act` is 'gelu'"),
-        ({"model_type": "llama", "quantization_config": {"bits": 4}}, "quantised already"),
+        ({"model_type": "llama", "quantization_config": {"bits": 4}}, "already quantised"),
         ({"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "stretched by `dynamic`"),
         ({"model_type": "qwen2", "rope_parameters": {**CASES["llama-3"][1]["rope_parameters"]}}, "by `llama3`"),
         ({"model_type": "qwen3", "attention_bias": True}, "`attention_bias`"),

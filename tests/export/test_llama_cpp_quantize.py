@@ -190,9 +190,9 @@ def test_what_cannot_be_quantised_leaves_the_old_file(
     infinite = write_tiny_gguf(tmp_path / "nan.gguf", broken, tiny_model)
     for file, kind, said in (
         (rounded, "q4_k_m", "quantised already"),
-        (short, "q4_k_m", "cut short"),
-        (infinite, "q4_k_m", r"blk\.1\.ffn_up\.weight` holds a number that is not finite"),
-        (source, "q3_k_s", "`q3_k_s` is no kind"),
+        (short, "q4_k_m", "truncated"),
+        (infinite, "q4_k_m", r"blk\.1\.ffn_up\.weight` is not finite"),
+        (source, "q3_k_s", "`q3_k_s` is not a supported"),
         (tmp_path / "missing.gguf", "q8_0", "cannot be read"),
     ):
         with pytest.raises(UserError, match=said):

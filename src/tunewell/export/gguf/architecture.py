@@ -1,4 +1,4 @@
-"""Read a model's config for llama.cpp: every default filled in, and refused where its code there takes another way."""
+"""Convert `config.json` to GGUF metadata; reject settings that llama.cpp would compute differently."""
 
 import json
 import math
@@ -35,7 +35,7 @@ class Settings:
     """How the files of a model that also sees name its language model; empty for a plain one."""
     config: PreTrainedConfig
     notes: tuple[str, ...]
-    """What llama.cpp does otherwise, for people to read."""
+    """What llama.cpp computes differently, for the user."""
 
     @property
     def gguf_name(self) -> str:
@@ -44,19 +44,19 @@ class Settings:
 
 
 def require_convertible(config: dict[str, Any]) -> None:
-    """Raise UserError where a model with this `config.json` cannot become a GGUF file; for use before training."""
+    """Raise UserError if a model with this `config.json` cannot be converted to GGUF."""
     read_settings(config)
 
 
 @cache
 def architectures() -> dict[str, Any]:
-    """Read the table of architectures that lies beside this module."""
+    """Return the table of supported architectures."""
     text = files("tunewell.export.gguf").joinpath("architectures.json").read_text(encoding="utf-8")
     return json.loads(text)
 
 
 def read_settings(config: dict[str, Any]) -> Settings:
-    """Fill in a config's defaults; raise UserError for an architecture or a setting that llama.cpp does not honour."""
+    """Fill in a config's defaults; raise UserError for an architecture or setting that llama.cpp does not support."""
     table = architectures()
     kind = str(config.get("model_type"))
     part = table["text_parts"].get(kind)
@@ -72,7 +72,9 @@ def read_settings(config: dict[str, Any]) -> Settings:
         )
     if config.get("quantization_config"):
         raise UserError(
-            "the weights are quantised already", where="quantization_config in config.json", fix="merge in full numbers"
+            "the weights are already quantised",
+            where="quantization_config in config.json",
+            fix="use the unquantised model",
         )
     filled = _filled(model_type, own)
     values = _with_derived(filled.to_dict())
@@ -80,7 +82,7 @@ def read_settings(config: dict[str, Any]) -> Settings:
     if problems := [*_wrong_settings(values, spec), *_wrong_layers(model_type, values), *_wrong_rope(values, spec)]:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise UserError(
-            f"llama.cpp would compute this model otherwise: {problems[0]}{more}",
+            f"llama.cpp would compute this model differently: {problems[0]}{more}",
             where=f"config.json of a `{kind}` model",
             fix="export it as `adapter` or `merged`",
         )
@@ -96,7 +98,7 @@ def _filled(model_type: str, config: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _with_derived(values: dict[str, Any]) -> dict[str, Any]:
-    """Add what the files leave to be computed: widths of heads, how much of a head turns, how fast."""
+    """Add derived settings: head size, rotary dimensions and RoPE base."""
     heads = values["num_attention_heads"]
     values["num_key_value_heads"] = values.get("num_key_value_heads") or heads
     values["head_dim"] = values.get("head_dim") or values["hidden_size"] // heads
@@ -116,7 +118,7 @@ def _rope_of_whole_layers(values: dict[str, Any]) -> dict[str, Any]:
 
 def _wrong_settings(values: dict[str, Any], spec: dict[str, Any]) -> list[str]:
     found = [
-        f"`{name}` is {values.get(name)!r}, and it takes {allowed[0]!r} for granted"
+        f"`{name}` is {values.get(name)!r}, and it assumes {allowed[0]!r}"
         for name, allowed in spec["must_be"].items()
         if values.get(name) not in allowed
     ]
@@ -127,7 +129,7 @@ def _wrong_settings(values: dict[str, Any], spec: dict[str, Any]) -> list[str]:
 
 
 def _wrong_layers(model_type: str, values: dict[str, Any]) -> list[str]:
-    """Check what llama.cpp works out from the number of layers alone."""
+    """Check the settings that llama.cpp derives from the number of layers."""
     num_layers = values["num_hidden_layers"]
     if model_type == "smollm3":
         turning = [int((index + 1) % _STILL_LAYER_STEP != 0) for index in range(num_layers)]
@@ -136,7 +138,7 @@ def _wrong_layers(model_type: str, values: dict[str, Any]) -> list[str]:
         is_large = num_layers == _LAYERS_OF_27B
         expected = values["hidden_size"] // values["num_attention_heads"] if is_large else values["head_dim"]
         given = values["query_pre_attn_scalar"]
-        return [] if given == expected else [f"`query_pre_attn_scalar` is {given}, and it takes {expected} for granted"]
+        return [] if given == expected else [f"`query_pre_attn_scalar` is {given}, and it assumes {expected}"]
     return []
 
 
@@ -160,23 +162,24 @@ def _wrong_rope(values: dict[str, Any], spec: dict[str, Any]) -> list[str]:
 
 
 def _notes(values: dict[str, Any], spec: dict[str, Any]) -> list[str]:
-    """Say what differs beyond a length that no probe has."""
+    """Return notes on what differs only in long texts."""
     window, kinds = values.get("sliding_window"), values.get("layer_types")
     is_used = window and (kinds is None or "sliding_attention" in kinds)
     if is_used and window < values["max_position_embeddings"] and not spec.get("windows"):
         return [
-            f"llama.cpp shows it all of a text, not the last {window:,} tokens alone: longer texts get other answers"
+            f"llama.cpp ignores the sliding window and attends to more than the last {window:,} tokens: longer texts "
+            "get other answers"
         ]
     return []
 
 
-# Say in GGUF's words what a model's config says: the fields of its architecture and its tables of positions.
+# GGUF metadata and RoPE tables.
 
 FieldValue = int | float | str | bool | list[bool]
 
 
 def metadata_fields(settings: Settings) -> dict[str, FieldValue]:
-    """List the fields of the architecture by their whole keys; an integer is meant as unsigned, 32 bits."""
+    """Return the architecture's metadata by full key; integers are written as uint32."""
     table = architectures()
     found: dict[str, FieldValue] = {}
     for group in settings.spec["fields"]:
@@ -189,7 +192,7 @@ def metadata_fields(settings: Settings) -> dict[str, FieldValue]:
 
 
 def rope_tables(settings: Settings) -> dict[str, np.ndarray]:
-    """Compute the tensors that say how positions are stretched, where the fields cannot."""
+    """Return the tensors of RoPE scaling that metadata cannot express."""
     rope = settings.rope
     if rope.get("rope_type") == "llama3":
         size = settings.values["rotary_dim"]
@@ -244,7 +247,7 @@ def _long_attention_factor(settings: Settings) -> float:
 
 
 def _windows(settings: Settings) -> dict[str, Any]:
-    """Name the layers that see everything, where they are not the ones that llama.cpp expects."""
+    """Return which layers use the sliding window, if it is not the pattern that llama.cpp assumes."""
     kinds = settings.values.get("layer_types")
     if not settings.spec.get("windows") or not kinds:
         return {}

@@ -1,4 +1,4 @@
-"""Store a GGUF file in fewer bits with llama.cpp's own arithmetic, by whichever of three ways this machine has."""
+"""Quantise a GGUF file with llama.cpp's own arithmetic: its library, its program, or its function for one tensor."""
 
 import json
 import math
@@ -52,7 +52,7 @@ def file_type(kind: str) -> int:
     """Give llama.cpp's number of a kind; raise UserError for one that is not known here."""
     if kind not in get_args(QuantizedKind):
         known = ", ".join(f"`{name}`" for name in get_args(QuantizedKind))
-        raise UserError(f"`{kind}` is no kind of file that llama.cpp makes for tunewell", fix=f"use one of {known}")
+        raise UserError(f"`{kind}` is not a supported quantisation type", fix=f"use one of {known}")
     return _facts()["kinds"][kind]["file_type"]
 
 
@@ -236,7 +236,11 @@ def _rows(source: Path, entry: TensorEntry) -> np.ndarray:
     """Map the bytes of a tensor, a row for a row."""
     num_bytes = _num_bytes(entry.shape, entry.type_number)
     if entry.offset + num_bytes > source.stat().st_size:
-        raise UserError(f"`{source.name}` is cut short: `{entry.name}` ends behind its end", where=str(source))
+        raise UserError(
+            f"`{source.name}` is truncated: `{entry.name}` ends after the end of the file",
+            where=str(source),
+            fix="export it again",
+        )
     num_rows = math.prod(entry.shape[:-1])
     return np.memmap(source, np.uint8, "r", offset=entry.offset, shape=(num_rows, num_bytes // max(1, num_rows)))
 
@@ -255,7 +259,7 @@ def _rounded(
         numbers = np.ascontiguousarray(dequantize(rows[start : start + step], before), np.float32)
         if not np.isfinite(numbers).all():
             raise UserError(
-                f"the tensor `{entry.name}` holds a number that is not finite",
+                f"the tensor `{entry.name}` is not finite: it contains NaN or infinity",
                 fix="the model is broken: export an earlier checkpoint",
             )
         made = np.empty(_num_bytes(numbers.shape, kind), np.uint8)
@@ -348,7 +352,7 @@ def _choose_way(source: Path, library: LlamaLibrary | None, plan: Mixture) -> tu
             ),
         )
     raise UserError(
-        "nothing that quantises this model was found",
+        "no quantiser for this model was found",
         where=str(library.path),
         fix=f"put llama.cpp's `{PROGRAM}` on the PATH: a model of experts, or an old library, needs it",
     )

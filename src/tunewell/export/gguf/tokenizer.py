@@ -1,4 +1,4 @@
-"""Describe a model folder's tokenizer in the fields from which llama.cpp rebuilds it."""
+"""Convert a tokenizer to GGUF metadata: tokens, types, scores or merges, pre-tokenizer and special ids."""
 
 import json
 import re
@@ -28,7 +28,7 @@ from tunewell.data.tokenizers.sentencepiece import (
     read_model,
 )
 
-# Tell llama.cpp how a SentencePiece vocabulary is joined: a score for each piece, and what becomes of spaces.
+# SentencePiece vocabularies: a score for each piece, and the treatment of spaces.
 
 _SPACE = "▁"
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
@@ -41,7 +41,7 @@ _FIRST_TEXT_ONLY = (
 
 
 def space_prefix(pipeline: dict[str, Any]) -> tuple[bool, list[str]]:
-    """Tell whether text gets a space in front, and what llama.cpp does otherwise about it."""
+    """Return whether text gets a leading space, and notes on what llama.cpp does differently."""
     steps = _steps(pipeline["normalizer"], "normalizers")
     cuts = [step for step in _steps(pipeline["pre_tokenizer"], "pretokenizers") if not _is_harmless(step)]
     if not cuts and steps == [_PREPEND, _REPLACE]:
@@ -55,14 +55,14 @@ def space_prefix(pipeline: dict[str, Any]) -> tuple[bool, list[str]]:
         return scheme != "never", [_FIRST_TEXT_ONLY] if scheme == "first" else []
     shown = ", ".join(step["type"] for step in [*steps, *cuts]) or "nothing"
     raise UserError(
-        f"llama.cpp does not treat the spaces of a text as this tokenizer does ({shown})",
+        f"llama.cpp would treat spaces differently from this tokenizer ({shown})",
         where="tokenizer.json",
         fix="export the model as `adapter` or `merged`",
     )
 
 
 def scores_of(vocabulary: dict[str, int], merges: list[tuple[str, str]], types: list[int]) -> dict[str, float]:
-    """Give each piece the score that makes llama.cpp join pieces in the order of the merges.
+    """Return scores with which llama.cpp joins pieces in the order of the merges.
 
     It joins any two pieces that make a third, the best score first. So every way to make a piece has to be among the
     merges: UserError where one is not. Symbols that the model's author defined are found in text before any joining,
@@ -112,7 +112,7 @@ def _steps(step: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
     return [inner for own in step[name] for inner in _steps(own, name)] if step["type"] == "Sequence" else [step]
 
 
-# Recognise how a tokenizer cuts text, step by step, and name it as llama.cpp does; what is not known is refused.
+# Byte-level vocabularies: recognise the pre-tokenizer, and return its name in llama.cpp. Unknown ones are rejected.
 
 _DIGITS = {True: r"\p{N}", False: r"\p{N}+"}
 # A pattern with this end leaves no gap, so keeping its matches and keeping everything is the same.
@@ -126,7 +126,7 @@ def _facts() -> dict[str, Any]:
 
 
 def name_byte_level(pipeline: dict[str, Any], backend: Tokenizer) -> tuple[str, list[str]]:
-    """Give llama.cpp's name for the cuts of a byte-level tokenizer, and notes on where it comes only near to them."""
+    """Return llama.cpp's name of a byte-level pre-tokenizer, and notes on where it only comes close."""
     notes = _normalizer_notes(pipeline["normalizer"])
     patterns = [_one_spelling(pattern) for pattern in _patterns(pipeline["pre_tokenizer"])]
     splits, is_near = _splits(patterns)
@@ -189,7 +189,7 @@ def _splits(patterns: list[str]) -> tuple[str, bool]:
 
 
 def _merges_make_every_token(pipeline: dict[str, Any], backend: Tokenizer) -> bool:
-    """Tell whether merges alone give every word of the vocabulary, so that taking it whole changes nothing."""
+    """Return True if the merges produce every token, so that `ignore_merges` changes nothing."""
     model = {**pipeline["model"], "ignore_merges": False}
     bare = {**pipeline, "model": model, "normalizer": None, "pre_tokenizer": None, "added_tokens": []}
     plain = Tokenizer.from_str(json.dumps(bare | {"post_processor": None, "decoder": None}))
@@ -206,13 +206,13 @@ def _flat_steps(step: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
 
 def _refusal(why: str) -> UserError:
     return UserError(
-        f"llama.cpp does not know how this tokenizer cuts text: {why}",
+        f"llama.cpp does not have this tokenizer's pre-tokenizer: {why}",
         where="tokenizer.json",
         fix="export the model as `adapter` or `merged`",
     )
 
 
-# List a tokenizer's words as llama.cpp keeps them: a spelling and a type for each id, and how they are joined.
+# Tokens: text and type of each id, and how they are joined.
 
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 # Some tokenizers do not call these special, and llama.cpp would let a text spell them.
@@ -241,7 +241,11 @@ def byte_level_words(tokenizer: LoadedTokenizer, pipeline: dict[str, Any], num_r
     tokens, types = _tokens(tokenizer, num_rows)
     merges = [" ".join(pair) for pair in _merges(pipeline)]
     if any(merge.count(" ") != 1 for merge in merges):
-        raise UserError("a merge holds a space of its own, which GGUF cannot say", where="tokenizer.json")
+        raise UserError(
+            "a BPE merge contains a space, which GGUF cannot store",
+            where="tokenizer.json",
+            fix="export the model as `adapter` or `merged`",
+        )
     return Words("gpt2", name, tokens, types, merges=merges, notes=tuple(notes))
 
 
@@ -324,7 +328,7 @@ class GgufVocabulary:
 
 
 def read_vocabulary(folder: Path, *, num_rows: int, config: dict[str, Any]) -> GgufVocabulary:
-    """Read a folder's tokenizer for a model with so many rows; UserError where llama.cpp would give other ids."""
+    """Convert a folder's tokenizer for a model with `num_rows` embeddings; raise UserError if ids would differ."""
     tokenizer = load_tokenizer(folder)
     if tokenizer.vocab_size > num_rows:
         raise UserError(
@@ -334,7 +338,11 @@ def read_vocabulary(folder: Path, *, num_rows: int, config: dict[str, Any]) -> G
         )
     words = _words(tokenizer, folder, num_rows)
     if len(set(words.tokens)) != len(words.tokens):
-        raise UserError("the vocabulary lists a token twice, which llama.cpp does not open", where=str(folder))
+        raise UserError(
+            "the vocabulary contains a token twice, which llama.cpp does not load",
+            where=str(folder),
+            fix="export the model as `adapter` or `merged`",
+        )
     eos = tokenizer.backend.token_to_id(tokenizer.special_tokens.get("eos_token", ""))
     swallows, notes = _swallowing(tokenizer, words)
     adds_bos, more = _adding_bos(tokenizer)
@@ -365,7 +373,7 @@ def _words(tokenizer: LoadedTokenizer, folder: Path, num_rows: int) -> Words:
 
 
 def _special_ids(tokenizer: LoadedTokenizer, config: dict[str, Any], num_rows: int) -> dict[str, int]:
-    """Name the special tokens by the tokenizer, and where it is silent by the model's config."""
+    """Return the ids of special tokens, from the tokenizer or else from the model's config."""
     found: dict[str, int] = {}
     for name in _NAMED:
         number = tokenizer.backend.token_to_id(tokenizer.special_tokens.get(f"{name}_token", ""))
@@ -378,7 +386,7 @@ def _special_ids(tokenizer: LoadedTokenizer, config: dict[str, Any], num_rows: i
 
 
 def _end_of_turn(tokenizer: LoadedTokenizer) -> int | None:
-    """Find the token that ends a reply by rendering the template; None where it has no template or no such token."""
+    """Return the id that ends a reply in the chat template; None without a template or such a token."""
     if tokenizer.chat_template is None:
         return None
     try:
@@ -390,10 +398,10 @@ def _end_of_turn(tokenizer: LoadedTokenizer) -> int | None:
 
 
 def _adding_bos(tokenizer: LoadedTokenizer) -> tuple[bool, list[str]]:
-    """Say whether llama.cpp is to put the first token in front of texts, as conversations begin with it or do not.
+    """Return whether llama.cpp must add the BOS token: only if conversations begin with it.
 
-    The tokenizer's own rule is for plain text. llama.cpp knows one rule for both, and a template that leaves the token
-    out was learned without it.
+    The tokenizer's own rule is for plain text. llama.cpp has one rule for both, and a model whose template leaves the
+    token out was trained without it.
     """
     bos = tokenizer.special_tokens.get("bos_token")
     if not tokenizer.adds_bos or not bos or tokenizer.chat_template is None:
@@ -409,7 +417,7 @@ def _adding_bos(tokenizer: LoadedTokenizer) -> tuple[bool, list[str]]:
 
 
 def _swallowing(tokenizer: LoadedTokenizer, words: Words) -> tuple[bool, list[str]]:
-    """Tell whether markers swallow spaces as those of Phi 3 do, which is all that llama.cpp knows about it."""
+    """Return whether special tokens strip the spaces after them as in Phi 3, the only case llama.cpp has."""
     greedy = {text for text, facts in tokenizer.added.items() if facts.rstrip}
     marked = {token for token, kind in zip(words.tokens, words.types, strict=True) if kind in _MARKED}
     if greedy and greedy == (marked | {"</s>"}) - _NEVER_GREEDY and set(words.tokens) >= _NEVER_GREEDY:

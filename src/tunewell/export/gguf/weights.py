@@ -1,4 +1,4 @@
-"""Find a model's tensors in its safetensors files, name them as llama.cpp does, and account for every one."""
+"""Read tensors from safetensors files, name them as llama.cpp does, and encode them for a GGUF file."""
 
 import json
 import math
@@ -94,7 +94,7 @@ def open_weights(folder: Path, settings: Settings) -> WeightFiles:
     if is_tied and _HEAD in weights.names():
         if not torch.equal(weights.read(_HEAD), weights.read(_EMBEDDING)):
             raise UserError(
-                "the model says that it shares one table for embedding and head, but its files hold two",
+                "config.json says that embedding and head are tied, but the files contain two different tensors",
                 where=str(folder),
                 fix="set `tie_word_embeddings` to false in config.json if the head was trained on its own",
             )
@@ -110,7 +110,7 @@ def open_weights(folder: Path, settings: Settings) -> WeightFiles:
     problems = [f"{len(names):,} {word} ({', '.join(names[:_SHOWN])})" for word, names in kinds.items() if names]
     if problems:
         raise UserError(
-            f"the tensors are not those of the model: {'; '.join(problems)}",
+            f"the tensors do not match config.json: {'; '.join(problems)}",
             where=str(folder),
             fix="export the model again: its files do not belong together or are not complete",
         )
@@ -136,7 +136,10 @@ def name_tensors(weights: WeightFiles, settings: Settings) -> list[NamedTensor]:
 def _named(name: str, sources: list[str], weights: WeightFiles, settings: Settings, known: Any) -> NamedTensor:
     new = known.get_name(name, try_suffixes=(".weight", ".bias"))
     if new is None:
-        raise UserError(f"llama.cpp has no name for the tensor `{name}` of a `{settings.model_type}` model")
+        raise UserError(
+            f"llama.cpp has no name for the tensor `{name}` of a `{settings.model_type}` model",
+            fix="export the model as `adapter` or `merged`",
+        )
     shape = weights.shape(sources[0])
     is_stacked = re.match(settings.spec.get("stacked", r"(?!)"), sources[0]) is not None
     return NamedTensor(
@@ -188,7 +191,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
-# Choose how a tensor's numbers are stored in a GGUF file, and store them a few rows at a time.
+# Encode tensors, some rows at a time.
 
 GgufKind = Literal["f32", "f16", "bf16", "q8_0"]
 
@@ -199,7 +202,7 @@ _NUMBERS_AT_ONCE = 1 << 20
 
 
 def storage_type(name: str, shape: tuple[int, ...], kind: GgufKind) -> Any:
-    """Choose a tensor's type: norms and everything of one dimension stay fp32, rows that fill no block become f16."""
+    """Return a tensor's type: norms and vectors stay F32; rows that are no multiple of a block become F16."""
     gguf = import_optional("gguf", extra="export", purpose="writing a GGUF file")
     types = gguf.GGMLQuantizationType
     if len(shape) < 2 or name.endswith("_norm.weight") or not name.endswith(".weight"):
@@ -246,12 +249,12 @@ class StoredTensor:
         largest = float(np.abs(part).max(initial=0.0))
         if not math.isfinite(largest):
             raise UserError(
-                f"the tensor `{self.source}` holds a number that is not finite",
+                f"the tensor `{self.source}` is not finite: it contains NaN or infinity",
                 fix="the model is broken: export an earlier checkpoint",
             )
         limit = {"F16": _LARGEST_HALF, "Q8_0": _LARGEST_HALF * _STEPS}.get(self.kind.name, math.inf)
         if largest > limit:
             raise UserError(
-                f"the tensor `{self.source}` holds {largest:,.0f}, and {self.kind.name} ends at {limit:,.0f}",
+                f"the tensor `{self.source}` contains {largest:,.0f}, but {self.kind.name} ends at {limit:,.0f}",
                 fix="export it as bf16 or f32",
             )

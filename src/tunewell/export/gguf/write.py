@@ -1,4 +1,4 @@
-"""Put into a GGUF file's header what is known of the model: its name and origin, its settings, its tokenizer."""
+"""Write a model folder in transformers format as one GGUF file: metadata, tokenizer and tensors."""
 
 import math
 import os
@@ -169,7 +169,7 @@ def write_gguf(
     model or a tokenizer that llama.cpp would not read as meant, for numbers that are not finite, and for a full disk.
     """
     import_optional("gguf", extra="export", purpose="writing a GGUF file")
-    plan = _plan(model_folder, kind)
+    plan = plan_file(model_folder, kind)
     require_disk_space(target.parent, plan.num_bytes)
     num_parameters = sum(math.prod(tensor.shape) for tensor in plan.tensors.values())
     writer = _writer(plan, kind)
@@ -199,12 +199,8 @@ def write_gguf(
     )
 
 
-def expected_bytes(model_folder: Path, *, kind: GgufKind) -> int:
-    """Say how large the file will be at most, without writing it; refuses what `write_gguf` would refuse."""
-    return _plan(model_folder, kind).num_bytes
-
-
-def _plan(folder: Path, kind: GgufKind) -> _Plan:
+def plan_file(folder: Path, kind: GgufKind) -> _Plan:
+    """Plan a file without writing it; raise UserError for a model that cannot be converted."""
     config = locate(folder).read_object("config.json")
     if not config:
         raise UserError("there is no config.json", where=str(folder), fix="give the folder of a whole model")

@@ -1,4 +1,4 @@
-"""The shape of a model's prompts: what stands before each message's words, and what asks for the reply.
+"""The layout of a chat template: the text before each message, and the generation prompt.
 
 A layout is what rendering probes tells about a chat template. `go_syntax` writes it as a Go template, and `lay_out`
 renders it here in Python, so that it can be compared with the template it was learned from.
@@ -123,7 +123,7 @@ def pieces_at(rule: Rule, place: Place) -> Pieces:
     return rule
 
 
-# Find rules for what stands at the places of conversations, from places that were looked at.
+# Learn rules from observed positions: a small decision tree for each role.
 
 CONDITIONS = (
     Condition(lambda place: place.left == "assistant", 'eq $left "assistant"'),
@@ -149,7 +149,7 @@ class Sight:
 
 
 class NoRule(Exception):
-    """A layout that cannot be had; `conversation` shows it."""
+    """No exact layout exists; `conversation` shows why."""
 
     def __init__(self, reason: str, conversation: Sequence[Message]) -> None:
         super().__init__(reason)

@@ -1,4 +1,4 @@
-"""Read a chat template by rendering conversations whose words are marks, and cutting the text at the marks."""
+"""Render a chat template with marked messages and cut the text at the marks; conversations to compare with."""
 
 import itertools
 import random
