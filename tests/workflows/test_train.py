@@ -267,6 +267,25 @@ def test_the_library_does_the_same(project: Path, monkeypatch: pytest.MonkeyPatc
     assert read_plan(project / "run").num_steps.value == 2
 
 
+def test_the_library_leaves_threads_signals_and_the_allocator_alone(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A notebook shares its process with other work: only the command line may change it."""
+    seen: list[Any] = []
+    monkeypatch.chdir(project)
+    monkeypatch.setattr("tunewell.workflows.train.keep_freed_memory", seen.append)
+    monkeypatch.setattr("tunewell.runs.heartbeat.faulthandler.register", lambda *_, **__: seen.append("faulthandler"))
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = [torch.get_num_threads(), *map(signal.getsignal, numbers)]
+    during: list[Any] = []
+    tunewell.train(
+        sets=[*SETTINGS, "train.max_steps=2", "device=cpu", "train.threads=2"],
+        on_step=lambda _: during.append(list(map(signal.getsignal, numbers))),
+    )
+    assert during == [before[1:], before[1:]] and not seen
+    assert [torch.get_num_threads(), *map(signal.getsignal, numbers)] == before
+
+
 def test_the_library_takes_a_mapping_and_its_run_can_be_gone_on_with(
     project: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

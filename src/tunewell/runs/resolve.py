@@ -1,6 +1,7 @@
 """Resolve a path or name to a model: a run's best checkpoint, an adapter, a model folder or a hub id."""
 
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -107,7 +108,9 @@ def _choose_checkpoint(folder: Path, wanted: str, on_trouble: Callable[[str], No
     newest = find_newest(folder, on_trouble=on_trouble)
     if newest is None:
         raise UserError(
-            "the run has no checkpoint yet", where=str(folder), fix="resume it with `tunewell train --resume`"
+            "the run has no checkpoint yet",
+            where=str(folder),
+            fix=f"resume it with `tunewell train --resume --out {shlex.quote(str(folder.parent))}`",
         )
     return newest, "the newest" if wanted == "last" else _reason_for_newest(newest.manifest.progress.get("best_step"))
 
