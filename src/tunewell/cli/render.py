@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _MAX_WIDTH = 120
-_MIN_FOLD_WIDTH = 20
+_MIN_FOLD_WIDTH = 16
 _LONGEST_TEXT = 2000
 
 
