@@ -106,13 +106,8 @@ def run_export(
         progress(Progress("proving in a new process"))
         parity = prove(staging.folder, allow_pickle=options.allow_pickle)
         if not parity.is_ok:
-            failed = write_failed_parity(out, parity)
-            notes = [
-                *notes,
-                *proof.notes,
-                f"removed: the files are not the trained model; see the figures in `{failed}`",
-            ]
-            return Exported(out, parity, proof.artefacts, notes, "", EXIT_NOT_PROVEN)
+            removed = f"removed: the files are not the trained model; see `{write_failed_parity(out, parity)}`"
+            return Exported(out, parity, proof.artefacts, [*notes, *proof.notes, removed], "", EXIT_NOT_PROVEN)
         publish(staging, out, existing)
     remove_failed_parity(out)
     shown = out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else out
@@ -135,17 +130,17 @@ class _Job:
     def write(self, folder: Path, answer_tokens: int) -> tuple[Proof, list[str]]:
         """Load the model, write all targets and the reference of the proof; return the proof and notes for the user."""
         self.progress(Progress("loading the trained model"))
-        options = self.options
-        model = open_chat_model(
-            self.ref, device="cpu", allow_pickle=options.allow_pickle, precision="fp32", backend="plain"
-        )
+        allow_pickle = self.options.allow_pickle
+        model = open_chat_model(self.ref, device="cpu", allow_pickle=allow_pickle, precision="fp32", backend="plain")
         text = TextPipeline.load(self.ref.loaded)
         arguments = self.ref.loaded.config.template.arguments
         facts = preflight_facts(text, model.masker, arguments, model.model.config.to_dict)
         for target in self.targets:
             target.preflight(facts)
         card = collect_card_facts(self.ref, model)
-        context = ExportContext(model, text, facts.template, folder, options, card, find_stop_ids(model), self.progress)
+        context = ExportContext(
+            model, text, facts.template, folder, self.options, card, find_stop_ids(model), self.progress
+        )
         context.notes += [*model.notes, *facts.template.notes]
         with torch_threads(model.num_threads):
             return self._write(context, answer_tokens)
