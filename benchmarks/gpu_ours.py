@@ -26,10 +26,10 @@ from tunewell.records.events import EventLog
 from tunewell.records.healing import HEALING
 from tunewell.records.plan import Plan
 from tunewell.training.checkpoints import Checkpoints
-from tunewell.training.engine import Run
-from tunewell.training.engine import train as take_steps
 from tunewell.training.leak_probe import probe_leaks
-from tunewell.training.remedies import Remedies
+from tunewell.training.recovery import HealingState
+from tunewell.training.run import Run
+from tunewell.training.run import train as take_steps
 from tunewell.training.step import TrainableModel
 
 CONTENDERS = {"ours-eager": "off", "ours-compiled": "on", "ours-auto": "auto"}
@@ -101,7 +101,7 @@ def put_together(case: Case, documents: Documents, *, model: Any, compiling: str
         checkpoints=Checkpoints(folder / "checkpoints", keep=2, on_trouble=marks.notes.append),
         events=EventLog(folder / "events.jsonl"),
         samples=EventLog(folder / "samples.jsonl"),
-        remedies=Remedies(folder / HEALING),
+        healing=HealingState(folder / HEALING),
         listener=marks,
         method=method,
         load_weights=dict,

@@ -26,8 +26,7 @@ from tunewell.data.batches import DataOrder, make_batch, micro_batches
 from tunewell.methods.lora import Lora
 from tunewell.models import attention
 from tunewell.training.compile import Compiler
-from tunewell.training.health import HealthMonitor
-from tunewell.training.metrics import RunContext, StepMetrics
+from tunewell.training.health import HealthMonitor, RunContext, StepMetrics
 from tunewell.training.optimizers.adamw import AdamW
 from tunewell.training.optimizers.base import Update
 from tunewell.training.step import TrainableModel
@@ -89,7 +88,7 @@ class Loop:
                 reading = StepMetrics(
                     late[0], loss, norm, LEARNING_RATE, seconds=0.1, tokens=1000, supervised_tokens=600
                 )
-                found = [f for f in self.watch.see(reading) if f.severity != "note"]
+                found = [f for f in self.watch.observe(reading) if f.severity != "note"]
                 self.inside += time.perf_counter() - began
                 assert not found and not was_skipped, found
 

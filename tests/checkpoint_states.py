@@ -4,7 +4,8 @@ from pathlib import Path
 
 import torch
 
-from tunewell.training.checkpoints import Checkpoints, State
+from tunewell.training.checkpoints import Checkpoints
+from tunewell.training.saved_checkpoints import State
 
 FILES = ["adapter/adapter_model.safetensors", "optimizer.safetensors", "state.json"]
 

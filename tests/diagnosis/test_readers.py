@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tunewell.diagnosis.readers import read_log
-from tunewell.training.health import replay, verdict
+from tunewell.training.log_rules import replay, verdict
 
 HEALTH = {
     *("nan-gradients", "loss-zero-collapse", "mps-nan-fp16", "lr-too-high", "loss-spike"),

@@ -17,10 +17,11 @@ from tiny_runs import Remembering, make_run
 from tunewell.core.errors import UserError
 from tunewell.records.events import read_events
 from tunewell.records.healing import HealingEntry, read_healing
-from tunewell.training.engine import Ending, Run, resume, train
+from tunewell.training.engine import train
 from tunewell.training.events import StepTaken
-from tunewell.training.faults import NoFaults, parse_faults
-from tunewell.training.step import StepResult
+from tunewell.training.faults import parse_faults
+from tunewell.training.run import Ending, Run, resume
+from tunewell.training.step import StepHooks, StepResult
 
 PLAN = {
     **{"num_steps": 48, "batch_documents": 4, "micro_batch_tokens": 64, "save_every": 5, "evaluate_every": 12},
@@ -73,8 +74,8 @@ def assert_sound(run: Run) -> None:
 
 
 def told(row: int, fault: str, seed: int, run: Run, ending: Ending, **figures: Any) -> dict[str, Any]:
-    actions = [entry.action for entry in run.remedies.entries if entry.severity != "note"]
-    rewound = sum(entry.step - (entry.rewound_to or 0) for entry in run.remedies.entries if entry.action == "rewind")
+    actions = [entry.action for entry in run.healing.entries if entry.severity != "note"]
+    rewound = sum(entry.step - (entry.rewound_to or 0) for entry in run.healing.entries if entry.action == "rewind")
     return {
         "row": row,
         "fault": fault,
@@ -106,7 +107,7 @@ def test_out_of_memory_changes_nothing_but_the_cut(
     assert ending.status == "finished" and apart(run, seed) < 1e-6
     assert {entry.action for entry in treated(tmp_path / "run")} == {"split"}
     # One long step does not slow the rest; what never fits is cut for good.
-    assert (run.remedies.fitting.limit is None) == (row != 8)
+    assert (run.healing.limits.micro_batch_tokens is None) == (row != 8)
     looks = [(look.step, look.loss) for look in run.listener.looks]  # type: ignore[attr-defined]
     expected = [(look.step, look.loss) for look in undisturbed(seed).listener.looks]  # type: ignore[attr-defined]
     assert looks == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in expected]
@@ -193,7 +194,7 @@ def test_gradients_that_stay_bad_for_some_steps_send_the_run_back(
     first, second = treated(tmp_path / "run")
     assert (first.step, first.action, second.step, second.action, second.rewound_to) == (10, "skip", 11, "rewind", 5)
     # Back to before the first of them, and no document is blamed for what did not happen again.
-    assert ending.status == "finished" and losses(run) == losses(undisturbed(seed)) and not run.remedies.quarantine
+    assert ending.status == "finished" and losses(run) == losses(undisturbed(seed)) and not run.healing.quarantine
     assert_sound(run)
 
 
@@ -219,7 +220,7 @@ def test_a_document_that_spoils_a_layer_is_found_and_left_out(tmp_path: Path, re
     [entry] = treated(tmp_path / "run")
     at = next(step for step in range(48) if 3 in run.order.step(step).documents)
     assert (entry.step, entry.documents, entry.place) == (at + 1, [3], f"output of `{layer}`")
-    assert ending.status == "finished" and run.remedies.quarantine == {3: at + 1}
+    assert ending.status == "finished" and run.healing.quarantine == {3: at + 1}
     steps = {
         event["step"]: event for event in read_events(tmp_path / "run" / "events.jsonl") if event["kind"] == "step"
     }
@@ -290,7 +291,7 @@ def test_a_healthy_run_raises_nothing(tmp_path: Path, rate: float) -> None:
     config = {"method": {"rank": 4, "dropout": 0.2}}
     run = make_run(tmp_path / "run", config=config, plan=PLAN | {"learning_rate": rate, "num_steps": 150})
     assert train(run).status == "finished"
-    assert [entry for entry in run.remedies.entries if entry.severity != "note" or entry.action != "none"] == []
+    assert [entry for entry in run.healing.entries if entry.severity != "note" or entry.action != "none"] == []
 
 
 def test_healing_switched_off_goes_on_and_saves_nothing_bad(tmp_path: Path) -> None:
@@ -329,8 +330,8 @@ def test_a_healed_run_that_is_resumed_ends_as_if_it_had_not_been_stopped(tmp_pat
 
 
 def test_faults_are_refused_unless_switched_on() -> None:
-    assert type(parse_faults(None, is_allowed=False)) is NoFaults
-    with pytest.raises(UserError, match="not switched on"):
+    assert type(parse_faults(None, is_allowed=False)) is StepHooks
+    with pytest.raises(UserError, match="fault injection is off"):
         parse_faults("nan@gradients:step=1", is_allowed=False)
     with pytest.raises(UserError, match="no fault"):
         parse_faults("rain@roof:step=1", is_allowed=True)
@@ -340,7 +341,7 @@ PLAIN: dict[str, Any] = {"method": {"rank": 4, "dropout": 0.0}}
 
 
 def acted(run: Run) -> list[tuple[int, str, str]]:
-    return [(e.step, e.name, e.action) for e in run.remedies.entries if e.severity != "note"]
+    return [(e.step, e.name, e.action) for e in run.healing.entries if e.severity != "note"]
 
 
 def poison(*documents: int) -> str:
@@ -356,7 +357,7 @@ def test_several_bad_documents_are_left_out_one_by_one(tmp_path: Path, seed: int
     )
     assert train(run).status == "finished"
     assert {action for _, _, action in acted(run)} == {"skip"}
-    assert set(run.remedies.quarantine) == set(documents)
+    assert set(run.healing.quarantine) == set(documents)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -368,7 +369,7 @@ def test_a_bad_document_among_single_ones_whose_losses_differ_is_found(tmp_path:
     run.learner.loss_sum = lambda batch: whole(batch) * (0.15, 1.0, 0.3, 1.3)[batch.documents[0] % 4]  # type: ignore[method-assign]
     assert train(run).status == "finished"
     assert {(name, action) for _, name, action in acted(run)} == {("nan-gradients", "skip")}
-    assert set(run.remedies.quarantine) == {7}
+    assert set(run.healing.quarantine) == {7}
 
 
 def test_a_loss_that_leaves_late_goes_back_to_where_it_was_low(tmp_path: Path) -> None:
@@ -378,12 +379,12 @@ def test_a_loss_that_leaves_late_goes_back_to_where_it_was_low(tmp_path: Path) -
     whole = run.learner.loss_sum
 
     def rising(batch: Any) -> Any:
-        is_well = run.progress.step < 60 or run.remedies.entries or not torch.is_grad_enabled()
+        is_well = run.progress.step < 60 or run.healing.entries or not torch.is_grad_enabled()
         return whole(batch) * (1.0 if is_well else min(3.0, 1 + 0.15 * (run.progress.step - 60)))
 
     run.learner.loss_sum = rising  # type: ignore[method-assign]
     assert train(run).status == "finished"
-    [entry] = [entry for entry in run.remedies.entries if entry.severity != "note"]
+    [entry] = [entry for entry in run.healing.entries if entry.severity != "note"]
     assert (entry.name, entry.action, entry.rewound_to) == ("lr-too-high", "rewind", 60)
 
 
@@ -392,7 +393,7 @@ def test_a_held_out_loss_that_is_no_number_is_said_and_ends_nothing(tmp_path: Pa
     whole = run.learner.loss_sum
     run.learner.loss_sum = lambda batch: whole(batch) * (1.0 if torch.is_grad_enabled() else math.nan)  # type: ignore[method-assign]
     assert train(run).reason == "all 12 steps were taken"
-    assert acted(run) == [(0, "nan-gradients", "none")] and "held-out" in run.remedies.entries[0].words
+    assert acted(run) == [(0, "nan-gradients", "none")] and "held-out" in run.healing.entries[0].words
 
 
 def test_a_resumed_run_knows_what_is_usual(tmp_path: Path) -> None:
@@ -438,8 +439,8 @@ def test_a_loss_of_nothing_goes_back_once_and_ends_the_run(tmp_path: Path) -> No
     run.learner.loss_sum = nothing  # type: ignore[method-assign]
     ending = train(run)
     assert (ending.status, ending.exit_code) == ("stopped", 4) and "labels" in (ending.advice or "")
-    assert [action for _, _, action in acted(run)] == ["rewind", "stop"] and not run.remedies.quarantine
-    assert not any("left out" in entry.words for entry in run.remedies.entries)
+    assert [action for _, _, action in acted(run)] == ["rewind", "stop"] and not run.healing.quarantine
+    assert not any("left out" in entry.words for entry in run.healing.entries)
 
 
 def test_what_only_16_bits_could_not_hold_is_learned_again_in_fp32(tmp_path: Path) -> None:
@@ -455,5 +456,5 @@ def test_what_only_16_bits_could_not_hold_is_learned_again_in_fp32(tmp_path: Pat
 
     run.learner.loss_sum = overflowing  # type: ignore[method-assign]
     assert train(run).status == "finished"
-    last = run.remedies.entries[-1]
-    assert (last.precision, last.rate_share) == ("fp32", 1.0) and not run.remedies.quarantine
+    last = run.healing.entries[-1]
+    assert (last.precision, last.rate_share) == ("fp32", 1.0) and not run.healing.quarantine

@@ -18,8 +18,9 @@ from write_faults import kill_this_process_at
 
 from forked import in_child
 from tunewell.records.events import read_events
-from tunewell.training.engine import resume, train
+from tunewell.training.engine import train
 from tunewell.training.events import StepTaken
+from tunewell.training.run import resume
 
 STEPS = 40
 # 23 documents in steps of 2 are 12 steps an epoch, so 40 steps are over three epochs; dropout is on.

@@ -5,7 +5,8 @@ from pathlib import Path
 from tunewell.records.events import EventLog
 from tunewell.records.outcome import Outcome, write_outcome
 from tunewell.records.rundir import RunDir
-from tunewell.training.checkpoints import Checkpoints, State
+from tunewell.training.checkpoints import Checkpoints
+from tunewell.training.saved_checkpoints import State
 
 # Put together here, so that no scanner takes this file for a leak.
 PLANTED = [

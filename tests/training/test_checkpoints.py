@@ -14,8 +14,8 @@ from checkpoint_states import FILES, filled, names, same, state_at
 from tunewell.core.errors import UserError
 from tunewell.records.checkpoint import verify
 from tunewell.training import checkpoints as staging
-from tunewell.training.checkpoints import Checkpoints, Saved, State, compare_identity, disk_space_warning
-from tunewell.training.saved_checkpoints import find_best, find_newest
+from tunewell.training.checkpoints import Checkpoints, disk_space_warning
+from tunewell.training.saved_checkpoints import Saved, State, compare_identity, find_best, find_newest
 
 
 def fail_on_trouble(message: str) -> None:

@@ -101,7 +101,7 @@ def test_graphs_that_one_process_gives_up_for_its_answers_are_given_up_by_all(ra
     run: Any = SimpleNamespace(
         learner=learner,
         config=SimpleNamespace(evaluate=SimpleNamespace(samples=2)),
-        remedies=SimpleNamespace(fitting=SimpleNamespace(answer_limit=None)),
+        healing=SimpleNamespace(limits=SimpleNamespace(answer_tokens=None)),
         progress=SimpleNamespace(step=4),
         ask=lambda step, tokens: [],
     )

@@ -20,8 +20,9 @@ from tunewell.methods.lora import Lora
 from tunewell.models import attention
 from tunewell.training import compile as compiling
 from tunewell.training.compile import Compiler
-from tunewell.training.engine import resume, train
+from tunewell.training.engine import train
 from tunewell.training.leak_probe import probe_leaks
+from tunewell.training.run import resume
 from tunewell.training.step import TrainableModel
 
 pytestmark = pytest.mark.gpu

@@ -20,9 +20,9 @@ sys.path.insert(0, sys.argv[1])
 from lessons import RandomDocuments, lora_learner
 from tunewell.config.schema import Train
 from tunewell.training.held_out import held_out_loss
-from tunewell.training.world import World
+from tunewell.training.distributed import World
 torch.set_num_threads(1)
-world = World.join(torch.device("cpu"))
+world = World.initialise(torch.device("cpu"))
 learner = lora_learner(train=Train(adam_epsilon=1e-4), world=world)
 documents = RandomDocuments()
 numbers = []
@@ -32,18 +32,18 @@ found = held_out_loss(learner, documents, budget=60, most=None)
 assert world.any(world.rank == world.size - 1) and not world.any(False)
 if world.is_first:
     torch.save({"numbers": numbers, "held_out": found.loss, "weights": dict(learner.parameters)}, sys.argv[2])
-world.leave()
+world.shut_down()
 """
 
 
 _TROUBLES = """
 import os, sys, torch
 from tunewell.core.errors import UserError
-from tunewell.training.world import World
-world = World.join(torch.device("cpu"))
+from tunewell.training.distributed import World
+world = World.initialise(torch.device("cpu"))
 def refuse(ranks, error):
     try:
-        with world.as_one():
+        with world.failing_together():
             if world.rank in ranks:
                 raise error
     except Exception as raised:
@@ -60,8 +60,8 @@ if world.rank == 1:
     print(told, flush=True)
     os._exit(9)
 try:
-    with world.explaining_loss("again"):
-        world.wait()
+    with world.explaining_lost_ranks("again"):
+        world.barrier()
 except UserError as error:
     told.append(error.what)
 print(told, flush=True)
@@ -142,10 +142,10 @@ def test_each_process_has_a_gpu_of_its_own(
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     if place is None:
-        with pytest.raises(UserError, match="2 processes were started on this machine, which has 1 GPU"):
-            World.take_place("auto")
+        with pytest.raises(UserError, match="2 processes were started on this host, which has 1 GPU"):
+            World.select_gpu("auto")
     else:
-        World.take_place("auto")
+        World.select_gpu("auto")
     assert taken == ([] if place in (None, "any") else [place])
 
 
@@ -153,12 +153,12 @@ def test_a_cpu_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_RANK", "7")
-    World.take_place("cpu")
+    World.select_gpu("cpu")
 
 
 def test_processes_that_cannot_meet_are_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(UserError, match="the 2 processes that are to train together have not found each other: "):
-        World.join(torch.device("cpu"))
+    with pytest.raises(UserError, match="distributed initialisation failed: 2 processes could not connect: "):
+        World.initialise(torch.device("cpu"))

@@ -12,9 +12,9 @@ from tiny_runs import Remembering, make_run
 
 from tunewell.records.events import read_events
 from tunewell.training import checkpoints
-from tunewell.training.engine import Run, resume, train
+from tunewell.training.engine import train
 from tunewell.training.events import StepTaken
-from tunewell.training.run import state_of
+from tunewell.training.run import Run, resume, state_of
 
 TIMES = ("seconds", "memory_bytes")
 
@@ -71,7 +71,7 @@ def test_a_look_ends_when_the_run_is_asked_to_and_is_taken_when_it_goes_on(tmp_p
     def ask(step: int, batch_tokens: int) -> list[Any]:
         if step == 8:
             os.kill(os.getpid(), signal.SIGINT)
-            broken.learner.may_go_on()  # as between two tokens
+            broken.learner.check_interrupt()  # as between two tokens
         return []
 
     broken.ask = ask
@@ -88,7 +88,7 @@ def test_a_look_ends_when_the_run_is_asked_to_and_is_taken_when_it_goes_on(tmp_p
 
 def test_asked_to_stop_during_the_first_look_a_run_takes_no_step(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", config={"evaluate": {"samples": 1}})
-    run.ask = lambda step, batch_tokens: os.kill(os.getpid(), signal.SIGTERM) or run.learner.may_go_on() or []
+    run.ask = lambda step, batch_tokens: os.kill(os.getpid(), signal.SIGTERM) or run.learner.check_interrupt() or []
     ending = train(run)
     assert (ending.exit_code, run.progress.step, run.progress.last_look) == (143, 0, -1)
 
@@ -176,7 +176,7 @@ def test_a_step_that_is_not_finite_is_logged_as_it_is(tmp_path: Path) -> None:
 def test_quarantined_documents_are_left_out_and_the_steps_stay(tmp_path: Path) -> None:
     plain, without = make_run(tmp_path / "plain"), make_run(tmp_path / "without")
     left_out = int(plain.order.step(0).documents[0])
-    without.remedies.quarantine = {left_out: 0}
+    without.healing.quarantine = {left_out: 0}
     train(plain)
     train(without)
     first, second = (read_events(tmp_path / name / "events.jsonl")[1] for name in ("plain", "without"))

@@ -22,10 +22,11 @@ from tunewell.models import attention
 from tunewell.records.events import EventLog
 from tunewell.records.healing import HEALING, read_healing
 from tunewell.training.checkpoints import Checkpoints
-from tunewell.training.engine import Run, train
+from tunewell.training.engine import train
 from tunewell.training.faults import parse_faults
-from tunewell.training.metrics import RunContext
-from tunewell.training.remedies import Remedies
+from tunewell.training.health import RunContext
+from tunewell.training.recovery import HealingState
+from tunewell.training.run import Run
 from tunewell.training.step import TrainableModel
 
 pytestmark = pytest.mark.gpu
@@ -95,7 +96,7 @@ def _run(folder: Path, lengths: list[int], *, compiling: str = "off", faults: st
         plan=decided,
         config=config,
         learner=TrainableModel(
-            model, "bf16", max(lengths), settings=config.train, faults=parse_faults(faults, is_allowed=True)
+            model, "bf16", max(lengths), settings=config.train, hooks=parse_faults(faults, is_allowed=True)
         ),
         order=DataOrder(documents.index["length"].astype("int64"), 0, "c", batch_tokens=32_768),
         documents=documents,
@@ -103,7 +104,7 @@ def _run(folder: Path, lengths: list[int], *, compiling: str = "off", faults: st
         checkpoints=Checkpoints(folder / "checkpoints", keep=2, on_trouble=listener.notes.append),
         events=EventLog(folder / "events.jsonl"),
         samples=EventLog(folder / "samples.jsonl"),
-        remedies=Remedies(folder / HEALING),
+        healing=HealingState(folder / HEALING),
         listener=listener,
         method=method,
         load_weights=lambda: dict(_model().named_parameters()),
@@ -156,7 +157,7 @@ def test_a_budget_four_times_too_large(tmp_path: Path, small_card: Any, compilin
     assert train(run).status == "finished"
     assert _losses(run) == pytest.approx(_losses(fits), rel=2e-2)
     actions = [entry.action for entry in read_healing(tmp_path / "run")]
-    assert set(actions) == {"split"} and tokens // 8 <= (run.remedies.fitting.limit or 0) <= tokens // 2
+    assert set(actions) == {"split"} and tokens // 8 <= (run.healing.limits.micro_batch_tokens or 0) <= tokens // 2
     assert any("CUDA graphs" in words for words in _compilings(run)) is (compiling == "on")
 
 
@@ -177,8 +178,8 @@ def test_one_document_far_longer_than_the_rest(tmp_path: Path, small_card: Any, 
         graphs = ["CUDA graphs" in words for words in _compilings(run)]
         assert graphs == [True, False] and not run.learner.may_use_graphs
     assert _losses(run) == pytest.approx(_losses(whole), rel=2e-2)
-    assert "recompute" in [entry.action for entry in run.remedies.entries]
-    assert run.remedies.fitting.limit is None and not run.learner.model.is_gradient_checkpointing
+    assert "recompute" in [entry.action for entry in run.healing.entries]
+    assert run.healing.limits.micro_batch_tokens is None and not run.learner.model.is_gradient_checkpointing
 
 
 def test_answers_that_are_too_many_at_once(tmp_path: Path, small_card: Any) -> None:

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from tunewell.training.health import HealthMonitor, norm_limit, replay, verdict
-from tunewell.training.metrics import Finding, RunContext, StepMetrics
+from tunewell.training.health import Finding, HealthMonitor, RunContext, StepMetrics, norm_limit
+from tunewell.training.log_rules import replay, verdict
 
 ABOUT = RunContext(vocab_size=50_000, precision="fp32", device="cpu", max_grad_norm=1.0)
 
@@ -48,27 +48,31 @@ def test_a_healthy_run_raises_nothing(number: int) -> None:
     ],
 )
 def test_a_bad_step_is_called_by_its_name(change: dict, about: RunContext, expected: tuple[str, str]) -> None:
-    watch = HealthMonitor(about)
+    monitor = HealthMonitor(about)
     steps = healthy(20)
-    assert [finding for reading in steps for finding in watch.see(reading)] == []
-    [finding] = watch.see(StepMetrics(**{**steps[-1].__dict__, "step": 21, **change}))
+    assert [finding for reading in steps for finding in monitor.observe(reading)] == []
+    [finding] = monitor.observe(StepMetrics(**{**steps[-1].__dict__, "step": 21, **change}))
     assert (finding.name, finding.severity, finding.step) == (*expected, 21)
 
 
 def test_overflows_that_do_not_end_are_a_fault() -> None:
-    watch = HealthMonitor(RunContext(precision="fp16"))
-    found = [watch.see(StepMetrics(step, loss=2.0, grad_norm=math.inf, scale=1.0))[0].name for step in range(1, 10)]
+    monitor = HealthMonitor(RunContext(precision="fp16"))
+    found = [
+        monitor.observe(StepMetrics(step, loss=2.0, grad_norm=math.inf, scale=1.0))[0].name for step in range(1, 10)
+    ]
     assert found[:7] == ["fp16-scaler-skip-benign"] * 7 and found[7] == "loss-scale-exhausted"
 
 
 def test_few_tokens_known_by_heart_may_come_to_exactly_nothing() -> None:
     """In fp32 the loss of a single well-known token is 0.0; three whole steps of that are not learning."""
-    watch = HealthMonitor(ABOUT)
+    monitor = HealthMonitor(ABOUT)
     for reading in healthy(20, first=0.6):
-        watch.see(reading)
-    lone = [watch.see(StepMetrics(step, loss=0.0, grad_norm=0.1, supervised_tokens=2)) for step in (21, 22)]
+        monitor.observe(reading)
+    lone = [monitor.observe(StepMetrics(step, loss=0.0, grad_norm=0.1, supervised_tokens=2)) for step in (21, 22)]
     assert lone == [[], []]
-    assert names(watch.see(StepMetrics(23, loss=0.0, grad_norm=0.1, supervised_tokens=2))) == ["loss-zero-collapse"]
+    assert names(monitor.observe(StepMetrics(23, loss=0.0, grad_norm=0.1, supervised_tokens=2))) == [
+        "loss-zero-collapse"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -82,16 +86,18 @@ def test_few_tokens_known_by_heart_may_come_to_exactly_nothing() -> None:
     ],
 )
 def test_the_first_loss_is_held_against_guessing(loss: float, about: RunContext, expected: str) -> None:
-    found = HealthMonitor(about).see(StepMetrics(1, loss=loss, grad_norm=1.0))
+    found = HealthMonitor(about).observe(StepMetrics(1, loss=loss, grad_norm=1.0))
     assert ([finding.severity for finding in found] or ["healthy"]) == [expected]
 
 
 def test_no_gradient_at_all_is_a_fault_after_three_steps() -> None:
-    watch = HealthMonitor(ABOUT)
-    found = [names(watch.see(StepMetrics(step, loss=2.0, grad_norm=0.0, supervised_tokens=9))) for step in range(1, 6)]
+    monitor = HealthMonitor(ABOUT)
+    found = [
+        names(monitor.observe(StepMetrics(step, loss=2.0, grad_norm=0.0, supervised_tokens=9))) for step in range(1, 6)
+    ]
     assert found == [[], [], ["zero-grad-no-learning"], [], []]
     # A step whose documents were all left out has no gradient, and that is no fault.
-    assert HealthMonitor(ABOUT).see(StepMetrics(1, loss=0.0, grad_norm=0.0, supervised_tokens=0)) == []
+    assert HealthMonitor(ABOUT).observe(StepMetrics(1, loss=0.0, grad_norm=0.0, supervised_tokens=0)) == []
 
 
 def test_a_norm_is_a_spike_only_beyond_the_usual_spread() -> None:
@@ -106,27 +112,29 @@ def test_a_norm_is_a_spike_only_beyond_the_usual_spread() -> None:
 
 def test_blooms_first_spike_is_seen_before_the_loss_moves() -> None:
     """Norm 0.24, 0.95, 2.4, 15.9, 145, 960; the loss went from 2.20 to 5.10 a step after 145."""
-    watch = HealthMonitor(RunContext(max_grad_norm=1.0))
+    monitor = HealthMonitor(RunContext(max_grad_norm=1.0))
     for step in range(64):
-        watch.see(StepMetrics(step, loss=2.2, grad_norm=0.14 + 0.01 * math.sin(step)))
+        monitor.observe(StepMetrics(step, loss=2.2, grad_norm=0.14 + 0.01 * math.sin(step)))
     norms, limits = [0.24, 0.95, 2.4, 15.9, 145.0, 960.0], []
     for at, norm in enumerate(norms):
-        limits.append(watch.norm_limit())
+        limits.append(monitor.norm_limit())
         is_over = norm > limits[-1]
-        watch.see(StepMetrics(64 + at, loss=2.2, grad_norm=norm, was_skipped=is_over, norm_limit=limits[-1]))
+        monitor.observe(StepMetrics(64 + at, loss=2.2, grad_norm=norm, was_skipped=is_over, norm_limit=limits[-1]))
     assert [norm > limit for norm, limit in zip(norms, limits, strict=True)] == [False, False, True, True, True, True]
 
 
 def test_a_loss_that_leaves_and_stays_away_has_diverged() -> None:
-    watch, found = HealthMonitor(ABOUT), []
+    monitor, found = HealthMonitor(ABOUT), []
     for reading in healthy(40):
-        found += watch.see(reading)
+        found += monitor.observe(reading)
     for step in range(41, 60):
-        found += watch.see(StepMetrics(step, loss=min(9.0, 1 + 0.8 * (step - 40)), grad_norm=1.0, learning_rate=0.1))
+        found += monitor.observe(
+            StepMetrics(step, loss=min(9.0, 1 + 0.8 * (step - 40)), grad_norm=1.0, learning_rate=0.1)
+        )
     assert names(found) == ["lr-too-high"] and found[0].step < 54
     assert found[0].numbers["low_step"] <= 41 and "stays there" in found[0].words
-    watch.rewind(20)
-    assert watch.history.recent[-1].step == 20
+    monitor.rewind(20)
+    assert monitor.history.recent[-1].step == 20
 
 
 def test_one_hard_batch_is_no_divergence() -> None:
@@ -190,9 +198,9 @@ LOG = RunContext(is_raw=False)
 def test_a_model_that_lost_what_it_knew_at_once_is_seen_by_its_first_loss(
     losses: list[float], expected: list[str]
 ) -> None:
-    watch = HealthMonitor(ABOUT)
+    monitor = HealthMonitor(ABOUT)
     steps = [StepMetrics(step, loss=loss, grad_norm=0.5) for step, loss in enumerate(losses, 1)]
-    assert names([finding for reading in steps for finding in watch.see(reading)]) == expected
+    assert names([finding for reading in steps for finding in monitor.observe(reading)]) == expected
 
 
 def judged(losses: list[float], norms: list[float] | None = None, about: RunContext = LOG) -> str:

@@ -4,8 +4,8 @@ import pytest
 
 from tunewell.config.rules import Healing
 from tunewell.records.healing import HealingEntry
-from tunewell.training.metrics import Finding
-from tunewell.training.recovery import CarryOn, Past, Rewind, Skip, Split, Stop, decide, remembered
+from tunewell.training.health import Finding
+from tunewell.training.recovery import CarryOn, RecoveryHistory, Rewind, Skip, Split, Stop, decide
 
 RULES = Healing()
 
@@ -14,7 +14,7 @@ def bad(step: int, name: str = "nan-gradients") -> Finding:
     return Finding(name, "warning" if name == "loss-spike" else "fault", step, "it went bad")
 
 
-def act(past: Past, finding: Finding, **options: bool) -> tuple[object, Past]:
+def act(past: RecoveryHistory, finding: Finding, **options: bool) -> tuple[object, RecoveryHistory]:
     """Decide, and remember the decision as a run does."""
     action = decide([finding], past, RULES, **options)
     name = {Skip: "skip", Rewind: "rewind", Stop: "stop"}[type(action)]
@@ -23,7 +23,7 @@ def act(past: Past, finding: Finding, **options: bool) -> tuple[object, Past]:
     return action, past.at(finding.step, RULES).after(entry)
 
 
-def ladder(past: Past, *, name: str = "nan-gradients") -> list[str]:
+def ladder(past: RecoveryHistory, *, name: str = "nan-gradients") -> list[str]:
     told = []
     for step in range(10, 30):
         action, past = act(past, bad(step, name))
@@ -42,34 +42,39 @@ def ladder(past: Past, *, name: str = "nan-gradients") -> list[str]:
 @pytest.mark.parametrize(
     ("past", "expected"),
     [
-        (Past("fp32", "cpu"), ["skip", "back", "rate_share 0.5", "stop"]),
-        (Past("bf16", "cuda"), ["skip", "back", "rate_share 0.5", "precision fp32", "stop"]),
-        (Past("fp16", "mps"), ["skip", "back", "rate_share 0.5", "precision fp32", "device cpu", "stop"]),
+        (RecoveryHistory("fp32", "cpu"), ["skip", "back", "rate_share 0.5", "stop"]),
+        (RecoveryHistory("bf16", "cuda"), ["skip", "back", "rate_share 0.5", "precision fp32", "stop"]),
+        (RecoveryHistory("fp16", "mps"), ["skip", "back", "rate_share 0.5", "precision fp32", "device cpu", "stop"]),
     ],
 )
-def test_numbers_that_stay_bad_are_met_with_every_remedy_once(past: Past, expected: list[str]) -> None:
+def test_numbers_that_stay_bad_are_met_with_every_remedy_once(past: RecoveryHistory, expected: list[str]) -> None:
     assert ladder(past) == expected
 
 
 def test_a_spike_is_left_out_three_times_before_the_run_goes_back() -> None:
-    assert ladder(Past("bf16", "cuda"), name="loss-spike") == [*["skip"] * 3, "back", "rate_share 0.5", "stop"]
+    assert ladder(RecoveryHistory("bf16", "cuda"), name="loss-spike") == [
+        *["skip"] * 3,
+        "back",
+        "rate_share 0.5",
+        "stop",
+    ]
 
 
 def test_trouble_that_is_over_is_forgotten() -> None:
-    _, past = act(Past("fp32", "cpu"), bad(10))
+    _, past = act(RecoveryHistory("fp32", "cpu"), bad(10))
     near, _ = act(past, bad(10 + RULES.quiet_steps))
     far, _ = act(past, bad(11 + RULES.quiet_steps))
     assert isinstance(near, Rewind) and isinstance(far, Skip)
 
 
 def test_a_bad_weight_is_not_the_documents_fault() -> None:
-    action = decide([bad(10)], Past("fp32", "cpu"), RULES, are_weights_bad=True)
+    action = decide([bad(10)], RecoveryHistory("fp32", "cpu"), RULES, are_weights_bad=True)
     assert isinstance(action, Rewind) and not action.is_quarantining and action.not_after == 9
 
 
 def test_divergence_goes_back_to_before_it_with_half_the_rate_and_ends_with_advice() -> None:
     finding = Finding("lr-too-high", "fault", 50, "", {"low_step": 22, "learning_rate": 0.01})
-    past = Past("fp32", "cpu")
+    past = RecoveryHistory("fp32", "cpu")
     for share in (0.5, 0.25, 0.125, 0.0625):
         action, past = act(past, finding)
         assert isinstance(action, Rewind) and (action.rate_share, action.not_after) == (share, 22)
@@ -78,7 +83,7 @@ def test_divergence_goes_back_to_before_it_with_half_the_rate_and_ends_with_advi
 
 
 def test_what_needs_no_answer_gets_none() -> None:
-    past = Past("fp32", "cpu")
+    past = RecoveryHistory("fp32", "cpu")
     assert decide([], past, RULES) == CarryOn()
     assert decide([Finding("throughput-cliff", "note", 3, "")], past, RULES) == CarryOn()
     assert decide([Finding("overfitting", "warning", 3, "")], past, RULES) == CarryOn()
@@ -93,10 +98,10 @@ def test_what_an_earlier_sitting_did_is_remembered() -> None:
         HealingEntry(7, "out-of-memory", "warning", "skip", ""),
         HealingEntry(8, "nan-gradients", "fault", "rewind", "", rate_share=0.5),
     ]
-    past = remembered(entries, Past("bf16", "cuda"), RULES)
-    assert (past.strikes, past.spikes, past.num_rewinds, past.rate_share) == (3, 0, 2, 0.5)
+    past = RecoveryHistory("bf16", "cuda").after_all(entries, RULES)
+    assert (past.num_not_finite, past.num_spikes, past.num_rewinds, past.rate_share) == (3, 0, 2, 0.5)
 
 
 def test_no_rewind_is_made_where_none_is_allowed() -> None:
-    action = decide([bad(10)], Past("fp32", "cpu", strikes=1, last_bad=9), Healing(max_rewinds=0))
+    action = decide([bad(10)], RecoveryHistory("fp32", "cpu", num_not_finite=1, last_bad=9), Healing(max_rewinds=0))
     assert isinstance(action, Stop)

@@ -14,11 +14,11 @@ from tunewell.records.events import EventLog
 from tunewell.records.healing import HEALING, HealingEntry, read_healing
 from tunewell.records.plan import Chosen, Plan
 from tunewell.training.checkpoints import Checkpoints
-from tunewell.training.engine import Run
 from tunewell.training.events import Evaluated, Event, Healed, Note, Rewound, StepTaken, send_notes
 from tunewell.training.faults import parse_faults
-from tunewell.training.metrics import RunContext
-from tunewell.training.remedies import Remedies
+from tunewell.training.health import RunContext
+from tunewell.training.recovery import HealingState
+from tunewell.training.run import Run
 from tunewell.training.step import TrainableModel
 
 
@@ -109,14 +109,12 @@ def make_run(
     documents = RandomDocuments(23)
     listener = Remembering()
     folder.mkdir(exist_ok=True)
-    remedies = Remedies(folder / HEALING)
-    remedies.take_over(read_healing(folder))
+    remedies = HealingState(folder / HEALING)
+    remedies.restore(read_healing(folder))
     return Run(
         plan=decided,
         config=settings,
-        learner=TrainableModel(
-            model, "fp32", 40, settings=settings.train, faults=parse_faults(faults, is_allowed=True)
-        ),
+        learner=TrainableModel(model, "fp32", 40, settings=settings.train, hooks=parse_faults(faults, is_allowed=True)),
         order=DataOrder(documents.index["length"], seed, "c", batch_documents=decided.batch_documents.value),
         documents=documents,
         held_out=RandomDocuments(5, seed=9),
@@ -125,7 +123,7 @@ def make_run(
         ),
         events=EventLog(folder / "events.jsonl"),
         samples=EventLog(folder / "samples.jsonl"),
-        remedies=remedies,
+        healing=remedies,
         listener=listener,
         method=method,
         load_weights=lambda: base,

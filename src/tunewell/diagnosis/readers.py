@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from tunewell.records.events import as_number, read_events, with_numbers
-from tunewell.training.metrics import RunContext, StepMetrics
+from tunewell.training.health import RunContext, StepMetrics
 
 # What a log says of the run beside its numbers: the device, the precision, the vocabulary.
 

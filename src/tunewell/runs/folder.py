@@ -61,8 +61,8 @@ def open_run_folder(loaded: LoadedConfig, world: World, *, is_resuming: bool) ->
     is removed again if the run is refused before its first step.
     """
     path, fix = loaded.path(loaded.config.run), "restart all processes"
-    with world.explaining_loss(fix), ExitStack() as stack:
-        with world.as_one():
+    with world.explaining_lost_ranks(fix), ExitStack() as stack:
+        with world.failing_together():
             if world.is_first:
                 corpus = loaded.path(loaded.config.corpus)
                 run_dir = RunDir.reopen(path) if is_resuming else RunDir.begin(path, corpus=corpus)
@@ -71,7 +71,7 @@ def open_run_folder(loaded: LoadedConfig, world: World, *, is_resuming: bool) ->
                 working_path = Path(stack.enter_context(TemporaryDirectory(prefix="tunewell-process-")))
                 folder = RunFolder(path, working_path, None)
         # Inside the RunDir, which removes a new folder on UserError: a lost rank must be one by then.
-        stack.enter_context(world.explaining_loss(fix))
+        stack.enter_context(world.explaining_lost_ranks(fix))
         yield folder
 
 

@@ -20,7 +20,7 @@ from tunewell.records.report import Curve
 from tunewell.records.rundir import RUN_CONFIG
 from tunewell.runs.loss_curve import write_loss_svg
 from tunewell.runs.result import TrainResult, healing_summary
-from tunewell.training.engine import Run
+from tunewell.training.run import Run
 
 _HERE = "In this folder:"
 _TUNEWELL_USAGE = """{reason}, so only tunewell can apply the adapter to it. In this folder:

@@ -12,15 +12,15 @@ from typing import Any
 from tunewell.config.load import LoadedConfig
 from tunewell.core.progress import Progress
 from tunewell.core.units import count, duration
-from tunewell.hardware.probe import memory_in_use
 from tunewell.records.events import plain
 from tunewell.records.healing import HealingEntry
 from tunewell.records.outcome import Status
 from tunewell.records.report import Validation
 from tunewell.runs.config import resume_command
 from tunewell.runs.options import RunOptions
-from tunewell.training.engine import Ending, Run
 from tunewell.training.events import Evaluated, Event, Healed, Listener, Note, Rewound, StepTaken
+from tunewell.training.memory import peak_memory
+from tunewell.training.run import Ending, Run
 
 _NUM_SHOWN = 6
 
@@ -188,7 +188,7 @@ def make_result(
         seconds=recorder.total_seconds,
         stages={**recorder.seconds, **run.seconds},
         tokens_per_second=tokens / seconds if seconds else 0.0,
-        peak_memory_bytes=memory_in_use(run.learner.device),
+        peak_memory_bytes=peak_memory(run.learner.device),
         losses=recorder.losses,
         held_out=recorder.held_out,
         best_step=run.progress.best_step,
@@ -197,8 +197,8 @@ def make_result(
         notes=recorder.notes,
         signal=ending.signal,
         changes=recorder.changes,
-        healing=run.remedies.entries,
-        advice=[*([ending.advice] if ending.advice else []), *advice(run.remedies.entries)],
+        healing=run.healing.entries,
+        advice=[*([ending.advice] if ending.advice else []), *advice(run.healing.entries)],
     )
 
 

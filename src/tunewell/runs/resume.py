@@ -12,7 +12,7 @@ from tunewell.records.plan import Plan, read_plan
 from tunewell.runs.folder import require_same_documents
 from tunewell.runs.result import MetricsRecorder
 from tunewell.training.build import CHANGE_NAMES
-from tunewell.training.engine import OPTIMIZER, Run, resume
+from tunewell.training.run import OPTIMIZER, Run, resume
 from tunewell.training.saved_checkpoints import compare_identity, find_newest, load_state
 
 _MEASURED = ("threads", "micro_batch_tokens", "compile")

@@ -1,4 +1,4 @@
-"""Find what made a step's numbers go bad: compute it again, with checks on every layer, document by document."""
+"""Find the document, layer or weight that made a step NaN: compute it again with checks, bisecting on memory."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,24 +18,24 @@ from tunewell.training.step import TrainableModel
 
 @dataclass(frozen=True)
 class Cause:
-    """What was found to be at fault."""
+    """The cause of a NaN."""
 
     place: str | None
-    """The layer and tensor that went bad first; None where it did not happen again."""
+    """The first tensor that was not finite; None if it did not happen again."""
     documents: tuple[int, ...] = ()
-    """Documents with which it happens, each by itself or, where none does alone, together."""
+    """TokenizedDocuments with which it happens: each alone or, if none does alone, together."""
     are_weights_bad: bool = False
 
 
 def find_cause(
     learner: TrainableModel, split: TokenizedDocuments, groups: Sequence[np.ndarray], *, number: int
 ) -> Cause:
-    """Compute the micro-batches of a step again until one goes bad; nothing of the run is changed."""
+    """Compute the micro-batches of a step again until one is not finite; the run is not changed."""
     if broken := not_finite_names(learner.model):
         return Cause(f"weight `{broken[0]}`", are_weights_bad=True)
     try:
-        for place, group in enumerate(groups):
-            if cause := _cause_in(learner, split, [int(document) for document in group], number=number, place=place):
+        for index, group in enumerate(groups):
+            if cause := _cause_in(learner, split, [int(document) for document in group], number=number, index=index):
                 return cause
     finally:
         learner.drop_gradients()
@@ -43,17 +43,17 @@ def find_cause(
 
 
 def _cause_in(
-    learner: TrainableModel, split: TokenizedDocuments, group: list[int], *, number: int, place: int
+    learner: TrainableModel, split: TokenizedDocuments, group: list[int], *, number: int, index: int
 ) -> Cause | None:
-    """Look for a cause in one micro-batch; in halves of it, where it needs more memory with checks than without."""
+    """Search one micro-batch; in halves, if the checks need more memory than there is."""
     try:
-        where = _goes_bad_at(learner, split, group, number=number, place=place)
+        where = _first_not_finite(learner, split, group, number=number, index=index)
         if where is None:
             return None
         alone = [
             document
             for document in group
-            if len(group) == 1 or _goes_bad_at(learner, split, [document], number=number, place=place)
+            if len(group) == 1 or _first_not_finite(learner, split, [document], number=number, index=index)
         ]
         return Cause(where, tuple(alone or group))
     except (RuntimeError, MemoryError) as error:
@@ -63,35 +63,36 @@ def _cause_in(
         free_memory(error)
     half = len(group) // 2
     for part in (group[:half], group[half:]) if half else ():
-        if cause := _cause_in(learner, split, part, number=number, place=place):
+        if cause := _cause_in(learner, split, part, number=number, index=index):
             return cause
     return None
 
 
-def _goes_bad_at(
-    learner: TrainableModel, split: TokenizedDocuments, group: Any, *, number: int, place: int
+def _first_not_finite(
+    learner: TrainableModel, split: TokenizedDocuments, group: Any, *, number: int, index: int
 ) -> str | None:
-    """Name the first tensor that is not finite, forwards or, where all is well there, backwards."""
+    """Return the name of the first tensor that is not finite, in the forward or else in the backward."""
     learner.drop_gradients()
     batch = make_batch(split, group)
     found: list[str] = []
-    with _checked(learner.model, found), learner.uncompiled():
+    hooked = learner.hooks.around_batch(number, batch, learner.model)
+    with _checked(learner.model, found), learner.uncompiled(), hooked:
         learner.model.train()
-        loss = learner.compute(batch, number=number, place=place)
+        loss = learner.compute(batch, number=number, index=index)
         if found:
             return found[0]
         if not math.isfinite(float(loss.detach())):
             return "the loss"
         with learner.stance(batch):
             loss.backward()
-    # The way back begins at the end: the last parameter that is bad was the first to be so.
-    bad = [name for name, p in learner.parameters.items() if p.grad is not None and not _is_finite(p.grad)]
-    return f"gradient of `{bad[-1]}`" if bad else None
+    # The backward runs from the last layer to the first: the last bad parameter went bad first.
+    broken = [name for name, p in learner.parameters.items() if p.grad is not None and not _is_finite(p.grad)]
+    return f"gradient of `{broken[-1]}`" if broken else None
 
 
 @contextmanager
 def _checked(model: nn.Module, found: list[str]) -> Iterator[None]:
-    """Write down the first module whose output is not finite, innermost first."""
+    """Record the first module whose output is not finite, innermost first."""
 
     def hook(name: str) -> Any:
         def check(module: nn.Module, inputs: Any, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""Put a run together: the model with its method, the optimizer, the log, the checkpoints, the questions it is asked."""
+"""Build a run: load the model, apply the method, and connect optimizer, logs, checkpoints and sample questions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -31,21 +31,20 @@ from tunewell.records.healing import HEALING, read_healing
 from tunewell.records.plan import Plan
 from tunewell.training.checkpoints import Checkpoints
 from tunewell.training.distributed import World
-from tunewell.training.engine import Run
 from tunewell.training.events import Listener, Note, RunStarted, Sample, send_notes
-from tunewell.training.faults import NoFaults
+from tunewell.training.health import RunContext
 from tunewell.training.held_out import ask
 from tunewell.training.leak_probe import probe_leaks
-from tunewell.training.metrics import RunContext
-from tunewell.training.remedies import Remedies
-from tunewell.training.step import TrainableModel
+from tunewell.training.recovery import HealingState
+from tunewell.training.run import Run
+from tunewell.training.step import StepHooks, TrainableModel
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _IDENTITY = (
     *("precision", "attention", "method", "learning_rate", "schedule", "warmup_steps", "num_steps"),
     *("batch_tokens", "batch_documents", "micro_batch_tokens"),
 )
-"""What of a plan must be the same for a run to go on."""
+"""Values of the plan that must not change on resume."""
 _OPTIMIZER = (
     "optimizer",
     "min_rate_share",
@@ -58,27 +57,27 @@ _OPTIMIZER = (
 CHANGE_NAMES = frozenset(
     ("model", "weights", "data", "tokenizer", "template", "seed", *_IDENTITY, *_OPTIMIZER, *MethodSettings.model_fields)
 ) - {"kind"}
-"""Every name that the identity of some run has."""
+"""Every name that `--allow-change` knows."""
 
 
 @dataclass(kw_only=True)
 class RunInputs:
-    """What a run is put together from."""
+    """Everything that a run is built from."""
 
     loaded: LoadedConfig
     plan: Plan
     corpus: Corpus
     order: DataOrder
     folder: Path
-    own_folder: Path
-    """Where this process writes: of those that train together only the first writes into the run's folder."""
+    rank_folder: Path
+    """Where this rank writes: only rank 0 writes into the run folder."""
     world: World
     listener: Listener
     allow_pickle: bool = False
-    faults: NoFaults = field(default_factory=NoFaults)
-    """Planted by tests."""
+    hooks: StepHooks = field(default_factory=StepHooks)
+    """Fault injection, for tests."""
     heartbeat: Callable[[], None] = lambda: None
-    """Told whenever something is about to be computed."""
+    """Called before every forward pass."""
 
     @property
     def config(self) -> Config:
@@ -86,12 +85,12 @@ class RunInputs:
 
     @property
     def model(self) -> str:
-        """Name the model as it can be found from here."""
+        """The model's path or name, relative to the current folder."""
         return self.loaded.seen(self.plan.model)
 
 
 def build_run(parts: RunInputs) -> Run:
-    """Load the model, put the method on it, verify where everything lies, and lay out the rest of a run."""
+    """Load the model, apply the training method, check devices and dtypes, and return the run."""
     attention.register()
     note = send_notes(parts.listener)
     config, plan, device = parts.config, parts.plan, torch.device(parts.plan.device.value)
@@ -99,7 +98,7 @@ def build_run(parts: RunInputs) -> Run:
     dtype = method_class.load_dtype(_DTYPES[plan.precision.value])
     held_out = parts.corpus.held_out
     longest = max(int(split.index["length"].max()) for split in (parts.corpus, held_out) if len(split))
-    wanted = LoadOptions(
+    options = LoadOptions(
         parts.model,
         parts.corpus.path / "tokenizer",
         device,
@@ -110,7 +109,7 @@ def build_run(parts: RunInputs) -> Run:
         seed=plan.seed,
         allow_pickle=parts.allow_pickle,
     )
-    found = load_model(wanted)
+    found = load_model(options)
     model = found.model
     method = method_class.apply(
         model,
@@ -122,7 +121,7 @@ def build_run(parts: RunInputs) -> Run:
     for message in (*found.notes, *method.notes):
         note(message)
     verify_placement(model, device=device, dtype=dtype)
-    folder = parts.own_folder
+    folder = parts.rank_folder
     samples = EventLog(folder / "samples.jsonl", on_trouble=note)
     head = head_facts(model)
     learner = TrainableModel(
@@ -133,13 +132,13 @@ def build_run(parts: RunInputs) -> Run:
         seed=plan.seed,
         head=HeadShape(head.softcap, head.scale),
         world=parts.world,
-        faults=parts.faults,
+        hooks=parts.hooks,
         heartbeat=parts.heartbeat,
     )
     if config.train.recompute:
         learner.recompute(True)
-    remedies = Remedies(folder / HEALING, on_trouble=note)
-    remedies.take_over(read_healing(parts.folder))
+    healing = HealingState(folder / HEALING, on_trouble=note)
+    healing.restore(read_healing(parts.folder))
     return Run(
         plan=plan,
         config=config,
@@ -150,40 +149,38 @@ def build_run(parts: RunInputs) -> Run:
         checkpoints=Checkpoints(folder / "checkpoints", keep=config.checkpoints.keep, on_trouble=note),
         events=EventLog(folder / "events.jsonl", on_trouble=note),
         samples=samples,
-        remedies=remedies,
+        healing=healing,
         listener=parts.listener,
         method=method,
-        load_weights=partial(_load_weights, wanted),
-        name_of=partial(_name_of, parts.corpus),
-        about=_about(parts, model),
+        load_weights=partial(_load_weights, options),
+        name_of=partial(_row_name, parts.corpus),
+        about=_context(parts, model),
         home=parts.folder / "checkpoints",
-        ask=_asker(parts, learner, samples),
+        ask=_make_sampler(parts, learner, samples),
         identity=identity_of(plan, config, fingerprint_weights(parts.model)),
     )
 
 
 def describe_start(parts: RunInputs, run: Run) -> RunStarted:
-    """Say what is about to be trained."""
-    own = sum(parameter.numel() for parameter in run.learner.parameters.values())
-    everything = sum(parameter.numel() for parameter in run.learner.model.parameters())
-    return RunStarted(parts.plan, own, everything, run.progress.step)
+    """Return the event that opens a run."""
+    num_trainable = sum(parameter.numel() for parameter in run.learner.parameters.values())
+    num_parameters = sum(parameter.numel() for parameter in run.learner.model.parameters())
+    return RunStarted(parts.plan, num_trainable, num_parameters, run.progress.step)
 
 
 def check_packing(parts: RunInputs, run: Run) -> None:
-    """Prove that documents do not see each other, and note by how much."""
+    """Check that documents packed together do not influence each other, and send the result as a note."""
     found = probe_leaks(run.learner, run.documents)
     message = (
-        f"{count(found.num_documents, 'document')} packed and alone differ by {found.packed_from_alone:.0e}, "
-        f"ours and transformers' attention by {found.alone_from_stock:.0e}"
+        "check passed: rows packed together do not influence each other (largest logit difference "
+        f"{found.packed_from_alone:.0e} in {count(found.num_documents, 'document')}; {found.alone_from_stock:.0e} from "
+        "transformers' attention)"
     )
     parts.listener(Note(message))
 
 
 def identity_of(plan: Plan, config: Config, weights: str | None) -> dict[str, Any]:
-    """Name everything that must be the same for a run to go on as if it had never stopped.
-
-    `weights` is the fingerprint of those the run began with.
-    """
+    """Return everything that must not change on resume. `weights` is the fingerprint of the initial weights."""
     chosen = {name: getattr(plan, name).value for name in _IDENTITY}
     method = METHODS.load(plan.method.value).identity(config.method)
     train = config.train.model_dump(
@@ -204,25 +201,22 @@ def identity_of(plan: Plan, config: Config, weights: str | None) -> dict[str, An
 
 
 def require_same_settings(parts: RunInputs, run: Run) -> None:
-    """Refuse to begin where processes that train together would take other steps, or would not stop at the same ones.
-
-    Raises UserError in all of them.
-    """
+    """Raise UserError on all ranks if one has settings that would make it take other steps than rank 0."""
     config, plan = parts.config, parts.plan
-    # What a person sets comes first: it is what to mend where something that follows from it differs too.
-    own: dict[str, Any] = {"seed": plan.seed}
-    own |= {f"train.{name}": value for name, value in config.train.model_dump(exclude={"threads"}).items()}
+    # Settings come first: values that follow from them may differ too, and the setting is what to fix.
+    mine: dict[str, Any] = {"seed": plan.seed}
+    mine |= {f"train.{name}": value for name, value in config.train.model_dump(exclude={"threads"}).items()}
     for section in ("evaluate", "checkpoints", "healing"):
-        own |= {f"{section}.{name}": value for name, value in getattr(config, section).model_dump().items()}
-    own |= {name: value for name, value in run.identity.items() if name not in ("model", "attention")}
-    own |= {"compile": plan.compile.value, "evaluate_every": plan.evaluate_every.value}
-    first = parts.world.from_first(own)
-    with parts.world.as_one():
-        for name, value in own.items():
+        mine |= {f"{section}.{name}": value for name, value in getattr(config, section).model_dump().items()}
+    mine |= {name: value for name, value in run.identity.items() if name not in ("model", "attention")}
+    mine |= {"compile": plan.compile.value, "evaluate_every": plan.evaluate_every.value}
+    first = parts.world.broadcast(mine)
+    with parts.world.failing_together():
+        for name, value in mine.items():
             if value != first.get(name):
                 raise UserError(
-                    f"`{name}` is {value} here, and {first.get(name)} in the first process",
-                    fix="start all processes with the same config and options, on the same data and model",
+                    f"`{name}` is {value} on this rank and {first.get(name)} on rank 0",
+                    fix="start all processes with the same config, options, data and model",
                 )
 
 
@@ -232,13 +226,13 @@ def _load_weights(options: LoadOptions) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _name_of(corpus: Corpus, document: int) -> str:
-    own = corpus[document]
-    return f"{own.source} row {own.row}"
+def _row_name(corpus: Corpus, document: int) -> str:
+    row = corpus[document]
+    return f"{row.source} row {row.row}"
 
 
-def _about(parts: RunInputs, model: Any) -> RunContext:
-    """Say what is known of the run beside its numbers."""
+def _context(parts: RunInputs, model: Any) -> RunContext:
+    """Return the facts that health rules need beside the metrics."""
     kind = parts.plan.device.value.partition(":")[0]
     return RunContext(
         vocab_size=model.config.get_text_config().vocab_size,
@@ -251,15 +245,15 @@ def _about(parts: RunInputs, model: Any) -> RunContext:
     )
 
 
-def _asker(parts: RunInputs, learner: TrainableModel, log: EventLog) -> Any:
-    """Make the function that answers held-out questions and writes them down."""
+def _make_sampler(parts: RunInputs, learner: TrainableModel, log: EventLog) -> Callable[[int, int], list[Sample]]:
+    """Return the function that answers held-out questions and logs them."""
     tokenizer = load_tokenizer(parts.corpus.path / "tokenizer")
     stops = corpus_stop_ids(tokenizer, parts.corpus.manifest)
     evaluate = parts.config.evaluate
 
     def answer(batch_tokens: int, prompts: list[list[int]]) -> list[tuple[list[int], bool]]:
         longest = max(len(prompt) for prompt in prompts) + evaluate.sample_tokens
-        learner.faults.before_answers(min(len(prompts), max(1, batch_tokens // longest)))
+        learner.hooks.before_answers(min(len(prompts), max(1, batch_tokens // longest)))
         done = generate(
             learner.model,
             prompts,
@@ -267,11 +261,11 @@ def _asker(parts: RunInputs, learner: TrainableModel, log: EventLog) -> Any:
             stop_ids=stops,
             pad_id=min(stops, default=0),
             decoding=Decoding(batch_tokens=batch_tokens),
-            before_token=lambda: learner.may_go_on(),  # set when the run begins
+            before_token=lambda: learner.check_interrupt(),  # set when training begins
         )
         return [(one.ids, one.ended) for one in done]
 
-    def asked(step: int, batch_tokens: int) -> list[Sample]:
+    def sample(step: int, batch_tokens: int) -> list[Sample]:
         samples = ask(
             parts.corpus.held_out,
             number=evaluate.samples,
@@ -279,8 +273,8 @@ def _asker(parts: RunInputs, learner: TrainableModel, log: EventLog) -> Any:
             answer=partial(answer, batch_tokens),
             spell=partial(tokenizer.backend.decode, skip_special_tokens=False),
         )
-        for sample in samples:
-            log.append(sample.__dict__)
+        for one in samples:
+            log.append(one.__dict__)
         return samples
 
-    return asked
+    return sample

@@ -34,7 +34,6 @@ from tunewell.training.saved_checkpoints import (
     Saved,
     Snapshot,
     State,
-    compare_identity,
     find_best,
     find_newest,
     load_state,
@@ -84,8 +83,6 @@ def _write(path: Path, data: bytes) -> FileRecord:
     write_synced(path, data)
     return FileRecord(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
-
-__all__ = ["Checkpoints", "Saved", "State", "compare_identity", "disk_space_warning"]
 
 _LEAST_KEPT = 2
 _TRIES = 3
@@ -157,7 +154,7 @@ class Checkpoints:
         self._best = saved.manifest.best_step
         return state
 
-    def leave(self, step: int) -> None:
+    def remove_after(self, step: int) -> None:
         """Remove what was saved after a step: the run goes another way from there."""
         self.wait()
         for later in saved_steps(self.folder):

@@ -1,4 +1,4 @@
-"""The processes that train together: one, or as many as `torchrun` started."""
+"""Distributed training (torchrun): rank and world size, all-reduce, and errors that end all ranks together."""
 
 import atexit
 import os
@@ -18,48 +18,48 @@ from tunewell.core.units import count
 
 T = TypeVar("T")
 
-_PATIENCE = timedelta(hours=12)
-"""How long processes wait for each other: the first may prepare a large corpus. One that is gone is noticed at once."""
+_TIMEOUT = timedelta(hours=12)
+"""How long ranks wait for each other: the first may prepare a large corpus. A lost rank is noticed at once."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among those that train together."""
+    """This process among those that train together: its rank and the world size."""
 
     rank: int = 0
     size: int = 1
-    hosts: Any = None
-    """A way to talk that is patient, and does not wait for a GPU's queue."""
+    host_group: Any = None
+    """A gloo process group with a long timeout, which does not wait for the GPU's queue."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes what the run leaves behind."""
+        """Whether this is rank 0, which writes the run folder."""
         return self.rank == 0
 
     @staticmethod
-    def take_place(wanted: str) -> None:
-        """Take the GPU that a launcher has meant for this process, before anyone asks which one is there.
+    def select_gpu(device: str) -> None:
+        """Select the GPU of this process by `LOCAL_RANK`, before the device is probed.
 
-        `wanted` is the device of the config. Raises UserError where there are more processes than GPUs.
+        `device` is that of the config. Raises UserError if there are more processes than GPUs.
         """
-        is_cuda = wanted == "auto" or wanted.startswith("cuda")
+        is_cuda = device == "auto" or device.startswith("cuda")
         if "LOCAL_RANK" not in os.environ or not is_cuda or not torch.cuda.is_available():
             return
-        place, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        local_rank, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if num_gpus == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
-            place = 0  # the launcher shows each process its own alone
-        elif (num_here := max(place + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))) > num_gpus:
+            local_rank = 0  # the launcher shows each process only its GPU
+        elif (num_here := max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))) > num_gpus:
             raise UserError(
-                f"{num_here} processes were started on this machine, which has {count(num_gpus, 'GPU')}",
-                fix=f"start one for each: `torchrun --nproc-per-node {num_gpus} -m tunewell train`",
+                f"{num_here} processes were started on this host, which has {count(num_gpus, 'GPU')}",
+                fix=f"start one per GPU: `torchrun --nproc-per-node {num_gpus} -m tunewell train`",
             )
-        torch.cuda.set_device(place)
+        torch.cuda.set_device(local_rank)
 
     @classmethod
-    def join(cls, device: torch.device) -> "World":
-        """Join the others where a launcher has set `RANK` and `WORLD_SIZE`; else be alone.
+    def initialise(cls, device: torch.device) -> "World":
+        """Connect to the other ranks if a launcher has set `RANK` and `WORLD_SIZE`; else return a world of one.
 
-        Raises UserError where they do not find each other.
+        Raises UserError if the processes cannot connect.
         """
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size <= 1:
@@ -67,51 +67,51 @@ class World:
         try:
             if not dist.is_initialized():
                 dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-            hosts = dist.new_group(backend="gloo", timeout=_PATIENCE)
+            host_group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         except (dist.DistError, ValueError, RuntimeError) as error:
             raise UserError(
-                f"the {size} processes that are to train together have not found each other: {_story(error)}",
-                fix="start all of them, each with its `RANK` and with the same `WORLD_SIZE`, `MASTER_ADDR` and a free "
-                "`MASTER_PORT`, as `torchrun` does; where one has said more, that is the reason",
+                f"distributed initialisation failed: {size} processes could not connect: {_short(error)}",
+                fix="start every process with its `RANK` and with the same `WORLD_SIZE`, `MASTER_ADDR` and a free "
+                "`MASTER_PORT`, as `torchrun` does; see what the other processes printed",
             ) from error
-        return cls(dist.get_rank(), dist.get_world_size(), hosts)
+        return cls(dist.get_rank(), dist.get_world_size(), host_group)
 
-    def leave(self) -> None:
-        """Part from the others once all are here and all went well.
+    def shut_down(self) -> None:
+        """Disconnect from the other ranks after a run that went well.
 
-        Threads that talk to them would else still run when this process ends, and now and then abort it. Not where
-        something went wrong: one that waits for an exchange that never ends would wait for ever.
+        Without it, the communication threads still run when this process exits, and sometimes abort it. Not called
+        after an error: a rank that waits for a lost one would wait forever.
         """
         if self.size > 1:
             try:
-                self.wait()
+                self.barrier()
             except RuntimeError:
-                return  # one is gone, but what was to be done is done
-            atexit.register(_part)
+                return  # a rank is gone, but the work is done
+            atexit.register(_destroy_group)
 
-    def wait(self) -> None:
-        """Go on when all others are here too."""
+    def barrier(self) -> None:
+        """Wait for all ranks."""
         if self.size > 1:
-            dist.barrier(group=self.hosts)
+            dist.barrier(group=self.host_group)
 
-    def as_one(self) -> "_AsOne":
-        """Fail in every process where something inside fails in one; inside nobody may wait for another."""
-        return _AsOne(self)
+    def failing_together(self) -> "_FailingTogether":
+        """If one rank fails inside, all ranks stop and the error is printed once. No rank may wait inside."""
+        return _FailingTogether(self)
 
-    def explaining_loss(self, fix: str) -> "_ExplainingLoss":
-        """Raise UserError with this fix where something inside fails because another process has ended."""
-        return _ExplainingLoss(self, fix)
+    def explaining_lost_ranks(self, fix: str) -> "_ExplainingLostRanks":
+        """Raise UserError with this fix if something inside fails because another rank has ended."""
+        return _ExplainingLostRanks(self, fix)
 
-    def name_of(self, rank: int) -> str:
-        """Name one of the processes as people count."""
-        return f"process {rank + 1} of {self.size}"
+    def describe(self, rank: int) -> str:
+        """Return a rank for an error message."""
+        return f"rank {rank} of {self.size}"
 
     def share(self, parts: Sequence[T]) -> list[T]:
-        """Take this process's share; together the shares are everything, each part once."""
+        """Return this rank's part of a list; the parts of all ranks make up the whole."""
         return list(parts[self.rank :: self.size])
 
-    def add_up(self, tensors: list[Tensor]) -> None:
-        """Replace tensors by their sums over all processes, in one exchange."""
+    def all_reduce(self, tensors: list[Tensor]) -> None:
+        """Replace tensors by their sums over all ranks, in one exchange."""
         if self.size == 1 or not tensors:
             return
         wide = torch.float64 if all(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
@@ -123,32 +123,32 @@ class World:
             at += tensor.numel()
 
     def any(self, flag: bool) -> bool:
-        """Whether any process says so; all get the same answer."""
-        return bool(self.most(int(flag)))
+        """Return whether the flag is set on any rank; the same on all ranks."""
+        return bool(self.max(int(flag)))
 
-    def most(self, number: int) -> int:
-        """Give the greatest number that any process has; all get the same answer."""
+    def max(self, number: int) -> int:
+        """Return the largest number of all ranks."""
         if self.size == 1:
             return number
-        told = torch.tensor(number)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.hosts)
-        return int(told.item())
+        largest = torch.tensor(number)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.host_group)
+        return int(largest.item())
 
-    def from_first(self, value: T) -> T:
-        """Give what the first process has, whatever this one has."""
+    def broadcast(self, value: T) -> T:
+        """Return the value of rank 0."""
         if self.size == 1:
             return value
-        told = [value]
-        dist.broadcast_object_list(told, src=0, group=self.hosts)
-        return told[0]
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.host_group)
+        return values[0]
 
 
-def _part() -> None:
+def _destroy_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-class _AsOne:
+class _FailingTogether:
     def __init__(self, world: World) -> None:
         self._world = world
 
@@ -159,31 +159,31 @@ class _AsOne:
         world = self._world
         if world.size == 1 or not (error is None or isinstance(error, Exception)):
             return
-        troubles: list[tuple[str, str | None, str | None, bool] | None] = [None] * world.size
-        dist.all_gather_object(troubles, _in_words(error), group=world.hosts)
-        first = next((rank for rank, trouble in enumerate(troubles) if trouble), None)
+        errors: list[tuple[str, str | None, str | None, bool] | None] = [None] * world.size
+        dist.all_gather_object(errors, _description(error), group=world.host_group)
+        first = next((rank for rank, described in enumerate(errors) if described), None)
         if first is None or not (error is None or isinstance(error, UserError)):
             return
-        what, where, fix, is_bug = troubles[first] or ("", None, None, True)
-        # What the first refuses is wrong with the run, and with all.
-        who = "" if first == 0 and not is_bug else f"{world.name_of(first)}: "
+        what, where, fix, is_bug = errors[first] or ("", None, None, True)
+        # A user error on rank 0 concerns the whole run, not that rank.
+        who = "" if first == 0 and not is_bug else f"{world.describe(first)}: "
         raise SharedError(f"{who}{what}", where=where, fix=fix) from error
 
 
-def _in_words(error: BaseException | None) -> tuple[str, str | None, str | None, bool] | None:
+def _description(error: BaseException | None) -> tuple[str, str | None, str | None, bool] | None:
     if error is None:
         return None
     if isinstance(error, UserError):
         return error.what, error.where, error.fix, False
-    return f"{type(error).__name__}: {error}".partition("\n")[0], None, "look at what that process has printed", True
+    return f"{type(error).__name__}: {error}".partition("\n")[0], None, "see what that process printed", True
 
 
-def _story(error: BaseException) -> str:
-    """Tell torch's error in short: without where in its source it arose, and without its advice."""
+def _short(error: BaseException) -> str:
+    """Return torch's message without its source location and its advice."""
     return re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
 
 
-class _ExplainingLoss:
+class _ExplainingLostRanks:
     def __init__(self, world: World, fix: str) -> None:
         self._world, self._fix = world, fix
 
@@ -191,9 +191,9 @@ class _ExplainingLoss:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        is_gloos = isinstance(error, RuntimeError) and re.match(r"\[\S*gloo/", str(error)) is not None
-        if self._world.size > 1 and error is not None and (is_gloos or isinstance(error, dist.DistNetworkError)):
+        is_gloo_error = isinstance(error, RuntimeError) and re.match(r"\[\S*gloo/", str(error)) is not None
+        if self._world.size > 1 and error is not None and (is_gloo_error or isinstance(error, dist.DistNetworkError)):
             raise UserError(
-                f"{self._world.name_of(self._world.rank)} has lost the others: {_story(error)}",
-                fix=f"what the one that ended first has printed is the reason; then {self._fix}",
+                f"{self._world.describe(self._world.rank)} lost the connection to the others: {_short(error)}",
+                fix=f"see what the rank that ended first printed; then {self._fix}",
             ) from error

@@ -1,33 +1,381 @@
-"""Is this run well: judged on plain numbers, for our own runs as they go and for any log that is replayed.
+"""Health monitor: rules that judge each training step by its loss, gradient norm, speed and memory.
 
-    readings -> Watch.see -> findings     live, one step at a time; memory of the last 128
-    readings -> replay   -> findings      a whole log, ours or another trainer's, with what only its end shows
+    StepMetrics -> HealthMonitor.observe -> findings      live, one step at a time; remembers the last 128 steps
 
-A finding has a name, how bad it is, the numbers that show it, and a plain line. Every threshold was chosen on logbooks
-of long runs and threads about short ones; a healthy run must raise nothing above a note.
+A finding has a name, a severity, the numbers that show it, and one plain line. The thresholds were chosen on logs of
+long runs and on reports about short ones; a healthy run must raise nothing above a note. `log_rules.py` judges whole
+logs.
 """
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from statistics import median
+from typing import Any
 
-from tunewell.training.log_rules import NOTHING_READ, apply_log_rules
-from tunewell.training.metrics import WINDOW, Finding, History, RunContext, StepMetrics
-from tunewell.training.step_rules import ARMED_AFTER, BEGINNING, RECENT, RULES
+from tunewell.records.healing import Severity
+
+WINDOW = 128
+"""Steps that a step is compared with."""
+LARGEST_VOCABULARY = 262_144
+"""The largest vocabulary of common models: an upper bound on the loss of random guessing."""
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """The metrics of one step, or of one line of another trainer's log; None where the log has no value."""
+
+    step: int
+    loss: float | None = None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    seconds: float | None = None
+    tokens: int | None = None
+    supervised_tokens: int | None = None
+    memory_bytes: int | None = None
+    scale: float | None = None
+    """The loss scale, under fp16."""
+    was_skipped: bool = False
+    norm_limit: float | None = None
+    """The gradient norm above which the update was left out."""
+    held_out_loss: float | None = None
+    """Of an evaluation; then all others are None."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradient norm are finite, where known."""
+        return all(value is None or math.isfinite(value) for value in (self.loss, self.grad_norm))
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether the step was finite and not skipped."""
+        return self.is_finite and not self.was_skipped
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Facts about a run that the rules need beside its metrics."""
+
+    vocab_size: int | None = None
+    precision: str | None = None
+    device: str | None = None
+    max_grad_norm: float | None = None
+    device_bytes: int | None = None
+    """Total memory of a GPU; None where the device uses the host's memory."""
+    spike_factor: float = 10.0
+    is_from_scratch: bool = False
+    """Whether training started from random weights, whose first loss may be anything."""
+    is_raw: bool = True
+    """Whether losses are logged as computed. Hugging Face's trainer replaces NaN by the mean of earlier losses."""
+
+    @property
+    def guess_loss(self) -> float:
+        """The loss of guessing uniformly among all tokens."""
+        return math.log(self.vocab_size or LARGEST_VOCABULARY)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One problem, or one remark, about a step."""
+
+    name: str
+    severity: Severity
+    step: int
+    words: str
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class History:
+    """What the rules remember about earlier steps."""
+
+    first: StepMetrics | None = None
+    recent: deque[StepMetrics] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    """Ordinary steps, newest last."""
+    lowest: float = math.inf
+    """The lowest median loss of eight steps so far."""
+    low_step: int = 0
+    first_losses: list[float] = field(default_factory=list)
+    """The losses of the first three ordinary steps."""
+    held_out: list[tuple[int, float]] = field(default_factory=list)
+    bad_in_a_row: int = 0
+    zero_norms_in_a_row: int = 0
+    zero_losses_in_a_row: int = 0
+    reported: set[str] = field(default_factory=set)
+    """Names of findings that are reported once."""
+
+    def norms(self) -> list[float]:
+        return [r.grad_norm for r in self.recent if r.grad_norm is not None and r.grad_norm > 0]
+
+    def losses(self, last: int = WINDOW) -> list[float]:
+        return [r.loss for r in list(self.recent)[-last:] if r.loss is not None]
+
+
+# The rules: each takes a step's metrics and the history before it, and returns one finding or None.
+
+ARMED_AFTER = 32
+"""Steps needed before one can be called unusual; typical runs have a few hundred."""
+RECENT = 8
+"""Steps whose median is the current loss."""
+_FIRST = 3
+"""Steps whose median is the initial loss."""
+_SPREADS = 3.0
+"""A loss has diverged where it is this many standard deviations away."""
+_GUESSES = 0.5
+"""A loss above this share of the guess loss means that the model lost what it knew."""
+_MANY_OVERFLOWS = 8
+_NOTE_ABOVE, _FAR_ABOVE = 1.1, 2.0
+"""First losses, in units of the guess loss. A model with random weights starts at 1."""
+_ZERO_STEPS = 3
+_SLOW_FACTOR = 3.0
+_CYCLE_FACTOR = 5.0
+
+Rule = Callable[[StepMetrics, History, RunContext], Finding | None]
+
+
+def not_finite(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+    """Find a NaN or infinite loss or gradient; a single overflow under fp16 is normal for a loss scaler."""
+    if metrics.is_finite:
+        return None
+    numbers = {"loss": metrics.loss, "grad_norm": metrics.grad_norm}
+    is_loss = metrics.loss is not None and not math.isfinite(metrics.loss)
+    if (about.precision == "fp16" or metrics.scale is not None) and not is_loss and metrics.loss != 0.0:
+        if history.bad_in_a_row + 1 < _MANY_OVERFLOWS and about.device != "mps":
+            words = "a gradient overflowed in fp16: the update was skipped and the loss scale halved, which is normal"
+            return Finding("fp16-scaler-skip-benign", "note", metrics.step, words, numbers)
+        if about.device != "mps":
+            words = f"gradients overflowed in {history.bad_in_a_row + 1} steps in a row: no loss scale is small enough"
+            return Finding("loss-scale-exhausted", "fault", metrics.step, words, numbers | {"scale": metrics.scale})
+    what = "loss" if is_loss else "gradient"
+    if about.device != "mps" and (risen := _has_risen(history)):
+        low, low_step, last = risen
+        words = f"the loss rose from {low:.3g} at step {low_step} to {last:.3g}; then the {what} was not finite"
+        numbers |= {"low": low, "low_step": low_step, "learning_rate": metrics.learning_rate}
+        return Finding("lr-too-high", "fault", metrics.step, words, numbers)
+    if about.device == "mps" and about.precision in ("fp16", "bf16", None):
+        words = f"the {what} is not finite, in {about.precision or '16 bits'} on an Apple GPU"
+        return Finding("mps-nan-fp16", "fault", metrics.step, words, numbers)
+    if not is_loss and metrics.loss == 0.0 and not about.is_raw:
+        words = "the log shows a loss of 0, but the gradient is not finite: the trainer's log hides a NaN"
+        return Finding("loss-zero-collapse", "fault", metrics.step, words, numbers)
+    return Finding("nan-gradients", "fault", metrics.step, f"the {what} is not finite", numbers)
+
+
+def _has_risen(history: History) -> tuple[float, int, float] | None:
+    """Return the lowest loss, its step and the last loss, if the loss had diverged before it became NaN."""
+    known = [(r.loss, r.step) for r in history.recent if r.loss is not None]
+    if not known:
+        return None
+    (low, low_step), last = min(known), known[-1][0]
+    # Losses of single small batches vary widely in a healthy run; the lines of a log are means of many steps.
+    if len(known) >= 2 * RECENT:
+        low, low_step, last = history.lowest, history.low_step, median(loss for loss, _ in known[-RECENT // 2 :])
+    elif known[-1][1] - known[0][1] < len(known) and sorted(known[-_FIRST:]) != known[-_FIRST:]:
+        return None
+    return (low, low_step, last) if last > 1.5 * low and last > low + 1.0 else None
+
+
+def pinned_at_zero(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+    """Find a loss of exactly 0: memorised rows come near it, but do not jump there."""
+    if metrics.loss != 0.0 or metrics.supervised_tokens == 0 or not metrics.is_finite:
+        return None
+    before = history.losses(RECENT)
+    if before and median(before) < 1e-3:
+        return None
+    # Memorised rows round to 0 in a log of two or four digits.
+    positive = [loss for loss in before if loss > 0]
+    if len(positive) > 1 and positive[-1] < min(0.02, positive[0]):
+        return None
+    # The exact loss of a few memorised tokens does reach 0; the rounded mean of many steps does not.
+    if about.is_raw and history.zero_losses_in_a_row + 1 < _ZERO_STEPS:
+        return None
+    numbers = {"loss": 0.0, "before": before[-1] if before else None, "grad_norm": metrics.grad_norm}
+    words = "the loss is exactly 0, which no model reaches: no token is supervised, or the numbers are broken"
+    return Finding("loss-zero-collapse", "fault", metrics.step, words, numbers)
+
+
+def first_loss(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+    """Compare the first loss with that of random guessing."""
+    if history.first is not None or metrics.loss is None or not math.isfinite(metrics.loss):
+        return None
+    guess = about.guess_loss
+    numbers = {"loss": metrics.loss, "guessing": round(guess, 3)}
+    if metrics.loss > _FAR_ABOVE * guess and not about.is_from_scratch:
+        words = f"the first loss is {metrics.loss:,.2f}; random guessing gives {guess:.2f}: the weights are broken"
+        return Finding("initial-loss-implausible", "warning", metrics.step, words, numbers)
+    if metrics.loss > _NOTE_ABOVE * guess:
+        words = f"the first loss is {metrics.loss:,.2f}, above the {guess:.2f} of random guessing"
+        return Finding("initial-loss-high", "note", metrics.step, words, numbers)
+    return None
+
+
+def no_gradient(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+    """Find gradients of exactly zero: nothing is trained."""
+    if metrics.grad_norm != 0.0 or metrics.supervised_tokens == 0 or metrics.loss == 0.0:
+        return None
+    in_a_row = history.zero_norms_in_a_row + 1
+    if in_a_row != _ZERO_STEPS:
+        return None
+    words = f"the gradient was exactly 0 in {in_a_row} steps in a row: nothing is being trained"
+    return Finding("zero-grad-no-learning", "fault", metrics.step, words, {"grad_norm": 0.0, "steps": in_a_row})
+
+
+def spike(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+    """Find an update that was skipped because its gradient norm was far too high."""
+    norm, limit = metrics.grad_norm, metrics.norm_limit
+    if norm is None or limit is None or not math.isfinite(norm) or norm <= limit:
+        return None
+    usual = median(history.norms())
+    words = f"the gradient norm jumped from about {usual:.3g} to {norm:.3g}"
+    numbers = {"grad_norm": norm, "usual": usual, "limit": limit, "loss": metrics.loss}
+    return Finding("loss-spike", "warning", metrics.step, words, numbers)
+
+
+def divergence(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+    """Find a loss that rose and stays high."""
+    if metrics.loss is None or not metrics.is_ordinary or "lr-too-high" in history.reported:
+        return None
+    recent = [*history.losses(RECENT - 1), metrics.loss]
+    if len(recent) < RECENT or not math.isfinite(history.lowest):
+        return None
+    now, low, low_step = median(recent), history.lowest, history.low_step
+    if (first := median(history.first_losses)) < low:
+        low, low_step = first, 0
+    # One step says little about the next, but a model that knew its first rows does not guess at all the others.
+    if history.first is not None and history.first.loss is not None and now >= _GUESSES * about.guess_loss:
+        low, low_step = min((low, low_step), (history.first.loss, history.first.step))
+    if now <= 1.5 * low + 0.5 or now <= low + 1.0 or min(recent) <= low + 0.5:
+        return None
+    before = [r.loss for r in history.recent if r.loss is not None and r.step <= low_step]
+    if len(before) >= RECENT and now <= low + _SPREADS * _spread(before):
+        return None
+    history.reported.add("lr-too-high")
+    words = f"the loss rose from {low:.3g} at step {low_step} to {now:.3g} and stays there"
+    numbers = {"low": low, "low_step": low_step, "now": now, "learning_rate": metrics.learning_rate}
+    return Finding("lr-too-high", "fault", metrics.step, words, numbers)
+
+
+def _spread(values: list[float]) -> float:
+    """Estimate the standard deviation, robust to a few outliers."""
+    middle = median(values)
+    return 1.4826 * median(abs(value - middle) for value in values)
+
+
+def held_out_not_finite(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+    """Find a held-out loss that is not finite while training goes on."""
+    loss = metrics.held_out_loss
+    if loss is None or math.isfinite(loss) or "held-out-not-finite" in history.reported:
+        return None
+    history.reported.add("held-out-not-finite")
+    words = "the held-out loss is not finite: a weight, or a value computed from those rows, is NaN or infinite"
+    return Finding("nan-gradients", "warning", metrics.step, words, {"held_out_loss": loss})
+
+
+def over_fitting(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+    """Find a held-out loss that rises at every evaluation while the training loss falls."""
+    now = metrics.held_out_loss
+    if now is None or len(history.held_out) < 2 or "overfitting" in history.reported or not math.isfinite(now):
+        return None
+    losses = [loss for _, loss in history.held_out if math.isfinite(loss)]
+    low = min(losses, default=math.inf)
+    is_rising = len(losses) >= 2 and losses[-1] > low and now > losses[-1]
+    if not is_rising or now < 1.15 * low or now < low + 0.1:
+        return None
+    # Compared with the training loss at the lowest held-out loss; a log may have no line that early.
+    low_step = min(history.held_out, key=lambda evaluation: evaluation[1])[0]
+    before = [r.loss for r in history.recent if r.loss is not None and r.step <= low_step][-RECENT:]
+    after = history.losses(RECENT)
+    if before and after and median(after) > median(before):
+        return None
+    history.reported.add("overfitting")
+    words = f"the held-out loss rose from {low:.3g} to {now:.3g}: the model memorises the training rows"
+    return Finding("overfitting", "warning", metrics.step, words, {"low": low, "low_step": low_step, "now": now})
+
+
+def memory_spill(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+    """Find steps that stay slow while GPU memory is full: the driver has begun to use host memory."""
+    if about.device_bytes is None or metrics.memory_bytes is None or "memory-spill" in history.reported:
+        return None
+    factor = _slowdown(metrics, history)
+    if factor is None or metrics.memory_bytes < 0.95 * about.device_bytes:
+        return None
+    history.reported.add("memory-spill")
+    words = f"steps became {factor:.1f} times slower with full GPU memory: the driver moves data to host memory"
+    numbers = {"factor": round(factor, 2), "memory_bytes": metrics.memory_bytes, "device_bytes": about.device_bytes}
+    return Finding("memory-spill", "warning", metrics.step, words, numbers)
+
+
+def slow(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+    """Find a lasting drop in speed; another program on the machine may be the cause, so it is a note."""
+    factor = None if "throughput-cliff" in history.reported else _slowdown(metrics, history)
+    if factor is None:
+        return None
+    history.reported.add("throughput-cliff")
+    words = f"steps became {factor:.1f} times slower than they were"
+    return Finding("throughput-cliff", "note", metrics.step, words, {"factor": round(factor, 2)})
+
+
+def slow_fast_cycles(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
+    """Find single steps that take many times as long as the others, at regular distances."""
+    if "slow-fast-cycles" in history.reported or len(history.recent) < 2 * ARMED_AFTER:
+        return None
+    paces = [(r.step, pace) for r in [*history.recent, metrics] if (pace := _pace(r)) is not None]
+    if len(paces) < 2 * ARMED_AFTER:
+        return None
+    usual = median(pace for _, pace in paces)
+    slow_steps = [step for step, pace in paces if pace > _CYCLE_FACTOR * usual]
+    gaps = [second - first for first, second in pairwise(slow_steps)]
+    if len(gaps) < 3 or max(gaps) > min(gaps) + 1 or min(gaps) < 3:
+        return None
+    history.reported.add("slow-fast-cycles")
+    words = f"every {round(median(gaps))} steps one takes over {_CYCLE_FACTOR:.0f} times as long as the others"
+    return Finding("slow-fast-cycles", "note", metrics.step, words, {"every": median(gaps), "steps": slow_steps[-4:]})
+
+
+RULES: tuple[Rule, ...] = (
+    not_finite,
+    pinned_at_zero,
+    first_loss,
+    no_gradient,
+    spike,
+    divergence,
+    held_out_not_finite,
+    over_fitting,
+    memory_spill,
+    slow,
+    slow_fast_cycles,
+)
+
+
+def _pace(metrics: StepMetrics) -> float | None:
+    """Return the seconds per token."""
+    return metrics.seconds / metrics.tokens if metrics.seconds and metrics.tokens else None
+
+
+def _slowdown(metrics: StepMetrics, history: History) -> float | None:
+    """Return how many times slower the last eight steps were than those before, if all of them were slow."""
+    paces = [pace for r in [*history.recent, metrics] if (pace := _pace(r)) is not None]
+    if len(paces) < ARMED_AFTER:
+        return None
+    before, now = median(paces[:-RECENT]), paces[-RECENT:]
+    return median(now) / before if min(now) > _SLOW_FACTOR * before else None
+
+
+# The monitor.
 
 _SIGMAS = 6.0
 _LEAST_SIGMA = 0.25
-"""Spread of the logarithm of norms below which steadiness is luck: six of them are a factor of 4.5."""
+"""Least standard deviation of log norms that is believed; six of them are a factor of 4.5."""
 _ORDER: dict[str, int] = {"fault": 0, "warning": 1, "note": 2}
 
 
 def norm_limit(norms: Sequence[float], *, factor: float, floor: float) -> float:
-    """Say above which length a gradient is a spike: infinite until enough is known of what is usual.
+    """Return the gradient norm above which an update is a spike; infinite until 32 steps are known.
 
-    Four things must hold at once, since a hard batch is no spike: so many times the median, six sigmas beyond it on a
-    logarithmic scale, twice the longest of the window, and longer than what is clipped anyway.
+    A hard batch is not a spike, so four bounds must all be exceeded: `factor` times the median, six standard
+    deviations on a logarithmic scale, twice the largest norm of the window, and the clipping norm.
     """
     if len(norms) < ARMED_AFTER:
         return math.inf
@@ -38,76 +386,56 @@ def norm_limit(norms: Sequence[float], *, factor: float, floor: float) -> float:
 
 
 class HealthMonitor:
-    """Sees the readings of one run in order, and says what it finds in each."""
+    """Judges the steps of one run, in order."""
 
     def __init__(self, about: RunContext) -> None:
         self.about = about
         self.history = History()
 
-    def see(self, reading: StepMetrics) -> list[Finding]:
-        """Take a reading; give what it shows, worst first."""
-        if reading.supervised_tokens == 0:
-            return []  # every document of the step is left out: it has no numbers
-        if reading.norm_limit is None and reading.grad_norm is not None:
-            reading = replace(reading, norm_limit=self.norm_limit())
-        found = [finding for rule in RULES if (finding := rule(reading, self.history, self.about)) is not None]
-        self.remember(reading)
+    def observe(self, metrics: StepMetrics) -> list[Finding]:
+        """Add a step and return its findings, worst first."""
+        if metrics.supervised_tokens == 0:
+            return []  # every document of the step is left out, so it has no metrics
+        if metrics.norm_limit is None and metrics.grad_norm is not None:
+            metrics = replace(metrics, norm_limit=self.norm_limit())
+        found = [finding for rule in RULES if (finding := rule(metrics, self.history, self.about)) is not None]
+        self.remember(metrics)
         return sorted(found, key=lambda finding: _ORDER[finding.severity])
 
     def norm_limit(self) -> float:
-        """Say how long the next gradient may be."""
+        """Return the gradient norm above which the next update must be skipped."""
         floor = self.about.max_grad_norm or 1.0
         return norm_limit(self.history.norms(), factor=self.about.spike_factor, floor=floor)
 
     def rewind(self, step: int) -> None:
-        """Forget what was after a step: it is taken again."""
+        """Forget the steps after this one, which are taken again."""
         history = self.history
-        kept = [reading for reading in history.recent if reading.step <= step]
+        kept = [metrics for metrics in history.recent if metrics.step <= step]
         history.recent = deque(kept, maxlen=WINDOW)
-        history.held_out = [look for look in history.held_out if look[0] <= step]
+        history.held_out = [(at, loss) for at, loss in history.held_out if at <= step]
         history.bad_in_a_row = history.zero_norms_in_a_row = history.zero_losses_in_a_row = 0
-        history.said -= {"lr-too-high", "loss-spike"}
+        history.reported -= {"lr-too-high", "loss-spike"}
         if history.low_step > step:
-            history.lows, history.low_step = math.inf, 0
+            history.lowest, history.low_step = math.inf, 0
 
-    def remember(self, reading: StepMetrics) -> None:
-        """Take a reading without judging it."""
-        if reading.supervised_tokens == 0:
+    def remember(self, metrics: StepMetrics) -> None:
+        """Add a step without judging it."""
+        if metrics.supervised_tokens == 0:
             return
         history = self.history
-        if reading.held_out_loss is not None:
-            history.held_out.append((reading.step, reading.held_out_loss))
+        if metrics.held_out_loss is not None:
+            history.held_out.append((metrics.step, metrics.held_out_loss))
             return
-        if history.first is None and reading.loss is not None:
-            history.first = reading
-        is_learning = reading.supervised_tokens != 0
-        history.bad_in_a_row = 0 if reading.is_finite else history.bad_in_a_row + 1
-        history.zero_norms_in_a_row = history.zero_norms_in_a_row + 1 if is_learning and reading.grad_norm == 0 else 0
-        history.zero_losses_in_a_row = history.zero_losses_in_a_row + 1 if is_learning and reading.loss == 0 else 0
-        if reading.is_quiet:
-            history.recent.append(reading)
-            if len(history.beginning) < BEGINNING and reading.loss is not None:
-                history.beginning.append(reading.loss)
+        if history.first is None and metrics.loss is not None:
+            history.first = metrics
+        is_supervised = metrics.supervised_tokens != 0
+        history.bad_in_a_row = 0 if metrics.is_finite else history.bad_in_a_row + 1
+        history.zero_norms_in_a_row = history.zero_norms_in_a_row + 1 if is_supervised and metrics.grad_norm == 0 else 0
+        history.zero_losses_in_a_row = history.zero_losses_in_a_row + 1 if is_supervised and metrics.loss == 0 else 0
+        if metrics.is_ordinary:
+            history.recent.append(metrics)
+            if len(history.first_losses) < _FIRST and metrics.loss is not None:
+                history.first_losses.append(metrics.loss)
             losses = history.losses(RECENT)
-            if len(losses) == RECENT and (low := median(losses)) < history.lows:
-                history.lows, history.low_step = low, reading.step
-
-
-def replay(readings: Iterable[StepMetrics], about: RunContext) -> list[Finding]:
-    """Find what a whole log shows, in the order of its steps; a log of a few lines is judged by their proportions."""
-    watch, seen, found = HealthMonitor(about), [], []
-    for reading in readings:
-        seen.append(reading)
-        found += watch.see(reading)
-    known = {finding.name for finding in found}
-    return sorted([*found, *(f for f in apply_log_rules(seen, about) if f.name not in known)], key=lambda f: f.step)
-
-
-def verdict(findings: Sequence[Finding]) -> str:
-    """Name the one thing that is wrong with a log: the first that is more than a note; `healthy` where nothing is.
-
-    A log in which no number could be read is `nothing-read`.
-    """
-    if any(finding.name == NOTHING_READ for finding in findings):
-        return NOTHING_READ
-    return next((finding.name for finding in findings if finding.severity != "note"), "healthy")
+            if len(losses) == RECENT and (low := median(losses)) < history.lowest:
+                history.lowest, history.low_step = low, metrics.step

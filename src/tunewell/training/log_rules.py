@@ -1,38 +1,41 @@
-"""What only the end of a log shows: logs of others have a few lines, each the mean of many steps."""
+"""Judge a whole training log, ours or another trainer's, after the fact: rules that need its end.
+
+Logs of other trainers have few lines, each the mean of many steps.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from statistics import median
 from typing import NamedTuple
 
-from tunewell.training.metrics import WINDOW, Finding, RunContext, StepMetrics
+from tunewell.training.health import WINDOW, Finding, HealthMonitor, RunContext, StepMetrics
 
 NOTHING_READ = "nothing-read"
 _JUMP_FACTOR, _JUMP_NATS = 2.0, 1.5
-"""A hard batch among few rows has been seen at 2.8 times the others, 0.8 above them; spikes were 1.5 and more above."""
+"""A hard batch among few rows reached 2.8 times the others, 0.8 above them; spikes were 1.5 and more above."""
 _HIGH_FACTOR, _HIGH_NATS = 4.0, 3.0
-"""What is no hard batch even where the gradient is as long as ever."""
+"""Too high for a hard batch, even with an ordinary gradient norm."""
 _BACKED_FACTOR, _BACKED_NATS, _NORM_FACTOR = 1.5, 0.5, 10.0
-"""A smaller rise is a jump too where the gradient is so many times as long as usual; with the hard batch it doubled."""
+"""A smaller rise is a jump too if the gradient norm is ten times the usual; with the hard batch it doubled."""
 _QUIET_NORM = 3.0
 _SPREADS = 3.0
 _KNOWN_SPREAD = 8
-"""Lines from which on it is known how far apart they are."""
+"""Lines needed to know their spread."""
 _ONE_STEP = 0.8
-"""Share of a rise that is made in one line where it is a jump."""
+"""A rise is a jump if one line makes up this share of it."""
 _STAYS = 0.85
-"""Share of its height at which a loss that jumped has not come back."""
+"""A loss that jumped has not come back while it is above this share of its peak."""
 _LONG_AWAY = 8
 _MANY = 32
 _OFTEN = 3
-"""Jumps that came back at once and came again are hard batches."""
+"""Jumps that came back at once this many times are hard batches."""
 _LEFT_FACTOR, _LEFT_NATS = 1.5, 0.7
 _FAR_ABOVE = 1.3
-"""First losses of fine-tuning, in units of what guessing costs; new tokens alone were seen to cost 1.2."""
+"""First losses of fine-tuning, in units of the guess loss; new tokens alone reached 1.2."""
 _NO_LENGTH = 1e-7
 _SAME_LINES, _SAME_DIGITS = 6, 4
-"""Equal losses that are no chance. Running means of three digits do stand still, and so does a preference's ln 2."""
+"""Equal losses that are not a coincidence. Running means of three digits do repeat, and so does DPO's ln 2."""
 _OVERFLOWS_AT_END = 3
 
 
@@ -42,25 +45,45 @@ class _Line(NamedTuple):
     norm: float | None
 
 
-def apply_log_rules(readings: Sequence[StepMetrics], about: RunContext) -> list[Finding]:
-    """Find what a log's proportions show, however few lines it has; one without any is not called healthy."""
-    if not readings:
-        return [Finding(NOTHING_READ, "note", 0, "no loss and no gradient could be read: nothing can be said")]
-    # Step by step, single hard batches are nothing; the rules for a run as it goes have seen the rest.
-    is_dense = about.is_raw and len(readings) > _MANY
+def replay(log: Iterable[StepMetrics], about: RunContext) -> list[Finding]:
+    """Return the findings of a whole log, in the order of its steps: those of each step and those of the whole."""
+    monitor, seen, found = HealthMonitor(about), [], []
+    for metrics in log:
+        seen.append(metrics)
+        found += monitor.observe(metrics)
+    known = {finding.name for finding in found}
+    return sorted([*found, *(f for f in apply_log_rules(seen, about) if f.name not in known)], key=lambda f: f.step)
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """Return the name of the first finding above a note; `healthy` if there is none.
+
+    A log without any number is `nothing-read`.
+    """
+    if any(finding.name == NOTHING_READ for finding in findings):
+        return NOTHING_READ
+    return next((finding.name for finding in findings if finding.severity != "note"), "healthy")
+
+
+def apply_log_rules(log: Sequence[StepMetrics], about: RunContext) -> list[Finding]:
+    """Return the findings of a whole log, however few lines it has."""
+    if not log:
+        return [Finding(NOTHING_READ, "note", 0, "the log contains no loss and no gradient norm")]
+    # In a log of single steps, hard batches are normal, and the step rules have judged the rest.
+    is_dense = about.is_raw and len(log) > _MANY
     found = (
-        (None if is_dense else rise(readings)) or left_for_good(readings),
-        never_moved(readings),
-        began_broken(readings, about),
-        overflows_to_the_end(readings, about),
-        learned_by_heart(readings),
+        (None if is_dense else rise(log)) or diverged(log),
+        never_moved(log),
+        bad_first_loss(log, about),
+        overflows_at_end(log, about),
+        overfitted(log),
     )
     return [finding for finding in found if finding is not None]
 
 
-def rise(readings: Sequence[StepMetrics]) -> Finding | None:
-    """Tell a spike, which jumps and comes back or is the last thing seen, from a loss that left for good."""
-    lines = _told(readings)
+def rise(log: Sequence[StepMetrics]) -> Finding | None:
+    """Distinguish a spike, which jumps and comes back or is the last line, from a loss that diverged."""
+    lines = _loss_lines(log)
     begin = _KNOWN_SPREAD if len(lines) > _MANY else 1
     at = next((at for at in range(begin, len(lines)) if _is_jump(lines, at)), None)
     if at is None:
@@ -69,7 +92,7 @@ def rise(readings: Sequence[StepMetrics]) -> Finding | None:
     if _is_hard_batch(lines, at, base):
         return None
     peak = max(line.loss for line in lines[at:])
-    # From the lowest line before the jump on: a rate that is too high lifts a loss over several lines.
+    # From the lowest line before the jump: a learning rate that is too high raises the loss over several lines.
     low = min(range(max(0, at - WINDOW), at), key=lambda place: lines[place].loss)
     top = max(range(at, len(lines)), key=lambda place: lines[place].loss)
     strides = [lines[place + 1].loss - lines[place].loss for place in range(low, top)]
@@ -84,11 +107,9 @@ def rise(readings: Sequence[StepMetrics]) -> Finding | None:
     return Finding("loss-spike", "warning", lines[at].step, words, numbers)
 
 
-def _told(readings: Sequence[StepMetrics]) -> list[_Line]:
+def _loss_lines(log: Sequence[StepMetrics]) -> list[_Line]:
     return [
-        _Line(r.step, r.loss, r.grad_norm)
-        for r in readings
-        if r.loss is not None and math.isfinite(r.loss) and r.loss > 0
+        _Line(r.step, r.loss, r.grad_norm) for r in log if r.loss is not None and math.isfinite(r.loss) and r.loss > 0
     ]
 
 
@@ -110,14 +131,14 @@ def _is_jump(lines: Sequence[_Line], at: int) -> bool:
 
 
 def _norm_factor(lines: Sequence[_Line], at: int) -> float | None:
-    """Say how many times as long as usual a line's gradient is, where that is told."""
+    """Return a line's gradient norm in units of the usual one, if the log has norms."""
     usual = [line.norm for line in lines[max(0, at - WINDOW) : at] if line.norm and math.isfinite(line.norm)]
     norm = lines[at].norm
     return norm / median(usual) if len(usual) > 1 and norm is not None and math.isfinite(norm) else None
 
 
 def _is_hard_batch(lines: Sequence[_Line], at: int, base: float) -> bool:
-    """See a jump that came back in the next line and is low with a quiet gradient, or comes again and again."""
+    """Check for a jump that came back in the next line with an ordinary gradient, or that repeats."""
     factor = _norm_factor(lines, at)
     if factor is not None and factor >= _QUIET_NORM:
         return False
@@ -130,9 +151,9 @@ def _is_hard_batch(lines: Sequence[_Line], at: int, base: float) -> bool:
     return times >= _OFTEN and median(after) < _LEFT_FACTOR * base
 
 
-def left_for_good(readings: Sequence[StepMetrics]) -> Finding | None:
-    """See a log whose last lines all lie above where the loss began and above all of its lowest stretch."""
-    lines = _told(readings)
+def diverged(log: Sequence[StepMetrics]) -> Finding | None:
+    """Find a log whose last lines are all above the initial loss and above its lowest stretch."""
+    lines = _loss_lines(log)
     size = max(4, len(lines) // 10)
     parts = [lines[max(0, end - size) : end] for end in range(len(lines), 0, -size)]
     parts = [part for part in parts if len(part) > 2]
@@ -151,16 +172,16 @@ def _middle(lines: Sequence[_Line]) -> float:
     return median(line.loss for line in lines)
 
 
-def never_moved(readings: Sequence[StepMetrics]) -> Finding | None:
-    """See a log whose every gradient is nothing, or whose every loss is the same to the last of its digits."""
-    told = [r for r in readings if r.grad_norm is not None and r.loss != 0.0]
+def never_moved(log: Sequence[StepMetrics]) -> Finding | None:
+    """Find a log whose gradients are all zero, or whose losses are all equal to the last digit."""
+    told = [r for r in log if r.grad_norm is not None and r.loss != 0.0]
     norms = [abs(r.grad_norm) for r in told if r.grad_norm is not None]
     if norms and (max(norms) == 0.0 or (len(norms) > 2 and max(norms) < _NO_LENGTH)):
         size = "exactly 0" if max(norms) == 0.0 else f"at most {max(norms):.1g}"
         words = f"the gradient is {size} in all {len(told)} lines: nothing is being trained"
         numbers = {"grad_norm": max(norms), "steps": len(told)}
         return Finding("zero-grad-no-learning", "fault", told[0].step, words, numbers)
-    lines = [r for r in readings if r.loss is not None]
+    lines = [r for r in log if r.loss is not None]
     losses = {r.loss for r in lines}
     loss = losses.pop() if len(losses) == 1 and len({r.step for r in lines}) >= _SAME_LINES else None
     if not loss or not math.isfinite(loss) or abs(loss - math.log(2)) < 1e-3:
@@ -172,42 +193,40 @@ def never_moved(readings: Sequence[StepMetrics]) -> Finding | None:
     return Finding("zero-grad-no-learning", "fault", lines[0].step, words, numbers)
 
 
-def began_broken(readings: Sequence[StepMetrics], about: RunContext) -> Finding | None:
-    """See a first loss well above guessing in a log of fine-tuning; our own runs are warned of what is far above."""
-    first = next((r for r in readings if r.loss is not None), None)
+def bad_first_loss(log: Sequence[StepMetrics], about: RunContext) -> Finding | None:
+    """Find a first loss well above random guessing in a log of fine-tuning."""
+    first = next((r for r in log if r.loss is not None), None)
     if about.is_raw or about.is_from_scratch or first is None or first.loss is None:
         return None
-    if not math.isfinite(first.loss) or first.loss <= _FAR_ABOVE * about.guessing:
+    if not math.isfinite(first.loss) or first.loss <= _FAR_ABOVE * about.guess_loss:
         return None
-    words = (
-        f"the first loss is {first.loss:,.2f}, and guessing costs {about.guessing:.2f}: weights or numbers are broken"
-    )
-    numbers = {"loss": first.loss, "guessing": round(about.guessing, 3)}
+    words = f"the first loss is {first.loss:,.2f}; random guessing gives {about.guess_loss:.2f}: the weights are broken"
+    numbers = {"loss": first.loss, "guessing": round(about.guess_loss, 3)}
     return Finding("initial-loss-implausible", "warning", first.step, words, numbers)
 
 
-def overflows_to_the_end(readings: Sequence[StepMetrics], about: RunContext) -> Finding | None:
-    """See gradients that are not finite in every line, or in the last ones: no scaler leaves out that many steps."""
-    lines = [r for r in readings if r.grad_norm is not None and r.loss]
+def overflows_at_end(log: Sequence[StepMetrics], about: RunContext) -> Finding | None:
+    """Find gradients that are not finite in every line, or in the last ones: no loss scaler skips that many."""
+    lines = [r for r in log if r.grad_norm is not None and r.loss]
     bad = [r.step for r in lines if not r.is_finite]
     at_end = next((at for at, r in enumerate(reversed(lines)) if r.is_finite), len(lines))
     if about.device == "mps" or at_end < 2 or (at_end < _OVERFLOWS_AT_END and at_end < len(lines)):
         return None
-    words = f"the gradient is not finite in the last {at_end} lines: nothing is learned any more"
+    words = f"the gradient is not finite in the last {at_end} lines: training has stopped working"
     return Finding("nan-gradients", "fault", bad[-at_end], words, {"lines": at_end, "of": len(lines)})
 
 
-def learned_by_heart(readings: Sequence[StepMetrics]) -> Finding | None:
-    """See the held-out loss end well above its lowest, with the training loss far below it."""
-    looks = [(r.step, r.held_out_loss) for r in readings if r.held_out_loss is not None]
-    looks = [look for look in looks if math.isfinite(look[1])]
-    losses = [r.loss for r in readings if r.loss is not None and math.isfinite(r.loss)]
-    if len(looks) < 2 or not losses:
+def overfitted(log: Sequence[StepMetrics]) -> Finding | None:
+    """Find a held-out loss that ends well above its lowest, with the training loss far below it."""
+    evaluations = [(r.step, r.held_out_loss) for r in log if r.held_out_loss is not None]
+    evaluations = [(step, loss) for step, loss in evaluations if math.isfinite(loss)]
+    losses = [r.loss for r in log if r.loss is not None and math.isfinite(r.loss)]
+    if len(evaluations) < 2 or not losses:
         return None
-    # By place, since some logs count their steps anew in each epoch.
-    place = min(range(len(looks)), key=lambda at: looks[at][1])
-    (low_step, low), (step, last) = looks[place], looks[-1]
-    if place == len(looks) - 1 or last < 1.15 * low or last < low + 0.1 or losses[-1] > 0.5 * last:
+    # By position in the log: some logs count their steps from 0 in each epoch.
+    place = min(range(len(evaluations)), key=lambda at: evaluations[at][1])
+    (low_step, low), (step, last) = evaluations[place], evaluations[-1]
+    if place == len(evaluations) - 1 or last < 1.15 * low or last < low + 0.1 or losses[-1] > 0.5 * last:
         return None
     words = f"the held-out loss rose from {low:.3g} to {last:.3g} while the training loss fell to {losses[-1]:.3g}"
     return Finding("overfitting", "warning", step, words, {"low": low, "low_step": low_step, "now": last})

@@ -1,12 +1,21 @@
-"""When memory does not suffice: know it for what it is, and find what fits."""
+"""Out of memory: recognise it, free memory, and repeat the step in smaller micro-batches (the OOM ladder)."""
 
 import gc
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
+from tunewell.core.units import count
+from tunewell.hardware.facts import peak_memory_bytes
+from tunewell.training.recovery import MemoryLimits
+
+if TYPE_CHECKING:
+    from tunewell.training.step import TrainableModel
 
 _FRAGMENTS = (
     "out of memory",
@@ -17,17 +26,20 @@ _FRAGMENTS = (
     "cudnn_status_not_supported",
     "invalid buffer size",
 )
-"""What the parts of torch say when memory is short: its allocators, cuBLAS, cuDNN, Apple's Metal."""
+"""Fragments of the out-of-memory messages of torch's allocators, cuBLAS, cuDNN and Apple's Metal."""
 _ENOUGH = 2
-"""Steps in a row that must be cut smaller until all that follow are: one long document does not slow a whole run."""
+"""Steps in a row after which a smaller size stays in force."""
 
 
 class OutOfMemory(Exception):
-    """A step did not fit into memory; nothing of it was kept, and it can be taken again."""
+    """A step did not fit into memory. Weights and state are unchanged; the step can be repeated."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory was short, or came of it: graphs that are being recorded say so only first."""
+    """Return whether an error is, or was caused by, a lack of memory.
+
+    While CUDA graphs are recorded, only the first error says so; the next ones have it as their context.
+    """
     if isinstance(error, torch.OutOfMemoryError | MemoryError | OutOfMemory):
         return True
     if isinstance(error.__context__, torch.OutOfMemoryError) and isinstance(error, RuntimeError):
@@ -36,10 +48,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_memory(after: BaseException) -> None:
-    """Give back what nobody uses after an error, so that the next try has all there is.
+    """Release all unused memory after an error.
 
-    The frames of the error are emptied first: they hold what was computed so far and, with torch before 2.13, the hooks
-    of a half-finished layer that is computed twice, which would still be in force.
+    The frames of the error are cleared first. They hold activations and, with torch before 2.13, the hooks of a layer
+    that gradient checkpointing was computing, which would stay in force.
     """
     error: BaseException | None = after
     while error is not None:
@@ -53,49 +65,98 @@ def free_memory(after: BaseException) -> None:
 
 
 @dataclass
-class Fitting:
-    """How many tokens are computed at once, after what memory has shown."""
+class OomLadder:
+    """What is tried, in this order, when a step runs out of memory. Documents and gradient stay the same.
 
-    limit: int | None = None
-    """Tokens that are never exceeded any more; None where the planned number fits."""
-    is_recomputing: bool = False
-    """Whether layers are computed again on the way back, for good."""
-    look_limit: int | None = None
-    """Held-out tokens that are read at once, where more did not fit."""
-    answer_limit: int | None = None
-    """Tokens of held-out questions that are answered at once, where more did not fit."""
-    _in_a_row: int = 0
+        halve the largest micro-batch -> ... -> single documents -> gradient checkpointing -> stop
 
-    def budget(self, planned: int) -> int:
-        """Give the tokens of a micro-batch."""
-        return planned if self.limit is None else min(planned, self.limit)
+    One long document does not slow down a whole run: the limit stays in force only after two such steps in a row.
+    """
 
-    def went(self, budget: int | None, *, with_recompute: bool) -> bool:
-        """Learn how a step went: `budget` is what it had to be cut to, None where it fit as planned.
+    model: "TrainableModel"
+    lengths: np.ndarray
+    """Tokens of every document of the corpus."""
+    limits: MemoryLimits
+    planned_tokens: int
+    report: Callable[..., None]
+    """Called with an action, a message and the values that stay in force."""
+    is_on: bool = True
+    """`healing.on`; if not, the first out-of-memory error ends the run."""
+    is_always_recomputing: bool = False
+    """`train.recompute`."""
+    _tokens: int | None = None
+    _with_recompute: bool = False
 
-        Says whether that has become the rule just now.
-        """
-        if budget is None and not with_recompute:
-            self._in_a_row = 0
-            return False
-        self._in_a_row += 1
-        if self._in_a_row < _ENOUGH:
-            return False
-        self._in_a_row = 0
-        if budget is not None:
-            self.limit = budget
-        self.is_recomputing = self.is_recomputing or with_recompute
-        return True
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of a micro-batch in the next attempt."""
+        return self._tokens or self.limits.cap(self.planned_tokens)
+
+    def attempt(self) -> AbstractContextManager[None]:
+        """Return the context of an attempt: smaller micro-batches have other shapes than the compiled ones."""
+        return nullcontext() if self._tokens is None and not self._with_recompute else self.model.uncompiled()
+
+    def step_down(self, groups: Sequence[np.ndarray], error: OutOfMemory) -> None:
+        """Take the next rung after a failed attempt; raise OutOfMemory if there is none."""
+        self.model.drop_graphs()
+        free_memory(error)
+        if not self.is_on:
+            raise error
+        is_recomputing = self._with_recompute or self.limits.is_recomputing or self.is_always_recomputing
+        tokens = smaller(groups, self.lengths, is_recomputing=is_recomputing)
+        if tokens is not None:
+            self._tokens = tokens
+            self.report("split", f"out of memory: the step is repeated with {count(tokens)} tokens at once")
+        elif not is_recomputing:
+            self._with_recompute = True
+            self.model.recompute(True)
+            self.report("recompute", "out of memory: the step is repeated with gradient checkpointing")
+        else:
+            longest = max(int(self.lengths[group].max()) for group in groups)
+            message = f"out of memory: a single document of {count(longest)} tokens does not fit"
+            self.report("stop", message)
+            raise OutOfMemory(message) from error
+
+    def finish(self) -> None:
+        """Make the smaller size permanent after two steps in a row that needed it; call after each step that fit."""
+        limits, is_shrunk = self.limits, self._tokens is not None or self._with_recompute
+        limits.num_shrunk = limits.num_shrunk + 1 if is_shrunk else 0
+        if limits.num_shrunk >= _ENOUGH:
+            limits.num_shrunk = 0
+            limits.micro_batch_tokens = self._tokens or limits.micro_batch_tokens
+            limits.is_recomputing = limits.is_recomputing or self._with_recompute
+            also = ", with gradient checkpointing" if limits.is_recomputing else ""
+            tokens = limits.micro_batch_tokens or self.micro_batch_tokens
+            self.report(
+                "recompute" if self._with_recompute else "split",
+                f"from the next step on, {count(tokens)} tokens are computed at once{also}",
+                micro_batch_tokens=limits.micro_batch_tokens,
+                is_recomputing=limits.is_recomputing,
+            )
+            self.model.uncompile()  # it is compiled again for the smaller shape
+        if self._with_recompute and not limits.is_recomputing:
+            self.model.recompute(False)
 
 
 def smaller(groups: Sequence[np.ndarray], lengths: np.ndarray, *, is_recomputing: bool) -> int | None:
-    """Give half of the largest micro-batch, where cutting can help; None where all are single documents.
+    """Return half the tokens of the largest micro-batch that can be split; None if all are single documents.
 
-    None also where a single document is the largest of all and its layers are not computed twice yet: cutting the
-    others would not make that one smaller.
+    None also if a single document is the largest of all and gradient checkpointing is off: splitting the others would
+    not make that one smaller.
     """
     largest = max(groups, key=lambda group: int(lengths[group].sum()), default=np.zeros(0, np.int64))
     can_cut = [group for group in groups if len(group) > 1]
     if not can_cut or (len(largest) == 1 and not is_recomputing):
         return None
     return max(1, max(int(lengths[group].sum()) for group in can_cut) // 2)
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Return the peak bytes of a device's memory in this process so far; None if unknown.
+
+    On the CPU it is the peak of the whole process, on MPS what the driver holds now.
+    """
+    if device.type == "cuda":
+        # Reserved, not allocated: the latter does not count what CUDA graphs keep between two steps.
+        return torch.cuda.max_memory_reserved(device)
+    return torch.mps.driver_allocated_memory() if device.type == "mps" else peak_memory_bytes()

@@ -1,115 +1,187 @@
-"""What to do about what was found: a pure function of the findings, of what was done before, and of the rules.
+"""Decide how a run recovers from bad steps, and keep what was decided: skipped documents, rates, memory limits.
 
-    bad documents leave the update and these documents out, each time, as long as they are few
-    not finite    leave the update out -> rewind without the step's documents -> half the rate -> fp32 -> CPU -> stop
-    spike         leave the update out -> rewind without the documents -> half the rate -> stop
+    bad documents skip the update and leave these documents out, each time, as long as they are few
+    not finite    skip the update -> rewind without the step's documents -> half the rate -> fp32 -> CPU -> stop
+    spike         skip the update -> rewind without the documents -> half the rate -> stop
     divergence    rewind to before it with half the rate, as often as rewinds are allowed -> stop
     loss of 0     rewind to before it, once -> stop
     no gradient   stop
 
-Each remedy is tried once: the next trouble within some good steps is met with the next one.
+Each remedy is tried once: the next problem within `healing.quiet_steps` good steps gets the next remedy.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from tunewell.config.rules import Healing
+from tunewell.records.events import EventLog
 from tunewell.records.healing import HealingEntry
-from tunewell.training.metrics import Finding
+from tunewell.training.health import Finding
 
 _RISES = frozenset({"loss-spike", "lr-too-high"})
 NOT_FINITE = frozenset({"nan-gradients", "mps-nan-fp16", "loss-scale-exhausted"})
 _SPIKES_BEFORE_REWIND = 3
-"""Updates left out before a run goes back: a gradient a hundred times too long for three steps needs no more."""
+"""Updates skipped before a rewind: spikes that last three steps or less need no more."""
 _HALF = 0.5
 _ZEROS = 3
-"""Losses of 0 that were seen in a row before it was said."""
+"""Losses of 0 in a row that the health rule waits for."""
+
+
+@dataclass
+class MemoryLimits:
+    """Tokens that are computed at once, where the planned number did not fit into memory."""
+
+    micro_batch_tokens: int | None = None
+    """Limit of every micro-batch; None while the planned number fits."""
+    is_recomputing: bool = False
+    """Whether gradient checkpointing stays on for the rest of the run."""
+    evaluation_tokens: int | None = None
+    """Limit of a held-out batch."""
+    answer_tokens: int | None = None
+    """Limit of the held-out questions that are answered at once."""
+    num_shrunk: int = 0
+    """Steps in a row that had to be made smaller."""
+
+    def cap(self, planned: int) -> int:
+        """Return the tokens of a micro-batch."""
+        return planned if self.micro_batch_tokens is None else min(planned, self.micro_batch_tokens)
+
+
+@dataclass
+class HealingState:
+    """What is in force in a run because something went wrong; `healing.jsonl` on disk has every entry."""
+
+    path: Path
+    """`healing.jsonl`; the file exists once there is an entry."""
+    on_trouble: Callable[[str], None] | None = None
+    entries: list[HealingEntry] = field(default_factory=list)
+    quarantine: dict[int, int] = field(default_factory=dict)
+    """Documents that are left out -> the number of finished steps from which on they are."""
+    limits: MemoryLimits = field(default_factory=MemoryLimits)
+    _log: EventLog | None = None
+
+    def leave_out(self, documents: Iterable[int], *, since: int) -> None:
+        """Leave documents out from a step on, or from an earlier one that was set before."""
+        for document in list(documents):
+            self.quarantine[document] = min(since, self.quarantine.get(document, since))
+
+    def restore(self, entries: Iterable[HealingEntry]) -> None:
+        """Put the entries of an earlier process of this run in force again."""
+        self.entries = list(entries)
+        for entry in self.entries:
+            self._enforce(entry)
+
+    def add(self, entry: HealingEntry) -> None:
+        """Write an entry to disk and put it in force."""
+        self.entries.append(entry)
+        self._enforce(entry)
+        if self._log is None:
+            self._log = EventLog(self.path, on_trouble=self.on_trouble)
+        self._log.append(entry.as_json())
+        if entry.action != "none":
+            self._log.sync()
+
+    def close(self) -> None:
+        """Close the file, if it is open."""
+        if self._log is not None:
+            self._log.close()
+
+    def _enforce(self, entry: HealingEntry) -> None:
+        if entry.precision or entry.device:
+            self.quarantine.clear()  # the precision or the device was the cause, not the documents
+        if entry.rewound_to is not None:
+            self.leave_out(self.quarantine, since=entry.rewound_to)
+        self.leave_out(entry.documents, since=entry.since if entry.since is not None else entry.step)
+        if entry.micro_batch_tokens is not None:
+            self.limits.micro_batch_tokens = entry.micro_batch_tokens
+        if entry.is_recomputing:
+            self.limits.is_recomputing = True
 
 
 @dataclass(frozen=True)
-class Past:
-    """What was done so far."""
+class RecoveryHistory:
+    """Remedies that were tried so far."""
 
     precision: str
     device: str
     """`cpu`, `cuda` or `mps`."""
     rate_share: float = 1.0
+    """Share of the planned learning rate."""
     was_halved: bool = False
     """Whether a lower rate was tried."""
     num_rewinds: int = 0
-    strikes: int = 0
-    """Steps that were not finite, with fewer good steps between them than end an episode."""
-    spikes: int = 0
+    num_not_finite: int = 0
+    """Steps of this episode that were not finite. An episode ends after `healing.quiet_steps` good steps."""
+    num_spikes: int = 0
     first_bad: int = -1
-    """The step at which the first of these was."""
+    """The first bad step of this episode."""
     last_bad: int = -1
-    """The step at which the newest was."""
 
-    def at(self, step: int, rules: Healing) -> "Past":
-        """Forget an episode that is over."""
+    def at(self, step: int, rules: Healing) -> "RecoveryHistory":
+        """Return the history as it counts at a step: an episode that is over is forgotten."""
         is_over = self.last_bad >= 0 and step - self.last_bad > rules.quiet_steps
-        return replace(self, strikes=0, spikes=0, first_bad=-1, last_bad=-1) if is_over else self
+        return replace(self, num_not_finite=0, num_spikes=0, first_bad=-1, last_bad=-1) if is_over else self
 
-    def after(self, entry: HealingEntry) -> "Past":
-        """Remember what was done about a finding."""
-        past, is_struck = self, entry.action in ("skip", "rewind", "stop") and not entry.is_explained
-        if is_struck and entry.name in NOT_FINITE | _RISES:
-            first = entry.step if past.first_bad < 0 else min(past.first_bad, entry.step)
-            past = replace(past, first_bad=first, last_bad=max(past.last_bad, entry.step))
-        if is_struck and entry.name in NOT_FINITE:
-            past = replace(past, strikes=past.strikes + 1)
-        elif is_struck and entry.name in _RISES:
-            past = replace(past, spikes=past.spikes + 1)
+    def after(self, entry: HealingEntry) -> "RecoveryHistory":
+        """Return the history after an entry."""
+        history, counts = self, entry.action in ("skip", "rewind", "stop") and not entry.is_explained
+        if counts and entry.name in NOT_FINITE | _RISES:
+            first = entry.step if history.first_bad < 0 else min(history.first_bad, entry.step)
+            history = replace(history, first_bad=first, last_bad=max(history.last_bad, entry.step))
+        if counts and entry.name in NOT_FINITE:
+            history = replace(history, num_not_finite=history.num_not_finite + 1)
+        elif counts and entry.name in _RISES:
+            history = replace(history, num_spikes=history.num_spikes + 1)
         if entry.action == "rewind":
-            past = replace(past, num_rewinds=past.num_rewinds + 1)
+            history = replace(history, num_rewinds=history.num_rewinds + 1)
         return replace(
-            past,
-            rate_share=entry.rate_share or past.rate_share,
-            was_halved=past.was_halved or entry.rate_share is not None,
-            precision=entry.precision or past.precision,
-            device=entry.device or past.device,
+            history,
+            rate_share=entry.rate_share or history.rate_share,
+            was_halved=history.was_halved or entry.rate_share is not None,
+            precision=entry.precision or history.precision,
+            device=entry.device or history.device,
         )
 
-
-def remembered(entries: Iterable[HealingEntry], start: Past, rules: Healing) -> Past:
-    """Give what was done in a run that goes on."""
-    past = start
-    for entry in entries:
-        past = past.at(entry.step, rules).after(entry)
-    return past
+    def after_all(self, entries: Iterable[HealingEntry], rules: Healing) -> "RecoveryHistory":
+        """Return the history of a resumed run."""
+        history = self
+        for entry in entries:
+            history = history.at(entry.step, rules).after(entry)
+        return history
 
 
 @dataclass(frozen=True)
 class CarryOn:
-    """There is nothing to do."""
+    """Do nothing."""
 
 
 @dataclass(frozen=True)
 class Skip:
-    """The update was left out, which is enough."""
+    """Skipping the update was enough."""
 
     finding: Finding
     is_quarantining: bool
-    """Whether the documents that caused it are left out from now on."""
+    """Whether to leave out the documents that caused it from now on."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Compute fewer tokens at once from now on."""
+    """Use smaller micro-batches from now on."""
 
     finding: Finding
 
 
 @dataclass(frozen=True)
 class Rewind:
-    """Go back to a checkpoint, and change something, or the same would happen again."""
+    """Go back to a checkpoint and change something, or the same would happen again."""
 
     finding: Finding
     not_after: int
-    """Finished steps that a checkpoint may have at most."""
+    """The last finished step that the checkpoint may have."""
     is_quarantining: bool
     or_later: bool = True
-    """Whether the oldest checkpoint will do where all are later."""
+    """Whether the oldest checkpoint will do if all are later."""
     rate_share: float | None = None
     precision: str | None = None
     device: str | None = None
@@ -117,7 +189,7 @@ class Rewind:
 
 @dataclass(frozen=True)
 class Stop:
-    """Nothing that may be tried is left."""
+    """No remedy is left."""
 
     finding: Finding
     advice: str
@@ -128,70 +200,72 @@ Action = CarryOn | Skip | Split | Rewind | Stop
 
 def decide(
     findings: Sequence[Finding],
-    past: Past,
+    history: RecoveryHistory,
     rules: Healing,
     *,
     are_weights_bad: bool = False,
     is_explained: bool = False,
 ) -> Action:
-    """Answer the worst of what a step showed.
+    """Return what to do about the worst finding of a step.
 
-    `are_weights_bad` where a weight itself is not finite, `is_explained` where few documents are all that is wrong.
+    `are_weights_bad`: a weight is not finite. `is_explained`: a few documents are the whole cause.
     """
-    acted = next((finding for finding in findings if finding.severity != "note"), None)
-    if acted is None:
+    worst = next((finding for finding in findings if finding.severity != "note"), None)
+    if worst is None:
         return CarryOn()
-    past = past.at(acted.step, rules)
-    if acted.name == "zero-grad-no-learning":
-        return Stop(acted, "check that what should be trained is not frozen (`method.targets`, `method.layers`)")
-    if acted.name in NOT_FINITE:
-        if not are_weights_bad and (past.strikes == 0 or is_explained):
-            return Skip(acted, is_quarantining=True)
-        return _go_back(acted, past, rules, is_quarantining=not are_weights_bad)
-    if acted.name == "loss-zero-collapse":
-        advice = "check that the labels are not all masked, and that the base model answers at all"
-        if past.num_rewinds or not rules.max_rewinds:
-            return Stop(acted, advice)
-        return Rewind(acted, acted.step - _ZEROS, is_quarantining=False)
-    if acted.name == "loss-spike":
-        if past.spikes < _SPIKES_BEFORE_REWIND:
-            return Skip(acted, is_quarantining=False)
-        return _go_back(acted, past, rules, is_quarantining=True)
-    if acted.name == "lr-too-high":
-        low_step = int(acted.numbers.get("low_step", 0))
-        return _diverged(acted, past, rules, not_after=low_step)
-    return Split(acted) if acted.name == "memory-spill" else CarryOn()
+    history = history.at(worst.step, rules)
+    if worst.name == "zero-grad-no-learning":
+        return Stop(worst, "Check that `method.targets` and `method.layers` select trainable layers.")
+    if worst.name in NOT_FINITE:
+        if not are_weights_bad and (history.num_not_finite == 0 or is_explained):
+            return Skip(worst, is_quarantining=True)
+        return _rewind_or_stop(worst, history, rules, is_quarantining=not are_weights_bad)
+    if worst.name == "loss-zero-collapse":
+        advice = "Check with `tunewell inspect` that rows have supervised tokens, and that the base model works."
+        if history.num_rewinds or not rules.max_rewinds:
+            return Stop(worst, advice)
+        return Rewind(worst, worst.step - _ZEROS, is_quarantining=False)
+    if worst.name == "loss-spike":
+        if history.num_spikes < _SPIKES_BEFORE_REWIND:
+            return Skip(worst, is_quarantining=False)
+        return _rewind_or_stop(worst, history, rules, is_quarantining=True)
+    if worst.name == "lr-too-high":
+        low_step = int(worst.numbers.get("low_step", 0))
+        return _diverged(worst, history, rules, not_after=low_step)
+    return Split(worst) if worst.name == "memory-spill" else CarryOn()
 
 
-def _diverged(finding: Finding, past: Past, rules: Healing, *, not_after: int) -> Rewind | Stop:
-    if past.num_rewinds >= rules.max_rewinds:
+def _diverged(finding: Finding, history: RecoveryHistory, rules: Healing, *, not_after: int) -> Rewind | Stop:
+    if history.num_rewinds >= rules.max_rewinds:
         rate = finding.numbers.get("learning_rate")
-        tenth = f", for example {rate / 10:.1g}" if isinstance(rate, float) and rate > 0 else ""
-        return Stop(finding, f"lower `train.learning_rate`{tenth}, or raise `train.warmup`")
-    share = past.rate_share * _HALF
+        tenth = f" to about {rate / 10:.1g}" if isinstance(rate, float) and rate > 0 else ""
+        return Stop(finding, f"Lower `train.learning_rate`{tenth}, or raise `train.warmup`.")
+    share = history.rate_share * _HALF
     return Rewind(finding, not_after, is_quarantining=False, or_later=False, rate_share=share)
 
 
-def _go_back(finding: Finding, past: Past, rules: Healing, *, is_quarantining: bool) -> Rewind | Stop:
-    """Take the next remedy: the same run without the documents, half the rate, fp32, another device.
+def _rewind_or_stop(
+    finding: Finding, history: RecoveryHistory, rules: Healing, *, is_quarantining: bool
+) -> Rewind | Stop:
+    """Return the next remedy: rewind without the documents, then half the rate, then fp32, then the CPU.
 
-    From before the first bad step: an update that was left out for a fault that has passed is made after all.
+    The rewind goes to before the first bad step, so that updates skipped for a fault that has passed are taken.
     """
     advice = (
-        "the data, the base model, the learning rate or the machine is at fault: see the documents and the place in "
-        "`healing.jsonl`, and try a lower `train.learning_rate`"
+        "Lower `train.learning_rate`. If that does not help, see `healing.jsonl` for the documents and the tensor that "
+        "went bad first: the data, the base model or the machine may be the cause."
     )
-    if past.num_rewinds >= rules.max_rewinds:
+    if history.num_rewinds >= rules.max_rewinds:
         return Stop(finding, advice)
-    first = finding.step if past.first_bad < 0 else min(past.first_bad, finding.step)
-    plain = Rewind(finding, first - 1, is_quarantining)
-    if past.num_rewinds == 0:
-        return plain
-    if not past.was_halved:
-        return replace(plain, rate_share=_HALF)
-    # Where another way of computing is the cure, neither the rate nor the documents were at fault.
-    if finding.name in NOT_FINITE and past.precision != "fp32" and rules.change_precision:
-        return replace(plain, precision="fp32", rate_share=1.0, is_quarantining=False)
-    if finding.name in NOT_FINITE and past.device == "mps":
-        return replace(plain, device="cpu", rate_share=1.0, is_quarantining=False)
+    first = finding.step if history.first_bad < 0 else min(history.first_bad, finding.step)
+    basic = Rewind(finding, first - 1, is_quarantining)
+    if history.num_rewinds == 0:
+        return basic
+    if not history.was_halved:
+        return replace(basic, rate_share=_HALF)
+    # If the precision or the device is the cause, neither the rate nor the documents were.
+    if finding.name in NOT_FINITE and history.precision != "fp32" and rules.change_precision:
+        return replace(basic, precision="fp32", rate_share=1.0, is_quarantining=False)
+    if finding.name in NOT_FINITE and history.device == "mps":
+        return replace(basic, device="cpu", rate_share=1.0, is_quarantining=False)
     return Stop(finding, advice)

@@ -1,4 +1,4 @@
-"""What a run is made of, and how it is put back to where a checkpoint was made."""
+"""The state of a training run: its parts and progress, and how to resume, rewind and checkpoint it."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -15,11 +15,11 @@ from tunewell.methods.base import Method
 from tunewell.records.events import EventLog, read_events, with_numbers
 from tunewell.records.outcome import Status
 from tunewell.records.plan import Plan
-from tunewell.training.checkpoints import Checkpoints, State
+from tunewell.training.checkpoints import Checkpoints
 from tunewell.training.events import Listener, Rewound, Sample, send_notes
-from tunewell.training.metrics import RunContext
-from tunewell.training.remedies import Remedies
-from tunewell.training.saved_checkpoints import find_newest, load_state, saved_steps
+from tunewell.training.health import RunContext
+from tunewell.training.recovery import HealingState
+from tunewell.training.saved_checkpoints import State, find_newest, load_state, saved_steps
 from tunewell.training.step import TrainableModel
 
 OPTIMIZER = "optimizer.safetensors"
@@ -27,21 +27,23 @@ OPTIMIZER = "optimizer.safetensors"
 
 @dataclass
 class RunProgress:
-    """How far a run is; goes into every checkpoint."""
+    """How far a run is; saved in every checkpoint, so the field names stay."""
 
     step: int = 0
     """Finished optimizer steps."""
     best_loss: float | None = None
     best_step: int | None = None
     looks_without_gain: int = 0
+    """Evaluations since the best one."""
     last_look: int = -1
+    """Step of the last evaluation; -1 before the first."""
     tokens: int = 0
     supervised_tokens: int = 0
 
 
 @dataclass
 class Run:
-    """Everything a run is made of, put together by whoever starts it."""
+    """All parts of a run; `build.py` creates it."""
 
     plan: Plan
     config: Config
@@ -52,18 +54,18 @@ class Run:
     checkpoints: Checkpoints
     events: EventLog
     samples: EventLog
-    remedies: Remedies
+    healing: HealingState
     listener: Listener
     method: Method
     load_weights: Callable[[], Mapping[str, Tensor]]
     """Loads the model's initial weights again, frozen ones too, by name."""
     ask: Callable[[int, int], list[Sample]] = lambda step, batch_tokens: []
-    """Answers held-out questions, so many tokens at once."""
+    """Answers held-out questions at a step, with this many tokens at once."""
     name_of: Callable[[int], str] = lambda document: f"document {document}"
-    """Says where a document came from, as a person can find it."""
+    """Returns the source and row of a document."""
     about: RunContext = field(default_factory=RunContext)
     home: Path | None = None
-    """Where the checkpoints of the run lie, for processes that do not write them."""
+    """The checkpoint folder of the run, for ranks that write elsewhere."""
     identity: dict[str, Any] = field(default_factory=dict)
     progress: RunProgress = field(default_factory=RunProgress)
     seconds: dict[str, float] = field(default_factory=lambda: {"train": 0.0, "look": 0.0, "save": 0.0})
@@ -71,21 +73,21 @@ class Run:
 
 @dataclass(frozen=True)
 class Ending:
-    """Why a run's loop ended."""
+    """Why training ended."""
 
     status: Status
     reason: str
     exit_code: int = 0
     signal: str | None = None
-    """Which one interrupted it."""
+    """The signal that interrupted it."""
     advice: str | None = None
-    """What to change before it is tried again, where health stopped it."""
+    """What to change before the next attempt, if the healer stopped the run."""
     is_resumable: bool = False
-    """Whether there is more to do that `--resume` would."""
+    """Whether `--resume` can continue it."""
 
 
 def state_of(run: Run) -> State:
-    """Take everything that a run needs to go on from here."""
+    """Return everything that a checkpoint needs to continue from here."""
     tensors, texts = run.method.files(run.plan.model)
     return State(
         step=run.progress.step,
@@ -94,38 +96,38 @@ def state_of(run: Run) -> State:
         progress={
             **run.progress.__dict__,
             "scaler": _scaler_state(run.learner),
-            "quarantine": {str(document): since for document, since in run.remedies.quarantine.items()},
+            "quarantine": {str(document): since for document, since in run.healing.quarantine.items()},
         },
         identity=run.identity,
     )
 
 
 def resume(run: Run, state: State) -> None:
-    """Put a run back to where a checkpoint was made: weights, optimizer, scaler, position, log."""
+    """Restore a run from a checkpoint: weights, optimizer, loss scale, progress and logs."""
     run.method.restore(state.tensors)
     run.learner.optimizer.load_state(state.tensors[OPTIMIZER])
     known = {name: value for name, value in state.progress.items() if name in RunProgress.__dataclass_fields__}
     run.progress = RunProgress(**known)
-    if not run.remedies.entries:  # which know it better: `healing.jsonl` is never cut back
+    if not run.healing.entries:  # `healing.jsonl` knows more than the checkpoint: it is never truncated
         for document, since in (state.progress.get("quarantine") or {}).items():
-            run.remedies.leave_out([int(document)], since=int(since))
+            run.healing.leave_out([int(document)], since=int(since))
     scaler = state.progress.get("scaler") or {}
     if run.learner.scaler.is_on and scaler:
         run.learner.scaler.scale.fill_(scaler["scale"])
         run.learner.scaler.steps_since.fill_(scaler["steps_since"])
-    _cut_logs(run)
+    _truncate_logs(run)
 
 
 def rewind(run: Run, *, not_after: int, or_later: bool, are_weights_bad: bool) -> int:
-    """Go back to the newest whole checkpoint of at most so many steps, or to the beginning; give its step.
+    """Rewind to the newest undamaged checkpoint of at most `not_after` steps, or to the start; return its step.
 
-    With `or_later` to the oldest where all are later: every checkpoint is finite, and some steps are better than none.
-    What was made after it is of a future that was left, and goes. Where a frozen weight has gone bad, everything is
-    read again first: a checkpoint of an adapter has only the adapter.
+    With `or_later`, to the oldest checkpoint if all are later: every checkpoint is finite, so it is better than the
+    start. Later checkpoints and log lines are removed. If a frozen weight is NaN, all weights are loaded again first,
+    because the checkpoint of an adapter holds only the adapter.
     """
     world = run.learner.world
     run.checkpoints.wait()
-    world.wait()
+    world.barrier()
     run.learner.drop_gradients()
     home = run.home or run.checkpoints.folder
     saved = find_newest(home, on_trouble=send_notes(run.listener), not_after=not_after, is_needed=False)
@@ -136,19 +138,19 @@ def rewind(run: Run, *, not_after: int, or_later: bool, are_weights_bad: bool) -
     if saved is None:
         run.learner.optimizer.load_state({})
         run.progress = RunProgress()
-        _cut_logs(run)
-        run.progress = _beginning(run)
+        _truncate_logs(run)
+        run.progress = _initial_progress(run)
     else:
         resume(run, load_state(saved, needs=[OPTIMIZER]))
-    world.wait()  # nobody removes what another still reads
+    world.barrier()  # no rank removes what another still reads
     if world.is_first:
-        run.checkpoints.leave(run.progress.step)
+        run.checkpoints.remove_after(run.progress.step)
     run.listener(Rewound(run.progress.step))
     return run.progress.step
 
 
-def _beginning(run: Run) -> RunProgress:
-    """Give the progress of a run that has only looked at its held-out rows."""
+def _initial_progress(run: Run) -> RunProgress:
+    """Return the progress before the first step, with the evaluation at step 0."""
     for event in past_events(run, kind="held_out", until=0):
         if math.isfinite(loss := event["loss"]):
             return RunProgress(best_loss=loss, best_step=0, last_look=0)
@@ -156,7 +158,7 @@ def _beginning(run: Run) -> RunProgress:
 
 
 def past_events(run: Run, *, kind: str, until: int) -> list[dict[str, Any]]:
-    """Read what a run has written of its finished steps, in any of its processes; nothing where it cannot be read."""
+    """Return the logged events up to a step, on any rank; none if the log cannot be read."""
     path = run.events.path if run.home is None else run.home.parent / run.events.path.name
     try:
         events = [with_numbers(event) for event in read_events(path)]
@@ -165,7 +167,7 @@ def past_events(run: Run, *, kind: str, until: int) -> list[dict[str, Any]]:
     return [event for event in events if event.get("kind") == kind and event.get("step", 0) <= until]
 
 
-def _cut_logs(run: Run) -> None:
+def _truncate_logs(run: Run) -> None:
     if run.learner.world.is_first:
         run.events.truncate_to(run.progress.step)
         run.samples.truncate_to(run.progress.step)

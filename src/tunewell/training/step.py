@@ -1,8 +1,11 @@
-"""One optimizer step: forward and backward over its micro-batches, one update, and its numbers, read later."""
+"""One optimizer step: forward and backward over its micro-batches, then one update of the trainable parameters.
+
+documents of the step -> micro-batches -> loss and backward, each -> all-reduce -> clip, guard, update
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,43 +14,77 @@ import torch
 from torch import Tensor, nn
 
 from tunewell.config.schema import Train
-from tunewell.data.batches import MicroBatch
+from tunewell.data.batches import MicroBatch, Step
 from tunewell.methods.base import trainable_parameters
 from tunewell.models.attention import SDPA
 from tunewell.models.packed_forward import PackedModel
 from tunewell.training.distributed import World
-from tunewell.training.faults import NoFaults
 from tunewell.training.memory import OutOfMemory, is_out_of_memory
 from tunewell.training.optimizers.base import Scaler, build_optimizer
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The numbers of a step on their way from the device; reading them before they are there waits."""
+    """The metrics of a step on their way from the device."""
 
     values: Tensor
-    """Mean loss, gradient norm, whether the update was left out, the scaler's factor."""
+    """Mean loss, gradient norm, whether the update was skipped, loss scale."""
     arrived: Any
-    """An event to wait for, on CUDA; None elsewhere."""
+    """A CUDA event to wait for; None on other devices."""
 
     def read(self) -> tuple[float, float, bool, float]:
-        """Wait for the numbers and give them."""
+        """Wait for the metrics and return them."""
         if self.arrived is not None:
             self.arrived.synchronize()
         loss, norm, skipped, scale = self.values.tolist()
         return loss, norm, bool(skipped), scale
 
 
+@dataclass(frozen=True)
+class StepRecord:
+    """A step that was taken; its metrics may still be on the device."""
+
+    step: Step
+    groups: Sequence[np.ndarray]
+    """The documents of each micro-batch."""
+    result: StepResult
+    rate: float
+    norm_limit: float
+    tokens: int
+    supervised_tokens: int
+
+
+class StepHooks:
+    """Hooks around the parts of a step and an evaluation. These do nothing; tests inject faults (`faults.py`)."""
+
+    def around_batch(self, number: int, batch: MicroBatch, model: nn.Module) -> AbstractContextManager[None]:
+        """Wrap forward and backward of one micro-batch of step `number`."""
+        return nullcontext()
+
+    def around_update(self, number: int, parameters: dict[str, nn.Parameter]) -> AbstractContextManager[None]:
+        """Wrap the allocation of optimizer state, with all gradients present."""
+        return nullcontext()
+
+    def before_evaluation(self, batch: MicroBatch) -> None:
+        """Called before the loss of a held-out batch is computed."""
+
+    def before_answers(self, num_prompts: int) -> None:
+        """Called before held-out questions are answered."""
+
+
 @dataclass
 class TrainableModel(PackedModel):
-    """A model that is being taught, with all it takes: optimizer, scaler, the others who train."""
+    """A packed model with an optimizer, a loss scaler and the processes it trains with.
+
+    `PackedModel` computes losses of packed documents; this class adds gradients and updates.
+    """
 
     settings: Train = field(default_factory=Train)
     seed: int = 0
     world: World = field(default_factory=World)
-    faults: NoFaults = field(default_factory=NoFaults)
-    may_go_on: Callable[[], None] = lambda: None
-    """Called between the parts of a look; raises what is to end it."""
+    hooks: StepHooks = field(default_factory=StepHooks)
+    check_interrupt: Callable[[], None] = lambda: None
+    """Called between the batches of an evaluation; raises Interrupted to end it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,66 +95,67 @@ class TrainableModel(PackedModel):
     def take_step(
         self, batches: Sequence[MicroBatch], *, number: int, rate: float, norm_limit: float = math.inf
     ) -> StepResult:
-        """Learn from a step's documents: the loss is its sum over all supervised tokens, however they are cut.
+        """Update the weights once. The loss is the mean over all supervised tokens, however micro-batches are cut.
 
-        Where a number is not finite, or the gradient longer than `norm_limit`, nothing is changed. Raises OutOfMemory,
-        in all processes that train together, where it did not fit in one of them; nothing is changed then either.
+        Nothing changes if a number is not finite or the gradient norm is above `norm_limit`. Raises OutOfMemory on all
+        ranks if one of them ran out of memory; nothing changes then either.
         """
-        num_supervised = sum(len(batch.rows) for batch in batches)
-        self.faults.before_step(number, self.model)
-        with self.fitting_everywhere():
-            if not self.model.training:
-                self.model.train()
-            total = torch.zeros((), device=self.device)
-            share = self.faults.loss_factor(number) / max(1, num_supervised)
-            for turn, (place, batch) in enumerate(self.world.share(list(enumerate(batches)))):
-                if turn == 1 and self.uses_graphs:
-                    self._keep_gradients()
-                with self.stance(batch):
-                    loss = self.compute(batch, number=number, place=place)
-                    self.faults.before_backward(number)
-                    (loss * (self.scaler.scale * share)).backward()
-                total += loss.detach()
-        with self.fitting_everywhere():
-            self._gather(total)
-            self.optimizer.prepare()
-            self.faults.before_update(number, self.parameters)
+        num_supervised = max(1, sum(len(batch.rows) for batch in batches))
+        with self.sharing_out_of_memory():
+            loss_sum = self._accumulate_gradients(batches, number=number, num_supervised=num_supervised)
+        with self.sharing_out_of_memory():
+            self._all_reduce(loss_sum)
+            with self.hooks.around_update(number, self.parameters):
+                self.optimizer.prepare()
         done = self.optimizer.update(
             rate=rate,
             max_norm=self.settings.max_grad_norm,
-            loss=total,
+            loss=loss_sum,
             scaler=self.scaler,
             norm_limit=norm_limit,
         )
-        values = torch.stack([total / max(1, num_supervised), done.grad_norm, done.was_skipped, self.scaler.scale])
-        return self._send(values)
+        values = torch.stack([loss_sum / num_supervised, done.grad_norm, done.was_skipped, self.scaler.scale])
+        return self._copy_to_host(values)
 
-    def compute(self, batch: MicroBatch, *, number: int, place: int) -> Tensor:
-        """Sum the loss of one micro-batch of a step, drawing what that step and place draw."""
-        self.faults.before_forward(number, batch)
+    def _accumulate_gradients(self, batches: Sequence[MicroBatch], *, number: int, num_supervised: int) -> Tensor:
+        """Run forward and backward over this rank's micro-batches; return the sum of their losses."""
+        if not self.model.training:
+            self.model.train()
+        loss_sum = torch.zeros((), device=self.device)
+        for turn, (index, batch) in enumerate(self.world.share(list(enumerate(batches)))):
+            if turn == 1 and self.uses_graphs:
+                self._copy_gradients()
+            with self.hooks.around_batch(number, batch, self.model), self.stance(batch):
+                loss = self.compute(batch, number=number, index=index)
+                (loss * (self.scaler.scale * (1.0 / num_supervised))).backward()
+            loss_sum += loss.detach()
+        return loss_sum
+
+    def compute(self, batch: MicroBatch, *, number: int, index: int) -> Tensor:
+        """Return the loss sum of micro-batch `index` of step `number`, with the dropout mask of that micro-batch."""
         if self.has_dropout:
-            torch.manual_seed(_mix(self.seed, number, place))
+            torch.manual_seed(_seed_of(self.seed, number, index))
         return self.loss_sum(batch)
 
-    def _keep_gradients(self) -> None:
-        """Copy the gradients that graphs gave, before these begin anew and overwrite them; the copies are added to."""
+    def _copy_gradients(self) -> None:
+        """Copy the gradients out of the memory of CUDA graphs, which the next replay overwrites."""
         for parameter in self.parameters.values():
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()
 
     def drop_gradients(self) -> None:
-        """Forget what was learned since the last update."""
+        """Drop the gradients since the last update."""
         self.optimizer.zero_grad()
 
     def recompute(self, is_on: bool) -> None:
-        """Keep only each layer's input and compute the rest again on the way back, or stop doing so."""
+        """Switch gradient checkpointing on or off: keep only each layer's input, and recompute it in the backward."""
         if is_on:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         else:
             self.model.gradient_checkpointing_disable()
 
     def change(self, *, precision: str | None, device: str | None) -> None:
-        """Go on in fp32, or on another device, with the weights and the optimizer's memory as they are."""
+        """Continue in fp32, or on another device, with the same weights and optimizer state."""
         self.uncompile()
         self.may_compile = False
         model: Any = self.model
@@ -134,38 +172,39 @@ class TrainableModel(PackedModel):
         self.scaler = Scaler.make(self.precision, self.device)
 
     @contextmanager
-    def fitting_everywhere(self) -> Iterator[None]:
-        """Raise OutOfMemory in every process where memory was short in one: the others must not wait for it."""
-        trouble = None
+    def sharing_out_of_memory(self) -> Iterator[None]:
+        """Raise OutOfMemory on every rank if one ran out of memory inside: the others must not wait for it."""
+        message = None
         try:
             yield
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            trouble = str(error).splitlines()[0]
-        if self.world.any(trouble is not None):
+            message = str(error).splitlines()[0]
+        if self.world.any(message is not None):
             self.drop_gradients()
-            raise OutOfMemory(trouble or "in another process") from None
+            raise OutOfMemory(message or "in another process") from None
 
-    def _gather(self, total: Tensor) -> None:
+    def _all_reduce(self, loss_sum: Tensor) -> None:
         if self.world.size == 1:
             return
         for parameter in self.parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        self.world.add_up([total, *(p.grad for p in self.parameters.values() if p.grad is not None)])
+        self.world.all_reduce([loss_sum, *(p.grad for p in self.parameters.values() if p.grad is not None)])
 
-    def _send(self, values: Tensor) -> StepResult:
+    def _copy_to_host(self, values: Tensor) -> StepResult:
+        """Start copying the metrics to the host without waiting for them."""
         if self.device.type != "cuda":
             return StepResult(values.cpu(), None)
-        here = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        here.copy_(values, non_blocking=True)
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        return StepResult(here, arrived)
+        return StepResult(host, arrived)
 
 
-def _mix(seed: int, step: int, place: int) -> int:
-    """Make a seed of three numbers: what a step draws does not depend on what was drawn before it."""
-    mixed = np.random.SeedSequence([seed, step, place]).generate_state(2)
+def _seed_of(seed: int, step: int, index: int) -> int:
+    """Return the random seed of a micro-batch: it does not depend on what was drawn before."""
+    mixed = np.random.SeedSequence([seed, step, index]).generate_state(2)
     return int(mixed[0]) | (int(mixed[1]) & 0x7FFFFFFF) << 32

@@ -31,10 +31,10 @@ from tunewell.runs.resume import keep_measured_settings, require_known_changes, 
 from tunewell.training.build import RunInputs, build_run, check_packing, describe_start, require_same_settings
 from tunewell.training.checkpoints import disk_space_warning
 from tunewell.training.distributed import World
-from tunewell.training.engine import Run
 from tunewell.training.engine import train as take_steps
 from tunewell.training.events import Listener
 from tunewell.training.faults import parse_faults
+from tunewell.training.run import Run
 from tunewell.workflows.prepare import prepare
 from tunewell.workflows.validate import validate
 
@@ -64,29 +64,29 @@ class _Training:
     def __init__(self, loaded: LoadedConfig, options: RunOptions, listener: Listener) -> None:
         self.loaded, self.options = loaded, options
         self.heartbeat = Heartbeat(options.supervisor_fds) if options.supervisor_fds else None
-        self.recorder = MetricsRecorder(self.heartbeat or silent, listener)
-        self.faults = parse_faults(options.faults, is_allowed=options.allow_faults)
-        World.take_place(loaded.config.device)
+        self.recorder = MetricsRecorder(*([self.heartbeat] if self.heartbeat else []), listener)
+        self.hooks = parse_faults(options.faults, is_allowed=options.allow_faults)
+        World.select_gpu(loaded.config.device)
         self.device = probe_device(loaded.config.device)
-        self.world = World.join(torch.device(self.device.name))
+        self.world = World.initialise(torch.device(self.device.name))
 
     def run(self) -> TrainResult:
-        """Train in the run folder. An error on one rank is raised on all of them (`as_one`)."""
+        """Train in the run folder. An error on one rank is raised on all of them (`failing_together`)."""
         world, options = self.world, self.options
         with open_run_folder(self.loaded, world, is_resuming=options.is_resuming) as folder:
-            with world.as_one():
+            with world.failing_together():
                 self._prepare()
-            with world.as_one():
+            with world.failing_together():
                 corpus, plan, order = self._plan(folder)
             with self._process_settings(plan):
-                with world.as_one():
+                with world.failing_together():
                     inputs, run = self._build(folder, corpus, plan, order)
                 require_same_settings(inputs, run)
                 self._warn(corpus, run)
                 first_tokens = run.progress.tokens
                 self.recorder(describe_start(inputs, run))
                 folder.keep()
-                with world.explaining_loss("resume from the newest checkpoint with `--resume` in all processes"):
+                with world.explaining_lost_ranks("resume from the newest checkpoint with `--resume` in all processes"):
                     ending = take_steps(run, handle_signals=options.owns_process)
             result = make_result(
                 self.loaded, run, ending, recorder=self.recorder, first_tokens=first_tokens, options=options
@@ -94,8 +94,8 @@ class _Training:
             if world.is_first:
                 write_run_files(run, result, plan, corpus, allow_pickle=options.allow_pickle)
             run.events.close()
-            run.remedies.close()
-            world.leave()
+            run.healing.close()
+            world.shut_down()
             return result
 
     def _prepare(self) -> None:
@@ -130,8 +130,8 @@ class _Training:
                 world=self.world,
                 listener=recorder,
                 allow_pickle=options.allow_pickle,
-                faults=self.faults,
-                heartbeat=self.heartbeat.beat if self.heartbeat else lambda: None,
+                hooks=self.hooks,
+                heartbeat=self.heartbeat.beat if self.heartbeat else None,
             )
             run = build_run(inputs)
         if options.is_resuming:

@@ -24,8 +24,7 @@ from tunewell.core.units import count
 from tunewell.integrations.hf_callback.logs import HealthLog
 from tunewell.integrations.hf_callback.signals import SignalRecorder, StepSignals, TrainerSettings, locate_fault
 from tunewell.records.healing import ActionName, HealingEntry
-from tunewell.training.health import HealthMonitor
-from tunewell.training.metrics import Finding, RunContext, StepMetrics
+from tunewell.training.health import Finding, HealthMonitor, RunContext, StepMetrics
 
 _SHARE, _NATS = 0.05, 1e-3
 """Allowed difference between the model's loss and the logged one: logs average micro-batches and are rounded."""
@@ -234,7 +233,7 @@ class HealthCallback(TrainerCallback):
 
         While it is uncertain whether the model's own loss is trained on, some faults are only warnings.
         """
-        for finding in self._monitor.see(metrics):
+        for finding in self._monitor.observe(metrics):
             if not is_own and finding.name in _ONLY_OWN_LOSS:
                 continue
             if finding.name in _FAULT_ONLY_OWN_LOSS and not self._loss.is_sure:
@@ -247,7 +246,7 @@ class HealthCallback(TrainerCallback):
 
     def _handle_bad_step(self, metrics: StepMetrics, step: StepSignals, model: nn.Module) -> None:
         """Skip an update that is not finite; a single fp16 overflow is left to the scaler, which skips it too."""
-        worst = next(iter(self._monitor.see(metrics)), None) or Finding(
+        worst = next(iter(self._monitor.observe(metrics)), None) or Finding(
             "nothing-to-learn", "warning", metrics.step, _NO_SUPERVISED_TOKEN
         )
         if metrics.scale is None or step.are_gradients_finite:

@@ -8,7 +8,7 @@ from pathlib import Path
 from tunewell.core.errors import UserError
 from tunewell.records.events import EventLog
 from tunewell.records.healing import HEALING, HealingEntry
-from tunewell.training.metrics import StepMetrics
+from tunewell.training.health import StepMetrics
 
 EVENTS = "events.jsonl"
 _NOT_LOGGED = ("norm_limit", "held_out_loss")
