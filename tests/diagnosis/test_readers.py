@@ -27,7 +27,7 @@ def test_a_state_file_gives_its_history_and_circumstances() -> None:
         "context": {"device": "mps", "fp16": True},
     }
     log = read_log("some lines before\n" + json.dumps(state) + "\nand after\n")
-    first, look, last = log.readings
+    first, look, last = log.steps
     assert (first.step, first.loss, first.grad_norm, first.learning_rate) == (10, 1.5, 0.9, 1e-4)
     assert look.held_out_loss == 1.4 and look.loss is None
     assert last.loss == 0.0 and last.grad_norm is not None and math.isnan(last.grad_norm)
@@ -56,7 +56,7 @@ def test_a_state_file_gives_its_history_and_circumstances() -> None:
     ],
 )
 def test_a_printed_line_gives_its_numbers(line: str, loss: float | None, norm: float | None) -> None:
-    [reading] = read_log(line).readings
+    [reading] = read_log(line).steps
     assert [reading.loss, reading.grad_norm] == pytest.approx([loss, norm], nan_ok=True)
 
 
@@ -64,7 +64,7 @@ def test_a_printed_line_gives_its_numbers(line: str, loss: float | None, norm: f
     "text", ["", "\x00\xff binary", "{" * 5000, '"log_history"', '{"log_history": 3}', "loss: lots", "a" * 100_000]
 )
 def test_what_has_no_numbers_gives_none(text: str) -> None:
-    assert read_log(text).readings == []
+    assert read_log(text).steps == []
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_what_has_no_numbers_gives_none(text: str) -> None:
 )
 def test_the_summary_at_the_end_is_no_step(text: str, losses: list[float]) -> None:
     """The mean of a run is not its last loss; it is read where nothing else is told, unless nothing was trained."""
-    assert [reading.loss for reading in read_log(text).readings] == losses
+    assert [reading.loss for reading in read_log(text).steps] == losses
 
 
 TABLES = {
@@ -97,7 +97,7 @@ TABLES = {
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES.keys())
 def test_a_table_is_read_by_its_header(table: str) -> None:
     """What notebooks show was passed over, and a log that was not read was called healthy."""
-    look, line, last = read_log("Some words before.\n\n" + table + "\nand 20 after\n").readings
+    look, line, last = read_log("Some words before.\n\n" + table + "\nand 20 after\n").steps
     assert (look.step, look.held_out_loss) == (10, 1.6) and (line.step, line.loss) == (20, 1.2)
     assert last.held_out_loss is not None and math.isnan(last.held_out_loss)
 
@@ -106,14 +106,14 @@ def test_the_last_logged_loss_of_a_table_is_no_new_one() -> None:
     """A model card repeats it beside every look until there is another, and it seemed to stand still."""
     rows = "\n".join(f"| 1.3185 | {epoch} | {1.4 - epoch / 100:.4f} |" for epoch in range(1, 10))
     log = read_log("| Training Loss | Epoch | Validation Loss |\n|---|---|---|\n" + rows)
-    assert [reading.loss for reading in log.readings if reading.loss is not None] == [1.3185]
-    assert verdict(replay(log.readings, log.about)) == "healthy"
+    assert [reading.loss for reading in log.steps if reading.loss is not None] == [1.3185]
+    assert verdict(replay(log.steps, log.about)) == "healthy"
 
 
 def test_an_object_of_several_lines_is_one_step() -> None:
     """People paste a piece of a state file; its norm and its loss are of one step."""
     text = '"log_history": [\n  {\n    "grad_norm": NaN,\n    "loss": 0.0,\n    "step": 20\n  },\n  ...'
-    [reading] = read_log(text).readings
+    [reading] = read_log(text).steps
     assert (reading.step, reading.loss) == (20, 0.0) and reading.grad_norm is not None
 
 
@@ -146,7 +146,7 @@ def test_an_object_of_several_lines_is_one_step() -> None:
 )
 def test_a_log_is_called_by_what_it_says(text: str, name: str) -> None:
     log = read_log(text)
-    assert verdict(replay(log.readings, log.about)) == name
+    assert verdict(replay(log.steps, log.about)) == name
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def atlas() -> list[dict]:
 
 def judged(row: dict) -> str:
     log = read_log(row["evidence"] if isinstance(row["evidence"], str) else json.dumps(row["evidence"]))
-    return verdict(replay(log.readings, log.about))
+    return verdict(replay(log.steps, log.about))
 
 
 @pytest.mark.shared

@@ -181,7 +181,7 @@ def test_one_gradient_that_is_not_finite_is_left_out(tmp_path: Path, record_prop
     assert ending.status == "finished" and end_apart(run, seed) < 0.01
     [entry] = treated(tmp_path / "run")
     assert (entry.step, entry.name, entry.action, entry.documents) == (10, "nan-gradients", "skip", [])
-    assert "computed again, it was finite" in entry.words
+    assert "it was finite when computed again" in entry.words
     assert_sound(run)
 
 
@@ -333,7 +333,7 @@ def test_faults_are_refused_unless_switched_on() -> None:
     assert type(parse_faults(None, is_allowed=False)) is StepHooks
     with pytest.raises(UserError, match="fault injection is off"):
         parse_faults("nan@gradients:step=1", is_allowed=False)
-    with pytest.raises(UserError, match="no fault"):
+    with pytest.raises(UserError, match="unknown fault"):
         parse_faults("rain@roof:step=1", is_allowed=True)
 
 
@@ -392,7 +392,7 @@ def test_a_held_out_loss_that_is_no_number_is_said_and_ends_nothing(tmp_path: Pa
     run = make_run(tmp_path / "run", config={"evaluate": {"patience": 2}})
     whole = run.learner.loss_sum
     run.learner.loss_sum = lambda batch: whole(batch) * (1.0 if torch.is_grad_enabled() else math.nan)  # type: ignore[method-assign]
-    assert train(run).reason == "all 12 steps were taken"
+    assert train(run).reason == "finished all 12 steps"
     assert acted(run) == [(0, "nan-gradients", "none")] and "held-out" in run.healing.entries[0].words
 
 
@@ -438,7 +438,7 @@ def test_a_loss_of_nothing_goes_back_once_and_ends_the_run(tmp_path: Path) -> No
 
     run.learner.loss_sum = nothing  # type: ignore[method-assign]
     ending = train(run)
-    assert (ending.status, ending.exit_code) == ("stopped", 4) and "labels" in (ending.advice or "")
+    assert (ending.status, ending.exit_code) == ("stopped", 4) and "supervised tokens" in (ending.advice or "")
     assert [action for _, _, action in acted(run)] == ["rewind", "stop"] and not run.healing.quarantine
     assert not any("left out" in entry.words for entry in run.healing.entries)
 

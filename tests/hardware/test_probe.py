@@ -5,7 +5,8 @@ import torch
 
 from tunewell.core.errors import UserError
 from tunewell.hardware.facts import peak_memory_bytes
-from tunewell.hardware.probe import memory_in_use, probe_device
+from tunewell.hardware.probe import probe_device
+from tunewell.training.memory import peak_memory
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def test_the_cpu_can_be_had_beside_a_gpu(gpus):
 
 def test_memory_on_the_cpu_is_the_processs_peak():
     """Guards the memory figure on screen."""
-    assert memory_in_use("cpu") == peak_memory_bytes()
+    assert peak_memory(torch.device("cpu")) == peak_memory_bytes()
 
 
 @pytest.mark.gpu
@@ -86,5 +87,5 @@ def test_a_real_gpu_is_described_as_torch_describes_it():
     assert device.memory_bytes == properties.total_memory
     assert device.has_bf16 == torch.cuda.is_bf16_supported(including_emulation=False)
     held = torch.ones(2**20, device=device.name)
-    peak = memory_in_use(device.name)
+    peak = peak_memory(torch.device(device.name))
     assert peak is not None and held.nbytes <= peak <= properties.total_memory

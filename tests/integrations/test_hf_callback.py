@@ -539,7 +539,7 @@ def test_a_jump_of_the_gradient_is_said_and_does_not_end_the_run(tmp_path, capsy
         loop.step(1e7 if step == 50 else 1.0)
     loop.end()
     assert [(entry.step, entry.name, entry.action) for entry in read_healing(tmp_path)] == [(51, "loss-spike", "none")]
-    assert "tunewell: step 51: the gradient's length jumped" in capsys.readouterr().err
+    assert "tunewell: step 51: the gradient norm jumped" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

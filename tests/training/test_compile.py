@@ -105,5 +105,5 @@ def test_graphs_that_one_process_gives_up_for_its_answers_are_given_up_by_all(ra
         progress=SimpleNamespace(step=4),
         ask=lambda step, tokens: [],
     )
-    assert _answers(run, SimpleNamespace()) == []  # pyright: ignore[reportArgumentType]
+    assert _answers(run, SimpleNamespace(memory_reporter=lambda step: None)) == []  # pyright: ignore[reportArgumentType]
     assert given_up == [True]

@@ -105,19 +105,19 @@ def test_what_fails_in_one_fails_in_all_and_nobody_waits_for_one_that_is_gone() 
     same = ["SharedError: no room\n  where: disk\n  fix:   buy one", "SharedError: no rows"]
     assert first[:6] == [
         *same,
-        "SharedError: process 2 of 2: no model\n  fix:   copy it",
-        "SharedError: process 2 of 2: ValueError: odd\n  fix:   look at what that process has printed",
+        "SharedError: rank 1 of 2: no model\n  fix:   copy it",
+        "SharedError: rank 1 of 2: ValueError: odd\n  fix:   see what that process printed",
         "ValueError: odder",
         None,
     ]
     assert second == [
         *same,
-        "SharedError: process 2 of 2: no model\n  fix:   copy it",
+        "SharedError: rank 1 of 2: no model\n  fix:   copy it",
         "ValueError: odd",
-        "SharedError: process 1 of 2: ValueError: odder\n  fix:   look at what that process has printed",
+        "SharedError: rank 0 of 2: ValueError: odder\n  fix:   see what that process printed",
         None,
     ]
-    assert first[6].startswith("process 1 of 2 has lost the others: ") and "gloo" not in first[6]
+    assert first[6].startswith("rank 0 of 2 lost the connection to the others: ") and "gloo" not in first[6]
 
 
 @pytest.mark.parametrize(

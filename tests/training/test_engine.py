@@ -103,7 +103,7 @@ def test_a_run_whose_weights_are_not_on_disk_is_not_finished(tmp_path: Path, mon
     run = make_run(tmp_path / "run")
     ending = train(run)
     assert (ending.status, ending.exit_code, ending.is_resumable) == ("stopped", 4, True)
-    assert ending.reason == "all 12 steps were taken, but what was learned is not on disk: the disk is full"
+    assert ending.reason == "finished all 12 steps, but the last checkpoint was not saved: the disk is full"
 
 
 def test_a_run_whose_best_is_on_disk_is_finished_although_its_last_is_not(
@@ -115,7 +115,7 @@ def test_a_run_whose_best_is_on_disk_is_finished_although_its_last_is_not(
     monkeypatch.setattr(checkpoints, "write_checkpoint", _full)
     assert train(run).status == "finished"
     assert isinstance(run.listener, Remembering)
-    assert "the last checkpoint is not on disk: the disk is full; the best is" in run.listener.notes
+    assert "the last checkpoint was not saved: the disk is full; the best one was" in run.listener.notes
 
 
 def test_one_event_a_step_with_raw_numbers(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_early_stopping_counts_looks_without_gain(tmp_path: Path) -> None:
         plan={"num_steps": 400, "evaluate_every": 2, "learning_rate": 0.05, "schedule": "constant"},
     )
     ending = train(run)
-    assert ending.status == "finished" and "2 looks" in ending.reason
+    assert ending.status == "finished" and "2 evaluations" in ending.reason
     assert run.progress.step < 400 and run.progress.looks_without_gain == 2
     saved = run.checkpoints.newest()
     assert saved is not None and saved.step == run.progress.step

@@ -365,7 +365,7 @@ def test_what_two_processes_are_refused_is_told_once(project: Path) -> None:
 def test_two_processes_with_other_settings_are_refused(project: Path) -> None:
     """Two machines with two copies of a config would train on other documents from other weights, and call it good."""
     first, second = _train_two(project, [], ["train.max_steps=5"])
-    assert "error: process 2 of 2: `train.max_steps` is 5 here, and 6 in the first process" in first.stderr
+    assert "error: rank 1 of 2: `train.max_steps` is 5 on this rank and 6 on rank 0" in first.stderr
     assert second.stderr == ""
     assert not (project / "run").exists()
 

@@ -1,12 +1,12 @@
-"""Read the numbers out of a training log, ours or another trainer's: state files, printed lines, tables.
+"""Parse training logs of any trainer into step metrics: `trainer_state.json`, printed lines, tables.
 
     {"log_history": [...], "context": {...}}            trainer_state.json of Hugging Face's trainers
-    {'loss': 1.47, 'grad_norm': 10.5, 'epoch': 0.01}    what they print
-    Step | Training Loss | Validation Loss              what a notebook shows: a header, then rows of numbers
+    {'loss': 1.47, 'grad_norm': 10.5, 'epoch': 0.01}    lines that they print
+    Step | Training Loss | Validation Loss              tables in notebooks: a header, then rows of numbers
     lm loss: 2.117E+00 | grad norm: 0.150               Megatron
-    steps 488/2000 avr_loss=nan                         and whatever else names its numbers
+    steps 488/2000 avr_loss=nan                         other lines with named numbers
 
-A line that names no number is passed over. Nothing is executed, and the time taken grows with the size alone.
+Lines without a named number are ignored. Nothing is executed, and parsing takes linear time.
 """
 
 import json
@@ -21,7 +21,7 @@ from typing import Any
 from tunewell.records.events import as_number, read_events, with_numbers
 from tunewell.training.health import RunContext, StepMetrics
 
-# What a log says of the run beside its numbers: the device, the precision, the vocabulary.
+# Facts about the run beside its metrics: device, precision, vocabulary size.
 
 _APPLE = re.compile(
     r"\bmps\b(?!['\"]?(?: is)?(?: available)?['\"]?\s*[:=]\s*(?:false|no\b))|Apple (?:silicon|GPU|M[1-9])"
@@ -40,12 +40,12 @@ _PRECISIONS = (
     ("fp32", re.compile(r"\b(?:fp32|float32)\b", re.I)),
 )
 _VOCABULARY = re.compile(r"vocab(?:ulary)?[_ ]?size['\"]?\s{0,24}[:=]?\s{0,24}(\d[\d,]*)", re.I)
-# A head for speech is always new, as are all weights of a model from scratch.
+# Speech models always have a new head; models from scratch have only new weights.
 _FROM_SCRATCH = re.compile(r"from scratch|\blm loss\b|consumed samples|\bctc\b|\bwer\b|wav2vec", re.I)
 
 
-def about_run(text: str) -> RunContext:
-    """Gather what can be told from the first pages of a log."""
+def find_context(text: str) -> RunContext:
+    """Return the facts found in the first 200,000 characters of a log."""
     head = text[:200_000]
     sizes = [int(size.replace(",", "")) for size in _VOCABULARY.findall(head)]
     return RunContext(
@@ -57,10 +57,10 @@ def about_run(text: str) -> RunContext:
     )
 
 
-# The many names that trainers have for a few numbers, and how numbers are written.
+# Names that trainers use for the same metric, and the spelling of numbers.
 
-# Each word with `_` is also found with a space, a slash or nothing in its place.
-_WORDS = {
+# Each `_` also matches a space, a slash or nothing.
+_SYNONYMS = {
     "held_out_loss": "eval_loss val_loss valid_loss validation_loss dev_loss test_loss held_out_loss val_loss_step"
     " val_loss_epoch val",
     "loss": "loss lm_loss train_loss training_loss train_loss_step train_loss_epoch loss_train loss_step step_loss"
@@ -71,22 +71,22 @@ _WORDS = {
     "step": "step steps global_step current_steps iter iteration",
     "epoch": "epoch",
 }
-_NAMES = {word.replace("_", ""): key for key, words in _WORDS.items() for word in words.split()}
+_NAMES = {word.replace("_", ""): key for key, words in _SYNONYMS.items() for word in words.split()}
 NAME = "|".join(
-    word.replace("_", "[ _/]?") for word in sorted(" ".join(_WORDS.values()).split(), key=len, reverse=True)
+    word.replace("_", "[ _/]?") for word in sorted(" ".join(_SYNONYMS.values()).split(), key=len, reverse=True)
 )
-# Atomic: a number that runs on as something else, such as 12ab, is not the 1 it begins with. 0,52 is a decimal comma.
+# Atomic: 12ab must not match as 1. 0,52 is a decimal comma.
 NUMBER = r"(?>[-+]?(?:nan|inf(?:inity)?|(?!0,\d)\d+(?:,\d{3})*(?:\.\d*)?(?:e[-+]?\d+)?|\.\d+(?:e[-+]?\d+)?))"
 
 
 def field_of(name: str) -> str:
-    """Give the one name we have for what trainers call by many; what is not known keeps its own."""
+    """Return our name of a metric; an unknown name is returned as it is, in lower case."""
     name = name.strip().lower().removeprefix("train/")
     return _NAMES.get(re.sub("[ _/]", "", name), name)
 
 
 def number_of(value: Any) -> float | None:
-    """Read a number that may be written out; None where it is none."""
+    """Convert a value to a number; return None if it is not one."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -95,7 +95,7 @@ def number_of(value: Any) -> float | None:
         return None
 
 
-# Tables of numbers in a log: a header that names a step and a loss, then rows; also pasted as HTML or cell by cell.
+# Tables: a header with a step and a loss, then rows; also pasted as HTML or one cell per line.
 
 _NO_VALUE = {"", "-", "no log", "none", "n/a"}
 _SPACED = re.compile(r"(?:train(?:ing)?|val(?:id(?:ation)?)?|eval|test) loss|learning rate|grad norm|no log|\S+", re.I)
@@ -110,45 +110,45 @@ _HTML = (
 _OBJECT = re.compile(r"\{[^{}]{1,2000}\}")
 
 
-def laid_out(text: str) -> str:
-    """Put on one line what belongs together: an object, or a row of a table that was pasted cell by cell."""
+def join_lines(text: str) -> str:
+    """Put an object, or a table row that was pasted one cell per line, on one line."""
     text = _OBJECT.sub(lambda found: " ".join(found[0].split()), text)
     if "<td" in text.lower():
-        for pattern, instead in _HTML:
-            text = pattern.sub(instead, text)
+        for pattern, replacement in _HTML:
+            text = pattern.sub(replacement, text)
 
-    def lay_down(found: re.Match[str]) -> str:
+    def join_cells(found: re.Match[str]) -> str:
         names, cells = ([line.strip() for line in part.splitlines() if line.strip()] for part in found.groups())
         rows = [names, *(cells[at : at + len(names)] for at in range(0, len(cells), len(names)))]
         return "\n".join("\t".join(row) for row in rows)
 
-    return _UPRIGHT.sub(lay_down, text)
+    return _UPRIGHT.sub(join_cells, text)
 
 
 @dataclass
 class Table:
-    """A table whose header was read: what its columns are, and what parts them."""
+    """A table whose header was found: its columns and their separator."""
 
     columns: list[str]
-    mark: str
-    shown: str | None = None
+    separator: str
+    last_loss: str | None = None
 
     @classmethod
-    def headed_by(cls, line: str) -> "Table | None":
-        """Take a line for a header where it names a step or an epoch and a loss, each as a whole cell."""
+    def from_header(cls, line: str) -> "Table | None":
+        """Parse a header: it names a step or an epoch and a loss, each as a whole cell. Return None otherwise."""
         if "loss" not in line.lower():
             return None
-        mark = next((mark for mark in "|\t," if mark in line), " ")
-        columns = [field_of(cell) for cell in _cells(line, mark)]
+        separator = next((mark for mark in "|\t," if mark in line), " ")
+        columns = [field_of(cell) for cell in _cells(line, separator)]
         if any(number_of(cell) is not None for cell in columns):
             return None
         is_header = {"step", "epoch"} & {*columns} and {"loss", "held_out_loss"} & {*columns}
-        return cls(columns, mark) if is_header else None
+        return cls(columns, separator) if is_header else None
 
     def row(self, line: str) -> dict[str, Any] | None:
-        """Read a row; None where the line is none."""
-        cells = _cells(line, self.mark)
-        if self.mark == " ":
+        """Parse a row; return None if the line is not one."""
+        cells = _cells(line, self.separator)
+        if self.separator == " ":
             cells = cells[len(cells) - len(self.columns) :] if len(cells) == len(self.columns) + 1 else cells
             if len(cells) != len(self.columns):
                 return None
@@ -158,22 +158,22 @@ class Table:
         for name, cell in zip(self.columns, cells, strict=False):
             if cell.lower() not in _NO_VALUE:
                 found.setdefault(name, cell)
-        told = [found[name] for name in ("loss", "held_out_loss") if name in found]
-        if any(number_of(cell) is None for cell in told) or not any(
+        losses = [found[name] for name in ("loss", "held_out_loss") if name in found]
+        if any(number_of(cell) is None for cell in losses) or not any(
             number_of(cell) is not None for cell in found.values()
         ):
             return None
-        # Beside a held-out loss stands the last training loss that was logged, for as many rows as it takes.
-        if "held_out_loss" in found and found.get("loss") == self.shown:
+        # A row with a held-out loss repeats the last logged training loss until there is a new one.
+        if "held_out_loss" in found and found.get("loss") == self.last_loss:
             found.pop("loss", None)
-        self.shown = found.get("loss", self.shown)
+        self.last_loss = found.get("loss", self.last_loss)
         return found
 
 
-def _cells(line: str, mark: str) -> list[str]:
-    if mark == " ":
+def _cells(line: str, separator: str) -> list[str]:
+    if separator == " ":
         return _SPACED.findall(line)
-    return [cell.strip() for cell in (line.strip().strip("|") if mark == "|" else line.strip()).split(mark)]
+    return [cell.strip() for cell in (line.strip().strip("|") if separator == "|" else line.strip()).split(separator)]
 
 
 _PAIR = re.compile(
@@ -182,8 +182,8 @@ _PAIR = re.compile(
     r"(?![A-Za-z_%])",
     re.IGNORECASE,
 )
-_BEGINS_AT_ZERO = re.compile(r"\s*[\w.]+\s*=\s*0(?:\.0*)?\s*(?:#.*)?")
-"""A line of a program that was pasted with its log."""
+_ASSIGNS_ZERO = re.compile(r"\s*[\w.]+\s*=\s*0(?:\.0*)?\s*(?:#.*)?")
+"""A line of source code that was pasted with the log."""
 _OVERFLOW = re.compile(
     r"non-?finite grad|found (?:nan|inf)|overflow!? *(?:rank|skipping)|skipping (?:the )?(?:optimizer )?step", re.I
 )
@@ -200,46 +200,46 @@ _LONGEST_LINE = 20_000
 
 @dataclass(frozen=True)
 class TrainingLog:
-    """The numbers of a log, and what it says of the run."""
+    """The metrics of a log, and the facts it contains about the run."""
 
-    readings: list[StepMetrics]
+    steps: list[StepMetrics]
     about: RunContext
 
 
 def read_log(text: str) -> TrainingLog:
-    """Read any trainer's log; one without numbers gives no readings."""
+    """Parse the log of any trainer; a log without numbers has no steps."""
     text = _COLOUR.sub("", text)
     rest = text
     entries: list[dict[str, Any]] = []
     for begin, end, state in _states(text):
         rest = rest.replace(text[begin:end], "\n", 1)
         entries += [entry for entry in state["log_history"] if isinstance(entry, dict)]
-    entries += _lines(laid_out(rest))
-    steps = [entry for entry in entries if "train_runtime" not in entry]
-    readings = list(_readings(steps)) or list(_readings(_bare(text)))
-    if not readings:
-        # Only the mean of a whole run is told. It is 0 where a finished run was resumed, and then says nothing.
-        readings = [reading for reading in _readings(entries) if reading.loss != 0.0]
-    return TrainingLog(_as_measured(readings, is_frozen=bool(_NOTHING_TRAINABLE.search(text))), about_run(text))
+    entries += _lines(join_lines(rest))
+    per_step = [entry for entry in entries if "train_runtime" not in entry]
+    steps = list(_to_metrics(per_step)) or list(_to_metrics(_unnamed_losses(text)))
+    if not steps:
+        # The log has only the mean of the whole run. It is 0 if a finished run was resumed, and then means nothing.
+        steps = [step for step in _to_metrics(entries) if step.loss != 0.0]
+    return TrainingLog(_correct_norms(steps, is_frozen=bool(_NOTHING_TRAINABLE.search(text))), find_context(text))
 
 
 def read_run(folder: Path) -> TrainingLog:
-    """Read the steps and looks of one of our own runs, or of another trainer's that `HealthCallback` watched."""
+    """Read the steps and evaluations of a run folder, ours or one that `HealthCallback` wrote."""
     path = folder / "plan.json"
     plan = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    readings = []
+    steps = []
     for event in read_events(folder / "events.jsonl"):
         if event["kind"] == "step":
             known: dict[str, Any] = {key: event[key] for key in StepMetrics.__dataclass_fields__ if key in event}
-            readings.append(StepMetrics(**with_numbers(known)))
+            steps.append(StepMetrics(**with_numbers(known)))
         elif event["kind"] == "held_out":
-            readings.append(StepMetrics(event["step"], held_out_loss=as_number(event["loss"])))
+            steps.append(StepMetrics(event["step"], held_out_loss=as_number(event["loss"])))
     device, precision = (plan.get(key, {}).get("value") for key in ("device", "precision"))
-    return TrainingLog(readings, RunContext(device=device and device.partition(":")[0], precision=precision))
+    return TrainingLog(steps, RunContext(device=device and device.partition(":")[0], precision=precision))
 
 
 def _states(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Find JSON objects that hold a `log_history`; the rest of a file may be anything."""
+    """Yield the JSON objects in a text that contain a `log_history`."""
     decoder, at = json.JSONDecoder(), 0
     while (found := text.find('"log_history"', at)) >= 0:
         at = found + 1
@@ -256,9 +256,9 @@ def _states(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
 def _lines(text: str) -> Iterator[dict[str, Any]]:
     table, drawn = None, None
     for line in text.splitlines():
-        if len(line) > _LONGEST_LINE or _BEGINS_AT_ZERO.fullmatch(line):
+        if len(line) > _LONGEST_LINE or _ASSIGNS_ZERO.fullmatch(line):
             continue
-        if (header := Table.headed_by(line)) is not None:
+        if (header := Table.from_header(line)) is not None:
             table = header
             continue
         if table is not None and (row := table.row(line)) is not None:
@@ -275,7 +275,7 @@ def _lines(text: str) -> Iterator[dict[str, Any]]:
             continue
         if _BAR.search(line):
             if found == drawn:
-                continue  # the bar was drawn again: it shows the last loss until there is a new one
+                continue  # a progress bar repeats the last loss until there is a new one
             drawn = dict(found)
         if _REWARDED.search(line):
             found["reward"] = True
@@ -284,23 +284,23 @@ def _lines(text: str) -> Iterator[dict[str, Any]]:
         yield found
 
 
-def _bare(text: str) -> list[dict[str, Any]]:
-    """Read losses that a loop prints and does not name."""
+def _unnamed_losses(text: str) -> list[dict[str, Any]]:
+    """Return losses that a training loop prints without a name: `tensor(2.31)`."""
     found = _ALONE.findall(text)
     return [{"loss": value} for value in found] if len(found) > 1 else []
 
 
-def _readings(entries: Iterable[dict[str, Any]]) -> Iterator[StepMetrics]:
-    """Turn entries into readings; where no step is told, they are counted."""
+def _to_metrics(entries: Iterable[dict[str, Any]]) -> Iterator[StepMetrics]:
+    """Convert entries to metrics; entries without a step are counted."""
     step = 0
-    for told in entries:
+    for raw in entries:
         entry: dict[str, Any] = {}
-        for key, value in told.items():
+        for key, value in raw.items():
             entry.setdefault(field_of(str(key)), value)
         numbers: dict[str, Any] = {
             key: number_of(entry.get(key)) for key in ("loss", "grad_norm", "learning_rate", "scale")
         }
-        # Learning by reward, the loss is 0 by its making, and rewards that are all alike have no gradient.
+        # In GRPO and other reward training the loss is 0 by construction, and equal rewards give no gradient.
         if numbers["loss"] == 0.0 and any(_REWARDED.search(key) for key in entry):
             numbers |= {"loss": None, "grad_norm": numbers["grad_norm"] or None}
         held_out, at = number_of(entry.get("held_out_loss")), number_of(entry.get("step"))
@@ -311,16 +311,16 @@ def _readings(entries: Iterable[dict[str, Any]]) -> Iterator[StepMetrics]:
             yield StepMetrics(step, held_out_loss=held_out)
 
 
-def _as_measured(readings: Sequence[StepMetrics], *, is_frozen: bool) -> list[StepMetrics]:
-    """Add the norm that follows from having nothing to train, and take away zeros that only mean it is not computed."""
-    losses = [reading.loss for reading in readings if reading.loss is not None and math.isfinite(reading.loss)]
+def _correct_norms(steps: Sequence[StepMetrics], *, is_frozen: bool) -> list[StepMetrics]:
+    """Set the gradient norm to 0 if nothing is trainable; remove zeros that mean "not computed"."""
+    losses = [step.loss for step in steps if step.loss is not None and math.isfinite(step.loss)]
     third = len(losses) // 3
     is_falling = third > 0 and len(losses) > 3 and median(losses[-third:]) < 0.8 * median(losses[:third])
     if not is_falling:
         return [
-            replace(reading, grad_norm=0.0) if is_frozen and reading.loss and reading.grad_norm is None else reading
-            for reading in readings
+            replace(step, grad_norm=0.0) if is_frozen and step.loss and step.grad_norm is None else step
+            for step in steps
         ]
-    if any(reading.grad_norm for reading in readings):  # NaN is one too
-        return list(readings)
-    return [replace(reading, grad_norm=None) for reading in readings]
+    if any(step.grad_norm for step in steps):  # NaN is truthy too
+        return list(steps)
+    return [replace(step, grad_norm=None) for step in steps]

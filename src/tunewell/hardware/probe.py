@@ -5,7 +5,7 @@ import re
 import torch
 
 from tunewell.core.errors import UserError
-from tunewell.hardware.facts import DeviceFacts, cpu_facts, peak_memory_bytes
+from tunewell.hardware.facts import DeviceFacts, cpu_facts
 
 _AMPERE = (8, 0)
 
@@ -33,18 +33,6 @@ def probe_device(name: str) -> DeviceFacts:
     if name == "cpu":
         return cpu_facts()
     return _mps_facts() if name == "mps" else _cuda_facts(name)
-
-
-def memory_in_use(device: str | torch.device) -> int | None:
-    """Return the peak bytes of device memory used by this process so far; None if unknown.
-
-    On the CPU it is the peak of the whole process, on MPS what the driver holds now.
-    """
-    kind = torch.device(device).type
-    if kind == "cuda":
-        # Reserved, not allocated: the latter omits what CUDA graphs keep between two steps.
-        return torch.cuda.max_memory_reserved(device)
-    return torch.mps.driver_allocated_memory() if kind == "mps" else peak_memory_bytes()
 
 
 def _available_devices() -> list[str]:

@@ -76,7 +76,7 @@ class RunInputs:
     allow_pickle: bool = False
     hooks: StepHooks = field(default_factory=StepHooks)
     """Fault injection, for tests."""
-    heartbeat: Callable[[], None] = lambda: None
+    heartbeat: Callable[[], None] | None = None
     """Called before every forward pass."""
 
     @property
@@ -133,8 +133,9 @@ def build_run(parts: RunInputs) -> Run:
         head=HeadShape(head.softcap, head.scale),
         world=parts.world,
         hooks=parts.hooks,
-        heartbeat=parts.heartbeat,
     )
+    if parts.heartbeat is not None:
+        learner.heartbeat = parts.heartbeat
     if config.train.recompute:
         learner.recompute(True)
     healing = HealingState(folder / HEALING, on_trouble=note)

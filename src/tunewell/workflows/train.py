@@ -126,7 +126,7 @@ class _Training:
                 corpus=corpus,
                 order=order,
                 folder=folder.path,
-                own_folder=folder.working_path,
+                rank_folder=folder.working_path,
                 world=self.world,
                 listener=recorder,
                 allow_pickle=options.allow_pickle,
