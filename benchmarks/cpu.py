@@ -190,7 +190,7 @@ def ours(folder: Path, clock: Clock, name: str) -> None:
     import torch
 
     from tunewell.config.load import load_config
-    from tunewell.runs.options import RunOptions
+    from tunewell.runs.config import RunOptions
     from tunewell.workflows.train import run_training
 
     corpus, order = documents_in_order(folder)

@@ -3,8 +3,8 @@
 import pytest
 
 from tunewell.config.explain import json_schema
+from tunewell.config.extensions import METHODS, MethodEntry
 from tunewell.config.load import load_config
-from tunewell.config.methods import METHODS, MethodEntry
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
 

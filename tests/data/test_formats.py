@@ -14,8 +14,8 @@ from tunewell.core.errors import UserError
 from tunewell.data.rows.cleaning import CleanOptions, clean
 from tunewell.data.rows.conversation import Conversation, Rejected
 from tunewell.data.rows.formats import FORMAT_NAMES, Converter, detect
+from tunewell.data.sources.base import find_files
 from tunewell.data.sources.blocks import ReadOptions, parse_item, read_blocks
-from tunewell.data.sources.files import find_files
 
 
 def user(text):

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tunewell.core.errors import UserError
 from tunewell.data.rows.conversation import Rejected
-from tunewell.data.sources import json_files
+from tunewell.data.sources import records as json_files
+from tunewell.data.sources.base import find_files
 from tunewell.data.sources.blocks import ReadOptions, parse_item, read_blocks
-from tunewell.data.sources.files import find_files
 
 ROWS = [{"question": "a]b}", "answer": '"{['}, {"question": "\\", "answer": "x\\\\"}, {"question": "ü", "answer": ","}]
 

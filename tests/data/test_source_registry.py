@@ -10,9 +10,8 @@ import pytest
 
 from tunewell.core.errors import UserError
 from tunewell.core.registry import Entry
-from tunewell.data.sources.base import SOURCES
+from tunewell.data.sources.base import SOURCES, find_files
 from tunewell.data.sources.blocks import ReadOptions, parse_item, read_blocks
-from tunewell.data.sources.files import find_files
 
 ROWS = [{"question": "2+2?", "answer": "4"}, {"question": "3+3?", "answer": "6"}]
 STORED: dict[str, bytes] = {}

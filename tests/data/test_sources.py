@@ -23,8 +23,8 @@ from examples_limit import examples
 from tunewell.core.errors import UserError
 from tunewell.data.rows.conversation import Rejected
 from tunewell.data.rows.formats import Converter
+from tunewell.data.sources.base import find_files, split_limit
 from tunewell.data.sources.blocks import ReadOptions, parse_item, read_blocks
-from tunewell.data.sources.files import find_files, split_limit
 from tunewell.data.sources.lines import TooLong, detect_encoding, read_lines, split_lines
 
 LIMITS = ReadOptions(max_row_bytes=1 << 20, max_nesting=64)

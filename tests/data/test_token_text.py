@@ -1,7 +1,6 @@
 """Tokens shown one by one."""
 
-from tunewell.data.tokenizers.load import load_tokenizer
-from tunewell.data.tokenizers.token_text import token_texts
+from tunewell.data.tokenizers.load import load_tokenizer, token_texts
 
 
 def test_the_texts_of_a_text_s_tokens_join_to_the_text(tiny_model):

@@ -8,7 +8,7 @@ import pytest
 from exports import exported, write_adapter, write_base
 
 from tunewell.cli.screens.export import parity_screen
-from tunewell.config.export_targets import EXPORT_TARGETS
+from tunewell.config.extensions import EXPORT_TARGETS
 from tunewell.config.load import load_config
 from tunewell.core.errors import UserError
 from tunewell.core.gguf import read_metadata

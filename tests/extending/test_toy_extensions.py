@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 import tunewell
 from corpora import row
 from tunewell.cli import main as command_line
-from tunewell.config.methods import METHODS, MethodEntry
-from tunewell.config.optimizers import OPTIMIZERS
+from tunewell.config.extensions import METHODS, OPTIMIZERS, MethodEntry
 from tunewell.core.registry import Entry, Registry
 from tunewell.data.sources.base import SOURCES
 

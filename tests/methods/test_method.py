@@ -13,7 +13,7 @@ from tiny_runs import make_run
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tunewell.config.methods import METHODS, MethodEntry
+from tunewell.config.extensions import METHODS, MethodEntry
 from tunewell.config.schema import MethodSettings
 from tunewell.methods.base import Method, MethodFiles, trainable_parameters
 from tunewell.methods.full import Full

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from tunewell.core.errors import UserError
 from tunewell.core.presets import PRESETS, llama_settings
 from tunewell.models.external import split_rotary_pairs
-from tunewell.models.facts import read_facts
-from tunewell.models.key_map import KeyMap, find_key_map
+from tunewell.models.facts import KeyMap, find_key_map, read_facts
 from tunewell.models.load import load_model
 
 IDS = [5, 9, 40, 77, 3, 12, 64, 8, 30]

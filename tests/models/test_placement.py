@@ -5,7 +5,7 @@ import torch
 from tiny_models import tiny
 
 from tunewell.core.errors import UserError
-from tunewell.models.placement import verify_placement
+from tunewell.models.load import verify_placement
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tunewell.config.load import load_config
-from tunewell.planning.starting_point import starting_point
+from tunewell.planning.plan import starting_point
 from tunewell.workflows.init import init
 from tunewell.workflows.prepare import prepare
 

@@ -8,8 +8,7 @@ import pytest
 from tunewell.config.load import LoadedConfig, load_config, to_loaded_config
 from tunewell.core.errors import UserError
 from tunewell.evaluation.metrics import load_metrics
-from tunewell.runs.config import dump_config, load_for_run, resume_command
-from tunewell.runs.options import RunOptions
+from tunewell.runs.config import RunOptions, dump_config, load_for_run, resume_command
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from transformers import (
 )
 from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup
 
-from tunewell.config.optimizers import OPTIMIZERS
+from tunewell.config.extensions import OPTIMIZERS
 from tunewell.config.schema import Train
 from tunewell.core.registry import Entry
 from tunewell.training.engine import train

@@ -7,7 +7,7 @@ import torch
 from lessons import RandomDocuments, tiny_llama
 from transformers import PreTrainedModel
 
-from tunewell.config.methods import METHODS
+from tunewell.config.extensions import METHODS
 from tunewell.config.schema import Config
 from tunewell.data.batches import DataOrder, make_batch
 from tunewell.records.events import EventLog

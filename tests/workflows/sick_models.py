@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tunewell.config.load import load_config
-from tunewell.evaluation.everyday import everyday_texts
-from tunewell.runs.options import RunOptions
+from tunewell.evaluation.session import everyday_texts
+from tunewell.runs.config import RunOptions
 from tunewell.runs.result import TrainResult
 from tunewell.workflows.train import run_training
 

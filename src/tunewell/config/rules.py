@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
-from tunewell.config.export_targets import EXPORT_TARGETS, GgufFormat, MergedPrecision
+from tunewell.config.extensions import EXPORT_TARGETS, GgufFormat, MergedPrecision
 from tunewell.config.fields import Auto, Bool, Float, Int, OneOf, Section
 
 

@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from tunewell.config.extensions import METHODS, OPTIMIZERS, MethodName, OptimizerName
 from tunewell.config.fields import Auto, Bool, Float, Int, OneOf, Section, Text
-from tunewell.config.methods import METHODS, MethodName
-from tunewell.config.optimizers import OPTIMIZERS, OptimizerName
 from tunewell.config.rules import Export, Healing, VerdictRules
 
 LearnFrom = Literal["responses", "last_response", "everything"]

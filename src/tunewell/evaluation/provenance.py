@@ -16,8 +16,7 @@ from tunewell.core.units import count, size_bytes
 from tunewell.evaluation.measurements import Measurements
 from tunewell.evaluation.verdict import Verdict, thresholds
 from tunewell.hardware.facts import num_cores
-from tunewell.inference.chat_model import ChatModel
-from tunewell.inference.model_ref import ModelRef
+from tunewell.inference.chat_model import ChatModel, ModelRef
 from tunewell.records.checkpoint import read_manifest as read_checkpoint
 from tunewell.records.events import as_number, read_events
 from tunewell.records.healing import HealingEntry, read_healing

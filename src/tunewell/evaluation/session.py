@@ -1,36 +1,165 @@
 """Evaluate one model: load it, measure it and its base on the same rows and questions, and make the report."""
 
 import gc
+import json
 import math
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer, PreTrainedModel
 
 from tunewell.config.rules import VerdictRules
 from tunewell.core.errors import UserError
+from tunewell.core.optional import import_optional
 from tunewell.core.progress import Progress, ProgressListener, with_stage
 from tunewell.core.units import count
-from tunewell.evaluation.evaluation_set import EvaluationSet
-from tunewell.evaluation.everyday import everyday_texts
-from tunewell.evaluation.lm_eval import run_tasks
+from tunewell.data.corpus.reader import Corpus, Split, open_corpus
 from tunewell.evaluation.measurements import Measurements, count_answers
 from tunewell.evaluation.metrics import Metric, compute_metrics
 from tunewell.evaluation.provenance import Provenance, collect_provenance, make_report
 from tunewell.evaluation.scores import ModelOutputs, answered_questions, logits_change, loss_pair, losses_by_source
 from tunewell.evaluation.verdict import decide_verdict
 from tunewell.hardware.threads import torch_threads
-from tunewell.inference.chat_model import Backend, ChatModel, open_chat_model, open_without_weights
-from tunewell.inference.model_ref import ModelRef
+from tunewell.inference.chat_model import Backend, ChatModel, ModelRef, open_chat_model, open_without_weights
 from tunewell.inference.runtime import Runtime, TextDocuments, nonfinite_weights_in
+from tunewell.models.attention import stock_attention
+from tunewell.models.quiet import quiet
+from tunewell.records.manifest import read_manifest
 from tunewell.records.plan import Chosen
 from tunewell.records.report import AnsweredQuestion, Report
 from tunewell.training.held_out import Question, questions_of
+
+# Choose the rows a model is evaluated on: the held-out rows of its run, or rows of another corpus.
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Rows to evaluate a model on."""
+
+    split: Split | None
+    """None if there are no rows."""
+    name: str
+    notes: Sequence[str] = ()
+    test_file: str | None = None
+    """The user's file, if the rows come from one."""
+
+
+def held_out_rows(model: ModelRef) -> EvaluationSet:
+    """Return the held-out rows of a run; raise UserError if there are none that are certainly held out."""
+    if model.corpus is not None:
+        corpus = open_corpus(model.corpus)
+        _require_same_corpus(model, corpus)
+        return EvaluationSet(_held_out(corpus), "the held-out rows of the run")
+    if model.kind == "run":
+        raise UserError(
+            f"the corpus `{model.loaded.config.corpus}` of the run does not exist any more",
+            fix="validate on a file with `--data`, or build the corpus again with `tunewell prepare`",
+        )
+    is_log = model.path is not None and model.path.name in ("trainer_state.json", "events.jsonl")
+    raise UserError(
+        f"`validate` needs questions with answers to test `{model.name}`",
+        where=f"`{model.name}` is a training log, not a model" if is_log else None,
+        fix="name a run, an adapter or a model, and add `--data rows.jsonl`" if is_log else "add `--data rows.jsonl`",
+    )
+
+
+def rows_of_corpus(path: Path) -> EvaluationSet:
+    """Return the held-out rows of a corpus."""
+    return EvaluationSet(_held_out(open_corpus(path)), f"the held-out rows of {path}")
+
+
+def rows_of_file(corpus: Corpus, name: str) -> EvaluationSet:
+    """Return every row of a corpus made from the user's test file; a note counts the rows that were dropped."""
+    manifest = corpus.manifest
+    num_dropped = sum(manifest.dropped.values())
+    kinds = ", ".join(f"{number} {kind}" for kind, number in manifest.dropped.items())
+    dropped = f"{count(num_dropped)} of {count(manifest.rows_in, 'row')} could not be used: {kinds}"
+    return EvaluationSet(corpus, name, [dropped] if num_dropped else [], test_file=name)
+
+
+def shared_rows(model: ModelRef, other: ModelRef) -> tuple[Path | None, list[str]]:
+    """Return the corpus on which two runs can be compared, with notes; None if each needs its own rows."""
+    if model.corpus is None:
+        return None, []
+    manifest = read_manifest(model.corpus)
+    if other.corpus is not None and read_manifest(other.corpus).corpus_sha256 == manifest.corpus_sha256:
+        return model.corpus, []
+    plan, templates = other.plan, [template.sha256 for template in manifest.templates]
+    if plan is not None and plan.tokenizer_sha256 == manifest.tokenizer.sha256 and plan.template_sha256s == templates:
+        return model.corpus, [
+            "the runs were trained on different rows; both are evaluated on the held-out rows of the first, which the "
+            "second may have trained on"
+        ]
+    return None, ["the runs use different tokens or templates, so each is evaluated on its own held-out rows"]
+
+
+def _held_out(corpus: Corpus) -> Split | None:
+    return corpus.held_out if len(corpus.held_out) else None
+
+
+def _require_same_corpus(model: ModelRef, corpus: Corpus) -> None:
+    plan = model.plan
+    if plan is not None and plan.corpus_sha256 != corpus.manifest.corpus_sha256:
+        raise UserError(
+            "the corpus has changed since the run: its held-out rows may have been trained on",
+            where=str(corpus.path),
+            fix="validate on a file with `--data`, or put the old corpus back",
+        )
+
+
+# Load the bundled passages of everyday text; their loss shows what a model has forgotten.
+
+
+@cache
+def _passages() -> tuple[dict[str, str], ...]:
+    lines = files("tunewell.evaluation").joinpath("everyday.jsonl").read_text(encoding="utf-8").splitlines()
+    return tuple(json.loads(line) for line in lines)
+
+
+def everyday_texts() -> list[str]:
+    """Return the passages: letters, recipes, news, stories and a little code, mostly English, some German, French and
+    Spanish; written for tunewell, under its licence.
+    """
+    return [passage["text"] for passage in _passages()]
+
+
+# Run lm-eval benchmarks on a loaded model: `validate --lm-eval TASKS`.
+
+
+def run_tasks(model: PreTrainedModel, tokenizer_folder: Path, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Return the scores by task and metric; a task is a name or the path of its YAML file.
+
+    Raises UserError if lm-eval is not installed, does not know a task, or cannot download its data.
+    """
+    import_optional("lm_eval", extra="lm-eval", purpose="`validate --lm-eval`")
+    from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]  an extra
+    from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_folder)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    with quiet(), stock_attention(model):
+        try:
+            wrapped = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=8)
+            found: Any = simple_evaluate(wrapped, tasks=list(tasks), log_samples=False, bootstrap_iters=0)
+        except (KeyError, ValueError, OSError, ConnectionError) as error:
+            raise UserError(
+                f"lm-eval could not run {', '.join(tasks)}: {type(error).__name__}: {str(error).strip()[:200]}",
+                fix="`lm-eval ls tasks` lists the tasks; most need a connection to download their data",
+            ) from error
+    return {
+        task: {name: float(value) for name, value in scores.items() if isinstance(value, int | float)}
+        for task, scores in found["results"].items()
+    }
+
 
 _NUM_COMPARED = 8
 """Prompts whose logits are compared with the base model's: training that changes none of them changed nothing."""

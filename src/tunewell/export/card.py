@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from tunewell import __version__
-from tunewell.config.methods import METHODS
+from tunewell.config.extensions import METHODS
 from tunewell.core.redact import redact
 from tunewell.core.units import count
 from tunewell.export.license import read_license
-from tunewell.inference.chat_model import ChatModel
-from tunewell.inference.model_ref import ModelRef
+from tunewell.inference.chat_model import ChatModel, ModelRef
 from tunewell.records.manifest import read_manifest
 from tunewell.records.plan import Chosen, Plan
 from tunewell.records.report import Report

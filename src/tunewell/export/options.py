@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from tunewell.config.export_targets import EXPORT_TARGETS, GgufFormat, MergedPrecision
+from tunewell.config.extensions import EXPORT_TARGETS, GgufFormat, MergedPrecision
 from tunewell.core.errors import UserError
 from tunewell.core.presets import is_preset
-from tunewell.inference.model_ref import ModelRef
+from tunewell.inference.chat_model import ModelRef
 
 _OLLAMA_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:/-]*")
 _NOT_IN_OLLAMA_NAME = re.compile(r"[^a-z0-9._-]+")

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import LlamaConfig
 
+from tunewell.config.extensions import METHODS
 from tunewell.config.load import LoadedConfig
-from tunewell.config.methods import METHODS
 from tunewell.core.errors import UserError
 from tunewell.core.model_files import WEIGHT_SUFFIXES, hub_is_out_of_reach, locate
 from tunewell.core.optional import import_optional
@@ -17,10 +17,10 @@ from tunewell.data.masking.masker import Masker
 from tunewell.data.text_pipeline import TextPipeline
 from tunewell.export.chat_template import saved_template
 from tunewell.export.targets.base import ExportTarget, PreflightFacts, load_targets
+from tunewell.inference.chat_model import ModelRef
 from tunewell.inference.llama_cpp.library import find_llama
-from tunewell.inference.model_ref import ModelRef
+from tunewell.models.facts import find_key_map
 from tunewell.models.gguf import read_gguf_config
-from tunewell.models.key_map import find_key_map
 from tunewell.models.pretrained import read_config
 from tunewell.models.support import text_part
 from tunewell.records.manifest import MANIFEST

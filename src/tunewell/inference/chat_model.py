@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
+from tunewell.config.load import LoadedConfig
 from tunewell.core.errors import UserError
 from tunewell.data.encoding.encoder import Encoder
 from tunewell.data.masking.masker import Masker
@@ -21,12 +22,58 @@ from tunewell.hardware.threads import measure_threads
 from tunewell.inference.generate import corpus_stop_ids
 from tunewell.inference.llama_cpp.library import find_llama
 from tunewell.inference.llama_cpp.runtime import LlamaRuntime
-from tunewell.inference.model_ref import ModelRef
 from tunewell.inference.runtime import Runtime, TorchRuntime
-from tunewell.methods.base import AdapterMethod, load_adapter
+from tunewell.methods.base import AdapterMethod, adapter_method, load_adapter
 from tunewell.models.attention import SDPA
 from tunewell.models.load import LoadedModel, LoadOptions, load_model
-from tunewell.records.manifest import read_manifest
+from tunewell.records.manifest import MANIFEST, read_manifest
+from tunewell.records.plan import Plan
+
+# A resolved reference to a run, an adapter or a model: everything needed to load it.
+
+
+@dataclass(frozen=True)
+class ModelRef:
+    """A run's checkpoint, an adapter or a model, found on disk or named by a hub id."""
+
+    name: str
+    """The name shown to people."""
+    kind: Literal["run", "adapter", "model"]
+    path: Path | None
+    """The folder of the run or adapter, or the model's path; None for a hub id."""
+    model: str
+    """The model to load first: the base of an adapter, or the model itself."""
+    adapter: Path | None
+    base: str | None
+    """The base model it was trained from; None if unknown."""
+    loaded: LoadedConfig
+    """The config it was trained with; for an adapter or a model, a config that names only the model."""
+    added_tokens: tuple[str, ...] = ()
+    """Tokens that the corpus's tokenizer has in addition to the model's."""
+    plan: Plan | None = None
+    step: int | None = None
+    because: str = ""
+    """Why this checkpoint was chosen."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def corpus(self) -> Path | None:
+        """The run's corpus; None if this is not a run or the corpus was deleted."""
+        folder = self.loaded.path(self.loaded.config.corpus)
+        return folder if self.kind == "run" and (folder / MANIFEST).is_file() else None
+
+    @property
+    def method(self) -> str:
+        """The name of the training method; empty if unknown."""
+        if self.plan is not None:
+            return self.plan.method.value
+        return (adapter_method(self.adapter) or "") if self.adapter is not None else ""
+
+    def base_ref(self) -> "ModelRef":
+        """Return a reference to the base model, with the same tokenizer and chat template."""
+        assert self.base is not None
+        return replace(self, name=self.base, model=self.base, adapter=None, base=None)
+
 
 Backend = Literal["packed", "plain", "llama_cpp"]
 """`packed`: torch, several documents per forward pass. `plain`: torch, one text at a time, for any architecture.

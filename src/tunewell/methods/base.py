@@ -1,6 +1,6 @@
 """The `Method` interface: what a training method trains, saves, restores and merges.
 
-A method is a class in a module of this package and one line in `config/methods.py`:
+A method is a class in a module of this package and one line in `config/extensions.py`:
 
     method = METHODS.load("lora").apply(model, settings, seed=0)     # wraps layers, marks parameters as trainable
     tensors, texts = method.files(base_model="...")                  # written to every checkpoint
@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tunewell.config.methods import METHODS
+from tunewell.config.extensions import METHODS
 from tunewell.config.schema import MethodSettings
 from tunewell.core.errors import UserError
 from tunewell.methods.peft_format import ADAPTER_CONFIG, read_adapter_config
-from tunewell.models.placement import not_finite_names
+from tunewell.models.load import not_finite_names
 
 
 class MethodFiles(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tunewell.core.errors import UserError
-from tunewell.models.key_map import KeyMap, key_map_path
+from tunewell.models.facts import KeyMap, key_map_path
 
 # Where training scripts put the weights beside the optimizer's state, most common first.
 _WEIGHT_ENTRIES = ("model", "state_dict", "model_state_dict", "module", "model_state")

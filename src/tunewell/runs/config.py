@@ -4,14 +4,14 @@ import json
 import os
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from tunewell.config.keys import parse_key, resolve_alias
-from tunewell.config.load import ConfigLike, LoadedConfig, load_config, to_loaded_config
-from tunewell.config.overrides import relative_path
+from tunewell.config.load import ConfigLike, LoadedConfig, load_config, relative_path, to_loaded_config
 from tunewell.config.schema import Config
 from tunewell.config.yaml_reader import parse_scalar
 from tunewell.core.errors import UserError
@@ -20,7 +20,28 @@ from tunewell.core.redact import REDACTED, redact
 from tunewell.records.manifest import MANIFEST
 from tunewell.records.plan import PLAN
 from tunewell.records.rundir import RUN_CONFIG, RunDir
-from tunewell.runs.options import RunOptions
+
+# Options of one `train` call that are not part of the config: resuming, the command line, process-wide settings.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How to start or resume a training. The defaults are those of a library call."""
+
+    is_resuming: bool = False
+    allowed_changes: Sequence[str] = ()
+    """Settings that may differ from the checkpoint on resume: the names after `--allow-change`."""
+    allow_pickle: bool = False
+    argv: Sequence[str] | None = None
+    """The arguments after `tunewell train`, as typed; None in a library call."""
+    supervisor_fds: str | None = None
+    """File descriptors opened by the supervisor, `READ,WRITE,STACKS`; None without a supervisor."""
+    owns_process: bool = False
+    """True on the command line: the run may then set signal handlers, the number of threads and the allocator."""
+    faults: str | None = None
+    """Faults to inject in tests of tunewell, for example `nan@gradients:step=7`."""
+    allow_faults: bool = False
+
 
 REPEAT_FIRST_COMMAND = "repeat the command that started the run and add `--resume`"
 _ADAPTER_CONFIG = "adapter_config.json"

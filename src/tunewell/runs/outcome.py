@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tunewell.config.extensions import METHODS
 from tunewell.config.load import load_config
-from tunewell.config.methods import METHODS
 from tunewell.core.errors import UserError
 from tunewell.core.files import write_atomic
 from tunewell.core.model_files import WEIGHT_SUFFIXES

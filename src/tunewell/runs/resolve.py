@@ -9,13 +9,13 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from tunewell.config.extensions import METHODS
 from tunewell.config.load import FILE_NAME, LoadedConfig, load_config
-from tunewell.config.methods import METHODS
 from tunewell.core.errors import UserError
 from tunewell.core.model_files import locate
 from tunewell.core.presets import is_preset
 from tunewell.core.redact import REDACTED
-from tunewell.inference.model_ref import ModelRef
+from tunewell.inference.chat_model import ModelRef
 from tunewell.methods.peft_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tunewell.models.facts import read_facts
 from tunewell.records.checkpoint import CheckpointManifest, checkpoint_name, checkpoint_step, verify

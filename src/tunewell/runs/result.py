@@ -16,8 +16,7 @@ from tunewell.records.events import plain
 from tunewell.records.healing import HealingEntry
 from tunewell.records.outcome import Status
 from tunewell.records.report import Validation
-from tunewell.runs.config import resume_command
-from tunewell.runs.options import RunOptions
+from tunewell.runs.config import RunOptions, resume_command
 from tunewell.training.events import Evaluated, Event, Healed, Listener, Note, Rewound, StepTaken
 from tunewell.training.memory import peak_memory
 from tunewell.training.run import Ending, Run

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tunewell.config.extensions import METHODS
 from tunewell.config.load import LoadedConfig
-from tunewell.config.methods import METHODS
 from tunewell.config.schema import Config, MethodSettings
 from tunewell.core.errors import UserError
 from tunewell.core.presets import is_preset
@@ -22,9 +22,8 @@ from tunewell.inference.generate import Decoding, corpus_stop_ids, generate
 from tunewell.methods.base import Method
 from tunewell.models import attention
 from tunewell.models.facts import fingerprint_weights
-from tunewell.models.load import LoadOptions, load_model
+from tunewell.models.load import LoadOptions, load_model, verify_placement
 from tunewell.models.loss import HeadShape
-from tunewell.models.placement import verify_placement
 from tunewell.models.support import head_facts
 from tunewell.records.events import EventLog
 from tunewell.records.healing import HEALING, read_healing

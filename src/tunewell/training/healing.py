@@ -8,7 +8,7 @@ from typing import Any
 
 from tunewell.core.progress import Progress
 from tunewell.core.units import count
-from tunewell.models.placement import not_finite_names
+from tunewell.models.load import not_finite_names
 from tunewell.records.healing import ActionName, HealingEntry
 from tunewell.training.bisect import Cause, find_cause
 from tunewell.training.events import Healed, Note, Sample, StepTaken

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tunewell.config.export_targets import EXPORT_TARGETS
+from tunewell.config.extensions import EXPORT_TARGETS
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.text_pipeline import TextPipeline
 from tunewell.export.card import collect_card_facts, model_card
@@ -14,19 +14,12 @@ from tunewell.export.disk_space import estimate_disk_space, require_disk_space
 from tunewell.export.existing import ExistingExport, find_existing
 from tunewell.export.options import ExportOptions
 from tunewell.export.preflight import preflight_facts, require_adapter, require_tools
-from tunewell.export.proof.reference import (
-    ANSWER_TOKENS,
-    check_merge,
-    complete_proof,
-    find_stop_ids,
-    make_reference,
-)
+from tunewell.export.proof.reference import ANSWER_TOKENS, check_merge, complete_proof, find_stop_ids, make_reference
 from tunewell.export.proof_process import prove_in_new_process
 from tunewell.export.staging import copy_kept, open_staging, publish, remove_failed_parity, write_failed_parity
 from tunewell.export.targets.base import ExportContext, ExportTarget, NextStep, load_target, load_targets
 from tunewell.hardware.threads import torch_threads
-from tunewell.inference.chat_model import open_chat_model
-from tunewell.inference.model_ref import ModelRef
+from tunewell.inference.chat_model import ModelRef, open_chat_model
 from tunewell.records.parity import PROOF, REFERENCE, Artefact, Parity, Proof, write_record
 from tunewell.records.report import Report
 from tunewell.runs.resolve import resolve_model

@@ -11,8 +11,7 @@ from tunewell.config.load import LoadedConfig
 from tunewell.core.errors import UserError
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.data.corpus.reader import Corpus, open_corpus
-from tunewell.data.tokenizers.load import load_tokenizer
-from tunewell.data.tokenizers.token_text import token_texts
+from tunewell.data.tokenizers.load import load_tokenizer, token_texts
 from tunewell.records.manifest import MANIFEST, Manifest
 from tunewell.workflows.prepare import prepare
 

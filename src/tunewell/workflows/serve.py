@@ -10,9 +10,8 @@ from typing import Any
 
 from tunewell.core.errors import UserError
 from tunewell.core.optional import import_optional
-from tunewell.inference.chat_model import ChatModel, open_chat_model
+from tunewell.inference.chat_model import ChatModel, ModelRef, open_chat_model
 from tunewell.inference.generate import Decoding
-from tunewell.inference.model_ref import ModelRef
 from tunewell.inference.prompt import prompt_ids
 from tunewell.inference.stream import StreamDecoder, TokenStream
 from tunewell.training.signals import Signals

@@ -21,13 +21,11 @@ from tunewell.hardware.probe import probe_device
 from tunewell.hardware.threads import measure_threads, torch_threads
 from tunewell.planning.plan import plan_run
 from tunewell.records.plan import Plan
-from tunewell.runs.config import require_training_data
-from tunewell.runs.folder import RunFolder, open_run_folder
+from tunewell.runs.config import RunOptions, require_training_data
+from tunewell.runs.folder import RunFolder, keep_measured_settings, open_run_folder, require_known_changes, restore_run
 from tunewell.runs.heartbeat import Heartbeat
-from tunewell.runs.options import RunOptions
 from tunewell.runs.outcome import write_run_files
 from tunewell.runs.result import MetricsRecorder, TrainResult, make_result
-from tunewell.runs.resume import keep_measured_settings, require_known_changes, restore_run
 from tunewell.training.build import RunInputs, build_run, check_packing, describe_start, require_same_settings
 from tunewell.training.checkpoints import disk_space_warning
 from tunewell.training.distributed import World

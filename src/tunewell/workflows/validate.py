@@ -15,12 +15,18 @@ from tunewell.core.files import write_atomic
 from tunewell.core.optional import import_optional
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.data.corpus.reader import Corpus, open_corpus
-from tunewell.evaluation.evaluation_set import EvaluationSet, held_out_rows, rows_of_corpus, rows_of_file
 from tunewell.evaluation.metrics import load_metrics
 from tunewell.evaluation.report.markdown import report_markdown
 from tunewell.evaluation.report.page import report_page
-from tunewell.evaluation.session import EvaluationSession, ValidateOptions
-from tunewell.inference.model_ref import ModelRef
+from tunewell.evaluation.session import (
+    EvaluationSession,
+    EvaluationSet,
+    ValidateOptions,
+    held_out_rows,
+    rows_of_corpus,
+    rows_of_file,
+)
+from tunewell.inference.chat_model import ModelRef
 from tunewell.records.events import plain
 from tunewell.records.report import MARKDOWN, PAGE, Report, Validation, write_report
 from tunewell.runs.resolve import resolve_model

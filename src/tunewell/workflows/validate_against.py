@@ -8,9 +8,8 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
 from tunewell.core.progress import ProgressListener
 from tunewell.evaluation.compare import Comparison, compare
-from tunewell.evaluation.evaluation_set import shared_rows
-from tunewell.evaluation.session import ValidateOptions
-from tunewell.inference.model_ref import ModelRef
+from tunewell.evaluation.session import ValidateOptions, shared_rows
+from tunewell.inference.chat_model import ModelRef
 from tunewell.records.report import Validation
 from tunewell.runs.resolve import resolve_model
 from tunewell.workflows.validate import validate

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import typer
 
 from tunewell.cli.options import AsJson, Sets
-from tunewell.config.export_targets import EXPORT_TARGETS, GgufFormat, MergedPrecision
+from tunewell.config.extensions import EXPORT_TARGETS, GgufFormat, MergedPrecision
 
 if TYPE_CHECKING:
     from tunewell.workflows.export import Exported

@@ -46,8 +46,7 @@ def command(
     from tunewell.cli.render import emit, emit_json
     from tunewell.cli.screens.training import is_first_process, shown_training
     from tunewell.core.progress import Progress
-    from tunewell.runs.config import load_for_run
-    from tunewell.runs.options import RunOptions
+    from tunewell.runs.config import RunOptions, load_for_run
     from tunewell.runs.supervisor import can_supervise
 
     sets = [*flags_as_sets(run=out, device=device), *(set_ or ())]

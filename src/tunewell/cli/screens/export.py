@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from tunewell.cli.render import hanging, table
-from tunewell.config.export_targets import EXPORT_TARGETS
+from tunewell.config.extensions import EXPORT_TARGETS
 
 if TYPE_CHECKING:
     from tunewell.records.parity import Check, Link, Parity

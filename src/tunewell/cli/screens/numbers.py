@@ -5,7 +5,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from tunewell.cli.render import one_line
-from tunewell.config.methods import METHODS
+from tunewell.config.extensions import METHODS
 from tunewell.core.units import count
 
 if TYPE_CHECKING:

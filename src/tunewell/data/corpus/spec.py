@@ -14,8 +14,8 @@ from tunewell.data.corpus.tokenized_block import PIPELINE_VERSION, RowPipeline
 from tunewell.data.rows.cleaning import CleanOptions
 from tunewell.data.rows.formats import Converter
 from tunewell.data.rows.functions import load_row_function
+from tunewell.data.sources.base import SourceFile, find_files
 from tunewell.data.sources.blocks import ReadOptions
-from tunewell.data.sources.files import SourceFile, find_files
 from tunewell.data.text_pipeline import TextPipeline
 from tunewell.records.manifest import TemplateRecord, TokenizerRecord
 

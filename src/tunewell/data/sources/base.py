@@ -4,10 +4,14 @@ To read rows from another storage (`s3://`, `gs://`, `https://`), write one clas
 line to `SOURCES`. Formats (JSONL, CSV, Parquet, ...) and compression are handled by the readers, not by the source.
 """
 
+import re
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Protocol
 
+from tunewell.core.errors import UserError
+from tunewell.core.files import sha256_stream
 from tunewell.core.registry import Entry, Registry
 
 LOCAL = "file"
@@ -53,3 +57,85 @@ SOURCES = Registry(
         ),
     ],
 )
+
+
+# Find the row files that a config names and detect their format: JSONL, JSON, CSV, Parquet, Arrow or text.
+
+FORMATS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".txt": "txt",
+    ".arrow": "arrow",
+}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+READABLE = "`.jsonl .json .csv .tsv .parquet .txt`, also compressed as `.gz` or `.zst`"
+_EXCEL = frozenset({".xlsx", ".xls", ".xlsm", ".ods"})
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of rows: where to open it and how to read it."""
+
+    source: Source
+    name: str
+    """Name in ledgers, documents and errors: relative to the config, never absolute."""
+    format: str
+    compression: str | None = None
+
+    def open(self) -> BinaryIO:
+        """Open the stored bytes, before decompression."""
+        return self.source.open()
+
+    def sha256(self) -> str:
+        """Hash the stored bytes."""
+        with self.open() as stream:
+            return sha256_stream(stream)
+
+
+def split_limit(path: str) -> tuple[str, int | None]:
+    """Split `rows.jsonl#500` into the path and the limit; a `#` in the name of an existing file is part of the name."""
+    head, mark, tail = path.rpartition("#")
+    if mark and tail.isdigit() and not Path(path).exists():
+        return head, int(tail)
+    return path, None
+
+
+def find_files(path: str, *, base: Path) -> list[SourceFile]:
+    """Return the files behind one entry of `data.sources` in a stable order; raise UserError if there are none."""
+    url = _SCHEME.match(path)
+    scheme = url[1].lower() if url else LOCAL
+    if scheme not in SOURCES.names():
+        known = ", ".join(f"`{name}://`" for name in SOURCES.names())
+        raise UserError(
+            f"cannot read `{path}`: `{scheme}://` is not a known data source",
+            fix=f"copy the file to this machine and give its path; known sources: {known}",
+        )
+    source_class: type[Source] = SOURCES.load(scheme)
+    return [_source_file(source) for source in source_class.find(path, base=base)]
+
+
+def detect_format(name: str) -> tuple[str | None, str | None]:
+    """Return the format and the compression that a file name stands for; (None, ...) if the extension is unknown."""
+    path = PurePosixPath(name)
+    compression = COMPRESSIONS.get(path.suffix.lower())
+    stem = path.with_suffix("") if compression else path
+    return FORMATS.get(stem.suffix.lower()), compression
+
+
+def _source_file(source: Source) -> SourceFile:
+    name = PurePosixPath(source.name).name
+    file_format, compression = detect_format(name)
+    if file_format is None and PurePosixPath(name).suffix.lower() in _EXCEL:
+        raise UserError(
+            f"`{name}`: Excel files cannot be read", fix="in Excel: File > Save As > CSV UTF-8; then use that file"
+        )
+    if file_format is None:
+        raise UserError(f"`{name}` has no known file extension", fix=f"rename or convert it to one of {READABLE}")
+    if compression and file_format in ("parquet", "arrow"):
+        raise UserError(f"`{name}` is compressed twice", fix="decompress it: Parquet and Arrow compress inside")
+    return SourceFile(source, source.name, file_format, compression)

@@ -15,7 +15,7 @@ import orjson
 
 from tunewell.data.rows.conversation import Rejected
 from tunewell.data.rows.json_rows import check_nesting, parse_row
-from tunewell.data.sources.files import SourceFile
+from tunewell.data.sources.base import SourceFile
 from tunewell.data.sources.lines import TooLong, detect_encoding, read_lines
 from tunewell.data.sources.records import read_records, too_large
 

@@ -9,7 +9,7 @@ from typing import IO, BinaryIO, cast
 import pyarrow as pa
 
 from tunewell.core.errors import UserError
-from tunewell.data.sources.files import SourceFile
+from tunewell.data.sources.base import SourceFile
 
 _BLOCK_BYTES = 1 << 20
 _BOMS = (  # UTF-32 first: its little-endian mark begins with that of UTF-16

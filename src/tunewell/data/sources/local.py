@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tunewell.core.errors import UserError
-from tunewell.data.sources.files import READABLE, detect_format
+from tunewell.data.sources.base import READABLE, detect_format
 
 _SPLITS, _STATE = "dataset_dict.json", "state.json"
 _NUM_SUGGESTED = 8

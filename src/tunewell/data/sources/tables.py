@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from tunewell.core.errors import UserError
 from tunewell.data.rows.conversation import Rejected
 from tunewell.data.rows.json_rows import text_of
-from tunewell.data.sources.files import SourceFile
+from tunewell.data.sources.base import SourceFile
 
 _BATCH_ROWS = 1024
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"

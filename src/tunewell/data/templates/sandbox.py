@@ -40,13 +40,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import pass_context
 from jinja2.visitor import NodeTransformer
 
-from tunewell.data.templates.budget import (
-    Budget,
-    TemplateFailed,
-    TemplateLimit,
-    TemplateNamespace,
-    is_iterator,
-)
+from tunewell.data.templates.budget import Budget, TemplateFailed, TemplateLimit, TemplateNamespace, is_iterator
 
 MAX_NODES = 20_000
 """A template of 4,000 characters has about 700 syntax nodes; this many take about two seconds to compile."""

@@ -9,14 +9,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.gguf import read_metadata
 from tunewell.data.tokenizers import sentencepiece
 from tunewell.data.tokenizers.parts import TokenizerParts, load_table, looks_like_marker, prepend_bos
-from tunewell.data.tokenizers.sentencepiece import (
-    BYTE,
-    CONTROL,
-    NORMAL,
-    UNKNOWN,
-    USER_DEFINED,
-    SentencePieceModel,
-)
+from tunewell.data.tokenizers.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, SentencePieceModel
 
 _SPECIAL_IDS = {
     "bos_token": "bos_token_id",

@@ -13,8 +13,7 @@ from tunewell.export.proof.clock import clock_at
 from tunewell.export.proof.context import ProofContext, ProofUnavailable
 from tunewell.export.proof.reference import generate_answers, last_logits
 from tunewell.export.proof.tensors import Sketch, check_tensors, compare_weights
-from tunewell.models.load import LoadOptions, load_model
-from tunewell.models.placement import not_finite_names
+from tunewell.models.load import LoadOptions, load_model, not_finite_names
 from tunewell.models.quiet import quiet
 from tunewell.models.support import text_weights
 from tunewell.records.parity import Artefact, Check, ModelFacts, Probe

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tunewell.config.export_targets import EXPORT_TARGETS
+from tunewell.config.extensions import EXPORT_TARGETS
 from tunewell.core.files import sha256_file
 from tunewell.core.progress import Progress, ProgressListener
 from tunewell.core.units import size_bytes

@@ -17,14 +17,7 @@ from tunewell.export.gguf.write import write_gguf
 from tunewell.export.options import ExportOptions
 from tunewell.export.proof.context import ProofContext
 from tunewell.export.proof.gguf import prove_gguf, quantized_sketches
-from tunewell.export.targets.base import (
-    DiskUse,
-    ExportContext,
-    ExportTarget,
-    NextStep,
-    PreflightFacts,
-    Requirements,
-)
+from tunewell.export.targets.base import DiskUse, ExportContext, ExportTarget, NextStep, PreflightFacts, Requirements
 from tunewell.export.targets.merged import num_weights, write_model
 from tunewell.records.parity import Artefact, Check
 

@@ -14,14 +14,7 @@ from tunewell.export.ollama.modelfile import derive_modelfile, derive_template
 from tunewell.export.options import ExportOptions
 from tunewell.export.proof.context import ProofContext
 from tunewell.export.proof.modelfile import check_modelfile
-from tunewell.export.targets.base import (
-    DiskUse,
-    ExportContext,
-    ExportTarget,
-    NextStep,
-    PreflightFacts,
-    Requirements,
-)
+from tunewell.export.targets.base import DiskUse, ExportContext, ExportTarget, NextStep, PreflightFacts, Requirements
 from tunewell.export.targets.gguf import GgufTarget, adds_bos, gguf_bytes
 from tunewell.export.targets.merged import num_weights
 from tunewell.records.parity import Artefact, Check

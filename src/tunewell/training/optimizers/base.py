@@ -1,7 +1,7 @@
 """The Optimizer protocol, and what every optimizer shares: gradient guard, fp16 loss scaler, learning-rate schedule.
 
 To add an optimizer, write a class with the methods of `Optimizer` in this package and add one line to `OPTIMIZERS` in
-`config/optimizers.py`. `train.optimizer`, `--help` and the docs take its name and description from there.
+`config/extensions.py`. `train.optimizer`, `--help` and the docs take its name and description from there.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from tunewell.config.optimizers import OPTIMIZERS
+from tunewell.config.extensions import OPTIMIZERS
 from tunewell.config.schema import Train
 
 Schedule = Literal["cosine", "linear", "constant"]
