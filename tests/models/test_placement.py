@@ -43,7 +43,7 @@ def test_a_config_that_says_bf16_and_a_model_in_fp32_are_told_apart():
 def test_a_parameter_on_another_device_is_named():
     model = frozen()
     model.model.layers[2].mlp.up_proj.to("meta")
-    with pytest.raises(RuntimeError, match=r"`model.layers.2.mlp.up_proj.weight` was never filled"):
+    with pytest.raises(RuntimeError, match=r"`model.layers.2.mlp.up_proj.weight` was never loaded"):
         verify_placement(model, device=CPU, dtype=torch.bfloat16)
     with pytest.raises(
         RuntimeError, match=r"on cuda:0 .* `model.embed_tokens.weight` is on cpu, .* more \(\d+ in all\)"
