@@ -600,7 +600,7 @@ READ_ONE_LINE = """
 import resource, sys
 from pathlib import Path
 from tunewell.data.sources.blocks import ReadOptions, read_blocks
-from tunewell.data.sources.files import find_files
+from tunewell.data.sources.base import find_files
 path = Path(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 items = [item for file in find_files(path.name, base=path.parent)
