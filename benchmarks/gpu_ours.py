@@ -26,10 +26,10 @@ from tunewell.records.events import EventLog
 from tunewell.records.healing import HEALING
 from tunewell.records.plan import Plan
 from tunewell.training.checkpoints import Checkpoints
+from tunewell.training.engine import train as take_steps
 from tunewell.training.leak_probe import probe_leaks
 from tunewell.training.recovery import HealingState
 from tunewell.training.run import Run
-from tunewell.training.run import train as take_steps
 from tunewell.training.step import TrainableModel
 
 CONTENDERS = {"ours-eager": "off", "ours-compiled": "on", "ours-auto": "auto"}
