@@ -26,7 +26,7 @@ SERVER = """
 import os, sys, time
 from pathlib import Path
 from checkpoint_states import state_at
-from tunewell.training import staging
+from tunewell.training import checkpoints as module
 from tunewell.training.checkpoints import Checkpoints
 from tunewell.training.signals import Signals
 from write_faults import kill_this_process_at
@@ -39,8 +39,8 @@ def save_killed(folder, step, call):
     return 0
 
 def save_slowly_until_asked(folder):
-    write = staging.write_synced
-    staging.write_synced = lambda path, data: (time.sleep(0.1), write(path, data))
+    write = module.write_synced
+    module.write_synced = lambda path, data: (time.sleep(0.1), write(path, data))
     checkpoints = Checkpoints(folder, keep=2, on_trouble=print)
     with Signals() as signals:
         checkpoints.save(state_at(5))
@@ -211,11 +211,11 @@ def test_a_full_disk_costs_the_new_checkpoint_and_nothing_else(start, share):
             assert names(start) == before
             assert checkpoints.trouble == "the disk is full"
     assert told == [
-        "checkpoint `step-000005` was not saved: the disk is full; the run goes on, and the one before stays"
+        "checkpoint `step-000005` was not saved: the disk is full; training continues with the previous one"
     ]
     assert found(start) == (4, 2)
     checkpoints.save(state_at(8), wait=True)
-    assert told[1:] == ["checkpoints are saved again, from `step-000008` on; 3 could not be"]
+    assert told[1:] == ["checkpoints are saved again, starting with `step-000008`; 3 could not be saved"]
     assert checkpoints.trouble is None
     assert found(start) == (8, 2)
 
@@ -236,7 +236,7 @@ def test_a_folder_that_cannot_be_written_is_tried_three_times_and_told_once(star
     told.clear()
     with broken(places, number, times=2):
         checkpoints.save(state_at(7), wait=True)
-    assert told == ["checkpoints are saved again, from `step-000007` on; 2 could not be"]
+    assert told == ["checkpoints are saved again, starting with `step-000007`; 2 could not be saved"]
     assert found(start)[0] == 7
 
 
@@ -263,7 +263,7 @@ def test_checkpoints_that_were_deleted_under_a_run_are_missed_and_told(start):
     checkpoints = Checkpoints(start, keep=2, on_trouble=told.append)
     shutil.rmtree(start)
     checkpoints.save(state_at(5), wait=True)
-    assert told == ["the folder `start` had vanished, with every checkpoint in it, and was made anew"]
+    assert told == ["the folder `start` was missing, with all checkpoints; it was created again"]
     assert names(start) == ["step-000005"]
 
 
@@ -318,7 +318,7 @@ def test_a_missing_file_is_named_and_never_resumed_without(start, file):
     (start / "step-000004" / file).unlink()
     newest = Checkpoints(start, keep=2, on_trouble=told.append).newest()
     assert newest is not None and newest.step == 3
-    assert told == [f"checkpoint `step-000004` is damaged: `{file}` is missing; passed over"]
+    assert told == [f"checkpoint `step-000004` is damaged: `{file}` is missing; skipped"]
 
 
 def test_a_run_whose_every_checkpoint_is_damaged_is_not_started_again_from_nothing(start):
@@ -326,7 +326,7 @@ def test_a_run_whose_every_checkpoint_is_damaged_is_not_started_again_from_nothi
     for step in (2, 3, 4):
         (start / f"step-00000{step}" / FILES[1]).unlink()
     told: list[str] = []
-    with pytest.raises(UserError, match="no checkpoint is whole") as caught:
+    with pytest.raises(UserError, match="all checkpoints are damaged") as caught:
         Checkpoints(start, keep=2, on_trouble=told.append).newest()
     assert caught.value.where is not None and caught.value.where.count(FILES[1]) == 3
     assert len(told) == 3
@@ -349,7 +349,7 @@ def test_a_checkpoint_renamed_to_another_step_is_no_checkpoint(start):
     told: list[str] = []
     newest = Checkpoints(start, keep=2, on_trouble=told.append).newest()
     assert newest is not None and newest.step == 3
-    assert told == ["checkpoint `step-000009` is damaged: `manifest.json` belongs to step 4; passed over"]
+    assert told == ["checkpoint `step-000009` is damaged: `manifest.json` belongs to step 4; skipped"]
 
 
 def test_two_whole_ones_stay_even_when_others_are_damaged(start):
@@ -382,7 +382,7 @@ def test_a_disk_that_gives_back_other_bytes_is_found_out_before_the_old_checkpoi
     before = names(start)
     Checkpoints(start, keep=2, on_trouble=told.append).save(state_at(5), wait=True)
     monkeypatch.undo()
-    assert len(told) == 1 and "has other" in told[0]
+    assert len(told) == 1 and "has changed" in told[0]
     assert names(start) == before and found(start) == (4, 2)
 
 

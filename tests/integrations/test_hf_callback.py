@@ -273,9 +273,9 @@ def test_what_is_written_is_what_the_trainer_logs(make, tmp_path):
     assert looks == shown and [step for step, _ in looks] == [4, 8]
 
     (tmp_path / "health" / "plan.json").write_text("{}")
-    readings = read_run(tmp_path / "health").readings
+    readings = read_run(tmp_path / "health").steps
     assert [r.loss for r in readings if r.held_out_loss is None] == [event["loss"] for event in steps]
-    told = read_log("\n".join(json.dumps(event) for event in steps)).readings
+    told = read_log("\n".join(json.dumps(event) for event in steps)).steps
     assert [(r.step, r.grad_norm) for r in told] == [(event["step"], event["grad_norm"]) for event in steps]
 
 

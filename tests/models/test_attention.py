@@ -70,7 +70,7 @@ class _Shifted(TrainableModel):
 @pytest.mark.parametrize("fault", [_Leaky, _Shifted])
 def test_the_probe_refuses_planted_leaks(fault: type[TrainableModel]) -> None:
     model = tiny_llama()
-    with pytest.raises(UserError, match="packed with others gives other logits"):
+    with pytest.raises(UserError, match="packed rows influence each other"):
         probe_leaks(fault(model, "fp32", 40, settings=Train()), RandomDocuments())
 
 
@@ -78,7 +78,7 @@ def test_the_probe_refuses_a_model_that_hands_no_layout_on() -> None:
     model = tiny_llama()
     learner = lora_learner(model)
     learner.model.base_model.forward = lambda **given: _without(model, given)
-    with pytest.raises(UserError, match="cannot be kept apart"):
+    with pytest.raises(UserError, match="documents cannot be packed"):
         probe_leaks(learner, RandomDocuments())
 
 

@@ -80,7 +80,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(tmp_path: Path) -> None:
     damaged = run / "checkpoints" / checkpoint_name(4) / "optimizer.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
     found = resolve_model(run)
-    assert found.step == 2 and any("passed over" in note for note in found.notes)
+    assert found.step == 2 and any("skipped" in note for note in found.notes)
     with pytest.raises(UserError):
         resolve_model(run, checkpoint="4")
 

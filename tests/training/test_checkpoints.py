@@ -169,7 +169,7 @@ def test_a_state_that_is_not_finite_is_never_written(tmp_path, bad, file, name):
     checkpoints.save(spoiled, wait=True)
     assert told == [
         f"checkpoint `step-000002` was not saved: `{name}` in `{file}` is not finite;"
-        " the run goes on, and the one before stays"
+        " training continues with the previous one"
     ]
     assert checkpoints.trouble is not None
     assert names(tmp_path) == ["step-000001"]
@@ -245,7 +245,7 @@ def test_too_little_room_for_the_checkpoints_is_said_before_the_first(tmp_path, 
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=6 << 30))
     assert disk_space_warning(tmp_path, checkpoint_bytes=1 << 30, keep=3) is None
     warning = disk_space_warning(tmp_path, checkpoint_bytes=(1 << 30) + 1, keep=3)
-    assert warning == "checkpoints will take about 6.0 GiB (6 at once), 6.0 GiB are free"
+    assert warning == "disk space: checkpoints need about 6.0 GiB (6 at once), 6.0 GiB are free"
     assert disk_space_warning(tmp_path, checkpoint_bytes=(6 << 30) // 5, keep=1) is None
 
 
@@ -263,10 +263,10 @@ def test_a_changed_run_is_refused_with_a_line_per_difference_and_the_way_to_allo
     with pytest.raises(UserError) as caught:
         compare_identity(BEFORE, now, {"new"})
     assert caught.value.what.splitlines() == [
-        "this run is not the one that was saved:",
+        "the settings differ from those of the checkpoint:",
         "  train.learning_rate: 0.001 in the checkpoint, 0.0005 now",
         "  corpus_sha256: abababababab... in the checkpoint, cdcdcdcdcdcd... now",
-        "  rows: 5 in the checkpoint, not there now",
+        "  rows: 5 in the checkpoint, not set now",
     ]
     assert "`--allow-change train.learning_rate` `--allow-change corpus_sha256`" in (caught.value.fix or "")
 

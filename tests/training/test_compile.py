@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tunewell.data.batches import DataOrder, FixedShape
-from tunewell.training.compile import Compiler, can_be_graphs, fixed_shape
+from tunewell.training.compile import Compiler, can_use_graphs, fixed_shape
 from tunewell.training.distributed import World
 from tunewell.training.evaluate import _answers
 
@@ -64,7 +64,7 @@ def test_after_a_few_timed_steps_where_the_rest_saves_more_than_it_costs(num_ste
 def _recorded(*, tokens: int = 16_384, is_recomputing: bool = False, **values: Any) -> bool:
     known = {"shape": FixedShape(tokens, 64, 400), "may_use_graphs": True, "has_dropout": False}
     model = SimpleNamespace(is_gradient_checkpointing=is_recomputing)
-    return can_be_graphs(_learner(model=model, **known | values), [torch.nn.Linear(1024, 1024, bias=False)] * 4)
+    return can_use_graphs(_learner(model=model, **known | values), [torch.nn.Linear(1024, 1024, bias=False)] * 4)
 
 
 def test_launches_are_recorded_where_they_take_the_time_and_nothing_speaks_against_it() -> None:

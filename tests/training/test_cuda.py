@@ -115,7 +115,7 @@ def test_a_compiled_step_is_the_fp32_step_of_transformers(shape: str) -> None:
 def _compiled(
     shape: str, *, uses_graphs: bool, monkeypatch: pytest.MonkeyPatch, method: str = "lora"
 ) -> tuple[TrainableModel, RandomDocuments]:
-    monkeypatch.setattr(compiling, "can_be_graphs", lambda learner, layers: uses_graphs)
+    monkeypatch.setattr(compiling, "can_use_graphs", lambda learner, layers: uses_graphs)
     documents = _documents()
     learner = _learner(shape, way=attention.FLASH, dtype=torch.bfloat16)
     if method == "full":

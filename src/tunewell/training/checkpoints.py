@@ -1,8 +1,9 @@
-"""Save a run while it goes on, so that it can go on after anything: a checkpoint is whole or absent.
+"""Write checkpoints in the background, crash-safe: a checkpoint is complete or absent, and old ones rotate.
 
     step-000123.tmp/  files, each flushed -> manifest.json with every hash -> read back -> flushed -> step-000123/
 
-Training waits only while the state is copied; one thread writes. Nothing old is removed before the new one is whole.
+Training waits only while the state is copied; one thread writes. Old checkpoints are removed only after the new one is
+complete.
 """
 
 import hashlib
@@ -41,16 +42,14 @@ from tunewell.training.saved_checkpoints import (
     saved_steps,
 )
 
-# Write a whole checkpoint into a folder that nobody reads yet, and read it back.
-
 _LIBRARIES = ("torch", "safetensors")
 
 
 def write_checkpoint(folder: Path, snapshot: Snapshot, *, best_step: int | None) -> list[str]:
-    """Write every file, each flushed, the manifest last, and hold what lies there against it.
+    """Write and flush every file, the manifest last, then read all of them back and verify their hashes.
 
-    Gives the names of the texts that secrets were taken out of. Raises OSError, or DamagedCheckpoint when the disk
-    gives back other bytes than it got.
+    Returns the names of the texts from which secrets were removed. Raises OSError, or DamagedCheckpoint if the disk
+    returns other bytes than were written.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -84,24 +83,24 @@ def _write(path: Path, data: bytes) -> FileRecord:
     return FileRecord(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
-_LEAST_KEPT = 2
+_MIN_KEPT = 2
 _TRIES = 3
 _WAIT_SECONDS = 0.1
 
 
 class Checkpoints:
-    """The checkpoints of one run, written by the process that holds the run's folder.
+    """The checkpoints of one run, written by the process that owns the run folder.
 
-    `on_trouble` gets one line for each thing that goes wrong, once and not at each try; it may be called from the
-    thread that writes. Other processes read with `find_newest`, `find_best` and `load_state`.
+    `on_trouble` receives one line per problem, not one per attempt; it may be called from the writing thread. Other
+    processes read with `find_newest`, `find_best` and `load_state`.
     """
 
     def __init__(self, folder: Path, *, keep: int, on_trouble: Callable[[str], None]) -> None:
         self.folder = folder
         self.trouble: str | None = None
-        """Why the last save did not make it to the disk; None when it did."""
-        self._keep = max(keep, _LEAST_KEPT)
-        self._tell = on_trouble
+        """Why the last save failed; None if it succeeded."""
+        self._keep = max(keep, _MIN_KEPT)
+        self._report = on_trouble
         self._num_missed = 0
         self._whole: set[int] = set()
         self._undeletable: set[int] = set()
@@ -116,8 +115,8 @@ class Checkpoints:
     def save(self, state: State, *, is_best: bool = False, wait: bool = False) -> None:
         """Copy the state now and write it in the background, after the save before it.
 
-        What cannot be saved is told, and the run goes on with the checkpoint it has: a full disk, a folder that
-        vanished, a tensor that is not finite. Whatever has a later step is of a future that was left, and goes.
+        A failed save (full disk, missing folder, tensor that is not finite) is reported, and the run continues with
+        the previous checkpoint.
         """
         self.wait()
         self._pending = self._writer.submit(self._save, Snapshot(state), is_best)
@@ -125,37 +124,37 @@ class Checkpoints:
             self.wait()
 
     def hold_before(self, step: int) -> None:
-        """Keep the newest checkpoint of at most so many steps too: there the run was well, should it not stay so."""
+        """Also keep the newest checkpoint of at most this step, to go back to if the loss diverges."""
         self._held_before = step
 
     def wait(self) -> None:
-        """Wait until what was saved is on the disk, or was told not to be."""
+        """Wait until the pending save is on disk or has failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def newest(self) -> Saved | None:
-        """Give the newest whole checkpoint; damaged ones are told and passed over.
+        """Return the newest undamaged checkpoint; damaged ones are reported and skipped.
 
-        None if there has been none. Raises UserError if there are some and none is whole.
+        Returns None if there are no checkpoints. Raises UserError if all of them are damaged.
         """
         self.wait()
-        return find_newest(self.folder, on_trouble=self._tell)
+        return find_newest(self.folder, on_trouble=self._report)
 
     def best(self) -> Saved | None:
-        """Give the checkpoint with the best held-out loss; None if none was looked at, or if it is damaged."""
+        """Return the checkpoint with the best held-out loss; None if there was no evaluation, or if it is damaged."""
         self.wait()
-        return find_best(self.folder, on_trouble=self._tell)
+        return find_best(self.folder, on_trouble=self._report)
 
     def load(self, saved: Saved, *, needs: Iterable[str] = ()) -> State:
-        """Read a checkpoint, from which the run goes on; raise UserError when it lacks one of the files it `needs`."""
+        """Load the checkpoint to continue from; raise UserError if it lacks a file of `needs`."""
         self.wait()
         state = load_state(saved, needs=needs)
         self._best = saved.manifest.best_step
         return state
 
     def remove_after(self, step: int) -> None:
-        """Remove what was saved after a step: the run goes another way from there."""
+        """Remove the checkpoints after a step, because the run was rewound to it."""
         self.wait()
         for later in saved_steps(self.folder):
             if later > step:
@@ -177,13 +176,15 @@ class Checkpoints:
                 break
             except (OSError, DamagedCheckpoint) as error:
                 shutil.rmtree(staged, ignore_errors=True)
-                is_hopeless = isinstance(error, OSError) and is_disk_full(error)
-                if is_hopeless or attempt == _TRIES:
+                is_final = isinstance(error, OSError) and is_disk_full(error)
+                if is_final or attempt == _TRIES:
                     self._miss(_reason(error), name)
                     return
                 time.sleep(_WAIT_SECONDS * attempt)
         if self._num_missed:
-            self._tell(f"checkpoints are saved again, from `{name}` on; {count(self._num_missed)} could not be")
+            self._report(
+                f"checkpoints are saved again, starting with `{name}`; {count(self._num_missed)} could not be saved"
+            )
         self.trouble, self._num_missed, self._best = None, 0, best
         self._whole.add(snapshot.step)
         self._rotate(snapshot.step)
@@ -191,28 +192,28 @@ class Checkpoints:
     def _stage(self, snapshot: Snapshot, staged: Path, best: int | None) -> None:
         if not self.folder.is_dir():
             self.folder.mkdir()
-            self._tell(f"the folder `{self.folder.name}` had vanished, with every checkpoint in it, and was made anew")
+            self._report(f"the folder `{self.folder.name}` was missing, with all checkpoints; it was created again")
         for name in write_checkpoint(staged, snapshot, best_step=best):
             if name not in self._redacted:
                 self._redacted.add(name)
-                self._tell(f"a secret was left out of `{name}` in the checkpoints")
+                self._report(f"a secret was removed from `{name}` in the checkpoints")
 
     def _miss(self, reason: str, name: str) -> None:
         is_new = self.trouble != reason
         self.trouble = reason
         self._num_missed += 1
         if is_new:
-            self._tell(f"checkpoint `{name}` was not saved: {reason}; the run goes on, and the one before stays")
+            self._report(f"checkpoint `{name}` was not saved: {reason}; training continues with the previous one")
 
     def _rotate(self, newest: int) -> None:
-        """Remove what is no longer needed, now that the newest is whole."""
+        """Remove old checkpoints after the newest is complete."""
         num_whole = 0
         steps = saved_steps(self.folder)
         before = self._held_before
         held = None if before is None else next((step for step in steps if step <= before), None)
         for step in steps:
             if step <= newest and num_whole < self._keep:
-                num_whole += self._is_whole(step)  # a damaged one is kept until there are enough whole ones above it
+                num_whole += self._is_whole(step)  # damaged ones do not count towards `keep`
             elif step not in (self._best, held):
                 self._remove(step)
 
@@ -227,19 +228,19 @@ class Checkpoints:
 
     def _remove(self, step: int) -> None:
         path = self.folder / checkpoint_name(step)
-        doomed = path.with_name(path.name + STAGED)
+        trash = path.with_name(path.name + STAGED)
         try:
-            # In one move: a folder that is half gone must not look like a damaged checkpoint.
-            path.rename(doomed)
+            # Rename first: a folder that is half deleted must not look like a damaged checkpoint.
+            path.rename(trash)
             self._whole.discard(step)
-            shutil.rmtree(doomed)
+            shutil.rmtree(trash)
         except OSError as error:
             if step not in self._undeletable:
                 self._undeletable.add(step)
-                self._tell(f"the old checkpoint `{path.name}` could not be removed: {_reason(error)}")
+                self._report(f"the old checkpoint `{path.name}` could not be removed: {_reason(error)}")
 
     def _clean_up(self) -> None:
-        """Remove what a process that was killed left half written, half replaced or half removed."""
+        """Remove what a killed process left half written, half replaced or half removed."""
         for entry in list(self.folder.iterdir()):
             name = entry.name.removesuffix(STAGED)
             replaced = entry.name.removeprefix(".").removesuffix(".old").removesuffix(".trash")
@@ -249,16 +250,19 @@ class Checkpoints:
                 elif replaced != entry.name and checkpoint_step(replaced) is not None:
                     recover_publish(self.folder / replaced)
             except OSError as error:
-                self._tell(f"`{entry.name}`, left by a run that was killed, could not be removed: {_reason(error)}")
+                self._report(f"`{entry.name}`, left by a killed run, could not be removed: {_reason(error)}")
 
 
 def disk_space_warning(folder: Path, *, checkpoint_bytes: int, keep: int) -> str | None:
-    """Say in one line if the checkpoints of a run will not all fit on the disk; None if they will."""
-    at_once = max(keep, _LEAST_KEPT) + 3  # beside them the best, the one at the lowest loss, and the one being written
-    needed, free = at_once * checkpoint_bytes, shutil.disk_usage(folder).free
+    """Return a warning if the checkpoints of a run will not fit on the disk; None if they will."""
+    num_at_once = max(keep, _MIN_KEPT) + 3  # also the best, the one at the lowest loss, and the one being written
+    needed, free = num_at_once * checkpoint_bytes, shutil.disk_usage(folder).free
     if needed <= free:
         return None
-    return f"checkpoints will take about {size_bytes(needed)} ({count(at_once)} at once), {size_bytes(free)} are free"
+    return (
+        f"disk space: checkpoints need about {size_bytes(needed)} ({count(num_at_once)} at once), "
+        f"{size_bytes(free)} are free"
+    )
 
 
 def _reason(error: OSError | DamagedCheckpoint) -> str:

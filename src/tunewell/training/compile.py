@@ -1,8 +1,8 @@
-"""Compile the decoder layers for CUDA once it pays: the first steps run at once, uncompiled, and are timed.
+"""torch.compile and CUDA graphs: compile the decoder layers when the remaining steps make up for the wait.
 
-Each layer is compiled whole and for one shape, so that all of them share one piece of machine code; every micro-batch
-is filled up to that shape. What the compiler makes is kept on disk by torch, so a second start is quicker. Where a
-layer computes for less time than its launches take, they are recorded once and replayed: CUDA graphs.
+The first steps run uncompiled and are timed. Each layer is compiled as a whole and for one shape, so that all layers
+share one compiled function; micro-batches are padded to that shape. torch caches the result on disk. If a layer takes
+less time to compute than to launch, its launches are recorded once and replayed: CUDA graphs.
 """
 
 import threading
@@ -19,36 +19,35 @@ from tunewell.training.step import TrainableModel
 _COMPILE_SECONDS = 60.0
 _SAVED_SHARE = 0.3
 _LAUNCH_BOUND_FLOP = 1.0e12
-"""Of a layer, both ways: an H200 takes some 3 ms for it, and a host some 4 ms to launch a layer's 110 kernels."""
+"""Forward and backward of a layer: an H200 takes about 3 ms for it, and a host 4 ms to launch its 110 kernels."""
 _TIMED_STEPS = 3
-_FIRST_CUT = 4
-_ROOM = 32
+_FIRST_SHARE = 4
+_MULTIPLE = 32
 
 
 @dataclass
 class Compiler:
-    """Decides when to compile, from the time that steps take, and does it."""
+    """Decides when to compile, by the seconds of the first steps, and compiles."""
 
-    wish: str
+    mode: str
     """`auto`, `on` or `off`."""
     num_steps: int
     _seconds: float = 0.0
     _timed: int = 0
 
-    def budget(self, learner: TrainableModel, wanted: int) -> int:
-        """Give the size of micro-batches: while it is still open whether to compile, small ones.
+    def budget(self, learner: TrainableModel, planned: int) -> int:
+        """Return the tokens of a micro-batch: a quarter until it is decided whether to compile.
 
-        Uncompiled layers keep more for the way back, and the first steps should not be what decides how much memory a
-        run needs.
+        Uncompiled layers keep more activations; the first steps must not set the peak memory of the run.
         """
-        is_open = self._is_possible(learner) and self._timed <= _TIMED_STEPS
-        return max(wanted // _FIRST_CUT, min(learner.longest, wanted)) if is_open else wanted
+        is_undecided = self._is_possible(learner) and self._timed <= _TIMED_STEPS
+        return max(planned // _FIRST_SHARE, min(learner.longest, planned)) if is_undecided else planned
 
     def is_due(self, learner: TrainableModel, *, step: int, seconds: float) -> bool:
-        """Whether to compile after this step; the first steps are not counted, since they warm things up."""
+        """Return whether to compile after this step; the first step is a warm-up and is not timed."""
         if not self._is_possible(learner):
             return False
-        if self.wish == "on":
+        if self.mode == "on":
             return True
         self._timed += 1
         if self._timed > 1:
@@ -57,22 +56,22 @@ class Compiler:
             return False
         mean = self._seconds / (self._timed - 1)
         is_worth_it = (self.num_steps - step) * mean * _SAVED_SHARE > 2 * _COMPILE_SECONDS
-        return learner.world.any(is_worth_it)  # clocks differ, and all must cut their steps alike
+        return learner.world.any(is_worth_it)  # clocks differ between ranks, and all must decide alike
 
     def _is_possible(self, learner: TrainableModel) -> bool:
-        return self.wish != "off" and learner.device.type == "cuda" and learner.shape is None and learner.may_compile
+        return self.mode != "off" and learner.device.type == "cuda" and learner.shape is None and learner.may_compile
 
     def most_documents(self, learner: TrainableModel) -> int | None:
-        """Give how many documents a micro-batch may have so that it fits the compiled shape with its filling."""
+        """Return the documents that a micro-batch may have to fit the compiled shape; one is reserved for padding."""
         return None if learner.shape is None else learner.shape.documents - 1
 
     def run(self, learner: TrainableModel, order: DataOrder, *, budget: int) -> str:
-        """Compile the layers and the loss for one shape; give what was done in words."""
+        """Compile the layers and the loss for one shape; return a note about it."""
         learner.shape = fixed_shape(order, budget=budget, longest=learner.longest)
         layers = decoder_layers(learner.model)
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-        torch.cuda.empty_cache()  # what uncompiled steps left is of other sizes
-        learner.uses_graphs = can_be_graphs(learner, layers)
+        torch.cuda.empty_cache()  # cached blocks of uncompiled steps have other sizes
+        learner.uses_graphs = can_use_graphs(learner, layers)
         for layer in layers:
             layer.compile(fullgraph=True, dynamic=False, mode="reduce-overhead" if learner.uses_graphs else None)
         learner.fused_loss = torch.compile(loss_and_grad_fused, dynamic=False)
@@ -81,12 +80,12 @@ class Compiler:
         return f"compiling {len(layers)} layers for {shape.tokens:,} tokens in {shape.documents} documents{recorded}"
 
 
-def can_be_graphs(learner: TrainableModel, layers: list[nn.Module]) -> bool:
-    """Whether to record the launches of the layers: where they take the time, and nothing differs between two runs.
+def can_use_graphs(learner: TrainableModel, layers: list[nn.Module]) -> bool:
+    """Return whether to use CUDA graphs: only if launches take most of the time and two replays are identical.
 
-    What is drawn at random would be drawn as it was recorded, and layers that are computed again on the way back are
-    launched in another order. What graphs keep is missing elsewhere, so none once it was short beside them. torch
-    before 2.13 keeps its graphs by thread, for the main one alone.
+    Not with dropout, whose mask would be replayed, nor with gradient checkpointing, which launches layers in another
+    order. Graphs keep memory, so they are not used after an out-of-memory error. torch before 2.13 keeps graphs per
+    thread, and only for the main thread.
     """
     assert learner.shape is not None
     is_in_main = threading.current_thread() is threading.main_thread()
@@ -98,10 +97,10 @@ def can_be_graphs(learner: TrainableModel, layers: list[nn.Module]) -> bool:
 
 
 def fixed_shape(order: DataOrder, *, budget: int, longest: int) -> FixedShape:
-    """Choose a shape that the micro-batches of the first steps fit into; the rest is cut to it.
+    """Return a shape that the micro-batches of the first 64 steps fit into; later ones are cut to it.
 
-    Documents longer than `budget` have micro-batches to themselves, and run uncompiled, unless most of the tokens are
-    theirs: else all the others would be filled up to the longest of them.
+    Documents longer than `budget` get their own micro-batches and run uncompiled, unless most tokens are theirs:
+    otherwise all the others would be padded to the longest of them.
     """
     longest = min(longest, budget)
     steps = order.steps_of_epoch(0)[:64]
@@ -110,11 +109,11 @@ def fixed_shape(order: DataOrder, *, budget: int, longest: int) -> FixedShape:
     within = [size for size in sizes if size <= budget]
     tokens = -(-max(within if 2 * sum(within) >= sum(sizes) else sizes) // 128) * 128
     most = max(len(group) for group in groups)
-    filling = -(-tokens // longest)
-    return FixedShape(tokens, -(-(most + min(filling, _ROOM)) // _ROOM) * _ROOM, longest)
+    padding = -(-tokens // longest)
+    return FixedShape(tokens, -(-(most + min(padding, _MULTIPLE)) // _MULTIPLE) * _MULTIPLE, longest)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Find the layers that make up the model: the longest list of modules in it."""
+    """Return the decoder layers of a model: its longest list of modules."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=len)) if lists else []

@@ -1,7 +1,7 @@
-"""Prove, before the first step, that packed documents do not see each other and that our attention is the model's own.
+"""Check before the first step that packed documents do not attend to each other (no cross-contamination).
 
-Real documents are laid end to end and their logits compared with those of each document alone, by our attention and
-by transformers' own. One of them is longer than any window the model has, where it can be.
+The logits of real documents packed together are compared with those of each document alone, with our attention and with
+transformers'. If possible, one document is longer than the model's sliding window.
 """
 
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ from tunewell.training.step import TrainableModel
 _BOUNDS = {"fp32": 1e-4, "bf16": 6e-2, "fp16": 2e-2}
 _NUM_DOCUMENTS = 5
 _ENDS = 32
-# A document longer than this is cut for the probe, unless it is the one that a window bites on.
+# Longer documents are cut for the check, unless the sliding window needs a longer one.
 _MOST_TOKENS = 1024
 
 
 @dataclass(frozen=True)
 class Probe:
-    """How far packed logits lie from those of documents alone, and ours from transformers' own, at worst."""
+    """The largest relative logit differences: packed against alone, and our attention against transformers'."""
 
     packed_from_alone: float
     alone_from_stock: float
@@ -34,7 +34,7 @@ class Probe:
 
 
 def probe_leaks(learner: TrainableModel, documents: TokenizedDocuments) -> Probe:
-    """Compare packed with alone and ours with stock; raise UserError where they differ."""
+    """Compare packed with alone, and our attention with transformers'; raise UserError if they differ."""
     learner.model.eval()
     parts = _parts(learner, documents)
     bound = _BOUNDS[learner.precision]
@@ -45,7 +45,7 @@ def probe_leaks(learner: TrainableModel, documents: TokenizedDocuments) -> Probe
             alone = [_logits(learner, learner.hidden(part)[: part.num_tokens]) for part in parts]
         except (NotImplementedError, TypeError) as error:
             raise UserError(
-                f"packed documents cannot be kept apart in this model (`{learner.model.config.model_type}`): {error}",
+                f"documents cannot be packed for this model (`{learner.model.config.model_type}`): {error}",
                 fix="choose another model; nothing was trained",
             ) from error
         with stock_attention(learner.model):
@@ -57,20 +57,20 @@ def probe_leaks(learner: TrainableModel, documents: TokenizedDocuments) -> Probe
         longest=max(part.num_tokens for part in parts),
     )
     for value, what in (
-        (probe.packed_from_alone, "a document packed with others gives other logits than alone"),
-        (probe.alone_from_stock, "our attention gives other logits than transformers' own"),
+        (probe.packed_from_alone, "packed rows influence each other"),
+        (probe.alone_from_stock, "our attention differs from transformers'"),
     ):
         if not value <= bound:
             raise UserError(
-                f"{what}: they differ by {value:.1e}, and rounding explains {bound:.0e}",
+                f"{what}: logits differ by {value:.1e}; rounding explains at most {bound:.0e}",
                 where=f"`{learner.model.config.model_type}` in {learner.precision} on {learner.device}",
-                fix="set `train.attention` to the other way, or report this model; nothing was trained",
+                fix="set `train.attention` to the other value, or report this model; nothing was trained",
             )
     return probe
 
 
 def _parts(learner: TrainableModel, documents: TokenizedDocuments) -> list[MicroBatch]:
-    """Take the longest document, short ones around it, and an invented one longer than any window."""
+    """Return the longest document, short ones around it, and a random one longer than the sliding window."""
     lengths = documents.index["length"]
     order = np.argsort(lengths, kind="stable")
     middle = order[len(order) // 2 : len(order) // 2 + _NUM_DOCUMENTS - 3]
@@ -78,17 +78,17 @@ def _parts(learner: TrainableModel, documents: TokenizedDocuments) -> list[Micro
         dict.fromkeys([int(order[0]), *(int(x) for x in middle), int(order[-1]), int(order[len(order) // 3])])
     )
     window = getattr(learner.model.config, "sliding_window", None)
-    bites = window is not None and int(lengths[order[-1]]) > window
-    most = max(_MOST_TOKENS, window + 16) if window is not None and bites else _MOST_TOKENS
+    is_limiting = window is not None and int(lengths[order[-1]]) > window
+    most = max(_MOST_TOKENS, window + 16) if window is not None and is_limiting else _MOST_TOKENS
     parts = [_shortened(make_batch(documents, [document]), most) for document in chosen]
-    wanted = 64 if window is None else window + 16
-    if max(part.num_tokens for part in parts) < wanted <= most:
+    needed = 64 if window is None else window + 16
+    if max(part.num_tokens for part in parts) < needed <= most:
         vocabulary = learner.head_module.weight.shape[0]
-        ids = np.random.default_rng(0).integers(0, vocabulary, wanted)
-        # It begins as the others do, so that what is made of a shared opening is seen here too.
-        ids[: wanted // 2] = np.resize(parts[0].input_ids, wanted // 2)
+        ids = np.random.default_rng(0).integers(0, vocabulary, needed)
+        # It begins like the first document, so that the shared prefix is checked too.
+        ids[: needed // 2] = np.resize(parts[0].input_ids, needed // 2)
         none = np.zeros(0, np.int64)
-        parts.insert(1, MicroBatch(ids, np.arange(wanted), (wanted,), none, none, (), wanted))
+        parts.insert(1, MicroBatch(ids, np.arange(needed), (needed,), none, none, (), needed))
     return parts
 
 
@@ -112,7 +112,7 @@ def _joined(parts: list[MicroBatch]) -> MicroBatch:
 
 
 def _logits(learner: TrainableModel, hidden_TH: Tensor) -> Tensor:
-    """Give the logits of a document's first and last tokens: all of them would be gigabytes for large vocabularies."""
+    """Return the logits of a document's first and last tokens: all of them would be gigabytes."""
     if len(hidden_TH) > 2 * _ENDS:
         hidden_TH = torch.cat([hidden_TH[:_ENDS], hidden_TH[-_ENDS:]])
     return learner.head_module(hidden_TH.to(learner.head_module.weight.dtype)).float()

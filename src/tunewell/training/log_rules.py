@@ -174,13 +174,13 @@ def _middle(lines: Sequence[_Line]) -> float:
 
 def never_moved(log: Sequence[StepMetrics]) -> Finding | None:
     """Find a log whose gradients are all zero, or whose losses are all equal to the last digit."""
-    told = [r for r in log if r.grad_norm is not None and r.loss != 0.0]
-    norms = [abs(r.grad_norm) for r in told if r.grad_norm is not None]
+    lines_with_norm = [r for r in log if r.grad_norm is not None and r.loss != 0.0]
+    norms = [abs(r.grad_norm) for r in lines_with_norm if r.grad_norm is not None]
     if norms and (max(norms) == 0.0 or (len(norms) > 2 and max(norms) < _NO_LENGTH)):
         size = "exactly 0" if max(norms) == 0.0 else f"at most {max(norms):.1g}"
-        words = f"the gradient is {size} in all {len(told)} lines: nothing is being trained"
-        numbers = {"grad_norm": max(norms), "steps": len(told)}
-        return Finding("zero-grad-no-learning", "fault", told[0].step, words, numbers)
+        words = f"the gradient is {size} in all {len(lines_with_norm)} lines: nothing is being trained"
+        numbers = {"grad_norm": max(norms), "steps": len(lines_with_norm)}
+        return Finding("zero-grad-no-learning", "fault", lines_with_norm[0].step, words, numbers)
     lines = [r for r in log if r.loss is not None]
     losses = {r.loss for r in lines}
     loss = losses.pop() if len(losses) == 1 and len({r.step for r in lines}) >= _SAME_LINES else None

@@ -1,4 +1,4 @@
-"""Everything a run needs to go on, and a copy of it that training no longer touches."""
+"""The contents of a checkpoint, and finding, loading and comparing the checkpoints on disk."""
 
 import json
 import math
@@ -28,9 +28,9 @@ from tunewell.records.events import plain, with_numbers
 
 @dataclass
 class State:
-    """Everything a run needs to go on.
+    """Everything that a run needs to continue.
 
-    A checkpoint writes down no secrets: they are taken out of `texts`, `progress` and `identity`.
+    Secrets are removed from `texts`, `progress` and `identity` before they are written.
     """
 
     step: int
@@ -40,13 +40,13 @@ class State:
     texts: dict[str, str] = field(default_factory=dict)
     """Further files, for example `adapter_config.json`."""
     progress: dict[str, Any] = field(default_factory=dict)
-    """JSON: best loss and step, looks without gain, quarantine, scaler."""
+    """JSON: best loss and step, evaluations since then, left-out documents, loss scale."""
     identity: dict[str, Any] = field(default_factory=dict)
-    """JSON: what must be the same on resume."""
+    """JSON: settings that must not change on resume."""
 
 
 class Snapshot:
-    """A state in memory of its own. Copies from a GPU are only ordered here: they are there when `wait` returns."""
+    """A copy of a state that training does not change. Copies from a GPU are complete when `wait` returns."""
 
     def __init__(self, state: State) -> None:
         for name in (*state.tensors, *state.texts):
@@ -55,7 +55,7 @@ class Snapshot:
         devices = {tensor.device for tensors in state.tensors.values() for tensor in tensors.values()}
         self.step = state.step
         self.texts = dict(state.texts)
-        # Through JSON at once: what it cannot hold fails here, and not in the thread that writes.
+        # To JSON now: a value that it cannot hold fails here, not in the writing thread.
         self.progress = json.loads(json.dumps(plain(state.progress)))
         self.identity = json.loads(json.dumps(plain(state.identity)))
         self.tensors = {
@@ -66,12 +66,12 @@ class Snapshot:
         self._arrivals = [torch.cuda.current_stream(place).record_event() for place in devices if place.type == "cuda"]
 
     def wait(self) -> None:
-        """Wait until every copy has arrived."""
+        """Wait until every copy is complete."""
         for arrival in self._arrivals:
             arrival.synchronize()
 
     def not_finite(self) -> str | None:
-        """Name a tensor that holds a NaN or an infinity, or give None."""
+        """Return the name of a tensor with a NaN or an infinity; None if all are finite."""
         for file, largest in self._largest.items():
             if not math.isfinite(largest.item()):
                 names = [name for name, tensor in self.tensors[file].items() if not _is_finite(tensor)]
@@ -83,12 +83,12 @@ def _host_copy(tensor: Tensor) -> Tensor:
     source = tensor.detach()
     if source.device.type != "cuda":
         return source.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    # Later steps change the original only after this copy: both wait in the same stream.
+    # Later steps change the original only after this copy: both are in the same stream.
     return torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
 
 
 def _largest(tensors: Iterable[Tensor]) -> Tensor:
-    """Find the largest magnitude where the tensors lie; a NaN or an infinity anywhere comes out.
+    """Return the largest magnitude, on the device; a NaN or an infinity anywhere shows in it.
 
     `aminmax` reads memory as fast as a sum, six times as fast as the norm (48 matrices of 4 MiB on a CPU, one thread).
     """
@@ -104,15 +104,15 @@ def _is_finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
 
 
-# Checkpoints that lie on disk: find the newest and the best whole one, read it, hold it against the run that asks.
+# Checkpoints on disk: find the newest and the best, load one, and compare its settings with a run's.
 
-_LINES_SHOWN = 5
+_MAX_LINES = 5
 _VALUE_CHARS = 60
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was whole when it was looked at."""
+    """A checkpoint that was undamaged when it was verified."""
 
     path: Path
     manifest: CheckpointManifest
@@ -124,7 +124,7 @@ class Saved:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """List the steps that have a checkpoint, whole or not, newest first: by number, whatever the clock said."""
+    """Return the steps that have a checkpoint, damaged or not, the highest first."""
     if not folder.is_dir():
         return []
     steps = (checkpoint_step(entry.name) for entry in folder.iterdir())
@@ -134,10 +134,10 @@ def saved_steps(folder: Path) -> list[int]:
 def find_newest(
     folder: Path, *, on_trouble: Callable[[str], None], not_after: int | None = None, is_needed: bool = True
 ) -> Saved | None:
-    """Give the newest whole checkpoint, of at most so many steps, every byte verified; damaged ones are passed over.
+    """Return the newest undamaged checkpoint of at most `not_after` steps, with every byte verified.
 
-    They are told. None if there has been no checkpoint. Raises UserError if there are some and none is whole, unless
-    it is not needed: starting again from nothing would look like going on.
+    Damaged ones are reported and skipped. Returns None if there is no checkpoint. Raises UserError if all are damaged
+    and `is_needed`: a silent start from scratch would look like a resume.
     """
     damaged = []
     for step in saved_steps(folder):
@@ -148,20 +148,20 @@ def find_newest(
             return Saved(path, verify(path))
         except DamagedCheckpoint as damage:
             damaged.append(damage.what)
-            on_trouble(f"{damage.what}; passed over")
+            on_trouble(f"{damage.what}; skipped")
     if damaged and is_needed:
         raise UserError(
-            "no checkpoint is whole, so the run cannot go on",
+            "all checkpoints are damaged, so the run cannot be resumed",
             where="; ".join(damaged),
-            fix="put the files back from a copy, or start again in another folder with `--out`",
+            fix="restore the files from a backup, or start a new run with `--out NEW_FOLDER`",
         )
     return None
 
 
 def find_best(folder: Path, *, on_trouble: Callable[[str], None]) -> Saved | None:
-    """Give the checkpoint with the best held-out loss, every byte verified; a damaged one is told.
+    """Return the checkpoint with the best held-out loss, with every byte verified; a damaged one is reported.
 
-    None if none was looked at, or if the best is no longer whole.
+    Returns None if there was no evaluation, or if the best checkpoint is damaged.
     """
     tried: set[int] = set()
     for step in saved_steps(folder):
@@ -174,28 +174,28 @@ def find_best(folder: Path, *, on_trouble: Callable[[str], None]) -> Saved | Non
                 path = folder / checkpoint_name(best)
                 return Saved(path, verify(path))
         except DamagedCheckpoint as damage:
-            on_trouble(f"{damage.what}; passed over")
+            on_trouble(f"{damage.what}; skipped")
     return None
 
 
 def newest_best_step(folder: Path) -> int | None:
-    """Say which step the newest readable manifest calls the best."""
+    """Return the best step according to the newest readable manifest."""
     for step in saved_steps(folder):
         try:
             return read_manifest(folder / checkpoint_name(step)).best_step
         except DamagedCheckpoint:
-            continue  # told by whoever wants to read it
+            continue  # reported when it is loaded
     return None
 
 
 def load_state(saved: Saved, *, needs: Iterable[str] = ()) -> State:
-    """Read a checkpoint; raise UserError when it lacks a file of `needs`, DamagedCheckpoint when a byte has changed."""
+    """Load a checkpoint; raise UserError if it lacks a file of `needs`, DamagedCheckpoint if a byte has changed."""
     files = saved.manifest.files
     if missing := sorted(set(needs) - set(files)):
         raise UserError(
             f"checkpoint `{saved.path.name}` has no " + " and no ".join(f"`{name}`" for name in missing),
             where=str(saved.path),
-            fix="going on without it would give another result; start again in another folder with `--out`",
+            fix="resuming without it would give another result; start a new run with `--out NEW_FOLDER`",
         )
     state = State(saved.step, progress=with_numbers(saved.manifest.progress), identity=saved.manifest.identity)
     for name, record in files.items():
@@ -208,9 +208,9 @@ def load_state(saved: Saved, *, needs: Iterable[str] = ()) -> State:
 
 
 def compare_identity(saved: dict[str, Any], now: dict[str, Any], allowed: set[str]) -> list[str]:
-    """List what differs between a checkpoint and the run that would go on with it, one line per difference.
+    """Return the differences between the settings of a checkpoint and of a run, one line each.
 
-    All of it is allowed, by its name or by the name of a group it is in; otherwise UserError, with the names to allow.
+    Raises UserError for differences that are not allowed, by their name or by the name of their group.
     """
     before, after = _flat(plain(saved)), _flat(plain(now))
     lines = {
@@ -220,12 +220,12 @@ def compare_identity(saved: dict[str, Any], now: dict[str, Any], allowed: set[st
     }
     refused = [name for name in lines if not _is_allowed(name, allowed)]
     if refused:
-        shown = [f"  {lines[name]}" for name in refused[:_LINES_SHOWN]]
-        if len(refused) > _LINES_SHOWN:
-            shown.append(f"  and {count(len(refused) - _LINES_SHOWN)} more")
+        shown = [f"  {lines[name]}" for name in refused[:_MAX_LINES]]
+        if len(refused) > _MAX_LINES:
+            shown.append(f"  and {count(len(refused) - _MAX_LINES)} more")
         raise UserError(
-            "\n".join(["this run is not the one that was saved:", *shown]),
-            fix="undo the change, or go on with it: " + " ".join(f"`--allow-change {name}`" for name in refused),
+            "\n".join(["the settings differ from those of the checkpoint:", *shown]),
+            fix="undo the change, or allow it: " + " ".join(f"`--allow-change {name}`" for name in refused),
         )
     return list(lines.values())
 
@@ -247,6 +247,6 @@ def _is_allowed(name: str, allowed: set[str]) -> bool:
 
 def _show(flat: dict[str, Any], name: str) -> str:
     if name not in flat:
-        return "not there"
+        return "not set"
     text = str(flat[name])
     return text if len(text) <= _VALUE_CHARS else f"{text[:12]}..."
