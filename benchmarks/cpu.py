@@ -294,7 +294,7 @@ def main() -> None:
         print(f"\n{origin}, {len(corpus)} documents. Threads: {threads}. Rounds: {wanted.rounds}.\n")
         print(report(results))
         share = computed_share(folder, results["ours"][0]["steps"])
-        print(f"\nThe opening that documents share is computed once a step: {share:.1%} of their tokens are computed.")
+        print(f"\nThe shared prefix of the documents is computed once per step: {share:.1%} of their tokens are computed.")
         parts = flops_of(shape_of(folder), corpus.index, rank=RANK)
         # The head reads the learned tokens alone, and none of them is in the opening.
         parts = {name: value * (1.0 if "N_h" in name else share) for name, value in parts.items()}
@@ -317,7 +317,7 @@ def report(results: dict[str, list[dict[str, Any]]]) -> str:
         ]
         for name, values in rates.items()
     ]
-    header = ["", "real tokens/s", "windows", "of TRL's better", "first step after the call, s", "first losses"]
+    header = ["", "real tokens/s", "windows", "relative to the faster TRL", "first step after the call, s", "first losses"]
     return table(header, rows) + "\n\n" + same_start(results)
 
 
@@ -325,8 +325,8 @@ def same_start(results: dict[str, list[dict[str, Any]]]) -> str:
     """Say whether ours and TRL's padded run, whose first step has the same documents, begin at the same loss."""
     own, peer = results["ours"][0]["losses"][0], results["trl-padded"][0]["losses"][0]
     apart = abs(own / peer - 1)
-    words = "the same" if apart < 1e-3 else "VOID: not the same"
-    return f"First loss of ours and of TRL's padded run, on the same documents: {words} ({apart:.1e} apart)."
+    words = "equal" if apart < 1e-3 else "INVALID: not equal"
+    return f"First losses of tunewell and of TRL's padded run, on the same documents: {words} ({apart:.1e} apart)."
 
 
 def against_products(runs: list[dict[str, Any]], parts: dict[str, float]) -> str:

@@ -227,9 +227,9 @@ def report(cases: list[str], pooled: dict[Job, dict[str, Any]], left_out: list[J
     print(table(HEADER, [row for case, found in by_case.items() for row in rows_of(case, found)]))
     print("\n" + "\n".join(line for case, found in by_case.items() for line in verdicts(case, found)))
     if left_out:
-        print("not begun, no time: " + ", ".join(f"{job.case} {job.contender}" for job in left_out))
+        print("not started, not enough time: " + ", ".join(f"{job.case} {job.contender}" for job in left_out))
     wrong = [line for case, found in by_case.items() for line in complaints(case, found)]
-    print("\n".join(f"VOID {line}" for line in wrong) if wrong else "every run is valid")
+    print("\n".join(f"INVALID {line}" for line in wrong) if wrong else "every run is valid")
     return 1 if wrong else 0
 
 

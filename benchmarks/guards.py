@@ -145,10 +145,10 @@ def main() -> None:
         ["guards on", f"{on * 1e3:.2f}", f"{min(seconds[True]) * 1e3:.2f} to {max(seconds[True]) * 1e3:.2f}"],
         ["guards off", f"{off * 1e3:.2f}", f"{min(seconds[False]) * 1e3:.2f} to {max(seconds[False]) * 1e3:.2f}"],
     ]
-    print(f"\n{options.case}, {BASE}, LoRA rank {RANK}, {tokens:,} tokens a step, {options.windows} windows each.\n")
-    print(table(["", "milliseconds a step", "windows"], rows))
+    print(f"\n{options.case}, {BASE}, LoRA rank {RANK}, {tokens:,} tokens per step, {options.windows} windows each.\n")
+    print(table(["", "milliseconds per step", "windows"], rows))
     print(f"\nGuards cost {(statistics.median(ratios) - 1) * 100:+.2f}% of a step (median of pairs of windows).")
-    print(f"Python inside guards: {inside * 1e6:.0f} microseconds a step, {inside / on * 100:.3f}% of it.")
+    print(f"Python inside guards: {inside * 1e6:.0f} microseconds per step, {inside / on * 100:.3f}% of it.")
 
 
 if __name__ == "__main__":

@@ -60,10 +60,10 @@ def main() -> None:
         ]
         for rows, (anon, resident, seconds) in peaks.items()
     ]
-    print(table(["rows", "peak RssAnon", "to the first", "peak resident", "seconds"], lines))
+    print(table(["rows", "peak RssAnon", "relative to the first", "peak resident", "seconds"], lines))
     if len(wanted) > 1:
         slope = (peaks[wanted[-1]][0] - least) / (wanted[-1] - wanted[0])
-        print(f"\n{slope:,.0f} bytes of RssAnon for each further row.")
+        print(f"\n{slope:,.0f} bytes of RssAnon per additional row.")
 
 
 if __name__ == "__main__":

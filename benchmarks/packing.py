@@ -91,7 +91,7 @@ def main() -> None:
         tokens = int(lengths.sum())
         least = -(-tokens // CONTEXT)
         print(f"\n{number:,} documents, mean {lengths.mean():.0f} tokens, longest {lengths.max():,}.")
-        print(f"Sequences of {CONTEXT:,} tokens; {least:,} is the least there can be.\n")
+        print(f"Sequences of {CONTEXT:,} tokens; the minimum is {least:,}.\n")
         rows = []
         for name, packer in PACKERS.items():
             if wanted.without_trl and packer is trl:
@@ -99,7 +99,7 @@ def main() -> None:
             seconds, sequences = packer(lengths)
             full = tokens / (sequences * CONTEXT)
             rows.append([name, f"{seconds:.2f}", f"{sequences:,}", f"{sequences - least:,}", f"{full:.4%}"])
-        print(table(["packer", "seconds", "sequences", "over the least", "full"], rows))
+        print(table(["packer", "seconds", "sequences", "above the minimum", "efficiency"], rows))
 
 
 if __name__ == "__main__":

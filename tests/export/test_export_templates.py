@@ -86,9 +86,9 @@ def test_a_template_with_a_clock_is_proven_on_the_day_of_training_and_keeps_its_
     assert done.parity.is_ok, done.parity
     assert read_proof(tmp_path / "out").date == "2024-03-31"
     assert any("writes today's date; training and the proof used 2024-03-31" in note for note in done.notes)
-    assert any("stands still at 2024-03-31" in note for note in done.notes)
+    assert any("stays at 2024-03-31" in note for note in done.notes)
     text = (tmp_path / "out" / "ollama" / "Modelfile").read_text()
-    assert "Today: 31 Mar 2024" in text and "# the date in the text stands still at 2024-03-31" in text
+    assert "Today: 31 Mar 2024" in text and "# the date in the text stays at 2024-03-31" in text
     assert (tmp_path / "out" / "merged" / "chat_template.jinja").read_text() == DATED
     today = AutoTokenizer.from_pretrained(tmp_path / "out" / "merged").apply_chat_template(ASKED, tokenize=False)
     assert date.today().strftime("%d %b %Y") in today

@@ -148,7 +148,7 @@ def test_the_language_model_of_one_that_sees_is_written_alone(tmp_path, folders)
     facts = write_gguf(other, tmp_path / "seeing.gguf", kind="f32", card={"name": "same"})
     write_gguf(folder, tmp_path / "plain.gguf", kind="f32", card={"name": "same"})
     assert (tmp_path / "seeing.gguf").read_bytes() == (tmp_path / "plain.gguf").read_bytes()
-    assert "not the part that sees" in facts.notes[0]
+    assert "not the vision part" in facts.notes[0]
 
 
 def test_the_header_says_what_it_is_and_where_it_comes_from(tmp_path, folders):
@@ -259,7 +259,7 @@ def test_a_shard_that_is_missing_is_named(tmp_path):
 
 def test_more_ids_than_rows_are_refused(tmp_path):
     folder = save(tiny("llama", vocab_size=499), tmp_path / "model")
-    with pytest.raises(UserError, match="500 ids, but the model's table only 499 rows"):
+    with pytest.raises(UserError, match="500 ids, but the model's embedding has only 499 rows"):
         write_gguf(folder, tmp_path / "m.gguf", kind="f32")
 
 
@@ -270,15 +270,15 @@ def test_more_ids_than_rows_are_refused(tmp_path):
         ({}, "`None` cannot be written"),
         ({"model_type": "llama", "hidden_act": "gelu"}, "`hidden_act` is 'gelu'"),
         ({"model_type": "llama", "quantization_config": {"bits": 4}}, "already quantised"),
-        ({"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "stretched by `dynamic`"),
-        ({"model_type": "qwen2", "rope_parameters": {**CASES["llama-3"][1]["rope_parameters"]}}, "by `llama3`"),
+        ({"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE scaling `dynamic`"),
+        ({"model_type": "qwen2", "rope_parameters": {**CASES["llama-3"][1]["rope_parameters"]}}, "scaling `llama3`"),
         ({"model_type": "qwen3", "attention_bias": True}, "`attention_bias`"),
         ({"model_type": "smollm3", "num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 1]}, "every fourth"),
         ({"model_type": "gemma3_text", "query_pre_attn_scalar": 100}, "`query_pre_attn_scalar` is 100"),
         ({"model_type": "phi", "qk_layernorm": True}, "`qk_layernorm`"),
         (
             {"model_type": "llama", "rope_parameters": {**CASES["llama-yarn"][1]["rope_parameters"], "mscale": 0.7}},
-            "`yarn` comes with `mscale`",
+            "`yarn` sets `mscale`",
         ),
     ],
 )

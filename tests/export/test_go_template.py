@@ -223,31 +223,31 @@ CHAT = "{% for m in messages %}{{ '<' + m.role + '>' + TEXT }}{% endfor %}{{ '<a
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        (CHAT.replace("TEXT", "m.content | upper"), "do not come through"),
-        (CHAT.replace("TEXT", "m.content | e"), "do not come through"),
-        (CHAT.replace("TEXT", "m.content | tojson"), "do not come through"),
-        (CHAT.replace("TEXT", "m.content[:4]"), "do not come through"),
-        (CHAT.replace("TEXT", "m.content + m.content"), "once each, in their order"),
-        (CHAT.replace("messages", "messages | reverse"), "in their order"),
+        (CHAT.replace("TEXT", "m.content | upper"), "changes or drops the text"),
+        (CHAT.replace("TEXT", "m.content | e"), "changes or drops the text"),
+        (CHAT.replace("TEXT", "m.content | tojson"), "changes or drops the text"),
+        (CHAT.replace("TEXT", "m.content[:4]"), "changes or drops the text"),
+        (CHAT.replace("TEXT", "m.content + m.content"), "repeats or reorders"),
+        (CHAT.replace("messages", "messages | reverse"), "repeats or reorders"),
         (CHAT.replace("TEXT", "(messages | length % 4 > 1) | string + m.content"), "depends on more"),
         (CHAT.replace("TEXT", "loop.index | string + m.content"), "depends on more"),
         (CHAT.replace("TEXT", "('late' if loop.index > 50 else '') + m.content"), "depends on more"),
         (CHAT.replace("TEXT", "('long' if m.content | length > 400 else '') + m.content"), "depends on more"),
         (CHAT.replace("TEXT", "m.content | replace('\\n\\n', '\\n')"), "depends on more"),
         (CHAT.replace("TEXT", "m.content | replace('\\r', '')"), "depends on more"),
-        (CHAT.replace("TEXT", "m.content | indent(2)"), "beside words changes more"),
-        (CHAT.replace("TEXT", "' '.join(m.content.split(' '))| replace('  ', ' ')"), "depends on more|beside words"),
+        (CHAT.replace("TEXT", "m.content | indent(2)"), "next to a text changes more"),
+        (CHAT.replace("TEXT", "' '.join(m.content.split(' '))| replace('  ', ' ')"), "depends on more|next to a text"),
         ("{{ bos_token if messages | length > 1 }}" + CHAT.replace("TEXT", "m.content"), "some texts begin with"),
-        (CHAT.replace("TEXT", "m.content") + "{{ messages | length if add_generation_prompt }}", "request for a reply"),
-        ("{{ raise_exception('never') }}", "refuses every conversation"),
-        ("always the same", "do not come through"),
-        (CHAT.replace("TEXT", "raise_exception('too many') if loop.index > 8 else m.content"), "refuses some"),
+        (CHAT.replace("TEXT", "m.content") + "{{ messages | length if add_generation_prompt }}", "generation prompt"),
+        ("{{ raise_exception('never') }}", "rejects every conversation"),
+        ("always the same", "changes or drops the text"),
+        (CHAT.replace("TEXT", "raise_exception('too many') if loop.index > 8 else m.content"), "rejects some"),
     ],
 )
 def test_what_cannot_be_written_for_ollama_is_refused_with_the_conversation(source, reason):
     with pytest.raises(UserError, match=reason) as caught:
         Model(source.replace("TEXT", "m.content"))
-    assert "byte for byte" in caught.value.what
+    assert "converted exactly" in caught.value.what
     assert caught.value.where and '"role": "user"' in caught.value.where
     assert caught.value.fix
 
@@ -262,7 +262,7 @@ def test_a_first_token_before_some_conversations_only_is_refused():
 def test_a_message_that_spells_the_first_token_is_noted_and_no_failure():
     """The GGUF adds `<s>`, and a text that begins with the system's words could begin with it twice."""
     source = "{% for m in messages %}{{ m.content + eos_token }}{{ '<s>' if m.role == 'tool' }}{% endfor %}"
-    assert any("`<s>`" in note and "messages that hold" in note for note in Model(source).go.notes)
+    assert any("`<s>`" in note and "messages that contain" in note for note in Model(source).go.notes)
 
 
 def test_words_that_the_template_treats_in_its_own_way_are_named():
@@ -296,7 +296,7 @@ def test_an_empty_system_message_counts_as_in_the_template(ollama):
     assert skipped.prompt(said("Hi", system="")) == "user:Hi\nassistant:"
     blank = CHAT.replace("TEXT", "(m.content if m.content.strip() else 'nothing')")
     assert [note for note in Model(blank).go.notes if note.startswith(("empty", "blank"))] == [
-        f"{kind} {role} messages are not laid out as in the model's template"
+        f"{kind} {role} messages are rendered differently from the model's template"
         for role in ("system", "user", "assistant")
         for kind in ("empty", "blank")
     ]

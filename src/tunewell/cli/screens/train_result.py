@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 _CURVE_WIDTH, _CURVE_MARGIN = 60, 14
 _NO_BREAK = "\N{NO-BREAK SPACE}"
+# Keys of `stages` in `--json`, and their labels on the screen where these differ.
+_STAGE_LABELS = {"look": "evaluate"}
 
 
 def train_result_screen(result: "TrainResult", start: "RunStarted | None") -> str:
@@ -63,7 +65,11 @@ def _result_rows(result: "TrainResult", start: "RunStarted | None") -> list[tupl
     memory = f"at most {size_bytes(result.peak_memory_bytes)} of memory" if result.peak_memory_bytes else ""
     rows.append(("speed", format_speed(result.tokens_per_second), memory))
     # A line is not folded between a stage and its time.
-    stages = [f"{name} {duration(seconds)}" for name, seconds in result.stages.items() if seconds >= 0.0005]
+    stages = [
+        f"{_STAGE_LABELS.get(name, name)} {duration(seconds)}"
+        for name, seconds in result.stages.items()
+        if seconds >= 0.0005
+    ]
     rows.append(("time", duration(result.seconds), ", ".join(stage.replace(" ", _NO_BREAK) for stage in stages)))
     rows += [("healed", "", one_line(line)) for line in healing_summary(result.healing)]
     rows += [("next time", "", one_line(line)) for line in result.advice]

@@ -29,13 +29,13 @@ class Settings:
     model_type: str
     values: dict[str, Any]
     rope: dict[str, Any]
-    """Of the layers that see everything."""
+    """RoPE of the layers with full attention."""
     spec: dict[str, Any]
     part: dict[str, Any]
-    """How the files of a model that also sees name its language model; empty for a plain one."""
+    """Names of the language model in the files of a multimodal model; empty for a text model."""
     config: PreTrainedConfig
     notes: tuple[str, ...]
-    """What llama.cpp computes differently, for the user."""
+    """What llama.cpp computes differently, as notes for the user."""
 
     @property
     def gguf_name(self) -> str:
@@ -86,7 +86,7 @@ def read_settings(config: dict[str, Any]) -> Settings:
             where=f"config.json of a `{kind}` model",
             fix="export it as `adapter` or `merged`",
         )
-    notes = [*_notes(values, spec), *(["only its language model is written, not the part that sees"] if part else [])]
+    notes = [*_notes(values, spec), *(["only the language model is written, not the vision part"] if part else [])]
     return Settings(model_type, values, rope, spec, part or {}, filled, tuple(notes))
 
 
@@ -118,13 +118,13 @@ def _rope_of_whole_layers(values: dict[str, Any]) -> dict[str, Any]:
 
 def _wrong_settings(values: dict[str, Any], spec: dict[str, Any]) -> list[str]:
     found = [
-        f"`{name}` is {values.get(name)!r}, and it assumes {allowed[0]!r}"
+        f"`{name}` is {values.get(name)!r}; llama.cpp assumes {allowed[0]!r}"
         for name, allowed in spec["must_be"].items()
         if values.get(name) not in allowed
     ]
     width = values["hidden_size"] / values["num_attention_heads"]
     if spec.get("square_heads") and values["head_dim"] != width:
-        found.append(f"its heads are {values['head_dim']} wide and not {width:g}")
+        found.append(f"`head_dim` is {values['head_dim']}; llama.cpp assumes {width:g}")
     return found
 
 
@@ -133,12 +133,12 @@ def _wrong_layers(model_type: str, values: dict[str, Any]) -> list[str]:
     num_layers = values["num_hidden_layers"]
     if model_type == "smollm3":
         turning = [int((index + 1) % _STILL_LAYER_STEP != 0) for index in range(num_layers)]
-        return [] if values["no_rope_layers"] == turning else ["`no_rope_layers` names other layers than every fourth"]
+        return [] if values["no_rope_layers"] == turning else ["`no_rope_layers` is not every fourth layer"]
     if model_type == "gemma3_text":
         is_large = num_layers == _LAYERS_OF_27B
         expected = values["hidden_size"] // values["num_attention_heads"] if is_large else values["head_dim"]
         given = values["query_pre_attn_scalar"]
-        return [] if given == expected else [f"`query_pre_attn_scalar` is {given}, and it assumes {expected}"]
+        return [] if given == expected else [f"`query_pre_attn_scalar` is {given}; llama.cpp assumes {expected}"]
     return []
 
 
@@ -146,15 +146,15 @@ def _wrong_rope(values: dict[str, Any], spec: dict[str, Any]) -> list[str]:
     rope = _rope_of_whole_layers(values)
     kind = rope.get("rope_type", "default")
     near = (values.get("rope_parameters") or {}).get("sliding_attention", {}).get("rope_type", "default")
-    found = [f"positions are stretched by `{kind}`"] if kind not in spec["rope"] else []
+    found = [f"the RoPE scaling `{kind}` is not supported"] if kind not in spec["rope"] else []
     if near != "default":
-        found.append(f"positions of sliding layers are stretched by `{near}`")
+        found.append(f"the RoPE scaling `{near}` of sliding-window layers is not supported")
     if kind == "yarn":
         odd = [name for name in ("mscale", "mscale_all_dim") if rope.get(name)]
         scale = rope.get("attention_factor")
         if odd or (scale is not None and not math.isclose(scale, 0.1 * math.log(rope["factor"]) + 1, rel_tol=1e-4)):
             found.append(
-                f"`yarn` comes with {', '.join(f'`{name}`' for name in odd) or '`attention_factor`'} of its own"
+                f"`yarn` sets {', '.join(f'`{name}`' for name in odd) or '`attention_factor`'}"
             )
         if rope.get("truncate") is False:
             found.append("`yarn` does not round its bounds (`truncate`)")
@@ -167,8 +167,8 @@ def _notes(values: dict[str, Any], spec: dict[str, Any]) -> list[str]:
     is_used = window and (kinds is None or "sliding_attention" in kinds)
     if is_used and window < values["max_position_embeddings"] and not spec.get("windows"):
         return [
-            f"llama.cpp ignores the sliding window and attends to more than the last {window:,} tokens: longer texts "
-            "get other answers"
+            f"llama.cpp ignores the sliding window and attends to more than the last {window:,} tokens: answers to "
+            "longer texts differ"
         ]
     return []
 
@@ -204,7 +204,7 @@ def rope_tables(settings: Settings) -> dict[str, np.ndarray]:
         for name, table in tables.items():
             if table.shape != (settings.values["rotary_dim"] // 2,):
                 raise UserError(
-                    f"`{name}_factor` has {len(table)} numbers and not {settings.values['rotary_dim'] // 2}",
+                    f"`{name}_factor` has {len(table)} numbers instead of {settings.values['rotary_dim'] // 2}",
                     where="rope_parameters in config.json",
                 )
         return {f"rope_factors_{name}.weight": table for name, table in tables.items()}

@@ -265,7 +265,7 @@ def _rounded(
         made = np.empty(_num_bytes(numbers.shape, kind), np.uint8)
         order = (numbers.ctypes.data, made.ctypes.data, 0, len(numbers), width, None)
         if (num := bindings.api.ggml_quantize_chunk(int(kind), *order)) != made.nbytes:
-            raise AssertionError(f"{entry.name}: llama.cpp wrote {num} bytes and not {made.nbytes}")
+            raise AssertionError(f"{entry.name}: llama.cpp wrote {num} bytes instead of {made.nbytes}")
         return made.tobytes()
 
     return pool.map(round_rows, range(0, len(rows), step))
@@ -354,7 +354,7 @@ def _choose_way(source: Path, library: LlamaLibrary | None, plan: Mixture) -> tu
     raise UserError(
         "no quantiser for this model was found",
         where=str(library.path),
-        fix=f"put llama.cpp's `{PROGRAM}` on the PATH: a model of experts, or an old library, needs it",
+        fix=f"add llama.cpp's `{PROGRAM}` to the PATH; mixture-of-experts models and old libraries need it",
     )
 
 
@@ -372,9 +372,9 @@ def _by_program(program: str, source: Path, target: Path, kind: str, threads: in
         raise _failed(source, kind, (ran.stderr + ran.stdout).strip().splitlines()[-4:])
 
 
-def _failed(source: Path, kind: str, said: list[str]) -> UserError:
+def _failed(source: Path, kind: str, log: list[str]) -> UserError:
     return UserError(
-        f"llama.cpp could not store `{source.name}` as {kind}" + (f": {'; '.join(said)}" if said else ""),
+        f"llama.cpp could not quantise `{source.name}` to {kind}" + (f": {'; '.join(log)}" if log else ""),
         where=str(source),
         fix="export the model as f16 first, and check that file with llama.cpp",
     )
@@ -386,9 +386,9 @@ def _refuse_quantized(source: Path, plan: Mixture) -> None:
     for name, kind in before.items():
         if kind not in ("F32", "F16", "BF16") and plan.types[name] != kind:
             raise UserError(
-                f"`{source.name}` is quantised already: `{name}` is stored as {kind}",
+                f"`{source.name}` is already quantised: `{name}` is stored as {kind}",
                 where=str(source),
-                fix="quantise the f16, bf16 or f32 file: rounding twice loses more",
+                fix="quantise the f16, bf16 or f32 file instead; quantising twice loses precision",
             )
 
 

@@ -36,7 +36,7 @@ _PREPEND = {"type": "Prepend", "prepend": _SPACE}
 # Cuts that change no id: nothing crosses them, or spaces are gone when they look for one.
 _HARMLESS_CUT = f"{_SPACE}*[^{_SPACE}]+|{_SPACE}+"
 _FIRST_TEXT_ONLY = (
-    "llama.cpp puts a space in front of the text behind every marker, the tokenizer in front of the first"
+    "llama.cpp adds a space before the text after every special token; the tokenizer adds one only before the first text"
 )
 
 
@@ -75,8 +75,8 @@ def scores_of(vocabulary: dict[str, int], merges: list[tuple[str, str]], types: 
         missing = next((p for p in pairs if p[0] in joined and p[1] in joined and p not in listed), None)
         if missing is not None:
             raise UserError(
-                f"its merges are not those of a SentencePiece model: none joins {missing[0]!r} and {missing[1]!r}, "
-                "and llama.cpp would",
+                f"the merges are not those of a SentencePiece model: llama.cpp would merge {missing[0]!r} and "
+                f"{missing[1]!r}, the tokenizer does not",
                 where="tokenizer.json",
                 fix="export the model as `adapter` or `merged`",
             )
@@ -131,21 +131,21 @@ def name_byte_level(pipeline: dict[str, Any], backend: Tokenizer) -> tuple[str, 
     patterns = [_one_spelling(pattern) for pattern in _patterns(pipeline["pre_tokenizer"])]
     splits, is_near = _splits(patterns)
     if is_near:
-        notes.append("llama.cpp cuts words at capital letters beyond A to Z in another way")
+        notes.append("llama.cpp splits words differently at capital letters outside A to Z")
     is_whole_first = bool(pipeline["model"].get("ignore_merges"))
     for is_whole in (is_whole_first, not is_whole_first):
         name = _facts()["chosen"].get(f"{splits} whole" if is_whole else splits)
         if name is not None and (is_whole == is_whole_first or _merges_make_every_token(pipeline, backend)):
             return name, notes
-    raise _refusal(f"it takes whole words {'' if is_whole_first else 'not '}before merges, with cuts `{splits}`")
+    raise _refusal(f"`ignore_merges` is {'true' if is_whole_first else 'false'} with the split pattern `{splits}`")
 
 
 def _normalizer_notes(normalizer: dict[str, Any] | None) -> list[str]:
     steps = _flat_steps(normalizer, "normalizers")
     strange = [step["type"] for step in steps if step["type"] != "NFC"]
     if strange:
-        raise _refusal(f"it changes text before it cuts it (`{strange[0]}`)")
-    return ["llama.cpp does not bring text into the form NFC first, as the tokenizer does"] if steps else []
+        raise _refusal(f"it uses the normalizer `{strange[0]}`")
+    return ["llama.cpp does not normalise text to NFC; the tokenizer does"] if steps else []
 
 
 def _patterns(pre_tokenizer: dict[str, Any] | None) -> list[str]:
@@ -154,7 +154,7 @@ def _patterns(pre_tokenizer: dict[str, Any] | None) -> list[str]:
     if last["type"] != "ByteLevel":
         raise _refusal(f"its last step is `{last['type']}`")
     if last.get("add_prefix_space"):
-        raise _refusal("it puts a space in front of text")
+        raise _refusal("it adds a space before the text (`add_prefix_space`)")
     patterns = [_pattern(step) for step in cuts]
     return [*patterns, load_table("pretokenizers")["splits"]["gpt2"][0]] if last.get("use_regex", True) else patterns
 
@@ -168,7 +168,7 @@ def _pattern(step: dict[str, Any]) -> str:
             return pattern
         if behaviour == ("Removed", True) and pattern.endswith(_TAKES_THE_REST):
             return pattern
-    raise _refusal(f"its step `{step['type']}` is not known here")
+    raise _refusal(f"its step `{step['type']}` is not supported")
 
 
 def _one_spelling(pattern: str) -> str:
@@ -184,7 +184,7 @@ def _splits(patterns: list[str]) -> tuple[str, bool]:
     near = _facts()["near"].get(patterns[0]) if len(patterns) == 1 else None
     if near is None:
         shown = " then ".join(f"`{pattern[:60]}`" for pattern in patterns) or "nothing"
-        raise _refusal(f"it cuts text by {shown}")
+        raise _refusal(f"its split pattern is {shown}")
     return near, True
 
 
@@ -316,15 +316,15 @@ class GgufVocabulary:
 
     words: Words
     special_ids: dict[str, int]
-    """`bos`, `eos`, `eot` and so on: those there are."""
+    """Ids of `bos`, `eos`, `eot` and so on, if they exist."""
     adds_bos: bool
     """To every text, unless a template has written it."""
     adds_eos: bool
     swallows_spaces: bool
-    """Whether markers swallow the spaces behind them, by the one rule that llama.cpp has for that."""
+    """Whether special tokens strip the spaces after them, by llama.cpp's only rule for that."""
     chat_template: str | None
     notes: tuple[str, ...]
-    """What llama.cpp does otherwise, for people to read."""
+    """What llama.cpp does differently, as notes for the user."""
 
 
 def read_vocabulary(folder: Path, *, num_rows: int, config: dict[str, Any]) -> GgufVocabulary:
@@ -332,9 +332,9 @@ def read_vocabulary(folder: Path, *, num_rows: int, config: dict[str, Any]) -> G
     tokenizer = load_tokenizer(folder)
     if tokenizer.vocab_size > num_rows:
         raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size:,} ids, but the model's table only {num_rows:,} rows",
+            f"the tokenizer has {tokenizer.vocab_size:,} ids, but the model's embedding has only {num_rows:,} rows",
             where=str(folder),
-            fix="the tokenizer is another model's, or tokens were added without a row for each: export them together",
+            fix="use the tokenizer of this model, or resize the embedding for the added tokens",
         )
     words = _words(tokenizer, folder, num_rows)
     if len(set(words.tokens)) != len(words.tokens):
@@ -366,7 +366,7 @@ def _words(tokenizer: LoadedTokenizer, folder: Path, num_rows: int) -> Words:
         path = folder / SENTENCEPIECE_FILE
         return piece_words(tokenizer, pipeline, num_rows, read_model(path) if path.is_file() else None)
     raise UserError(
-        f"a tokenizer of kind `{kind}` cannot be written as GGUF",
+        f"a tokenizer of type `{kind}` cannot be written as GGUF",
         where=str(folder),
         fix="export the model as `adapter` or `merged`",
     )
@@ -413,7 +413,7 @@ def _adding_bos(tokenizer: LoadedTokenizer) -> tuple[bool, list[str]]:
         return True, []
     if text.startswith(bos):
         return True, []
-    return False, [f"the chat template begins without `{bos}`, so llama.cpp is told to add none, to plain text neither"]
+    return False, [f"the chat template begins without `{bos}`, so llama.cpp will not add it, not even to plain text"]
 
 
 def _swallowing(tokenizer: LoadedTokenizer, words: Words) -> tuple[bool, list[str]]:
@@ -423,4 +423,4 @@ def _swallowing(tokenizer: LoadedTokenizer, words: Words) -> tuple[bool, list[st
     if greedy and greedy == (marked | {"</s>"}) - _NEVER_GREEDY and set(words.tokens) >= _NEVER_GREEDY:
         return True, []
     strange = sorted(greedy | {text for text, facts in tokenizer.added.items() if facts.lstrip})
-    return False, [f"`{strange[0]}` swallows spaces beside it, in llama.cpp it does not"] if strange else []
+    return False, [f"`{strange[0]}` strips the spaces around it; in llama.cpp it does not"] if strange else []

@@ -29,9 +29,9 @@ class NamedTensor:
     """One tensor of the file to be: what it is made of, and how."""
 
     name: str
-    """As llama.cpp calls it."""
+    """The name in llama.cpp."""
     sources: tuple[str, ...]
-    """As the model's files call it."""
+    """The name in the model's files."""
     shape: tuple[int, ...]
     is_stacked: bool = False
     """The sources, one of each head, become the rows of one tensor."""
@@ -96,7 +96,7 @@ def open_weights(folder: Path, settings: Settings) -> WeightFiles:
             raise UserError(
                 "config.json says that embedding and head are tied, but the files contain two different tensors",
                 where=str(folder),
-                fix="set `tie_word_embeddings` to false in config.json if the head was trained on its own",
+                fix="set `tie_word_embeddings` to false in config.json if the head was trained separately",
             )
         weights.drop({_HEAD})
     if is_tied:
@@ -112,7 +112,7 @@ def open_weights(folder: Path, settings: Settings) -> WeightFiles:
         raise UserError(
             f"the tensors do not match config.json: {'; '.join(problems)}",
             where=str(folder),
-            fix="export the model again: its files do not belong together or are not complete",
+            fix="export the model again: its files are incomplete or from different models",
         )
     return weights
 
@@ -181,7 +181,7 @@ def _files(folder: Path) -> list[Path]:
         raise UserError(
             f"there is no `{missing[0]}`" + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""),
             where=str(folder),
-            fix="give the folder of a whole model in safetensors; an adapter has to be merged first",
+            fix="give the folder of a whole model in safetensors; merge an adapter first",
         )
     return paths
 
@@ -255,6 +255,6 @@ class StoredTensor:
         limit = {"F16": _LARGEST_HALF, "Q8_0": _LARGEST_HALF * _STEPS}.get(self.kind.name, math.inf)
         if largest > limit:
             raise UserError(
-                f"the tensor `{self.source}` contains {largest:,.0f}, but {self.kind.name} ends at {limit:,.0f}",
+                f"the tensor `{self.source}` contains {largest:,.0f}, but the maximum of {self.kind.name} is {limit:,.0f}",
                 fix="export it as bf16 or f32",
             )

@@ -125,7 +125,6 @@ _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8
 # types, scores and merges.
 _HEADER_BYTES, _TOKEN_BYTES = 1 << 20, 64
 
-"""Told how many bytes of how many are written."""
 
 
 @dataclass(frozen=True)
@@ -135,13 +134,13 @@ class GgufFacts:
     path: Path
     kind: GgufKind
     architecture: str
-    """As llama.cpp calls it."""
+    """The name in llama.cpp."""
     num_tensors: int
     num_parameters: int
     num_bytes: int
     pre_tokenizer: str
     notes: tuple[str, ...]
-    """What llama.cpp will do otherwise than the model's own library, for people to read."""
+    """What llama.cpp does differently from transformers, as notes for the user."""
 
 
 @dataclass(frozen=True)

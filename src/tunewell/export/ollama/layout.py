@@ -175,8 +175,8 @@ def _grow(sights: Sequence[Sight]) -> Rule:
     if not splits:
         odd = next(sight for sight in sights if sight.pieces != sights[0].pieces)
         role = odd.place.role
-        name = "the request for a reply" if role == "end" else f"what stands before the {role} message"
-        raise NoRule(f"{name} depends on more than the messages beside it", odd.conversation)
+        name = "the generation prompt" if role == "end" else f"the text before the {role} message"
+        raise NoRule(f"{name} depends on more than the adjacent messages", odd.conversation)
     _, condition, yes, no = min(splits, key=lambda split: split[0])
     return Choice(condition, _grow(yes), _grow(no))
 

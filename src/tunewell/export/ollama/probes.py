@@ -69,7 +69,7 @@ class Reader:
         if roles[-1] != "assistant":
             return Reading(sights, None)
         if any(isinstance(piece, Words) for piece in rows[-1]):
-            raise NoRule("the system message stands after the last reply", conversation)
+            raise NoRule("the system message comes after the last reply", conversation)
         return Reading(sights, parts[-1])
 
     def _taken_off(self, roles: Roles, parts: Parts, *, keeps_system: bool) -> list[tuple[str, str]]:
@@ -79,7 +79,7 @@ class Reader:
         for space in SPACES:
             cut = self._cut(roles, space, space, keeps_system=keeps_system)
             if cut is None or cut[1::2] != parts[1::2]:
-                raise NoRule(f"it refuses or moves words beside {space!r}", marked(roles, space, space))
+                raise NoRule(f"it rejects or moves text next to {space!r}", marked(roles, space, space))
             for gap, (bare, spaced) in enumerate(zip(parts[::2], cut[::2], strict=True)):
                 # Before the first mark nothing can trail, behind the last nothing can lead.
                 ends = [
@@ -87,7 +87,7 @@ class Reader:
                 ]
                 fitting = [(trail, lead) for trail, lead in ends if trail + bare + lead == spaced]
                 if not fitting:
-                    raise NoRule(f"{space!r} beside words changes more than the words", marked(roles, space, space))
+                    raise NoRule(f"{space!r} next to a text changes more than the text", marked(roles, space, space))
                 trail, lead = fitting[0]
                 if len(fitting) > 1:
                     # One space more among nothing but such spaces: whose is it?
@@ -111,9 +111,9 @@ class Reader:
         if found != expected:
             lost = [index for index in expected if index not in found]
             reason = (
-                f"the words of the {roles[lost[0]]} message do not come through as they are"
+                f"it changes or drops the text of the {roles[lost[0]]} message"
                 if lost
-                else "the messages do not stand once each, in their order"
+                else "it repeats or reorders the messages"
             )
             raise NoRule(reason, messages)
         return parts
@@ -155,9 +155,9 @@ def _both(*forms: Roles) -> tuple[Roles, ...]:
 QUESTIONS: tuple[Roles, ...] = tuple(("user", *("assistant", "user") * num_later) for num_later in range(4))
 """One question to four, with the replies between them: what a layout cannot do without."""
 UNFINISHED = Group(
-    "a reply that is to be continued",
+    "a reply to be continued",
     _both(*(form[:-1] for form in QUESTIONS[1:])),
-    "is shown like an earlier reply",
+    "is rendered like an earlier reply",
 )
 LATER_SYSTEM = Group(
     "a system message after the first message",
@@ -185,9 +185,9 @@ REPLY_FIRST = Group(
         ("assistant", "system", "user"),
         ("assistant", "system", "assistant"),
     ),
-    "is shown as if a question stood before",
+    "is rendered as if a question came before it",
 )
-SYSTEM_ALONE = Group("a system message alone", (("system",),), "is shown as before a question")
+SYSTEM_ALONE = Group("a system message alone", (("system",),), "is rendered as before a question")
 GROUPS = (UNFINISHED, SYSTEM_ALONE, LATER_SYSTEM, REPLY_FIRST)
 
 _WORDS = (

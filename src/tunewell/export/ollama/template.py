@@ -60,7 +60,7 @@ class Trial:
         readings = [reading for form in forms if (reading := self._reader.read(form, opening))]
         odd = next((reading for reading in readings if reading.closing != readings[0].closing), None)
         if odd:
-            raise NoRule("what follows the last reply differs", odd.sights[0].conversation)
+            raise NoRule("the text after the last reply varies", odd.sights[0].conversation)
         self.closing = readings[0].closing
 
     def check(self, layout: Layout, groups: Collection[Group]) -> None:
@@ -74,9 +74,9 @@ class Trial:
             messages = talk(roles, draw)
             expected = self._expected(messages)
             if expected is None and not groups:
-                raise NoRule("it refuses some conversations of questions and replies in turn", messages)
+                raise NoRule("it rejects some conversations of alternating questions and replies", messages)
             if expected is not None and layout.lay_out(messages) != expected:
-                raise NoRule("its text depends on more than the order of the messages", messages)
+                raise NoRule("the rendered text depends on more than the order of the messages", messages)
             num_same += expected is not None
         self.num_same += num_same
 
@@ -94,7 +94,7 @@ class Trial:
         if text is None or messages[-1]["role"] != "assistant":
             return text
         if self.closing is None or not text.endswith(self.closing):
-            raise NoRule("what follows the last reply differs", messages)
+            raise NoRule("the text after the last reply varies", messages)
         return text.removesuffix(self.closing)
 
 
@@ -110,11 +110,11 @@ def omissions(trial: Trial, layout: Layout, source: str | None) -> Iterator[str]
     if special:
         listed = ", ".join(f"`{text}`".replace("\n", "\\n") for text in special[:_MAX_LISTED])
         more = f" and {len(special) - _MAX_LISTED} more" if len(special) > _MAX_LISTED else ""
-        yield f"messages that hold {listed}{more} are shown as they are; the model's template edits them"
+        yield f"messages that contain {listed}{more} are rendered unchanged; the model's template edits them"
     if source is None or "tool" in source:
-        yield "tools are left out: Ollama hands them to a template in another form than Jinja gets"
+        yield "tools are left out: Ollama passes them to templates in a different form than Jinja"
     if source is None or "reasoning" in source or "thinking" in source:
-        yield "thinking is left out: it is neither shown apart from a reply nor turned on or off"
+        yield "thinking is left out: it is not separated from the reply and cannot be turned on or off"
 
 
 def _blanks(trial: Trial, layout: Layout) -> Iterator[str]:
@@ -123,7 +123,7 @@ def _blanks(trial: Trial, layout: Layout) -> Iterator[str]:
         for words, kind in (("", "empty"), (" \n", "blank")):
             probes = [fill_role(form, role, words) for form in (*QUESTIONS[:3], *forms) if role in form]
             if not trial.agree(layout, probes):
-                yield f"{kind} {role} messages are not laid out as in the model's template"
+                yield f"{kind} {role} messages are rendered differently from the model's template"
 
 
 def _is_ordinary(trial: Trial, layout: Layout, text: str) -> bool:
@@ -139,13 +139,13 @@ class GoTemplate:
     text: str
     """What follows TEMPLATE in a Modelfile, in Go's syntax."""
     closing: str
-    """What stands after a finished reply at the end of a conversation; empty if the model's template does not say."""
+    """The text after a finished reply at the end of a conversation; empty if the model's template has none."""
     next_question: str
-    """What stands between a reply and the next question."""
+    """The text between a reply and the next question."""
     num_checked: int
     """Conversations on which this and the model's template gave the same bytes."""
     notes: tuple[str, ...] = ()
-    """What this template does not do as the model's own does."""
+    """Differences from the model's own template."""
 
 
 def derive_go_template(
@@ -176,15 +176,14 @@ def derive_go_template(
         layout = _learn(trial, notes)
     except NoRule as failure:
         raise UserError(
-            f"the chat template cannot be written for Ollama byte for byte: {failure.reason}",
+            f"the chat template cannot be converted exactly for Ollama: {failure.reason}",
             where=_shown(failure.conversation),
             fix="export `gguf` without `ollama`: llama.cpp reads the model's own template from the file",
         ) from failure
     notes += omissions(trial, layout, source)
     if render_another_day and _differ(render, render_another_day, layout):
         notes.append(
-            f"the date in the text stands still at {date or 'the one it was made with'}; the model's template writes "
-            "today's"
+            f"the date in the text stays at {date or 'the date of the export'}; the model's template writes today's date"
         )
     after_reply = pieces_at(layout.rules["user"], Place("user", "assistant", False, True, True, 1))
     return GoTemplate(
@@ -206,19 +205,19 @@ def _learn(trial: Trial, notes: list[str]) -> Layout:
     except NoRule:
         layout, sights = _questions(trial, "kept")
     if layout.opening == "left out":
-        notes.append("system messages are left out; the model's template refuses them")
+        notes.append("system messages are left out; the model's template rejects them")
     known: list[Group] = []
     for group in GROUPS:
         try:
             wider, more = _widened(trial, layout, sights, (*known, group))
         except NoRule as failure:
-            notes.append(f"{group.name} {group.otherwise}; not so in the model's template: {failure.reason}")
+            notes.append(f"{group.name} {group.otherwise}; the model's template differs: {failure.reason}")
             continue
         if more:
             layout, sights = wider, sights + more
             known.append(group)
         elif group is not SYSTEM_ALONE:
-            notes.append(f"{group.name} {group.otherwise}; the model's template refuses it")
+            notes.append(f"{group.name} {group.otherwise}; the model's template rejects it")
     return layout
 
 
@@ -226,7 +225,7 @@ def _questions(trial: Trial, opening: Opening) -> tuple[Layout, list[Sight]]:
     """Learn how questions and replies in turn are laid out, with a system message and without."""
     without = trial.sights(QUESTIONS, opening)
     if not without:
-        raise NoRule("it refuses every conversation of questions and replies", fill_role(QUESTIONS[0], "user", "Hello"))
+        raise NoRule("it rejects every conversation of questions and replies", fill_role(QUESTIONS[0], "user", "Hello"))
     within = trial.sights([("system", *form) for form in QUESTIONS], opening)
     layout = Layout(find_rules(without + within), opening=opening if within else "left out")
     empty = [fill_role(("system", *form), "system", "") for form in QUESTIONS]

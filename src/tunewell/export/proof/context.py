@@ -1,4 +1,4 @@
-"""What the proof of an artefact is given: the export's folder, its records and its reference."""
+"""The input of an artefact's proof: the export's folder, its records and its reference."""
 
 from dataclasses import dataclass
 from pathlib import Path
