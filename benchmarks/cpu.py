@@ -294,7 +294,9 @@ def main() -> None:
         print(f"\n{origin}, {len(corpus)} documents. Threads: {threads}. Rounds: {wanted.rounds}.\n")
         print(report(results))
         share = computed_share(folder, results["ours"][0]["steps"])
-        print(f"\nThe shared prefix of the documents is computed once per step: {share:.1%} of their tokens are computed.")
+        print(
+            f"\nThe shared prefix of the documents is computed once per step: {share:.1%} of their tokens are computed."
+        )
         parts = flops_of(shape_of(folder), corpus.index, rank=RANK)
         # The head reads the learned tokens alone, and none of them is in the opening.
         parts = {name: value * (1.0 if "N_h" in name else share) for name, value in parts.items()}
@@ -317,7 +319,14 @@ def report(results: dict[str, list[dict[str, Any]]]) -> str:
         ]
         for name, values in rates.items()
     ]
-    header = ["", "real tokens/s", "windows", "relative to the faster TRL", "first step after the call, s", "first losses"]
+    header = [
+        "",
+        "real tokens/s",
+        "windows",
+        "relative to the faster TRL",
+        "first step after the call, s",
+        "first losses",
+    ]
     return table(header, rows) + "\n\n" + same_start(results)
 
 

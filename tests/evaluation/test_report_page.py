@@ -222,7 +222,7 @@ def test_the_ledger_closes_on_the_page():
     assert ledger
     words = " ".join(page.text.split())
     assert "12,480 rows = 12,408 used for training + 41 held out + 31 dropped. Every row is accounted for." in words
-    table = words.split("What became of the rows")[1].split("By source")[0]
+    table = words.split("Row counts")[1].split("By source")[0]
     numbers = [int(number.replace(",", "")) for number in re.findall(r"[\d,]+", table)]
     assert numbers[-1] == sum(numbers[:-1]) == ledger.rows
 

@@ -278,7 +278,7 @@ def test_too_few_rows_say_how_many_to_hold_out():
     one = replace(HEALTHY, held_out=loss(2.0, 0.1, 1), questions=[asked(GOOD)], num_rows=40, model_path="run")
     verdict = decide_verdict(one, RULES)
     assert verdict.level == "WEAK" and verdict.summary == (
-        "Cannot tell: only 1 question was held back, at least 2 are needed."
+        "Cannot tell: only 1 question was held out, at least 2 are needed."
     )
     assert verdict.reasons[0].next == (
         "Keep more rows for testing: set `data.held_out: 0.25` in tunewell.yaml (about 10 of your 40 rows), or name a "

@@ -217,7 +217,7 @@ def test_a_first_token_that_belongs_there_is_still_added(tuned: Path, tmp_path: 
 def test_a_template_that_does_not_begin_replies_is_no_template_for_ollama(tuned: Path) -> None:
     """The model had to write `<|im_start|>` first, at which Ollama was told to stop."""
     tokenizer = load_tokenizer(tuned / "base")
-    with pytest.raises(UserError, match="does not begin a reply") as caught:
+    with pytest.raises(UserError, match="has no generation prompt") as caught:
         derive_template(TURNS, tokenizer=tokenizer, adds_bos=False, date=None)
     assert "<|im_start|>assistant" in str(caught.value.where)
     template = ChatTemplate(TURNS, special_tokens={})

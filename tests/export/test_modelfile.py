@@ -107,13 +107,13 @@ def test_any_text_is_read_back_as_it_was_or_refused(text):
         ({"parameters": {"top_k": True}}, "expects int"),
         ({"parameters": {"use_mmap": 1}}, "expects bool"),
         ({"parameters": {"temperature": float("nan")}}, "not a finite number"),
-        ({"context_length": 0}, "is empty"),
-        ({"stops": [""]}, "empty text"),
+        ({"context_length": 0}, "at least 1"),
+        ({"stops": [""]}, "stop text is empty"),
         ({"system": "a\u200bb"}, "drops"),
         ({"system": 'end"""\nmore'}, "three quotes"),
-        ({"gguf_name": "../m.gguf"}, "beside a Modelfile"),
-        ({"gguf_name": "m\n.gguf"}, "beside a Modelfile"),
-        ({"gguf_name": ""}, "beside a Modelfile"),
+        ({"gguf_name": "../m.gguf"}, "not a plain file name"),
+        ({"gguf_name": "m\n.gguf"}, "not a plain file name"),
+        ({"gguf_name": ""}, "not a plain file name"),
     ],
 )
 def test_what_a_modelfile_cannot_say_is_refused(arguments, reason):

@@ -76,7 +76,7 @@ def _unopened(model: Path) -> None:
     [
         (_other_architecture, "type `gpt2` cannot be written as GGUF", "[adapter, merged]"),
         (_other_tokenizer, "kind `Unigram` cannot be written", "[adapter, merged]"),
-        (_unopened, "does not begin a reply", "[adapter, merged, gguf]"),
+        (_unopened, "has no generation prompt", "[adapter, merged, gguf]"),
         (lambda model: _speaks(model, None), "no chat template", "[]"),
     ],
 )

@@ -212,7 +212,7 @@ def test_a_marker_is_no_role_and_a_refusal_is_in_words(tokenizer_of):
         builtin_template("chatml")
         + "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     )
-    with pytest.raises(UserError, match="refuses this conversation: no system"):
+    with pytest.raises(UserError, match="rejects this conversation: no system"):
         prompt(Ours(tokenizer_of("bpe"), strict), messages_of(("system", "s"), ("user", "x")).messages)
 
 

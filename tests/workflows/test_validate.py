@@ -246,7 +246,7 @@ def test_nan_in_an_adapter_and_in_its_base_are_told(lora: TrainResult, base: Pat
     save_file(tensors, tmp_path / "a" / "adapter_model.safetensors", metadata={"format": "pt"})
     report = judged(tmp_path / "a", data=held_out, out=tmp_path / "report").report
     assert report.reasons[0].code == "weights_not_finite" and list(report.bad_weights.values()) == [2]
-    assert "every number is noise" in " ".join(report.notes) and report.held_out is None
+    assert "every number would be meaningless" in " ".join(report.notes) and report.held_out is None
 
 
 def test_a_threshold_changes_the_verdict(lora: TrainResult, tmp_path: Path) -> None:

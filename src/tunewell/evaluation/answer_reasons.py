@@ -1,4 +1,4 @@
-"""Reasons for WEAK or FAIL that lie in the answers: faulty answers, wrong answers, a base model that answers better."""
+"""Reasons for WEAK or FAIL based on answers: faulty answers, wrong answers, a base model that answers better."""
 
 import math
 from collections.abc import Iterator

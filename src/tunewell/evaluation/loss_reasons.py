@@ -1,4 +1,4 @@
-"""Reasons for WEAK or FAIL that lie in weights and losses: NaN, overfitting, forgetting, no gain, too little data."""
+"""Reasons for WEAK or FAIL based on weights and losses: NaN, overfitting, forgetting, no gain, too little data."""
 
 import math
 import shlex
@@ -158,18 +158,18 @@ def not_enough_evidence(measured: Measurements) -> Iterator[Reason]:
     asked = counts.asked if counts and not measured.questions else len(measured.short_questions)
     if max(num_rows, asked) < MIN_ROWS:
         noun = "question" if measured.questions else "row"
-        held_back = f"only 1 {noun} was held back" if num_rows == 1 else f"no {noun} was held back"
+        held_out = f"only 1 {noun} was held out" if num_rows == 1 else f"no {noun} was held out"
         yield Reason(
             code="not_enough_evidence",
             level="WEAK",
-            what=f"Cannot tell: {held_back}, at least {MIN_ROWS} are needed.",
+            what=f"Cannot tell: {held_out}, at least {MIN_ROWS} are needed.",
             next=_hold_out_more(measured),
         )
     elif measured.base_loss is None and asked < MIN_ROWS:
         yield Reason(
             code="not_enough_evidence",
             level="WEAK",
-            what="Cannot tell: there is no base model to compare with, and "
+            what="Cannot tell: there is no base model to compare with, and only "
             f"{count(asked, 'question')} with a short reference; at least {MIN_ROWS} are needed.",
             next="Name the base model with `--base` (`tunewell validate "
             f"{shlex.quote(measured.model_path)} --base MODEL`), or test on questions with short answers.",

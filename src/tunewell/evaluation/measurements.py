@@ -1,4 +1,4 @@
-"""Everything measured about a model before its verdict, with the helpers that put it into words."""
+"""The measurements that a verdict is based on, and helpers that format them."""
 
 import math
 import shlex

@@ -214,7 +214,7 @@ class EvaluationSession:
         with self._timed("load"):
             model, bad_weights = self._open_and_check()
         if bad_weights:
-            self.notes.append("nothing else was measured: with such weights every number is noise")
+            self.notes.append("nothing else was measured: with such weights every number would be meaningless")
             return self._report(model, base, None, bad_weights)
         self._prepare_questions(model)
         tuned = self._measure(model, model.runtime, "tuned")

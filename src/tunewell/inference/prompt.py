@@ -41,7 +41,7 @@ def prompt_ids(
         text = masker.template.render(conversation.messages, conversation.tools, add_generation_prompt=True)
     except TemplateFailed as failure:
         raise UserError(
-            f"the template `{masker.template.name}` refuses this conversation: {failure}",
+            f"the template `{masker.template.name}` rejects this conversation: {failure}",
             fix="some templates do not support a system prompt, and most need alternating questions and answers",
         ) from failure
     marks = _template_markers(masker.template, marker, conversation, text)
@@ -73,7 +73,7 @@ def _template_markers(
         if found := marker.search(value):
             raise UserError(
                 f"a message contains `{found.group()}`, and the template `{template.name}` rewrites messages: "
-                "its markers cannot be told apart from message text",
+                "its markers cannot be distinguished from message text",
                 where=repr(value[max(0, found.start() - 20) : found.end() + 20]),
                 fix="remove it from the message",
             )

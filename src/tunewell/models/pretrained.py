@@ -93,7 +93,7 @@ def from_tensors(
     model, found = loaded
     _require_complete(found, source)
     if unknown := sorted(found["unexpected_keys"]):
-        raise UserError(f"`{source}` has {len(unknown):,} weights that the model does not: {first_names(unknown)}")
+        raise UserError(f"`{source}` has {len(unknown):,} weights that the model does not have: {first_names(unknown)}")
     return model
 
 

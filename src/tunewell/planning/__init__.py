@@ -2,5 +2,5 @@
 
 Start with `plan.py`; `compute.py` chooses device, precision, attention and threads, `starting_point.py` the values that
 `init` writes. Every reason is shown to the user as a sentence after the value.
-Planning knows facts and records only: no torch, no model, no measuring.
+Planning uses only facts and records: it imports no torch, loads no model and measures nothing.
 """

@@ -175,6 +175,6 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedManifest(
             f"the manifest of `{folder}` is damaged",
             where=f"{path}: {str(error).splitlines()[0]}",
-            fix="run `tunewell prepare` again; it makes the corpus anew",
+            fix="run `tunewell prepare` again; it rebuilds the corpus",
         ) from error
     raise UserError(f"`{path}` is not a manifest of tunewell", fix="give a folder that `tunewell prepare` wrote")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def command(
     model: ModelArgument = None,
     prompt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Answer this and exit. `-` reads it from stdin.")
+        str | None, typer.Option(metavar="TEXT", help="Answer this prompt and exit. `-` reads it from stdin.")
     ] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")] = None,
     temperature: Annotated[

@@ -17,7 +17,7 @@ def command(
         str | None,
         typer.Argument(
             metavar="KEY",
-            help="A key or a group, such as `packing.context_length` or `packing`. Default: list all keys.",
+            help="A key or a section, such as `packing.context_length` or `packing`. Default: list all keys.",
         ),
     ] = None,
     config: ConfigFile = None,

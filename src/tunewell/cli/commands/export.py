@@ -1,4 +1,4 @@
-"""`tunewell export`."""
+"""`tunewell export`: write a trained model as an adapter, merged weights, GGUF or Ollama files."""
 
 import sys
 from pathlib import Path
@@ -20,7 +20,7 @@ def _names(values: tuple[str, ...]) -> str:
 def command(
     place: Annotated[
         str | None,
-        typer.Argument(metavar="RUN", help="A run, an adapter or a model. Default: the run of the config here."),
+        typer.Argument(metavar="RUN", help="A run, an adapter or a model. Default: this folder's run."),
     ] = None,
     to: Annotated[
         str | None,
@@ -40,7 +40,8 @@ def command(
     no_create: Annotated[bool, typer.Option("--no-create", help="Do not call `ollama create`.")] = False,
     set_: Sets = None,
     allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Load weights from a `.pt` file; only if you trust its source.")
+        bool,
+        typer.Option("--allow-pickle", help="Load weights from a `.pt` file, which can run code. Trusted files only."),
     ] = False,
     json: AsJson = False,
 ) -> None:

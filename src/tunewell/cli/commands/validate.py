@@ -1,4 +1,4 @@
-"""`tunewell validate`."""
+"""`tunewell validate`: test a trained model on held-out rows, and print the verdict."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 def command(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="RUN", help="A run, an adapter or a model; by default the run of the config here."),
+        typer.Argument(metavar="RUN", help="A run, an adapter or a model. Default: this folder's run."),
     ] = None,
     data: Annotated[str | None, typer.Option(help="Rows to test on instead of the run's held-out rows.")] = None,
     against: Annotated[str | None, typer.Option(metavar="RUN", help="Another run to compare with.")] = None,
     checkpoint: Annotated[str, typer.Option(help="`best` by held-out loss, `last`, or a step.")] = "best",
     base: Annotated[str | None, typer.Option(help="Base model, if the run or adapter does not name it.")] = None,
     template: Annotated[str | None, typer.Option(help="Chat template, if the model has none.")] = None,
-    device: Annotated[str, typer.Option(help="Where to compute: `cpu`, `cuda`, `mps`.")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="Folder for the report; by default the run's.")] = None,
+    device: Annotated[str, typer.Option(help="Device: `cpu`, `cuda` or `mps`.")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="Folder for the report. Default: the run's folder.")] = None,
     lm_eval: Annotated[
         str | None,
-        typer.Option("--lm-eval", metavar="TASKS", help="lm-eval tasks to run too, comma-separated."),
+        typer.Option("--lm-eval", metavar="TASKS", help="Additional lm-eval tasks, separated by commas."),
     ] = None,
     set_: Sets = None,
     allow_pickle: Annotated[
         bool,
-        typer.Option("--allow-pickle", help="Load `.pt` files, which can run code: only from people you trust."),
+        typer.Option("--allow-pickle", help="Load weights from a `.pt` file, which can run code. Trusted files only."),
     ] = False,
     json: AsJson = False,
 ) -> None:

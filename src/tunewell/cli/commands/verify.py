@@ -1,4 +1,4 @@
-"""`tunewell verify`."""
+"""`tunewell verify`: check again that an export matches the trained model."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,10 @@ def command(
     folder: Annotated[Path, typer.Argument(metavar="EXPORT", help="A folder that `tunewell export` wrote.")],
     base: Annotated[str | None, typer.Option(help="The base model of an adapter, if it has moved.")] = None,
     allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Load a base model from a `.bin` file; only if you trust its source.")
+        bool,
+        typer.Option(
+            "--allow-pickle", help="Load a base model from a `.bin` file, which can run code. Trusted files only."
+        ),
     ] = False,
     json: AsJson = False,
 ) -> None:

@@ -15,7 +15,7 @@ from tunewell.data.corpus.spec import BuildSpec
 from tunewell.records.manifest import CORPUS_NAMES, MANIFEST, DamagedManifest, Manifest, read_manifest
 
 _CORPUS_MARKERS = frozenset({"dataset_dict.json", "dropped.jsonl", "train"})
-"""Files by which a corpus without a manifest is told from other folders."""
+"""Files that identify a corpus folder without a manifest."""
 _SMALL_FILES_BYTES = 4096
 
 

@@ -101,7 +101,7 @@ class Masker:
         try:
             text = self.template.render(conversation.messages, conversation.tools)
         except TemplateFailed as failure:
-            raise Rejected("not_a_conversation", f"the template refuses it: {failure}") from failure
+            raise Rejected("not_a_conversation", f"the template rejects it: {failure}") from failure
         texts, shape = placeholders.extract_texts(conversation)
         plan = self._cached_plan(shape, conversation, frozenset())
         if isinstance(plan, Plan) and plan.fill(texts) == text:
@@ -142,7 +142,7 @@ class Masker:
         try:
             return self._make_plan(conversation, inline_thinking, only)
         except TemplateFailed as failure:
-            return Rejected("mask_uncertain", f"the template refuses it with placeholders: {failure}")
+            return Rejected("mask_uncertain", f"the template rejects it with placeholders: {failure}")
         except Rejected as rejected:
             return rejected
 

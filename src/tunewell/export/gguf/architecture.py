@@ -153,9 +153,7 @@ def _wrong_rope(values: dict[str, Any], spec: dict[str, Any]) -> list[str]:
         odd = [name for name in ("mscale", "mscale_all_dim") if rope.get(name)]
         scale = rope.get("attention_factor")
         if odd or (scale is not None and not math.isclose(scale, 0.1 * math.log(rope["factor"]) + 1, rel_tol=1e-4)):
-            found.append(
-                f"`yarn` sets {', '.join(f'`{name}`' for name in odd) or '`attention_factor`'}"
-            )
+            found.append(f"`yarn` sets {', '.join(f'`{name}`' for name in odd) or '`attention_factor`'}")
         if rope.get("truncate") is False:
             found.append("`yarn` does not round its bounds (`truncate`)")
     return found

@@ -126,7 +126,6 @@ _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8
 _HEADER_BYTES, _TOKEN_BYTES = 1 << 20, 64
 
 
-
 @dataclass(frozen=True)
 class GgufFacts:
     """What was written."""

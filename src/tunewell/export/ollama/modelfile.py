@@ -90,8 +90,8 @@ def derive_template(source: str, *, tokenizer: LoadedTokenizer, adds_bos: bool, 
     render = _render_with(own)
     if missing := missing_generation_prompt(render):
         raise UserError(
-            "the chat template does not begin a reply, so Ollama would not ask the model for one",
-            where=f"before a reply it writes {missing[-60:]!r}, with `add_generation_prompt` nothing",
+            "the chat template has no generation prompt, so Ollama could not request a reply",
+            where=f"it writes {missing[-60:]!r} before a reply, but nothing with `add_generation_prompt`",
             fix="train with a template that has a generation prompt (`template.name`), or export without `ollama`",
         )
     go = derive_go_template(
@@ -131,7 +131,9 @@ def modelfile(
     The template's notes become comments.
     """
     if context_length < 1:
-        raise UserError(f"a context of {context_length} tokens is empty", fix="pass the model's context length")
+        raise UserError(
+            f"the context length must be at least 1, not {context_length}", fix="pass the model's context length"
+        )
     lines = ["# Read by `ollama create NAME -f Modelfile`, in this folder."]
     lines += [f"# {' '.join(note.split())}" for note in template.notes]
     lines += [f"FROM ./{_require_plain_name(gguf_name)}", f"TEMPLATE {_quote(template.text, 'the template')}"]
@@ -150,7 +152,7 @@ def modelfile(
 
 def _require_plain_name(name: str) -> str:
     if not name or "/" in name or "\\" in name or name != name.strip() or not name.isprintable():
-        raise UserError(f"{name!r} cannot be a file beside a Modelfile", fix="give the GGUF file a plain name")
+        raise UserError(f"{name!r} is not a plain file name", fix="give the GGUF file a plain name")
     return name
 
 
@@ -161,7 +163,7 @@ def _quote(text: str, what: str) -> str:
     if early := _ENDS_EARLY.search(text):
         where = repr(text[max(0, early.start() - 40) : early.end()])
         raise UserError(
-            f"{what} has a line that ends with three quotes, which would end it in a Modelfile",
+            f"{what} has a line that ends with three quotes, which would end the value in a Modelfile",
             where=where,
             fix="remove the quotes",
         )
@@ -174,7 +176,7 @@ def _is_preserved(character: str) -> bool:
 
 def _quote_stop(text: str) -> str:
     if not text:
-        raise UserError("an empty text cannot stop a reply", fix="leave it out")
+        raise UserError("a stop text is empty", fix="remove it")
     is_plain = '"' not in text and "\n" not in text and "\r" not in text
     return f'"{text}"' if is_plain and all(map(_is_preserved, text)) else _quote(text, f"the stop text {text!r}")
 

@@ -215,7 +215,7 @@ class HealthCallback(TrainerCallback):
         loss = self._loss.resolve(metrics.step, metrics.loss, logged)
         if was_own and not self._loss.is_own:
             self._monitor, self._possible_fault = HealthMonitor(self._monitor.about), None
-            words = "the model's own loss is not trained on: from here on the logged loss is checked"
+            words = "the trainer computes its own loss: from now on, the logged loss is checked instead of the model's"
             self._write(Finding("another-loss", "note", metrics.step, words), "none", words)
         if self._is_checked:
             self._logs.step(metrics)
