@@ -294,9 +294,7 @@ def main() -> None:
         print(f"\n{origin}, {len(corpus)} documents. Threads: {threads}. Rounds: {wanted.rounds}.\n")
         print(report(results))
         share = computed_share(folder, results["ours"][0]["steps"])
-        print(
-            f"\nThe shared prefix of the documents is computed once per step: {share:.1%} of their tokens are computed."
-        )
+        print(f"\nThe shared prefix is computed once per step: {share:.1%} of the tokens are computed.")
         parts = flops_of(shape_of(folder), corpus.index, rank=RANK)
         # The head reads the learned tokens alone, and none of them is in the opening.
         parts = {name: value * (1.0 if "N_h" in name else share) for name, value in parts.items()}

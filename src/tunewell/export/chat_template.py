@@ -1,4 +1,4 @@
-"""The chat template that is saved with an export: it renders the same text as in training, whichever program calls it."""
+"""The chat template that is saved with an export: it renders the same text as in training, in any program."""
 
 import json
 import keyword

@@ -131,9 +131,7 @@ def modelfile(
     The template's notes become comments.
     """
     if context_length < 1:
-        raise UserError(
-            f"the context length must be at least 1, not {context_length}", fix="pass the model's context length"
-        )
+        raise UserError(f"the context length must be at least 1, not {context_length}", fix="pass that of the model")
     lines = ["# Read by `ollama create NAME -f Modelfile`, in this folder."]
     lines += [f"# {' '.join(note.split())}" for note in template.notes]
     lines += [f"FROM ./{_require_plain_name(gguf_name)}", f"TEMPLATE {_quote(template.text, 'the template')}"]

@@ -183,7 +183,8 @@ def derive_go_template(
     notes += omissions(trial, layout, source)
     if render_another_day and _differ(render, render_another_day, layout):
         notes.append(
-            f"the date in the text stays at {date or 'the date of the export'}; the model's template writes today's date"
+            f"the date in the text stays at {date or 'the date of the export'}; the model's own template writes "
+            "today's date"
         )
     after_reply = pieces_at(layout.rules["user"], Place("user", "assistant", False, True, True, 1))
     return GoTemplate(
