@@ -107,7 +107,7 @@ def test_any_text_is_read_back_as_it_was_or_refused(text):
         ({"parameters": {"top_k": True}}, "expects int"),
         ({"parameters": {"use_mmap": 1}}, "expects bool"),
         ({"parameters": {"temperature": float("nan")}}, "not a finite number"),
-        ({"context_length": 0}, "at least 1"),
+        ({"context_length": 0}, "context length is 0"),
         ({"stops": [""]}, "stop text is empty"),
         ({"system": "a\u200bb"}, "drops"),
         ({"system": 'end"""\nmore'}, "three quotes"),

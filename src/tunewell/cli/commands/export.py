@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from tunewell.cli.options import AsJson, Sets
+from tunewell.cli.options import AllowPickle, AsJson, Sets
 from tunewell.config.extensions import EXPORT_TARGETS, GgufFormat, MergedPrecision
 
 if TYPE_CHECKING:
@@ -39,10 +39,7 @@ def command(
     name: Annotated[str | None, typer.Option(help="Name of the model in Ollama. Default: the run's name.")] = None,
     no_create: Annotated[bool, typer.Option("--no-create", help="Do not call `ollama create`.")] = False,
     set_: Sets = None,
-    allow_pickle: Annotated[
-        bool,
-        typer.Option("--allow-pickle", help="Load weights from a `.pt` file, which can run code. Trusted files only."),
-    ] = False,
+    allow_pickle: AllowPickle = False,
     json: AsJson = False,
 ) -> None:
     """Export a run to an adapter, merged weights, GGUF or Ollama.

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunewell.cli.options import AsJson, Sets
+from tunewell.cli.options import AllowPickle, AsJson, Sets
 
 if TYPE_CHECKING:
     from tunewell.records.report import Validation
@@ -28,10 +28,7 @@ def command(
         typer.Option("--lm-eval", metavar="TASKS", help="Additional lm-eval tasks, separated by commas."),
     ] = None,
     set_: Sets = None,
-    allow_pickle: Annotated[
-        bool,
-        typer.Option("--allow-pickle", help="Load weights from a `.pt` file, which can run code. Trusted files only."),
-    ] = False,
+    allow_pickle: AllowPickle = False,
     json: AsJson = False,
 ) -> None:
     """Test a trained model on held-out rows: PASS, WEAK or FAIL.

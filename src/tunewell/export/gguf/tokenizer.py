@@ -35,7 +35,9 @@ _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
 _PREPEND = {"type": "Prepend", "prepend": _SPACE}
 # Cuts that change no id: nothing crosses them, or spaces are gone when they look for one.
 _HARMLESS_CUT = f"{_SPACE}*[^{_SPACE}]+|{_SPACE}+"
-_FIRST_TEXT_ONLY = "llama.cpp adds a space to the text after every special token; the tokenizer adds a space before the first text only"
+_FIRST_TEXT_ONLY = (
+    "llama.cpp adds a space to the text after every special token, the tokenizer before the first text only"
+)
 
 
 def space_prefix(pipeline: dict[str, Any]) -> tuple[bool, list[str]]:

@@ -255,6 +255,6 @@ class StoredTensor:
         limit = {"F16": _LARGEST_HALF, "Q8_0": _LARGEST_HALF * _STEPS}.get(self.kind.name, math.inf)
         if largest > limit:
             raise UserError(
-                f"the tensor `{self.source}` contains {largest:,.0f}, but {self.kind.name} has a maximum of {limit:,.0f}",
+                f"the tensor `{self.source}` contains {largest:,.0f}, beyond the {limit:,.0f} of {self.kind.name}",
                 fix="export it as bf16 or f32",
             )

@@ -131,7 +131,7 @@ def modelfile(
     The template's notes become comments.
     """
     if context_length < 1:
-        raise UserError(f"the context length must be at least 1, not {context_length}", fix="pass that of the model")
+        raise UserError(f"the context length is {context_length}", fix="pass the context length of the model")
     lines = ["# Read by `ollama create NAME -f Modelfile`, in this folder."]
     lines += [f"# {' '.join(note.split())}" for note in template.notes]
     lines += [f"FROM ./{_require_plain_name(gguf_name)}", f"TEMPLATE {_quote(template.text, 'the template')}"]
