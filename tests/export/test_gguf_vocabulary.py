@@ -344,16 +344,16 @@ def test_whole_words_before_merges_are_refused_only_where_it_matters(tmp_path, w
         backend = bpe(vocabulary, SPELLINGS["Qwen 2"][0], whole_first=True)
         folder = with_tokenizer(tmp_path / f"model{is_refused}", weights, backend)
         if is_refused:
-            refused(folder, "whole words before merges")
+            refused(folder, "`ignore_merges` is true")
         else:
             assert read_vocabulary(folder, num_rows=5000, config={}).words.pre == "qwen2"
 
 
 def test_vocabularies_of_other_kinds_are_refused(tmp_path, weights, pieces):
     word_piece = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
-    refused(with_tokenizer(tmp_path / "words", weights, word_piece), "kind `WordPiece`")
+    refused(with_tokenizer(tmp_path / "words", weights, word_piece), "type `WordPiece`")
     unigram = Tokenizer(models.Unigram([("a", 0.0)], 0))
-    refused(with_tokenizer(tmp_path / "unigram", weights, unigram), "kind `Unigram`")
+    refused(with_tokenizer(tmp_path / "unigram", weights, unigram), "type `Unigram`")
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trained.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=900, show_progress=False))

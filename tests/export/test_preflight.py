@@ -75,7 +75,7 @@ def _unopened(model: Path) -> None:
     ("spoil", "said", "left"),
     [
         (_other_architecture, "type `gpt2` cannot be written as GGUF", "[adapter, merged]"),
-        (_other_tokenizer, "kind `Unigram` cannot be written", "[adapter, merged]"),
+        (_other_tokenizer, "type `Unigram` cannot be written", "[adapter, merged]"),
         (_unopened, "has no generation prompt", "[adapter, merged, gguf]"),
         (lambda model: _speaks(model, None), "no chat template", "[]"),
     ],
