@@ -90,7 +90,7 @@ def test_what_the_model_does_not_allow_is_refused(model: Path, spoil: Any, said:
 def test_a_template_that_ollama_cannot_have_is_refused(model: Path) -> None:
     odd = "{% for m in messages %}{{ m.content | length }}{% endfor %}"
     _speaks(model, CHATML + "{% if messages | length > 2 %}" + odd + "{% endif %}")
-    with pytest.raises(UserError, match="cannot be written for Ollama"):
+    with pytest.raises(UserError, match="cannot be converted exactly for Ollama"):
         _wish(model)
     _wish(model, "export.to=[gguf]")
 
