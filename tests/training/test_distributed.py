@@ -19,7 +19,7 @@ import sys, torch
 sys.path.insert(0, sys.argv[1])
 from lessons import RandomDocuments, lora_learner
 from tunewell.config.schema import Train
-from tunewell.training.held_out import held_out_loss
+from tunewell.training.evaluate import held_out_loss
 from tunewell.training.distributed import World
 torch.set_num_threads(1)
 world = World.initialise(torch.device("cpu"))

@@ -14,7 +14,7 @@ from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.generate import Generated
 from tunewell.inference.runtime import DocumentLosses
 from tunewell.records.report import Answer, AnsweredQuestion, LogitChange, LossPair
-from tunewell.training.held_out import Question
+from tunewell.training.evaluate import Question
 
 
 @dataclass

@@ -35,7 +35,7 @@ from tunewell.models.quiet import quiet
 from tunewell.records.manifest import read_manifest
 from tunewell.records.plan import Chosen
 from tunewell.records.report import AnsweredQuestion, Report
-from tunewell.training.held_out import Question, questions_of
+from tunewell.training.evaluate import Question, questions_of
 
 # Choose the rows a model is evaluated on: the held-out rows of its run, or rows of another corpus.
 

@@ -17,6 +17,7 @@ import orjson
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import write_atomic
+from tunewell.core.progress import silent
 from tunewell.library.progress import Show, shown
 from tunewell.library.results import PrepareResult, TrainResult, Validation, as_result
 from tunewell.runs.config import RunOptions, load_for_run
@@ -126,7 +127,8 @@ def train(
     with shown(progress, is_training=True) as show:
 
         def listen(event: Event) -> None:
-            show(event)
+            if show is not silent:
+                show(event)
             if on_step is not None and isinstance(event, StepTaken):
                 on_step(event)
             if on_evaluate is not None and isinstance(event, Evaluated):

@@ -30,9 +30,9 @@ from tunewell.records.healing import HEALING, read_healing
 from tunewell.records.plan import Plan
 from tunewell.training.checkpoints import Checkpoints
 from tunewell.training.distributed import World
+from tunewell.training.evaluate import ask
 from tunewell.training.events import Listener, Note, RunStarted, Sample, send_notes
 from tunewell.training.health import RunContext
-from tunewell.training.held_out import ask
 from tunewell.training.leak_probe import probe_leaks
 from tunewell.training.recovery import HealingState
 from tunewell.training.run import Run

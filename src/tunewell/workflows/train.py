@@ -33,6 +33,7 @@ from tunewell.training.engine import train as take_steps
 from tunewell.training.events import Listener
 from tunewell.training.faults import parse_faults
 from tunewell.training.run import Run
+from tunewell.training.step import StepHooks
 from tunewell.workflows.prepare import prepare
 from tunewell.workflows.validate import validate
 
@@ -63,7 +64,7 @@ class _Training:
         self.loaded, self.options = loaded, options
         self.heartbeat = Heartbeat(options.supervisor_fds) if options.supervisor_fds else None
         self.recorder = MetricsRecorder(*([self.heartbeat] if self.heartbeat else []), listener)
-        self.hooks = parse_faults(options.faults, is_allowed=options.allow_faults)
+        self.hooks = parse_faults(options.faults, is_allowed=options.allow_faults) if options.faults else StepHooks()
         World.select_gpu(loaded.config.device)
         self.device = probe_device(loaded.config.device)
         self.world = World.initialise(torch.device(self.device.name))

@@ -28,7 +28,7 @@ from tunewell.inference.generate import generate
 from tunewell.inference.prompt import prompt_ids
 from tunewell.models.attention import stock_attention
 from tunewell.records.parity import PROOF_FILES, Artefact, ModelFacts, Probe, Proof, Question
-from tunewell.training.held_out import questions_of
+from tunewell.training.evaluate import questions_of
 
 ANSWER_TOKENS = 48
 _MAX_QUESTIONS = 8
