@@ -49,12 +49,12 @@ class Clock:
 
     @property
     def rates(self) -> list[float]:
-        """Give the tokens a second of each window."""
+        """Return the tokens per second of each window."""
         pairs = zip(self.readings, self.readings[1:], strict=False)
         return [(tokens - before) / (now - then) for (then, before), (now, tokens) in pairs]
 
     def peak(self) -> dict[str, float]:
-        """Give the most memory of the GPU that tensors had, and that torch held, with what lay idle or in graphs."""
+        """Return the peak of allocated GPU memory, and of memory reserved by torch (idle memory and graphs included)."""
         import torch
 
         if not torch.cuda.is_available():

@@ -1,11 +1,11 @@
-"""Train SmolLM2-135M on a CPU against TRL, and against what its matrix products alone would take, in one run.
+"""Benchmark training SmolLM2-135M on a CPU, compared with TRL and with the model's matrix products alone.
 
     python benchmarks/cpu.py                         two rounds, the second in reverse: a quarter of an hour
     python benchmarks/cpu.py --rounds 1 --windows 2  a first impression in five minutes
 
-LoRA of rank 8 on all linear layers, fp32, five GSM8K documents a step, the same for everyone.
-Bars: at least 2 times TRL's better configuration in trained real tokens a second, and at least 55% of the rate at which
-this machine multiplies fp32 matrices of the model's own shapes with the same threads.
+LoRA of rank 8 on all linear layers, fp32, five GSM8K documents per step, the same for all contenders.
+Bars: at least 2 times the faster TRL configuration in real tokens per second, and at least 55% of the rate at which
+this machine multiplies fp32 matrices of the model's shapes with the same threads.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def documents_in_order(folder: Path) -> tuple[Any, Any]:
 
 
 def computed_share(folder: Path, num_steps: int) -> float:
-    """Give which share of the tokens ours computes, where documents of a step begin alike."""
+    """Return the share of tokens that tunewell computes if the documents of a step have a shared prefix."""
     from tunewell.data.batches import make_batch, share_prefix
     from tunewell.models.cpu_attention import LONGEST
 
@@ -265,8 +265,8 @@ def contend(wanted: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare the speed of training on a CPU.")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--windows", type=int, default=5, help="timed windows of ours a round; TRL has three at most")
-    parser.add_argument("--threads", type=int, help="instead of measuring which number is fastest")
+    parser.add_argument("--windows", type=int, default=5, help="timed windows per round; at most three for TRL")
+    parser.add_argument("--threads", type=int, help="number of threads; by default the fastest is measured")
     parser.add_argument("--contender", choices=[*NAMES, "threads"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--started-at", type=float, help=argparse.SUPPRESS)
@@ -302,7 +302,7 @@ def main() -> None:
 
 
 def report(results: dict[str, list[dict[str, Any]]]) -> str:
-    """Set each contender against TRL's better configuration."""
+    """Compare each contender with the faster TRL configuration."""
     rates = {name: [rate for run in runs for rate in run["tokens_per_second"]] for name, runs in results.items()}
     middle = {name: statistics.median(values) for name, values in rates.items()}
     best = max(rate for name, rate in middle.items() if name != "ours")
@@ -329,7 +329,7 @@ def report(results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def same_start(results: dict[str, list[dict[str, Any]]]) -> str:
-    """Say whether ours and TRL's padded run, whose first step has the same documents, begin at the same loss."""
+    """Report whether tunewell and TRL's padded run, whose first step has the same documents, start at the same loss."""
     own, peer = results["ours"][0]["losses"][0], results["trl-padded"][0]["losses"][0]
     apart = abs(own / peer - 1)
     words = "equal" if apart < 1e-3 else "INVALID: not equal"
@@ -337,7 +337,7 @@ def same_start(results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def against_products(runs: list[dict[str, Any]], parts: dict[str, float]) -> str:
-    """Set our windows against the products that were timed before and after each of them."""
+    """Compare our windows with the matrix products that were timed before and after each of them."""
     flops = sum(parts.values())
     shares, products = [], []
     for run in runs:

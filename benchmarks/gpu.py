@@ -1,10 +1,10 @@
-"""Train on one GPU against TRL: trained real tokens a second, memory and the wait for the first step, in one run.
+"""Benchmark training on one GPU, compared with TRL: real tokens per second, memory and time to the first step.
 
     python benchmarks/gpu.py                              23M, 1.1B and 8B, each contender in a fresh process
     python benchmarks/gpu.py --cases 8b --rounds 2        one case, everything twice, the second time in reverse
     python benchmarks/gpu.py --cases smoke                a minute on any CPU: do the scripts run?
 
-Bars: at least 2 times the best peer at 23M, 1.4 times at 1.1B and 1.1 times at 8B, at no more memory.
+Bars: at least 2 times the best peer at 23M, 1.4 times at 1.1B and 1.1 times at 8B, without more memory.
 """
 
 import argparse
@@ -127,7 +127,7 @@ def complaints(case: str, found: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def rows_of(case: str, found: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """Set a case's contenders against its best peer."""
+    """Compare a case's contenders with its best peer."""
     peers = [result for name, result in found.items() if name in PEERS and "error" not in result]
     best = max(peers, key=lambda peer: peer["rate"], default=None)
     flops = sum(flops_of(CASES[case].shape, draw_documents(CASES[case], steps=8).index).values())
@@ -157,7 +157,7 @@ def rows_of(case: str, found: dict[str, dict[str, Any]]) -> list[list[str]]:
 
 
 def verdicts(case: str, found: dict[str, dict[str, Any]]) -> list[str]:
-    """Say whether the best of ours reaches its bar, at no more memory than the best peer, in tensors and held."""
+    """Report whether our best contender reaches its bar without more memory (allocated and reserved) than the best peer."""
     good = {name: result for name, result in found.items() if "error" not in result}
     peers = [result for name, result in good.items() if name in PEERS]
     own = {name: result for name, result in good.items() if name in OURS}
@@ -195,7 +195,7 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["23m", "1.1b", "8b"])
     parser.add_argument("--contenders", nargs="+", choices=NAMES, default=list(DEFAULT))
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=60.0, help="begin nothing that would end later than this")
+    parser.add_argument("--minutes", type=float, default=60.0, help="time limit: start no case that would end later")
     parser.add_argument("--out", type=Path, default=Path("demo/gpu"), help="folder for logs and figures")
     wanted = parser.parse_args()
     wanted.out.mkdir(parents=True, exist_ok=True)

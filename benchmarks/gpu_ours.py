@@ -46,7 +46,7 @@ class NoDocuments:
         return 0
 
     def arrays(self, index: int) -> Any:
-        """Give nothing: there is nothing."""
+        """Return nothing: there is no text."""
         raise IndexError(index)
 
 
@@ -138,7 +138,7 @@ def ours(case: Case, compiling: str, started_at: float) -> None:
 
 
 def as_logged(losses: list[float]) -> list[tuple[int, float]]:
-    """Give the first loss, then means over as many steps as TRL logs."""
+    """Return the first loss, then means over as many steps as TRL logs."""
     ends = range(LOG_STEPS, len(losses) + 1, LOG_STEPS)
     return [(1, losses[0])] + [(end, statistics.mean(losses[max(1, end - LOG_STEPS) : end])) for end in ends]
 

@@ -1,11 +1,11 @@
-"""What watching over a run costs: the same steps with every guard on and with none, in turns, in one process.
+"""Benchmark the cost of health checks: the same steps with and without all guards, alternating in one process.
 
     python benchmarks/guards.py                 1.1B on a GPU, 135M on a CPU
     python benchmarks/guards.py --case 23m
 
-With guards: finiteness and the limit of the gradient's length are decided on the device and turn the update into
-nothing, the numbers of each step are read one step late and judged by every rule. Without: torch's own clipping and
-AdamW, and the numbers are read for the log alone. Bar: under 1% of a step.
+With guards: the device checks that the gradient is finite and below the norm limit, and skips the update otherwise; the
+metrics of each step are read one step late and checked by every rule. Without: torch's own clipping and AdamW, and the
+metrics are read only for the log. Bar: under 1% of a step.
 """
 
 import argparse
@@ -102,8 +102,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     has_gpu = torch.cuda.is_available()
     parser.add_argument("--case", default="1.1b" if has_gpu else "135m")
-    parser.add_argument("--windows", type=int, default=10, help="of each kind")
-    parser.add_argument("--steps", type=int, default=10 if has_gpu else 2, help="of a window")
+    parser.add_argument("--windows", type=int, default=10, help="number of windows with guards, and as many without")
+    parser.add_argument("--steps", type=int, default=10 if has_gpu else 2, help="steps per window")
     options = parser.parse_args()
     case = CASES[options.case]
     attention.register()

@@ -28,13 +28,13 @@ class Shape:
 
     @property
     def linears(self) -> list[tuple[int, int]]:
-        """Give the inputs and outputs of one layer's linear maps."""
+        """Return the input and output sizes of one layer's linear maps."""
         keys = self.hidden // self.heads * self.kv_heads
         attention = [(self.hidden, self.hidden), (self.hidden, keys), (self.hidden, keys), (self.hidden, self.hidden)]
         return [*attention, (self.hidden, self.inner), (self.hidden, self.inner), (self.inner, self.hidden)]
 
     def config(self) -> Any:
-        """Give the model's configuration for transformers."""
+        """Return the model's configuration for transformers."""
         from transformers import LlamaConfig
 
         return LlamaConfig(
@@ -70,7 +70,7 @@ class Case:
 
     @property
     def marks(self) -> list[int]:
-        """Give the steps after which the clock is read."""
+        """Return the steps after which the clock is read."""
         return [self.warmup_steps + number * self.window_steps for number in range(self.windows + 1)]
 
 
@@ -98,12 +98,12 @@ class Documents:
         return len(self.bounds) - 1
 
     def arrays(self, index: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Give a document's ids and its labels, which are unshifted and -100 where nothing is learned."""
+        """Return a document's ids and its labels: unshifted, -100 for tokens that are not supervised."""
         here = slice(self.bounds[index], self.bounds[index + 1])
         return self.ids[here], self.labels[here]
 
     def as_dataset(self) -> Any:
-        """Give the documents as a `datasets.Dataset`, one row each, for TRL."""
+        """Return the documents as a `datasets.Dataset`, one row each, for TRL."""
         import datasets
         import pyarrow as pa
 

@@ -1,10 +1,10 @@
-"""How the memory of `tunewell prepare` grows with the rows: it should follow the shard, not the data.
+"""Benchmark the memory of `tunewell prepare`: it should depend on the shard size, not on the number of rows.
 
     python benchmarks/memory.py                     100,000 and 800,000 rows
     python benchmarks/memory.py --rows 5000 10000
 
-Measures RssAnon, the memory that cannot be dropped and read again; mapped files are not in it. Linux only.
-Bar: at eight times the rows at most one and a half times the memory.
+Measures RssAnon, memory that the system cannot drop and read again; mapped files are not included. Linux only.
+Bar: with eight times the rows, at most 1.5 times the memory.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Packing against best-fit decreasing and TRL's packer, on the same lengths.
+"""Benchmark packing: tunewell compared with best-fit decreasing and TRL's packer, on the same lengths.
 
     python benchmarks/packing.py
 
-Lengths are lognormal with a mean of about 186 tokens and 1,024 at most, like those of a real set of chats.
+Lengths are log-normal with a mean of about 186 tokens and a maximum of 1,024, as in a real chat dataset.
 """
 
 import argparse
@@ -82,8 +82,8 @@ PACKERS: dict[str, Callable[[np.ndarray], tuple[float, int]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare packers on the same lengths.")
-    parser.add_argument("--documents", type=int, nargs="+", default=[136_951, 1_000_000], help="how many documents")
-    parser.add_argument("--without-trl", action="store_true", help="leave TRL out, which takes longest")
+    parser.add_argument("--documents", type=int, nargs="+", default=[136_951, 1_000_000], help="numbers of documents")
+    parser.add_argument("--without-trl", action="store_true", help="skip TRL, which takes longest")
     wanted = parser.parse_args()
     print(setting("tunewell", "numpy", "trl", "datasets"))
     for number in wanted.documents:

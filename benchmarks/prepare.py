@@ -1,10 +1,10 @@
-"""`tunewell prepare` against the bare tokenizer and against TRL's preparation, in one run on the same rows.
+"""Benchmark data preparation: `tunewell prepare` compared with the bare tokenizer and with TRL, on the same rows.
 
     python benchmarks/prepare.py                    100,000 rows, three rounds
     python benchmarks/prepare.py --rows 5000 --rounds 1
 
-Bars: at least 60% of the rows a second that the tokenizer alone does with the same threads, and at least three times
-TRL's better `dataset_num_proc` of 1 and 2. Each round runs everything once, in another order.
+Bars: at least 60% of the bare tokenizer's rows per second with the same threads, and at least three times TRL with the
+faster of `dataset_num_proc` 1 and 2. Each round runs every contender once, in a different order.
 """
 
 import argparse
@@ -171,7 +171,7 @@ def main() -> None:
 
 
 def report(num_rows: int, seconds: dict[str, list[float]]) -> str:
-    """Set each contender against the bare tokenizer and the better of TRL's two."""
+    """Compare each contender with the bare tokenizer and the faster TRL."""
     rates = {name: num_rows / statistics.median(times) for name, times in seconds.items()}
     bare_rate = next(rate for name, rate in rates.items() if name.startswith("bare"))
     trl_rate = max(rate for name, rate in rates.items() if name.startswith("TRL"))

@@ -50,7 +50,7 @@ def setting(*packages: str) -> str:
 
 
 def tunewell_command() -> list[str]:
-    """Give the command line of the tunewell that this Python has."""
+    """Return the command line of this Python's tunewell."""
     return [sys.executable, "-m", "tunewell"]
 
 
