@@ -54,7 +54,7 @@ class Clock:
         return [(tokens - before) / (now - then) for (then, before), (now, tokens) in pairs]
 
     def peak(self) -> dict[str, float]:
-        """Return the peak of allocated GPU memory, and of memory reserved by torch (idle memory and graphs included)."""
+        """Return the peak of allocated GPU memory, and of memory that torch reserved, idle or in graphs."""
         import torch
 
         if not torch.cuda.is_available():

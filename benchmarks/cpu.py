@@ -329,7 +329,7 @@ def report(results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def same_start(results: dict[str, list[dict[str, Any]]]) -> str:
-    """Report whether tunewell and TRL's padded run, whose first step has the same documents, start at the same loss."""
+    """Report whether tunewell and TRL's padded run, with the same first documents, start at the same loss."""
     own, peer = results["ours"][0]["losses"][0], results["trl-padded"][0]["losses"][0]
     apart = abs(own / peer - 1)
     words = "equal" if apart < 1e-3 else "INVALID: not equal"

@@ -157,7 +157,7 @@ def rows_of(case: str, found: dict[str, dict[str, Any]]) -> list[list[str]]:
 
 
 def verdicts(case: str, found: dict[str, dict[str, Any]]) -> list[str]:
-    """Report whether our best contender reaches its bar without more memory (allocated and reserved) than the best peer."""
+    """Report whether our best contender reaches its bar with no more memory than the best peer."""
     good = {name: result for name, result in found.items() if "error" not in result}
     peers = [result for name, result in good.items() if name in PEERS]
     own = {name: result for name, result in good.items() if name in OURS}

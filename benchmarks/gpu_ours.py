@@ -46,7 +46,7 @@ class NoDocuments:
         return 0
 
     def arrays(self, index: int) -> Any:
-        """Return nothing: there is no text."""
+        """Raise IndexError: there are no documents."""
         raise IndexError(index)
 
 
