@@ -36,7 +36,7 @@ _HOMES = {
     "train": "tunewell.library.functions",
     "validate": "tunewell.library.functions",
 }
-"""Where each name lives; it is imported when it is first asked for, so that `import tunewell` costs nothing."""
+"""The module of each public name. Modules are imported on first use, so that `import tunewell` is fast."""
 
 
 def __getattr__(name: str) -> Any:

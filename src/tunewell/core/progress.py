@@ -9,7 +9,7 @@ class Progress:
     """How far a stage of a long operation is."""
 
     stage: str
-    """What is going on, in words for a screen: `loading the model`. Empty when the stage is over."""
+    """The current stage as text for a screen: `loading the model`. Empty when the stage is over."""
     done: int = 0
     total: int = 0
     """0 where the total is unknown."""

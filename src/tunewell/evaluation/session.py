@@ -254,7 +254,7 @@ class EvaluationSession:
         return model, model.runtime.nonfinite_weights()
 
     def _measure_separate_base(self, tuned: ChatModel) -> ModelOutputs:
-        """Measure a base with weights of its own, after the tuned model's memory is free."""
+        """Measure a base model with separate weights, after the tuned model's memory is free."""
         tuned.unload()
         gc.collect()
         if torch.cuda.is_available():
@@ -354,7 +354,7 @@ class EvaluationSession:
 
 
 def _training_settings(ref: ModelRef, provenance: Provenance) -> dict[str, Any]:
-    """Return the fields of Measurements that advice is made of."""
+    """Return the fields of Measurements that advice depends on."""
     found: dict[str, Any] = {"is_adapter": ref.adapter is not None, "model_path": str(ref.path or ref.name)}
     if ref.plan is not None:
         found |= {"learning_rate": ref.plan.learning_rate.value, "epochs": ref.plan.epochs.value}

@@ -38,7 +38,7 @@ class Model:
     def generate(
         self, prompts: str | Sequence[str], *, max_new_tokens: int = 512, temperature: float = 0.0
     ) -> str | list[str]:
-        """Return one reply for each prompt; every prompt is a conversation of its own, without the running one."""
+        """Return one reply for each prompt; every prompt is a separate conversation."""
         if isinstance(prompts, str):
             return self.generate([prompts], max_new_tokens=max_new_tokens, temperature=temperature)[0]
         if not all(isinstance(prompt, str) for prompt in prompts):

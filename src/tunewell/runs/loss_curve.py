@@ -108,7 +108,7 @@ class Scale:
 
 
 def step_scale(steps: list[int], *, left: float, right: float) -> Scale:
-    """Map steps from left to right; a single step lies in the middle."""
+    """Map steps from left to right; a single step is in the middle."""
     low, high = min(steps), max(steps)
     if low == high:
         return Scale(lambda _: (left + right) / 2, [((left + right) / 2, count(low))])
@@ -133,7 +133,7 @@ def linear_scale(values: list[float], *, top: float, bottom: float) -> Scale:
 
 
 def log_scale(values: list[float], *, top: float, bottom: float) -> Scale:
-    """Map losses from the bottom up; equal ratios have equal heights. Losses of 0 and below lie at the bottom."""
+    """Map losses from the bottom up; equal ratios have equal heights. Losses of 0 and below are at the bottom."""
     positive = [value for value in values if value > 0]
     low, high = math.log10(min(positive)) - 0.06, math.log10(max(positive)) + 0.06
 

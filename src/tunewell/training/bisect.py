@@ -23,7 +23,7 @@ class Cause:
     place: str | None
     """The first tensor that was not finite; None if it did not happen again."""
     documents: tuple[int, ...] = ()
-    """TokenizedDocuments with which it happens: each alone or, if none does alone, together."""
+    """Documents that cause it: each alone or, if none does alone, together."""
     are_weights_bad: bool = False
 
 

@@ -12,9 +12,9 @@ from tunewell.data.templates.chat_template import TemplateFailed
 from tunewell.export.ollama.layout import Layout, NoRule, Pieces, Render, Roles, Sight, Words
 
 SPACES = "".join(character for character in map(chr, range(0x3001)) if character.isspace())
-"""Everything that Python, and so Jinja's `trim`, calls white space; all of it lies below U+3001."""
+"""All white space according to Python and Jinja's `trim`; every character is below U+3001."""
 
-# Mixed letters, quotes, and what JSON and HTML escape: a template that changes words in such ways changes a mark.
+# Mixed case, quotes, and characters that JSON and HTML escape: a template that changes text changes a mark too.
 _OPEN, _CLOSE = "Qz", "vXw'\"\\&<"
 _MARK = re.compile(f"{_OPEN}([0-9]+){re.escape(_CLOSE)}")
 
@@ -24,32 +24,32 @@ Parts = tuple[str, ...]
 
 
 class Reading(NamedTuple):
-    """What one order of messages showed."""
+    """The result of rendering one order of messages."""
 
     sights: list[Sight]
     closing: str | None
-    """The text after the last reply; None where the conversation ends with a question."""
+    """The text after the last reply; None if the conversation ends with a question."""
 
 
 class Reader:
-    """Reads conversations by the roles of their messages, each order once."""
+    """Renders conversations by the roles of their messages, each order once."""
 
     def __init__(self, render: Render) -> None:
         self._render = render
         self.read = cache(self._read)
 
     def text_of(self, messages: Sequence[dict[str, str]]) -> str | None:
-        """Render a conversation as it is when a reply is due; None where the template refuses it."""
+        """Render a conversation up to the reply; return None if the template rejects it."""
         try:
             return self._render(list(messages), messages[-1]["role"] != "assistant")
         except TemplateFailed:
             return None
 
     def _read(self, roles: Roles, opening: Opening) -> Reading | None:
-        """Say what stands where in conversations of these roles; None where the template refuses them.
+        """Return the positions of all texts in conversations of these roles; None if the template rejects them.
 
-        Raises `NoRule` where words do not come through as they are, but for white space taken off their ends, or the
-        words of an opening system message are to be read `in place` and stand elsewhere.
+        Raises `NoRule` if the template changes a text beyond trimming white space, or if the first system message is
+        expected `in place` and is rendered elsewhere.
         """
         keeps_system = opening == "kept" and roles[0] == "system"
         parts = self._cut(roles, keeps_system=keeps_system)
@@ -73,7 +73,7 @@ class Reader:
         return Reading(sights, parts[-1])
 
     def _taken_off(self, roles: Roles, parts: Parts, *, keeps_system: bool) -> list[tuple[str, str]]:
-        """Find which white space is taken off the two ends of each mark, from texts with a space beside every mark."""
+        """Find the white space that is trimmed from both ends of each mark, with a space next to every mark."""
         num_marks = len(parts) // 2
         leads, trails = [""] * num_marks, [""] * num_marks
         for space in SPACES:
@@ -81,7 +81,7 @@ class Reader:
             if cut is None or cut[1::2] != parts[1::2]:
                 raise NoRule(f"it rejects or moves text next to {space!r}", marked(roles, space, space))
             for gap, (bare, spaced) in enumerate(zip(parts[::2], cut[::2], strict=True)):
-                # Before the first mark nothing can trail, behind the last nothing can lead.
+                # There is no trailing space before the first mark, and no leading space after the last.
                 ends = [
                     (trail, lead) for trail in ("", space)[: gap + 1] for lead in ("", space)[: num_marks - gap + 1]
                 ]
@@ -90,7 +90,7 @@ class Reader:
                     raise NoRule(f"{space!r} next to a text changes more than the text", marked(roles, space, space))
                 trail, lead = fitting[0]
                 if len(fitting) > 1:
-                    # One space more among nothing but such spaces: whose is it?
+                    # One more space among equal spaces: it is either trailing or leading.
                     lone = self._cut(roles, space, "", keeps_system=keeps_system)
                     trail, lead = ("", space) if lone and lone[2 * gap] != bare else (space, "")
                 if gap and not trail:
@@ -100,7 +100,7 @@ class Reader:
         return list(zip(leads, trails, strict=True))
 
     def _cut(self, roles: Roles, lead: str = "", trail: str = "", *, keeps_system: bool) -> Parts | None:
-        """Render marks and cut the text at them; each must be there, once and in its order."""
+        """Render marks and cut the text at them; each must appear once, in order."""
         messages = marked(roles, lead, trail)
         text = self.text_of(messages)
         if text is None:
@@ -120,12 +120,12 @@ class Reader:
 
 
 def marked(roles: Sequence[str], lead: str = "", trail: str = "") -> list[dict[str, str]]:
-    """Make a conversation whose words are marks."""
+    """Return a conversation whose texts are marks."""
     return [{"role": role, "content": f"{lead}{_OPEN}{index}{_CLOSE}{trail}"} for index, role in enumerate(roles)]
 
 
 def _rows(pieces: Sequence[str | Words]) -> Iterator[Pieces]:
-    """Give each message what stands before its words, and the words; the last row is what stands at the end."""
+    """Yield the text before each message with its content; the last row is the text at the end."""
     row: list[str | Words] = []
     for piece in pieces:
         row += [piece] if piece != "" else []
@@ -135,17 +135,17 @@ def _rows(pieces: Sequence[str | Words]) -> Iterator[Pieces]:
     yield tuple(row)
 
 
-# Conversations to read and to try a layout on: orders of messages that Ollama hands to a template, awkward words.
+# Conversations for probes and comparisons: orders of messages that Ollama passes to a template, and difficult texts.
 
 
 @dataclass(frozen=True)
 class Group:
-    """Orders of messages that a template may know besides questions and replies in turn."""
+    """Orders of messages that a template may support besides alternating questions and replies."""
 
     name: str
     forms: tuple[Roles, ...]
     otherwise: str
-    """What becomes of them where the template refuses them; Ollama refuses nothing."""
+    """How they are rendered if the template rejects them; Ollama cannot reject a conversation."""
 
 
 def _both(*forms: Roles) -> tuple[Roles, ...]:
@@ -153,7 +153,7 @@ def _both(*forms: Roles) -> tuple[Roles, ...]:
 
 
 QUESTIONS: tuple[Roles, ...] = tuple(("user", *("assistant", "user") * num_later) for num_later in range(4))
-"""One question to four, with the replies between them: what a layout cannot do without."""
+"""One to four questions with the replies between them; every layout must support these."""
 UNFINISHED = Group(
     "a reply to be continued",
     _both(*(form[:-1] for form in QUESTIONS[1:])),
@@ -225,17 +225,17 @@ _WORDS = (
 )
 
 LONG = 80
-"""Messages in the longest conversations tried: what a template does differently later than that goes unseen."""
+"""Messages in the longest conversations compared; differences in longer ones are not detected."""
 
 
 def awkward(draw: random.Random) -> str:
-    """Draw words that are easily spoiled, at times with white space around them."""
+    """Draw a difficult text, sometimes with white space around it."""
     lead, trail = (draw.choice(("", "", "", " ", "\n", "\n\n", " \n", draw.choice(SPACES))) for _ in range(2))
     return lead + draw.choice(_WORDS) + trail
 
 
 def is_known(roles: Roles, groups: Collection[Group], *, has_system: bool) -> bool:
-    """Say whether an order of messages is questions and replies in turn, or one of these groups'."""
+    """Return whether an order of messages alternates questions and replies, or belongs to these groups."""
     opens_with_system, rest = roles[0] == "system", roles[int(roles[0] == "system") :]
     needed = {
         SYSTEM_ALONE: not rest,
@@ -248,7 +248,7 @@ def is_known(roles: Roles, groups: Collection[Group], *, has_system: bool) -> bo
 
 
 def short_orders(groups: Collection[Group], *, has_system: bool) -> Iterator[Roles]:
-    """Give every order of up to five messages in which nothing but these groups' occurs."""
+    """Yield every order of up to five messages that these groups allow."""
     for num_messages in range(1, 6):
         for roles in itertools.product(("system", "user", "assistant"), repeat=num_messages):
             if is_known(roles, groups, has_system=has_system):
@@ -256,7 +256,7 @@ def short_orders(groups: Collection[Group], *, has_system: bool) -> Iterator[Rol
 
 
 def random_order(draw: random.Random, groups: Collection[Group], *, has_system: bool) -> Roles:
-    """Draw an order of messages, many of them longer than those that layouts are learned from."""
+    """Draw an order of messages; many are longer than those used to derive a layout."""
     while True:
         roles = ["system"] if has_system and draw.random() < 0.5 else []
         roles.append("assistant" if REPLY_FIRST in groups and draw.random() < 0.3 else "user")
@@ -273,12 +273,12 @@ def random_order(draw: random.Random, groups: Collection[Group], *, has_system: 
 
 
 def talk(roles: Sequence[str], draw: random.Random) -> list[dict[str, str]]:
-    """Make a conversation of awkward words."""
+    """Return a conversation of difficult texts."""
     return [{"role": role, "content": awkward(draw)} for role in roles]
 
 
 def fill_role(roles: Sequence[str], role: str, words: str) -> list[dict[str, str]]:
-    """Make a conversation in which one role says only these words."""
+    """Return a conversation in which all messages of one role have this text."""
     return [{"role": each, "content": words if each == role else f"words {index}"} for index, each in enumerate(roles)]
 
 
@@ -287,7 +287,7 @@ _LITERAL = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""", re.DOTALL
 
 
 def spelled_in(source: str) -> Iterator[str]:
-    """Give the texts that a Jinja template writes or compares with, each once."""
+    """Yield the string literals of a Jinja template, each once."""
     found = (match[1] or match[2] for tag in _TAG.findall(source) for match in _LITERAL.finditer(tag))
     for text in dict.fromkeys(text.replace("\\n", "\n") for text in found if text):
         if not text.isspace():

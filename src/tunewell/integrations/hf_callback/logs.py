@@ -17,7 +17,7 @@ _NOT_LOGGED = ("norm_limit", "held_out_loss")
 class HealthLog:
     """The log files of one training, written by rank 0 (`is_on`).
 
-    A resumed training removes the lines after its last finished step; a new one starts both files anew. Raises
+    A resumed training removes the lines after its last finished step; a new one starts both files again. Raises
     UserError if the folder is not writable.
     """
 
