@@ -16,11 +16,11 @@ from exports import exported, write_adapter, write_base
 import tunewell
 from tunewell.cli.main import main
 from tunewell.core.errors import UserError
-from tunewell.export import disk_space, staging
-from tunewell.export import proof_process as process
-from tunewell.export.existing import ExistingExport, find_existing
+from tunewell.export import prove as process
+from tunewell.export import staging
 from tunewell.export.options import ExportOptions, is_ollama_name, ollama_name
 from tunewell.export.preflight import require_tools
+from tunewell.export.staging import ExistingExport, find_existing
 from tunewell.export.targets.base import load_targets
 from tunewell.records.parity import read_proof
 from tunewell.workflows import export as workflow
@@ -310,14 +310,14 @@ def test_what_will_be_written_is_said_first_and_held_against_the_disk(
 ) -> None:
     told: list[str] = []
     options = {"to": ("adapter", "merged", "ollama"), "out": tmp_path / "out", "gguf": ("q8_0", "q4_k_m")}
-    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda place: _Usage(1 << 20))
+    monkeypatch.setattr(staging.shutil, "disk_usage", lambda place: _Usage(1 << 20))
     with pytest.raises(UserError, match="not enough disk space") as caught:
         tunewell.export(model / "adapter", announce=told.append, **options)
     said = str(caught.value)
     assert all(name in said for name in ("adapter ", "merged bf16 ", "gguf q8_0 ", "gguf q4_k_m ", "temporarily"))
     assert names(tmp_path) == set() and told == []
     monkeypatch.setattr(workflow, "make_reference", _stop)
-    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda place: _Usage(1 << 40))
+    monkeypatch.setattr(staging.shutil, "disk_usage", lambda place: _Usage(1 << 40))
     with pytest.raises(KeyboardInterrupt):
         tunewell.export(model / "adapter", announce=told.append, **options)
     assert told[0].startswith("will write about adapter ") and told[0].endswith(" free")
@@ -335,7 +335,7 @@ def _stop(*_: Any, **__: Any) -> None:
 def test_expected_sizes_are_those_of_the_files(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model's files are half tokenizer; its tensors are what is counted."""
     seen: list[Any] = []
-    estimate = disk_space.estimate_disk_space
+    estimate = staging.estimate_disk_space
     monkeypatch.setattr(workflow, "estimate_disk_space", lambda *given: seen.append(estimate(*given)) or seen[0])
     exported(model / "adapter", tmp_path / "out", to=("merged",), precision="fp32")
     size = (tmp_path / "out" / "merged" / "model.safetensors").stat().st_size

@@ -19,7 +19,7 @@ from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.export.chat_template import another_day, bake, missing_generation_prompt, saved_template
 from tunewell.export.gguf.tokenizer import read_vocabulary
 from tunewell.export.ollama.modelfile import derive_template
-from tunewell.export.proof.clock import clock_at
+from tunewell.export.proof.transformers import clock_at
 from tunewell.records.parity import read_proof
 
 TURNS = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"

@@ -323,7 +323,7 @@ kind = gguf.GGMLQuantizationType.Q8_0
 table = torch.ones(50_000, 1024)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 with Path(sys.argv[1]).open("wb") as file:
-    StoredTensor("table", tuple(table.shape), kind, table.numel() // 32 * 34, lambda: table).tofile(file)
+    LazyTensor("table", tuple(table.shape), kind, table.numel() // 32 * 34, lambda: table).tofile(file)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
 """
     command = [sys.executable, "-c", code, str(tmp_path / "table")]

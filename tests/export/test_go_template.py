@@ -20,7 +20,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.gguf import read_metadata
 from tunewell.core.model_files import locate
 from tunewell.data.templates.chat_template import BUILTIN_NAMES, ChatTemplate, TemplateFailed, builtin_template
-from tunewell.export.ollama.go_syntax import go_string
+from tunewell.export.ollama.layout import go_string
 from tunewell.export.ollama.probes import GROUPS, SPACES, awkward, random_order, talk
 from tunewell.export.ollama.template import GoTemplate, derive_go_template
 

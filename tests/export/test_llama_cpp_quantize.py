@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 from tunewell.core.errors import UserError
 from tunewell.core.model_files import locate
-from tunewell.export.gguf.quantize import PROGRAM, plan_mixture, quantize
+from tunewell.export.gguf.quantize import PROGRAM, plan_quantization, quantize
 from tunewell.inference.llama_cpp.library import LlamaLibrary, find_llama
 
 KINDS = ("f16", "q8_0", "q6_k", "q5_k_m", "q4_k_m")
@@ -113,7 +113,7 @@ def test_numbers_are_rounded_as_the_gguf_package_rounds_them(
 def test_tensors_whose_rows_fill_no_block_are_counted(library: LlamaLibrary, source: Path, tmp_path: Path) -> None:
     made = quantize(source, tmp_path / "q4.gguf", "q4_k_m", library=library, threads=1)
     kinds = {name: tensor.tensor_type.name for name, tensor in tensors(made.path).items()}
-    assert made.num_odd == 4 and made.num_tensors == Counter(kinds.values())
+    assert made.num_fallbacks == 4 and made.num_tensors == Counter(kinds.values())
     assert {name for name, kind in kinds.items() if kind == "Q5_0"} == {f"blk.{n}.attn_output.weight" for n in range(4)}
     # Of four layers the last two are given more bits, and so is the head.
     more = {f"blk.{layer}.{part}.weight" for layer in (2, 3) for part in ("attn_v", "ffn_down")}
@@ -145,7 +145,7 @@ def test_the_mixture_of_a_7b_model_is_the_published_one(tmp_path: Path, kind: st
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.close()
-    plan = plan_mixture(path, kind)
+    plan = plan_quantization(path, kind)
     num = Counter(plan.types.values())
     assert num == ({"F32": 65, "Q6_K": 226} if wanted == "Q6_K" else {"F32": 65, wanted: 193, "Q6_K": 33})
     num_weights = sum(int(np.prod(shape)) for shape in shapes.values())

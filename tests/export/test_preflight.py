@@ -22,8 +22,9 @@ LLAMA = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "num_atten
 
 
 @pytest.fixture
-def model(tmp_path: Path, tiny_model: Path) -> Path:
-    """A model folder of which only the small files are there: more must not be needed."""
+def model(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model folder with nothing but the small files, in a working directory without a corpus."""
+    monkeypatch.chdir(tmp_path)
     folder = tmp_path / "model"
     shutil.copytree(tiny_model, folder)
     _write(folder / "config.json", LLAMA)

@@ -17,9 +17,9 @@ from tunewell.core.errors import UserError
 from tunewell.export.gguf.architecture import read_settings
 from tunewell.export.proof.checks import check_settings, check_template
 from tunewell.export.proof.gguf import check_gguf_fields, check_gguf_tensors
-from tunewell.export.proof.modelfile import check_modelfile
 from tunewell.export.proof.reference import Reference, long_probe_length
 from tunewell.export.targets.merged import MergedTarget
+from tunewell.export.targets.ollama import check_modelfile
 from tunewell.records.parity import Check, read_proof
 from tunewell.workflows.verify import verify
 

@@ -9,8 +9,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
 from tunewell.export.proof.checks import compare_logits
-from tunewell.export.proof.sketch import Sketch, as_arrays, from_arrays, sketch
-from tunewell.export.proof.tensors import Compared, check_tensors
+from tunewell.export.proof.tensors import Compared, Sketch, as_arrays, check_tensors, from_arrays, sketch
 from tunewell.records.parity import Check
 
 draw = torch.Generator().manual_seed(0)

@@ -13,8 +13,8 @@ from tunewell.config.load import load_config
 from tunewell.core.errors import UserError
 from tunewell.core.gguf import read_metadata
 from tunewell.core.registry import Entry
-from tunewell.export.license import read_license
-from tunewell.export.proof.context import ProofContext
+from tunewell.export.card import read_license
+from tunewell.export.proof.reference import ProofContext
 from tunewell.export.targets.base import DiskUse, ExportContext, ExportTarget, Requirements, load_targets
 from tunewell.records.parity import Artefact, Check, Link, Parity, read_proof
 from tunewell.workflows.verify import verify

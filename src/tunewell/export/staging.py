@@ -1,4 +1,4 @@
-"""Write an export in a hidden staging folder and publish it whole: other files stay, no partial export is left."""
+"""The output folder of an export: extend an earlier export, require disk space, stage the new files, publish them."""
 
 import json
 import os
@@ -6,20 +6,154 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
+
+import numpy as np
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import is_disk_full, sync_folder
+from tunewell.core.files import is_disk_full, sha256_file, sync_folder
 from tunewell.core.lock import FolderLock
-from tunewell.records.parity import FORMAT, PARITY, PROOF, REFERENCE, Parity, write_record
+from tunewell.core.units import size_bytes
+from tunewell.export.options import ExportOptions
+from tunewell.export.proof.checks import check_files
+from tunewell.export.proof.reference import Reference
+from tunewell.export.targets.base import ExportContext, ExportTarget, load_target
+from tunewell.records.parity import FORMAT, PARITY, PROOF, REFERENCE, Artefact, Parity, Proof, read_proof, write_record
 
-if TYPE_CHECKING:
-    from tunewell.export.existing import ExistingExport
+# An earlier export in the output folder: what is kept, what is replaced, what must not be lost.
+
+_WEIGHT_SUFFIXES = frozenset({".safetensors", ".gguf"})
+_OTHER_FOLDER = "choose another folder with `--out`"
+_NORM_TOLERANCE = 1e-5
+"""Row norms are computed in fp64 and stored in fp32."""
+
+
+@dataclass(frozen=True)
+class ExistingExport:
+    """An export in the output folder, split into what stays and what is replaced."""
+
+    folder: Path
+    proof: Proof
+    kept: list[Artefact]
+    replaced: list[Artefact]
+
+    @property
+    def notes(self) -> list[str]:
+        """Say what was replaced and what was kept."""
+        notes = []
+        if self.replaced:
+            notes.append(f"replaced {_names(self.replaced)} in `{self.folder}`")
+        if self.kept:
+            notes.append(f"kept {_names(self.kept)} in `{self.folder}`, and proved it again")
+        return notes
+
+    def require_same_model(self, proof: Proof, reference: Reference) -> None:
+        """Raise UserError if a kept artefact was exported from another model than the present one."""
+        if not self.kept:
+            return
+        old = Reference.load(self.folder / REFERENCE, self.proof.model)
+        has_same_text = (proof.probes, proof.stop_ids) == (self.proof.probes, self.proof.stop_ids)
+        if not (has_same_text and _has_same_tensors(old, reference)):
+            kinds = dict.fromkeys(artefact.kind for artefact in self.proof.artefacts)
+            raise UserError(
+                f"`{self.folder}` has {_names(self.kept)} of another model, or of another version of tunewell",
+                fix=f"export everything again with `--to {','.join(kinds)}`, or {_OTHER_FOLDER}",
+            )
+
+    def copy_kept(self, folder: Path) -> None:
+        """Link, or copy, the kept artefacts into the staging folder: they are proven together with the new ones."""
+        for name in (name for artefact in self.kept for name in artefact.sha256s):
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            link_or_copy(self.folder / name, target)
+
+
+def find_existing(out: Path, targets: Sequence[ExportTarget], options: ExportOptions) -> ExistingExport | None:
+    """Read the export in the output folder; None if there is none.
+
+    Raises UserError if the new export would overwrite files that are not an export's, or were edited since.
+    """
+    if not out.exists() or (out.is_dir() and not any(not path.name.startswith(".") for path in out.iterdir())):
+        return None
+    if not out.is_dir() or not (out / PROOF).is_file():
+        raise UserError(f"`{out}` is not empty and is not an export", fix=_OTHER_FOLDER)
+    proof = read_proof(out)
+    formats = {target.name: target.formats(options) for target in targets}
+    replaced = [
+        artefact
+        for artefact in proof.artefacts
+        if artefact.kind in formats and artefact.precision in (formats[artefact.kind] or (artefact.precision,))
+    ]
+    kept = [artefact for artefact in proof.artefacts if artefact not in replaced]
+    known = {name for artefact in proof.artefacts for name in artefact.sha256s}
+    # A folder is loaded as a whole, so it must not contain other files. Files with one format each may have neighbours.
+    _require_no_other_files(out, [name for name in formats if not formats[name]], known)
+    _require_unedited(out, proof.sha256s)
+    for artefact in replaced:
+        _require_unedited(out, artefact.sha256s)
+    for artefact in kept:
+        _require_kept_valid(out, artefact, replaced)
+    return ExistingExport(out, proof, kept, replaced)
+
+
+def _require_kept_valid(out: Path, artefact: Artefact, replaced: Sequence[Artefact]) -> None:
+    if not (check := check_files(out, artefact)).is_ok:
+        raise UserError(
+            f"{artefact.name} in `{out}` changed since it was exported: {check.words}",
+            fix=f"export it again too with `--to {artefact.kind},...`, or {_OTHER_FOLDER}",
+        )
+    sources = load_target(artefact.kind).requires.targets
+    replaced_hashes = {sha for own in replaced if own.kind in sources for sha in own.sha256s.values()}
+    if replaced_hashes & set(artefact.sha256s.values()):
+        raise UserError(
+            f"`{out / artefact.path}` uses a file that would be replaced",
+            fix=f"add `{artefact.kind}` to `--to`, or {_OTHER_FOLDER}",
+        )
+
+
+def _require_no_other_files(out: Path, folders: Iterable[str], known: set[str]) -> None:
+    for name in folders:
+        folder = out / name
+        files = sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else [folder]
+        for path in files if folder.exists() else []:
+            relative = path.relative_to(out)
+            if relative.as_posix() not in known and not any(part.startswith(".") for part in relative.parts):
+                raise UserError(
+                    f"`{path}` is in the way: it does not belong to an export", fix=f"move it, or {_OTHER_FOLDER}"
+                )
+
+
+def _require_unedited(out: Path, sha256s: dict[str, str]) -> None:
+    """Raise UserError if a text file was edited. Weights that differ are damaged, and may be replaced."""
+    for name, sha in sha256s.items():
+        path = out / name
+        if path.suffix not in _WEIGHT_SUFFIXES and path.is_file() and sha256_file(path) != sha:
+            raise UserError(
+                f"`{path}` was changed since it was exported, and would be replaced",
+                fix=f"move it, or {_OTHER_FOLDER}",
+            )
+
+
+def _has_same_tensors(old: Reference, new: Reference) -> bool:
+    if old.sketches.keys() != new.sketches.keys():
+        return False
+    pairs = ((sketch.lengths, new.sketches[name].lengths) for name, sketch in old.sketches.items())
+    return all(
+        one.shape == other.shape and np.allclose(one, other, rtol=_NORM_TOLERANCE, atol=_NORM_TOLERANCE)
+        for one, other in pairs
+    )
+
+
+def _names(artefacts: Iterable[Artefact]) -> str:
+    return ", ".join(artefact.name for artefact in artefacts)
+
+
+# Staging: the export is written in a hidden folder and published whole.
 
 _LOCK = "tunewell-export.lock"
 _SHARED_FILES = (PARITY, PROOF, REFERENCE, "README.md")
@@ -59,7 +193,7 @@ def open_staging(out: Path) -> Iterator[Staging]:
             shutil.rmtree(hidden, ignore_errors=True)
 
 
-def publish(staging: Staging, out: Path, existing: "ExistingExport | None") -> None:
+def publish(staging: Staging, out: Path, existing: ExistingExport | None) -> None:
     """Move a finished export to its final folder: with one rename if there is none, else file by file, proof last.
 
     If a move fails, all moves are undone. Files that do not belong to an export are never moved.
@@ -94,17 +228,6 @@ def publish(staging: Staging, out: Path, existing: "ExistingExport | None") -> N
             target.rename(source)
         raise
     sync_folder(out)
-
-
-def copy_kept(existing: "ExistingExport", folder: Path) -> None:
-    """Link, or copy, the kept artefacts into the staging folder: they are proven together with the new ones."""
-    for name in (name for artefact in existing.kept for name in artefact.sha256s):
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(existing.folder / name, target)
-        except OSError:
-            shutil.copyfile(existing.folder / name, target)
 
 
 def write_failed_parity(out: Path, parity: Parity) -> Path:
@@ -205,3 +328,54 @@ def _exit(number: int, frame: FrameType | None) -> NoReturn:
     with suppress(ValueError):
         signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
     raise SystemExit(128 + number)
+
+
+# Disk space.
+
+_OTHER_FILES_BYTES = 64 << 20
+"""Tokenizers, model cards and the reference of the proof."""
+
+
+@dataclass(frozen=True)
+class DiskSpace:
+    """The bytes an export needs, and the bytes that are free."""
+
+    written: dict[str, int]
+    """By artefact name."""
+    temporary_bytes: int
+    free_bytes: int
+
+    @property
+    def needed_bytes(self) -> int:
+        """The most bytes that exist at once."""
+        return sum(self.written.values()) + self.temporary_bytes + _OTHER_FILES_BYTES
+
+    def __str__(self) -> str:
+        artefacts = ", ".join(f"{name} {size_bytes(size)}" for name, size in self.written.items())
+        temporary = f", and {size_bytes(self.temporary_bytes)} temporarily" if self.temporary_bytes else ""
+        return f"will write about {artefacts}{temporary}; {size_bytes(self.free_bytes)} free"
+
+    def require_enough(self, out: Path) -> None:
+        """Raise UserError if there is less free space than the export needs."""
+        if self.free_bytes < self.needed_bytes:
+            raise UserError(
+                f"not enough disk space: {size_bytes(self.needed_bytes - self.free_bytes)} short",
+                where=f"`{out}`; {self}",
+                fix="free some space, choose another disk with `--out`, or fewer targets with `--to` and `--gguf`",
+            )
+
+
+def estimate_disk_space(targets: Iterable[ExportTarget], context: ExportContext) -> DiskSpace:
+    """Add up what the targets will write."""
+    uses = [target.disk_use(context) for target in targets]
+    written = {name: size for use in uses for name, size in use.written.items()}
+    temporary = max((use.temporary_bytes for use in uses), default=0)
+    return DiskSpace(written, temporary, shutil.disk_usage(context.staging_dir).free)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make a hard link, or a copy where the file system has no hard links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

@@ -10,13 +10,19 @@ from tunewell.config.extensions import EXPORT_TARGETS
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.text_pipeline import TextPipeline
 from tunewell.export.card import collect_card_facts, model_card
-from tunewell.export.disk_space import estimate_disk_space, require_disk_space
-from tunewell.export.existing import ExistingExport, find_existing
 from tunewell.export.options import ExportOptions
 from tunewell.export.preflight import preflight_facts, require_adapter, require_tools
 from tunewell.export.proof.reference import ANSWER_TOKENS, check_merge, complete_proof, find_stop_ids, make_reference
-from tunewell.export.proof_process import prove_in_new_process
-from tunewell.export.staging import copy_kept, open_staging, publish, remove_failed_parity, write_failed_parity
+from tunewell.export.prove import prove_in_new_process
+from tunewell.export.staging import (
+    ExistingExport,
+    estimate_disk_space,
+    find_existing,
+    open_staging,
+    publish,
+    remove_failed_parity,
+    write_failed_parity,
+)
 from tunewell.export.targets.base import ExportContext, ExportTarget, NextStep, load_target, load_targets
 from tunewell.hardware.threads import torch_threads
 from tunewell.inference.chat_model import ModelRef, open_chat_model
@@ -141,12 +147,12 @@ class _Job:
     def _write(self, context: ExportContext, answer_tokens: int) -> tuple[Proof, list[str]]:
         model, folder, card = context.model, context.staging_dir, context.card
         space = estimate_disk_space(self.targets, context)
-        require_disk_space(space, Path(str(self.options.out)))
+        space.require_enough(Path(str(self.options.out)))
         self.announce(str(space))
         proof, context.reference = make_reference(model, answer_tokens=answer_tokens, progress=self.progress)
         if self.existing is not None:
             self.existing.require_same_model(proof, context.reference)
-            copy_kept(self.existing, folder)
+            self.existing.copy_kept(folder)
             context.artefacts += self.existing.kept
         self._write_targets(context, proof)
         context.reference.save(folder / REFERENCE)

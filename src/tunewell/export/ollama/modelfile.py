@@ -63,7 +63,7 @@ def derive_modelfile(
     license: str | None,
 ) -> DerivedModelfile:
     """Derive the Modelfile of a GGUF file from the model's chat template, tokenizer and `config.json`."""
-    derived = derive_template(template, tokenizer=tokenizer, adds_bos=adds_bos(gguf), date=date)
+    derived = derive_template(template, tokenizer=tokenizer, adds_bos=gguf_adds_bos(gguf), date=date)
     text_config = {**(config.get("text_config") or {}), **config}
     context_length = min(text_config.get("max_position_embeddings") or _MAX_CONTEXT, _MAX_CONTEXT)
     text = modelfile(
@@ -111,7 +111,7 @@ def derive_template(source: str, *, tokenizer: LoadedTokenizer, adds_bos: bool, 
     return OllamaTemplate(go, stops)
 
 
-def adds_bos(gguf: Path) -> bool:
+def gguf_adds_bos(gguf: Path) -> bool:
     """Return True if llama.cpp adds the BOS token, according to the file's metadata."""
     return bool(read_metadata(gguf).get("tokenizer.ggml.add_bos_token", False))
 

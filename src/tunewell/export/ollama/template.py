@@ -14,8 +14,18 @@ from dataclasses import dataclass, replace
 
 from tunewell.core.errors import UserError
 from tunewell.data.templates.chat_template import TemplateFailed
-from tunewell.export.ollama.go_syntax import write_go
-from tunewell.export.ollama.layout import Layout, Message, NoRule, Place, Render, Roles, Sight, find_rules, pieces_at
+from tunewell.export.ollama.layout import (
+    Layout,
+    Message,
+    NoRule,
+    Place,
+    Render,
+    Roles,
+    Sight,
+    find_rules,
+    pieces_at,
+    write_go,
+)
 from tunewell.export.ollama.probes import (
     GROUPS,
     LATER_SYSTEM,

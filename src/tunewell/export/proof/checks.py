@@ -37,7 +37,7 @@ _SPACE_SYMBOL = "▁"
 @cache
 def bounds() -> dict[str, dict[str, Any]]:
     """Return how far the logits of each artefact may differ, with the reason."""
-    return json.loads(files("tunewell.export.proof").joinpath("bounds.json").read_text(encoding="utf-8"))
+    return json.loads(files("tunewell.export.proof").joinpath("bounds.json").read_text(encoding="utf-8"))["logits"]
 
 
 # Files.

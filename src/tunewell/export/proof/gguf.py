@@ -15,7 +15,7 @@ from tunewell.core.gguf import read_metadata, read_tensor_table
 from tunewell.core.optional import import_optional
 from tunewell.core.progress import Progress, ProgressListener
 from tunewell.data.tokenizers.load import load_tokenizer
-from tunewell.export.gguf.architecture import Settings, metadata_fields, read_settings, rope_tables
+from tunewell.export.gguf.architecture import Settings, ignored_window, metadata_fields, read_settings, rope_tables
 from tunewell.export.gguf.weights import NamedTensor, WeightFiles, name_tensors
 from tunewell.export.proof.checks import (
     MAX_SHOWN,
@@ -28,9 +28,8 @@ from tunewell.export.proof.checks import (
     gguf_vocabulary_digest,
     shorten,
 )
-from tunewell.export.proof.context import ProofContext
-from tunewell.export.proof.sketch import Rounding, Rows, Sketch, sketch
-from tunewell.export.proof.tensors import UNBLOCKED_TYPES, Compared, check_tensors
+from tunewell.export.proof.reference import ProofContext
+from tunewell.export.proof.tensors import UNBLOCKED_TYPES, Compared, Rounding, Rows, Sketch, check_tensors, sketch
 from tunewell.inference.llama_cpp.library import find_llama
 from tunewell.inference.llama_cpp.model import LlamaModel
 from tunewell.records.parity import Artefact, Check, ModelFacts, Probe
@@ -53,10 +52,10 @@ def prove_gguf(artefact: Artefact, context: ProofContext, *, is_exact: bool) -> 
     """Read a file with the `gguf` package, then load it in llama.cpp."""
     path, proof, reference = context.folder / artefact.path, context.proof, context.reference
     file_checks = []
-    ignored_window = None
+    window = None
     if proof.model is not None:
         settings = read_settings(proof.model.config)
-        ignored_window = find_ignored_window(settings)
+        window = ignored_window(settings)
         file_checks += [
             check_gguf_fields(path, settings, proof.model, proof.stop_ids),
             check_gguf_tensors(path, settings, reference.sketches, reference.rounded),
@@ -67,7 +66,7 @@ def prove_gguf(artefact: Artefact, context: ProofContext, *, is_exact: bool) -> 
     pairs = [
         (probe, logits)
         for probe, logits in zip(proof.probes, reference.logits, strict=True)
-        if ignored_window is None or len(probe.ids) <= ignored_window
+        if window is None or len(probe.ids) <= window
     ]
     short = [probe for probe, _ in pairs if not probe.is_long]
     longest = max([len(probe.ids) for probe in short] + [len(q.ids) for q in proof.questions], default=1)
@@ -141,13 +140,6 @@ def check_gguf_tensors(
     )
 
 
-def find_ignored_window(settings: Settings) -> int | None:
-    """Return the sliding window that llama.cpp ignores, if any."""
-    window, layer_types = settings.values.get("sliding_window"), settings.values.get("layer_types")
-    is_used = window and (layer_types is None or "sliding_attention" in layer_types)
-    return window if is_used and not settings.spec.get("windows") else None
-
-
 def quantized_sketches(
     files: Iterable[Path], model: PreTrainedModel, settings: Settings, sketches: Mapping[str, Sketch]
 ) -> dict[str, Rows]:
@@ -181,9 +173,9 @@ class _SketchedWeights(WeightFiles):
     def __init__(self, sketches: Mapping[str, Sketch], settings: Settings) -> None:
         self.sketches: dict[str, Sketch] = {}
         for name, own in sketches.items():
-            for pattern, replacement in settings.part.get("names", {}).items():
+            for pattern, replacement in settings.text_part.get("names", {}).items():
                 name = re.sub(pattern, replacement, name)
-            if not re.search(settings.part.get("left_out", r"(?!)"), name):
+            if not re.search(settings.text_part.get("dropped", r"(?!)"), name):
                 self.sketches[name] = own
 
     def names(self) -> set[str]:
@@ -205,7 +197,7 @@ def _expected_tensors(
     for tensor in name_tensors(weights, settings):
         keys = {kind: f"{kind}/{tensor.sources[0]}" for kind in kinds}
         rows = {kind: rounded[key] for kind, key in keys.items() if key in rounded}
-        if tensor.is_turned:
+        if tensor.is_interleaved:
             rows = {kind: _interleave(own, settings) for kind, own in rows.items()}
         expected[tensor.name] = (_stored_sketch(weights, tensor, settings), rows)
     return expected
@@ -218,9 +210,9 @@ def _stored_sketch(weights: _SketchedWeights, tensor: NamedTensor, settings: Set
         # Norms of single heads: every value is a row, so their rows follow each other.
         rows = np.concatenate([source.rows for source in sources])
         own = Sketch((len(rows),), rows, np.abs(rows[:, 0]))
-    if tensor.is_turned:
+    if tensor.is_interleaved:
         own = own.map_rows(lambda rows: _interleave(rows, settings))
-    return own.map_rows(lambda rows: rows + 1) if tensor.is_shifted else own
+    return own.map_rows(lambda rows: rows + 1) if tensor.is_norm_plus_one else own
 
 
 def _interleave(rows: Rows, settings: Settings) -> Rows:

@@ -21,8 +21,15 @@ from tunewell.core.progress import Progress, ProgressListener, silent, with_stag
 from tunewell.data.corpus.reader import open_corpus
 from tunewell.data.templates.chat_template import TemplateFailed
 from tunewell.export.proof.checks import Logits, check_logits, plain_settings, vocabulary_digest
-from tunewell.export.proof.sketch import Rows, Sketch, as_arrays, from_arrays, sketch_model
-from tunewell.export.proof.tensors import check_tensors, compare_weights
+from tunewell.export.proof.tensors import (
+    Rows,
+    Sketch,
+    as_arrays,
+    check_tensors,
+    compare_weights,
+    from_arrays,
+    sketch_model,
+)
 from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.generate import generate
 from tunewell.inference.prompt import prompt_ids
@@ -275,3 +282,28 @@ def _model_facts(
         shapes={name: list(own.shape) for name, own in sketches.items()},
         twins=tied,
     )
+
+
+class ProofUnavailable(UserError):
+    """The proof cannot be made because something outside of the export is missing. It does not count against it."""
+
+
+@dataclass(frozen=True)
+class ProofContext:
+    """One export, as it is on disk."""
+
+    folder: Path
+    proof: Proof
+    reference: Reference
+    progress: ProgressListener
+    base: str | None = None
+    """The base model of an adapter, if it has moved since the export."""
+    allow_pickle: bool = False
+
+    @property
+    def answer_tokens(self) -> int:
+        """Return how many tokens the trained model could generate for each question.
+
+        An answer that did not end has exactly that many. If all ended, one token more than the longest shows the same.
+        """
+        return max((len(question.answer) + question.ended for question in self.proof.questions), default=1)

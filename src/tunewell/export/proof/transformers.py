@@ -1,7 +1,10 @@
 """Prove a folder that transformers or PEFT loads: tokenizer, logits, answers, settings and every tensor."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import date as Day
+from datetime import datetime, time
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +12,7 @@ import torch
 
 from tunewell.core.errors import UserError
 from tunewell.export.proof.checks import check_answers, check_ids, check_logits, check_settings, check_stop
-from tunewell.export.proof.clock import clock_at
-from tunewell.export.proof.context import ProofContext, ProofUnavailable
-from tunewell.export.proof.reference import generate_answers, last_logits
+from tunewell.export.proof.reference import ProofContext, ProofUnavailable, generate_answers, last_logits
 from tunewell.export.proof.tensors import Sketch, check_tensors, compare_weights
 from tunewell.models.load import LoadOptions, load_model, not_finite_names
 from tunewell.models.quiet import quiet
@@ -128,3 +129,34 @@ def _load_base(folder: Path, context: ProofContext) -> Any:
             where=getattr(error, "where", None) or " ".join(rest) or str(name),
             fix="; or ".join([*fixes, "name its present location with `--base MODEL`"]),
         ) from error
+
+
+# The clock of chat templates. This is one of the patches of other libraries that CONTRIBUTING.md lists: transformers
+# accepts no clock from its callers.
+
+
+@contextmanager
+def clock_at(date: str | None) -> Iterator[None]:
+    """Freeze the clock of chat templates that transformers renders at midnight of a day; None leaves it running."""
+    if date is None:
+        yield
+        return
+    from transformers.utils import chat_template_utils
+
+    module: Any = chat_template_utils
+    before = module.datetime
+    module.datetime = _FrozenDatetime(date)
+    try:
+        yield
+    finally:
+        module.datetime = before
+
+
+class _FrozenDatetime:
+    """Replaces `datetime` in transformers, which calls nothing but `now`."""
+
+    def __init__(self, date: str) -> None:
+        self._midnight = datetime.combine(Day.fromisoformat(date), time())
+
+    def now(self) -> datetime:
+        return self._midnight

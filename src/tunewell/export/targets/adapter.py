@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from tunewell.core.progress import Progress
-from tunewell.export.proof.context import ProofContext
+from tunewell.export.proof.reference import ProofContext
 from tunewell.export.proof.transformers import prove_adapter
 from tunewell.export.targets.base import DiskUse, ExportContext, ExportTarget, Requirements
 from tunewell.records.parity import Artefact, Check

@@ -22,8 +22,7 @@ from tunewell.data.tokenizers.load import LoadedTokenizer
 from tunewell.export.card import CardFacts, model_card
 from tunewell.export.chat_template import SavedTemplate
 from tunewell.export.options import ExportOptions
-from tunewell.export.proof.context import ProofContext
-from tunewell.export.proof.reference import Reference
+from tunewell.export.proof.reference import ProofContext, Reference
 from tunewell.inference.chat_model import ChatModel
 from tunewell.records.parity import Artefact, Check
 

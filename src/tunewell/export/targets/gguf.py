@@ -15,8 +15,8 @@ from tunewell.export.gguf.tokenizer import read_vocabulary
 from tunewell.export.gguf.weights import GgufKind
 from tunewell.export.gguf.write import write_gguf
 from tunewell.export.options import ExportOptions
-from tunewell.export.proof.context import ProofContext
 from tunewell.export.proof.gguf import prove_gguf, quantized_sketches
+from tunewell.export.proof.reference import ProofContext
 from tunewell.export.targets.base import DiskUse, ExportContext, ExportTarget, NextStep, PreflightFacts, Requirements
 from tunewell.export.targets.merged import num_weights, write_model
 from tunewell.records.parity import Artefact, Check
@@ -127,10 +127,10 @@ def _write_file(context: ExportContext, model_folder: Path, path: Path, name: st
     source = model_folder.with_name("f32.gguf")
     if not source.is_file():
         write_gguf(model_folder, source, kind="f32", card=card)
-    num_odd = quantize(source, path, name).num_odd
-    if num_odd:
+    num_fallbacks = quantize(source, path, name).num_fallbacks
+    if num_fallbacks:
         context.notes.append(
-            f"{name}: {count(num_odd, 'tensor')} could not be stored in so few bits and use more, so the file is "
+            f"{name}: {count(num_fallbacks, 'tensor')} could not be stored in so few bits and use more, so the file is "
             "larger than usual"
         )
 

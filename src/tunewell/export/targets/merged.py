@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 
 from tunewell.core.progress import Progress
-from tunewell.export.proof.context import ProofContext
+from tunewell.export.proof.reference import ProofContext
 from tunewell.export.proof.transformers import prove_merged
 from tunewell.export.targets.base import DiskUse, ExportContext, ExportTarget, Requirements
 from tunewell.models.quiet import quiet

@@ -5,19 +5,22 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import ClassVar
 
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress
-from tunewell.export.ollama.modelfile import derive_modelfile, derive_template
+from tunewell.data.tokenizers.load import load_tokenizer
+from tunewell.export.ollama.modelfile import derive_modelfile, derive_template, gguf_adds_bos
 from tunewell.export.options import ExportOptions
-from tunewell.export.proof.context import ProofContext
-from tunewell.export.proof.modelfile import check_modelfile
+from tunewell.export.proof.checks import check_template
+from tunewell.export.proof.reference import ProofContext
+from tunewell.export.staging import link_or_copy
 from tunewell.export.targets.base import DiskUse, ExportContext, ExportTarget, NextStep, PreflightFacts, Requirements
 from tunewell.export.targets.gguf import GgufTarget, adds_bos, gguf_bytes
 from tunewell.export.targets.merged import num_weights
-from tunewell.records.parity import Artefact, Check
+from tunewell.records.parity import Artefact, Check, Proof
 
 
 class OllamaTarget(ExportTarget):
@@ -45,7 +48,7 @@ class OllamaTarget(ExportTarget):
         folder.mkdir()
         source = context.staging_dir / [own.path for own in context.artefacts if own.kind == GgufTarget.name][-1]
         gguf = folder / source.name
-        _link_or_copy(source, gguf)
+        link_or_copy(source, gguf)
         derived = derive_modelfile(
             gguf,
             template=context.template.source,
@@ -98,8 +101,54 @@ def _has_hard_links(folder: Path) -> bool:
     return True
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
+# The proof: derive the Modelfile again from the GGUF file that it names, and compare every line.
+
+_FROM = "FROM ./"
+
+
+def check_modelfile(folder: Path, artefact: Artefact, proof: Proof) -> Check:
+    """Check that Ollama gets a proven GGUF file, renders every probe as in training, and stops where training does."""
+    text = (folder / artefact.path / "Modelfile").read_text(encoding="utf-8")
+    named = [line.removeprefix(_FROM) for line in text.splitlines() if line.startswith(_FROM)]
+    file = f"{artefact.path}/{named[0]}" if len(named) == 1 else ""
+    if file not in artefact.sha256s:
+        return _failed("the Modelfile does not name a GGUF file of this export")
+    others = (own for own in proof.artefacts if own.kind != artefact.kind)
+    if artefact.sha256s[file] not in {sha for own in others for sha in own.sha256s.values()}:
+        return _failed(f"`{file}` is not one of the proven GGUF files")
+    tokenizer = load_tokenizer(folder / file)
+    rendered = check_template(proof, tokenizer.chat_template, tokenizer.special_tokens)
+    if not rendered.is_ok or tokenizer.chat_template is None:
+        return rendered
+    source, date = tokenizer.chat_template, proof.date
+    if proof.model is not None:
+        derived = derive_modelfile(
+            folder / file,
+            template=source,
+            tokenizer=tokenizer,
+            date=date,
+            config=proof.model.config,
+            license=proof.model.license,
+        )
+        template = derived.template
+        if difference := _first_difference(text, derived.text):
+            return _failed(f"the Modelfile does not follow from the model's own template: {difference}")
+    else:
+        template = derive_template(source, tokenizer=tokenizer, adds_bos=gguf_adds_bos(folder / file), date=date)
+        if f'TEMPLATE """{template.go.text}"""\n' not in text:
+            return _failed("the template in the Modelfile is not the model's own")
+    message = f"renders {template.go.num_checked} conversations exactly as the model's own template"
+    return Check(name="template", is_ok=True, words=f"{message}; stops at {', '.join(template.stops)}")
+
+
+def _failed(message: str) -> Check:
+    return Check(name="template", is_ok=False, words=message)
+
+
+def _first_difference(text: str, expected: str) -> str | None:
+    """Return the first line that differs. Comments before the first command may."""
+    found, own = (one.partition("\nFROM ")[2].splitlines() for one in (text, expected))
+    for line, other in zip_longest(found, own):
+        if line != other:
+            return f"{line!r} instead of {other!r}"
+    return None
