@@ -1,4 +1,4 @@
-"""Quantise a GGUF file with llama.cpp: by its library, by its program, or tensor by tensor with its rounding function."""
+"""Quantise a GGUF file with llama.cpp: by its library, its program, or tensor by tensor with its rounding function."""
 
 import math
 import mmap
