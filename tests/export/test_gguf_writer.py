@@ -318,7 +318,7 @@ def test_memory_stays_at_some_rows_of_the_largest_tensor(tmp_path):
 import resource, sys
 from pathlib import Path
 import gguf, torch
-from tunewell.export.gguf.weights import StoredTensor
+from tunewell.export.gguf.weights import LazyTensor
 kind = gguf.GGMLQuantizationType.Q8_0
 table = torch.ones(50_000, 1024)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
