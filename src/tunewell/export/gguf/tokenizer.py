@@ -150,9 +150,7 @@ def _find_adds_bos(tokenizer: LoadedTokenizer) -> tuple[bool, list[str]]:
         return True, []
     if text.startswith(bos):
         return True, []
-    return False, [
-        f"the chat template begins without `{bos}`, so llama.cpp will not add it, not even to plain text"
-    ]
+    return False, [f"the chat template begins without `{bos}`, so llama.cpp will not add it, not even to plain text"]
 
 
 def _find_space_stripping(tokenizer: LoadedTokenizer, tokens: TokenTable) -> tuple[bool, list[str]]:
