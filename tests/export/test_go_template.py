@@ -21,7 +21,7 @@ from tunewell.core.gguf import read_metadata
 from tunewell.core.model_files import locate
 from tunewell.data.templates.chat_template import BUILTIN_NAMES, ChatTemplate, TemplateFailed, builtin_template
 from tunewell.export.ollama.layout import go_string
-from tunewell.export.ollama.probes import GROUPS, SPACES, awkward, random_order, talk
+from tunewell.export.ollama.probes import GROUPS, SPACES, awkward_conversation, awkward_text, random_sequence
 from tunewell.export.ollama.template import GoTemplate, derive_go_template
 
 PROGRAM = Path(__file__).parent / "go" / "render.go"
@@ -161,7 +161,7 @@ def check(model: Model, ollama: Ollama, *, seed: str) -> None:
     probes = [probe for probe in PROBES if has_system or probe[0]["role"] != "system"]
     probes = [probe for probe in probes if not any(m["role"] in blank and m["content"].isspace() for m in probe)]
     assert len(probes) >= (19 if has_system else 12)
-    wild = [talk(random_order(draw, groups, has_system=has_system), draw) for _ in range(60)]
+    wild = [awkward_conversation(random_sequence(draw, groups, has_system=has_system), draw) for _ in range(60)]
     pairs = [(messages, model.prompt(messages)) for messages in probes + wild]
     assert all(text is not None for _, text in pairs[: len(probes)])
     pairs = [(messages, text) for messages, text in pairs if text is not None]
@@ -403,9 +403,9 @@ def test_invented_templates_are_exact(seed, ollama):
         model = Model(source, adds_bos=draw.random() < 0.5)
         groups = [group for group in GROUPS if not any(note.startswith(group.name) for note in model.go.notes)]
         for _ in range(25):
-            messages = talk(random_order(draw, groups, has_system=True), draw)
+            messages = awkward_conversation(random_sequence(draw, groups, has_system=True), draw)
             if draw.random() < 0.2:
-                messages.insert(0, {"role": messages[0]["role"], "content": awkward(draw)})
+                messages.insert(0, {"role": messages[0]["role"], "content": awkward_text(draw)})
             jobs.append((model.go.text, messages))
             expected.append((source, model.prompt(messages)))
     for (_, messages), (source, text), rendered in zip(jobs, expected, ollama(jobs), strict=True):

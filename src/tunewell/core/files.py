@@ -186,3 +186,11 @@ def _disk_full(folder: Path, needed_bytes: int) -> UserError:
         where=f"`{folder}` needs {size_bytes(needed_bytes)}, {size_bytes(free_bytes)} are free",
         fix=f"free {size_bytes(missing_bytes)} and run it again (it continues where it stopped), or change `--out`",
     )
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make a hard link, or a copy if the file system has no hard links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

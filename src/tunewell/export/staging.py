@@ -1,7 +1,6 @@
 """The output folder of an export: extend an earlier export, require disk space, stage the new files, publish them."""
 
 import json
-import os
 import shutil
 import signal
 import tempfile
@@ -16,7 +15,7 @@ from typing import NoReturn
 import numpy as np
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import is_disk_full, sha256_file, sync_folder
+from tunewell.core.files import is_disk_full, link_or_copy, sha256_file, sync_folder
 from tunewell.core.lock import FolderLock
 from tunewell.core.units import size_bytes
 from tunewell.export.options import ExportOptions
@@ -371,11 +370,3 @@ def estimate_disk_space(targets: Iterable[ExportTarget], context: ExportContext)
     written = {name: size for use in uses for name, size in use.written.items()}
     temporary = max((use.temporary_bytes for use in uses), default=0)
     return DiskSpace(written, temporary, shutil.disk_usage(context.staging_dir).free)
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    """Make a hard link, or a copy where the file system has no hard links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)

@@ -1,10 +1,11 @@
-"""The layout of a chat template: the text before each message, and the generation prompt.
+r"""Describe a chat template as rules that depend on the messages before, and write these rules as a Go template.
 
-A layout is what rendering probes tells about a chat template. `go_syntax` writes it as a Go template, and `lay_out`
-renders it here in Python, so that it can be compared with the template it was learned from.
+A layout has a small decision tree for each role: what to write before the content of a message, and at the end the
+generation prompt. The rules are learned from rendered probes. `Layout.render` renders them in Python, to compare them
+with the original; `write_go` writes them for Ollama.
 
-    <|im_start|>system\\n WORDS | <|im_end|>\\n<|im_start|>user\\n WORDS | <|im_end|>\\n<|im_start|>assistant\\n
-    ----- a system message ---- | ------------ a question ------------ | ---------------- the end ------------
+    <|im_start|>system\n CONTENT | <|im_end|>\n<|im_start|>user\n CONTENT | <|im_end|>\n<|im_start|>assistant\n
+    -- rule for `system` ------- | ------ rule for `user` --------------- | ---------- rule for `end` ----------
 """
 
 import re
@@ -15,142 +16,152 @@ from typing import Literal
 Message = Mapping[str, str]
 Roles = tuple[str, ...]
 Render = Callable[[list[dict[str, str]], bool], str]
-"""Messages, and whether the text is to ask for a reply; the text. Raises `TemplateFailed` where it refuses them."""
+"""Takes messages and `add_generation_prompt`; raises `TemplateFailed` if the template rejects the messages."""
 
 
 @dataclass(frozen=True)
-class Words:
-    """The words of a message, or those of the system message that opened the conversation."""
+class ContentSlot:
+    """The content of a message in rendered text: of the current one, or of the first system message."""
 
-    of: Literal["message", "system"]
-    lead: str = ""
-    """The characters taken off the beginning."""
-    trail: str = ""
-    """The characters taken off the end."""
+    source: Literal["message", "system"]
+    left_strip: str = ""
+    """The characters stripped from the start."""
+    right_strip: str = ""
+    """The characters stripped from the end."""
 
-    def __call__(self, text: str) -> str:
-        text = text.lstrip(self.lead) if self.lead else text
-        return text.rstrip(self.trail) if self.trail else text
+    def strip(self, content: str) -> str:
+        """Return the content as the template writes it."""
+        content = content.lstrip(self.left_strip) if self.left_strip else content
+        return content.rstrip(self.right_strip) if self.right_strip else content
 
 
-Pieces = tuple[str | Words, ...]
+Segments = tuple[str | ContentSlot, ...]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where in a conversation something stands: all that a layout may depend on."""
+class Position:
+    """A position in a conversation: everything that a rule may depend on."""
 
     role: str
-    """The role of the message here; `end` after the last one."""
-    left: str
-    """The role of the message before; empty at the beginning."""
+    """The role of the message; `end` after the last one."""
+    previous_role: str
+    """Empty at the beginning."""
     has_system: bool
-    """Whether a system message opened the conversation."""
-    has_asked: bool
-    """Whether a question stands before."""
-    has_replied: bool
-    """Whether a reply stands before."""
-    num_left: int
-    """Messages from here on, this one included."""
+    """Whether the conversation began with a system message."""
+    has_user: bool
+    """Whether there is an earlier user message."""
+    has_assistant: bool
+    """Whether there is an earlier assistant message."""
+    num_remaining: int
+    """Messages from here on, including this one."""
 
 
 @dataclass(frozen=True)
 class Condition:
-    """Something that can be asked about a place, in Python and in Go."""
+    """A question about a position, in Python and in Go."""
 
-    holds: Callable[[Place], bool]
+    holds: Callable[[Position], bool]
     go: str
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One rule or another."""
+class Branch:
+    """An inner node of a decision tree."""
 
-    when: Condition
+    condition: Condition
     yes: "Rule"
     no: "Rule"
 
 
-Rule = Pieces | Choice
+Rule = Segments | Branch
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a template lays out conversations."""
+    """How a template renders conversations."""
 
     rules: Mapping[str, Rule]
-    """By the role of a place."""
-    opening: Literal["in place", "kept", "left out"] = "in place"
-    """What is done with the words of a system message that opens a conversation: shown like another message's, kept for
-    where a rule puts them (before the last question, say), or left out because the template refuses them."""
+    """By role, and `end` for the generation prompt."""
+    system_placement: Literal["inline", "moved", "dropped"] = "inline"
+    """Where the first system message goes: before the next message, to a slot in another message's rule (the last
+    question, for example), or nowhere because the template rejects it."""
     skips_empty_system: bool = False
-    """Whether an empty system message that opens a conversation counts as none."""
-    takes_later_system: bool = False
-    """Whether system messages after the first message are shown; if not they are left out."""
+    """Whether an empty first system message counts as none."""
+    shows_later_system: bool = False
+    """Whether system messages after the first message are rendered; if not, they are dropped."""
 
-    def lay_out(self, messages: Sequence[Message]) -> str:
-        """Render a conversation up to where the reply begins, or goes on if the last message is the assistant's."""
-        kept = messages[0]["content"] if self.opening == "kept" and messages[0]["role"] == "system" else ""
+    def render(self, messages: Sequence[Message]) -> str:
+        """Render a conversation up to the beginning of the reply, or the end of an unfinished last reply."""
+        is_moved = self.system_placement == "moved" and messages[0]["role"] == "system"
+        system = messages[0]["content"] if is_moved else ""
         texts = []
-        for place, words in self.places(messages):
-            for piece in pieces_at(self.rules[place.role], place):
-                texts.append(piece if isinstance(piece, str) else piece(words if piece.of == "message" else kept))
+        for position, content in self.positions(messages):
+            for segment in follow_rule(self.rules[position.role], position):
+                if isinstance(segment, str):
+                    texts.append(segment)
+                else:
+                    texts.append(segment.strip(content if segment.source == "message" else system))
         return "".join(texts)
 
-    def places(self, messages: Sequence[Message]) -> Iterator[tuple[Place, str]]:
-        """Walk through a conversation: each message's place with its words, then the end if a reply is asked for."""
-        left, has_system = "", False
+    def positions(self, messages: Sequence[Message]) -> Iterator[tuple[Position, str]]:
+        """Yield the position and content of each rendered message, then `end` if a reply is due."""
+        previous_role, has_system = "", False
         seen: set[str] = set()
+
+        def position(role: str, num_remaining: int) -> Position:
+            return Position(role, previous_role, has_system, "user" in seen, "assistant" in seen, num_remaining)
+
         for index, message in enumerate(messages):
-            role, words = message["role"], message["content"]
-            if not index and role == "system":
-                if self.opening == "left out" or (self.skips_empty_system and not words):
+            role, content = message["role"], message["content"]
+            is_first_system = role == "system" and not index
+            if is_first_system:
+                if self.system_placement == "dropped" or (self.skips_empty_system and not content):
                     continue
                 has_system = True
-            if role == "system" and index and not self.takes_later_system:
+            elif role == "system" and not self.shows_later_system:
                 continue
-            if self.opening == "in place" or index or role != "system":
-                yield Place(role, left, has_system, "user" in seen, "assistant" in seen, len(messages) - index), words
-            left = role
+            if self.system_placement == "inline" or not is_first_system:
+                yield position(role, len(messages) - index), content
+            previous_role = role
             seen.add(role)
-        if left not in ("", "assistant"):
-            yield Place("end", left, has_system, "user" in seen, "assistant" in seen, 0), ""
+        if previous_role not in ("", "assistant"):
+            yield position("end", 0), ""
 
 
-def pieces_at(rule: Rule, place: Place) -> Pieces:
-    """Follow a rule's choices to what stands at a place."""
-    while isinstance(rule, Choice):
-        rule = rule.yes if rule.when.holds(place) else rule.no
+def follow_rule(rule: Rule, position: Position) -> Segments:
+    """Return the segments that a rule gives at a position."""
+    while isinstance(rule, Branch):
+        rule = rule.yes if rule.condition.holds(position) else rule.no
     return rule
 
 
-# Learn rules from observed positions: a small decision tree for each role.
+# Learning: a small decision tree for each role, from observed positions.
 
-CONDITIONS = (
-    Condition(lambda place: place.left == "assistant", 'eq $left "assistant"'),
-    Condition(lambda place: place.left == "", "not $left"),
-    Condition(lambda place: place.left == "system", 'eq $left "system"'),
-    Condition(lambda place: place.left == "user", 'eq $left "user"'),
-    Condition(lambda place: place.has_system, "$has_system"),
-    Condition(lambda place: place.num_left == 1, "eq $num_left 1"),
-    Condition(lambda place: place.num_left == 2, "eq $num_left 2"),
-    Condition(lambda place: place.has_asked, "$has_asked"),
-    Condition(lambda place: place.has_replied, "$has_replied"),
+_CONDITIONS = (
+    Condition(lambda position: position.previous_role == "assistant", 'eq $left "assistant"'),
+    Condition(lambda position: position.previous_role == "", "not $left"),
+    Condition(lambda position: position.previous_role == "system", 'eq $left "system"'),
+    Condition(lambda position: position.previous_role == "user", 'eq $left "user"'),
+    Condition(lambda position: position.has_system, "$has_system"),
+    Condition(lambda position: position.num_remaining == 1, "eq $num_left 1"),
+    Condition(lambda position: position.num_remaining == 2, "eq $num_left 2"),
+    Condition(lambda position: position.has_user, "$has_asked"),
+    Condition(lambda position: position.has_assistant, "$has_replied"),
 )
-"""In the order of preference among those that sort equally well."""
+"""Of conditions that split equally well, the first is used."""
 
 
 @dataclass(frozen=True)
-class Sight:
-    """What was seen at a place, and in which conversation."""
+class Observation:
+    """What a template wrote at one position of a conversation."""
 
-    place: Place
-    pieces: Pieces
+    position: Position
+    segments: Segments
     conversation: Sequence[Message]
 
 
-class NoRule(Exception):
-    """No exact layout exists; `conversation` shows why."""
+class NoExactLayout(Exception):
+    """No layout renders exactly what the template renders; `conversation` shows why."""
 
     def __init__(self, reason: str, conversation: Sequence[Message]) -> None:
         super().__init__(reason)
@@ -158,66 +169,72 @@ class NoRule(Exception):
         self.conversation = conversation
 
 
-def find_rules(sights: Sequence[Sight]) -> dict[str, Rule]:
-    """Find a rule for each role; raise `NoRule` where two places look alike and hold different texts."""
-    roles = dict.fromkeys(sight.place.role for sight in sights)
-    return {role: _grow([sight for sight in sights if sight.place.role == role]) for role in roles}
+def learn_rules(observations: Sequence[Observation]) -> dict[str, Rule]:
+    """Learn a rule for each role; raise `NoExactLayout` if equal positions have different texts."""
+    roles = dict.fromkeys(one.position.role for one in observations)
+    return {role: _learn_rule([one for one in observations if one.position.role == role]) for role in roles}
 
 
-def _grow(sights: Sequence[Sight]) -> Rule:
-    if _num_kinds(sights) == 1:
-        return sights[0].pieces
+def _learn_rule(observations: Sequence[Observation]) -> Rule:
+    if _num_texts(observations) == 1:
+        return observations[0].segments
     splits = []
-    for condition in CONDITIONS:
-        yes = [sight for sight in sights if condition.holds(sight.place)]
-        no = [sight for sight in sights if not condition.holds(sight.place)]
+    for condition in _CONDITIONS:
+        yes = [one for one in observations if condition.holds(one.position)]
+        no = [one for one in observations if not condition.holds(one.position)]
         if yes and no:
-            splits.append((_num_kinds(yes) + _num_kinds(no), condition, yes, no))
+            splits.append((_num_texts(yes) + _num_texts(no), condition, yes, no))
     if not splits:
-        odd = next(sight for sight in sights if sight.pieces != sights[0].pieces)
-        role = odd.place.role
+        different = next(one for one in observations if one.segments != observations[0].segments)
+        role = different.position.role
         name = "the generation prompt" if role == "end" else f"the text before the {role} message"
-        raise NoRule(f"{name} depends on more than the adjacent messages", odd.conversation)
+        raise NoExactLayout(f"{name} depends on more than the adjacent messages", different.conversation)
     _, condition, yes, no = min(splits, key=lambda split: split[0])
-    return Choice(condition, _grow(yes), _grow(no))
+    return Branch(condition, _learn_rule(yes), _learn_rule(no))
 
 
-def _num_kinds(sights: Sequence[Sight]) -> int:
-    return len({sight.pieces for sight in sights})
+def _num_texts(observations: Sequence[Observation]) -> int:
+    return len({one.segments for one in observations})
 
 
-# Go syntax.
+# Go syntax. Ollama executes a template with Go's `text/template`: strings are bytes, `slice` cuts them, `eq` compares
+# with several texts, `len` is the only arithmetic. A template can call itself, which strips white space:
+#
+#     {{ define "lead1" }}{{ if eq (printf "%.1s" .) " " "\n" }}   if the text begins with one of these,
+#     {{ template "lead1" (slice . (len (printf "%.1s" .))) }}     call it again without that character
+#
+# `tunewell verify` derives the template again and compares it with the Modelfile, so its text must not change.
 
 _VARIABLES = {"$system": '""', "$has_system": "false", "$left": '""', "$has_asked": "false", "$has_replied": "false"}
-_SEEN = {
+_UPDATES = {
     "system": '{{ $left = "system" }}{{ $has_system = or $has_system (not $i) }}',
     "user": '{{ $left = "user" }}{{ $has_asked = true }}',
     "assistant": '{{ $left = "assistant" }}{{ $has_replied = true }}',
 }
 _UNSAFE = re.compile(r'\{{2,}|\{\Z|"{3,}|[^\x20-\x7e\n\t]+')
-"""What may have to be written as a Go string: the opening of an action, three quotes (they end a text in a Modelfile),
-and letters outside ASCII, of which a Modelfile loses those that Go does not call printable."""
+"""Text that may have to be a Go string: the start of an action, three quotes (they end a value in a Modelfile), and
+characters outside of ASCII (a Modelfile loses those that Go does not call printable)."""
 _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
-Strips = dict[tuple[str, str], str]
-"""A name for each pair of white space to take off: from the beginning, from the end."""
+StripTemplates = dict[tuple[str, str], str]
+"""A number for each pair of (left, right) characters to strip."""
 
 
 def write_go(layout: Layout) -> str:
-    """Write a layout as a Go template."""
-    strips: Strips = {}
-    turns = [f"{when} }}}}{shown}" for when, shown in _turns(layout, strips)]
+    """Return a layout as a Go template."""
+    strips: StripTemplates = {}
+    turns = [f"{condition} }}}}{body}" for condition, body in _turns(layout, strips)]
     body = (
         "{{ range $i, $message := .Messages }}{{ $num_left := len (slice $.Messages $i) }}"
         f"{{{{ if {'{{ else if '.join(turns)}{{{{ end }}}}{{{{ end }}}}"
-        f'{{{{ if eq $left "user" "system" }}}}{_rule(layout.rules["end"], strips)}{{{{ end }}}}'
+        f'{{{{ if eq $left "user" "system" }}}}{_write_rule(layout.rules["end"], strips)}{{{{ end }}}}'
     )
     declared = "".join(f"{{{{ {name} := {value} }}}}" for name, value in _VARIABLES.items())
-    return "".join(_definitions(strips)) + _without_unused(declared + body)
+    return "".join(_strip_definitions(strips)) + _remove_unused(declared + body)
 
 
 def go_string(text: str) -> str:
-    """Write a text as a Go string in ASCII."""
+    """Return a text as a Go string in ASCII."""
     return '"' + "".join(map(_go_character, text)) + '"'
 
 
@@ -230,137 +247,135 @@ def _go_character(character: str) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def _turns(layout: Layout, strips: Strips) -> Iterator[tuple[str, str]]:
-    """Give the kinds of messages that are not left out: a condition, and what is done with them."""
+def _turns(layout: Layout, strips: StripTemplates) -> Iterator[tuple[str, str]]:
+    """Yield a Go condition and a body for each kind of message that is rendered."""
     is_system = 'eq .Role "system"'
-    opens = f"and ({is_system}) (not $i)" + (" .Content" if layout.skips_empty_system else "")
-    if layout.opening == "kept":
-        yield opens, "{{ $system = .Content }}" + _SEEN["system"]
-    if layout.opening == "in place":
-        at_any_place = f"and ({is_system}) (or $i .Content)" if layout.skips_empty_system else is_system
-        system_shown = at_any_place if layout.takes_later_system else opens
+    is_first_system = f"and ({is_system}) (not $i)" + (" .Content" if layout.skips_empty_system else "")
+    if layout.system_placement == "moved":
+        yield is_first_system, "{{ $system = .Content }}" + _UPDATES["system"]
+    if layout.system_placement != "inline":
+        is_shown_system = f"and ({is_system}) $i"
+    elif not layout.shows_later_system:
+        is_shown_system = is_first_system
     else:
-        system_shown = f"and ({is_system}) $i"
-    for role, seen in _SEEN.items():
+        is_shown_system = f"and ({is_system}) (or $i .Content)" if layout.skips_empty_system else is_system
+    for role, update in _UPDATES.items():
         if role in layout.rules:
-            when = system_shown if role == "system" else f'eq .Role "{role}"'
-            yield when, _rule(layout.rules[role], strips) + seen
+            condition = is_shown_system if role == "system" else f'eq .Role "{role}"'
+            yield condition, _write_rule(layout.rules[role], strips) + update
 
 
-def _without_unused(text: str) -> str:
-    """Take out the variables that are set and never asked for."""
+def _remove_unused(text: str) -> str:
+    """Remove variables that are set but never read."""
     for name in (*_VARIABLES, "$num_left"):
         bare = re.sub(rf"\{{\{{ {re.escape(name)} :?= [^}}]*\}}\}}", "", text)
         text = text if name in bare else bare
     return text
 
 
-# Rules.
+def _write_rule(rule: Rule, strips: StripTemplates) -> str:
+    head, tail = _write_head(rule, strips)
+    return head + _write_segments(tail, strips)
 
 
-def _rule(rule: Rule, strips: Strips) -> str:
-    head, tail = _head_and_tail(rule, strips)
-    return head + _written(tail, strips)
-
-
-def _head_and_tail(rule: Rule, strips: Strips) -> tuple[str, Pieces]:
-    """Write a rule but for the pieces that all its choices end with, so that these are written once."""
-    if not isinstance(rule, Choice):
+def _write_head(rule: Rule, strips: StripTemplates) -> tuple[str, Segments]:
+    """Write a rule without the segments that all its branches end with; return these, to be written once."""
+    if not isinstance(rule, Branch):
         return "", rule
-    (yes, yes_tail), (no, no_tail) = (_head_and_tail(side, strips) for side in (rule.yes, rule.no))
+    (yes, yes_tail), (no, no_tail) = (_write_head(side, strips) for side in (rule.yes, rule.no))
     shared = _shared_tail(yes_tail, no_tail)
-    yes += _written(_without_tail(yes_tail, shared), strips)
-    no += _written(_without_tail(no_tail, shared), strips)
+    yes += _write_segments(_without_tail(yes_tail, shared), strips)
+    no += _write_segments(_without_tail(no_tail, shared), strips)
+    condition = rule.condition.go
     if not yes:
-        return f"{{{{ if {_negated(rule.when.go)} }}}}{no}{{{{ end }}}}", shared
+        return f"{{{{ if {_negate(condition)} }}}}{no}{{{{ end }}}}", shared
     otherwise = f"{{{{ else }}}}{no}" if no else ""
-    return f"{{{{ if {rule.when.go} }}}}{yes}{otherwise}{{{{ end }}}}", shared
+    return f"{{{{ if {condition} }}}}{yes}{otherwise}{{{{ end }}}}", shared
 
 
-def _negated(condition: str) -> str:
+def _negate(condition: str) -> str:
     if condition.startswith("not "):
         return condition.removeprefix("not ")
     return "ne " + condition.removeprefix("eq ") if condition.startswith("eq ") else f"not {condition}"
 
 
-def _shared_tail(one: Pieces, other: Pieces) -> Pieces:
-    shared: list[str | Words] = []
-    for mine, theirs in zip(reversed(one), reversed(other), strict=False):
-        if mine != theirs:
-            if isinstance(mine, str) and isinstance(theirs, str):
-                ending = _common_ending(mine, theirs)
-                shared += [ending] if ending else []
+def _shared_tail(one: Segments, other: Segments) -> Segments:
+    shared: list[str | ContentSlot] = []
+    for left, right in zip(reversed(one), reversed(other), strict=False):
+        if left != right:
+            if isinstance(left, str) and isinstance(right, str):
+                suffix = _common_suffix(left, right)
+                shared += [suffix] if suffix else []
             break
-        shared.append(mine)
+        shared.append(left)
     return tuple(reversed(shared))
 
 
-def _common_ending(one: str, other: str) -> str:
+def _common_suffix(one: str, other: str) -> str:
     num_same = 0
     while num_same < min(len(one), len(other)) and one[-1 - num_same] == other[-1 - num_same]:
         num_same += 1
     return one[len(one) - num_same :]
 
 
-def _without_tail(pieces: Pieces, tail: Pieces) -> Pieces:
+def _without_tail(segments: Segments, tail: Segments) -> Segments:
     if not tail:
-        return pieces
-    rest = pieces[: len(pieces) - len(tail)]
-    cut = pieces[len(rest)]
-    first = tail[0]
-    return (*rest, cut.removesuffix(first)) if isinstance(cut, str) and isinstance(first, str) else rest
+        return segments
+    rest = segments[: len(segments) - len(tail)]
+    boundary, first = segments[len(rest)], tail[0]
+    is_text = isinstance(boundary, str) and isinstance(first, str)
+    return (*rest, boundary.removesuffix(first)) if is_text else rest
 
 
-def _written(pieces: Pieces, strips: Strips) -> str:
+def _write_segments(segments: Segments, strips: StripTemplates) -> str:
     return "".join(
-        _UNSAFE.sub(_guarded, piece) if isinstance(piece, str) else _words(piece, strips) for piece in pieces
+        _UNSAFE.sub(_escape_unsafe, segment) if isinstance(segment, str) else _write_slot(segment, strips)
+        for segment in segments
     )
 
 
-def _guarded(match: re.Match[str]) -> str:
+def _escape_unsafe(match: re.Match[str]) -> str:
     text = match[0]
-    # Beyond the first plane Go's table of printable letters may be older than Python's.
+    # Beyond U+FFFF, Go's table of printable characters may be older than Python's.
     if ord(text[0]) > 0x7E and text.isprintable() and max(text) <= "\uffff":
         return text
     return f"{{{{ {go_string(text)} }}}}"
 
 
-# White space at the ends of words.
-
-
-def _words(words: Words, strips: Strips) -> str:
-    value = "$system" if words.of == "system" else ".Content"
-    if not words.lead and not words.trail:
+def _write_slot(slot: ContentSlot, strips: StripTemplates) -> str:
+    value = "$system" if slot.source == "system" else ".Content"
+    if not slot.left_strip and not slot.right_strip:
         return f"{{{{ {value} }}}}"
-    name = strips.setdefault((words.lead, words.trail), str(len(strips) + 1))
-    return f'{{{{ template "{"lead" if words.lead else "trail"}{name}" {value} }}}}'
+    name = strips.setdefault((slot.left_strip, slot.right_strip), str(len(strips) + 1))
+    return f'{{{{ template "{"lead" if slot.left_strip else "trail"}{name}" {value} }}}}'
 
 
-def _definitions(strips: Strips) -> Iterator[str]:
-    for (lead, trail), name in strips.items():
-        if lead:
-            rest = f'{{{{ template "trail{name}" . }}}}' if trail else "{{ . }}"
-            listed = " ".join(map(go_string, lead))
+def _strip_definitions(strips: StripTemplates) -> Iterator[str]:
+    """Yield the templates that strip characters from both ends of a text."""
+    for (left, right), name in strips.items():
+        if left:
+            rest = f'{{{{ template "trail{name}" . }}}}' if right else "{{ . }}"
+            listed = " ".join(map(go_string, left))
             yield (
                 f'{{{{ define "lead{name}" }}}}{{{{ if eq (printf "%.1s" .) {listed} }}}}'
                 f'{{{{ template "lead{name}" (slice . (len (printf "%.1s" .))) }}}}'
                 f"{{{{ else }}}}{rest}{{{{ end }}}}{{{{ end }}}}"
             )
-        if trail:
-            yield f'{{{{ define "trail{name}" }}}}{_trail(name, trail)}{{{{ end }}}}'
+        if right:
+            yield f'{{{{ define "trail{name}" }}}}{_strip_right(name, right)}{{{{ end }}}}'
 
 
-def _trail(name: str, trail: str) -> str:
-    """Write the choice between a text without its last letter, if that is one of these, and the text as it is.
+def _strip_right(name: str, characters: str) -> str:
+    """Write a branch that removes the last character if it is one of these.
 
-    Go cannot count letters from the end, so the letters are asked about by how many bytes they take.
+    Go cannot count characters from the end, so there is one branch for each number of bytes.
     """
     by_size: dict[int, list[str]] = {}
-    for character in trail:
+    for character in characters:
         by_size.setdefault(len(character.encode()), []).append(go_string(character))
     branches = []
     for size, listed in sorted(by_size.items()):
-        # The length less `size`: there is no subtraction.
+        # The length minus `size`: Go templates have no subtraction.
         shorter = f"(len (slice . {size}))"
         branches.append(
             f"if and (ge (len .) {size}) (eq (slice . {shorter}) {' '.join(listed)}) }}}}"

@@ -1,4 +1,4 @@
-"""Render a chat template with marked messages and cut the text at the marks; conversations to compare with."""
+"""Probe a chat template: render messages of markers, split the text at them; conversations for comparisons."""
 
 import itertools
 import random
@@ -9,105 +9,113 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 from tunewell.data.templates.chat_template import TemplateFailed
-from tunewell.export.ollama.layout import Layout, NoRule, Pieces, Render, Roles, Sight, Words
+from tunewell.export.ollama.layout import ContentSlot, Layout, NoExactLayout, Observation, Render, Roles, Segments
 
 SPACES = "".join(character for character in map(chr, range(0x3001)) if character.isspace())
-"""All white space according to Python and Jinja's `trim`; every character is below U+3001."""
+"""Everything that Python, and so Jinja's `trim`, calls white space; all of it is below U+3001."""
 
-# Mixed case, quotes, and characters that JSON and HTML escape: a template that changes text changes a mark too.
+# Upper and lower case, quotes, and characters that JSON and HTML escape: editing content changes a marker.
 _OPEN, _CLOSE = "Qz", "vXw'\"\\&<"
-_MARK = re.compile(f"{_OPEN}([0-9]+){re.escape(_CLOSE)}")
+_MARKER = re.compile(f"{_OPEN}([0-9]+){re.escape(_CLOSE)}")
 
-Opening = Literal["in place", "kept"]
+SystemPlacement = Literal["inline", "moved"]
 Parts = tuple[str, ...]
-"""A text cut at its marks: text, number, text, number, ..., text."""
+"""A text split at its markers: text, number, text, number, ..., text."""
 
 
-class Reading(NamedTuple):
-    """The result of rendering one order of messages."""
+class ProbeResult(NamedTuple):
+    """What a template writes for one sequence of roles."""
 
-    sights: list[Sight]
+    observations: list[Observation]
     closing: str | None
-    """The text after the last reply; None if the conversation ends with a question."""
+    """The text after the last reply; None if the conversation does not end with a reply."""
 
 
-class Reader:
-    """Renders conversations by the roles of their messages, each order once."""
+class Prober:
+    """Probes a template with sequences of roles, each once."""
 
     def __init__(self, render: Render) -> None:
         self._render = render
-        self.read = cache(self._read)
+        self.probe = cache(self._probe)
 
-    def text_of(self, messages: Sequence[dict[str, str]]) -> str | None:
-        """Render a conversation up to the reply; return None if the template rejects it."""
+    def render(self, messages: Sequence[dict[str, str]]) -> str | None:
+        """Render a conversation, with a generation prompt unless it ends with a reply; None if it is rejected."""
         try:
             return self._render(list(messages), messages[-1]["role"] != "assistant")
         except TemplateFailed:
             return None
 
-    def _read(self, roles: Roles, opening: Opening) -> Reading | None:
-        """Return the positions of all texts in conversations of these roles; None if the template rejects them.
+    def _probe(self, roles: Roles, placement: SystemPlacement) -> ProbeResult | None:
+        """Observe every position of a conversation with these roles; None if the template rejects it.
 
-        Raises `NoRule` if the template changes a text beyond trimming white space, or if the first system message is
-        expected `in place` and is rendered elsewhere.
+        Raises `NoExactLayout` if content is changed by more than stripping white space, or if the first system message
+        is elsewhere than `inline` says.
         """
-        keeps_system = opening == "kept" and roles[0] == "system"
-        parts = self._cut(roles, keeps_system=keeps_system)
+        is_moved = placement == "moved" and roles[0] == "system"
+        parts = self._split(roles, is_moved=is_moved)
         if parts is None:
             return None
-        taken = self._taken_off(roles, parts, keeps_system=keeps_system)
-        pieces: list[str | Words] = list(parts)
-        for index, (lead, trail) in enumerate(taken):
-            is_system = keeps_system and parts[2 * index + 1] == "0"
-            pieces[2 * index + 1] = Words("system" if is_system else "message", lead, trail)
-        rows = list(_rows(pieces))
-        conversation = marked(roles)
-        layout = Layout({}, opening=opening, takes_later_system=True)
-        sights = [
-            Sight(place, row, conversation) for (place, _), row in zip(layout.places(conversation), rows, strict=False)
+        segments: list[str | ContentSlot] = list(parts)
+        for index, (left, right) in enumerate(self._find_stripped(roles, parts, is_moved=is_moved)):
+            is_system = is_moved and parts[2 * index + 1] == "0"
+            segments[2 * index + 1] = ContentSlot("system" if is_system else "message", left, right)
+        groups = list(_group_by_message(segments))
+        conversation = marked_conversation(roles)
+        layout = Layout({}, system_placement=placement, shows_later_system=True)
+        observations = [
+            Observation(position, group, conversation)
+            for (position, _), group in zip(layout.positions(conversation), groups, strict=False)
         ]
         if roles[-1] != "assistant":
-            return Reading(sights, None)
-        if any(isinstance(piece, Words) for piece in rows[-1]):
-            raise NoRule("the system message comes after the last reply", conversation)
-        return Reading(sights, parts[-1])
+            return ProbeResult(observations, None)
+        if any(isinstance(segment, ContentSlot) for segment in groups[-1]):
+            raise NoExactLayout("the system message comes after the last reply", conversation)
+        return ProbeResult(observations, parts[-1])
 
-    def _taken_off(self, roles: Roles, parts: Parts, *, keeps_system: bool) -> list[tuple[str, str]]:
-        """Find the white space that is trimmed from both ends of each mark, with a space next to every mark."""
-        num_marks = len(parts) // 2
-        leads, trails = [""] * num_marks, [""] * num_marks
+    def _find_stripped(self, roles: Roles, parts: Parts, *, is_moved: bool) -> list[tuple[str, str]]:
+        """Find the white space stripped from both ends of each marker: render the markers between two spaces."""
+        num_markers = len(parts) // 2
+        lefts, rights = [""] * num_markers, [""] * num_markers
         for space in SPACES:
-            cut = self._cut(roles, space, space, keeps_system=keeps_system)
-            if cut is None or cut[1::2] != parts[1::2]:
-                raise NoRule(f"it rejects or moves text next to {space!r}", marked(roles, space, space))
-            for gap, (bare, spaced) in enumerate(zip(parts[::2], cut[::2], strict=True)):
-                # There is no trailing space before the first mark, and no leading space after the last.
-                ends = [
-                    (trail, lead) for trail in ("", space)[: gap + 1] for lead in ("", space)[: num_marks - gap + 1]
+            spaced_parts = self._split(roles, space, space, is_moved=is_moved)
+            if spaced_parts is None or spaced_parts[1::2] != parts[1::2]:
+                raise NoExactLayout(
+                    f"it rejects or moves text next to {space!r}", marked_conversation(roles, space, space)
+                )
+            for gap, (bare, spaced) in enumerate(zip(parts[::2], spaced_parts[::2], strict=True)):
+                # The text between two markers may keep the space after the first and the space before the second.
+                # No marker precedes the first text, and none follows the last.
+                candidates = [
+                    (right, left)
+                    for right in ("", space)[: gap + 1]
+                    for left in ("", space)[: num_markers - gap + 1]
+                    if right + bare + left == spaced
                 ]
-                fitting = [(trail, lead) for trail, lead in ends if trail + bare + lead == spaced]
-                if not fitting:
-                    raise NoRule(f"{space!r} next to a text changes more than the text", marked(roles, space, space))
-                trail, lead = fitting[0]
-                if len(fitting) > 1:
-                    # One more space among equal spaces: it is either trailing or leading.
-                    lone = self._cut(roles, space, "", keeps_system=keeps_system)
-                    trail, lead = ("", space) if lone and lone[2 * gap] != bare else (space, "")
-                if gap and not trail:
-                    trails[gap - 1] += space
-                if gap < num_marks and not lead:
-                    leads[gap] += space
-        return list(zip(leads, trails, strict=True))
+                if not candidates:
+                    raise NoExactLayout(
+                        f"{space!r} next to a text changes more than the text",
+                        marked_conversation(roles, space, space),
+                    )
+                right, left = candidates[0]
+                if len(candidates) > 1:
+                    # The text consists of this space only: render it with a space on the left side alone.
+                    left_only = self._split(roles, space, "", is_moved=is_moved)
+                    right, left = ("", space) if left_only and left_only[2 * gap] != bare else (space, "")
+                if gap and not right:
+                    rights[gap - 1] += space
+                if gap < num_markers and not left:
+                    lefts[gap] += space
+        return list(zip(lefts, rights, strict=True))
 
-    def _cut(self, roles: Roles, lead: str = "", trail: str = "", *, keeps_system: bool) -> Parts | None:
-        """Render marks and cut the text at them; each must appear once, in order."""
-        messages = marked(roles, lead, trail)
-        text = self.text_of(messages)
+    def _split(self, roles: Roles, left: str = "", right: str = "", *, is_moved: bool) -> Parts | None:
+        """Render markers and split the text at them; each must occur once, in order."""
+        messages = marked_conversation(roles, left, right)
+        text = self.render(messages)
         if text is None:
             return None
-        parts = tuple(_MARK.split(text))
-        found = [int(number) for number in parts[1::2] if not keeps_system or number != "0"]
-        expected = list(range(int(keeps_system), len(roles)))
+        parts = tuple(_MARKER.split(text))
+        found = [int(number) for number in parts[1::2] if not is_moved or number != "0"]
+        expected = list(range(int(is_moved), len(roles)))
         if found != expected:
             lost = [index for index in expected if index not in found]
             reason = (
@@ -115,53 +123,53 @@ class Reader:
                 if lost
                 else "it repeats or reorders the messages"
             )
-            raise NoRule(reason, messages)
+            raise NoExactLayout(reason, messages)
         return parts
 
 
-def marked(roles: Sequence[str], lead: str = "", trail: str = "") -> list[dict[str, str]]:
-    """Return a conversation whose texts are marks."""
-    return [{"role": role, "content": f"{lead}{_OPEN}{index}{_CLOSE}{trail}"} for index, role in enumerate(roles)]
+def marked_conversation(roles: Sequence[str], left: str = "", right: str = "") -> list[dict[str, str]]:
+    """Return a conversation whose contents are markers, with texts on both sides of each."""
+    return [{"role": role, "content": f"{left}{_OPEN}{index}{_CLOSE}{right}"} for index, role in enumerate(roles)]
 
 
-def _rows(pieces: Sequence[str | Words]) -> Iterator[Pieces]:
-    """Yield the text before each message with its content; the last row is the text at the end."""
-    row: list[str | Words] = []
-    for piece in pieces:
-        row += [piece] if piece != "" else []
-        if isinstance(piece, Words) and piece.of == "message":
-            yield tuple(row)
-            row = []
-    yield tuple(row)
+def _group_by_message(segments: Sequence[str | ContentSlot]) -> Iterator[Segments]:
+    """Yield the segments up to each message's content, then those at the end."""
+    group: list[str | ContentSlot] = []
+    for segment in segments:
+        group += [segment] if segment != "" else []
+        if isinstance(segment, ContentSlot) and segment.source == "message":
+            yield tuple(group)
+            group = []
+    yield tuple(group)
 
 
-# Conversations for probes and comparisons: orders of messages that Ollama passes to a template, and difficult texts.
+# Conversations: sequences of roles that Ollama passes to a template, and content that is easily damaged.
 
 
 @dataclass(frozen=True)
-class Group:
-    """Orders of messages that a template may support besides alternating questions and replies."""
+class RoleGroup:
+    """Sequences of roles that a template may support besides alternating questions and replies."""
 
     name: str
-    forms: tuple[Roles, ...]
-    otherwise: str
-    """How they are rendered if the template rejects them; Ollama cannot reject a conversation."""
+    sequences: tuple[Roles, ...]
+    fallback: str
+    """What a Go template does with them if the original rejects them; Ollama itself rejects nothing."""
 
 
-def _both(*forms: Roles) -> tuple[Roles, ...]:
-    return (*forms, *(("system", *form) for form in forms))
+def _with_and_without_system(*sequences: Roles) -> tuple[Roles, ...]:
+    return (*sequences, *(("system", *sequence) for sequence in sequences))
 
 
 QUESTIONS: tuple[Roles, ...] = tuple(("user", *("assistant", "user") * num_later) for num_later in range(4))
-"""One to four questions with the replies between them; every layout must support these."""
-UNFINISHED = Group(
+"""One to four questions with the replies between them: what every layout must render."""
+UNFINISHED = RoleGroup(
     "a reply to be continued",
-    _both(*(form[:-1] for form in QUESTIONS[1:])),
+    _with_and_without_system(*(sequence[:-1] for sequence in QUESTIONS[1:])),
     "is rendered like an earlier reply",
 )
-LATER_SYSTEM = Group(
+LATER_SYSTEM = RoleGroup(
     "a system message after the first message",
-    _both(
+    _with_and_without_system(
         ("user", "system"),
         ("user", "system", "user"),
         ("user", "system", "assistant"),
@@ -175,10 +183,10 @@ LATER_SYSTEM = Group(
     ),
     "is left out",
 )
-REPLY_FIRST = Group(
+REPLY_FIRST = RoleGroup(
     "a conversation that begins with a reply",
-    _both(
-        *(("assistant", *form) for form in QUESTIONS),
+    _with_and_without_system(
+        *(("assistant", *sequence) for sequence in QUESTIONS),
         ("assistant",),
         ("assistant", "user", "assistant"),
         ("assistant", "system"),
@@ -187,80 +195,70 @@ REPLY_FIRST = Group(
     ),
     "is rendered as if a question came before it",
 )
-SYSTEM_ALONE = Group("a system message alone", (("system",),), "is rendered as before a question")
+SYSTEM_ALONE = RoleGroup("a system message alone", (("system",),), "is rendered as before a question")
 GROUPS = (UNFINISHED, SYSTEM_ALONE, LATER_SYSTEM, REPLY_FIRST)
 
-_WORDS = (
-    *("Hello there", "no", "7", "In 1984 3.14 was 1,000 times 0", "I and i, İ and ı, ß and ẞ", "été e\u0301 ﬁ"),
-    *(
-        "你好，世界",
-        "مرحبا",
-        "👩‍👩‍👧 👍🏽",
-        "\ufeffx\u200b",
-        "a\u00a0b",
-        "x = {\n\t'y': [1]\n}",
-        "{{ .Content }} {{- x -}}",
-    ),
-    *(
-        "{% if x %}{{ bos_token }}{# y #}",
-        "{",
-        "}}",
-        "<b>&amp;</b> \"q\" 'r' `s`",
-        '"""',
-        "\\n \\",
-        "%s %d %%",
-        "a\r\nb",
-    ),
-    *(
-        "one\n\ntwo\n\n\nthree",
-        "- a\n- b",
-        "# x",
-        "user: hi\nassistant: ho",
-        "null",
-        "None",
-        "[1, 2]",
-        "'",
-        "so " * 300,
-    ),
+# fmt: off
+_CONTENTS = (
+    "Hello there", "no", "7", "In 1984 3.14 was 1,000 times 0", "I and i, İ and ı, ß and ẞ", "été e\u0301 ﬁ",
+    "你好，世界", "مرحبا", "👩‍👩‍👧 👍🏽", "\ufeffx\u200b", "a\u00a0b", "x = {\n\t'y': [1]\n}",
+    "{{ .Content }} {{- x -}}", "{% if x %}{{ bos_token }}{# y #}", "{", "}}", "<b>&amp;</b> \"q\" 'r' `s`", '"""', "\\n \\",
+    "%s %d %%", "a\r\nb", "one\n\ntwo\n\n\nthree", "- a\n- b", "# x", "user: hi\nassistant: ho", "null", "None", "[1, 2]", "'",
+    "so " * 300,
 )
+# fmt: on
 
-LONG = 80
-"""Messages in the longest conversations compared; differences in longer ones are not detected."""
-
-
-def awkward(draw: random.Random) -> str:
-    """Draw a difficult text, sometimes with white space around it."""
-    lead, trail = (draw.choice(("", "", "", " ", "\n", "\n\n", " \n", draw.choice(SPACES))) for _ in range(2))
-    return lead + draw.choice(_WORDS) + trail
+_MAX_MESSAGES = 80
+"""Messages in the longest conversations: what a template does differently later than that goes unnoticed."""
 
 
-def is_known(roles: Roles, groups: Collection[Group], *, has_system: bool) -> bool:
-    """Return whether an order of messages alternates questions and replies, or belongs to these groups."""
-    opens_with_system, rest = roles[0] == "system", roles[int(roles[0] == "system") :]
+def awkward_text(draw: random.Random) -> str:
+    """Draw content that is easily damaged, sometimes with white space around it."""
+    left, right = (draw.choice(("", "", "", " ", "\n", "\n\n", " \n", draw.choice(SPACES))) for _ in range(2))
+    return left + draw.choice(_CONTENTS) + right
+
+
+def awkward_conversation(roles: Sequence[str], draw: random.Random) -> list[dict[str, str]]:
+    """Return a conversation with content that is easily damaged."""
+    return [{"role": role, "content": awkward_text(draw)} for role in roles]
+
+
+def fill_role(roles: Sequence[str], role: str, content: str) -> list[dict[str, str]]:
+    """Return a conversation in which all messages of one role have this content."""
+    return [
+        {"role": each, "content": content if each == role else f"words {index}"} for index, each in enumerate(roles)
+    ]
+
+
+def is_covered(roles: Roles, groups: Collection[RoleGroup], *, has_system: bool) -> bool:
+    """Return True if a sequence consists of alternating questions and replies, and of what these groups allow."""
+    begins_with_system, rest = roles[0] == "system", roles[int(roles[0] == "system") :]
     needed = {
         SYSTEM_ALONE: not rest,
         LATER_SYSTEM: "system" in rest,
         REPLY_FIRST: rest[:1] == ("assistant",),
         UNFINISHED: roles[-1] == "assistant",
     }
-    is_joined = all(left != right for left, right in itertools.pairwise(roles))
-    return is_joined and has_system >= opens_with_system and all(group in groups for group in needed if needed[group])
+    has_no_repeats = all(left != right for left, right in itertools.pairwise(roles))
+    is_allowed = all(group in groups for group in needed if needed[group])
+    return has_no_repeats and has_system >= begins_with_system and is_allowed
 
 
-def short_orders(groups: Collection[Group], *, has_system: bool) -> Iterator[Roles]:
-    """Yield every order of up to five messages that these groups allow."""
+def short_sequences(groups: Collection[RoleGroup], *, has_system: bool) -> Iterator[Roles]:
+    """Yield every sequence of up to five roles that these groups allow."""
     for num_messages in range(1, 6):
         for roles in itertools.product(("system", "user", "assistant"), repeat=num_messages):
-            if is_known(roles, groups, has_system=has_system):
+            if is_covered(roles, groups, has_system=has_system):
                 yield roles
 
 
-def random_order(draw: random.Random, groups: Collection[Group], *, has_system: bool) -> Roles:
-    """Draw an order of messages; many are longer than those used to derive a layout."""
+def random_sequence(draw: random.Random, groups: Collection[RoleGroup], *, has_system: bool) -> Roles:
+    """Draw a sequence of roles; many are longer than those that layouts are learned from."""
     while True:
         roles = ["system"] if has_system and draw.random() < 0.5 else []
         roles.append("assistant" if REPLY_FIRST in groups and draw.random() < 0.3 else "user")
-        num_messages = draw.randrange(1, 14) if draw.random() < 0.95 else draw.randrange(LONG - 1, LONG + 1)
+        is_long = draw.random() >= 0.95
+        num_messages = draw.randrange(_MAX_MESSAGES - 1, _MAX_MESSAGES + 1) if is_long else draw.randrange(1, 14)
         while len(roles) < num_messages:
             if roles[-1] == "system":
                 roles.append(draw.choice(("user", "assistant")))
@@ -268,25 +266,15 @@ def random_order(draw: random.Random, groups: Collection[Group], *, has_system: 
                 roles.append("system")
             else:
                 roles.append("user" if roles[-1] == "assistant" else "assistant")
-        if is_known(tuple(roles), groups, has_system=has_system):
+        if is_covered(tuple(roles), groups, has_system=has_system):
             return tuple(roles)
-
-
-def talk(roles: Sequence[str], draw: random.Random) -> list[dict[str, str]]:
-    """Return a conversation of difficult texts."""
-    return [{"role": role, "content": awkward(draw)} for role in roles]
-
-
-def fill_role(roles: Sequence[str], role: str, words: str) -> list[dict[str, str]]:
-    """Return a conversation in which all messages of one role have this text."""
-    return [{"role": each, "content": words if each == role else f"words {index}"} for index, each in enumerate(roles)]
 
 
 _TAG = re.compile(r"\{[{%](.*?)[}%]\}", re.DOTALL)
 _LITERAL = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""", re.DOTALL)
 
 
-def spelled_in(source: str) -> Iterator[str]:
+def string_literals(source: str) -> Iterator[str]:
     """Yield the string literals of a Jinja template, each once."""
     found = (match[1] or match[2] for tag in _TAG.findall(source) for match in _LITERAL.finditer(tag))
     for text in dict.fromkeys(text.replace("\\n", "\n") for text in found if text):

@@ -1,9 +1,9 @@
-"""Derive Ollama's template, in Go's syntax, from a model's own Jinja template by rendering probes.
+"""Derive Ollama's Go template from a model's Jinja chat template by rendering probes.
 
-    render marks -> cut at the marks -> rules -> compare with the template on hundreds of other conversations -> Go
+    render markers -> split at markers -> learn rules -> compare with the original on hundreds of conversations -> Go
 
-Nothing is known of any template by name. What comes out renders byte for byte what the template renders, or the
-difference is among the notes, or the template is refused with the conversation that shows why.
+No template is known by name. The result renders byte for byte what the original renders; differences are listed in the
+notes; a template without an exact counterpart is rejected with the conversation that shows why.
 """
 
 import json
@@ -17,13 +17,13 @@ from tunewell.data.templates.chat_template import TemplateFailed
 from tunewell.export.ollama.layout import (
     Layout,
     Message,
-    NoRule,
-    Place,
+    NoExactLayout,
+    Observation,
+    Position,
     Render,
     Roles,
-    Sight,
-    find_rules,
-    pieces_at,
+    follow_rule,
+    learn_rules,
     write_go,
 )
 from tunewell.export.ollama.probes import (
@@ -32,114 +32,20 @@ from tunewell.export.ollama.probes import (
     QUESTIONS,
     SYSTEM_ALONE,
     UNFINISHED,
-    Group,
-    Opening,
-    Reader,
+    Prober,
+    RoleGroup,
+    SystemPlacement,
+    awkward_conversation,
     fill_role,
-    is_known,
-    random_order,
-    short_orders,
-    spelled_in,
-    talk,
+    is_covered,
+    random_sequence,
+    short_sequences,
+    string_literals,
 )
 
-# Compare a layout with the chat template that it was learned from, byte by byte.
-
-NUM_LONGER = 100
-"""Random conversations that a layout is compared on each time it has grown, besides all orders of few messages; about
-30 ms for most templates."""
-
-
-class Trial:
-    """A chat template under examination, and how often a layout has agreed with it."""
-
-    def __init__(self, render: Render) -> None:
-        self._reader = Reader(render)
-        self.closing: str | None = None
-        """What stands after a finished reply at the end of a conversation; None until it is known."""
-        self.num_same = 0
-        """Random conversations on which a layout and the template gave the same bytes."""
-
-    def sights(self, forms: Sequence[Roles], opening: Opening) -> list[Sight]:
-        """Read conversations of these forms; none where the template refuses them all."""
-        readings = [reading for form in forms if (reading := self._reader.read(form, opening))]
-        return [sight for reading in readings for sight in reading.sights]
-
-    def find_closing(self, forms: Sequence[Roles], opening: Opening) -> None:
-        """Find what stands after a finished reply; raise `NoRule` where it is not always the same."""
-        readings = [reading for form in forms if (reading := self._reader.read(form, opening))]
-        odd = next((reading for reading in readings if reading.closing != readings[0].closing), None)
-        if odd:
-            raise NoRule("the text after the last reply varies", odd.sights[0].conversation)
-        self.closing = readings[0].closing
-
-    def check(self, layout: Layout, groups: Collection[Group]) -> None:
-        """Compare a layout with the template on conversations it was not learned from; raise `NoRule` on the first
-        that differs. Beyond questions and replies in turn the template may refuse some."""
-        draw = random.Random(len(groups))
-        has_system = layout.opening != "left out"
-        longer = (random_order(draw, groups, has_system=has_system) for _ in range(NUM_LONGER))
-        num_same = 0
-        for roles in (*short_orders(groups, has_system=has_system), *longer):
-            messages = talk(roles, draw)
-            expected = self._expected(messages)
-            if expected is None and not groups:
-                raise NoRule("it rejects some conversations of alternating questions and replies", messages)
-            if expected is not None and layout.lay_out(messages) != expected:
-                raise NoRule("the rendered text depends on more than the order of the messages", messages)
-            num_same += expected is not None
-        self.num_same += num_same
-
-    def agree(self, layout: Layout, probes: Sequence[list[dict[str, str]]]) -> bool:
-        """Say whether a layout gives the template's texts of conversations that ask for a reply and are not refused."""
-        try:
-            texts = [self._reader.text_of(probe) for probe in probes]
-        except NoRule:
-            return False
-        return all(text is None or layout.lay_out(probe) == text for text, probe in zip(texts, probes, strict=True))
-
-    def _expected(self, messages: list[dict[str, str]]) -> str | None:
-        """Render a conversation with the template, up to where the reply begins or goes on."""
-        text = self._reader.text_of(messages)
-        if text is None or messages[-1]["role"] != "assistant":
-            return text
-        if self.closing is None or not text.endswith(self.closing):
-            raise NoRule("the text after the last reply varies", messages)
-        return text.removesuffix(self.closing)
-
-
-# Say what a layout does not do as the chat template does: odd messages, words with a meaning, tools, thinking.
-
+_NUM_RANDOM = 100
+"""Random conversations for each comparison, besides all short sequences of roles; about 30 ms for most templates."""
 _MAX_LISTED = 5
-
-
-def omissions(trial: Trial, layout: Layout, source: str | None) -> Iterator[str]:
-    """Give a sentence for each thing left out; the template's source, if known, is searched for special words."""
-    yield from _blanks(trial, layout)
-    special = [text for text in spelled_in(source or "") if not _is_ordinary(trial, layout, text)]
-    if special:
-        listed = ", ".join(f"`{text}`".replace("\n", "\\n") for text in special[:_MAX_LISTED])
-        more = f" and {len(special) - _MAX_LISTED} more" if len(special) > _MAX_LISTED else ""
-        yield f"messages that contain {listed}{more} are rendered unchanged; the model's template edits them"
-    if source is None or "tool" in source:
-        yield "tools are left out: Ollama passes them to templates in a different form than Jinja"
-    if source is None or "reasoning" in source or "thinking" in source:
-        yield "thinking is left out: it is not separated from the reply and cannot be turned on or off"
-
-
-def _blanks(trial: Trial, layout: Layout) -> Iterator[str]:
-    forms = QUESTIONS[:3] if layout.opening == "left out" else [("system", *form) for form in QUESTIONS[:3]]
-    for role in ("system", "user", "assistant"):
-        for words, kind in (("", "empty"), (" \n", "blank")):
-            probes = [fill_role(form, role, words) for form in (*QUESTIONS[:3], *forms) if role in form]
-            if not trial.agree(layout, probes):
-                yield f"{kind} {role} messages are rendered differently from the model's template"
-
-
-def _is_ordinary(trial: Trial, layout: Layout, text: str) -> bool:
-    form = QUESTIONS[1] if layout.opening == "left out" else ("system", *QUESTIONS[1])
-    spellings = (text, f"a{text}b", f"{text}b", f"a\n{text}\n\nb")
-    return trial.agree(layout, [fill_role(form, role, words) for role in dict.fromkeys(form) for words in spellings])
 
 
 @dataclass(frozen=True)
@@ -147,15 +53,15 @@ class GoTemplate:
     """A chat template for Ollama."""
 
     text: str
-    """What follows TEMPLATE in a Modelfile, in Go's syntax."""
+    """The value of TEMPLATE in a Modelfile."""
     closing: str
-    """The text after a finished reply at the end of a conversation; empty if the model's template has none."""
+    """The text after a finished reply at the end of a conversation; empty if the original does not write one."""
     next_question: str
     """The text between a reply and the next question."""
     num_checked: int
-    """Conversations on which this and the model's template gave the same bytes."""
+    """Conversations on which this template and the original rendered the same bytes."""
     notes: tuple[str, ...] = ()
-    """Differences from the model's own template."""
+    """Differences from the original."""
 
 
 def derive_go_template(
@@ -167,161 +73,249 @@ def derive_go_template(
     render_another_day: Render | None = None,
     date: str | None = None,
 ) -> GoTemplate:
-    """Derive Ollama's template from a rendering function; raise UserError where no exact one can be had.
+    """Derive Ollama's template from a rendering function; raise UserError if there is no exact counterpart.
 
-    `render` takes messages of `role` and `content`, and whether to ask for a reply. With `adds_bos` (the GGUF says so)
-    Ollama puts `bos` before the text by itself, and the template leaves it out. The template's `source` is searched
-    for words that it may treat in its own way; `render_another_day` tells whether the date is in the text, and `date`
-    which day `render` sees.
+    With `adds_bos` (metadata of the GGUF file) Ollama puts `bos` before every prompt, so the template omits it. String
+    literals in `source` are tested as content. `render_another_day` shows whether the text contains the date; `date`
+    is the day that `render` uses.
     """
     notes: list[str] = []
     if adds_bos and bos:
-        has_bos = _begins_with(bos, render)
-        trial = Trial(_without(bos, render, has_bos=has_bos))
+        has_bos = _begins_with_bos(bos, render)
+        original = OriginalTemplate(_without_bos(bos, render, has_bos=has_bos))
         if not has_bos:
             notes.append(f"the GGUF begins every prompt with `{bos}`; the model's template does not")
     else:
-        trial = Trial(render)
+        original = OriginalTemplate(render)
     try:
-        layout = _learn(trial, notes)
-    except NoRule as failure:
+        layout = _learn_layout(original, notes)
+    except NoExactLayout as failure:
         raise UserError(
             f"the chat template cannot be converted exactly for Ollama: {failure.reason}",
-            where=_shown(failure.conversation),
+            where=_format_conversation(failure.conversation),
             fix="export `gguf` without `ollama`: llama.cpp reads the model's own template from the file",
         ) from failure
-    notes += omissions(trial, layout, source)
-    if render_another_day and _differ(render, render_another_day, layout):
+    notes += _find_differences(original, layout, source)
+    if render_another_day and _renders_differ(render, render_another_day, layout):
         notes.append(
             f"the date in the text stays at {date or 'the date of the export'}; the model's own template writes "
             "today's date"
         )
-    after_reply = pieces_at(layout.rules["user"], Place("user", "assistant", False, True, True, 1))
+    after_reply = follow_rule(layout.rules["user"], Position("user", "assistant", False, True, True, 1))
     return GoTemplate(
         text=write_go(layout),
-        closing=trial.closing or "",
+        closing=original.closing or "",
         next_question=after_reply[0] if isinstance(after_reply[0], str) else "",
-        num_checked=trial.num_same,
+        num_checked=original.num_same,
         notes=tuple(notes),
     )
+
+
+def stop_texts(template: GoTemplate, *, control_tokens: Collection[str]) -> tuple[str, ...]:
+    """Return the texts that end a reply or begin another turn, in their order after a reply.
+
+    These are the control tokens between a reply and the next question, because a reply never contains them. If there
+    are none, it is the text after a reply itself. Empty if the template writes nothing after a reply.
+
+        Yes. <|eot_id|><|start_header_id|>user<|end_header_id|>\\n\\n     three control tokens
+        Yes. \\n\\n### Instruction:\\n                                      none: the text up to its last line end
+    """
+    following = template.closing + template.next_question
+    # Longest first, so that a token is not found inside another.
+    tokens = sorted((token for token in control_tokens if token.strip()), key=len, reverse=True)
+    if tokens and (found := re.findall("|".join(map(re.escape, tokens)), following)):
+        return tuple(dict.fromkeys(found))
+    for text in (template.closing, template.next_question):
+        if text.strip():
+            # A final line end may be one token with the text after it, and would then never match.
+            return (text.rstrip(),)
+    return ()
+
+
+class OriginalTemplate:
+    """The model's chat template, with which layouts are compared byte by byte."""
+
+    def __init__(self, render: Render) -> None:
+        self._prober = Prober(render)
+        self.closing: str | None = None
+        """The text after a finished reply at the end of a conversation; None until it is known."""
+        self.num_same = 0
+        """Conversations on which a layout rendered the same bytes."""
+
+    def observe(self, sequences: Sequence[Roles], placement: SystemPlacement) -> list[Observation]:
+        """Probe the template with these roles; empty if it rejects them all."""
+        results = [result for roles in sequences if (result := self._prober.probe(roles, placement))]
+        return [observation for result in results for observation in result.observations]
+
+    def find_closing(self, sequences: Sequence[Roles], placement: SystemPlacement) -> None:
+        """Find the text after a finished reply; raise `NoExactLayout` if it varies."""
+        results = [result for roles in sequences if (result := self._prober.probe(roles, placement))]
+        different = next((result for result in results if result.closing != results[0].closing), None)
+        if different:
+            raise NoExactLayout("the text after the last reply varies", different.observations[0].conversation)
+        self.closing = results[0].closing
+
+    def require_match(self, layout: Layout, groups: Collection[RoleGroup]) -> None:
+        """Compare a layout with the template on new conversations; raise `NoExactLayout` at the first difference.
+
+        The template may reject some, except for alternating questions and replies.
+        """
+        draw = random.Random(len(groups))
+        has_system = layout.system_placement != "dropped"
+        longer = (random_sequence(draw, groups, has_system=has_system) for _ in range(_NUM_RANDOM))
+        num_same = 0
+        for roles in (*short_sequences(groups, has_system=has_system), *longer):
+            messages = awkward_conversation(roles, draw)
+            expected = self._render_open(messages)
+            if expected is None and not groups:
+                raise NoExactLayout("it rejects some conversations of alternating questions and replies", messages)
+            if expected is not None and layout.render(messages) != expected:
+                raise NoExactLayout("the rendered text depends on more than the order of the messages", messages)
+            num_same += expected is not None
+        self.num_same += num_same
+
+    def matches(self, layout: Layout, conversations: Sequence[list[dict[str, str]]]) -> bool:
+        """Return True if a layout renders these as the template does, apart from those that it rejects."""
+        try:
+            texts = [self._prober.render(messages) for messages in conversations]
+        except NoExactLayout:
+            return False
+        pairs = zip(texts, conversations, strict=True)
+        return all(text is None or layout.render(messages) == text for text, messages in pairs)
+
+    def _render_open(self, messages: list[dict[str, str]]) -> str | None:
+        """Render a conversation without the text that ends its last reply."""
+        text = self._prober.render(messages)
+        if text is None or messages[-1]["role"] != "assistant":
+            return text
+        if self.closing is None or not text.endswith(self.closing):
+            raise NoExactLayout("the text after the last reply varies", messages)
+        return text.removesuffix(self.closing)
 
 
 # Learning.
 
 
-def _learn(trial: Trial, notes: list[str]) -> Layout:
-    """Learn questions and replies in turn, which must be exact, then whatever else can be had exactly."""
+def _learn_layout(original: OriginalTemplate, notes: list[str]) -> Layout:
+    """Learn alternating questions and replies, which must be exact, then every other group that can be exact."""
     try:
-        layout, sights = _questions(trial, "in place")
-    except NoRule:
-        layout, sights = _questions(trial, "kept")
-    if layout.opening == "left out":
+        layout, observations = _learn_questions(original, "inline")
+    except NoExactLayout:
+        layout, observations = _learn_questions(original, "moved")
+    if layout.system_placement == "dropped":
         notes.append("system messages are left out; the model's template rejects them")
-    known: list[Group] = []
+    covered: list[RoleGroup] = []
     for group in GROUPS:
         try:
-            wider, more = _widened(trial, layout, sights, (*known, group))
-        except NoRule as failure:
-            notes.append(f"{group.name} {group.otherwise}; the model's template differs: {failure.reason}")
+            extended, new = _extend_layout(original, layout, observations, (*covered, group))
+        except NoExactLayout as failure:
+            notes.append(f"{group.name} {group.fallback}; the model's template differs: {failure.reason}")
             continue
-        if more:
-            layout, sights = wider, sights + more
-            known.append(group)
+        if new:
+            layout, observations = extended, observations + new
+            covered.append(group)
         elif group is not SYSTEM_ALONE:
-            notes.append(f"{group.name} {group.otherwise}; the model's template rejects it")
+            notes.append(f"{group.name} {group.fallback}; the model's template rejects it")
     return layout
 
 
-def _questions(trial: Trial, opening: Opening) -> tuple[Layout, list[Sight]]:
-    """Learn how questions and replies in turn are laid out, with a system message and without."""
-    without = trial.sights(QUESTIONS, opening)
-    if not without:
-        raise NoRule("it rejects every conversation of questions and replies", fill_role(QUESTIONS[0], "user", "Hello"))
-    within = trial.sights([("system", *form) for form in QUESTIONS], opening)
-    layout = Layout(find_rules(without + within), opening=opening if within else "left out")
-    empty = [fill_role(("system", *form), "system", "") for form in QUESTIONS]
+def _learn_questions(original: OriginalTemplate, placement: SystemPlacement) -> tuple[Layout, list[Observation]]:
+    """Learn alternating questions and replies, with and without a system message."""
+    plain = original.observe(QUESTIONS, placement)
+    if not plain:
+        conversation = fill_role(QUESTIONS[0], "user", "Hello")
+        raise NoExactLayout("it rejects every conversation of questions and replies", conversation)
+    with_system = original.observe([("system", *roles) for roles in QUESTIONS], placement)
+    layout = Layout(learn_rules(plain + with_system), system_placement=placement if with_system else "dropped")
+    empty = [fill_role(("system", *roles), "system", "") for roles in QUESTIONS]
     skipping = replace(layout, skips_empty_system=True)
-    if within and not trial.agree(layout, empty) and trial.agree(skipping, empty):
+    if with_system and not original.matches(layout, empty) and original.matches(skipping, empty):
         layout = skipping
-    trial.check(layout, ())
-    return layout, without + within
+    original.require_match(layout, ())
+    return layout, plain + with_system
 
 
-def _widened(trial: Trial, layout: Layout, sights: list[Sight], groups: Sequence[Group]) -> tuple[Layout, list[Sight]]:
-    """Learn the last of these groups too; no sights where the template refuses it, `NoRule` where it is not exact."""
+def _extend_layout(
+    original: OriginalTemplate, layout: Layout, observations: list[Observation], groups: Sequence[RoleGroup]
+) -> tuple[Layout, list[Observation]]:
+    """Learn the last of these groups too; return no observations if the template rejects it."""
     group = groups[-1]
-    opening: Opening = "kept" if layout.opening == "kept" else "in place"
-    forms = [form for form in group.forms if is_known(form, groups, has_system=layout.opening != "left out")]
-    more = trial.sights(forms, opening)
-    if not more:
+    placement: SystemPlacement = "moved" if layout.system_placement == "moved" else "inline"
+    has_system = layout.system_placement != "dropped"
+    sequences = [roles for roles in group.sequences if is_covered(roles, groups, has_system=has_system)]
+    new = original.observe(sequences, placement)
+    if not new:
         return layout, []
     if group is UNFINISHED:
-        trial.find_closing(forms, opening)
-    takes_later_system = layout.takes_later_system or group is LATER_SYSTEM
-    wider = replace(layout, rules=find_rules(sights + more), takes_later_system=takes_later_system)
-    trial.check(wider, groups)
-    return wider, more
+        original.find_closing(sequences, placement)
+    shows_later_system = layout.shows_later_system or group is LATER_SYSTEM
+    extended = replace(layout, rules=learn_rules(observations + new), shows_later_system=shows_later_system)
+    original.require_match(extended, groups)
+    return extended, new
 
 
-# Texts.
+# Differences from the original: empty messages, content with a special meaning, tools, thinking, the date.
 
 
-def _begins_with(bos: str, render: Render) -> bool:
+def _find_differences(original: OriginalTemplate, layout: Layout, source: str | None) -> Iterator[str]:
+    """Yield a note for each difference; string literals of the template's source are tested as content."""
+    has_system = layout.system_placement != "dropped"
+    sequences = [*QUESTIONS[:3], *(("system", *roles) for roles in QUESTIONS[:3] if has_system)]
+    for role in ("system", "user", "assistant"):
+        for content, kind in (("", "empty"), (" \n", "blank")):
+            conversations = [fill_role(roles, role, content) for roles in sequences if role in roles]
+            if not original.matches(layout, conversations):
+                yield f"{kind} {role} messages are rendered differently from the model's template"
+    special = [text for text in string_literals(source or "") if not _is_ordinary(original, layout, text)]
+    if special:
+        listed = ", ".join(f"`{text}`".replace("\n", "\\n") for text in special[:_MAX_LISTED])
+        more = f" and {len(special) - _MAX_LISTED} more" if len(special) > _MAX_LISTED else ""
+        yield f"messages that contain {listed}{more} are rendered unchanged; the model's template edits them"
+    if source is None or "tool" in source:
+        yield "tools are left out: Ollama passes them to templates in a different form than Jinja"
+    if source is None or "reasoning" in source or "thinking" in source:
+        yield "thinking is left out: it is not separated from the reply and cannot be turned on or off"
+
+
+def _is_ordinary(original: OriginalTemplate, layout: Layout, text: str) -> bool:
+    """Return True if messages that contain this text are rendered like others."""
+    roles = QUESTIONS[1] if layout.system_placement == "dropped" else ("system", *QUESTIONS[1])
+    contents = (text, f"a{text}b", f"{text}b", f"a\n{text}\n\nb")
+    conversations = [fill_role(roles, role, content) for role in dict.fromkeys(roles) for content in contents]
+    return original.matches(layout, conversations)
+
+
+def _renders_differ(render: Render, other: Render, layout: Layout) -> bool:
+    has_system = layout.system_placement != "dropped"
+    sequences = (QUESTIONS[1], *([("system", *QUESTIONS[1])] if has_system else []))
+    conversations = [fill_role(roles, "user", "Hello") for roles in sequences]
+    return any(render(messages, True) != other(messages, True) for messages in conversations)
+
+
+def _begins_with_bos(bos: str, render: Render) -> bool:
     try:
         return render([{"role": "user", "content": "Hello"}], True).startswith(bos)
     except TemplateFailed:
         return False
 
 
-def _without(bos: str, render: Render, *, has_bos: bool) -> Render:
-    """Take the first token off every text; all of them must have it, or none."""
+def _without_bos(bos: str, render: Render, *, has_bos: bool) -> Render:
+    """Return a rendering function that removes the BOS token; all texts must begin with it, or none."""
 
-    def bare(messages: list[dict[str, str]], asks: bool) -> str:
-        text = render(messages, asks)
+    def render_without(messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        text = render(messages, add_generation_prompt)
         if text.startswith(bos) != has_bos:
-            raise NoRule(f"some texts begin with `{bos}` and some do not", messages)
+            raise NoExactLayout(f"some texts begin with `{bos}` and some do not", messages)
         return text.removeprefix(bos)
 
-    return bare
+    return render_without
 
 
-def _differ(render: Render, other: Render, layout: Layout) -> bool:
-    forms = (QUESTIONS[1],) if layout.opening == "left out" else (QUESTIONS[1], ("system", *QUESTIONS[1]))
-    return any(
-        render(fill_role(form, "user", "Hello"), True) != other(fill_role(form, "user", "Hello"), True)
-        for form in forms
-    )
-
-
-def _shown(conversation: Sequence[Message], max_chars: int = 60) -> str:
-    """Show a conversation on one line, long messages and long conversations cut."""
-    whole = [dict(message) for message in conversation[:8]]
-    for message in whole:
+def _format_conversation(conversation: Sequence[Message], max_chars: int = 60) -> str:
+    """Format a conversation on one line; long messages and conversations are truncated."""
+    shown = [dict(message) for message in conversation[:8]]
+    for message in shown:
         if len(message["content"]) > max_chars:
             message["content"] = message["content"][:max_chars] + "..."
     more = f" and {len(conversation) - 8} more" if len(conversation) > 8 else ""
-    return json.dumps(whole, ensure_ascii=False) + more
-
-
-# Texts at which generation is to stop, found in what a model's template writes after a reply.
-
-
-def stop_texts(template: GoTemplate, *, control_tokens: Collection[str]) -> tuple[str, ...]:
-    """List what ends a reply or would begin another turn, what ends it first.
-
-    Control tokens between a reply and the next question, for these never stand in a reply. Where there are none, the
-    text itself that follows a reply: `\\n\\nUser:`, say. Empty where the template writes nothing after a reply.
-
-        Yes. <|eot_id|><|start_header_id|>user<|end_header_id|>\\n\\n     three control tokens
-        Yes. \\n\\n### Instruction:\\n                                      none: the text up to its last line end
-    """
-    following = template.closing + template.next_question
-    # Longer ones first, so that a token is not found inside another.
-    tokens = sorted((token for token in control_tokens if token.strip()), key=len, reverse=True)
-    if tokens and (found := re.findall("|".join(map(re.escape, tokens)), following)):
-        return tuple(dict.fromkeys(found))
-    for text in (template.closing, template.next_question):
-        if text.strip():
-            # A line end at the very end may be one token with what follows it, and would then never be seen.
-            return (text.rstrip(),)
-    return ()
+    return json.dumps(shown, ensure_ascii=False) + more

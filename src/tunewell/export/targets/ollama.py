@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from tunewell.core.errors import UserError
+from tunewell.core.files import link_or_copy
 from tunewell.core.progress import Progress
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.export.ollama.modelfile import derive_modelfile, derive_template, gguf_adds_bos
 from tunewell.export.options import ExportOptions
 from tunewell.export.proof.checks import check_template
 from tunewell.export.proof.reference import ProofContext
-from tunewell.export.staging import link_or_copy
 from tunewell.export.targets.base import DiskUse, ExportContext, ExportTarget, NextStep, PreflightFacts, Requirements
 from tunewell.export.targets.gguf import GgufTarget, adds_bos, gguf_bytes
 from tunewell.export.targets.merged import num_weights
