@@ -203,8 +203,8 @@ _CONTENTS = (
     "Hello there", "no", "7", "In 1984 3.14 was 1,000 times 0", "I and i, İ and ı, ß and ẞ", "été e\u0301 ﬁ",
     "你好，世界", "مرحبا", "👩‍👩‍👧 👍🏽", "\ufeffx\u200b", "a\u00a0b", "x = {\n\t'y': [1]\n}",
     "{{ .Content }} {{- x -}}", "{% if x %}{{ bos_token }}{# y #}", "{", "}}", "<b>&amp;</b> \"q\" 'r' `s`", '"""',
-    "\\n \\", "%s %d %%", "a\r\nb", "one\n\ntwo\n\n\nthree", "- a\n- b", "# x", "user: hi\nassistant: ho", "null", "None",
-    "[1, 2]", "'", "so " * 300,
+    "\\n \\", "%s %d %%", "a\r\nb", "one\n\ntwo\n\n\nthree", "- a\n- b", "# x", "user: hi\nassistant: ho", "null",
+    "None", "[1, 2]", "'", "so " * 300,
 )
 # fmt: on
 
