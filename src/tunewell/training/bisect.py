@@ -20,7 +20,7 @@ from tunewell.training.step import TrainableModel
 class Cause:
     """The cause of a NaN."""
 
-    place: str | None
+    tensor: str | None
     """The first tensor that was not finite; None if it did not happen again."""
     documents: tuple[int, ...] = ()
     """Documents that cause it: each alone or, if none does alone, together."""

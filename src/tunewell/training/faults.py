@@ -30,7 +30,7 @@ from tunewell.training.step import StepHooks
 
 VARIABLE = "TUNEWELL_FAULTS"
 SWITCH = "--enable-fault-injection"
-_PLACES = {
+_PARTS = {
     "oom": ("forward", "backward", "optimizer", "held_out", "generation"),
     "nan": ("gradients", "weights", "document"),
     "scale": ("loss",),
@@ -43,7 +43,7 @@ _PLACES = {
 @dataclass
 class _Fault:
     kind: str
-    place: str
+    part: str
     options: dict[str, str]
     left: int
     """How many times it still happens."""
@@ -97,7 +97,7 @@ class FaultInjector(StepHooks):
             fault.happen()
             for parameter in parameters.values():
                 if parameter.grad is not None:
-                    parameter.grad.mul_(math.nan if fault.place == "gradients" else fault.number("factor"))
+                    parameter.grad.mul_(math.nan if fault.part == "gradients" else fault.number("factor"))
         yield
         for fault in self._due("optimizer", number):
             fault.happen()
@@ -131,11 +131,11 @@ class FaultInjector(StepHooks):
         guilty = {int(fault.options["document"]) for fault in self._of("document")}
         return output * math.nan if guilty & self._documents else output
 
-    def _of(self, place: str) -> list[_Fault]:
-        return [fault for fault in self.faults if fault.place == place]
+    def _of(self, part: str) -> list[_Fault]:
+        return [fault for fault in self.faults if fault.part == part]
 
-    def _due(self, place: str, step: int) -> list[_Fault]:
-        return [fault for fault in self._of(place) if fault.is_due(step)]
+    def _due(self, part: str, step: int) -> list[_Fault]:
+        return [fault for fault in self._of(part) if fault.is_due(step)]
 
 
 def parse_faults(spec: str | None, *, is_allowed: bool) -> StepHooks:
@@ -152,14 +152,14 @@ def parse_faults(spec: str | None, *, is_allowed: bool) -> StepHooks:
 
 def _read(text: str) -> _Fault:
     head, _, rest = text.partition(":")
-    kind, _, place = head.partition("@")
-    if place not in _PLACES.get(kind, ()):
-        known = ", ".join(f"{kind}@{place}" for kind, places in _PLACES.items() for place in places)
+    kind, _, part = head.partition("@")
+    if part not in _PARTS.get(kind, ()):
+        known = ", ".join(f"{kind}@{part}" for kind, parts in _PARTS.items() for part in parts)
         raise UserError(f"unknown fault `{head}`", where=VARIABLE, fix=f"use one of: {known}")
     options = dict(part.split("=", 1) for part in rest.split(",") if "=" in part)
     endless = 1 << 30
     default = endless if "step" not in options or (kind == "scale" and "times" not in options) else 1
-    return _Fault(kind, place, options, int(options.get("times", default)))
+    return _Fault(kind, part, options, int(options.get("times", default)))
 
 
 def _run_out(doing: str) -> NoReturn:

@@ -64,11 +64,11 @@ class Healer:
         self.seconds += time.perf_counter() - began
         return limit
 
-    def on_step(self, taken: StepRecord, event: StepTaken) -> None:
+    def on_step(self, record: StepRecord, event: StepTaken) -> None:
         """Judge a step by its metrics."""
         began = time.perf_counter()
         known = {key: value for key, value in event.__dict__.items() if key in StepMetrics.__dataclass_fields__}
-        findings = self.monitor.observe(StepMetrics(**known, norm_limit=taken.norm_limit))
+        findings = self.monitor.observe(StepMetrics(**known, norm_limit=record.norm_limit))
         if findings:
             # Memory differs between ranks, and all ranks must apply the same remedy: a spill is only reported.
             is_alone = self._run.learner.world.size == 1
@@ -76,7 +76,7 @@ class Healer:
             for finding in remarks:
                 self._report(finding, "none", finding.words)
             if worse := [finding for finding in findings if finding not in remarks]:
-                self._pending.append((worse, taken))
+                self._pending.append((worse, record))
         self.seconds += time.perf_counter() - began
 
     def _load_history(self) -> None:
@@ -116,34 +116,25 @@ class Healer:
     def apply(self) -> "Stop | Rewind | None":
         """Repair what the last steps showed. A returned rewind is done already; a stop is up to the caller."""
         pending, self._pending = self._pending, []
-        for findings, taken in pending:
-            if (action := self._apply(findings, taken)) is not None:
+        for findings, record in pending:
+            if (action := self._apply(findings, record)) is not None:
                 return action
         return None
 
-    def _apply(self, findings: list[Finding], taken: StepRecord) -> "Stop | Rewind | None":
+    def _apply(self, findings: list[Finding], record: StepRecord) -> "Stop | Rewind | None":
         worst = findings[0]
         if (worst.step, worst.name) in self._repeated:
             return None  # skipped before the resume too: its remedy is in force
-        worst.numbers["step_documents"] = [int(document) for document in taken.step.documents[:_NAMED_DOCUMENTS]]
-        run = self._run
-        cause = Cause(None)
-        numbers = (worst.numbers.get(name) for name in ("loss", "grad_norm"))
-        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
-            run.listener(Progress("finding the rows that made the loss NaN"))
-            if run.learner.world.is_first:
-                cause = find_cause(run.learner, run.documents, taken.groups, number=taken.step.number)
-            cause = run.learner.world.broadcast(cause)
-            if (
-                worst.name == "lr-too-high" and cause.are_weights_bad
-            ):  # updates are finite, so the rate was not the cause
-                findings = [
-                    worst := replace(worst, name="nan-gradients", words="the loss or the gradient is not finite")
-                ]
+        worst.numbers["step_documents"] = [int(document) for document in record.step.documents[:_NAMED_DOCUMENTS]]
+        cause = self._find_cause(worst, record)
+        if worst.name == "lr-too-high" and cause.are_weights_bad:
+            # Updates are finite, so the learning rate was not the cause.
+            worst = replace(worst, name="nan-gradients", words="the loss or the gradient is not finite")
+            findings = [worst]
         if not self._rules.on:
-            self._report(worst, "none", f"{worst.words}{_where(cause)}; healing is off", cause=Cause(cause.place))
+            self._report(worst, "none", f"{worst.words}{_where(cause)}; healing is off", cause=Cause(cause.tensor))
             return None
-        is_explained = self._is_explained(cause, taken)
+        is_explained = self._is_explained(cause, record)
         action = decide(
             findings, self.history, self._rules, are_weights_bad=cause.are_weights_bad, is_explained=is_explained
         )
@@ -151,30 +142,41 @@ class Healer:
             case CarryOn():
                 self._report(worst, "none", worst.words)
             case Skip(finding, is_quarantining):
-                cause = cause if is_quarantining else Cause(cause.place)
-                self._skip(finding, cause, taken, is_explained=is_explained and bool(cause.documents))
+                cause = cause if is_quarantining else Cause(cause.tensor)
+                self._skip(finding, cause, record, is_explained=is_explained and bool(cause.documents))
             case Split(finding):
                 self._split(finding)
             case Rewind():
-                self._rewind(action, cause, taken)
+                self._rewind(action, cause, record)
                 return action
             case Stop(finding, advice):
-                self._report(finding, "stop", f"{finding.words}{_where(cause)}; {advice}", cause=Cause(cause.place))
+                self._report(finding, "stop", f"{finding.words}{_where(cause)}. {advice}", cause=Cause(cause.tensor))
                 return action
         return None
 
-    def _is_explained(self, cause: Cause, taken: StepRecord) -> bool:
+    def _find_cause(self, worst: Finding, record: StepRecord) -> Cause:
+        """Compute a step again if it was not finite; on rank 0, for all ranks."""
+        run, cause = self._run, Cause(None)
+        numbers = (worst.numbers.get(name) for name in ("loss", "grad_norm"))
+        if all(not isinstance(number, float) or math.isfinite(number) for number in numbers):
+            return cause
+        run.listener(Progress("finding the rows that made the loss NaN"))
+        if run.learner.world.is_first:
+            cause = find_cause(run.learner, run.documents, record.groups, number=record.step.number)
+        return run.learner.world.broadcast(cause)
+
+    def _is_explained(self, cause: Cause, record: StepRecord) -> bool:
         """Return whether a few documents are the whole cause, and few enough to be left out."""
-        if not 0 < len(cause.documents) < len(taken.step.documents):
+        if not 0 < len(cause.documents) < len(record.step.documents):
             return False
         left_out = len({*self._run.healing.quarantine, *cause.documents})
         return left_out <= max(_FEW_DOCUMENTS, self._rules.max_left_out * len(self._run.order.lengths))
 
-    def _skip(self, finding: Finding, cause: Cause, taken: StepRecord, *, is_explained: bool) -> None:
+    def _skip(self, finding: Finding, cause: Cause, record: StepRecord, *, is_explained: bool) -> None:
         if finding.name != "loss-spike" and not cause.documents:
-            self._unexplained.update(map(int, taken.step.documents))
+            self._unexplained.update(map(int, record.step.documents))
         who = f"; {self._documents(cause)} left out from now on" if cause.documents else ""
-        again = "" if cause.place or finding.name == "loss-spike" else "; it was finite when computed again"
+        again = "" if cause.tensor or finding.name == "loss-spike" else "; it was finite when computed again"
         words = f"{finding.words}{_where(cause)}: the update was skipped{again}{who}"
         since = self._run.progress.step
         self._report(finding, "skip", words, cause=cause, since=since, is_explained=is_explained)
@@ -185,7 +187,7 @@ class Healer:
         words = f"{finding.words}; from now on, {count(half)} tokens are computed at once"
         self._report(finding, "split", words, micro_batch_tokens=half)
 
-    def _rewind(self, action: Rewind, cause: Cause, taken: StepRecord) -> None:
+    def _rewind(self, action: Rewind, cause: Cause, record: StepRecord) -> None:
         run = self._run
         before, lost = run.progress.step, run.seconds["train"]
         num_rewinds = self.history.num_rewinds
@@ -195,12 +197,12 @@ class Healer:
         self._pending.clear()
         self._repeated.clear()
         self._reported = {(at, name) for at, name in self._reported if at <= step}
-        self._unexplained.update(map(int, taken.step.documents))
+        self._unexplained.update(map(int, record.step.documents))
         if action.is_quarantining and not cause.documents and num_rewinds:
             # It was finite when computed again, and yet it came back: leave out all suspects.
-            cause = Cause(cause.place, tuple(sorted(self._unexplained)))
+            cause = Cause(cause.tensor, tuple(sorted(self._unexplained)))
         elif not action.is_quarantining:
-            cause = Cause(cause.place, are_weights_bad=cause.are_weights_bad)
+            cause = Cause(cause.tensor, are_weights_bad=cause.are_weights_bad)
         if action.precision or action.device:
             run.learner.change(precision=action.precision, device=action.device)
         changes = [
@@ -250,7 +252,7 @@ class Healer:
             words,
             numbers=finding.numbers | ({"rows": rows} if rows else {}),
             documents=list(cause.documents),
-            place=cause.place,
+            place=cause.tensor,
             **values,
         )
         if action in ("skip", "rewind", "stop"):
@@ -266,10 +268,10 @@ class Healer:
 
 
 def _where(cause: Cause) -> str:
-    return f" ({cause.place})" if cause.place else ""
+    return f" ({cause.tensor})" if cause.tensor else ""
 
 
 def _skips_since_rewind(entries: Sequence[HealingEntry]) -> set[tuple[int, str]]:
-    """Return the skipped steps that may be taken again after a resume."""
-    last = max((place for place, entry in enumerate(entries) if entry.action == "rewind"), default=-1)
+    """Return the skipped steps that may be record again after a resume."""
+    last = max((index for index, entry in enumerate(entries) if entry.action == "rewind"), default=-1)
     return {(entry.step, entry.name) for entry in entries[last + 1 :] if entry.action == "skip"}

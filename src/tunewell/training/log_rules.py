@@ -93,9 +93,9 @@ def rise(log: Sequence[StepMetrics]) -> Finding | None:
         return None
     peak = max(line.loss for line in lines[at:])
     # From the lowest line before the jump: a learning rate that is too high raises the loss over several lines.
-    low = min(range(max(0, at - WINDOW), at), key=lambda place: lines[place].loss)
-    top = max(range(at, len(lines)), key=lambda place: lines[place].loss)
-    strides = [lines[place + 1].loss - lines[place].loss for place in range(low, top)]
+    low = min(range(max(0, at - WINDOW), at), key=lambda index: lines[index].loss)
+    top = max(range(at, len(lines)), key=lambda index: lines[index].loss)
+    strides = [lines[index + 1].loss - lines[index].loss for index in range(low, top)]
     is_one_stride = max(strides) >= _ONE_STEP * sum(strides)
     away = sum(1 for line in lines[at:] if line.loss > (base + peak) / 2)
     has_stayed = lines[-1].loss >= _STAYS * peak and (away > 1 or not is_one_stride)
@@ -224,9 +224,9 @@ def overfitted(log: Sequence[StepMetrics]) -> Finding | None:
     if len(evaluations) < 2 or not losses:
         return None
     # By position in the log: some logs count their steps from 0 in each epoch.
-    place = min(range(len(evaluations)), key=lambda at: evaluations[at][1])
-    (low_step, low), (step, last) = evaluations[place], evaluations[-1]
-    if place == len(evaluations) - 1 or last < 1.15 * low or last < low + 0.1 or losses[-1] > 0.5 * last:
+    lowest = min(range(len(evaluations)), key=lambda at: evaluations[at][1])
+    (low_step, low), (step, last) = evaluations[lowest], evaluations[-1]
+    if lowest == len(evaluations) - 1 or last < 1.15 * low or last < low + 0.1 or losses[-1] > 0.5 * last:
         return None
     words = f"the held-out loss rose from {low:.3g} to {last:.3g} while the training loss fell to {losses[-1]:.3g}"
     return Finding("overfitting", "warning", step, words, {"low": low, "low_step": low_step, "now": last})

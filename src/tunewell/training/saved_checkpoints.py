@@ -63,7 +63,9 @@ class Snapshot:
             for file, tensors in state.tensors.items()
         }
         self._largest = {file: _host_copy(_largest(tensors.values())) for file, tensors in state.tensors.items()}
-        self._arrivals = [torch.cuda.current_stream(place).record_event() for place in devices if place.type == "cuda"]
+        self._arrivals = [
+            torch.cuda.current_stream(device).record_event() for device in devices if device.type == "cuda"
+        ]
 
     def wait(self) -> None:
         """Wait until every copy is complete."""
