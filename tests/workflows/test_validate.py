@@ -433,7 +433,7 @@ def test_the_command_tells_its_verdict_by_its_exit_code(
     code, out, err = told_by(str(lora.run), "--json", "--out", str(tmp_path / "out"))
     told = json.loads(out)
     assert (code, told["verdict"], told["exit_code"]) == (0, "PASS", 0) and told["page"].endswith("out/report.html")
-    assert "testing the tuned model: 18 questions" in err and "starting torch" in err
+    assert "testing the tuned model: 18 questions" in err and "importing torch" in err
     code, out, err = told_by(str(lora.run), "--set", "verdict.min_gain=0.99", "--out", str(tmp_path / "out"))
     assert code == 3 and "little_gain" in out and "next: " in out and "testing" not in out
     held_out = write_jsonl(tmp_path / "held.jsonl", HELD_OUT)

@@ -96,7 +96,7 @@ def _as_list(value: Sequence[str] | str | None, known: Sequence[str], flag: str)
         return []
     names = [part.strip().lower() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
     if isinstance(value, str) and not names:
-        raise UserError(f"`{flag}` names nothing", fix=f"see `tunewell export --help`, or leave `{flag}` out")
+        raise UserError(f"`{flag}` is empty", fix=f"see `tunewell export --help`, or leave `{flag}` out")
     _require_known(names, known, flag)
     return list(names)
 
@@ -104,4 +104,4 @@ def _as_list(value: Sequence[str] | str | None, known: Sequence[str], flag: str)
 def _require_known(names: Sequence[str], known: Sequence[str], flag: str) -> None:
     for name in names:
         if name not in known:
-            raise UserError(f"`{name}` cannot be exported", where=flag, fix=f"use one of: {', '.join(known)}")
+            raise UserError(f"`{name}` is not a value of `{flag}`", where=flag, fix=f"use one of: {', '.join(known)}")

@@ -35,12 +35,12 @@ class ChatOptions:
         if not math.isfinite(self.temperature) or self.temperature < 0:
             raise UserError(
                 f"the temperature cannot be {self.temperature}",
-                fix="0 is greedy; 1 samples with the model's own probabilities",
+                fix="use 0 (greedy) or more; 1 samples with the model's own probabilities",
             )
         if self.length < 1:
             raise UserError(f"an answer cannot have {self.length} tokens", fix="use at least 1")
         if not 0 <= self.seed <= _MAX_SEED:
-            raise UserError(f"the seed cannot be {self.seed}", fix="use a whole number from 0 on")
+            raise UserError(f"the seed cannot be {self.seed}", fix="use a whole number of at least 0")
 
 
 @dataclass

@@ -66,7 +66,7 @@ def command(
         allow_faults=enable_fault_injection,
     )
     with shown_training() as listener:
-        listener(Progress("starting torch"))
+        listener(Progress("importing torch"))
         # Importing torch takes seconds: the screen is shown first.
         from tunewell.runs.heartbeat import send_ended, send_printed
         from tunewell.workflows.train import run_training

@@ -41,7 +41,7 @@ def command(
     from tunewell.core.progress import Progress
 
     with shown_stages() as progress:
-        progress(Progress("starting torch"))
+        progress(Progress("importing torch"))
         from tunewell.evaluation.session import ValidateOptions
         from tunewell.workflows.validate import validate
         from tunewell.workflows.validate_against import validate_against
