@@ -178,7 +178,7 @@ def _rope_problems(rope: dict[str, Any], sliding_rope: dict[str, Any], supported
         if names:
             problems.append(f"`yarn` sets {', '.join(f'`{name}`' for name in names)}")
         if rope.get("truncate") is False:
-            problems.append("it rounds the bounds of `yarn`, and `truncate` is false")
+            problems.append("llama.cpp rounds the bounds of `yarn`, but `truncate` is false")
     return problems
 
 

@@ -216,7 +216,7 @@ def check_logits(name: str, reference: Sequence[Logits], found: Sequence[Logits]
         f"{difference.same_top:.1%} of {count(difference.positions)} positions{ties}"
     )
     allowed = (
-        f"kl at most {bound['kl']:g}, wrong tops at most {bound['wrong_tops']:g}, "
+        f"KL at most {bound['kl']:g}, wrong top tokens at most {bound['wrong_tops']:g}, "
         f"same top at least {bound['same_top']:g}: {bound['because']}"
     )
     figures = {**difference.__dict__, "wrong_tops": difference.wrong_tops}
