@@ -217,7 +217,7 @@ def check_logits(name: str, reference: Sequence[Logits], found: Sequence[Logits]
     )
     allowed = (
         f"KL at most {bound['kl']:g}, wrong top tokens at most {bound['wrong_tops']:g}, "
-        f"same top at least {bound['same_top']:g}: {bound['because']}"
+        f"same top token at least {bound['same_top']:g}: {bound['because']}"
     )
     figures = {**difference.__dict__, "wrong_tops": difference.wrong_tops}
     return Check(name="logits", is_ok=is_ok, words=message, figures=figures, bound=allowed)
