@@ -75,11 +75,7 @@ def read_vocabulary(folder: Path, *, num_rows: int, config: dict[str, Any]) -> G
         )
     tokens = _read_tokens(tokenizer, folder, num_rows)
     if len(set(tokens.texts)) != len(tokens.texts):
-        raise UserError(
-            "the vocabulary contains a token twice, which llama.cpp does not load",
-            where=str(folder),
-            fix="export the model as `adapter` or `merged`",
-        )
+        raise _not_convertible("the vocabulary contains a token twice, which llama.cpp does not load", str(folder))
     eos = tokenizer.backend.token_to_id(tokenizer.special_tokens.get("eos_token", ""))
     strips_spaces, strip_notes = _find_space_stripping(tokenizer, tokens)
     adds_bos, bos_notes = _find_adds_bos(tokenizer)
@@ -102,11 +98,7 @@ def _read_tokens(tokenizer: LoadedTokenizer, folder: Path, num_rows: int) -> Tok
     if kind == "BPE":
         path = folder / SENTENCEPIECE_FILE
         return _sentencepiece_tokens(tokenizer, pipeline, num_rows, read_model(path) if path.is_file() else None)
-    raise UserError(
-        f"a tokenizer of type `{kind}` cannot be written as GGUF",
-        where=str(folder),
-        fix="export the model as `adapter` or `merged`",
-    )
+    raise _not_convertible(f"a tokenizer of type `{kind}` cannot be written as GGUF", str(folder))
 
 
 def _special_ids(tokenizer: LoadedTokenizer, config: dict[str, Any], num_rows: int) -> dict[str, int]:
@@ -178,11 +170,7 @@ def _byte_level_tokens(tokenizer: LoadedTokenizer, pipeline: dict[str, Any], num
     texts, types = _texts_and_types(tokenizer, num_rows)
     merges = [" ".join(pair) for pair in _merges(pipeline)]
     if any(merge.count(" ") != 1 for merge in merges):
-        raise UserError(
-            "a BPE merge contains a space, which GGUF cannot store",
-            where="tokenizer.json",
-            fix="export the model as `adapter` or `merged`",
-        )
+        raise _not_convertible("a BPE merge contains a space, which GGUF cannot store")
     return TokenTable("gpt2", name, texts, types, merges=merges, notes=tuple(notes))
 
 
@@ -327,11 +315,11 @@ def _merges_make_every_token(pipeline: dict[str, Any], backend: Tokenizer) -> bo
 
 
 def _unsupported(why: str) -> UserError:
-    return UserError(
-        f"llama.cpp does not have this tokenizer's pre-tokenizer: {why}",
-        where="tokenizer.json",
-        fix="export the model as `adapter` or `merged`",
-    )
+    return _not_convertible(f"llama.cpp does not have this tokenizer's pre-tokenizer: {why}")
+
+
+def _not_convertible(what: str, where: str = "tokenizer.json") -> UserError:
+    return UserError(what, where=where, fix="export the model as `adapter` or `merged`")
 
 
 # SentencePiece vocabularies: a score for each piece, and the treatment of spaces.
@@ -360,11 +348,7 @@ def _find_space_prefix(pipeline: dict[str, Any]) -> tuple[bool, list[str]]:
         scheme = splits[0].get("prepend_scheme", "always")
         return scheme != "never", [_FIRST_TEXT_ONLY] if scheme == "first" else []
     shown = ", ".join(step["type"] for step in [*steps, *splits]) or "nothing"
-    raise UserError(
-        f"llama.cpp would treat spaces differently from this tokenizer ({shown})",
-        where="tokenizer.json",
-        fix="export the model as `adapter` or `merged`",
-    )
+    raise _not_convertible(f"llama.cpp would treat spaces differently from this tokenizer ({shown})")
 
 
 def _derive_scores(vocabulary: dict[str, int], merges: list[tuple[str, str]], types: list[int]) -> dict[str, float]:
@@ -380,11 +364,9 @@ def _derive_scores(vocabulary: dict[str, int], merges: list[tuple[str, str]], ty
         pairs = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
         missing = next((p for p in pairs if p[0] in pieces and p[1] in pieces and p not in known_merges), None)
         if missing is not None:
-            raise UserError(
+            raise _not_convertible(
                 f"the merges are not those of a SentencePiece model: llama.cpp would merge {missing[0]!r} and "
-                f"{missing[1]!r}, the tokenizer does not",
-                where="tokenizer.json",
-                fix="export the model as `adapter` or `merged`",
+                f"{missing[1]!r}, the tokenizer does not"
             )
     ranks_of: dict[str, list[int]] = {}
     for rank, (left, right) in enumerate(merges):

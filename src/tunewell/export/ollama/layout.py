@@ -323,8 +323,9 @@ def _without_tail(segments: Segments, tail: Segments) -> Segments:
         return segments
     rest = segments[: len(segments) - len(tail)]
     boundary, first = segments[len(rest)], tail[0]
-    is_text = isinstance(boundary, str) and isinstance(first, str)
-    return (*rest, boundary.removesuffix(first)) if is_text else rest
+    if isinstance(boundary, str) and isinstance(first, str):
+        return (*rest, boundary.removesuffix(first))
+    return rest
 
 
 def _write_segments(segments: Segments, strips: StripTemplates) -> str:
