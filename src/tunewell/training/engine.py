@@ -106,19 +106,18 @@ class _Loop:
             min_share=run.config.train.min_rate_share,
         )
         limit = healer.norm_limit()
-        compiler, planned, max_documents = self.compiler, plan.micro_batch_tokens.value, None
-        if compiler is not None:
-            planned, max_documents = compiler.budget(run.learner, planned), compiler.most_documents(run.learner)
+        compiler, planned = self.compiler, plan.micro_batch_tokens.value
         ladder = OomLadder(
             run.learner,
             run.order.lengths,
             run.healing.limits,
-            planned,
+            compiler.budget(run.learner, planned) if compiler else planned,
             report=healer.memory_reporter(step.number + 1),
             is_on=run.config.healing.on,
             is_always_recomputing=run.config.train.recompute,
         )
         while True:
+            max_documents = compiler.most_documents(run.learner) if compiler else None
             groups = micro_batches(documents, run.order.lengths, ladder.micro_batch_tokens, most=max_documents)
             batches = [make_batch(run.documents, group) for group in groups]
             try:
