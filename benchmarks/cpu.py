@@ -96,11 +96,11 @@ def documents_in_order(folder: Path) -> tuple[Any, Any]:
 def computed_share(folder: Path, num_steps: int) -> float:
     """Return the share of tokens that tunewell computes if the documents of a step have a shared prefix."""
     from tunewell.data.batches import make_batch, share_prefix
-    from tunewell.models.cpu_attention import LONGEST
+    from tunewell.models.cpu_attention import MAX_LENGTH
 
     corpus, order = documents_in_order(folder)
     batches = [make_batch(corpus, order.step(step).documents) for step in range(num_steps)]
-    opened = [share_prefix(batch, longest=LONGEST) for batch in batches]
+    opened = [share_prefix(batch, longest=MAX_LENGTH) for batch in batches]
     computed = sum(b.num_tokens if s is None else len(s.kept) for b, s in zip(batches, opened, strict=True))
     return computed / sum(batch.num_tokens for batch in batches)
 
