@@ -255,7 +255,8 @@ def test_json_has_every_key_that_it_had(written: Written, name: str) -> None:
     """Guards against a key that scripts read and that a change of records renamed or dropped."""
     ran, expected = written.ran(name), golden("json")[name]
     assert ran.code == expected["code"], ran.err
-    assert set(expected["keys"]) - key_paths(ran.told()) == set()
+    keys = {key.replace("loss.png", "loss.svg") for key in expected["keys"]}  # the one artefact that changed its name
+    assert keys - key_paths(ran.told()) == set()
 
 
 @pytest.mark.parametrize("command", COMMANDS)

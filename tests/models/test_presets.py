@@ -58,7 +58,7 @@ def test_a_preset_has_the_vocabulary_and_the_special_tokens_of_the_tokenizer(tin
     loaded = load_model(order("preset:tiny-1m", tiny_model))
     config = loaded.model.config
     assert (config.vocab_size, config.eos_token_id, config.pad_token_id, config.bos_token_id) == (500, 498, 499, None)
-    assert loaded.notes == ["the weights are random: this model has learned nothing yet"]
+    assert loaded.notes == ["the weights are random: training starts from scratch"]
     assert not loaded.was_resized
     loaded.model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)

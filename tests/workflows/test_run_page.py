@@ -18,7 +18,7 @@ import tunewell
 from corpora import write_rows
 from tunewell.config.load import load_config
 from tunewell.core.errors import UserError
-from tunewell.workflows import export
+from tunewell.workflows.export import Exported, ExportOptions, run_export
 from tunewell.workflows.verify import verify
 
 SETS = [
@@ -52,6 +52,11 @@ def _write_model(folder: Path, tokenizer: Path, *, num_rows: int = 500, is_tied:
     config = LlamaConfig(vocab_size=num_rows, num_attention_heads=2, tie_word_embeddings=is_tied, **sizes)
     LlamaForCausalLM(config).save_pretrained(folder)
     shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
+
+
+def _exported(run: Path, **options: Any) -> Exported:
+    """Export with a proof in this process: a new one takes seconds to start."""
+    return run_export(run, ExportOptions(**options), prove=lambda folder, **flags: verify(folder, **flags))
 
 
 def _train(*sets: str, model: str, allow_pickle: bool = False) -> Path:
@@ -96,16 +101,15 @@ def test_the_code_of_an_adapter_loads_it_whole(
 
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_an_adapter_with_tokens_of_its_own_is_exported_and_proven(
-    project: Path, tiny_model: Path, is_tied: bool, monkeypatch: pytest.MonkeyPatch
+    project: Path, tiny_model: Path, is_tied: bool
 ) -> None:
     """Its base knows too few tokens until its tables are lengthened."""
     _write_model(project / "base", tiny_model, is_tied=is_tied)
     run = _train("template.name=settings/say.jinja", "template.add_missing_tokens=true", model="base")
-    monkeypatch.setattr(export, "_prove", lambda staged, tell: verify(staged))
-    done = tunewell.export(run, to="adapter,merged")
+    done = _exported(run, to="adapter,merged")
     assert done.parity.is_ok, [check for link in done.parity.links for check in link.checks if not check.is_ok]
     # It is all that is needed beside its base: what was exported could not be exported again, nor spoken to.
-    again = tunewell.export(done.folder / "adapter", to="merged", out="again")
+    again = _exported(done.folder / "adapter", to="merged", out="again")
     assert again.parity.is_ok
     tables = [load_file(folder / "merged" / "model.safetensors") for folder in (done.folder, again.folder)]
     assert torch.equal(*(table["model.embed_tokens.weight"] for table in tables))
@@ -155,14 +159,13 @@ def test_a_preset_is_not_said_to_be_a_folder(project: Path) -> None:
     assert "from_pretrained" not in page and "tunewell export . --to merged" in page
 
 
-def test_an_adapter_on_nothing_is_exported_as_a_whole_model(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_on_nothing_is_exported_as_a_whole_model(project: Path) -> None:
     """The proof drew the weights below it by another seed, and said that what was made was not what was trained."""
     run = _train("seed=5", model="preset:tiny-1m")
-    monkeypatch.setattr(export, "_prove", lambda staged, tell: verify(staged))
     with pytest.raises(UserError, match="starts from nothing") as refused:
-        tunewell.export(run, to="adapter")
+        _exported(run, to="adapter")
     assert "merged" in str(refused.value.fix) and not (run / "export").exists()
-    done = tunewell.export(run)
+    done = _exported(run)
     assert [own.kind for own in done.artefacts] == ["merged"] and done.parity.is_ok
 
 

@@ -270,7 +270,7 @@ def test_a_run_whose_corpus_is_gone_or_another_is_not_judged_on_it(lora: TrainRe
     with pytest.raises(UserError, match="does not exist any more"):
         judged(copy, sets=sets)
     report = judged(copy, sets=sets, data=held_out).report
-    assert report.verdict == "PASS" and any("is gone" in note for note in report.notes)
+    assert report.verdict == "PASS" and any("is missing" in note for note in report.notes)
     other = write_jsonl(tmp_path / "rows.jsonl", HELD_OUT)
     prepare(model=str(corpus / "tokenizer"), data=[str(other)], out=tmp_path / "away", sets=["data.held_out=0.3"])
     with pytest.raises(UserError, match="has changed since the run"):
