@@ -43,7 +43,7 @@ class ExistingExport:
 
     @property
     def notes(self) -> list[str]:
-        """Say what was replaced and what was kept."""
+        """What was replaced and what was kept."""
         notes = []
         if self.replaced:
             notes.append(f"replaced {_names(self.replaced)} in `{self.folder}`")
@@ -263,7 +263,7 @@ def _move(source: Path, target: Path, moves: list[tuple[Path, Path]]) -> None:
 
 
 def _set_permissions(folder: Path) -> None:
-    """Give every file the user's default permissions: some libraries write files that only the owner can read."""
+    """Set the user's default permissions on every file: some libraries write files that only the owner can read."""
     mode = (folder / PROOF).stat().st_mode & 0o777
     for path in folder.rglob("*"):
         if path.is_file() and path.stat().st_nlink == 1:
