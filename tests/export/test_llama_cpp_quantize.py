@@ -189,7 +189,7 @@ def test_what_cannot_be_quantised_leaves_the_old_file(
         broken.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 4] = float("nan")
     infinite = write_tiny_gguf(tmp_path / "nan.gguf", broken, tiny_model)
     for file, kind, said in (
-        (rounded, "q4_k_m", "quantised already"),
+        (rounded, "q4_k_m", "already quantised"),
         (short, "q4_k_m", "truncated"),
         (infinite, "q4_k_m", r"blk\.1\.ffn_up\.weight` is not finite"),
         (source, "q3_k_s", "`q3_k_s` is not a supported"),
