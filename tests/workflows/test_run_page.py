@@ -162,7 +162,7 @@ def test_a_preset_is_not_said_to_be_a_folder(project: Path) -> None:
 def test_an_adapter_on_nothing_is_exported_as_a_whole_model(project: Path) -> None:
     """The proof drew the weights below it by another seed, and said that what was made was not what was trained."""
     run = _train("seed=5", model="preset:tiny-1m")
-    with pytest.raises(UserError, match="starts from nothing") as refused:
+    with pytest.raises(UserError, match="random weights") as refused:
         _exported(run, to="adapter")
     assert "merged" in str(refused.value.fix) and not (run / "export").exists()
     done = _exported(run)
