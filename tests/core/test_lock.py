@@ -10,14 +10,14 @@ import sys
 
 import pytest
 
-from tunewell.core import lock
+from tunewell.core import files as lock
 from tunewell.core.errors import UserError
-from tunewell.core.lock import FolderLock
+from tunewell.core.files import FolderLock
 
 HOLD = """
 import sys
 from pathlib import Path
-from tunewell.core.lock import FolderLock
+from tunewell.core.files import FolderLock
 with FolderLock.take(Path(sys.argv[1]), doing="holding"):
     print("held", flush=True)
     sys.stdin.read()

@@ -15,8 +15,7 @@ from typing import NoReturn
 import numpy as np
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import is_disk_full, link_or_copy, sha256_file, sync_folder
-from tunewell.core.lock import FolderLock
+from tunewell.core.files import FolderLock, is_disk_full, link_or_copy, sha256_file, sync_folder
 from tunewell.core.units import size_bytes
 from tunewell.export.options import ExportOptions
 from tunewell.export.proof.checks import check_files

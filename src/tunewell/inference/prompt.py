@@ -19,8 +19,7 @@ from tunewell.data.encoding.encoder import Encoder, PlannedDocument
 from tunewell.data.masking import placeholders
 from tunewell.data.masking.masker import Masker, Piece, Plan
 from tunewell.data.masking.placeholders import NO_TRIM
-from tunewell.data.masking.rendered_turns import Span
-from tunewell.data.masking.reply_frame import marker_pattern
+from tunewell.data.masking.turns import Span, marker_pattern
 from tunewell.data.rows.conversation import Conversation, Message, Rejected
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
 

@@ -5,8 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import write_atomic, write_synced
-from tunewell.core.lock import FolderLock
+from tunewell.core.files import FolderLock, write_atomic, write_synced
 from tunewell.core.redact import redact
 from tunewell.core.units import count
 from tunewell.records.outcome import OUTCOME

@@ -9,8 +9,8 @@ from typing import Any
 from tunewell.config.load import ConfigLike, LoadedConfig, to_loaded_config
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.data.corpus.build import build
-from tunewell.data.corpus.output import CorpusOutput
 from tunewell.data.corpus.spec import BuildSpec, make_spec, require_model_and_data
+from tunewell.data.corpus.writer import CorpusOutput
 from tunewell.data.text_pipeline import TextPipeline
 from tunewell.models.facts import read_facts
 from tunewell.records.manifest import Manifest

@@ -12,7 +12,6 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import disk_full_as_user_error, publish_folder
 from tunewell.core.progress import Progress
 from tunewell.data.corpus.assembly import Assembly
-from tunewell.data.corpus.output import SpaceEstimate
 from tunewell.data.corpus.spec import BuildSpec, Job
 from tunewell.data.corpus.tokenized_block import (
     RenderedBlock,
@@ -24,7 +23,7 @@ from tunewell.data.corpus.tokenized_block import (
     render_block,
     save_tokenized,
 )
-from tunewell.data.corpus.writer import CorpusWriter
+from tunewell.data.corpus.writer import CorpusWriter, SpaceEstimate
 from tunewell.data.sources.blocks import Block, read_blocks
 from tunewell.records.manifest import Manifest
 

@@ -30,7 +30,7 @@ from tunewell.data.encoding.segments import (
 )
 from tunewell.data.encoding.word_table import build_word_table
 from tunewell.data.masking.masker import Plan
-from tunewell.data.masking.reply_frame import marker_pattern
+from tunewell.data.masking.turns import marker_pattern
 from tunewell.data.rows.conversation import Rejected
 from tunewell.data.tokenizers.load import LoadedTokenizer
 from tunewell.hardware.facts import num_cores

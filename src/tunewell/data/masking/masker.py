@@ -11,8 +11,7 @@ from typing import Any
 
 from tunewell.data.masking import placeholders
 from tunewell.data.masking.placeholders import NO_TRIM, PLAIN, SPACED, Trim, placeholder
-from tunewell.data.masking.rendered_turns import Anchor, RenderedTurns, Span
-from tunewell.data.masking.reply_frame import marker_pattern, probe_reply_frame
+from tunewell.data.masking.turns import Anchor, RenderedTurns, Span, marker_pattern, probe_reply_frame
 from tunewell.data.rows.conversation import Conversation, Rejected
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
 from tunewell.data.tokenizers.load import AddedTokenInfo

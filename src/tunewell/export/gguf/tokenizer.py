@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from tunewell.core.errors import UserError
 from tunewell.core.model_files import SENTENCEPIECE_FILE
-from tunewell.data.masking.reply_frame import probe_reply_frame
+from tunewell.data.masking.turns import probe_reply_frame
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
 from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
 from tunewell.data.tokenizers.parts import load_table
