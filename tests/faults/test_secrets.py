@@ -39,4 +39,4 @@ def test_no_file_of_a_run_holds_a_secret_that_was_in_its_way(tmp_path: Path, mon
     assert len(files) == 9
     leaked = [(path.name, secret) for path in files for secret in PLANTED if secret.encode() in path.read_bytes()]
     assert leaked == []
-    assert told == ["a secret was left out of `state.json` in the checkpoints"]
+    assert told == ["a secret was removed from `state.json` in the checkpoints"]

@@ -6,9 +6,8 @@ strings, so listing names imports no torch.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
-from tunewell.config.fields import OneOf
 from tunewell.core.registry import Entry, Registry
 
 
@@ -29,14 +28,12 @@ METHODS: Registry[MethodEntry] = Registry(
         MethodEntry("full", "every weight", "tunewell.methods.full:Full", "full fine-tuning", is_adapter=False),
     ],
 )
-MethodName = Annotated[str, OneOf(METHODS)]
 
 
 OPTIMIZERS: Registry[Entry] = Registry(
     "optimizer",
     [Entry("adamw", "AdamW, with two fp32 moments for each parameter", "tunewell.training.optimizers.adamw:AdamW")],
 )
-OptimizerName = Annotated[str, OneOf(OPTIMIZERS)]
 
 
 _TARGETS = "tunewell.export.targets"

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, Strict
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from tunewell.config.extensions import METHODS, OPTIMIZERS
 from tunewell.core.registry import Registry
 
 Auto = Literal["auto"]
@@ -44,3 +45,7 @@ class OneOf:
         if name not in self.registry.names():
             raise PydanticCustomError("not_in_registry", "unknown {kind}", {"kind": self.registry.kind})
         return name
+
+
+MethodName = Annotated[str, OneOf(METHODS)]
+OptimizerName = Annotated[str, OneOf(OPTIMIZERS)]

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tunewell.config.extensions import METHODS, OPTIMIZERS, MethodName, OptimizerName
-from tunewell.config.fields import Auto, Bool, Float, Int, OneOf, Section, Text
+from tunewell.config.extensions import METHODS, OPTIMIZERS
+from tunewell.config.fields import Auto, Bool, Float, Int, MethodName, OneOf, OptimizerName, Section, Text
 from tunewell.config.rules import Export, Healing, VerdictRules
 
 LearnFrom = Literal["responses", "last_response", "everything"]

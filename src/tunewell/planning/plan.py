@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tunewell import __version__
-from tunewell.config.extensions import MethodName
+from tunewell.config.fields import MethodName
 from tunewell.config.load import LoadedConfig
 from tunewell.core.errors import UserError
 from tunewell.core.units import count

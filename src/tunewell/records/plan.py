@@ -6,7 +6,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from tunewell.config.extensions import MethodName
+from tunewell.config.fields import MethodName
 from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
 from tunewell.core.redact import redact
