@@ -1,4 +1,4 @@
-"""Decide the verdict PASS, WEAK or FAIL from the measurements, with reasons and advice; a pure function."""
+"""Decide PASS, WEAK or FAIL from `loss_reasons.py` and `answer_reasons.py`; thresholds are in `config/rules.py`."""
 
 from dataclasses import dataclass
 from typing import Any

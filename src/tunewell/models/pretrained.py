@@ -119,7 +119,7 @@ def _require_complete(found: dict[str, Any], source: str) -> None:
         return
     raise UserError(
         f"`{source}` is incomplete: {what}",
-        fix="download or convert it again; a model without a language head cannot be trained",
+        fix="download or convert it again; a model without a language-modeling head (`lm_head`) cannot be trained",
     )
 
 

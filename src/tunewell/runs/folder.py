@@ -149,7 +149,7 @@ def require_known_changes(allowed: Sequence[str], *, is_resuming: bool) -> None:
 
 
 def keep_measured_settings(folder: Path, plan: Plan, allowed: Sequence[str], recorder: MetricsRecorder) -> Plan:
-    """Return the plan with the measured settings of the run's first plan: other values would change the numbers."""
+    """Return the plan with the `auto` settings that were measured at the run's start; new ones would change results."""
     before, settings = read_plan(folder), plan.config["train"]
     measured = [name for name in _MEASURED if settings[name] == "auto"]
     kept = {name: getattr(before, name) for name in measured if name not in allowed}

@@ -83,7 +83,7 @@ def ceiling(train: Points, held_out: Points) -> float | None:
 
 
 def cut(points: Points, limit: float | None) -> list[tuple[int, float]]:
-    """Lower every finite loss above the limit to it."""
+    """Clamp finite losses to the limit."""
     return [(step, min(value, limit) if limit and can_draw(value) else value) for step, value in points]
 
 

@@ -173,7 +173,7 @@ def _with_distinct_names(found: list[tuple[int, SourceFile]]) -> list[tuple[int,
 
 
 def _tokenizer_name(text: TextPipeline, name: str) -> str:
-    """Return the name of the tokenizer without folders of this machine."""
+    """Return the tokenizer's name without local folder paths."""
     return Path(text.model).name if Path(text.model).is_absolute() or Path(name).is_absolute() else name
 
 

@@ -73,7 +73,7 @@ class CorpusOutput:
         foreign = sorted(names - CORPUS_NAMES)
         if foreign or (names and not self._is_corpus(names)):
             raise UserError(
-                f"the folder `{self.target}` is not a corpus and is not overwritten",
+                f"the folder `{self.target}` is not a corpus, so it will not be overwritten",
                 where=", ".join((foreign or sorted(names))[:5]),
                 fix="choose another folder with `--out`, or move those files away",
             )

@@ -1,4 +1,4 @@
-"""Read the records of CSV, TSV and text files, and dispatch the other formats to their readers."""
+"""Read the records of CSV, TSV and text files, dispatch the other formats, and reject records that are too large."""
 
 import csv
 import re

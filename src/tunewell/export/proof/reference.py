@@ -78,7 +78,9 @@ class Reference:
         except FileNotFoundError:
             raise UserError(f"`{path}` is missing, so there is nothing to compare with") from None
         except (SafetensorError, KeyError, ValueError) as error:
-            raise UserError(f"`{path}` is damaged", where=str(error).splitlines()[0]) from error
+            raise UserError(
+                f"`{path}` is damaged", where=str(error).splitlines()[0], fix="export again with `tunewell export`"
+            ) from error
 
 
 def make_reference(model: ChatModel, *, answer_tokens: int, progress: ProgressListener) -> tuple[Proof, Reference]:

@@ -22,7 +22,7 @@ _FIRST_SCALE = 2.0**16
 
 
 class Optimizer(Protocol):
-    """Turns gradients into new weights. The registry's class is called with the named parameters and the settings.
+    """Updates the weights from their gradients. Constructed from the named parameters and the train settings.
 
     No method may wait for the device: everything that depends on a gradient stays a tensor.
     """
