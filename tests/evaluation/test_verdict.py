@@ -290,16 +290,6 @@ def test_too_few_rows_say_how_many_to_hold_out():
     assert file == "Name a test file with more rows: `tunewell validate run --data FILE`."
 
 
-def test_tallies_alone_are_enough():
-    """Guards reports without questions."""
-    bare = replace(HEALTHY, questions=[])
-    right, silent = count_answers([GOOD] * 40), count_answers([faulty("empty")] * 40)
-    assert decide_verdict(replace(bare, tuned_counts=right, base_counts=silent), RULES).level == "PASS"
-    assert codes(replace(bare, tuned_counts=silent, base_counts=right)) == ["answers_nothing"]
-    fewer = count_answers([GOOD] * 30 + [WRONG] * 10)
-    assert codes(replace(bare, tuned_counts=fewer, base_counts=right)) == ["no_better_than_base"]
-
-
 def test_answers_further_from_long_references_than_the_bases_are_seen():
     """Guards data without short references, where only F1 can tell."""
     page = "word " * 50

@@ -15,7 +15,7 @@ from tunewell.evaluation.measurements import (
     soften,
     suggest_rate,
 )
-from tunewell.records.report import Answer, AnsweredQuestion, Reason
+from tunewell.records.report import AnsweredQuestion, Reason
 
 HALF = 0.5
 """Share of faulty answers that is FAIL: a reader meets more bad answers than good ones."""
@@ -75,14 +75,14 @@ _KINDS = (
         "Look for rows in that language in `data.sources`, or add rows with replies in the language of the question.",
     ),
 )
-FAULT_CODES = tuple(kind.code for kind in _KINDS)
 
 
 def faulty_answers(measured: Measurements, rules: VerdictRules) -> Iterator[Reason]:
     """Yield a reason for each kind of fault that is too frequent, or for the most frequent if only their sum is."""
-    asked, total, counts = _count_faults(measured)
+    asked, total = len(measured.questions), sum(bool(question.tuned.faults) for question in measured.questions)
     if not _is_too_many(total, asked, rules):
         return
+    counts = {kind.code: sum(_has_fault(question, kind) for question in measured.questions) for kind in _KINDS}
     most_frequent = max(_KINDS, key=lambda kind: counts[kind.code])
     has_reason = False
     for kind in _KINDS:
@@ -115,19 +115,14 @@ def few_right(measured: Measurements, rules: VerdictRules) -> Iterator[Reason]:
 
 def answers_improved(measured: Measurements) -> bool:
     """Return whether significantly more questions are answered right than by the base model."""
-    pairs = [(question.tuned, question.base) for question in measured.questions if question.base is not None]
-    won = sum(bool(tuned.right and not base.right) for tuned, base in pairs)
-    lost = sum(bool(base.right and not tuned.right) for tuned, base in pairs)
-    return _is_significant(won, lost)
+    lost, won = _lost_and_won(measured)
+    return _is_significant(len(won), len(lost))
 
 
 def no_better_than_base(measured: Measurements) -> Iterator[Reason]:
     """Yield a reason if the base model answers significantly better."""
-    pairs = [(question, question.base) for question in measured.questions if question.base is not None]
-    lost = [question for question, base in pairs if base.right and not question.tuned.right]
-    won = sum(bool(question.tuned.right and not base.right) for question, base in pairs)
-    what = _describe_loss(pairs, len(lost), won) if pairs else _describe_counts(measured)
-    if what:
+    lost, won = _lost_and_won(measured)
+    if what := _describe_loss(measured, len(lost), len(won)):
         yield Reason(
             code="no_better_than_base",
             level="WEAK",
@@ -139,48 +134,30 @@ def no_better_than_base(measured: Measurements) -> Iterator[Reason]:
 
 def count_right(measured: Measurements, *, of_base: bool = False) -> tuple[int, int]:
     """Return the number of questions that can be right or wrong, and of right answers."""
-    if not measured.questions:
-        counts = measured.base_counts if of_base else measured.tuned_counts
-        return (counts.judged, counts.right) if counts else (0, 0)
     answers = [question.base if of_base else question.tuned for question in measured.short_questions]
     present = [answer for answer in answers if answer is not None]
     return len(present), sum(bool(answer.right) for answer in present)
 
 
-def _describe_loss(pairs: list[tuple[AnsweredQuestion, Answer]], lost: int, won: int) -> str | None:
+def _lost_and_won(measured: Measurements) -> tuple[list[AnsweredQuestion], list[AnsweredQuestion]]:
+    """Return the questions that only the base model answers right, and those that only the tuned model does."""
+    pairs = [(question, question.base) for question in measured.questions if question.base is not None]
+    lost = [question for question, base in pairs if base.right and not question.tuned.right]
+    return lost, [question for question, base in pairs if question.tuned.right and not base.right]
+
+
+def _describe_loss(measured: Measurements, lost: int, won: int) -> str | None:
     if _is_significant(lost, won):
         return f"{count(lost)} questions that the base model answers right are now wrong; {count(won)} are newly right."
-    worse = sum(question.tuned.f1 < base.f1 for question, base in pairs)
-    better = sum(question.tuned.f1 > base.f1 for question, base in pairs)
-    now = count_answers([question.tuned for question, _ in pairs]).f1
-    before = count_answers([base for _, base in pairs]).f1
+    pairs = [(question.tuned, question.base) for question in measured.questions if question.base is not None]
+    worse, better = sum(tuned.f1 < base.f1 for tuned, base in pairs), sum(tuned.f1 > base.f1 for tuned, base in pairs)
+    now, before = count_answers([tuned for tuned, _ in pairs]).f1, count_answers([base for _, base in pairs]).f1
     if lost < won or now >= before or not _is_significant(worse, better):
         return None
     return (
         f"The answers overlap less with the references than the base model's: F1 {before:.2f} -> {now:.2f}, lower on "
         f"{worse} of {count(len(pairs), 'question')} and higher on {better}."
     )
-
-
-def _describe_counts(measured: Measurements) -> str | None:
-    now, before = measured.tuned_counts, measured.base_counts
-    if now is None or before is None or not _is_significant(before.right - now.right, 0):
-        return None
-    return f"{count(now.right)} of {count(now.judged, 'question')} are answered right; the base model: {before.right}."
-
-
-def _count_faults(measured: Measurements) -> tuple[int, int, dict[str, int]]:
-    """Return the number of answers, of faulty ones, and of each kind."""
-    questions = measured.questions
-    if questions:
-        by_kind = {kind.code: sum(_has_fault(question, kind) for question in questions) for kind in _KINDS}
-        return len(questions), sum(bool(question.tuned.faults) for question in questions), by_kind
-    if measured.tuned_counts is None:
-        return 0, 0, dict.fromkeys(FAULT_CODES, 0)
-    faults = measured.tuned_counts.faults
-    by_kind = {kind.code: sum(faults.get(fault, 0) for fault in kind.faults) for kind in _KINDS}
-    # One answer may have several faults: at least as many answers are faulty as have the most frequent one.
-    return measured.tuned_counts.asked, max(by_kind.values()), by_kind
 
 
 def _has_fault(question: AnsweredQuestion, kind: _FaultKind) -> bool:
@@ -216,6 +193,6 @@ def _fault_reason(
 
 def _is_significant(worse: int, better: int) -> bool:
     """Sign test: return whether chance would make so many of the differing questions worse with less than 5%."""
-    differ = max(0, worse) + better
-    ways = sum(math.comb(differ, number) for number in range(max(0, worse), differ + 1))
+    differ = worse + better
+    ways = sum(math.comb(differ, number) for number in range(worse, differ + 1))
     return worse > better and ways < CHANCE * 2**differ

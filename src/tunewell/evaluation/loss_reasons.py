@@ -3,6 +3,7 @@
 import math
 import shlex
 from collections.abc import Iterator
+from statistics import fmean
 from typing import Literal
 
 from tunewell.config.rules import VerdictRules
@@ -154,8 +155,7 @@ def forgets(measured: Measurements, rules: VerdictRules) -> Iterator[Reason]:
 def not_enough_evidence(measured: Measurements) -> Iterator[Reason]:
     """Yield a reason if there are too few held-out rows, or nothing to compare with."""
     num_rows = measured.held_out.documents if measured.held_out else 0
-    counts = measured.tuned_counts
-    asked = counts.asked if counts and not measured.questions else len(measured.short_questions)
+    asked = len(measured.short_questions)
     if max(num_rows, asked) < MIN_ROWS:
         noun = "question" if measured.questions else "row"
         held_out = f"only 1 {noun} was held out" if num_rows == 1 else f"no {noun} was held out"
@@ -206,7 +206,7 @@ def _over_fitted(measured: Measurements, rules: VerdictRules, *, is_worse: bool)
         return None
     # Single steps are noisy: the first few and the last tenth are averaged.
     window = max(1, min(10, len(train) // 10))
-    first, last = _mean(train[: min(3, window)]), _mean(train[-window:])
+    first, last = fmean(train[: min(3, window)]), fmean(train[-window:])
     (lowest, best), (final, final_step) = min(evaluations), evaluations[-1]
     rise = final - lowest
     has_fallen = last < FELL_SHARE * first or last < FELL_TO
@@ -244,7 +244,3 @@ def _worst_source(measured: Measurements) -> str | None:
     _, worst = min(gains, key=lambda entry: entry[0])
     losses = f"{short_loss(worst.base or 0.0)} -> {short_loss(worst.tuned)}"
     return f"the source that improved least: {shorten(worst.name)}, {losses}"
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)

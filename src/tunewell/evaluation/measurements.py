@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -29,9 +30,6 @@ class Measurements:
     """(step, loss), as logged."""
     held_out_curve: Sequence[tuple[int, float]] = ()
     evaluated_step: int | None = None
-    base_counts: AnswerCounts | None = None
-    tuned_counts: AnswerCounts | None = None
-    """Used if there are no questions."""
     questions: Sequence[AnsweredQuestion] = ()
     is_adapter: bool = False
     learning_rate: float | None = None
@@ -65,9 +63,6 @@ class Measurements:
 
 def count_answers(answers: Sequence[Answer]) -> AnswerCounts:
     """Count the answers of one model."""
-    faults: dict[str, int] = {}
-    for fault in (fault for answer in answers for fault in answer.faults):
-        faults[fault] = faults.get(fault, 0) + 1
     return AnswerCounts(
         asked=len(answers),
         judged=sum(answer.right is not None for answer in answers),
@@ -75,7 +70,7 @@ def count_answers(answers: Sequence[Answer]) -> AnswerCounts:
         contains=sum(answer.contains for answer in answers),
         right=sum(bool(answer.right) for answer in answers),
         f1=sum(answer.f1 for answer in answers) / len(answers) if answers else 0.0,
-        faults=faults,
+        faults=dict(Counter(fault for answer in answers for fault in answer.faults)),
     )
 
 

@@ -1,8 +1,7 @@
-"""Collect how an evaluated model was trained, from which rows and on which machine; assemble the report."""
+"""Collect how an evaluated model was trained, from which rows and on which machine."""
 
 import platform
 import shlex
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,109 +10,47 @@ from typing import Any
 import torch
 
 from tunewell import __version__
-from tunewell.config.rules import VerdictRules
 from tunewell.core.units import count, size_bytes
-from tunewell.evaluation.measurements import Measurements
-from tunewell.evaluation.verdict import Verdict, thresholds
 from tunewell.hardware.facts import num_cores
 from tunewell.inference.chat_model import ChatModel, ModelRef
 from tunewell.records.checkpoint import read_manifest as read_checkpoint
 from tunewell.records.events import as_number, read_events
-from tunewell.records.healing import HealingEntry, read_healing
+from tunewell.records.healing import read_healing
 from tunewell.records.manifest import read_manifest
 from tunewell.records.plan import Chosen, Plan
-from tunewell.records.report import Curve, EvaluatedModel, Report, RowCounts
+from tunewell.records.report import Curve, EvaluatedModel, RowCounts
 from tunewell.runs.result import advice, healing_summary
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow")
 _WEIGHT_FILES = ("adapter_model.safetensors", "model.safetensors")
 
 
-@dataclass(frozen=True)
-class Provenance:
-    """Everything in a report that was not measured for it."""
-
-    model: EvaluatedModel
-    curve: Curve = field(default_factory=Curve)
-    row_counts: RowCounts | None = None
-    plan: dict[str, Chosen[Any]] = field(default_factory=dict)
-    machine: dict[str, str] = field(default_factory=dict)
-    hashes: dict[str, str] = field(default_factory=dict)
-    repeat: list[str] = field(default_factory=list)
-    healing: list[HealingEntry] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-
-def collect_provenance(ref: ModelRef, model: ChatModel) -> Provenance:
-    """Read the run folder and describe the machine."""
+def collect_provenance(ref: ModelRef, model: ChatModel) -> dict[str, Any]:
+    """Return the fields of a report that describe the training, its rows and the machine."""
     run = ref.path if ref.kind == "run" else None
-    return Provenance(
-        model=_evaluated_model(ref),
-        curve=_curve(run) if run else Curve(),
-        row_counts=_row_counts(ref),
-        plan=_plan(ref.plan) if ref.plan else {},
-        machine=_machine(model),
-        hashes=_hashes(ref),
-        repeat=_repeat(ref),
-        healing=read_healing(run) if run else [],
-        notes=list(model.notes),
-    )
-
-
-def make_report(
-    provenance: Provenance,
-    measured: Measurements,
-    verdict: Verdict,
-    *,
-    rules: VerdictRules,
-    data: str,
-    **more: Any,
-) -> Report:
-    """Assemble the report; `more` are further fields of it."""
-    notes = [*provenance.notes, *more.pop("notes")]
-    chat = f"`tunewell chat {shlex.quote(provenance.model.path or provenance.model.name)}`"
-    return Report(
-        made_by=f"tunewell {__version__}",
-        made_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        verdict=verdict.level,
-        summary=verdict.summary,
-        reasons=verdict.reasons,
-        subject=provenance.model,
-        data=data,
-        held_out=measured.held_out,
-        by_source=list(measured.by_source),
-        everyday=measured.everyday,
-        base_tally=measured.base_counts,
-        tuned_tally=measured.tuned_counts,
-        exchanges=list(measured.questions),
-        change=measured.change,
-        bad_weights=dict(measured.bad_weights),
-        thresholds=thresholds(rules),
-        curve=provenance.curve,
-        ledger=provenance.row_counts,
-        plan=provenance.plan,
-        machine=provenance.machine,
-        versions=_versions(),
-        hashes=provenance.hashes,
-        repeat=provenance.repeat,
-        healing=healing_summary(provenance.healing),
-        advice=advice(provenance.healing),
-        notes=notes,
-        next=verdict.reasons[0].next if verdict.reasons else chat,
-        **more,
-    )
-
-
-def _evaluated_model(ref: ModelRef) -> EvaluatedModel:
-    return EvaluatedModel(
-        name=ref.name,
-        kind=ref.kind,
-        path=None if ref.path is None else str(ref.path),
-        base=ref.base,
-        step=ref.step,
-        because=ref.because,
-        method=ref.method,
-    )
+    healing = read_healing(run) if run else []
+    return {
+        "made_by": f"tunewell {__version__}",
+        "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "subject": EvaluatedModel(
+            name=ref.name,
+            kind=ref.kind,
+            path=None if ref.path is None else str(ref.path),
+            base=ref.base,
+            step=ref.step,
+            because=ref.because,
+            method=ref.method,
+        ),
+        "curve": _curve(run) if run else Curve(),
+        "ledger": _row_counts(ref),
+        "plan": _plan(ref.plan) if ref.plan else {},
+        "machine": _machine(model),
+        "versions": _versions(),
+        "hashes": _hashes(ref),
+        "repeat": _repeat(ref),
+        "healing": healing_summary(healing),
+        "advice": advice(healing),
+    }
 
 
 def _curve(run: Path) -> Curve:

@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import shlex
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,9 +25,9 @@ from tunewell.core.units import count
 from tunewell.data.corpus.reader import Corpus, Split, open_corpus
 from tunewell.evaluation.measurements import Measurements, count_answers
 from tunewell.evaluation.metrics import Metric, compute_metrics
-from tunewell.evaluation.provenance import Provenance, collect_provenance, make_report
+from tunewell.evaluation.provenance import collect_provenance
 from tunewell.evaluation.scores import ModelOutputs, answered_questions, logits_change, loss_pair, losses_by_source
-from tunewell.evaluation.verdict import decide_verdict
+from tunewell.evaluation.verdict import decide_verdict, thresholds
 from tunewell.hardware.threads import torch_threads
 from tunewell.inference.chat_model import Backend, ChatModel, ModelRef, open_chat_model, open_without_weights
 from tunewell.inference.runtime import Runtime, TextDocuments, nonfinite_weights_in
@@ -34,7 +35,7 @@ from tunewell.models.attention import stock_attention
 from tunewell.models.quiet import quiet
 from tunewell.records.manifest import read_manifest
 from tunewell.records.plan import Chosen
-from tunewell.records.report import AnsweredQuestion, Report
+from tunewell.records.report import AnsweredQuestion, Report, RowCounts
 from tunewell.training.evaluate import Question, questions_of
 
 # Choose the rows a model is evaluated on: the held-out rows of its run, or rows of another corpus.
@@ -323,27 +324,36 @@ class EvaluationSession:
             by_source=losses_by_source(self.rows.split, base.held_out, tuned.held_out) if tuned else [],
             everyday=loss_pair("everyday text", base.everyday, tuned.everyday) if tuned else None,
             vocab_size=model.tokenizer.vocab_size,
-            train_curve=provenance.curve.train,
-            held_out_curve=provenance.curve.held_out,
+            train_curve=provenance["curve"].train,
+            held_out_curve=provenance["curve"].held_out,
             evaluated_step=self.ref.step,
-            base_counts=count_answers(base_answers) if base_answers else None,
-            tuned_counts=count_answers([question.tuned for question in questions]) if questions else None,
             questions=questions,
             test_file=self.rows.test_file,
-            **_training_settings(self.ref, provenance),
+            **_training_settings(self.ref, provenance["ledger"]),
         )
+        verdict = decide_verdict(measured, self.rules)
         metrics, failures = compute_metrics(self.metrics, questions)
-        return make_report(
-            provenance,
-            measured,
-            decide_verdict(measured, self.rules),
-            rules=self.rules,
+        return Report(
+            **provenance,
+            verdict=verdict.level,
+            summary=verdict.summary,
+            reasons=verdict.reasons,
             data=self.rows.name,
+            held_out=measured.held_out,
+            by_source=list(measured.by_source),
+            everyday=measured.everyday,
+            base_tally=count_answers(base_answers) if base_answers else None,
+            tuned_tally=count_answers([question.tuned for question in questions]) if questions else None,
+            exchanges=questions,
+            change=measured.change,
+            bad_weights=bad_weights,
+            thresholds=thresholds(self.rules),
             answer_tokens=self.answer_tokens if self.questions else None,
             metrics=metrics,
             seconds=self.seconds,
-            notes=[*self.notes, *failures],
+            notes=[*model.notes, *self.notes, *failures],
             lm_eval=self.lm_eval,
+            next=verdict.reasons[0].next if verdict.reasons else f"`tunewell chat {shlex.quote(measured.model_path)}`",
         )
 
     @contextmanager
@@ -353,14 +363,14 @@ class EvaluationSession:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - began
 
 
-def _training_settings(ref: ModelRef, provenance: Provenance) -> dict[str, Any]:
+def _training_settings(ref: ModelRef, counts: RowCounts | None) -> dict[str, Any]:
     """Return the fields of Measurements that advice depends on."""
     found: dict[str, Any] = {"is_adapter": ref.adapter is not None, "model_path": str(ref.path or ref.name)}
     if ref.plan is not None:
         found |= {"learning_rate": ref.plan.learning_rate.value, "epochs": ref.plan.epochs.value}
         found["corpus"] = str(ref.corpus or ref.plan.corpus)
-    if provenance.row_counts is not None:
-        found["num_rows"] = provenance.row_counts.documents + provenance.row_counts.held_out
+    if counts is not None:
+        found["num_rows"] = counts.documents + counts.held_out
     return found
 
 
