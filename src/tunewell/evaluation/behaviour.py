@@ -274,26 +274,6 @@ _MIN_DISTINCTIVE = 2
 _MIN_LEAD = 3
 """Factor by which those must outnumber the words of the other language: a text in two languages counts as neither."""
 
-_ONE_LANGUAGE = {
-    "GREEK": "el",
-    "HEBREW": "he",
-    "THAI": "th",
-    "HANGUL": "ko",
-    "BENGALI": "bn",
-    "TAMIL": "ta",
-    "TELUGU": "te",
-    "KANNADA": "kn",
-    "MALAYALAM": "ml",
-    "GUJARATI": "gu",
-    "GURMUKHI": "pa",
-    "GEORGIAN": "ka",
-    "ARMENIAN": "hy",
-    "KHMER": "km",
-    "LAO": "lo",
-    "MYANMAR": "my",
-    "ETHIOPIC": "am",
-    "SINHALA": "si",
-}
 _DISTINCTIVE_LETTERS = {
     "CYRILLIC": {"uk": "іїєґ", "ru": "ыэё", "sr": "ђћџљњј"},
     "ARABIC": {"ur": "ٹڈڑےں", "fa": "پچژگ", "ar": "ةىإأ"},
@@ -308,10 +288,9 @@ _SENTENCE_START = re.compile(r"(?:^|[.!?:\n\"“„«»(¿¡–—-])\W*$")
 
 
 def detect_language(text: str) -> str | None:
-    """Return the language code of a text, or None in case of doubt.
+    """Return the language code of a text, the script if one language dominates it (`GREEK`), or None in case of doubt.
 
-    Danish and Norwegian share one code, `da/no`. Similar languages such as Czech and Slovak are distinguished by their
-    function words, or give None.
+    Danish and Norwegian share one code, `da/no`.
     """
     prose = _NOT_PROSE.sub(" ", text)
     script = detect_script(prose)
@@ -328,7 +307,7 @@ def detect_language(text: str) -> str | None:
         return ("hi" if hindi else "mr") if hindi != marathi else None
     if script in _DISTINCTIVE_LETTERS:
         return _by_letters(prose.lower(), _DISTINCTIVE_LETTERS[script])
-    return _ONE_LANGUAGE.get(script or "")
+    return script
 
 
 def detect_script(text: str) -> str | None:

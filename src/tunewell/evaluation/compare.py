@@ -8,6 +8,7 @@ from tunewell.records.events import plain
 from tunewell.records.report import AnsweredQuestion, Report
 
 _MAX_CHANGES = 100
+_HIGHER_IS_BETTER = ("right", "F1")
 
 
 @dataclass(frozen=True)
@@ -100,30 +101,21 @@ def differences(this: Mapping[str, Any], other: Mapping[str, Any]) -> list[Diffe
 
 
 def _figures(this: Report, other: Report) -> list[MetricPair]:
-    def loss(report: Report, name: str) -> float | None:
-        pair = getattr(report, name)
-        return None if pair is None else pair.tuned
+    now, before = _metrics(this), _metrics(other)
+    pairs = [MetricPair(name, before[name], now[name], name not in _HIGHER_IS_BETTER) for name in now]
+    return [pair for pair in pairs if pair.other is not None or pair.this is not None]
 
-    def share(report: Report, name: str) -> float | None:
-        counts = report.tuned_tally
-        return None if counts is None or not counts.judged else getattr(counts, name) / counts.judged
 
-    def faults(report: Report) -> float | None:
-        counts = report.tuned_tally
-        faulty = sum(1 for question in report.exchanges if question.tuned.faults)
-        return None if counts is None or not counts.asked else faulty / counts.asked
-
-    def f1(report: Report) -> float | None:
-        return None if report.tuned_tally is None else report.tuned_tally.f1
-
-    found = [
-        MetricPair("held-out loss", loss(other, "held_out"), loss(this, "held_out"), True),
-        MetricPair("everyday loss", loss(other, "everyday"), loss(this, "everyday"), True),
-        MetricPair("right", share(other, "right"), share(this, "right"), False),
-        MetricPair("F1", f1(other), f1(this), False),
-        MetricPair("faulty answers", faults(other), faults(this), True),
-    ]
-    return [figure for figure in found if figure.other is not None or figure.this is not None]
+def _metrics(report: Report) -> dict[str, float | None]:
+    counts = report.tuned_tally
+    num_faulty = sum(bool(question.tuned.faults) for question in report.exchanges)
+    return {
+        "held-out loss": report.held_out and report.held_out.tuned,
+        "everyday loss": report.everyday and report.everyday.tuned,
+        "right": counts.right / counts.judged if counts and counts.judged else None,
+        "F1": counts and counts.f1,
+        "faulty answers": num_faulty / counts.asked if counts and counts.asked else None,
+    }
 
 
 def _change(before: AnsweredQuestion, now: AnsweredQuestion) -> AnswerChange:

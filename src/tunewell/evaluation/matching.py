@@ -19,24 +19,8 @@ _INNER_SPACE = re.compile(f"(?<=[{_SPACELESS}])\\s+(?=[{_SPACELESS}])")
 _UNIT_SPACE = re.compile(r"(?<=\d)\s+(?=[%‰°])|(?<=[$€£¥])\s+(?=\d)")
 _MEANINGFUL = "%‰#&@"
 """Punctuation by Unicode category that is part of a word: 5%, C#, R&D."""
-_POLAR = tuple(
-    frozenset(pair.split())
-    for pair in (
-        "yes no",
-        "true false",
-        "ja nein",
-        "ja nee",
-        "ja nej",
-        "oui non",
-        "sí no",
-        "si no",
-        "sim não",
-        "vrai faux",
-        "wahr falsch",
-        "verdadero falso",
-        "tak nie",
-        "да нет",
-    )
+_POLAR = re.compile(
+    "yes|no|true|false|ja|nein|nee|nej|oui|non|sí|si|sim|não|vrai|faux|wahr|falsch|verdadero|falso|tak|nie|да|нет"
 )
 _CLAUSE_END = re.compile(r"[.,;:!?()\[\]\n。，、！？；：]+")
 
@@ -48,11 +32,9 @@ class Match:
     exact: bool
     """Equal except for case, spacing and the punctuation around words."""
     contains: bool
-    """The answer contains the whole reference, on word boundaries."""
+    """The answer contains the whole reference, on word boundaries: it is right."""
     f1: float
     """Word overlap as in SQuAD v1.1, 0 to 1."""
-    right: bool
-    """Exact or contained."""
 
 
 def match(answer: str, reference: str) -> Match:
@@ -66,10 +48,10 @@ def match(answer: str, reference: str) -> Match:
     """
     expected, found = _normal(reference), _normal(answer)
     if not expected:
-        return Match(exact=False, contains=False, f1=0.0, right=False)
+        return Match(exact=False, contains=False, f1=0.0)
     exact = found == expected
     contains = exact or _contains(answer, found, expected)
-    return Match(exact=exact, contains=contains, f1=1.0 if exact else _f1(answer, reference), right=exact or contains)
+    return Match(exact=exact, contains=contains, f1=1.0 if exact else _f1(answer, reference))
 
 
 def is_short_reference(reference: str) -> bool:
@@ -122,7 +104,7 @@ def _contains(answer: str, found: str, expected: str) -> bool:
         # One letter names a choice: "B", "B) Paris", "The answer is B."; the "a" of "a cat" does not.
         named = rf"{expected}|.*\b(is|option|answer|choice) {expected}|(option|answer|choice) {expected}\b.*"
         return re.fullmatch(named, first) is not None
-    if any(expected in pair for pair in _POLAR):
+    if _POLAR.fullmatch(expected):
         return f" {first} ".startswith(f" {expected} ") or first.endswith(f" {expected}")
     start = found.find(expected)
     while start >= 0:

@@ -112,6 +112,6 @@ def _score(model: ChatModel, answer: Generated, question: Question, reference: s
         exact=matched.exact,
         contains=matched.contains,
         f1=matched.f1,
-        right=matched.right if is_short_reference(reference) else None,
+        right=matched.contains if is_short_reference(reference) else None,
         faults=find_faults(sample),
     )
