@@ -322,7 +322,7 @@ class Ours:
     def __post_init__(self) -> None:
         template = ChatTemplate(self.source, special_tokens=self.tokenizer.special_tokens, arguments=self.arguments)
         self.masker = Masker(template, self.tokenizer.added, self.rule)
-        self.encoder = Encoder(self.tokenizer, self.masker.turn_markers)
+        self.encoder = Encoder(self.tokenizer, self.masker.frame.turn_markers)
 
     def encode(self, *some: Conversation) -> EncodedDocuments:
         return self.encoder.encode([PlannedDocument(*self.masker.plan(one)) for one in some])

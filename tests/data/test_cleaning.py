@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples_limit import examples
-from tunewell.data.rows.cleaning import CleanOptions, clean, digest_question, digest_whole
+from tunewell.config.schema import Clean
+from tunewell.data.rows.cleaning import clean, digest_question, digest_whole
 from tunewell.data.rows.conversation import Conversation, Rejected
 
 
@@ -19,7 +20,7 @@ def asked(question: str, answer: str = "a") -> Conversation:
 
 def verdict(conversation: Conversation, **options) -> str:
     try:
-        clean(conversation, CleanOptions(**options))
+        clean(conversation, Clean(**options))
     except Rejected as rejected:
         return rejected.reason
     return "ok"
@@ -27,7 +28,7 @@ def verdict(conversation: Conversation, **options) -> str:
 
 def detail(conversation: Conversation, **options) -> str:
     with pytest.raises(Rejected) as caught:
-        clean(conversation, CleanOptions(**options))
+        clean(conversation, Clean(**options))
     return caught.value.detail
 
 
@@ -100,7 +101,7 @@ def test_broken_text_says_what_and_where():
 def test_replacing_changes_only_what_is_broken(text):
     """Two halves that belong together are put together; every other half and every NUL becomes U+FFFD."""
     conversation = Conversation(text=f"x{text}")
-    clean(conversation, CleanOptions(bad_text="replace"))
+    clean(conversation, Clean(bad_text="replace"))
     expected = f"x{text}".encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").replace("\0", "\ufffd")
     assert conversation.text == expected
     conversation.text.encode()

@@ -355,7 +355,7 @@ def test_the_mask_follows_a_normaliser_that_changes_lengths(name, template):
             begin = text.index(message["content"], at)
             end = begin + len(message["content"])
             if message["role"] == "assistant":
-                end += len(ours.masker.end_marker)
+                end += len(ours.masker.frame.end_marker)
             pieces += [(text[at:begin], False), (text[begin:end], message["role"] == "assistant")]
             at = end
         same, expected, num_boundary = expected_mask(backend, [*pieces, (text[at:], False)])
@@ -441,5 +441,5 @@ def test_a_tokenizer_that_returns_fewer_texts_is_an_error(monkeypatch):
     monkeypatch.setattr(
         ours.encoder, "_backends", type("Backends", (), {"__getitem__": lambda *_: Short(), "form": None})()
     )
-    with pytest.raises(RuntimeError, match="returned 0 of"):
+    with pytest.raises(ValueError, match="zip"):
         ours.encoder.encode([PlannedDocument(*ours.masker.plan(messages_of(("user", "q"), ("assistant", "a"))))])

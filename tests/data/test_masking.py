@@ -102,7 +102,7 @@ def outcomes(source: str, rows: list[Conversation] = ROWS) -> tuple[int, int]:
             num_refused += 1
             continue
         assert plan.fill(words) == masker.template.render(row.messages, row.tools)
-        assert learned_spans(plan, words) == oracle(masker.template, row, masker.end_marker)
+        assert learned_spans(plan, words) == oracle(masker.template, row, masker.frame.end_marker)
         num_done += 1
     return num_done, num_refused
 
@@ -204,7 +204,7 @@ def test_a_reply_that_only_the_next_header_ends_is_in_doubt():
         source = turns("m.content").replace("'<|im_end|>\n'", "'</s>' if loop.last else ''")
         source = source.replace("'<|im_start|>' + m.role + '\n'", header)
         masker = masker_for(source)
-        assert masker.end_marker == "</s>"
+        assert masker.frame.end_marker == "</s>"
         masker.plan(messages_of(("user", "q"), ("assistant", "a")))
         with pytest.raises(Rejected, match="not followed by"):
             masker.plan(messages_of(("user", "q"), ("assistant", "a"), ("user", "q"), ("assistant", "a")))
@@ -487,7 +487,7 @@ def test_markers_need_not_be_special_tokens_and_tags_of_replies_are_none():
     added = {text: AddedTokenInfo(number, False, False, False, False, False) for number, text in enumerate(texts)}
     source = turns("'<think>\n\n</think>\n\n' + m.content")
     masker = masker_for(source, added=added)
-    assert set(masker.turn_markers) == set(CHATML_MARKERS)
+    assert set(masker.frame.turn_markers) == set(CHATML_MARKERS)
     plan, words = masker.plan(messages_of(("user", "q"), ("assistant", "a")))
     assert [piece.text for piece in plan.pieces if piece.is_marker] == CHATML_MARKERS * 2
     text = plan.fill(words)

@@ -244,9 +244,9 @@ def test_what_a_template_refuses_is_no_conversation(load):
 def test_text_that_spells_control_tokens_stays_text(name, load):
     ours = load(name)
     special = [text for text, facts in ours.tokenizer.added.items() if facts.special][:40]
-    hostile = " ".join([*special, *ours.masker.turn_markers])
+    hostile = " ".join([*special, *ours.masker.frame.turn_markers])
     harmless, spelled = (messages_of(("user", words), ("assistant", words)) for words in ("x", hostile))
     control = {facts.id for text, facts in ours.tokenizer.added.items() if facts.special}
     found = [[token for token in ours.documents([row])[0][0] if token in control] for row in (harmless, spelled)]
     assert found[0] == found[1]
-    assert ours.supervised_text(spelled) == hostile + ours.masker.end_marker
+    assert ours.supervised_text(spelled) == hostile + ours.masker.frame.end_marker

@@ -78,7 +78,7 @@ class TextPipeline:
 
     def encoder(self, masker: Masker | None) -> Encoder:
         """Return the encoder that keeps the markers of a template out of message text."""
-        markers = frozenset(masker.turn_markers) if masker else frozenset()
+        markers = frozenset(masker.frame.turn_markers) if masker else frozenset()
         if markers not in self._encoders:
             self._encoders[markers] = Encoder(self.tokenizer, markers)
         return self._encoders[markers]
@@ -92,7 +92,7 @@ class TextPipeline:
                 learn_from=rule.learn_from,
                 learn_roles=list(rule.roles),
                 date=masker.template.date if masker.template.uses_clock else None,
-                end_of_turn=masker.end_marker,
+                end_of_turn=masker.frame.end_marker,
             )
             for (_, rule), masker in self._maskers.items()
         ]

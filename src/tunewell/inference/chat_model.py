@@ -329,7 +329,7 @@ def _stop_ids(chat_model: ChatModel) -> list[int]:
     tokenizer, masker, corpus = chat_model.tokenizer, chat_model.masker, chat_model.ref.corpus
     texts = {tokenizer.special_tokens.get("eos_token", "")}
     if masker is not None:
-        texts |= {masker.end_marker, *masker.frame.ends}
+        texts |= {masker.frame.end_marker, *masker.frame.ends}
     ids = (tokenizer.backend.token_to_id(text) for text in texts if text)
     found = {number for number in ids if number is not None}
     if corpus is not None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tunewell.config.schema import Clean, Data
 from tunewell.data.corpus.assembly import Assembly, find_repeats
 from tunewell.data.corpus.tokenized_block import TokenizedBlock
 
@@ -43,7 +44,10 @@ def assemble(tmp_path):
     made = []
 
     def make(*, share: float = 0.0, duplicates: bool = True, answers: bool = True) -> Assembly:
-        made.append(Assembly(tmp_path, held_out_share=share, drop_duplicates=duplicates, drop_answers_held_out=answers))
+        clean = Clean(
+            exact_duplicate="drop" if duplicates else "keep", answer_in_held_out="drop" if answers else "keep"
+        )
+        made.append(Assembly(tmp_path, Data(held_out=share, clean=clean)))
         return made[-1]
 
     yield make

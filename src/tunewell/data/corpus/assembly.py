@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tunewell.config.schema import Data
 from tunewell.data.corpus.tokenized_block import TokenizedBlock
+from tunewell.records.manifest import SourceRecord
 
 DROPPED = "dropped.jsonl"
 _TWO_64 = float(2**64)
@@ -43,7 +45,7 @@ class SourceLedger:
 
     name: str
     sha256: str
-    num_bytes: int
+    bytes: int
     rows: int = 0
     documents: int = 0
     held_out: int = 0
@@ -53,6 +55,11 @@ class SourceLedger:
     def is_balanced(self) -> bool:
         """Return True if every row is a document, held out or dropped."""
         return self.rows == self.documents + self.held_out + sum(self.dropped.values())
+
+    def record(self) -> SourceRecord:
+        """Return the record of the source in the manifest."""
+        counts = {"dropped": dict(sorted(self.dropped.items())), "formats": dict(sorted(self.formats.items()))}
+        return SourceRecord.model_validate(vars(self) | counts)
 
 
 @dataclass
@@ -85,16 +92,13 @@ class Documents:
 class Assembly:
     """Appends tokenized blocks to staging files; must be closed, also after an error."""
 
-    def __init__(
-        self, folder: Path, *, held_out_share: float, drop_duplicates: bool, drop_answers_held_out: bool
-    ) -> None:
+    def __init__(self, folder: Path, config: Data) -> None:
         self.folder = folder
         self.sources: list[SourceLedger] = []
         self.notes: Counter[str] = Counter()
         self.num_tokens = 0
-        self._held_out_share = held_out_share
-        self._drop_duplicates = drop_duplicates
-        self._drop_answers = drop_answers_held_out
+        self._held_out_share = 0.0 if isinstance(config.held_out, str) else config.held_out
+        self._clean = config.clean
         self._has_held_out_file = False
         self._open = ExitStack()
         self._files = {name: self._open.enter_context((folder / f"{name}.bin").open("wb")) for name in _COLUMNS}
@@ -130,7 +134,7 @@ class Assembly:
             held_out = _as_numbers(block.question)[:, 0] / _TWO_64 < self._held_out_share
         ledger.documents += int((keep & ~held_out).sum())
         ledger.held_out += int((keep & held_out).sum())
-        self._store(block, keep, supervised, {"row": rows, "is_held_out": held_out})
+        self._store(block, keep, supervised, rows, held_out)
 
     def drop(self, ledger: SourceLedger, row: int, reason: str, detail: str = "") -> None:
         """Count a dropped row and write it to `dropped.jsonl`."""
@@ -153,7 +157,8 @@ class Assembly:
         block: TokenizedBlock,
         keep: npt.NDArray[np.bool_],
         supervised: npt.NDArray[np.bool_],
-        columns: dict[str, npt.NDArray[Any]],
+        rows: npt.NDArray[np.int64],
+        held_out: npt.NDArray[np.bool_],
     ) -> None:
         keep_token = np.repeat(keep, block.lengths)
         self._write("tokens", block.tokens[keep_token])
@@ -165,8 +170,8 @@ class Assembly:
         self._write("source", np.full(len(lengths), len(self.sources) - 1))
         self._write("whole", _as_numbers(block.whole)[keep])
         self._write("question", _as_numbers(block.question)[keep])
-        for name, column in columns.items():
-            self._write(name, column[keep])
+        self._write("row", rows[keep])
+        self._write("is_held_out", held_out[keep])
         self.num_tokens += int(lengths.sum())
 
     def _write(self, name: str, values: npt.NDArray[Any]) -> None:
@@ -180,10 +185,10 @@ class Assembly:
         columns: dict[str, Any] = {name: self._map(name) for name in _COLUMNS}
         documents = Documents(**columns, is_dropped=np.zeros(len(columns["lengths"]), dtype=bool))
         # A share is chosen by the question, so that equal questions are never on both sides.
-        if self._drop_answers and self._has_held_out_file:
+        if self._clean.answer_in_held_out == "drop" and self._has_held_out_file:
             for index in _find_held_out_questions(documents).tolist():
                 self.drop_document(documents, index, "answer_in_held_out")
-        if self._drop_duplicates:
+        if self._clean.exact_duplicate == "drop":
             candidates = np.flatnonzero(~documents.is_dropped)
             for index in candidates[find_repeats(documents.whole[candidates])].tolist():
                 self.drop_document(documents, index, "exact_duplicate")

@@ -55,13 +55,7 @@ def build(spec: BuildSpec, *, out: Path, work_dir: Path) -> Manifest:
 
 
 def _assemble_and_write(spec: BuildSpec, cache: Path, staging: Path, space: SpaceEstimate) -> tuple[Manifest, set[str]]:
-    assembly = Assembly(
-        staging,
-        held_out_share=spec.held_out_share,
-        drop_duplicates=spec.drop_duplicates,
-        drop_answers_held_out=spec.drop_answers_held_out,
-    )
-    with closing(assembly):
+    with closing(Assembly(staging, spec.data)) as assembly:
         used = _assemble(assembly, spec, cache, space)
         documents = assembly.finish()
         space.is_read = True
@@ -100,35 +94,35 @@ def _tokenized_blocks(job: Job, cache: Path, rows_before: int) -> Iterator[tuple
     key, read = job.pipeline.cache_key(), job.pipeline.read
     if read.limit is not None:
         read = replace(read, limit=max(0, read.limit - rows_before))
-    waiting: deque[tuple[Block, TokenizedBlock | Future[TokenizedBlock], str]] = deque()
+    waiting: deque[tuple[Block, Future[TokenizedBlock], str]] = deque()
     is_checked = False
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        try:
-            for block in read_blocks(job.file, read):
-                name = cache_file_name(block, key)
-                tokenized: TokenizedBlock | Future[TokenizedBlock] | None = load_tokenized(cache / name)
-                if tokenized is None:
-                    rendered = render_block(block, job.pipeline)
-                    if not is_checked:
-                        job.pipeline.encoder.check_segmentation(rendered.layouts[:_CHECKED_ROWS])
-                        is_checked = True
-                    tokenized = pool.submit(_encode, rendered, job.pipeline, cache / name)
-                waiting.append((block, tokenized, name))
-                while len(waiting) > _BLOCKS_AHEAD:
-                    yield _wait_for(waiting.popleft())
-            while waiting:
-                yield _wait_for(waiting.popleft())
-        finally:
-            for _, pending, _ in waiting:
-                if isinstance(pending, Future):
-                    pending.cancel()
+    pool = ThreadPoolExecutor(max_workers=1)
+    try:
+        for block in read_blocks(job.file, read):
+            name = cache_file_name(block, key)
+            future: Future[TokenizedBlock] = Future()
+            if (cached := load_tokenized(cache / name)) is not None:
+                future.set_result(cached)
+            else:
+                rendered = render_block(block, job.pipeline)
+                if not is_checked:
+                    job.pipeline.encoder.check_segmentation(rendered.layouts[:_CHECKED_ROWS])
+                    is_checked = True
+                future = pool.submit(_encode, rendered, job.pipeline, cache / name)
+            waiting.append((block, future, name))
+            if len(waiting) > _BLOCKS_AHEAD:
+                yield _first_finished(waiting)
+        while waiting:
+            yield _first_finished(waiting)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _wait_for(
-    entry: tuple[Block, TokenizedBlock | Future[TokenizedBlock], str],
+def _first_finished(
+    waiting: deque[tuple[Block, Future[TokenizedBlock], str]],
 ) -> tuple[Block, TokenizedBlock, str]:
-    block, tokenized, name = entry
-    return block, tokenized.result() if isinstance(tokenized, Future) else tokenized, name
+    block, future, name = waiting.popleft()
+    return block, future.result(), name
 
 
 def _encode(rendered: RenderedBlock, pipeline: RowPipeline, path: Path) -> TokenizedBlock:

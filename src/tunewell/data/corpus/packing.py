@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tunewell.data.corpus.assembly import Documents
+from tunewell.records.plan import Chosen
 
 CONTEXT_STEP = 128
 MIN_CONTEXT = 1024
@@ -48,10 +49,7 @@ class Packing:
 
 
 def pack(lengths: npt.NDArray[np.integer], context_length: int) -> Packing:
-    """Assign every document to exactly one sequence; raise ValueError if one does not fit.
-
-    The result is deterministic.
-    """
+    """Assign every document to exactly one sequence, always in the same way; raise ValueError if one does not fit."""
     lengths = np.asarray(lengths)
     if len(lengths) and (lengths.max() > context_length or lengths.min() < 1):
         raise ValueError(f"document lengths must be between 1 and {context_length}")
@@ -145,27 +143,20 @@ class _RemainingLengths:
         return self.counts.get(length, 0) - design.get(length, 0)
 
 
-@dataclass(frozen=True)
-class ContextLength:
-    """The number of tokens in a sequence, and why."""
-
-    value: int
-    because: str
-
-
-def choose_context_length(longest: int, requested: int | str, limit: int | None) -> ContextLength:
+def choose_context_length(longest: int, requested: int | str, limit: int | None) -> Chosen[int]:
     """Return the requested length, or the longest document rounded up; never more than the model's limit."""
     if isinstance(requested, int):
-        if limit is not None and requested > limit:
-            return ContextLength(limit, f"the model's limit; the config asks for {requested:,}")
-        return ContextLength(requested, "set in the config")
-    rounded = max(MIN_CONTEXT, -(-longest // CONTEXT_STEP) * CONTEXT_STEP)
-    if limit is not None and rounded > limit:
-        return ContextLength(limit, f"the model's limit; your longest row has {longest:,} tokens")
-    if rounded == MIN_CONTEXT:
-        return ContextLength(rounded, f"the minimum; your longest row has {longest:,} tokens")
-    because = f"your longest row has {longest:,} tokens, rounded up to a multiple of {CONTEXT_STEP}"
-    return ContextLength(rounded, because)
+        value, because = requested, "set in the config"
+        at_limit = f"the model's limit; the config asks for {requested:,}"
+    else:
+        value = max(MIN_CONTEXT, -(-longest // CONTEXT_STEP) * CONTEXT_STEP)
+        because = f"your longest row has {longest:,} tokens, rounded up to a multiple of {CONTEXT_STEP}"
+        if value == MIN_CONTEXT:
+            because = f"the minimum; your longest row has {longest:,} tokens"
+        at_limit = f"the model's limit; your longest row has {longest:,} tokens"
+    if limit is not None and value > limit:
+        value, because = limit, at_limit
+    return Chosen(value=value, because=because)
 
 
 def padding_waste(lengths: npt.NDArray[np.integer], context_length: int) -> float:
@@ -219,8 +210,7 @@ def split_long(units: Units, context_length: int) -> Units:
     number = np.arange(len(whole)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
     start = (number * new_tokens).astype(np.int32)
     length = np.minimum(whole - start, context_length).astype(np.int32)
-    added = len(whole) - len(units)
-    return Units(np.repeat(units.document, num_pieces), start, length, added, units.num_repeats)
+    return Units(np.repeat(units.document, num_pieces), start, length, num_pieces=len(whole) - len(units))
 
 
 def without_unsupervised(units: Units, documents: Documents) -> Units:
@@ -229,10 +219,8 @@ def without_unsupervised(units: Units, documents: Documents) -> Units:
     for index in np.flatnonzero(units.length < documents.lengths[units.document]):
         begin = documents.begins[units.document[index]] + units.start[index]
         keep[index] = documents.supervised[begin + 1 : begin + units.length[index]].any()
-    removed = int((~keep).sum())
-    return Units(
-        units.document[keep], units.start[keep], units.length[keep], units.num_pieces - removed, units.num_repeats
-    )
+    num_pieces = units.num_pieces - int((~keep).sum())
+    return Units(units.document[keep], units.start[keep], units.length[keep], num_pieces)
 
 
 @dataclass(frozen=True)
@@ -272,10 +260,5 @@ def mix_sources(
 
 def repeat(units: Units, copies: npt.NDArray[np.int64]) -> Units:
     """Return `copies` copies of each unit."""
-    return Units(
-        np.repeat(units.document, copies),
-        np.repeat(units.start, copies),
-        np.repeat(units.length, copies),
-        units.num_pieces,
-        int(np.maximum(copies - 1, 0).sum()),
-    )
+    columns = (np.repeat(column, copies) for column in (units.document, units.start, units.length))
+    return Units(*columns, units.num_pieces, int(np.maximum(copies - 1, 0).sum()))

@@ -1,7 +1,6 @@
 """Write packed sequences as Arrow shards that the `datasets` library can open."""
 
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from tunewell.core.files import sha256_file, sha256_text, stable_json
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.corpus.assembly import Documents
 from tunewell.data.corpus.packing import Packing, Units
-from tunewell.records.manifest import ShardRecord
+from tunewell.records.manifest import ShardRecord, SplitRecord
 
 
 def to_arrow(values: npt.NDArray[np.integer]) -> pa.Array:
@@ -48,30 +47,13 @@ _SEQUENCES = pa.schema(
 )
 
 
-@dataclass
-class SplitFacts:
-    """Counts of one written split, and its shards."""
-
-    name: str
-    sequences: int
-    documents: int
-    tokens: int
-    supervised: int
-    shards: list[ShardRecord] = field(default_factory=list)
-
-
 def write_split(
-    folder: Path,
-    *,
-    units: Units,
-    packing: Packing,
-    documents: Documents,
-    progress: ProgressListener = silent,
-) -> SplitFacts:
+    folder: Path, *, units: Units, packing: Packing, documents: Documents, progress: ProgressListener = silent
+) -> SplitRecord:
     """Write the sequences of a split, the index of its documents and the metadata files of `datasets`."""
     folder.mkdir(parents=True)
-    facts = SplitFacts(folder.name, packing.num_sequences, len(units), packing.num_tokens, 0)
     sequences = _Sequences(units, packing, documents)
+    shards: list[ShardRecord] = []
     per_shard = max(1, SHARD_TOKENS // packing.context_length)
     per_batch = max(1, _BATCH_TOKENS // packing.context_length)
     num_shards = max(1, -(-packing.num_sequences // per_shard))
@@ -81,14 +63,19 @@ def write_split(
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, _SEQUENCES) as stream:
             for start in range(first, last, per_batch):
                 stream.write_batch(sequences.batch(start, min(start + per_batch, last)))
-        facts.shards.append(
+        shards.append(
             ShardRecord(file=path.name, bytes=path.stat().st_size, sha256=sha256_file(path), sequences=last - first)
         )
         progress(Progress("writing", last, packing.num_sequences, "sequences"))
-    facts.supervised = int(sequences.supervised.sum(dtype=np.int64))
     sequences.write_index(folder / "documents.arrow")
-    _write_dataset_files(folder, facts)
-    return facts
+    _write_dataset_files(folder, shards)
+    return SplitRecord(
+        documents=len(units),
+        sequences=packing.num_sequences,
+        tokens=packing.num_tokens,
+        supervised=int(sequences.supervised.sum(dtype=np.int64)),
+        shards=shards,
+    )
 
 
 class _Sequences:
@@ -145,16 +132,16 @@ class _Sequences:
             file.write_batch(batch)
 
 
-def _write_dataset_files(folder: Path, facts: SplitFacts) -> None:
+def _write_dataset_files(folder: Path, shards: list[ShardRecord]) -> None:
     """Write what `datasets.load_from_disk` needs; features are left to the Arrow schema, so any version opens it."""
     state = {
-        "_data_files": [{"filename": shard.file} for shard in facts.shards],
-        "_fingerprint": sha256_text(*(shard.sha256 for shard in facts.shards))[:16],
+        "_data_files": [{"filename": shard.file} for shard in shards],
+        "_fingerprint": sha256_text(*(shard.sha256 for shard in shards))[:16],
         "_format_columns": None,
         "_format_kwargs": {},
         "_format_type": None,
         "_output_all_columns": False,
-        "_split": facts.name,
+        "_split": folder.name,
     }
     (folder / "state.json").write_text(stable_json(state), encoding="utf-8")
     (folder / "dataset_info.json").write_text(

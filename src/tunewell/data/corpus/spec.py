@@ -7,11 +7,11 @@ from typing import Any
 
 from tunewell import __version__
 from tunewell.config.load import LoadedConfig
+from tunewell.config.schema import Data, Packing
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_text, stable_json
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.data.corpus.tokenized_block import PIPELINE_VERSION, RowPipeline
-from tunewell.data.rows.cleaning import CleanOptions
 from tunewell.data.rows.formats import Converter
 from tunewell.data.rows.functions import load_row_function
 from tunewell.data.sources.base import SourceFile, find_files
@@ -43,14 +43,10 @@ class BuildSpec:
     """Everything that a build needs to know."""
 
     jobs: list[Job]
-    held_out_share: float
-    drop_duplicates: bool
-    drop_answers_held_out: bool
-    context_length: int | str
+    data: Data
+    packing: Packing
     context_limit: int | None
-    long_documents: str
     shares: dict[int, float]
-    max_repeats: int
     made_by: str
     inputs_sha256: str
     config: dict[str, Any]
@@ -87,14 +83,10 @@ def make_spec(loaded: LoadedConfig, text: TextPipeline, *, context_limit: int | 
     inputs += [f"{job.file.name} {job.sha256} {job.pipeline.cache_key()} {job.source_index}" for job in jobs]
     return BuildSpec(
         jobs=jobs,
-        held_out_share=0.0 if isinstance(config.data.held_out, str) else config.data.held_out,
-        drop_duplicates=config.data.clean.exact_duplicate == "drop",
-        drop_answers_held_out=config.data.clean.answer_in_held_out == "drop",
-        context_length=config.packing.context_length,
+        data=config.data,
+        packing=config.packing,
         context_limit=context_limit,
-        long_documents=config.packing.long_documents,
         shares=_shares(loaded),
-        max_repeats=config.data.max_repeats,
         made_by=f"tunewell {__version__}",
         inputs_sha256=sha256_text(*inputs),
         config=settings,
@@ -152,11 +144,10 @@ def _make_pipeline(loaded: LoadedConfig, text: TextPipeline, index: int) -> RowP
         source=source.path,
         read=ReadOptions(clean.max_row_bytes, clean.max_nesting, source.text_rows, source.encoding, source.limit),
         converter=Converter(format_name=source.format, columns=source.columns, system=source.system),
-        cleaning=CleanOptions(clean.bad_text, clean.min_reply_chars, clean.drop_urls),
+        clean=clean,
         masker=masker,
         encoder=text.encoder(masker),
         row_function=load_row_function(source.map, batch=source.map_batch, base=loaded.base) if source.map else None,
-        bad_rows=clean.bad_rows,
         settings=settings,
     )
 

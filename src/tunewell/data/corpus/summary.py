@@ -8,9 +8,8 @@ import numpy.typing as npt
 
 from tunewell.core.files import sha256_file, sha256_text
 from tunewell.core.units import count, percent
-from tunewell.data.corpus.assembly import Assembly, SourceLedger
-from tunewell.data.corpus.packing import ContextLength, Mix, Packing, Units, padding_waste
-from tunewell.data.corpus.shards import SplitFacts
+from tunewell.data.corpus.assembly import Assembly
+from tunewell.data.corpus.packing import Mix, Packing, Units, padding_waste
 from tunewell.data.corpus.spec import BuildSpec
 from tunewell.records.manifest import (
     FileRecord,
@@ -18,14 +17,14 @@ from tunewell.records.manifest import (
     Manifest,
     PackingRecord,
     ShardRecord,
-    SourceRecord,
     SplitRecord,
     TokenCounts,
 )
+from tunewell.records.plan import Chosen
 
 _NUM_BARS = 12
 
-WrittenSplit = tuple[Units, Packing, SplitFacts]
+WrittenSplit = tuple[Units, Packing, SplitRecord]
 
 
 def make_manifest(
@@ -35,19 +34,18 @@ def make_manifest(
     splits: dict[str, WrittenSplit],
     lengths: npt.NDArray[np.integer],
     boundary_tokens: int,
-    context: ContextLength,
+    context: Chosen[int],
     mix: Mix | None,
     files: dict[str, FileRecord],
 ) -> Manifest:
     """Return the manifest; raise RuntimeError if a row or a token is not accounted for."""
     units, packing, train = splits["train"]
     sources = assembly.sources
-    dropped = total_dropped(assembly)
     rows = sum(source.rows for source in sources)
     documents = sum(source.documents for source in sources)
     held_out = sum(source.held_out for source in sources)
     pieces = sum(written.num_pieces for written, _, _ in splits.values())
-    in_splits = sum(facts.documents for _, _, facts in splits.values())
+    in_splits = sum(record.documents for _, _, record in splits.values())
     is_complete = documents + held_out + pieces + units.num_repeats == in_splits
     if not is_complete or not all(source.is_balanced() for source in sources):
         raise RuntimeError("the ledger is not balanced: rows in and rows out differ")
@@ -63,7 +61,7 @@ def make_manifest(
         held_out=held_out,
         pieces=pieces,
         repeats=units.num_repeats,
-        dropped=dict(sorted(dropped.items())),
+        dropped=dict(sorted(total_dropped(assembly).items())),
         notes=dict(sorted(assembly.notes.items())),
         boundary_tokens=boundary_tokens,
         tokens=TokenCounts(
@@ -80,12 +78,12 @@ def make_manifest(
             documents_per_sequence=len(units) / packing.num_sequences,
         ),
         lengths=_lengths(lengths, context.value),
-        sources=[_source(source) for source in sources],
+        sources=[source.record() for source in sources],
         mix=[f"{spec.source_label(index)}: {because}" for index, because in mix.because.items()] if mix else [],
         tokenizer=spec.tokenizer,
         templates=spec.templates,
         config=spec.config,
-        splits={name: _split(facts) for name, (_, _, facts) in splits.items()},
+        splits={name: record for name, (_, _, record) in splits.items()},
         files=files,
     )
 
@@ -100,29 +98,6 @@ def describe_file(path: Path, shard: ShardRecord | None = None) -> FileRecord:
     if shard is not None:
         return FileRecord(bytes=shard.bytes, sha256=shard.sha256)
     return FileRecord(bytes=path.stat().st_size, sha256=sha256_file(path))
-
-
-def _source(ledger: SourceLedger) -> SourceRecord:
-    return SourceRecord(
-        name=ledger.name,
-        sha256=ledger.sha256,
-        bytes=ledger.num_bytes,
-        rows=ledger.rows,
-        documents=ledger.documents,
-        held_out=ledger.held_out,
-        dropped=dict(sorted(ledger.dropped.items())),
-        formats=dict(sorted(ledger.formats.items())),
-    )
-
-
-def _split(facts: SplitFacts) -> SplitRecord:
-    return SplitRecord(
-        documents=facts.documents,
-        sequences=facts.sequences,
-        tokens=facts.tokens,
-        supervised=facts.supervised,
-        shards=facts.shards,
-    )
 
 
 def _lengths(lengths: npt.NDArray[np.integer], context_length: int) -> LengthRecord:

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tunewell.config.schema import Clean
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_text, write_atomic
 from tunewell.data.encoding.encoder import EncodedDocuments, Encoder, PlannedDocument
 from tunewell.data.masking.masker import Masker
-from tunewell.data.rows.cleaning import DIGEST_BYTES, CleanOptions, Digests, clean
+from tunewell.data.rows.cleaning import DIGEST_BYTES, Digests, clean
 from tunewell.data.rows.conversation import Conversation, Rejected
 from tunewell.data.rows.formats import Converter
 from tunewell.data.rows.functions import RowFunction
@@ -59,9 +60,8 @@ class TokenizedBlock:
 
     def __post_init__(self) -> None:
         num_documents = int((self.status == 0).sum())
-        if not num_documents == len(self.lengths) == len(self.whole) or len(self.details) + num_documents != len(
-            self.status
-        ):
+        num_dropped = len(self.status) - num_documents
+        if not num_documents == len(self.lengths) == len(self.whole) or num_dropped != len(self.details):
             raise ValueError("a tokenized block does not account for every row")
         if int(self.lengths.sum()) != len(self.tokens):
             raise ValueError("a tokenized block has more or fewer tokens than its documents")
@@ -100,11 +100,10 @@ class RowPipeline:
     source: str
     read: ReadOptions
     converter: Converter
-    cleaning: CleanOptions
+    clean: Clean
     masker: Masker | None
     encoder: Encoder
     row_function: RowFunction | None = None
-    bad_rows: str = "drop"
     settings: dict[str, Any] = field(default_factory=dict)
     """The config values that the objects were made from, for the cache key."""
 
@@ -125,7 +124,6 @@ def cache_file_name(block: Block, key: str) -> str:
 class RenderedBlock:
     """A block after all Python work: conversations rendered by the template, ready for the tokenizer."""
 
-    numbers: list[int]
     status: list[int] = field(default_factory=list)
     layouts: list[PlannedDocument] = field(default_factory=list)
     digests: list[Digests] = field(default_factory=list)
@@ -143,7 +141,7 @@ class RenderedBlock:
 
 def render_block(block: Block, pipeline: RowPipeline) -> RenderedBlock:
     """Parse, map, convert, clean and render the rows of a block; every failed row gets its drop reason."""
-    rendered = RenderedBlock(block.numbers)
+    rendered = RenderedBlock()
     for number, value in zip(block.numbers, _parse_and_map(block, pipeline), strict=True):
         try:
             if isinstance(value, Rejected):
@@ -180,8 +178,8 @@ def _truncate(detail: str) -> str:
 
 
 def _raise_if_configured(rejected: Rejected, pipeline: RowPipeline, number: int) -> None:
-    is_bad_row = rejected.reason in _BAD_ROW_REASONS and pipeline.bad_rows == "error"
-    is_bad_text = rejected.reason == "bad_text" and pipeline.cleaning.bad_text == "error"
+    is_bad_row = rejected.reason in _BAD_ROW_REASONS and pipeline.clean.bad_rows == "error"
+    is_bad_text = rejected.reason == "bad_text" and pipeline.clean.bad_text == "error"
     if is_bad_row or is_bad_text:
         key = "data.clean.bad_text" if is_bad_text else "data.clean.bad_rows"
         raise UserError(
@@ -193,7 +191,7 @@ def _raise_if_configured(rejected: Rejected, pipeline: RowPipeline, number: int)
 
 def _render_row(value: Any, pipeline: RowPipeline, rendered: RenderedBlock) -> None:
     conversation, format_name = pipeline.converter.convert(value)
-    digests = clean(conversation, pipeline.cleaning)
+    digests = clean(conversation, pipeline.clean)
     if conversation.text is not None:
         layout = PlannedDocument(None, [conversation.text])
     else:
@@ -213,7 +211,9 @@ def _render_row(value: Any, pipeline: RowPipeline, rendered: RenderedBlock) -> N
         if conversation.tools or any(len(message) > 2 for message in conversation.messages):
             _check_tools(conversation, pipeline.masker, rendered)
         layout = PlannedDocument(plan, texts)
-    if (lost := pipeline.encoder.tokenizer.lost_bytes) and _contains_any(layout.texts, bytes(lost)):
+    # The tokenizer has no token for these bytes and drops them silently.
+    lost = bytes(pipeline.encoder.tokenizer.lost_bytes)
+    if lost and any(len(data.translate(None, lost)) != len(data) for data in map(str.encode, layout.texts)):
         rendered.notes["characters_not_written"] += 1
     rendered.formats[format_name] += 1
     rendered.layouts.append(layout)
@@ -233,12 +233,6 @@ def _check_tools(conversation: Conversation, masker: Masker, rendered: RenderedB
             "nothing_to_learn", "the template does not render tool calls: the model would learn an empty reply"
         )
     rendered.notes["tool_calls_not_rendered"] += 1
-
-
-def _contains_any(words: list[str], lost_bytes: bytes) -> bool:
-    """Return True if a text has one of the bytes for which the tokenizer has no token: it drops them silently."""
-    texts = [word.encode() for word in words]
-    return any(len(text.translate(None, lost_bytes)) != len(text) for text in texts)
 
 
 def join_tokens(rendered: RenderedBlock, encoded: EncodedDocuments) -> TokenizedBlock:

@@ -23,7 +23,6 @@ from tunewell.core.files import (
 from tunewell.core.units import count
 from tunewell.data.corpus.assembly import DROPPED, Assembly, Documents
 from tunewell.data.corpus.packing import (
-    ContextLength,
     Mix,
     Units,
     choose_context_length,
@@ -39,8 +38,7 @@ from tunewell.data.corpus.shards import BYTES_PER_TOKEN, write_split
 from tunewell.data.corpus.spec import NO_SHARE, BuildSpec
 from tunewell.data.corpus.summary import WrittenSplit, data_card, describe_file, make_manifest, total_dropped
 from tunewell.records.manifest import CORPUS_NAMES, MANIFEST, DamagedManifest, Manifest, read_manifest, write_manifest
-
-# The output folder of a corpus: is it up to date, may it be replaced, and how much disk space does a build need.
+from tunewell.records.plan import Chosen
 
 _CORPUS_MARKERS = frozenset({"dataset_dict.json", "dropped.jsonl", "train"})
 """Files that identify a corpus folder without a manifest."""
@@ -163,7 +161,7 @@ class CorpusWriter:
         """Write every file, the manifest last; raise UserError if no document is left or one is too long."""
         documents, spec = self._documents, self._spec
         self._require_training_data()
-        context = choose_context_length(self._longest(), spec.context_length, spec.context_limit)
+        context = choose_context_length(self._longest(), spec.packing.context_length, spec.context_limit)
         self._apply_length_policy(context)
         self._require_training_data()
         mix = self._mix()
@@ -182,7 +180,7 @@ class CorpusWriter:
     def _longest(self) -> int:
         """Return the length of the longest document that the length policy keeps."""
         lengths, limit = self._documents.lengths[~self._documents.is_dropped], self._spec.context_limit
-        if self._spec.long_documents == "drop" and limit is not None and (lengths <= limit).any():
+        if self._spec.packing.long_documents == "drop" and limit is not None and (lengths <= limit).any():
             lengths = lengths[lengths <= limit]
         return int(lengths.max())
 
@@ -200,19 +198,17 @@ class CorpusWriter:
                 fix="it is read like the first source (`columns`, `map`, `format`): give it the same columns",
             )
 
-    def _units(self, is_member: npt.NDArray[np.bool_], context: ContextLength, mix: Mix | None, name: str) -> Units:
+    def _units(self, is_member: npt.NDArray[np.bool_], context: Chosen[int], mix: Mix | None, name: str) -> Units:
         units = whole_units(np.flatnonzero(is_member & ~self._documents.is_dropped), self._documents.lengths)
         units = split_long(units, context.value)
         if units.num_pieces:
             units = without_unsupervised(units, self._documents)
         return repeat(units, mix.copies[units.document]) if mix and name == "train" else units
 
-    def _write_split(self, name: str, units: Units, context: ContextLength) -> WrittenSplit:
-        packing = pack(units.length, context.value)
-        facts = write_split(
-            self._corpus / name, units=units, packing=packing, documents=self._documents, progress=self._spec.progress
-        )
-        return units, packing, facts
+    def _write_split(self, name: str, units: Units, context: Chosen[int]) -> WrittenSplit:
+        packing, folder, progress = pack(units.length, context.value), self._corpus / name, self._spec.progress
+        record = write_split(folder, units=units, packing=packing, documents=self._documents, progress=progress)
+        return units, packing, record
 
     def _require_training_data(self) -> None:
         documents = self._documents
@@ -236,8 +232,8 @@ class CorpusWriter:
             fix=_suggest_fix(first) if num_rows else "the files are empty or contain only blank lines",
         )
 
-    def _apply_length_policy(self, context: ContextLength) -> None:
-        documents, policy = self._documents, self._spec.long_documents
+    def _apply_length_policy(self, context: Chosen[int]) -> None:
+        documents, policy = self._documents, self._spec.packing.long_documents
         too_long = np.flatnonzero((documents.lengths > context.value) & ~documents.is_dropped)
         if not len(too_long) or policy == "split":
             return
@@ -268,17 +264,17 @@ class CorpusWriter:
         group = np.asarray(groups, dtype=np.int32)[documents.source]
         is_open = ~documents.is_held_out & ~documents.is_dropped
         open_group = np.where(is_open, group, -1).astype(np.int32)
-        mix = mix_sources(open_group, documents.order_key, spec.shares, spec.max_repeats)
+        mix = mix_sources(open_group, documents.order_key, spec.shares, spec.data.max_repeats)
         for index in np.flatnonzero(is_open & (mix.copies == 0)).tolist():
             self._assembly.drop_document(documents, index, "not_sampled")
         return mix
 
-    def _write_manifest(self, splits: dict[str, WrittenSplit], context: ContextLength, mix: Mix | None) -> Manifest:
+    def _write_manifest(self, splits: dict[str, WrittenSplit], context: Chosen[int], mix: Mix | None) -> Manifest:
         documents = self._documents
         is_trained = ~documents.is_held_out & ~documents.is_dropped
         boundary = np.where(is_trained, documents.boundary, 0)
         paths = sorted(path for path in self._corpus.rglob("*") if path.is_file())
-        known = {f"{name}/{shard.file}": shard for name, (_, _, facts) in splits.items() for shard in facts.shards}
+        known = {f"{name}/{shard.file}": shard for name, (_, _, record) in splits.items() for shard in record.shards}
         names = {path.relative_to(self._corpus).as_posix(): path for path in paths}
         files = {name: describe_file(path, known.get(name)) for name, path in names.items()}
         manifest = make_manifest(

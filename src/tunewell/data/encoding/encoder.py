@@ -222,7 +222,6 @@ class Encoder:
                 else:
                     batch.ids[text.index] = ids
         encodings = self._backends[position].encode_batch_fast([text.text for text in texts], add_special_tokens=False)
-        _require_count(len(encodings), len(texts))
         for text, encoding in zip(texts, encodings, strict=True):
             batch.ids[text.index] = encoding.ids
 
@@ -239,9 +238,7 @@ class Encoder:
         for start in range(0, len(texts), _ENCODE_BATCH):
             some = texts[start : start + _ENCODE_BATCH]
             encodings = self._backends[position].encode_batch([text.text for text in some], add_special_tokens=False)
-            _require_count(len(encodings), len(some))
-            for text, encoding in zip(some, encodings, strict=True):
-                masks.append(_mask_by_offsets(encoding, text))
+            masks += [_mask_by_offsets(*pair) for pair in zip(encodings, some, strict=True)]
         return masks
 
     def _by_document(
@@ -388,8 +385,3 @@ def _token_offsets(encoding: Encoding, text: str) -> list[Span]:
             offsets[begin:end] = [(position, position + 1) for position in run]
         begin = end
     return offsets
-
-
-def _require_count(actual: int, expected: int) -> None:
-    if actual != expected:
-        raise RuntimeError(f"the tokenizer returned {actual} of {expected} texts")

@@ -48,10 +48,7 @@ class TextSegment:
     ) -> None:
         """Create a segment of (template text, slot or -1, is supervised); a marker beside it can strip white space."""
         self.position = position
-        self._parts = [
-            (text, slot, None if slot < 0 or trims[slot] == NO_TRIM else trims[slot], is_supervised)
-            for text, slot, is_supervised in parts
-        ]
+        self._parts, self._trims = parts, trims
         self._strip_left, self._strip_right = strip_left, strip_right
 
     def fill(self, texts: Sequence[str]) -> tuple[str, list[Span]]:
@@ -59,8 +56,8 @@ class TextSegment:
         parts: list[str] = []
         spans: list[Span] = []
         start = 0
-        for literal, slot, trim, is_supervised in self._parts:
-            part = literal if slot < 0 else trim(texts[slot]) if trim else texts[slot]
+        for literal, slot, is_supervised in self._parts:
+            part = literal if slot < 0 else self._trims[slot](texts[slot])
             parts.append(part)
             end = start + len(part)
             if is_supervised and part:

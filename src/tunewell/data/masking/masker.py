@@ -5,12 +5,12 @@ The package docstring explains how a plan is found and why it is exact.
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from tunewell.data.masking import placeholders
-from tunewell.data.masking.placeholders import NO_TRIM, PLAIN, SPACED, Trim, placeholder
+from tunewell.data.masking.placeholders import PLAIN, SPACED, Trim, placeholder
 from tunewell.data.masking.turns import Anchor, RenderedTurns, Span, marker_pattern, probe_reply_frame
 from tunewell.data.rows.conversation import Conversation, Rejected
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
@@ -42,23 +42,11 @@ class Plan:
     """Replies that the template does not render at all."""
     compiled: Any = None
     """The encoder's form of this plan, cached here."""
-    _parts: list[tuple[str, int, Trim | None]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._parts = [
-            (
-                piece.text,
-                piece.slot,
-                None if piece.slot < 0 or self.trims[piece.slot] == NO_TRIM else self.trims[piece.slot],
-            )
-            for piece in self.pieces
-        ]
 
     def fill(self, texts: list[str]) -> str:
         """Return the rendered text with these message texts."""
-        return "".join(
-            [text if slot < 0 else trim(texts[slot]) if trim else texts[slot] for text, slot, trim in self._parts]
-        )
+        filled = [trim(text) for trim, text in zip(self.trims, texts, strict=True)]
+        return "".join([piece.text if piece.slot < 0 else filled[piece.slot] for piece in self.pieces])
 
 
 @dataclass(frozen=True)
@@ -84,16 +72,6 @@ class Masker:
         self.frame = probe_reply_frame(template, added)
         self._marker = marker_pattern(self.frame.markers)
         self._plans: dict[Any, Plan | Rejected] = {}
-
-    @property
-    def end_marker(self) -> str:
-        """The marker that ends the last reply."""
-        return self.frame.end_marker
-
-    @property
-    def turn_markers(self) -> tuple[str, ...]:
-        """The markers that appear in every conversation."""
-        return self.frame.turn_markers
 
     def plan(self, conversation: Conversation) -> tuple[Plan, list[str]]:
         """Return the plan of a conversation and the texts that fill it; raise Rejected if the mask is not certain."""

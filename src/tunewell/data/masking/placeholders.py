@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from tunewell.data.rows.conversation import Conversation, Message, Rejected
+from tunewell.data.rows.conversation import Conversation, Message, Rejected, map_leaves
 
 REASONING = frozenset(("reasoning_content", "thinking", "reasoning"))
 _SLOT_FIELDS = REASONING | {"content"}
@@ -24,7 +24,7 @@ REDACTED = re.compile("([\U000f0000-\U000ffffd])\\1*")
 _HIDDEN = re.compile("[\U000f0000-\U0010fffd]+")
 ANCHOR = re.compile(f"{PLAIN[0]}[0-9]+{PLAIN[1]}|[\U000f0000-\U000ffffd]+")
 _ANY_PLACEHOLDER = re.compile(f"{PLAIN[0]}[0-9]+{PLAIN[1]}|{SPACED[0]}[0-9]+{SPACED[1]}")
-_UNREDACTED = frozenset('"\\')
+_REDACTABLE = re.compile(f'[^"\\\\\\s\\x00-\\x1f{_STRUCK}]')
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,14 +177,8 @@ def redact(
     rendering is the same position in the other.
     """
 
-    def strike_markers(value: Any) -> Any:
-        if isinstance(value, str):
-            return marker.sub(lambda match: _STRUCK * len(match.group()), value)
-        if isinstance(value, list):
-            return [strike_markers(inner) for inner in value]
-        if isinstance(value, dict):
-            return {strike_markers(key): strike_markers(inner) for key, inner in value.items()}
-        return value
+    def strike(text: Any) -> Any:
+        return marker.sub(lambda match: _STRUCK * len(match[0]), text) if isinstance(text, str) else text
 
     copies = []
     first_of: dict[Any, int] = {}
@@ -192,7 +186,7 @@ def redact(
         # Equal messages stay equal, because some templates compare messages to find the last one.
         letter = chr(_FIRST_REDACTION + first_of.setdefault(_frozen(message), index))
         copy = {
-            key: value if key == "role" or key in _SLOT_FIELDS else strike_markers(value)
+            key: value if key == "role" or key in _SLOT_FIELDS else map_leaves(value, strike, with_keys=True)
             for key, value in message.items()
         }
         if isinstance(copy.get("tool_calls"), list):
@@ -200,7 +194,7 @@ def redact(
         if only is not None and index not in only:
             copy |= {key: _redact_text(copy[key], letter) for key in _SLOT_FIELDS if isinstance(copy.get(key), str)}
         copies.append(copy)
-    return copies, strike_markers(tools)
+    return copies, map_leaves(tools, strike, with_keys=True)
 
 
 def _redact_call(call: Any, letter: str) -> Any:
@@ -212,16 +206,11 @@ def _redact_call(call: Any, letter: str) -> Any:
 
 
 def _redact_text(value: Any, letter: str) -> Any:
-    if isinstance(value, str):
-        # Quotes, backslashes and line ends may be escaped to two characters, so they stay.
-        return "".join(
-            char if char in _UNREDACTED or char < " " or char.isspace() or char == _STRUCK else letter for char in value
-        )
-    if isinstance(value, list):
-        return [_redact_text(inner, letter) for inner in value]
-    if isinstance(value, dict):
-        return {key: _redact_text(inner, letter) for key, inner in value.items()}
-    return value
+    # Quotes, backslashes and line ends may be escaped to two characters, so they stay.
+    def redacted(text: Any) -> Any:
+        return _REDACTABLE.sub(letter, text) if isinstance(text, str) else text
+
+    return map_leaves(value, redacted)
 
 
 def redacted_message(letter: str) -> int:

@@ -7,22 +7,13 @@ sources together, from the digests.
 import hashlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tunewell.data.rows.conversation import Conversation, Rejected
+from tunewell.config.schema import Clean
+from tunewell.data.rows.conversation import Conversation, Rejected, map_leaves
 
 _URL = re.compile(r"https?://|\bwww\.", re.IGNORECASE)
 DIGEST_BYTES = 16
-
-
-@dataclass(frozen=True)
-class CleanOptions:
-    """Which checks are on, and what to do with invalid text."""
-
-    bad_text: str = "drop"
-    min_reply_chars: int = 0
-    drop_urls: bool = False
 
 
 class Digests(NamedTuple):
@@ -32,11 +23,8 @@ class Digests(NamedTuple):
     question: bytes
 
 
-def clean(conversation: Conversation, options: CleanOptions) -> Digests:
-    """Check a conversation and return its digests; replace invalid text in place if configured.
-
-    Raises Rejected if the row must be dropped.
-    """
+def clean(conversation: Conversation, options: Clean) -> Digests:
+    """Return the digests of a conversation; replace invalid text in place if configured; raise Rejected to drop it."""
     try:
         whole = digest_whole(conversation)
     except _BadText as bad:
@@ -51,7 +39,7 @@ def clean(conversation: Conversation, options: CleanOptions) -> Digests:
     return Digests(whole, digest_question(conversation))
 
 
-def _check_text(text: str, options: CleanOptions) -> None:
+def _check_text(text: str, options: Clean) -> None:
     if not text.strip():
         raise Rejected("empty_reply", "the text is empty")
     if len(text.strip()) < options.min_reply_chars:
@@ -60,7 +48,7 @@ def _check_text(text: str, options: CleanOptions) -> None:
         raise Rejected("has_url")
 
 
-def _check_turns(conversation: Conversation, options: CleanOptions) -> None:
+def _check_turns(conversation: Conversation, options: Clean) -> None:
     messages = conversation.messages
     num_questions = num_replies = reply_chars = 0
     for message in messages:
@@ -163,24 +151,14 @@ def _folded(text: str) -> bytes:
 
 
 def _replace_bad_text(conversation: Conversation) -> None:
-    if conversation.text is not None:
-        conversation.text = _repair(conversation.text)
+    conversation.text = _repair(conversation.text)
     for message in conversation.messages:
         for key, value in message.items():
-            message[key] = _repair_nested(value)
-    if conversation.tools:
-        conversation.tools = _repair_nested(conversation.tools)
+            message[key] = map_leaves(value, _repair, with_keys=True)
+    conversation.tools = map_leaves(conversation.tools, _repair, with_keys=True)
 
 
-def _repair_nested(value: Any) -> Any:
-    if isinstance(value, str):
-        return _repair(value)
-    if isinstance(value, list):
-        return [_repair_nested(inner) for inner in value]
-    if isinstance(value, dict):
-        return {_repair_nested(key): _repair_nested(inner) for key, inner in value.items()}
-    return value
-
-
-def _repair(text: str) -> str:
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").replace("\0", "\ufffd")
+def _repair(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace").replace("\0", "\ufffd")

@@ -1,5 +1,6 @@
 """The types of the data package: a message, a conversation, and the reason why a row is rejected."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,16 @@ class Conversation:
     """Plain text, supervised as a whole; `messages` is empty then."""
     learn: list[bool | None] | None = None
     """For each message, whether its `weight` asks for supervision; None without a `weight`."""
+
+
+def map_leaves(value: Any, change: Callable[[Any], Any], *, with_keys: bool = False) -> Any:
+    """Return a copy of nested lists and dicts with every other value changed, and the keys too if asked."""
+    if isinstance(value, dict):
+        keys = map(change, value) if with_keys else value
+        return {key: map_leaves(value[old], change, with_keys=with_keys) for key, old in zip(keys, value, strict=True)}
+    if isinstance(value, list):
+        return [map_leaves(inner, change, with_keys=with_keys) for inner in value]
+    return change(value)
 
 
 class Rejected(Exception):

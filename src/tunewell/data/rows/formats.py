@@ -32,8 +32,7 @@ _MAX_NESTING_INSIDE = 64
 
 
 def read_turns(turns: list[Any]) -> tuple[list[Message], list[bool | None]]:
-    """Convert turns to messages, each with the supervision its `weight` asks for; raise Rejected for an invalid
-    turn."""
+    """Return turns as messages, each with the supervision its `weight` asks for; raise Rejected for an invalid turn."""
     read = [_message(turn) for turn in turns]
     return [message for message, _ in read], [learn for _, learn in read]
 
@@ -99,11 +98,6 @@ def from_json(value: Any) -> Any:
     return found if isinstance(found, list) else value
 
 
-def holds_turns(value: Any) -> bool:
-    """Return True for a list of turns."""
-    return isinstance(value, list) and all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in value)
-
-
 def read_text(value: Any, name: str) -> str:
     """Return text from a string, a list of text parts or None; raise Rejected for anything else."""
     if isinstance(value, str):
@@ -135,13 +129,6 @@ _KNOWN = dict.fromkeys([*_QUESTIONS, *_ANSWERS, *_EXTRAS, *_LISTS, *_SYSTEMS, "t
 _MAX_SHAPES = 4096
 _Candidate = tuple[str, tuple[str, ...]]
 
-FORMAT_NAMES = ("alpaca", "dolly", "question_answer", "prompt_completion", "messages", "sharegpt", "text")
-
-
-def detect(row: Mapping[str, Any]) -> str:
-    """Return the format of a row by its keys; raise Rejected if none fits."""
-    return _choose(_candidates(row), row)
-
 
 def _candidates(row: Mapping[str, Any]) -> list[_Candidate]:
     """Return the formats whose keys the row has, best first, each with those keys."""
@@ -158,9 +145,8 @@ def _candidates(row: Mapping[str, Any]) -> list[_Candidate]:
 def _choose(candidates: list[_Candidate], row: Mapping[str, Any]) -> str:
     """Return the first format with a non-empty value; tables leave the columns of other formats empty."""
     for name, keys in candidates:
-        for key in keys:
-            if row[key]:
-                return name
+        if any(row[key] for key in keys):
+            return name
     if candidates:
         return candidates[0][0]
     keys = ", ".join(sorted(map(str, row))[:8]) or "none"
@@ -223,14 +209,6 @@ class Converter:
         return renamed
 
 
-def _alpaca(row: dict[str, Any]) -> Conversation:
-    return _asked_and_answered(row, "instruction", "output")
-
-
-def _dolly(row: dict[str, Any]) -> Conversation:
-    return _asked_and_answered(row, "instruction", "response")
-
-
 def _question_answer(row: dict[str, Any]) -> Conversation:
     question, answer = _first(_QUESTIONS, row), _first(_ANSWERS, row)
     if question is None or answer is None:
@@ -264,8 +242,10 @@ def _prompt_completion(row: dict[str, Any]) -> Conversation:
 
 
 def _turns_or_text(value: Any, name: str) -> list[Any] | str:
-    opened = from_json(value)
-    return opened if opened and holds_turns(opened) else read_text(value, name)
+    turns = from_json(value)
+    is_list = isinstance(turns, list) and bool(turns)
+    is_turns = is_list and all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns)
+    return turns if is_turns else read_text(value, name)
 
 
 def _messages(row: dict[str, Any]) -> Conversation:
@@ -280,10 +260,7 @@ def _messages(row: dict[str, Any]) -> Conversation:
 
 
 def _conversation(
-    row: dict[str, Any],
-    turns: list[Message],
-    learn: list[bool | None] | None = None,
-    tools: list[Any] | None = None,
+    row: dict[str, Any], turns: list[Message], learn: list[bool | None] | None = None, tools: list[Any] | None = None
 ) -> Conversation:
     """Add the system message of the row, unless its turns have one."""
     if learn is not None and learn.count(None) == len(learn):
@@ -309,18 +286,13 @@ def _require(row: dict[str, Any], *keys: str) -> None:
 
 def _first(names: Iterable[str], row: Mapping[str, Any]) -> str | None:
     """Return the first name with a value in the row, else the first without a value, else None."""
-    empty = None
-    for name in names:
-        if name in row:
-            if row[name]:
-                return name
-            empty = empty or name
-    return empty
+    present = [name for name in names if name in row]
+    return next((name for name in present if row[name]), present[0] if present else None)
 
 
 _CONVERTERS: dict[str, Callable[[dict[str, Any]], Conversation]] = {
-    "alpaca": _alpaca,
-    "dolly": _dolly,
+    "alpaca": lambda row: _asked_and_answered(row, *_PAIRS["alpaca"]),
+    "dolly": lambda row: _asked_and_answered(row, *_PAIRS["dolly"]),
     "question_answer": _question_answer,
     "prompt_completion": _prompt_completion,
     "messages": _messages,

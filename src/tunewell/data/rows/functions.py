@@ -1,12 +1,12 @@
 """Load and apply the user's `map` function, which changes or drops rows before conversion."""
 
-import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from tunewell.core.errors import UserError
@@ -29,11 +29,9 @@ class RowFunction:
         for start in range(0, len(rows), step):
             some = rows[start : start + step]
             where = f"{source} row {numbers[start]}" + (f" to {numbers[start + len(some) - 1]}" if self.batch else "")
-            num_rows = len(some)
+            num_rows = len(some)  # counted before the call, which may change the list
             result = self._call(some if self.batch else some[0], where)
-            if self.batch:
-                self._require_num_rows(result, num_rows, where)
-            mapped += result if self.batch else [result]
+            mapped += self._require_num_rows(result, num_rows, where) if self.batch else [result]
         return mapped
 
     def _call(self, argument: Any, where: str) -> Any:
@@ -46,9 +44,9 @@ class RowFunction:
                 fix="correct the function; to drop a row, return None",
             ) from error
 
-    def _require_num_rows(self, result: Any, num_rows: int, where: str) -> None:
+    def _require_num_rows(self, result: Any, num_rows: int, where: str) -> list[Any]:
         if isinstance(result, list) and len(result) == num_rows:
-            return
+            return result
         found = f"{len(result)} rows" if isinstance(result, list) else f"a {type(result).__name__}"
         raise UserError(
             f"`{self.name}` got {num_rows} rows and returned {found}",
@@ -83,26 +81,22 @@ def load_row_function(reference: str, *, batch: int | None, base: Path) -> RowFu
     return RowFunction(function, reference, batch, sha256_text(name, source.decode("utf-8", "replace")))
 
 
-class _FromText(importlib.abc.InspectLoader):
+class _FromText(SourceFileLoader):
     """Runs exactly the text that was hashed; Python's loader may run an older compiled copy of the file."""
 
-    def __init__(self, path: Path, source: bytes) -> None:
-        self.path = path
-        self.source = source
+    source = b""
 
-    def get_source(self, fullname: str) -> str:
-        return importlib.util.decode_source(self.source)
-
-    def get_code(self, fullname: str) -> Any:
-        return self.source_to_code(self.source, str(self.path))
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.source, self.path)
 
 
 def _run(path: Path, source: bytes) -> ModuleType:
     name = f"tunewell_user_{path.stem}_{sha256_text(str(path.resolve()))[:8]}"
-    spec = importlib.util.spec_from_loader(name, _FromText(path, source), origin=str(path))
+    loader = _FromText(name, str(path))
+    loader.source = source
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    module.__file__ = str(path)
     # Dataclasses look up their module here.
     sys.modules[name] = module
     spec.loader.exec_module(module)

@@ -53,8 +53,7 @@ def parse_values(data: bytes, *, max_nesting: int) -> list[Any]:
 
 
 def check_nesting(value: Any, max_nesting: int) -> bool:
-    """Raise Rejected if a value is nested too deep; return True if it has a number beyond 64 bits, which orjson
-    rounds."""
+    """Raise Rejected if a value is nested too deep; return True if it has a number over 64 bits (orjson rounds it)."""
     level, depth, has_huge = [[value]], -1, False
     while level:
         depth += 1
@@ -121,7 +120,6 @@ def _decoder(is_strict: bool = True) -> json.JSONDecoder:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs of a JSON object as a dict; reject duplicate keys, because one value would be lost."""
     value = dict(pairs)
     if len(value) != len(pairs):
         (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)

@@ -4,6 +4,7 @@ import codecs
 import gzip
 import zlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import IO, BinaryIO, cast
 
 import pyarrow as pa
@@ -19,9 +20,8 @@ _BOMS = (  # UTF-32 first: its little-endian mark begins with that of UTF-16
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-_ZEROS: dict[
-    tuple[bool, ...], str
-] = {  # which of a file's first four bytes are zero, when it begins with two ASCII characters and has no mark
+# Which of a file's first four bytes are zero, when it begins with two ASCII characters and has no mark.
+_ZEROS: dict[tuple[bool, ...], str] = {
     (False, True, True, True): "utf-32-le",
     (True, True, True, False): "utf-32-be",
     (False, True, False, True): "utf-16-le",
@@ -40,14 +40,11 @@ def _escape(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error("tunewell-escape", _escape)
 
 
+@dataclass(frozen=True)
 class TooLong:
     """A line over the size limit; its text is not kept."""
 
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-
-    def __repr__(self) -> str:
-        return f"TooLong({self.num_bytes})"
+    num_bytes: int
 
 
 def read_bytes(file: SourceFile) -> Iterator[bytes]:

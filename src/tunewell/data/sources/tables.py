@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tunewell.core.errors import UserError
-from tunewell.data.rows.conversation import Rejected
+from tunewell.data.rows.conversation import Rejected, map_leaves
 from tunewell.data.rows.json_rows import text_of
 from tunewell.data.sources.base import SourceFile
 
@@ -98,7 +98,7 @@ def _rows_one_by_one(batch: pa.RecordBatch) -> Iterator[Any]:
         except (ValueError, OverflowError) as error:
             yield Rejected("unparsable", str(error))
         else:
-            yield _as_text(row)
+            yield map_leaves(row, lambda value: text_of(value) if isinstance(value, bytes) else value)
 
 
 def _as_bytes(kind: pa.DataType) -> pa.DataType:
@@ -113,14 +113,6 @@ def _as_bytes(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_large_list(kind):
         return pa.large_list(kind.value_field.with_type(_as_bytes(kind.value_type)))
     return kind
-
-
-def _as_text(value: Any) -> Any:
-    if isinstance(value, bytes):
-        return text_of(value)
-    if isinstance(value, dict):
-        return {key: _as_text(inner) for key, inner in value.items()}
-    return [_as_text(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _without_nulls(value: Any) -> Any:

@@ -112,8 +112,6 @@ def shorten(text: str) -> str:
 
 BUILTIN_NAMES = ("chatml", "zephyr", "llama3", "gemma", "alpaca", "instruct", "human-assistant")
 SIZE_LIMIT_CHARS = 4_000_000
-MAX_SOURCE_CHARS = 256_000
-"""The longest published templates have about 30,000 characters."""
 
 _RESERVED = ("messages", "tools", "add_generation_prompt")
 _TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError)
@@ -153,7 +151,7 @@ class ChatTemplate:
         self._threads = threading.local()
         sandbox = TemplateSandbox(self._now)
         try:
-            self._code = _compile(sandbox, source)
+            self._code = sandbox.compile_template(source)
             parsed = sandbox.parse(source)
         except TemplateSyntaxError as error:
             raise TemplateFailed(f"line {error.lineno}: {error.message}") from error
@@ -218,12 +216,6 @@ class _ThreadTemplate:
         known = self._constants | variables
         context = Context(self._sandbox, known, None, self._template.blocks)
         return self._sandbox.concat(self._template.root_render_func(context))
-
-
-def _compile(sandbox: TemplateSandbox, source: str) -> Any:
-    if len(source) > MAX_SOURCE_CHARS:
-        raise TemplateLimit(f"the template has more than {MAX_SOURCE_CHARS:,} characters")
-    return sandbox.compile_template(source)
 
 
 def _midnight(date: str) -> datetime:

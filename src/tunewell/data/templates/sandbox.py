@@ -42,6 +42,8 @@ from jinja2.visitor import NodeTransformer
 
 from tunewell.data.templates.budget import Budget, TemplateFailed, TemplateLimit, TemplateNamespace, is_iterator
 
+MAX_SOURCE_CHARS = 256_000
+"""The longest published templates have about 30,000 characters."""
 MAX_NODES = 20_000
 """A template of 4,000 characters has about 700 syntax nodes; this many take about two seconds to compile."""
 MAX_CALL_DEPTH = 64
@@ -182,6 +184,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def compile_template(self, source: str) -> CodeType:
         """Compile a template with its checks; the code can run in the sandbox of any thread."""
+        if len(source) > MAX_SOURCE_CHARS:
+            raise TemplateLimit(f"the template has more than {MAX_SOURCE_CHARS:,} characters")
         parsed = self.parse(source)
         if sum(1 for _ in parsed.find_all(nodes.Node)) > MAX_NODES:
             raise TemplateLimit(f"the template has more than {MAX_NODES:,} syntax nodes")

@@ -183,7 +183,7 @@ def generate_answers(
 def find_stop_ids(model: ChatModel) -> list[int]:
     """Return the ids that end a reply, the template's end of turn first."""
     assert model.masker is not None
-    marker = model.masker.end_marker
+    marker = model.masker.frame.end_marker
     end_of_turn = model.tokenizer.backend.token_to_id(marker) if marker else None
     return list(dict.fromkeys([*([end_of_turn] if end_of_turn is not None else []), *model.stop_ids]))
 
