@@ -343,7 +343,7 @@ def _ledger() -> RowCounts:
 def _source(name: str, *, documents: int, held_out: int, dropped: dict[str, int]) -> dict[str, Any]:
     rows = documents + held_out + sum(dropped.values())
     counts = {"rows": rows, "documents": documents, "held_out": held_out, "dropped": dropped}
-    return {"name": name, **counts, "formats": {"alpaca": rows}}
+    return {"name": name, **counts}
 
 
 def _thresholds() -> dict[str, Chosen[Any]]:

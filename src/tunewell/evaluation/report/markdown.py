@@ -7,10 +7,10 @@ import re
 
 from tunewell.core.units import count
 from tunewell.evaluation.report.view import (
+    CODE,
     EMPTY,
     FAULT_WORDS,
     all_metrics,
-    is_balanced,
     shortened,
     single_line,
     sorted_answers,
@@ -59,11 +59,8 @@ def escaped(value: object, max_chars: int = _MAX_CELL) -> str:
 def prose(value: str) -> str:
     """Return a sentence of ours, with parts between backticks as code."""
     text = shortened(single_line(value), _MAX_SENTENCE)
-    *pairs, last = text.split("`")
-    if len(pairs) % 2:
-        last = f"{pairs.pop()}`{last}"
-    parts = [f"`{part}`" if index % 2 and part.strip() else _plain(part) for index, part in enumerate(pairs)]
-    written = "".join((*parts, _plain(last)))
+    parts = enumerate(CODE.split(text))
+    written = "".join(f"`{part}`" if index % 2 and part.strip() else _plain(part) for index, part in parts)
     is_long = len(written) > 2 * _MAX_SENTENCE
     return escaped(text, _MAX_SENTENCE) if is_long else _STARTS_BLOCK.sub(r"\1\\\2", written)
 
@@ -119,18 +116,9 @@ def _answers(report: Report) -> list[str]:
 
 
 def _answer_table(questions: list[AnsweredQuestion]) -> str:
-    has_base = any(question.base for question in questions)
-    head = ("question", "expected", *(("base",) if has_base else ()), "tuned")
-    rows = [
-        (
-            question.question,
-            question.reference,
-            *((_answer(question.base),) if has_base else ()),
-            _answer(question.tuned),
-        )
-        for question in questions
-    ]
-    return _table(head, rows)
+    models = ("base", "tuned") if any(each.base for each in questions) else ("tuned",)
+    rows = [(each.question, each.reference, *(_answer(getattr(each, model)) for model in models)) for each in questions]
+    return _table(("question", "expected", *models), rows)
 
 
 def _answer(answer: Answer | None) -> str:
@@ -146,7 +134,7 @@ def _rows(report: Report) -> list[str]:
     if counts is None:
         return []
     dropped = sum(counts.dropped.values())
-    end = "" if is_balanced(counts) else " **Rows are missing.**"
+    end = "" if counts.rows == counts.documents + counts.held_out + dropped else " **Rows are missing.**"
     used = f"{count(counts.documents)} used for training + {count(counts.held_out)} held out"
     return [f"Data: {count(counts.rows, 'row')} = {used} + {count(dropped)} dropped.{end}"]
 

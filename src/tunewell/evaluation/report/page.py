@@ -15,19 +15,17 @@ from markupsafe import Markup, escape
 from tunewell.config.rules import VerdictRules
 from tunewell.core.units import count, duration, percent
 from tunewell.evaluation.report.view import (
+    CODE,
     EMPTY,
     FAULT_WORDS,
     all_metrics,
     declared_order,
-    is_balanced,
     key_metrics,
     loss,
     nonfinite_text,
-    row_count_lines,
     setting,
     single_line,
     sorted_answers,
-    source_lines,
     source_metrics,
     visible,
 )
@@ -106,11 +104,8 @@ def _style() -> str:
 
 def prose(text: str) -> Markup:
     """Return a sentence of ours as HTML, with parts between backticks as code."""
-    *pairs, last = visible(text).split("`")
-    if len(pairs) % 2:
-        last = f"{pairs.pop()}`{last}"
-    marked = (Markup("<code>{}</code>").format(part) if index % 2 else escape(part) for index, part in enumerate(pairs))
-    return Markup("").join((*marked, escape(last)))
+    code, parts = Markup("<code>{}</code>"), enumerate(CODE.split(visible(text)))
+    return Markup("").join(code.format(part) if index % 2 else escape(part) for index, part in parts)
 
 
 def _headline(report: Report) -> str:
@@ -137,14 +132,14 @@ def _row_counts(report: Report) -> dict[str, Any] | None:
     if report.ledger is None:
         return None
     counts = report.ledger
-    total = sum(line.rows for line in row_count_lines(counts))
+    by_reason = sorted(counts.dropped.items(), key=lambda item: (-item[1], item[0]))
+    dropped = sum(counts.dropped.values())
+    total = counts.documents + counts.held_out + dropped
     return {
-        "lines": row_count_lines(counts),
+        "by_reason": [(single_line(name).replace("_", " "), rows) for name, rows in by_reason],
         "total": total,
-        "is_balanced": is_balanced(counts),
         "missing": counts.rows - total,
-        "dropped": sum(counts.dropped.values()),
-        "sources": source_lines(counts),
+        "dropped": dropped,
         "supervised": percent(counts.supervised / counts.tokens) if counts.tokens else "",
     }
 

@@ -3,11 +3,11 @@
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tunewell.core.units import count, percent
-from tunewell.records.report import AnswerCounts, AnsweredQuestion, LossPair, MetricResult, Report, RowCounts
+from tunewell.records.report import AnswerCounts, AnsweredQuestion, LossPair, MetricResult, Report
 from tunewell.runs.loss_curve import format_loss
 
 # Texts and numbers: invisible characters are made visible, numbers are formatted for people.
@@ -22,6 +22,8 @@ FAULT_WORDS = {
     "other_language": "other language",
     "control_tokens": "control tokens in the text",
 }
+CODE = re.compile("`([^`]*)`")
+"""Code in a sentence; `split` gives text and code in turn."""
 _MAX_CHARS = 20_000
 """Characters of one text on a page: a question can be a book, and pages are sent by mail."""
 
@@ -109,15 +111,6 @@ class MetricRow:
     """Base and tuned as shares of one, if the metric is a share."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowCountLine:
-    """One term of the sum of rows."""
-
-    name: str
-    rows: int
-    is_dropped: bool = False
-
-
 def key_metrics(report: Report) -> list[MetricRow]:
     """Return the two or three most important metrics."""
     rows = []
@@ -149,40 +142,6 @@ def source_metrics(report: Report) -> list[tuple[LossPair, MetricRow]]:
     return [(pair, _loss(single_line(pair.name), pair)) for pair in report.by_source]
 
 
-def row_count_lines(counts: RowCounts) -> list[RowCountLine]:
-    """Return how many rows were trained on, held out, and dropped by reason."""
-    dropped = sorted(counts.dropped.items(), key=lambda item: (-item[1], item[0]))
-    return [
-        RowCountLine(name="used for training", rows=counts.documents),
-        RowCountLine(name="held out", rows=counts.held_out),
-        *(RowCountLine(name=single_line(name).replace("_", " "), rows=rows, is_dropped=True) for name, rows in dropped),
-    ]
-
-
-def is_balanced(counts: RowCounts) -> bool:
-    """Return whether every row is accounted for."""
-    return counts.rows == sum(line.rows for line in row_count_lines(counts))
-
-
-def source_lines(counts: RowCounts) -> list[dict[str, str]]:
-    """Return the sources as texts; `unknown` for missing values."""
-    return [{name: _source_value(source, name) for name in _SOURCE_COLUMNS} for source in counts.sources]
-
-
-_SOURCE_COLUMNS = ("name", "formats", "rows", "documents", "held_out", "dropped", "sha256")
-
-
-def _source_value(source: dict[str, Any], name: str) -> str:
-    value = source.get(name)
-    if name == "formats" and isinstance(value, dict):
-        return ", ".join(single_line(key) for key in sorted(value)) or "none"
-    if name == "dropped" and isinstance(value, dict):
-        value = sum(part for part in value.values() if isinstance(part, int))
-    if value is None:
-        return "unknown"
-    return count(value) if isinstance(value, int) else single_line(value)
-
-
 def _loss(name: str, pair: LossPair, hint: str = "") -> MetricRow:
     return MetricRow(name=name, hint=hint, base=loss(pair.base), tuned=loss(pair.tuned), change=_loss_change(pair))
 
@@ -202,25 +161,22 @@ def _loss_change(pair: LossPair) -> str:
     return f"{percent(abs(share))} {'lower' if share < 0 else 'higher'}"
 
 
+def _mean(name: str, base: float | None, tuned: float | None, *, hint: str, style: str) -> MetricRow:
+    """Return the row of a mean, with numbers formatted by `style`."""
+    numbers = (base, tuned)
+    texts = ["not measured" if each is None else nonfinite_text(each) or f"{each:{style}}" for each in numbers]
+    change = ""
+    if base is not None and tuned is not None and math.isfinite(tuned - base):
+        difference = f"{abs(tuned - base):{style}}"
+        # A difference that is shown as 0 is none.
+        change = f"{difference} {'higher' if tuned > base else 'lower'}" if difference.strip("0.") else ""
+    return MetricRow(name=name, hint=hint, base=texts[0], tuned=texts[1], change=change)
+
+
 def _user_metric(name: str, metric: MetricResult) -> MetricRow:
     failed = f", failed on {count(metric.failed, 'answer')}" if metric.failed else ""
-    return MetricRow(
-        name=single_line(name),
-        hint=f"your metric, mean of {count(metric.questions, 'question')}{failed}",
-        base=_number(metric.base),
-        tuned=_number(metric.tuned),
-        change=_difference(metric.base, metric.tuned),
-    )
-
-
-def _number(value: float | None) -> str:
-    return "not measured" if value is None else nonfinite_text(value) or f"{value:,.4g}"
-
-
-def _difference(base: float | None, tuned: float | None) -> str:
-    if base is None or tuned is None or nonfinite_text(base) or nonfinite_text(tuned) or tuned == base:
-        return ""
-    return f"{abs(tuned - base):,.3g} {'higher' if tuned > base else 'lower'}"
+    hint = f"your metric, mean of {count(metric.questions, 'question')}{failed}"
+    return _mean(single_line(name), metric.base, metric.tuned, hint=hint, style=",.4g")
 
 
 def _everyday(name: str, report: Report) -> MetricRow:
@@ -229,13 +185,13 @@ def _everyday(name: str, report: Report) -> MetricRow:
     limit = report.thresholds.get("max_forgetting")
     allowed = f" (limit: {percent(limit.value, 0)} worse)" if limit and isinstance(limit.value, float) else ""
     change = row.change.replace("lower", "better").replace("higher", "worse")
-    return MetricRow(**{**vars(row), "change": change, "hint": f"text it knew before{allowed}"})
+    return replace(row, change=change, hint=f"text it knew before{allowed}")
 
 
 def _right(base: AnswerCounts | None, tuned: AnswerCounts) -> MetricRow:
     row = _counted("Right answers", base, tuned, "right")
     shares = (base.right / base.judged if base and base.judged else None, tuned.right / max(1, tuned.judged))
-    return MetricRow(**{**vars(row), "hint": "questions with a short reference", "shares": shares})
+    return replace(row, hint="questions with a short reference", shares=shares)
 
 
 def _answers(base: AnswerCounts | None, tuned: AnswerCounts) -> list[MetricRow]:
@@ -243,12 +199,8 @@ def _answers(base: AnswerCounts | None, tuned: AnswerCounts) -> list[MetricRow]:
         _right(base, tuned),
         _counted("Exact match with the reference", base, tuned, "exact"),
         _counted("Answer contains the reference", base, tuned, "contains"),
-        MetricRow(
-            name="Token F1, mean",
-            hint="0 to 1, word overlap with the reference",
-            base=_f1(base),
-            tuned=_f1(tuned),
-            change=_f1_change(base, tuned),
+        _mean(
+            "Token F1, mean", base and base.f1, tuned.f1, hint="0 to 1, word overlap with the reference", style=".3f"
         ),
     ]
     for name in declared_order({*tuned.faults, *(base.faults if base else ())}, FAULT_WORDS):
@@ -272,17 +224,6 @@ def _counted(name: str, base: AnswerCounts | None, tuned: AnswerCounts, field: s
 
 def _of(part: int, whole: int) -> str:
     return f"{count(part)} of {count(whole)}"
-
-
-def _f1(counts: AnswerCounts | None) -> str:
-    return "not measured" if counts is None else nonfinite_text(counts.f1) or f"{counts.f1:.3f}"
-
-
-def _f1_change(base: AnswerCounts | None, tuned: AnswerCounts) -> str:
-    if base is None or nonfinite_text(base.f1) or nonfinite_text(tuned.f1):
-        return ""
-    difference = tuned.f1 - base.f1
-    return f"{abs(difference):.3f} {'higher' if difference > 0 else 'lower'}" if abs(difference) >= 0.0005 else ""
 
 
 # Answers: a selection first, then the wrong ones, then the right ones.
