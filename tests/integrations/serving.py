@@ -60,7 +60,7 @@ def chat(**more: Any) -> dict[str, Any]:
     return {"model": NAME, "messages": HELLO} | more
 
 
-class Letters:
+class Letters(ServedModel):
     """A model without end whose tokens are letters, each written when the test lets it be."""
 
     name = NAME

@@ -12,8 +12,9 @@ from parrots import write_random
 from tunewell.cli.commands.serve import screen
 from tunewell.export.gguf.write import write_gguf
 from tunewell.inference.chat_model import open_chat_model
+from tunewell.integrations.openai_server.queue import ServedModel
 from tunewell.runs.resolve import resolve_model
-from tunewell.workflows.serve import ListenOptions, ServedChatModel, open_server
+from tunewell.workflows.serve import ListenOptions, open_server
 
 pytest.importorskip("xllamacpp")
 
@@ -30,7 +31,7 @@ def test_a_file_is_served_as_transformers_would_answer(folder: Path) -> None:
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
     voice = open_chat_model(resolve_model(folder.parent / "model.gguf"), backend="llama_cpp")
     assert voice.computed_by.startswith("llama.cpp")
-    with served(ServedChatModel(voice, NAME)) as url:
+    with served(ServedModel(voice, NAME)) as url:
         client = client_of(url)
         left = client.chat.completions.create(model=NAME, messages=HELLO, stream=True, max_tokens=200)
         next(iter(left))

@@ -15,9 +15,9 @@ from serving import HELLO, NAME, Letters, chat, client_of, send, served
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tunewell.inference.chat_model import open_chat_model
+from tunewell.integrations.openai_server.queue import ServedModel
 from tunewell.integrations.openai_server.server import MAX_BODY_BYTES
 from tunewell.runs.resolve import resolve_model
-from tunewell.workflows.serve import ServedChatModel
 
 QUESTIONS = ("What is the deadline?", "Grüße aus Köln", "a", "say <|im_end|> please", "1984, 42 and 7,473")
 CONTEXT = 128
@@ -54,8 +54,8 @@ def voice(folder):
 
 
 @pytest.fixture(scope="module")
-def speaker(voice) -> ServedChatModel:
-    return ServedChatModel(voice, NAME)
+def speaker(voice) -> ServedModel:
+    return ServedModel(voice, NAME)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_words_that_spell_a_marker_do_not_end_a_turn(client, reference):
 def test_an_answer_ends_with_its_turn_or_at_its_limit(voice, reference):
     ids = reference.answer(HELLO, 12)
     end = next(token for at, token in enumerate(ids) if at > 3 and token not in ids[:at])
-    with served(ServedChatModel(replace(voice, stop_ids=[end]), NAME)) as url:
+    with served(ServedModel(replace(voice, stop_ids=[end]), NAME)) as url:
         ask = client_of(url).chat.completions.create
         ended = ask(model=NAME, messages=HELLO, max_tokens=50)
         exact = ask(model=NAME, messages=HELLO, max_completion_tokens=ids.index(end))

@@ -8,12 +8,8 @@ from pathlib import Path
 from socket import socket
 from typing import Any
 
-from tunewell.core.errors import UserError
 from tunewell.core.optional import import_optional
-from tunewell.inference.chat_model import ChatModel, ModelRef, open_chat_model
-from tunewell.inference.generate import Decoding
-from tunewell.inference.prompt import prompt_ids
-from tunewell.inference.stream import StreamDecoder, TokenStream
+from tunewell.inference.chat_model import ModelRef, open_chat_model
 from tunewell.training.signals import Signals
 
 _UNENCRYPTED = "connections are not encrypted: use a tunnel or a TLS proxy"
@@ -88,6 +84,7 @@ def open_server(
     for module in ("starlette", "uvicorn", "openai"):
         import_optional(module, extra="serve", purpose="serving a model")
     from tunewell.integrations.openai_server.access import check_origin, listen, make_server, read_token
+    from tunewell.integrations.openai_server.queue import ServedModel
     from tunewell.integrations.openai_server.server import AccessRules, build_app
 
     token = read_token(options.token_file)
@@ -96,7 +93,7 @@ def open_server(
     with ExitStack() as undo:
         undo.callback(address.listener.close)
         model = open_chat_model(subject, device=device, allow_pickle=allow_pickle, backend="llama_cpp")
-        served = ServedChatModel(model, name or api_name(subject))
+        served = ServedModel(model, name or api_name(subject))
         undo.pop_all()
     info = ServerInfo(
         url=address.url,
@@ -113,37 +110,6 @@ def open_server(
     )
     app = build_app(served, access=AccessRules(options.host, token, origins))
     return Server(info, make_server(app), address.listener)
-
-
-class ServedChatModel:
-    """A chat model behind the server's interface: prompts as in training, answers up to the stop token."""
-
-    def __init__(self, model: ChatModel, name: str) -> None:
-        """Wrap a model; raise UserError if it has no chat template."""
-        if model.masker is None:
-            raise UserError(
-                f"`{name}` has no chat template, which serving needs",
-                fix="choose one with `--template`, such as `--template chatml`",
-            )
-        self.name = name
-        self.context_length = model.runtime.context_length
-        self._masker = model.masker
-        self._model = model
-
-    def encode(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return the token ids of a prompt; raise UserError if the chat template rejects the messages."""
-        return prompt_ids(self._masker, self._model.encoder, messages)
-
-    def generate(self, prompt_ids: Sequence[int], *, max_new_tokens: int, decoding: Decoding) -> TokenStream:
-        """Generate the tokens of an answer, without the stop token."""
-        model = self._model
-        return model.runtime.stream(
-            prompt_ids, max_new_tokens=max_new_tokens, stop_ids=model.stop_ids, decoding=decoding
-        )
-
-    def decoder(self) -> StreamDecoder:
-        """Return a text decoder for a new answer."""
-        return StreamDecoder(self._model.tokenizer.backend)
 
 
 def api_name(subject: ModelRef) -> str:

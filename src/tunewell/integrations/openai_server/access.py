@@ -65,13 +65,12 @@ class TokenGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or reject it."""
-        is_authorized = scope["type"] != "http" or self._matches(Headers(scope=scope).get("authorization", ""))
-        error = ApiError(401, "the token is missing or wrong", code="invalid_api_key")
-        await (self._app if is_authorized else error.response())(scope, receive, send)
-
-    def _matches(self, header: str) -> bool:
-        scheme, _, token = header.partition(" ")
-        return hmac.compare_digest(f"{scheme.lower()} {token.strip()}".encode(), self._expected)
+        app = self._app
+        if scope["type"] == "http":
+            scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
+            if not hmac.compare_digest(f"{scheme.lower()} {token.strip()}".encode(), self._expected):
+                app = ApiError(401, "the token is missing or wrong", code="invalid_api_key").response()
+        await app(scope, receive, send)
 
 
 def check_origin(origin: str) -> str:

@@ -2,88 +2,68 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal
 
+from tunewell.core.errors import UserError
+from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.generate import Decoding
+from tunewell.inference.prompt import prompt_ids
+from tunewell.inference.stream import StreamDecoder, TokenStream
 
 
-class TextDecoder(Protocol):
-    """Decodes a stream of tokens to text."""
+class ServedModel:
+    """A chat model under its name in the API: prompts as in training, answers up to the stop token."""
 
-    def add(self, token: int) -> str:
-        """Return the text that is complete with this token; often empty."""
-        ...
-
-    def finish(self) -> str:
-        """Return the text that was held back."""
-        ...
-
-
-class TokenStream(Iterator[int], Protocol):
-    """Tokens that are generated on demand."""
-
-    def close(self) -> None:
-        """Stop generating."""
-        ...
-
-
-class ServedModel(Protocol):
-    """A model that can be served."""
-
-    @property
-    def name(self) -> str:
-        """The model's name in the API."""
-        ...
-
-    @property
-    def context_length(self) -> int:
-        """Maximum tokens of a prompt and its answer together."""
-        ...
+    def __init__(self, model: ChatModel, name: str) -> None:
+        """Wrap a model; raise UserError if it has no chat template."""
+        if model.masker is None:
+            raise UserError(
+                f"`{name}` has no chat template, which serving needs",
+                fix="choose one with `--template`, such as `--template chatml`",
+            )
+        self.name = name
+        self.context_length = model.runtime.context_length
+        self._masker = model.masker
+        self._model = model
 
     def encode(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return the token ids of a prompt, as in training; raise UserError if the chat template rejects it."""
-        ...
+        """Return the token ids of a prompt; raise UserError if the chat template rejects the messages."""
+        return prompt_ids(self._masker, self._model.encoder, messages)
 
     def generate(self, prompt_ids: Sequence[int], *, max_new_tokens: int, decoding: Decoding) -> TokenStream:
         """Generate the tokens of an answer, without the stop token."""
-        ...
+        stop_ids = self._model.stop_ids
+        return self._model.runtime.stream(
+            prompt_ids, max_new_tokens=max_new_tokens, stop_ids=stop_ids, decoding=decoding
+        )
 
-    def decoder(self) -> TextDecoder:
-        """Return a decoder for a new answer."""
-        ...
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
-    """A prompt and how to continue it."""
-
-    prompt_ids: list[int]
-    max_new_tokens: int
-    decoding: Decoding
-    stops: tuple[str, ...] = ()
+    def decoder(self) -> StreamDecoder:
+        """Return a text decoder for a new answer."""
+        return StreamDecoder(self._model.tokenizer.backend)
 
 
 class Generation:
     """An answer while it is generated: chunks of text, then the reason why it ended."""
 
-    def __init__(self, request: GenerationRequest) -> None:
-        self.request = request
+    def __init__(
+        self, prompt_ids: list[int], *, max_new_tokens: int, decoding: Decoding, stops: Sequence[str] = ()
+    ) -> None:
+        self.prompt_ids = prompt_ids
+        self._max_new_tokens, self._decoding, self._stops = max_new_tokens, decoding, stops
         self.num_tokens = 0
-        self.is_stopped = False
-        """Whether a stop string ended the text."""
+        self._is_stopped = False
         self.failure: BaseException | None = None
         self._chunks: asyncio.Queue[str | None] = asyncio.Queue()
         self._is_cancelled = threading.Event()
         self._job: asyncio.Future[None] | None = None
 
     @property
-    def is_complete(self) -> bool:
-        """Whether the answer ended before its token limit."""
-        return self.is_stopped or self.num_tokens < self.request.max_new_tokens
+    def finish_reason(self) -> Literal["stop", "length"]:
+        """Why the answer ended: a stop token or stop string, or the token limit."""
+        return "stop" if self._is_stopped or self.num_tokens < self._max_new_tokens else "length"
 
     async def chunks(self) -> AsyncIterator[str]:
         """Yield the text as it is generated; afterwards `failure` holds the error, if there was one."""
@@ -117,18 +97,17 @@ class Generation:
 
     def _generate(self, model: ServedModel) -> Generator[str]:
         """Yield one chunk of text for every token; many are empty."""
-        request, decoder = self.request, model.decoder()
-        text = StopStringFilter(request.stops)
-        tokens = model.generate(request.prompt_ids, max_new_tokens=request.max_new_tokens, decoding=request.decoding)
+        decoder, text = model.decoder(), StopStringFilter(self._stops)
+        tokens = model.generate(self.prompt_ids, max_new_tokens=self._max_new_tokens, decoding=self._decoding)
         with closing(tokens):
             for token in tokens:
                 self.num_tokens += 1
                 yield text.add(decoder.add(token))
                 if text.is_found:
-                    self.is_stopped = True
+                    self._is_stopped = True
                     return
         yield text.add(decoder.finish())
-        self.is_stopped = text.is_found
+        self._is_stopped = text.is_found
         yield text.finish()
 
 

@@ -1,7 +1,6 @@
 """Parse a chat completion request; unsupported parameters are errors, never ignored."""
 
 import secrets
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -11,8 +10,6 @@ from starlette.responses import JSONResponse
 
 from tunewell.inference.generate import Decoding
 
-INVALID, SERVER = "invalid_request_error", "server_error"
-
 
 class ApiError(Exception):
     """An error in OpenAI's format: message, type, parameter and code."""
@@ -20,14 +17,8 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
-        self.body: dict[str, Any] = {
-            "error": {
-                "message": message,
-                "type": INVALID if status < 500 else SERVER,
-                "param": param,
-                "code": code,
-            }
-        }
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     def response(self) -> JSONResponse:
         """Return the HTTP response."""
@@ -160,7 +151,9 @@ def _effective_parameters(tree: dict[str, Any]) -> dict[str, Any]:
     parameters = {key: value for key, value in tree.items() if value is not None and key not in _CALLER_PARAMETERS}
     for key in parameters.keys() & _NEUTRAL_VALUES.keys():
         if parameters.pop(key) not in _NEUTRAL_VALUES[key]:
-            raise _unsupported(key, _NEUTRAL_VALUES[key])
+            values = " or ".join(orjson.dumps(value).decode() for value in _NEUTRAL_VALUES[key])
+            message = f"`{key}` is not supported by this server; leave it out, or send {values}"
+            raise ApiError(400, message, code="unsupported_parameter", param=key)
     messages = parameters.get("messages")
     if isinstance(messages, list):
         # Clients send received messages back with empty `refusal`, `annotations` and `tool_calls`.
@@ -171,12 +164,6 @@ def _effective_parameters(tree: dict[str, Any]) -> dict[str, Any]:
             for turn in messages
         ]
     return parameters
-
-
-def _unsupported(param: str, allowed: Sequence[Any]) -> ApiError:
-    values = " or ".join(orjson.dumps(value).decode() for value in allowed)
-    message = f"`{param}` is not supported by this server; leave it out, or send {values}"
-    return ApiError(400, message, code="unsupported_parameter", param=param)
 
 
 def _api_error(fault: ErrorDetails) -> ApiError:

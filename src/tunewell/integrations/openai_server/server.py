@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from starlette.types import Receive, Scope, Send
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
 from tunewell.integrations.openai_server.access import BrowserGuard, TokenGuard
-from tunewell.integrations.openai_server.queue import Generation, GenerationRequest, ServedModel
+from tunewell.integrations.openai_server.queue import Generation, ServedModel
 from tunewell.integrations.openai_server.requests import ApiError, ChatRequest, read_request
 
 MAX_BODY_BYTES = 4 << 20
@@ -54,36 +54,16 @@ class ReplyObjects:
         choice = Choice(index=0, message=message, finish_reason=finish, logprobs=None)
         return _json(ChatCompletion(**self._shared, object="chat.completion", choices=[choice], usage=usage))
 
-    def first_chunk(self) -> dict[str, Any]:
-        """Return the first chunk of a stream."""
-        return self._chunk([ChunkChoice(index=0, delta=ChoiceDelta(role="assistant", content=""), finish_reason=None)])
+    def chunk(self, *, finish: Finish | None = None, **delta: Any) -> dict[str, Any]:
+        """Return a chunk of a stream: more of the message, or the finish reason."""
+        return self._chunk([ChunkChoice(index=0, delta=ChoiceDelta(**delta), finish_reason=finish)])
 
-    def text_chunk(self, text: str) -> dict[str, Any]:
-        """Return a chunk with more text."""
-        return self._chunk([ChunkChoice(index=0, delta=ChoiceDelta(content=text), finish_reason=None)])
-
-    def last_chunks(self, finish: Finish, usage: CompletionUsage | None) -> Iterator[dict[str, Any]]:
-        """Yield the last chunks of a stream: the finish reason and, if requested, the usage."""
-        yield self._chunk([ChunkChoice(index=0, delta=ChoiceDelta(), finish_reason=finish)])
-        if usage is not None:
-            yield self._chunk([], usage=usage)
+    def usage_chunk(self, usage: CompletionUsage) -> dict[str, Any]:
+        """Return the chunk with the token counts."""
+        return self._chunk([], usage=usage)
 
     def _chunk(self, choices: list[ChunkChoice], **more: Any) -> dict[str, Any]:
         return _json(ChatCompletionChunk(**self._shared, object="chat.completion.chunk", choices=choices, **more))
-
-
-def usage_of(prompt_tokens: int, completion_tokens: int) -> CompletionUsage:
-    """Return the token counts of a reply."""
-    return CompletionUsage(
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        total_tokens=prompt_tokens + completion_tokens,
-    )
-
-
-def model_entry(name: str, created: int) -> dict[str, Any]:
-    """Return the model object of `/v1/models`."""
-    return _json(Model(id=name, created=created, object="model", owned_by="tunewell"))
 
 
 def _json(value: BaseModel) -> dict[str, Any]:
@@ -134,7 +114,7 @@ def build_app(model: ServedModel, *, access: AccessRules) -> Starlette:
 class _Handlers:
     def __init__(self, model: ServedModel) -> None:
         self._model = model
-        self._created = int(time.time())
+        self._entry = _json(Model(id=model.name, created=int(time.time()), object="model", owned_by="tunewell"))
         # One thread each: the encoder is not thread-safe, and prompts must not wait for running answers.
         self._encoding_thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
         self._generation_thread = ThreadPoolExecutor(1, thread_name_prefix="answers")
@@ -152,16 +132,16 @@ class _Handlers:
         return JSONResponse({"status": "ok"})
 
     async def models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [model_entry(self._model.name, self._created)]})
+        return JSONResponse({"object": "list", "data": [self._entry]})
 
     async def model(self, request: Request) -> Response:
         self._check_name(request.path_params["name"])
-        return JSONResponse(model_entry(self._model.name, self._created))
+        return JSONResponse(self._entry)
 
     async def chat(self, request: Request) -> Response:
         body = read_request(await _read_body(request))
         self._check_name(body.model)
-        generation = Generation(await self._generation_request(body))
+        generation = await self._generation(body)
         reply = ReplyObjects(self._model.name)
         self._generations.add(generation)
         generation.start(self._model, self._generation_thread)
@@ -174,7 +154,7 @@ class _Handlers:
             message = f"there is no model `{name}`; this server has `{self._model.name}`"
             raise ApiError(404, message, code="model_not_found", param="model")
 
-    async def _generation_request(self, body: ChatRequest) -> GenerationRequest:
+    async def _generation(self, body: ChatRequest) -> Generation:
         encoding = asyncio.get_running_loop().run_in_executor(
             self._encoding_thread, self._model.encode, body.conversation()
         )
@@ -190,7 +170,8 @@ class _Handlers:
                 f"the model's context is {count(self._model.context_length)} tokens"
             )
             raise ApiError(400, message, code="context_length_exceeded", param="messages")
-        return GenerationRequest(prompt_ids, min(body.max_new_tokens, num_free), body.decoding, tuple(body.stop))
+        limit = min(body.max_new_tokens, num_free)
+        return Generation(prompt_ids, max_new_tokens=limit, decoding=body.decoding, stops=body.stop)
 
 
 class _Stream(StreamingResponse):
@@ -208,14 +189,15 @@ class _Stream(StreamingResponse):
 
 
 async def _events(generation: Generation, reply: ReplyObjects, *, with_usage: bool) -> AsyncIterator[bytes]:
-    yield _event(reply.first_chunk())
-    async for chunk in generation.chunks():
-        yield _event(reply.text_chunk(chunk))
+    yield _event(reply.chunk(role="assistant", content=""))
+    async for text in generation.chunks():
+        yield _event(reply.chunk(content=text))
     if generation.failure is not None:
         yield _event(_failed(generation.failure).body)
         raise generation.failure
-    for chunk in reply.last_chunks(_finish_reason(generation), _usage(generation) if with_usage else None):
-        yield _event(chunk)
+    yield _event(reply.chunk(finish=generation.finish_reason))
+    if with_usage:
+        yield _event(reply.usage_chunk(_usage(generation)))
     yield b"data: [DONE]\n\n"
 
 
@@ -227,7 +209,7 @@ async def _complete(request: Request, generation: Generation, reply: ReplyObject
         await asyncio.wait({text, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not text.done():
             raise ClientDisconnect
-        return JSONResponse(reply.completion(text.result(), _finish_reason(generation), _usage(generation)))
+        return JSONResponse(reply.completion(text.result(), generation.finish_reason, _usage(generation)))
     finally:
         generation.cancel()
         text.cancel()
@@ -246,12 +228,9 @@ async def _wait_for_disconnect(request: Request) -> None:
         pass
 
 
-def _finish_reason(generation: Generation) -> Any:
-    return "stop" if generation.is_complete else "length"
-
-
-def _usage(generation: Generation) -> Any:
-    return usage_of(len(generation.request.prompt_ids), generation.num_tokens)
+def _usage(generation: Generation) -> CompletionUsage:
+    asked, answered = len(generation.prompt_ids), generation.num_tokens
+    return CompletionUsage(prompt_tokens=asked, completion_tokens=answered, total_tokens=asked + answered)
 
 
 def _event(data: Any) -> bytes:
