@@ -104,7 +104,7 @@ def test_cuts_are_recognised_as_real_files_spell_them(tmp_path, weights, vocabul
     backend = bpe(vocabulary, pre_tokenizer, whole_first=whole_first)
     folder = with_tokenizer(tmp_path / "model", weights, backend)
     facts = write_gguf(folder, tmp_path / "m.gguf", kind="f32")
-    assert facts.pre_tokenizer == expected
+    assert facts.vocabulary.tokens.pre_tokenizer == expected
     is_near = expected in ("tekken", "gpt-4o")
     assert bool(facts.notes) == is_near
     assert different(tmp_path / "m.gguf", folder, ASCII if is_near else TEXTS) == []
@@ -124,7 +124,7 @@ def test_a_tokenizer_that_came_from_a_gguf_file_goes_back_into_one(tmp_path, wei
     folder = with_tokenizer(tmp_path / "model", weights, bpe(vocabulary, byte_level()))
     load_tokenizer(source).save(folder, CHATML)
     facts = write_gguf(folder, tmp_path / "m.gguf", kind="f32")
-    assert facts.pre_tokenizer == pre
+    assert facts.vocabulary.tokens.pre_tokenizer == pre
     with LlamaCpp(source) as old, LlamaCpp(tmp_path / "m.gguf") as new:
         assert [text for text in TEXTS[:100] if old.encode(text) != new.encode(text)] == []
         assert old.encode("a", with_bos=True) == new.encode("a", with_bos=True)
@@ -205,7 +205,7 @@ def test_spaces_behind_phi_3s_markers_are_swallowed_whatever_the_name(tmp_path, 
     backend = bpe(vocabulary, SPELLINGS["GPT-2, Phi 2"][0], markers=("<unk>", "<s>", "<|endoftext|>"))
     backend.add_special_tokens([AddedToken(text, rstrip=is_greedy, normalized=False, special=True) for text in GREEDY])
     folder = with_tokenizer(tmp_path / "model", weights, backend, eos_token="<|end|>", chat_template=None)
-    write_gguf(folder, tmp_path / "m.gguf", kind="f32", card={"name": name})
+    write_gguf(folder, tmp_path / "m.gguf", kind="f32", name=name)
     chat = ["<|user|>\n hi<|end|>\n <|user|> x", "<s> a<|endoftext|>\n b</s>  c"]
     assert different(tmp_path / "m.gguf", folder, chat, with_markers=True) == []
 
@@ -303,10 +303,6 @@ def test_a_tokenizer_json_as_transformers_makes_it_of_a_sentencepiece_model(tmp_
         write_gguf(folder, tmp_path / "m.gguf", kind="f32")
         texts = [text for text in TEXTS if not text.startswith((" ", "\u3000"))]
         assert different(tmp_path / "m.gguf", folder, texts) == [], number
-        # With the space switched off, text behind a marker is left alone, as the scheme `first` leaves it.
-        if prefix and number == 2:
-            write_gguf(folder, tmp_path / "m.gguf", kind="f32", space_prefix=False)
-            assert different(tmp_path / "m.gguf", folder, ["<s>hi there</s>you"], with_markers=True) == []
 
 
 def refused(folder: Path, words: str) -> None:

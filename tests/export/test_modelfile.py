@@ -11,7 +11,7 @@ from modelfile_reader import Command, read_modelfile
 
 from tunewell.core.errors import UserError
 from tunewell.data.templates.chat_template import ChatTemplate, builtin_template
-from tunewell.export.ollama.modelfile import PARAMETERS, modelfile
+from tunewell.export.ollama.modelfile import modelfile
 from tunewell.export.ollama.template import GoTemplate, derive_go_template, stop_texts
 
 READ_BY_OLLAMA = Path(__file__).parent / "go" / "read_by_ollama.json"
@@ -46,20 +46,15 @@ def test_a_modelfile_says_what_it_was_given():
         template_of("llama3"),
         stops=["<|eot_id|>", "<|start_header_id|>", "<|eot_id|>"],
         context_length=8192,
-        system='Say "yes".\n\nOr no. ',
-        parameters={"temperature": 0.7, "top_k": 40, "use_mmap": True},
         license="Apache-2.0\n\x0cThe licence\n",
     )
     assert read_modelfile(text) == [
         ("from", "./model-q4_k_m.gguf"),
         ("template", template_of("llama3").text),
-        ("system", 'Say "yes".\n\nOr no. '),
         ("num_ctx", "8192"),
         ("stop", "<|eot_id|>"),
         ("stop", "<|start_header_id|>"),
-        ("temperature", "0.7"),
-        ("top_k", "40"),
-        ("use_mmap", "true"),
+        ("temperature", "0.0"),
         ("license", "Apache-2.0\nThe licence\n"),
     ]
 
@@ -85,11 +80,11 @@ def test_notes_become_comments_of_one_line_each():
 def test_any_text_is_read_back_as_it_was_or_refused(text):
     """Quotes at the end of a line end a value early, and what cannot be printed is dropped: neither may happen."""
     try:
-        written = modelfile("m.gguf", PLAIN, stops=[], context_length=1, system=text)
+        written = modelfile("m.gguf", replace(PLAIN, text=text), stops=[], context_length=1)
     except UserError:
         assert '"""' in text or any(not character.isprintable() for character in text)
     else:
-        assert values(written, "system") == [text]
+        assert values(written, "template") == [text]
     if text:
         try:
             written = modelfile("m.gguf", PLAIN, stops=[text, "<end>"], context_length=1)
@@ -98,39 +93,10 @@ def test_any_text_is_read_back_as_it_was_or_refused(text):
         assert values(written, "stop") == list(dict.fromkeys([text, "<end>"]))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ({"parameters": {"num_ctx": 5}}, "`num_ctx` is not a parameter"),
-        ({"parameters": {"temprature": 0.5}}, "`temprature` is not a parameter"),
-        ({"parameters": {"top_k": 0.5}}, "expects int"),
-        ({"parameters": {"top_k": True}}, "expects int"),
-        ({"parameters": {"use_mmap": 1}}, "expects bool"),
-        ({"parameters": {"temperature": float("nan")}}, "not a finite number"),
-        ({"context_length": 0}, "context length is 0"),
-        ({"stops": [""]}, "stop text is empty"),
-        ({"system": "a\u200bb"}, "drops"),
-        ({"system": 'end"""\nmore'}, "three quotes"),
-        ({"gguf_name": "../m.gguf"}, "not a plain file name"),
-        ({"gguf_name": "m\n.gguf"}, "not a plain file name"),
-        ({"gguf_name": ""}, "not a plain file name"),
-    ],
-)
-def test_what_a_modelfile_cannot_say_is_refused(arguments, reason):
-    given_all = {"gguf_name": "m.gguf", "stops": [], "context_length": 512, **arguments}
+@pytest.mark.parametrize(("text", "reason"), [("a\u200bb", "drops"), ('end"""\nmore', "three quotes")])
+def test_what_a_modelfile_cannot_say_is_refused(text, reason):
     with pytest.raises(UserError, match=reason):
-        modelfile(given_all.pop("gguf_name"), PLAIN, **given_all)
-
-
-def test_every_parameter_is_written_as_ollama_reads_it():
-    samples = {int: 3, float: 1e-5, bool: False}
-    text = modelfile(
-        "m.gguf", PLAIN, stops=[], context_length=1, parameters={n: samples[k] for n, k in PARAMETERS.items()}
-    )
-    written = {command.name: command.value for command in read_modelfile(text)}
-    assert {name: kind(written[name]) if kind is not bool else written[name] for name, kind in PARAMETERS.items()} == {
-        name: samples[kind] if kind is not bool else "false" for name, kind in PARAMETERS.items()
-    }
+        modelfile("m.gguf", replace(PLAIN, text=text), stops=[], context_length=512)
 
 
 # Stops.

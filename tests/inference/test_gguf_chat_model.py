@@ -29,13 +29,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Path:
-    return write_gguf(folder, tmp_path_factory.mktemp("file") / "model.gguf", kind="f32").path
+    path = tmp_path_factory.mktemp("file") / "model.gguf"
+    write_gguf(folder, path, kind="f32")
+    return path
 
 
 @pytest.fixture(scope="module")
 def parrot(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     made = write_parrot(tmp_path_factory.mktemp("parrot") / "parrot", tiny_model, "Yes, ok.")
-    return write_gguf(made, made.parent / "parrot.gguf", kind="f32").path
+    write_gguf(made, made.parent / "parrot.gguf", kind="f32")
+    return made.parent / "parrot.gguf"
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +185,8 @@ def with_fewer_tokens(tokenizer: Path, folder: Path) -> Path:
 def test_a_base_with_fewer_tokens_is_refused(file: Path, tiny_model: Path, tmp_path: Path) -> None:
     """llama.cpp would be asked for words it does not have."""
     small = write_random(tmp_path / "small", with_fewer_tokens(tiny_model, tmp_path / "tokenizer"))
-    base = write_gguf(small, tmp_path / "small.gguf", kind="f32").path
+    base = tmp_path / "small.gguf"
+    write_gguf(small, base, kind="f32")
     with pytest.raises(UserError, match="has 490 tokens, but the tuned model's tokenizer has 500"):
         voice_of(file, base=str(base))
 

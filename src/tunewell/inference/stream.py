@@ -2,12 +2,12 @@
 
 import inspect
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
-from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import TopPLogitsWarper
 
 from tunewell.inference.generate import GREEDY, Decoding, context_limit
 from tunewell.models.attention import stock_attention
@@ -64,52 +64,68 @@ def stream_tokens(
 def _tokens(
     model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int, stops: Collection[int], decoding: Decoding
 ) -> Iterator[int | Ended]:
+    cache: Any = None
+    # Only the last row of logits is needed; the head over a whole prompt is most of the work of a small model.
+    keep: Any = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+
+    @torch.no_grad()
+    def next_logits(pending: Sequence[int]) -> torch.Tensor:
+        nonlocal cache
+        ids: Any = torch.tensor([list(pending)], device=model.device)
+        output: Any = model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True, **keep)
+        cache = output.past_key_values
+        return output.logits[:, -1].float()
+
     num_free = context_limit(model) - len(prompt)
     was_training = model.training
     model.eval()
     try:
         with quiet(), stock_attention(model):
-            sample = _Sampler(decoding, model.device)
-            ids, cache = torch.tensor([list(prompt)], device=model.device), None
-            for _ in range(min(max_new_tokens, num_free)):
-                logits, cache = _next_logits(model, ids, cache)
-                token = sample(logits)
-                if token in stops:
-                    yield "end"
-                    return
-                yield token
-                ids = torch.tensor([[token]], device=model.device)
-        yield "context" if num_free < max_new_tokens else "length"
+            yield from sample_tokens(next_logits, prompt, decoding, stops, max_new=max_new_tokens, num_free=num_free)
     finally:
         model.train(was_training)
 
 
-@torch.no_grad()
-def _next_logits(model: PreTrainedModel, ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
-    """Append tokens to the KV cache; return the logits of the next token and the cache."""
-    # Only the last row of logits is needed; the head over a whole prompt is most of the work of a small model.
-    keep: Any = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    output: Any = model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True, **keep)
-    return output.logits[:, -1].float(), output.past_key_values
+def sample_tokens(
+    next_logits: Callable[[Sequence[int]], torch.Tensor],
+    prompt: Sequence[int],
+    decoding: Decoding,
+    stops: Collection[int],
+    *,
+    max_new: int,
+    num_free: int,
+) -> Iterator[int | Ended]:
+    """Yield the tokens of an answer, then why it ended; `num_free` is the room in the context.
+
+    `next_logits` appends tokens to the KV cache and returns the logits [1, V] of the token after them.
+    """
+    sample = _Sampler(decoding)
+    pending = prompt
+    for _ in range(min(max_new, num_free)):
+        token = sample(next_logits(pending))
+        if token in stops:
+            yield "end"
+            return
+        yield token
+        pending = [token]
+    yield "context" if num_free < max_new else "length"
 
 
 class _Sampler:
     """Chooses the next token: the most probable one, or a sample from a random generator of its own."""
 
-    def __init__(self, decoding: Decoding, device: torch.device) -> None:
+    def __init__(self, decoding: Decoding) -> None:
+        self._decoding = decoding
         self._generator: torch.Generator | None = None
-        self._warpers: list[Any] = []
-        if decoding.temperature > 0:
-            self._generator = torch.Generator(device).manual_seed(decoding.seed)
-            self._warpers.append(TemperatureLogitsWarper(decoding.temperature))
-            if decoding.top_p < 1:
-                self._warpers.append(TopPLogitsWarper(decoding.top_p))
 
     def __call__(self, logits: torch.Tensor) -> int:
-        if self._generator is None:
+        temperature, top_p, seed = self._decoding.temperature, self._decoding.top_p, self._decoding.seed
+        if temperature <= 0:
             return int(logits.argmax())
-        for warp in self._warpers:
-            logits = warp(None, logits)
+        self._generator = self._generator or torch.Generator(logits.device).manual_seed(seed)
+        logits = logits / temperature
+        if top_p < 1:
+            logits = TopPLogitsWarper(top_p)(None, logits)  # type: ignore[arg-type]  it ignores the ids
         return int(torch.multinomial(logits.softmax(-1), 1, generator=self._generator))
 
 

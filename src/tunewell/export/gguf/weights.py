@@ -4,9 +4,10 @@ import json
 import math
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -17,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from tunewell.core.errors import UserError
 from tunewell.core.optional import import_optional
 from tunewell.export.gguf.architecture import Settings
-
-GgufKind = Literal["f32", "f16", "bf16", "q8_0"]
+from tunewell.export.gguf.quantize import quantize_rows
+from tunewell.hardware.facts import num_cores
 
 _MAX_SHOWN = 5
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -202,24 +203,18 @@ def _natural_order(name: str) -> list[tuple[int, str]]:
 _MAX_FP16, _Q8_STEPS = 65504.0, 127
 # Numbers converted at once: 4 MiB in fp32.
 _NUMBERS_AT_ONCE = 1 << 20
+_PYTHON_TYPES = frozenset({"F32", "F16", "BF16", "Q8_0"})
+"""Types that the `gguf` package encodes; llama.cpp encodes the others."""
 
 
-def storage_type(name: str, shape: tuple[int, ...], kind: GgufKind) -> Any:
+def storage_type(name: str, shape: tuple[int, ...], kind: str) -> str:
     """Return the ggml type of a tensor: F32 for norms and vectors, F16 if rows are not a multiple of a block."""
-    gguf = import_optional("gguf", extra="export", purpose="writing a GGUF file")
-    types = gguf.GGMLQuantizationType
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
     if len(shape) < 2 or name.endswith("_norm.weight") or not name.endswith(".weight"):
-        return types.F32
-    preferred = types[kind.upper()]
-    block, _ = gguf.GGML_QUANT_SIZES[preferred]
-    return preferred if shape[-1] % block == 0 else types.F16
-
-
-def num_bytes(shape: tuple[int, ...], ggml_type: Any) -> int:
-    """Return the size of a tensor in a file."""
-    gguf = import_optional("gguf", extra="export", purpose="writing a GGUF file")
-    block, size = gguf.GGML_QUANT_SIZES[ggml_type]
-    return math.prod(shape) // block * size
+        return "F32"
+    block, _ = GGML_QUANT_SIZES[GGMLQuantizationType[kind.upper()]]
+    return kind.upper() if shape[-1] % block == 0 else "F16"
 
 
 @dataclass(frozen=True)
@@ -230,8 +225,14 @@ class LazyTensor:
     """Name in transformers, for errors."""
     shape: tuple[int, ...]
     ggml_type: Any
-    nbytes: int
     load: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """The size in the file."""
+        from gguf import quant_shape_to_byte_shape
+
+        return math.prod(quant_shape_to_byte_shape(self.shape, self.ggml_type))
 
     def tofile(self, file: IO[bytes]) -> None:
         """Encode and write some rows at a time; raise UserError for a number that is not finite or does not fit."""
@@ -240,12 +241,19 @@ class LazyTensor:
         values = self.load()
         rows = values.reshape(-1, values.shape[-1])
         step = max(1, _NUMBERS_AT_ONCE // max(1, rows.shape[1]))
-        written = 0
-        for start in range(0, len(rows), step):
-            part = rows[start : start + step].to(torch.float32).numpy()
+
+        def encode(start: int) -> bytes:
+            part = np.ascontiguousarray(rows[start : start + step].to(torch.float32).numpy())
             self._require_range(part)
+            if self.ggml_type.name not in _PYTHON_TYPES:
+                return quantize_rows(part, self.ggml_type).tobytes()
             # Rows are whole blocks, so one long row gives the same result; `gguf` would process only 16 rows at once.
-            written += file.write(quantize(part.reshape(1, -1), self.ggml_type).tobytes())
+            return quantize(part.reshape(1, -1), self.ggml_type).tobytes()
+
+        with ThreadPoolExecutor(num_cores()) as pool:
+            starts = range(0, len(rows), step)
+            parts = map(encode, starts) if self.ggml_type.name in _PYTHON_TYPES else pool.map(encode, starts)
+            written = sum(file.write(part) for part in parts)
         assert written == self.nbytes, f"{self.source}: {written} bytes, not {self.nbytes}"
 
     def _require_range(self, part: np.ndarray) -> None:

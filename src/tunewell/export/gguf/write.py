@@ -17,81 +17,56 @@ from tunewell.core.files import disk_full_as_user_error, require_disk_space, syn
 from tunewell.core.model_files import locate
 from tunewell.core.optional import import_optional
 from tunewell.core.progress import Progress, ProgressListener, silent
+from tunewell.core.units import count
 from tunewell.export.gguf.architecture import FieldValue, Settings, metadata_fields, read_settings, rope_tables
+from tunewell.export.gguf.quantize import choose_types, is_mixture
 from tunewell.export.gguf.tokenizer import GgufVocabulary, read_vocabulary
 from tunewell.export.gguf.weights import (
-    GgufKind,
     LazyTensor,
     WeightFiles,
     load_tensor,
     name_tensors,
-    num_bytes,
     open_weights,
     storage_type,
 )
 
-_FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 # Upper bounds for the header: 1 MiB of names, fields and padding, and for each token its length, type, score and merge.
 _HEADER_BYTES, _TOKEN_BYTES = 1 << 20, 64
 
 
 @dataclass(frozen=True)
-class GgufFacts:
-    """A written file."""
-
-    path: Path
-    kind: GgufKind
-    architecture: str
-    """Name in llama.cpp."""
-    num_tensors: int
-    num_parameters: int
-    num_bytes: int
-    pre_tokenizer: str
-    notes: tuple[str, ...]
-    """What llama.cpp computes differently from transformers, for the user."""
-
-
-@dataclass(frozen=True)
 class GgufPlan:
-    """What a file will contain."""
+    """What a file contains."""
 
     settings: Settings
     vocabulary: GgufVocabulary
     tensors: dict[str, LazyTensor]
     num_bytes: int
     """Upper bound for the whole file."""
+    notes: tuple[str, ...]
+    """What llama.cpp computes differently from transformers, and which tensors are larger than usual."""
 
 
 def write_gguf(
     model_folder: Path,
     target: Path,
     *,
-    kind: GgufKind,
-    card: dict[str, Any] | None = None,
-    space_prefix: bool | None = None,
+    kind: str,
+    name: str | None = None,
+    license: str | None = None,
     progress: ProgressListener = silent,
-) -> GgufFacts:
+) -> GgufPlan:
     """Convert a Hugging Face model folder to a GGUF file; a file at `target` is replaced once the new one is complete.
 
-    `card` may have `name`, `description`, `license`, `base_model`, `tags` and the like. `space_prefix` overrides
-    whether llama.cpp puts a space before text, for SentencePiece tokenizers. Raises UserError for a model or tokenizer
-    that llama.cpp would read differently, for numbers that are not finite, and for a full disk.
+    Raises UserError for a model or tokenizer that llama.cpp would read differently, for numbers that are not finite,
+    and for a full disk.
     """
-    import_optional("gguf", extra="export", purpose="writing a GGUF file")
     plan = plan_file(model_folder, kind)
     require_disk_space(target.parent, plan.num_bytes)
-    num_parameters = sum(math.prod(tensor.shape) for tensor in plan.tensors.values())
     writer = _make_writer(plan, kind)
-    _add_card(
-        writer,
-        {"name": model_folder.name} | (card or {}),
-        num_parameters=num_parameters,
-        strips_spaces=plan.vocabulary.strips_spaces,
-    )
+    _add_card(writer, plan, name or model_folder.name, license)
     _add_fields(writer, metadata_fields(plan.settings))
-    default_prefix = plan.vocabulary.tokens.space_prefix
-    has_default = default_prefix is None or space_prefix is None
-    _add_vocabulary(writer, plan.vocabulary, space_prefix=default_prefix if has_default else space_prefix)
+    _add_vocabulary(writer, plan.vocabulary)
     staged = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with disk_full_as_user_error(target.parent, lambda: plan.num_bytes):
@@ -101,55 +76,61 @@ def write_gguf(
         writer.close()
         staged.unlink(missing_ok=True)
     sync_folder(target.parent)
-    return GgufFacts(
-        path=target,
-        kind=kind,
-        architecture=plan.settings.gguf_name,
-        num_tensors=len(plan.tensors),
-        num_parameters=num_parameters,
-        num_bytes=target.stat().st_size,
-        pre_tokenizer=plan.vocabulary.tokens.pre_tokenizer,
-        notes=(*plan.settings.notes, *plan.vocabulary.notes),
-    )
+    return plan
 
 
-def plan_file(folder: Path, kind: GgufKind) -> GgufPlan:
+def plan_file(folder: Path, kind: str) -> GgufPlan:
     """Plan a file without writing it; raise UserError for a model that cannot be converted."""
+    import_optional("gguf", extra="export", purpose="writing a GGUF file")
     config = locate(folder).read_object("config.json")
     if not config:
         raise UserError("config.json is missing", where=str(folder), fix="pass the folder of a complete model")
     settings = read_settings(config)
     num_rows = settings.values["vocab_size"]
     vocabulary = read_vocabulary(folder, num_rows=num_rows, config=config.get("text_config", {}) | config)
-    tensors = _plan_tensors(open_weights(folder, settings), settings, kind)
+    tensors, num_fallbacks = _plan_tensors(open_weights(folder, settings), settings, kind)
     texts, merges = vocabulary.tokens.texts, vocabulary.tokens.merges or []
     header_bytes = sum(len(text) + _TOKEN_BYTES for text in texts) + sum(map(len, merges)) + _HEADER_BYTES
-    return GgufPlan(settings, vocabulary, tensors, sum(tensor.nbytes for tensor in tensors.values()) + header_bytes)
+    notes = [*settings.notes, *vocabulary.notes]
+    if num_fallbacks:
+        notes.append(
+            f"{kind}: {count(num_fallbacks, 'tensor')} could not be stored in so few bits and use more, so the file is "
+            "larger than usual"
+        )
+    total_bytes = sum(tensor.nbytes for tensor in tensors.values()) + header_bytes
+    return GgufPlan(settings, vocabulary, tensors, total_bytes, tuple(notes))
 
 
-def _plan_tensors(weights: WeightFiles, settings: Settings, kind: GgufKind) -> dict[str, LazyTensor]:
-    """Return every tensor of the file by its name in llama.cpp."""
-    tensors: dict[str, LazyTensor] = {}
+def _plan_tensors(weights: WeightFiles, settings: Settings, kind: str) -> tuple[dict[str, LazyTensor], int]:
+    """Return every tensor of the file by its name in llama.cpp, and the number of those that are larger than usual."""
+    from gguf import GGMLQuantizationType
 
-    def add(name: str, source: str, shape: tuple[int, ...], load: Callable[[], torch.Tensor]) -> None:
-        ggml_type = storage_type(name, shape, kind)
-        tensors[name] = LazyTensor(source, shape, ggml_type, num_bytes(shape, ggml_type), load)
-
-    for name, table in rope_tables(settings).items():
-        add(name, name, table.shape, partial(torch.from_numpy, table))
+    loads: dict[str, tuple[str, tuple[int, ...], Callable[[], torch.Tensor]]] = {
+        name: (name, table.shape, partial(torch.from_numpy, table)) for name, table in rope_tables(settings).items()
+    }
     for tensor in name_tensors(weights, settings):
         load = partial(load_tensor, tensor, weights, settings.values["head_dim"])
-        add(tensor.name, tensor.sources[0], tensor.shape, load)
-    return tensors
+        loads[tensor.name] = (tensor.sources[0], tensor.shape, load)
+    shapes = {name: shape for name, (_, shape, _) in loads.items()}
+    if is_mixture(kind):
+        meta = {"general.architecture": settings.gguf_name, **metadata_fields(settings)}
+        types, num_fallbacks = choose_types(shapes, meta, kind)
+    else:
+        types, num_fallbacks = {name: storage_type(name, shape, kind) for name, shape in shapes.items()}, 0
+    tensors = {
+        name: LazyTensor(source, shape, GGMLQuantizationType[types[name]], load)
+        for name, (source, shape, load) in loads.items()
+    }
+    return tensors, num_fallbacks
 
 
-def _make_writer(plan: GgufPlan, kind: GgufKind) -> Any:
+def _make_writer(plan: GgufPlan, kind: str) -> Any:
     import gguf
 
     writer = gguf.GGUFWriter(None, plan.settings.gguf_name)  # type: ignore[arg-type]  the path comes with the header
     for name, tensor in plan.tensors.items():
         writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), tensor.nbytes, raw_dtype=tensor.ggml_type)
-    writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[kind]])
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     return writer
 
@@ -170,37 +151,19 @@ def _write(writer: Any, path: Path, tensors: list[LazyTensor], progress: Progres
 
 # Metadata.
 
-_CARD_FIELDS = {
-    "name": "name",
-    "author": "author",
-    "version": "version",
-    "organization": "organization",
-    "description": "description",
-    "license": "license",
-    "license_link": "license.link",
-    "url": "url",
-}
-_CARD_LISTS = ("tags", "languages")
 _PHI_3 = re.compile("phi-?3", re.IGNORECASE)
 
 
-def _add_card(writer: Any, card: dict[str, Any], *, num_parameters: int, strips_spaces: bool) -> None:
-    """Write the model's name, licence and base model."""
+def _add_card(writer: Any, plan: GgufPlan, name: str, license: str | None) -> None:
+    """Write the model's name, licence and size."""
+    from gguf.utility import model_weight_count_rounded_notation
+
     writer.add_type("model")
-    card = card | {"name": _adjust_name(str(card["name"]), strips_spaces=strips_spaces)}
-    for key, field in _CARD_FIELDS.items():
-        if text := card.get(key):
-            writer.add_string(f"general.{field}", str(text))
-    writer.add_size_label(_size_label(num_parameters))
-    bases = card.get("base_model") or []
-    bases = bases if isinstance(bases, list) else [bases]
-    if bases:
-        writer.add_uint32("general.base_model.count", len(bases))
-    for index, base in enumerate(bases):
-        writer.add_string(f"general.base_model.{index}.name", str(base))
-    for key in _CARD_LISTS:
-        if values := [str(value) for value in card.get(key) or []]:
-            writer.add_array(f"general.{key}", values)
+    writer.add_name(_adjust_name(name, strips_spaces=plan.vocabulary.strips_spaces))
+    if license:
+        writer.add_license(license)
+    num_parameters = sum(math.prod(tensor.shape) for tensor in plan.tensors.values())
+    writer.add_size_label(model_weight_count_rounded_notation(num_parameters))
 
 
 def _adjust_name(name: str, *, strips_spaces: bool) -> str:
@@ -214,31 +177,16 @@ def _adjust_name(name: str, *, strips_spaces: bool) -> str:
     return _PHI_3.sub("Phi 3", name)
 
 
-def _size_label(num_parameters: int) -> str:
-    """Format a parameter count as in model names: 135M, 1.2B."""
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if num_parameters >= size:
-            amount = num_parameters / size
-            return f"{amount:.1f}{letter}" if amount < 10 else f"{amount:.0f}{letter}"
-    return f"{num_parameters / 1e3:.0f}K"
-
-
 def _add_fields(writer: Any, fields: dict[str, FieldValue]) -> None:
-    """Write the fields of an architecture in the types that llama.cpp expects."""
+    """Write the fields of an architecture; llama.cpp expects unsigned integers."""
+    from gguf import GGUFValueType
+
     for key, value in fields.items():
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        else:
-            writer.add_array(key, value)
+        kind = GGUFValueType.UINT32 if type(value) is int else GGUFValueType.get_type(value)
+        writer.add_key_value(key, value, kind)
 
 
-def _add_vocabulary(writer: Any, vocabulary: GgufVocabulary, *, space_prefix: bool | None) -> None:
+def _add_vocabulary(writer: Any, vocabulary: GgufVocabulary) -> None:
     """Write the tokenizer. Whether BOS and EOS are added is always stated, because defaults differ."""
     tokens = vocabulary.tokens
     writer.add_tokenizer_model(tokens.model)
@@ -253,7 +201,7 @@ def _add_vocabulary(writer: Any, vocabulary: GgufVocabulary, *, space_prefix: bo
         getattr(writer, f"add_{name}_token_id")(number)
     writer.add_add_bos_token(vocabulary.adds_bos)
     writer.add_add_eos_token(vocabulary.adds_eos)
-    if space_prefix is not None:
-        writer.add_add_space_prefix(space_prefix)
+    if tokens.space_prefix is not None:
+        writer.add_add_space_prefix(tokens.space_prefix)
     if vocabulary.chat_template:
         writer.add_chat_template(vocabulary.chat_template)

@@ -5,12 +5,10 @@ with three quotes. There are no escapes, and Ollama drops characters that Go doe
 be written this way are rejected.
 """
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from tunewell.core.errors import UserError
@@ -21,18 +19,6 @@ from tunewell.export.chat_template import another_day, missing_generation_prompt
 from tunewell.export.ollama.layout import Render
 from tunewell.export.ollama.template import GoTemplate, derive_go_template, stop_texts
 
-PARAMETERS: Mapping[str, type] = MappingProxyType(
-    {
-        **dict.fromkeys(("num_keep", "seed", "num_predict", "top_k", "repeat_last_n", "num_batch", "num_gpu"), int),
-        **dict.fromkeys(("main_gpu", "num_thread", "draft_num_predict"), int),
-        **dict.fromkeys(("temperature", "top_p", "min_p", "typical_p", "repeat_penalty"), float),
-        **dict.fromkeys(("presence_penalty", "frequency_penalty"), float),
-        "use_mmap": bool,
-    }
-)
-"""Parameters of Ollama besides `num_ctx` and `stop`, as of August 2026; `ollama create` fails on any other name."""
-_GREEDY: Mapping[str, float] = MappingProxyType({"temperature": 0.0})
-"""Greedy decoding, with which everything is proven."""
 _MAX_CONTEXT = 131_072
 _ENDS_EARLY = re.compile(r'"""\s*?[\r\n]')
 
@@ -66,14 +52,7 @@ def derive_modelfile(
     derived = derive_template(template, tokenizer=tokenizer, adds_bos=gguf_adds_bos(gguf), date=date)
     text_config = {**(config.get("text_config") or {}), **config}
     context_length = min(text_config.get("max_position_embeddings") or _MAX_CONTEXT, _MAX_CONTEXT)
-    text = modelfile(
-        gguf.name,
-        derived.go,
-        stops=derived.stops,
-        context_length=context_length,
-        parameters=_GREEDY,
-        license=license,
-    )
+    text = modelfile(gguf.name, derived.go, stops=derived.stops, context_length=context_length, license=license)
     return DerivedModelfile(text, derived)
 
 
@@ -83,9 +62,7 @@ def derive_template(source: str, *, tokenizer: LoadedTokenizer, adds_bos: bool, 
     `date` is the date of training, which the derived text keeps: Ollama's templates have no clock.
     """
     special = tokenizer.special_tokens
-    own = ChatTemplate(source, special_tokens=special)
-    if date is not None:
-        own = ChatTemplate(source, special_tokens=special, date=date)
+    own = ChatTemplate(source, special_tokens=special, **({"date": date} if date is not None else {}))
     other = ChatTemplate(source, special_tokens=special, date=another_day(own.date)) if own.uses_clock else None
     render = _render_with(own)
     if missing := missing_generation_prompt(render):
@@ -117,41 +94,22 @@ def gguf_adds_bos(gguf: Path) -> bool:
 
 
 def modelfile(
-    gguf_name: str,
-    template: GoTemplate,
-    *,
-    stops: Sequence[str],
-    context_length: int,
-    system: str | None = None,
-    parameters: Mapping[str, int | float] = MappingProxyType({}),
-    license: str | None = None,
+    gguf_name: str, template: GoTemplate, *, stops: Sequence[str], context_length: int, license: str | None = None
 ) -> str:
     """Return the Modelfile for a GGUF file in the same folder; raise UserError for what a Modelfile cannot express.
 
-    The template's notes become comments.
+    The template's notes become comments. Decoding is greedy, as in the proof.
     """
-    if context_length < 1:
-        raise UserError(f"the context length is {context_length}", fix="pass the context length of the model")
     lines = ["# Read by `ollama create NAME -f Modelfile`, in this folder."]
     lines += [f"# {' '.join(note.split())}" for note in template.notes]
-    lines += [f"FROM ./{_require_plain_name(gguf_name)}", f"TEMPLATE {_quote(template.text, 'the template')}"]
-    if system is not None:
-        lines.append(f"SYSTEM {_quote(system, 'the system message')}")
-    lines += [
-        f"PARAMETER num_ctx {context_length}",
-        *(f"PARAMETER stop {_quote_stop(text)}" for text in dict.fromkeys(stops)),
-    ]
-    lines += [f"PARAMETER {name} {_format_number(name, value)}" for name, value in parameters.items()]
+    lines += [f"FROM ./{gguf_name}", f"TEMPLATE {_quote(template.text, 'the template')}"]
+    lines.append(f"PARAMETER num_ctx {context_length}")
+    lines += [f"PARAMETER stop {_quote_stop(text)}" for text in dict.fromkeys(stops)]
+    lines.append("PARAMETER temperature 0.0")
     if license is not None:
         # Licence texts contain form feeds, which Ollama would drop anyway.
         lines.append(f"LICENSE {_quote(''.join(filter(_is_preserved, license)), 'the licence')}")
     return "\n".join(lines) + "\n"
-
-
-def _require_plain_name(name: str) -> str:
-    if not name or "/" in name or "\\" in name or name != name.strip() or not name.isprintable():
-        raise UserError(f"{name!r} is not a plain file name", fix="give the GGUF file a plain name")
-    return name
 
 
 def _quote(text: str, what: str) -> str:
@@ -173,22 +131,8 @@ def _is_preserved(character: str) -> bool:
 
 
 def _quote_stop(text: str) -> str:
-    if not text:
-        raise UserError("a stop text is empty", fix="remove it")
     is_plain = '"' not in text and "\n" not in text and "\r" not in text
     return f'"{text}"' if is_plain and all(map(_is_preserved, text)) else _quote(text, f"the stop text {text!r}")
-
-
-def _format_number(name: str, value: int | float) -> str:
-    kind = PARAMETERS.get(name)
-    if kind is None:
-        known = ", ".join(sorted(PARAMETERS))
-        raise UserError(f"`{name}` is not a parameter of Ollama", fix=f"use one of: {known}")
-    if isinstance(value, bool) != (kind is bool) or (kind is int and not isinstance(value, int)):
-        raise UserError(f"`{name}` is {value!r}, but Ollama expects {kind.__name__}", fix="change the value")
-    if not math.isfinite(value):
-        raise UserError(f"`{name}` is {value!r}, which is not a finite number", fix="change the value")
-    return str(value).lower()
 
 
 def _render_with(template: ChatTemplate) -> Render:

@@ -1,6 +1,5 @@
 """Prove a GGUF file: its metadata, each of its tensors, and what llama.cpp computes with it."""
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from tunewell.core.optional import import_optional
 from tunewell.core.progress import Progress, ProgressListener
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.export.gguf.architecture import Settings, ignored_window, metadata_fields, read_settings, rope_tables
+from tunewell.export.gguf.quantize import quantize_rows
 from tunewell.export.gguf.weights import NamedTensor, WeightFiles, name_tensors
 from tunewell.export.proof.checks import (
     MAX_SHOWN,
@@ -145,8 +145,8 @@ def quantized_sketches(
 ) -> dict[str, Rows]:
     """Quantise the merged weights as these files do, and return the sketch rows by `type/tensor`.
 
-    The writers of the files are not used. Types that neither the `gguf` package nor llama.cpp's library can quantise
-    are left out.
+    The writer of the files is not used. Types that neither the `gguf` package nor llama.cpp's library can quantise are
+    left out.
     """
     gguf = import_optional("gguf", extra="export", purpose="proving a GGUF file")
     sources = {
@@ -274,20 +274,9 @@ def _find_rounding(kind: str) -> Rounding | None:
     number = gguf.GGMLQuantizationType[kind]
     if kind in _PYTHON_TYPES:
         return lambda rows: torch.from_numpy(dequantize(quantize(_as_array(rows), number), number))
-    bindings = find_llama().bindings
-    if not bindings.has_all("ggml_quantize_chunk"):
+    if not find_llama().bindings.has_all("ggml_quantize_chunk"):
         return None
-
-    def round_with_llama_cpp(rows: Tensor) -> Tensor:
-        values = _as_array(rows)
-        block, size = gguf.GGML_QUANT_SIZES[number]
-        stored = np.empty((len(values), math.prod(values.shape[1:]) // block * size), np.uint8)
-        arguments: tuple[Any, ...] = (values.ctypes.data, stored.ctypes.data, 0, *values.shape, None)
-        num_bytes = bindings.api.ggml_quantize_chunk(int(number), *arguments)
-        assert num_bytes == stored.nbytes, f"llama.cpp wrote {num_bytes} bytes instead of {stored.nbytes}"
-        return torch.from_numpy(np.asarray(dequantize(stored, number), np.float32))
-
-    return round_with_llama_cpp
+    return lambda rows: torch.from_numpy(dequantize(quantize_rows(_as_array(rows), number), number))
 
 
 def _as_array(rows: Tensor) -> np.ndarray:

@@ -5,14 +5,11 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from tunewell.core.progress import Progress, with_stage
-from tunewell.core.units import count
 from tunewell.export.gguf.architecture import read_settings, require_convertible
-from tunewell.export.gguf.quantize import quantize
 from tunewell.export.gguf.tokenizer import read_vocabulary
-from tunewell.export.gguf.weights import GgufKind
 from tunewell.export.gguf.write import write_gguf
 from tunewell.export.options import ExportOptions
 from tunewell.export.proof.gguf import prove_gguf, quantized_sketches
@@ -32,8 +29,6 @@ _BITS_PER_WEIGHT = {
     "q5_k_m": 6.7,
     "q4_k_m": 6.3,
 }
-_OWN_WRITER = frozenset({"f32", "f16", "bf16", "q8_0"})
-"""Formats written directly. The others are quantised by llama.cpp from an f32 file."""
 
 
 class GgufTarget(ExportTarget):
@@ -52,11 +47,10 @@ class GgufTarget(ExportTarget):
         adds_bos(facts)
 
     def disk_use(self, context: ExportContext) -> DiskUse:
-        """Return the size of each file, and of the fp32 model and f32 file they are made from."""
-        formats, weights = self.formats(context.options), num_weights(context)
-        num_copies = 1 if _OWN_WRITER.issuperset(formats) else 2
-        written = {f"{self.name} {name}": gguf_bytes(weights, name) for name in formats}
-        return DiskUse(written, temporary_bytes=num_copies * gguf_bytes(weights, "f32"))
+        """Return the size of each file, and of the fp32 model they are made from."""
+        weights = num_weights(context)
+        written = {f"{self.name} {name}": gguf_bytes(weights, name) for name in self.formats(context.options)}
+        return DiskUse(written, temporary_bytes=gguf_bytes(weights, "f32"))
 
     def write(self, context: ExportContext) -> list[Artefact]:
         """Convert the merged weights in fp32, so that they are rounded once."""
@@ -68,8 +62,17 @@ class GgufTarget(ExportTarget):
             write_model(context, model_folder, "fp32")
             for name in self.formats(context.options):
                 path = folder / f"{_file_name(context.card.name)}-{name}.gguf"
-                context.progress(Progress(f"writing {path.name}"))
-                _write_file(context, model_folder, path, name)
+                stage = f"writing {path.name}"
+                context.progress(Progress(stage))
+                written = write_gguf(
+                    model_folder,
+                    path,
+                    kind=name,
+                    name=context.card.name,
+                    license=context.card.license,
+                    progress=with_stage(context.progress, stage),
+                )
+                context.notes += [note for note in written.notes if note not in context.notes]
                 artefacts.append(context.artefact(self.name, name, path))
         context.progress(Progress("rounding the trained tensors for the proof"))
         files = [own.path for own in (*context.artefacts, *artefacts) if own.kind == self.name]
@@ -110,29 +113,6 @@ def adds_bos(facts: PreflightFacts) -> bool:
     with tempfile.TemporaryDirectory(prefix="tunewell-tokenizer-") as folder:
         facts.tokenizer.save(Path(folder), facts.template.source)
         return read_vocabulary(Path(folder), num_rows=num_rows, config=settings).adds_bos
-
-
-def _write_file(context: ExportContext, model_folder: Path, path: Path, name: str) -> None:
-    card = {key: value for key in ("name", "license") if (value := getattr(context.card, key))}
-    if name in _OWN_WRITER:
-        written = write_gguf(
-            model_folder,
-            path,
-            kind=cast(GgufKind, name),
-            card=card,
-            progress=with_stage(context.progress, f"writing {path.name}"),
-        )
-        context.notes += [note for note in written.notes if note not in context.notes]
-        return
-    source = model_folder.with_name("f32.gguf")
-    if not source.is_file():
-        write_gguf(model_folder, source, kind="f32", card=card)
-    num_fallbacks = quantize(source, path, name).num_fallbacks
-    if num_fallbacks:
-        context.notes.append(
-            f"{name}: {count(num_fallbacks, 'tensor')} could not be stored in so few bits and use more, so the file is "
-            "larger than usual"
-        )
 
 
 def _file_name(name: str) -> str:

@@ -9,7 +9,7 @@ import os
 import struct
 import sys
 from collections import deque
-from ctypes import POINTER, c_bool, c_char_p, c_float, c_int8, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_bool, c_char_p, c_float, c_int8, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,33 +64,21 @@ _NEEDED: dict[str, tuple[Any, list[Any]]] = {
     "llama_get_logits": (POINTER(c_float), [_CONTEXT]),
     "llama_model_has_encoder": (c_bool, [_MODEL]),
     "llama_model_has_decoder": (c_bool, [_MODEL]),
-    "llama_model_n_params": (c_uint64, [_MODEL]),
     "llama_model_n_ctx_train": (c_int32, [_MODEL]),
-    "llama_model_chat_template": (c_char_p, [_MODEL, c_char_p]),
-    "llama_model_meta_count": (c_int32, [_MODEL]),
-    "llama_model_meta_key_by_index": (c_int32, [_MODEL, c_int32, c_char_p, c_size_t]),
-    "llama_model_meta_val_str_by_index": (c_int32, [_MODEL, c_int32, c_char_p, c_size_t]),
     "llama_model_get_vocab": (_VOCABULARY, [_MODEL]),
     "llama_vocab_n_tokens": (c_int32, [_VOCABULARY]),
     "llama_vocab_bos": (c_int32, [_VOCABULARY]),
-    "llama_vocab_eos": (c_int32, [_VOCABULARY]),
-    "llama_vocab_eot": (c_int32, [_VOCABULARY]),
     "llama_vocab_is_eog": (c_bool, [_VOCABULARY, c_int32]),
     "llama_vocab_get_add_bos": (c_bool, [_VOCABULARY]),
-    "llama_vocab_get_add_eos": (c_bool, [_VOCABULARY]),
     "llama_tokenize": (c_int32, [_VOCABULARY, c_char_p, c_int32, POINTER(c_int32), c_int32, c_bool, c_bool]),
-    "llama_detokenize": (c_int32, [_VOCABULARY, POINTER(c_int32), c_int32, c_char_p, c_int32, c_bool, c_bool]),
     "llama_token_to_piece": (c_int32, [_VOCABULARY, c_int32, c_char_p, c_int32, c_int32, c_bool]),
 }
 # Some packages do not export these; the code that uses them has a fallback.
 _OPTIONAL: dict[str, tuple[Any, list[Any]]] = {
     "llama_version": (c_char_p, []),
-    "llama_model_quantize_default_params": (Parameters, []),
-    "llama_model_quantize": (c_uint32, [c_char_p, c_char_p, POINTER(Parameters)]),
     "ggml_backend_dev_count": (c_size_t, []),
     "ggml_backend_load_all_from_path": (None, [c_char_p]),
     "ggml_quantize_chunk": (c_size_t, [c_int32, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p]),
-    "ggml_validate_row_data": (c_bool, [c_int32, c_void_p, c_size_t]),
 }
 _LEVEL_ERROR, _LEVEL_CONTINUED = 4, 5
 _MAX_LOG_LINES = 500
@@ -142,8 +130,6 @@ class Bindings:
         atexit.register(self.api.llama_log_set, _LOG_FUNCTION(), None)
         self.model_parameters()
         self.context_parameters(context=512, batch=512)
-        if self.has_all("llama_model_quantize", "llama_model_quantize_default_params"):
-            self.quantize_parameters(file_type=7, threads=1)
         self.api.llama_backend_init()
         # Some builds keep the code for each CPU type in separate files beside the library.
         if self.has_all("ggml_backend_dev_count", "ggml_backend_load_all_from_path"):
@@ -154,8 +140,8 @@ class Bindings:
 
     @property
     def version(self) -> str:
-        """The version of llama.cpp; older builds do not report it."""
-        return self.api.llama_version().decode() if self.has_all("llama_version") else "unknown"
+        """The version of llama.cpp; empty if it does not report one, as older builds."""
+        return self.api.llama_version().decode() if self.has_all("llama_version") else ""
 
     def has_all(self, *names: str) -> bool:
         """Return True if the library exports all of these functions."""
@@ -194,17 +180,6 @@ class Bindings:
         int32s[0], int32s[1], int32s[2] = context, batch, batch
         int32s[rope + 3] = 0  # flash attention off
         int32s[pointers + 4] = int32s[pointers + 5] = 0  # KV cache in fp32
-        return parameters
-
-    def quantize_parameters(self, *, file_type: int, threads: int) -> Parameters:
-        """Return the parameters of a quantisation; the number of threads and the file type come first."""
-        parameters = self.api.llama_model_quantize_default_params()
-        int32s = parameters.int32s
-        # The default file type is q8_0 (q5_1 in old versions). The next two fields are tensor types that are not set:
-        # GGML_TYPE_COUNT, one more than the last type.
-        if int32s[0] != 0 or int32s[1] not in (7, 9) or int32s[2] != int32s[3] or not 30 <= int32s[2] <= 200:
-            raise UnusableLibrary(_unknown_layout("quantisation", int32s[:4]))
-        int32s[0], int32s[1] = threads, file_type
         return parameters
 
     def capture_log(self) -> None:

@@ -65,23 +65,13 @@ def _files(folder: Path, names: tuple[str, ...]) -> Iterator[Path]:
             yield found[0]
 
 
+@dataclass(frozen=True)
 class LlamaLibrary:
     """A loaded llama.cpp library; it stays loaded until the process ends."""
 
-    def __init__(self, bindings: Bindings, origin: str) -> None:
-        self.bindings = bindings
-        self.path = bindings.path
-        self.origin = origin
-        """Where it was found: a package, the system's libraries, or a path that the user named."""
-
-    @property
-    def version(self) -> str:
-        return self.bindings.version
-
-    @property
-    def has_quantizer(self) -> bool:
-        """True if the library exports llama.cpp's quantisation of whole files."""
-        return self.bindings.has_all("llama_model_quantize", "llama_model_quantize_default_params")
+    bindings: Bindings
+    origin: str
+    """Where it was found: a package, the system's libraries, or a path that the user named."""
 
     def open(self, path: Path, *, context: int, threads: int | None = None) -> LlamaModel:
         """Open a GGUF file with a context of `context` tokens; the default is one thread per physical core.

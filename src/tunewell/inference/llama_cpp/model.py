@@ -5,18 +5,19 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from ctypes import POINTER, c_int8, c_int32, create_string_buffer
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import torch
 
 from tunewell.core.errors import UserError
 from tunewell.core.gguf import read_metadata, tensor_count
 from tunewell.hardware.facts import physical_cores, usable_cores
 from tunewell.inference.generate import GREEDY, Decoding
 from tunewell.inference.llama_cpp.bindings import Batch, Bindings
-from tunewell.inference.stream import Ended, TokenStream
+from tunewell.inference.stream import Ended, TokenStream, sample_tokens
 
 _BATCH = 512
 """Tokens per `llama_decode`: logits of 512 positions take 300 MB in the largest vocabularies."""
@@ -86,24 +87,6 @@ class LlamaModel:
 
     # Metadata and tokenizer.
 
-    @cached_property
-    def meta(self) -> dict[str, str]:
-        """The file's metadata as llama.cpp prints it; arrays are left out."""
-        functions = (self._api.llama_model_meta_key_by_index, self._api.llama_model_meta_val_str_by_index)
-        num = self._api.llama_model_meta_count(self._open_model())
-        key, value = (partial(_read_text, function, self._model) for function in functions)
-        return {key(number): value(number) for number in range(num)}
-
-    @property
-    def chat_template(self) -> str | None:
-        """The Jinja chat template in the file."""
-        found = self._api.llama_model_chat_template(self._open_model(), None)
-        return None if found is None else found.decode("utf-8", "replace")
-
-    @property
-    def num_parameters(self) -> int:
-        return self._api.llama_model_n_params(self._open_model())
-
     @property
     def trained_context(self) -> int:
         """The context length that the model was trained with, in tokens; `context` may be longer."""
@@ -112,24 +95,13 @@ class LlamaModel:
     @property
     def bos(self) -> int | None:
         """The BOS token; llama.cpp assumes one if the file names none. `tokenize` adds it only if `adds_bos`."""
-        return _token(self._api.llama_vocab_bos(self._open_vocabulary()))
-
-    @property
-    def eos(self) -> int | None:
-        return _token(self._api.llama_vocab_eos(self._open_vocabulary()))
-
-    @property
-    def eot(self) -> int | None:
-        return _token(self._api.llama_vocab_eot(self._open_vocabulary()))
+        found = self._api.llama_vocab_bos(self._open_vocabulary())
+        return None if found < 0 else found
 
     @property
     def adds_bos(self) -> bool:
         """True if `tokenize` adds the BOS token, which duplicates one that a chat template wrote."""
         return self._api.llama_vocab_get_add_bos(self._open_vocabulary())
-
-    @property
-    def adds_eos(self) -> bool:
-        return self._api.llama_vocab_get_add_eos(self._open_vocabulary())
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
@@ -163,28 +135,10 @@ class LlamaModel:
                 return text.raw[:num]
             size = -num
 
-    def detokenize(self, ids: Sequence[int], *, is_special_shown: bool = False) -> str:
-        """Return the text of tokens; bytes that are not UTF-8 become U+FFFD."""
-        self._require_tokens(ids)
-        tokens, size = (c_int32 * len(ids))(*ids), 16 * len(ids) + 16
-        while True:
-            text = create_string_buffer(size)
-            num = self._api.llama_detokenize(
-                self._open_vocabulary(), tokens, len(ids), text, size, False, is_special_shown
-            )
-            if num >= 0:
-                return text.raw[:num].decode("utf-8", "replace")
-            size = -num
-
     # Logits and answers.
 
-    def logits(self, ids: Sequence[int]) -> np.ndarray:
-        """Compute the logits after every token of a text, from an empty KV cache: [T, V] in fp32."""
-        blocks = list(self.logit_blocks(ids))
-        return np.concatenate(blocks) if blocks else np.empty((0, self.vocab_size), np.float32)
-
     def logit_blocks(self, ids: Sequence[int]) -> Iterator[np.ndarray]:
-        """Yield `logits` in blocks of 512 rows: those of a whole text may not fit into memory."""
+        """Yield the logits after every token of a text, from an empty KV cache: blocks [512, V] in fp32."""
         self._require_tokens(ids)
         self._require_fits(ids)
         text_number = self._begin_text(num_kept=0)
@@ -203,31 +157,28 @@ class LlamaModel:
             raise ValueError("a prompt has no tokens")
         self._require_tokens(ids)
         self._require_fits(ids)
-        return TokenStream(self._tokens(list(ids), max_new_tokens, frozenset(stop_ids), _Sampler(decoding)))
+        return TokenStream(self._tokens(list(ids), max_new_tokens, stop_ids, decoding))
 
     def _tokens(
-        self, ids: list[int], max_new_tokens: int, stops: frozenset[int], sample: "_Sampler"
+        self, ids: list[int], max_new_tokens: int, stops: Collection[int], decoding: Decoding
     ) -> Iterator[int | Ended]:
         num_free = self.context - len(ids)
         # The last token is always computed again: its logits choose the first new token.
         text_number = self._begin_text(num_kept=min(_shared_prefix_length(self._cached, ids), len(ids) - 1))
-        pending = ids[len(self._cached) :]
-        for _ in range(min(max_new_tokens, num_free)):
-            self._require_current(text_number)
-            token = sample(self._last_logits(pending))
-            if token in stops:
-                yield "end"
-                return
-            yield token
-            pending = [token]
-        yield "context" if num_free < max_new_tokens else "length"
 
-    def _last_logits(self, ids: list[int]) -> np.ndarray:
+        def next_logits(pending: Sequence[int]) -> torch.Tensor:
+            self._require_current(text_number)
+            return torch.from_numpy(self._last_logits(pending))
+
+        pending = ids[len(self._cached) :]
+        yield from sample_tokens(next_logits, pending, decoding, stops, max_new=max_new_tokens, num_free=num_free)
+
+    def _last_logits(self, ids: Sequence[int]) -> np.ndarray:
         """Append any number of tokens to the KV cache; return the logits of the last one."""
         last_start = (len(ids) - 1) // _BATCH * _BATCH
         for start in range(0, last_start, _BATCH):
             self._forward(ids[start : start + _BATCH])
-        return self._forward(ids[last_start:])[0]
+        return self._forward(ids[last_start:])
 
     def _begin_text(self, *, num_kept: int) -> int:
         """Drop all but the first tokens of the KV cache; streams of earlier texts become invalid."""
@@ -295,25 +246,6 @@ class LlamaModel:
         )
 
 
-class _Sampler:
-    """Chooses the next token: the most probable one, or a sample from a random generator of its own."""
-
-    def __init__(self, decoding: Decoding) -> None:
-        self._decoding = decoding
-        self._generator = np.random.default_rng(decoding.seed)
-
-    def __call__(self, logits_V: np.ndarray) -> int:
-        """Sample from the fewest tokens that together have a probability of `top_p`."""
-        temperature, top_p = self._decoding.temperature, self._decoding.top_p
-        if temperature <= 0:
-            return int(logits_V.argmax())
-        scaled_V = np.exp((logits_V.astype(np.float64) - logits_V.max()) / temperature)
-        probabilities_V = scaled_V / scaled_V.sum()
-        order_V = np.argsort(-probabilities_V, kind="stable")
-        nucleus = order_V[: int(np.searchsorted(np.cumsum(probabilities_V[order_V]), top_p)) + 1]
-        return int(self._generator.choice(nucleus, p=probabilities_V[nucleus] / probabilities_V[nucleus].sum()))
-
-
 def _shared_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
@@ -323,21 +255,6 @@ def _free_all(handles: list[tuple[Callable[[Any], None], Any]]) -> None:
     while handles:
         free, handle = handles.pop()
         free(handle)
-
-
-def _read_text(function: Any, model: Any, number: int) -> str:
-    """Call a function that fills a buffer and returns the length of the whole text."""
-    size = 256
-    while True:
-        text = create_string_buffer(size)
-        length = function(model, number, text, size)
-        if length < size:
-            return text.raw[: max(length, 0)].decode("utf-8", "replace")
-        size = length + 1
-
-
-def _token(number: int) -> int | None:
-    return None if number < 0 else number
 
 
 def require_safe_file(path: Path) -> None:

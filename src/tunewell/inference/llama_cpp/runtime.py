@@ -35,8 +35,7 @@ class LlamaRuntime:
     def __init__(self, library: LlamaLibrary, path: Path) -> None:
         """Open a file; raise UserError if llama.cpp rejects it."""
         self.path = path
-        version = "" if library.version == "unknown" else f" {library.version}"
-        self.computed_by = f"llama.cpp{version} ({library.origin})"
+        self.computed_by = " ".join(filter(None, ("llama.cpp", library.bindings.version, f"({library.origin})")))
         self.num_threads = _fastest_threads(path)
         self._library = library
         self._model = self._open(_FIRST_CONTEXT)
