@@ -12,7 +12,7 @@ from tunewell.data.rows.conversation import Conversation, Rejected
 from tunewell.data.templates.chat_template import ChatTemplate, builtin_template
 from tunewell.data.tokenizers.load import AddedTokenInfo, LoadedTokenizer, load_tokenizer
 
-ADDED = {text: AddedTokenInfo(number, True, False, False, False, False) for number, text in enumerate(MARKERS)}
+ADDED = {text: AddedTokenInfo(number, True, False, False, False) for number, text in enumerate(MARKERS)}
 
 
 @pytest.fixture(scope="module")
@@ -484,7 +484,7 @@ def test_words_that_look_like_a_stand_in_are_words():
 def test_markers_need_not_be_special_tokens_and_tags_of_replies_are_none():
     """Line ends and `<think>` are added tokens in some tokenizers; they are no turn markers."""
     texts = [*CHATML_MARKERS, "\n", "\n\n", "<think>", "</think>"]
-    added = {text: AddedTokenInfo(number, False, False, False, False, False) for number, text in enumerate(texts)}
+    added = {text: AddedTokenInfo(number, False, False, False, False) for number, text in enumerate(texts)}
     source = turns("'<think>\n\n</think>\n\n' + m.content")
     masker = masker_for(source, added=added)
     assert set(masker.frame.turn_markers) == set(CHATML_MARKERS)
@@ -495,6 +495,6 @@ def test_markers_need_not_be_special_tokens_and_tags_of_replies_are_none():
 
 
 def test_a_marker_that_is_read_only_beside_spaces_is_refused():
-    added = ADDED | {"<|im_end|>": AddedTokenInfo(99, True, False, False, False, True)}
+    added = ADDED | {"<|im_end|>": AddedTokenInfo(99, True, False, False, True)}
     with pytest.raises(UserError, match="single_word"):
         masker_for(builtin_template("chatml"), added=added)

@@ -95,4 +95,4 @@ def test_the_table_forgets_before_it_fills_the_memory(
     assert isinstance(table, WordTable)
     texts = [f" word{letter}" for letter in "abcdefgh"] + [" " + "x" * 100]
     assert table.encode(texts) == [table.encode([text])[0] for text in texts]
-    assert len(table._ids) <= 3
+    assert len(table) <= 3

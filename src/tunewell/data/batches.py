@@ -139,10 +139,8 @@ def _next_fit(lengths: Numbers, budget: int) -> list[tuple[int, int]]:
 
 
 def micro_batches(documents: Numbers, lengths: Numbers, budget: int, *, most: int | None = None) -> list[Numbers]:
-    """Split the documents of a step into micro-batches of at most `budget` tokens and `most` documents, longest first.
-
-    Documents of equal length are adjacent, which attention needs; sums do not depend on the order.
-    """
+    """Split a step into micro-batches of at most `budget` tokens and `most` documents, longest first."""
+    # Documents of equal length become adjacent, which attention needs; sums do not depend on the order.
     order = documents[np.lexsort((documents, -lengths[documents]))]
     groups: list[list[int]] = []
     free: list[int] = []

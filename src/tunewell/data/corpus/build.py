@@ -32,11 +32,7 @@ _CHECKED_ROWS = 48
 
 
 def build(spec: BuildSpec, *, out: Path, work_dir: Path) -> Manifest:
-    """Build the corpus in `work_dir` and move it to `out` once it is complete; `out` is unchanged until then.
-
-    Blocks that an earlier run tokenised from the same rows under the same settings are reused. Raises UserError if no
-    document is left, if one is too long and the policy is `error`, or if the disk is full.
-    """
+    """Build the corpus in `work_dir` from cached and new blocks, and move it to `out` once it is complete."""
     cache, staging = work_dir / "parts", work_dir / "staging"
     space = SpaceEstimate(sum(job.file.source.size() for job in spec.jobs))
     with disk_full_as_user_error(work_dir, space.bytes_for_retry):
@@ -44,7 +40,11 @@ def build(spec: BuildSpec, *, out: Path, work_dir: Path) -> Manifest:
         cache.mkdir(parents=True, exist_ok=True)
         (staging / "corpus").mkdir(parents=True)
         try:
-            manifest, used = _assemble_and_write(spec, cache, staging, space)
+            with closing(Assembly(staging, spec.data)) as assembly:
+                used = _assemble(assembly, spec, cache, space)
+                documents = assembly.finish()
+                space.is_read = True
+                manifest = CorpusWriter(spec, assembly, documents, space).write()
             publish_folder(staging / "corpus", out)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -52,14 +52,6 @@ def build(spec: BuildSpec, *, out: Path, work_dir: Path) -> Manifest:
         if path.name not in used:
             path.unlink()
     return manifest
-
-
-def _assemble_and_write(spec: BuildSpec, cache: Path, staging: Path, space: SpaceEstimate) -> tuple[Manifest, set[str]]:
-    with closing(Assembly(staging, spec.data)) as assembly:
-        used = _assemble(assembly, spec, cache, space)
-        documents = assembly.finish()
-        space.is_read = True
-        return CorpusWriter(spec, assembly, documents, space).write(), used
 
 
 def _assemble(assembly: Assembly, spec: BuildSpec, cache: Path, space: SpaceEstimate) -> set[str]:

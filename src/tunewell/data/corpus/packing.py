@@ -166,9 +166,6 @@ def padding_waste(lengths: npt.NDArray[np.integer], context_length: int) -> floa
     return 1.0 - float(np.sum(lengths)) / (len(lengths) * context_length)
 
 
-# The units that are packed: whole documents, pieces of long ones, copies of those from small sources.
-
-
 @dataclass
 class Units:
     """Parts of documents that are packed into sequences.

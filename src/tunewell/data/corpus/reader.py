@@ -23,10 +23,7 @@ _COLUMNS = ("input_ids", "labels", "seq_lengths")
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document: `labels` has the length of `input_ids`, unshifted, and -100 for tokens that are not supervised.
-
-    Fields can be read as attributes or by name, like a row of a dataset.
-    """
+    """One document, with `labels` of -100 for tokens that are not supervised; fields can also be read by name."""
 
     input_ids: list[int]
     labels: list[int]

@@ -1,5 +1,6 @@
 """The build spec of a corpus: its files, how their rows become documents, and every setting that affects the result."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +47,7 @@ class BuildSpec:
     data: Data
     packing: Packing
     context_limit: int | None
+    """The model's maximum context length in tokens, if it is known."""
     shares: dict[int, float]
     made_by: str
     inputs_sha256: str
@@ -72,10 +74,7 @@ def require_model_and_data(loaded: LoadedConfig) -> None:
 
 
 def make_spec(loaded: LoadedConfig, text: TextPipeline, *, context_limit: int | None) -> BuildSpec:
-    """Find and hash the files that a config names and collect every setting; rows are not parsed yet.
-
-    `context_limit` is the model's maximum context length in tokens, if it is known.
-    """
+    """Find and hash the files that a config names, and collect every setting; rows are not parsed yet."""
     config, base = loaded.config, loaded.base
     jobs = _make_jobs(loaded, text)
     settings = _portable(config.model_dump(mode="json", include={"data", "template", "packing", "seed"}), base)
@@ -154,10 +153,10 @@ def _make_pipeline(loaded: LoadedConfig, text: TextPipeline, index: int) -> RowP
 
 def _with_distinct_names(found: list[tuple[int, SourceFile]]) -> list[tuple[int, SourceFile]]:
     """Number files of the same name, so that the ledger can tell them apart."""
-    seen: dict[str, int] = {}
-    renamed = []
+    seen: Counter[str] = Counter()
+    renamed: list[tuple[int, SourceFile]] = []
     for index, file in found:
-        seen[file.name] = seen.get(file.name, 0) + 1
+        seen[file.name] += 1
         name = file.name if seen[file.name] == 1 else f"{file.name} ({seen[file.name]})"
         renamed.append((index, replace(file, name=name)))
     return renamed

@@ -161,6 +161,10 @@ def data_card(manifest: Manifest) -> str:
     """Return the data card as Markdown; equal manifests give equal cards."""
     packing, tokens, lengths = manifest.packing, manifest.tokens, manifest.lengths
     template = ", ".join(dict.fromkeys(record.name for record in manifest.templates)) or "none"
+    extra = {
+        "additional pieces of split documents": manifest.pieces,
+        "additional copies that give each source its share": manifest.repeats,
+    }
     lines = [
         "# A corpus for fine-tuning",
         "",
@@ -175,7 +179,7 @@ def data_card(manifest: Manifest) -> str:
         f"| supervised tokens | {count(tokens.supervised)} of {count(tokens.supervised + tokens.context)} |",
         f"| document length | mean {lengths.mean:.0f}, median {lengths.median:.0f}, p95 {lengths.p95:.0f}, "
         f"p99 {lengths.p99:.0f}, longest {count(lengths.max)} |",
-        *_extra_rows(manifest),
+        *(f"| {label} | {count(number)} |" for label, number in extra.items() if number),
         "",
         "## Ledger",
         "",
@@ -189,11 +193,3 @@ def data_card(manifest: Manifest) -> str:
         numbers = (count(number) for number in (source.rows, source.documents, source.held_out))
         lines.append(f"| `{source.name}` | {' | '.join(numbers)} | {dropped} |")
     return "\n".join(lines) + "\n" + _USE
-
-
-def _extra_rows(manifest: Manifest) -> list[str]:
-    extra = {
-        "additional pieces of split documents": manifest.pieces,
-        "additional copies that give each source its share": manifest.repeats,
-    }
-    return [f"| {label} | {count(number)} |" for label, number in extra.items() if number]

@@ -91,10 +91,7 @@ class CorpusOutput:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock of the work folder while the body runs, and remove what a killed `prepare` left.
-
-        Raises UserError if another process holds the lock.
-        """
+        """Lock the work folder, or raise UserError if another process has; remove what a killed `prepare` left."""
         existing = next(folder for folder in self.work_dir.parents if folder.exists())
         with disk_full_as_user_error(existing, lambda: _SMALL_FILES_BYTES):
             self.work_dir.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,8 @@ plain text, so a message that spells a marker stays text. Text that all rows of 
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, groupby, pairwise, product, takewhile
+from operator import itemgetter
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -35,14 +36,11 @@ from tunewell.data.rows.conversation import Rejected
 from tunewell.data.tokenizers.load import LoadedTokenizer
 from tunewell.hardware.facts import num_cores
 
-# Copies of a tokenizer that never read text as special tokens, one for each position of a segment in a document.
-
 Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
-_FORMS: tuple[Form, ...] = get_args(Form)
 
 
 class TextBackends:
-    """The copies of a tokenizer by position; positions that give equal ids share a copy."""
+    """Copies of a tokenizer, by position, that never read text as special tokens; equal ones are shared."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         config = orjson.loads(backend.to_str())
@@ -53,17 +51,14 @@ class TextBackends:
             config["added_tokens"] = []
         self.keeps_text = config["normalizer"] is None or config["normalizer"].get("normalizers") == []
         """Whether text is encoded without normalisation."""
-        self.form: Form | None = _form(config["normalizer"])
+        kind = config["normalizer"] and config["normalizer"]["type"]
+        self.form: Form | None = kind if kind in get_args(Form) else None
         """The Unicode normalisation form, if the tokenizer does no other normalisation."""
         self.unknown_id: int | None = _unknown_id(config["model"])
         self._by_position: dict[Position, tokenizers.Tokenizer] = {}
-        positions = [Position(is_first, is_last) for is_first in (True, False) for is_last in (True, False)]
         copies: dict[bytes, tokenizers.Tokenizer] = {}
-        for position in positions:
-            parts = {
-                "normalizer": _for_position(position, config["normalizer"]),
-                "pre_tokenizer": _for_position(position, config["pre_tokenizer"]),
-            }
+        for position in (Position(*ends) for ends in product((True, False), repeat=2)):
+            parts = {name: _for_position(position, config[name]) for name in ("normalizer", "pre_tokenizer")}
             key = orjson.dumps(parts)
             if key not in copies:
                 copies[key] = _as_text(config | parts)
@@ -79,10 +74,6 @@ def _as_text(config: dict[str, Any]) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer.from_str(orjson.dumps(config).decode())
     backend.encode_special_tokens = True
     return backend
-
-
-def _form(normalizer: dict[str, Any] | None) -> Form | None:
-    return next((form for form in _FORMS if normalizer is not None and normalizer["type"] == form), None)
 
 
 def _unknown_id(model: dict[str, Any]) -> int | None:
@@ -284,9 +275,7 @@ class Encoder:
 
     def _in_parts(self, batch: SegmentBatch, document: int) -> Mask:
         """Encode the texts of a document in parts, so that none of them contains a control token."""
-        ids: list[int] = []
-        supervised: list[bool] = []
-        boundary: list[bool] = []
+        masks: list[Mask] = []
         begin, end = batch.ends[document - 1] if document else 0, batch.ends[document]
         texts = {
             text.index: (text, position)
@@ -295,16 +284,10 @@ class Encoder:
             if begin <= text.index < end
         }
         for index in range(begin, end):
-            if index not in texts:
-                ids += batch.ids[index]
-                supervised += [batch.edges[index][1] > 0] * len(batch.ids[index])
-                boundary += [False] * len(batch.ids[index])
-                continue
-            new, mask, edges = self._apart(*texts[index])
-            ids += new
-            supervised += mask
-            boundary += edges
-        return ids, supervised, boundary
+            ids = batch.ids[index]
+            fixed = ids, [batch.edges[index][1] > 0] * len(ids), [False] * len(ids)
+            masks.append(self._apart(*texts[index]) if index in texts else fixed)
+        return _join(masks)
 
     def _apart(self, text: TextToEncode, position: Position) -> Mask:
         """Encode a text that is split in the middle of each control token it contains."""
@@ -317,44 +300,43 @@ class Encoder:
         if any(y - x < 2 for x, y in leaks):
             raise Rejected("bad_text", "it contains a control token that this tokenizer cannot encode as text")
         cuts = sorted({0, len(text.text), *((x + y) // 2 for x, y in leaks)})
-        ids, supervised, edges = [], [], []
+        parts: list[Mask] = []
         for a, b in pairwise(cuts):
             spans: list[Span] = [(max(x, a) - a, min(y, b) - a) for x, y in text.spans if x < b and a < y]
             part_position = Position(position.is_first and a == 0, position.is_last and b == len(text.text))
-            part = self._apart(TextToEncode(0, text.text[a:b], spans), part_position)
-            ids, supervised, edges = ids + part[0], supervised + part[1], edges + part[2]
-        return ids, supervised, edges
+            parts.append(self._apart(TextToEncode(0, text.text[a:b], spans), part_position))
+        return _join(parts)
 
     def check_segmentation(self, documents: Sequence[PlannedDocument]) -> None:
-        """Check on real rows that splitting at markers gives the ids of the whole text; raise UserError if not.
-
-        The first few plans are also checked with texts that are difficult for tokenizers.
-        """
+        """Raise UserError if splitting real rows and difficult texts at markers changes their ids."""
         plans = {id(document.plan): document for document in documents if document.plan is not None}
         for document in list(plans.values())[:_CHECK_PLANS]:
             for text in _CHECK_TEXTS:
-                self._check_one(PlannedDocument(document.plan, [text] * len(document.texts)))
+                self._check_one(document.plan, [text] * len(document.texts))
         for document in documents:
-            self._check_one(document)
+            self._check_one(document.plan, document.texts)
 
-    def _check_one(self, document: PlannedDocument) -> None:
-        if document.plan is None:
+    def _check_one(self, plan: Plan | None, texts: list[str]) -> None:
+        if plan is None:
             return
-        text = document.plan.fill(document.texts)
-        num_markers = sum(piece.is_marker for piece in document.plan.pieces)
+        text = plan.fill(texts)
+        num_markers = sum(piece.is_marker for piece in plan.pieces)
         if len(self._control_text.findall(text)) != num_markers:
             return  # the row itself contains a control token
         whole = self.tokenizer.backend.encode(text, add_special_tokens=False).ids
-        ours = self.encode([document]).tokens.tolist()
+        ours: list[int] = self.encode([PlannedDocument(plan, texts)]).tokens.tolist()
         if whole != ours:
-            at = next(
-                (i for i, (x, y) in enumerate(zip(whole, ours, strict=False)) if x != y), min(len(whole), len(ours))
-            )
+            at = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(whole, ours, strict=False))))
             raise UserError(
                 "this tokenizer gives other ids when text is split at its markers, so the loss mask would be wrong",
                 where=f"token {at} of {text[:60]!r}...: {whole[at : at + 3]} whole, {ours[at : at + 3]} in parts",
                 fix="use another template (`template.name`), or report this tokenizer",
             )
+
+
+def _join(masks: list[Mask]) -> Mask:
+    ids, supervised, edges = (list(chain.from_iterable(column)) for column in zip(*masks, strict=True))
+    return ids, supervised, edges
 
 
 def _mask_by_offsets(encoding: Encoding, text: TextToEncode) -> Mask:
@@ -365,23 +347,13 @@ def _mask_by_offsets(encoding: Encoding, text: TextToEncode) -> Mask:
 
 
 def _token_offsets(encoding: Encoding, text: str) -> list[Span]:
-    """Return the offsets of tokens, with exact offsets for characters that are encoded as a run of bytes.
-
-    Unigram tokenizers return the offsets of the whole run for each of its bytes.
-    """
-    offsets, tokens = encoding.offsets, encoding.tokens
-    begin = 0
-    while begin < len(offsets):
-        x, y = offsets[begin]
-        end = begin + 1
-        while end < len(offsets) and offsets[end] == (x, y):
-            end += 1
-        run = (
-            [position for position in range(x, y) for _ in text[position].encode()]
-            if y - x > 1 and end - begin > 1
-            else []
-        )
-        if len(run) == end - begin and all(token.startswith("<0x") for token in tokens[begin:end]):
-            offsets[begin:end] = [(position, position + 1) for position in run]
-        begin = end
-    return offsets
+    """Return the offsets of tokens; Unigram tokenizers return those of a whole run of bytes for each byte in it."""
+    exact: list[Span] = []
+    for (x, y), run in groupby(zip(encoding.offsets, encoding.tokens, strict=True), key=itemgetter(0)):
+        tokens = [token for _, token in run]
+        spans = [(x, y)] * len(tokens)
+        if y - x > 1 and len(tokens) > 1 and all(token.startswith("<0x") for token in tokens):
+            by_byte = [(position, position + 1) for position in range(x, y) for _ in text[position].encode()]
+            spans = by_byte if len(by_byte) == len(tokens) else spans
+        exact += spans
+    return exact

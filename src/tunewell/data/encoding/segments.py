@@ -95,13 +95,9 @@ class EncodingPlan:
 
     def __init__(self, items: Sequence[FixedTokens | TextSegment], num_supervised_markers: int) -> None:
         self.ids = [item.ids if isinstance(item, FixedTokens) else [] for item in items]
-        self.edges = [_supervised_bytes(item) for item in items]
+        self.edges = [(0, _ALL if isinstance(item, FixedTokens) and item.is_supervised else 0, -1) for item in items]
         self.text_segments = [(index, item) for index, item in enumerate(items) if isinstance(item, TextSegment)]
         self.num_supervised_markers = num_supervised_markers
-
-
-def _supervised_bytes(item: FixedTokens | TextSegment) -> tuple[int, int, int]:
-    return (0, _ALL if isinstance(item, FixedTokens) and item.is_supervised else 0, -1)
 
 
 class SegmentBatch:
@@ -149,18 +145,13 @@ class SegmentTable:
         self.bounds = np.zeros(len(batch.ids) + 1, dtype=np.int64)
         np.cumsum(self.lengths, out=self.bounds[1:])
         self.tokens = np.fromiter(chain.from_iterable(batch.ids), dtype=np.uint32, count=int(self.bounds[-1]))
-        columns = np.fromiter(chain.from_iterable(batch.edges), dtype=np.int64, count=3 * len(batch.edges)).reshape(
-            -1, 3
-        )
-        self._a, self._b, self._size = columns[:, 0], columns[:, 1], columns[:, 2]
+        edges = np.fromiter(chain.from_iterable(batch.edges), dtype=np.int64, count=3 * len(batch.edges))
+        self._a, self._b, self._size = edges[0::3], edges[1::3], edges[2::3]
 
     def mask(
         self, byte_lengths: npt.NDArray[np.int64] | None
     ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], list[int]]:
-        """Return the tokens inside the supervised bytes of their segment, and the tokens that cross an edge of them.
-
-        Also return the texts whose token sizes do not add up, for which both masks are invalid.
-        """
+        """Return masks of the supervised tokens and of those that cross an edge, and the texts with wrong masks."""
         sizes = np.ones(len(self.tokens), dtype=np.int64) if byte_lengths is None else byte_lengths[self.tokens]
         ends = np.zeros(len(self.tokens) + 1, dtype=np.int64)
         np.cumsum(sizes, out=ends[1:])
@@ -170,6 +161,7 @@ class SegmentTable:
         supervised = (start >= a) & (end <= b)
         boundary = ((start < a) & (end > a)) | ((start < b) & (end > b))
         boundary &= b > a
+        # The token sizes of these texts do not add up.
         unsure = (self._size >= 0) & (self._b > self._a) & (ends[self.bounds[1:]] - base != self._size)
         return supervised, boundary, np.flatnonzero(unsure).tolist()
 
@@ -178,9 +170,6 @@ class SegmentTable:
         found = np.flatnonzero(is_control[self.tokens])
         item = np.searchsorted(self.bounds, found, side="right") - 1
         return found[self._size[item] >= 0]
-
-
-# Split a plan into fixed ids and text segments that are encoded for each row.
 
 
 def compile_plan(

@@ -28,28 +28,23 @@ _SAME_IN_PYTHON = {r"\s", r"\S", r"\r", r"\n", r"\t", r"\/", r"\-", r"\.", r"\'"
 _ASCII_CLASSES = {r"\p{L}": "A-Za-z", r"\p{N}": "0-9"}
 
 
-class WordTable:
+class WordTable(dict[str, list[int]]):
     """The token ids of all words seen so far."""
 
     def __init__(self, pattern: re.Pattern[str], backend: tokenizers.Tokenizer) -> None:
         """Create a table from the pattern that splits ASCII text and a tokenizer that does not split text."""
         self._pattern = pattern
-        self._ids = _Ids(backend)
+        self._backend = backend
 
     def encode(self, texts: Sequence[str]) -> list[list[int] | None]:
         """Return the ids of ASCII texts; None for a text that the pattern does not cover."""
-        findall, ids_of = self._pattern.findall, self._ids.__getitem__
+        findall, ids_of = self._pattern.findall, self.__getitem__
         ids: list[list[int] | None] = []
         for text in texts:
             words = findall(text)
             covers = sum(map(len, words)) == len(text)
             ids.append(list(chain.from_iterable(map(ids_of, words))) if covers else None)
         return ids
-
-
-class _Ids(dict[str, list[int]]):
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        self._backend = backend
 
     def __missing__(self, word: str) -> list[int]:
         [encoding] = self._backend.encode_batch_fast([word], add_special_tokens=False)

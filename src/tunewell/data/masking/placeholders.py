@@ -231,10 +231,7 @@ def is_equal_outside_redactions(text: str, redacted: str) -> bool:
 
 
 def with_separate_thinking(conversation: Conversation) -> list[tuple[Conversation, frozenset[int]]]:
-    """Return versions with thinking moved from replies (`<think>...</think>`) to its own field, as templates do.
-
-    One version strips the line ends around the thinking and one keeps them; each comes with the changed messages.
-    """
+    """Return versions with `<think>...</think>` moved to its own field, stripped or not, and the changed messages."""
     found = {
         index: message["content"].rpartition("</think>")
         for index, message in enumerate(conversation.messages)

@@ -129,8 +129,6 @@ def _end_between_turns(template: ChatTemplate, marker: re.Pattern[str], header: 
     return [end.group()]
 
 
-# Find where each turn begins and ends in a conversation rendered with placeholders.
-
 Span = tuple[int, int]
 
 

@@ -58,9 +58,6 @@ SOURCES = Registry(
     ],
 )
 
-
-# Find the row files that a config names and detect their format: JSONL, JSON, CSV, Parquet, Arrow or text.
-
 FORMATS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",

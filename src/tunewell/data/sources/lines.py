@@ -106,10 +106,7 @@ def _recoded(file: SourceFile, encoding: str) -> Iterator[bytes]:
 def read_lines(
     file: SourceFile, *, encoding: str, max_bytes: int, keep_ends: bool = False
 ) -> Iterator[bytes | TooLong]:
-    """Yield each line as UTF-8 bytes, without its line end unless `keep_ends`; invalid bytes are passed through.
-
-    A line over `max_bytes` is yielded as `TooLong` and never held in memory.
-    """
+    """Yield each line as UTF-8 with invalid bytes passed through; a line over `max_bytes` is yielded as `TooLong`."""
     return split_lines(read_utf8(file, encoding), max_bytes=max_bytes, keep_ends=keep_ends)
 
 

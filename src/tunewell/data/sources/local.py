@@ -105,10 +105,7 @@ def _is_corpus(folder: Path) -> bool:
 
 
 def _saved_dataset(folder: Path) -> list[Path] | None:
-    """Return the files that `datasets.save_to_disk` wrote, in its order; None for any other folder.
-
-    Of a dataset with several splits only `train` is read.
-    """
+    """Return the files of `datasets.save_to_disk` in its order, only of the split `train`; None for other folders."""
     if (folder / _SPLITS).is_file():
         splits = [str(split) for split in _read_listing(folder / _SPLITS, "splits")]
         if "train" not in splits:

@@ -13,8 +13,6 @@ from tunewell.data.sources.base import SourceFile
 from tunewell.data.sources.lines import TooLong, detect_encoding, read_lines, read_utf8
 from tunewell.data.sources.tables import arrow_rows, parquet_rows
 
-# Read the rows of a `.json` file, which is parsed as a whole.
-
 MAX_JSON_BYTES = 512 << 20
 """Parsing takes about eight times the size of the file in memory."""
 _MAX_NESTING = 900
@@ -77,10 +75,7 @@ Record = Any
 
 
 def read_records(file: SourceFile, *, text_rows: str, encoding: str, max_bytes: int) -> Iterator[tuple[int, Record]]:
-    """Yield each record of a file with its number; a record that cannot be read is yielded as `Rejected`.
-
-    Records are counted from 1; rows of a `.txt` file have the number of their first line.
-    """
+    """Yield each record, or `Rejected`, with its number from 1; rows of a `.txt` file have that of their first line."""
     if file.format == "parquet":
         return enumerate(parquet_rows(file), start=1)
     if file.format == "arrow":

@@ -23,8 +23,6 @@ from tunewell.core.errors import UserError
 from tunewell.data.rows.conversation import Message
 from tunewell.data.templates.sandbox import TemplateFailed, TemplateLimit, TemplateSandbox
 
-# Template input: plain data only, with the reasoning of a message under each name that templates read.
-
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -77,10 +75,7 @@ def _plain_size(value: Any) -> int:
 
 
 def plain_data(value: Any) -> Any:
-    """Return a copy made of text, numbers, lists and dicts only; any other object becomes `<its type>`.
-
-    A template must not reach the methods of arrays, images or enums.
-    """
+    """Return a copy of text, numbers, lists and dicts only, so that templates reach no methods of other objects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):
@@ -224,8 +219,6 @@ def _midnight(date: str) -> datetime:
     except ValueError as error:
         raise UserError(f"`{date}` is not a date", fix="write a date as 2025-01-31") from error
 
-
-# Built-in templates, and the markers that a template needs as single tokens.
 
 _DECLARED = re.compile(r"\A\s*\{#-?\s*markers:(.*?)-?#\}", re.DOTALL)
 _MARKER = re.compile(r"<\|[^<>|\s]{1,60}\|>|<｜[^<>｜\s]{1,60}｜>|<(?:start|end)_of_[a-z]+>|</?s>|<[be]os>")

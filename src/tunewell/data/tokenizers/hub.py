@@ -139,10 +139,7 @@ def _adds_bos(backend: Tokenizer, special: dict[str, str]) -> bool:
 
 
 def _rebuilt_as_llama(text: str, config: dict[str, Any]) -> str:
-    """Replace the pipeline as transformers 5 does for this class: a prefix space before the first text only.
-
-    Most files say "before every text", which is what transformers 4 did.
-    """
+    """Replace the pipeline as transformers 5 does: a prefix space before the first text only."""
     raw = json.loads(text)
     if "ByteLevel" in json.dumps([raw["pre_tokenizer"], raw["decoder"]]):
         return text

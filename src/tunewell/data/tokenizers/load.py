@@ -31,7 +31,6 @@ class AddedTokenInfo:
     special: bool
     lstrip: bool
     rstrip: bool
-    normalized: bool
     single_word: bool
 
 
@@ -101,10 +100,7 @@ class LoadedTokenizer:
 
 
 def load_tokenizer(model: str | Path) -> LoadedTokenizer:
-    """Load the tokenizer of a model folder, a file, a package or a hub id (see `core.model_files.locate`).
-
-    Raise UserError if there is none, if a file is damaged, or if it uses an unsupported feature.
-    """
+    """Load the tokenizer of what `core.model_files.locate` finds; raise UserError if it is missing or unsupported."""
     files = locate(model)
     if "tokenizer.json" in files.small:
         return _make_tokenizer(load_tokenizer_json(files), files.source, "tokenizer.json")
@@ -124,8 +120,7 @@ def _load_sentencepiece(files: ModelFiles, path: Path) -> TokenizerParts:
     backend = sentencepiece.build_tokenizer(model)
     table = read_special_tokens(files, {})
     special = model.special_tokens() | table.special_tokens()
-    known = backend.get_added_tokens_decoder().values()
-    contents = {token.content for token in known}
+    contents = {token.content for token in backend.get_added_tokens_decoder().values()}
     more = [token for token in table.additions(backend) if token.content not in contents]
     # Match them in the normalised text like the markers of the file; else the text after each would get a dummy space.
     sentencepiece.add_markers(backend, [_normalized(token) for token in more])
@@ -143,9 +138,7 @@ def _normalized(token: AddedToken) -> AddedToken:
 def _make_tokenizer(parts: TokenizerParts, source: str, kind: Kind) -> LoadedTokenizer:
     backend = parts.backend
     added = {
-        token.content: AddedTokenInfo(
-            number, token.special, token.lstrip, token.rstrip, token.normalized, token.single_word
-        )
+        token.content: AddedTokenInfo(number, token.special, token.lstrip, token.rstrip, token.single_word)
         for number, token in sorted(backend.get_added_tokens_decoder().items())
     }
     vocabulary = backend.get_vocab(with_added_tokens=True)
@@ -192,17 +185,11 @@ def _lost_bytes(vocabulary: dict[str, int]) -> frozenset[int]:
     return frozenset(lost - _NEVER_IN_TEXT)
 
 
-# Show the text of single tokens, for `tunewell inspect`.
-
-_SPACE_MARK = "\u2581"
-
-
 def token_texts(tokenizer: LoadedTokenizer, ids: Sequence[int]) -> list[str]:
     """Return the text of each token; an incomplete character is shown as its bytes, like `<E2 82>`."""
     backend = tokenizer.backend
     if tokenizer.byte_lengths is None:
-        names = [backend.id_to_token(token) or "" for token in ids]
-        return [name.replace(_SPACE_MARK, " ") for name in names]
+        return [(backend.id_to_token(token) or "").replace("\u2581", " ") for token in ids]
     added = {facts.id: text for text, facts in tokenizer.added.items()}
     return [added[token] if token in added else _from_bytes(backend.id_to_token(token) or "") for token in ids]
 

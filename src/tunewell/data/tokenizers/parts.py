@@ -46,10 +46,7 @@ def load_table(name: str) -> dict[str, Any]:
 
 
 def byte_alphabet() -> dict[int, str]:
-    """Return the character that byte-level BPE writes for each byte.
-
-    Printable Latin-1 bytes stand for themselves; the others are mapped, in order, to code points from U+0100 on.
-    """
+    """Return the character that byte-level BPE writes for each byte: itself, or one from U+0100 on if not printable."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(0x100) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}

@@ -135,8 +135,6 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     raise ValueError("number too long")
 
 
-# Rebuild the tokenizer.
-
 _SPACE = "▁"
 
 AfterMarkers = Literal["nothing", "space"]
@@ -146,10 +144,7 @@ _DUMMY_SPACE_MARKS = {"nothing": "(?#dummy space)", "space": "(?#dummy space, al
 
 
 def build_tokenizer(model: SentencePieceModel, *, after_markers: AfterMarkers = "nothing") -> Tokenizer:
-    """Return a tokenizer with the ids of `sentencepiece` for plain text, and markers as single tokens.
-
-    Markers are searched in the normalised text, so that spaces next to a marker do not change.
-    """
+    """Return a tokenizer with the ids of `sentencepiece` for plain text, and markers as single tokens."""
     vocabulary = {piece: index for index, piece in enumerate(model.pieces)}
     if len(vocabulary) != len(model.pieces):
         raise UserError("the vocabulary contains a piece twice", fix="use a `tokenizer.json` instead")
@@ -173,6 +168,7 @@ def build_tokenizer(model: SentencePieceModel, *, after_markers: AfterMarkers = 
     backend.decoder = decoders.Sequence(
         [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
+    # Markers are searched in the normalised text, so that spaces next to a marker do not change.
     add_markers(
         backend,
         [
