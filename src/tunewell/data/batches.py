@@ -107,7 +107,6 @@ class DataOrder:
         return Step(number, epoch, steps[index], epoch + done / len(self.lengths))
 
     def _begin(self, epoch: int) -> int:
-        """Return the first step of an epoch."""
         while len(self._begins) <= epoch:
             last = len(self._begins) - 1
             self._begins.append(self._begins[last] + len(self._cut(last)))

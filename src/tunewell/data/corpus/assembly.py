@@ -134,7 +134,23 @@ class Assembly:
             held_out = _as_numbers(block.question)[:, 0] / _TWO_64 < self._held_out_share
         ledger.documents += int((keep & ~held_out).sum())
         ledger.held_out += int((keep & held_out).sum())
-        self._store(block, keep, supervised, rows, held_out)
+        keep_token = np.repeat(keep, block.lengths)
+        lengths = block.lengths[keep]
+        columns = {
+            "tokens": block.tokens[keep_token],
+            "supervised": supervised[keep_token],
+            "lengths": lengths,
+            "begins": self.num_tokens + np.cumsum(lengths) - lengths,
+            "boundary": block.boundary[keep],
+            "source": np.full(len(lengths), len(self.sources) - 1),
+            "row": rows[keep],
+            "is_held_out": held_out[keep],
+            "whole": _as_numbers(block.whole)[keep],
+            "question": _as_numbers(block.question)[keep],
+        }
+        for name, values in columns.items():
+            self._write(name, values)
+        self.num_tokens += int(lengths.sum())
 
     def drop(self, ledger: SourceLedger, row: int, reason: str, detail: str = "") -> None:
         """Count a dropped row and write it to `dropped.jsonl`."""
@@ -151,28 +167,6 @@ class Assembly:
             ledger.documents -= 1
         documents.is_dropped[index] = True
         self.drop(ledger, int(documents.row[index]), reason, detail)
-
-    def _store(
-        self,
-        block: TokenizedBlock,
-        keep: npt.NDArray[np.bool_],
-        supervised: npt.NDArray[np.bool_],
-        rows: npt.NDArray[np.int64],
-        held_out: npt.NDArray[np.bool_],
-    ) -> None:
-        keep_token = np.repeat(keep, block.lengths)
-        self._write("tokens", block.tokens[keep_token])
-        self._write("supervised", supervised[keep_token])
-        lengths = block.lengths[keep]
-        self._write("lengths", lengths)
-        self._write("begins", self.num_tokens + np.cumsum(lengths) - lengths)
-        self._write("boundary", block.boundary[keep])
-        self._write("source", np.full(len(lengths), len(self.sources) - 1))
-        self._write("whole", _as_numbers(block.whole)[keep])
-        self._write("question", _as_numbers(block.question)[keep])
-        self._write("row", rows[keep])
-        self._write("is_held_out", held_out[keep])
-        self.num_tokens += int(lengths.sum())
 
     def _write(self, name: str, values: npt.NDArray[Any]) -> None:
         # Not `tofile`: it reports a full disk as "1000 requested and 0 written", without saying why.

@@ -33,8 +33,6 @@ def to_numpy(values: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
 
 SHARD_TOKENS = 1 << 22
 _BATCH_TOKENS = 1 << 18
-IGNORED_LABEL = -100
-"""Label of tokens that are not supervised, as PyTorch's cross entropy ignores it."""
 BYTES_PER_TOKEN = 8
 """In a shard: an id and a label, 4 bytes each."""
 
@@ -107,7 +105,7 @@ class _Sequences:
         self._sequence[order] = first + of_sequence
         self._start[order] = starts - in_tokens[of_sequence]
         self.supervised[order] = np.add.reduceat(is_supervised, starts, dtype=np.int64)
-        labels = np.where(is_supervised, ids, np.int32(IGNORED_LABEL))
+        labels = np.where(is_supervised, ids, np.int32(-100))  # PyTorch's cross entropy ignores it
         columns = [
             pa.ListArray.from_arrays(to_arrow(in_tokens), to_arrow(ids)),
             pa.ListArray.from_arrays(to_arrow(in_tokens), to_arrow(labels)),

@@ -34,47 +34,40 @@ class FixedTokens:
     is_supervised: bool
 
 
+@dataclass(slots=True)
 class TextSegment:
-    """Text between two markers, with slots for message texts."""
+    """Text between two markers, with slots for message texts; a marker beside it can strip white space."""
 
-    def __init__(
-        self,
-        parts: Sequence[tuple[str, int, bool]],
-        trims: Sequence[Trim],
-        *,
-        position: Position,
-        strip_left: bool = False,
-        strip_right: bool = False,
-    ) -> None:
-        """Create a segment of (template text, slot or -1, is supervised); a marker beside it can strip white space."""
-        self.position = position
-        self._parts, self._trims = parts, trims
-        self._strip_left, self._strip_right = strip_left, strip_right
+    pieces: Sequence[Piece]
+    trims: Sequence[Trim]
+    position: Position
+    strip_left: bool = False
+    strip_right: bool = False
 
     def fill(self, texts: Sequence[str]) -> tuple[str, list[Span]]:
         """Return the text with these message texts, and its supervised spans in characters."""
         parts: list[str] = []
         spans: list[Span] = []
         start = 0
-        for literal, slot, is_supervised in self._parts:
-            part = literal if slot < 0 else self._trims[slot](texts[slot])
+        for piece in self.pieces:
+            part = piece.text if piece.slot < 0 else self.trims[piece.slot](texts[piece.slot])
             parts.append(part)
             end = start + len(part)
-            if is_supervised and part:
+            if piece.is_supervised and part:
                 if spans and spans[-1][1] == start:
                     spans[-1] = (spans[-1][0], end)
                 else:
                     spans.append((start, end))
             start = end
         text = "".join(parts)
-        return self._stripped(text, spans) if self._strip_left or self._strip_right else (text, spans)
+        return self._stripped(text, spans) if self.strip_left or self.strip_right else (text, spans)
 
     def _stripped(self, text: str, spans: list[Span]) -> tuple[str, list[Span]]:
-        if self._strip_left:
+        if self.strip_left:
             bare = text.lstrip(_WHITE_SPACE)
             cut = len(text) - len(bare)
             text, spans = bare, [(max(0, a - cut), max(0, b - cut)) for a, b in spans]
-        if self._strip_right:
+        if self.strip_right:
             text = text.rstrip(_WHITE_SPACE)
             spans = [(a, min(b, len(text))) for a, b in spans]
         return text, [(a, b) for a, b in spans if b > a]
@@ -186,7 +179,7 @@ def compile_plan(
         marker = added[piece.text] if piece is not None else None
         if run:
             segment = TextSegment(
-                [(part.text, part.slot, part.is_supervised) for part in run],
+                run,
                 plan.trims,
                 position=Position(not items, marker is None),
                 strip_left=strips_left,
@@ -208,7 +201,7 @@ def compile_plain_text(tokenizer: LoadedTokenizer) -> EncodingPlan:
     bos, eos = special.get("bos_token"), special.get("eos_token")
     begin = [added[bos].id] if tokenizer.adds_bos and bos in added else []
     end = [added[eos].id] if eos in added else []
-    segment = TextSegment([("", 0, True)], [NO_TRIM], position=Position(not begin, not end))
+    segment = TextSegment([Piece("", slot=0, is_supervised=True)], [NO_TRIM], Position(not begin, not end))
     return EncodingPlan([FixedTokens(begin, True), segment, FixedTokens(end, True)], len(end))
 
 

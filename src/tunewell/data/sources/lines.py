@@ -88,19 +88,12 @@ def detect_encoding(file: SourceFile, configured: str) -> str:
 
 def read_utf8(file: SourceFile, encoding: str) -> Iterator[bytes]:
     """Yield the text of a file in blocks of UTF-8 without byte order mark; invalid bytes become invalid UTF-8."""
-    is_first = True
-    for block in read_bytes(file) if encoding in ("utf-8", "utf-8-sig") else _recoded(file, encoding):
-        yield block.removeprefix(codecs.BOM_UTF8) if is_first else block
-        is_first = False
-
-
-def _recoded(file: SourceFile, encoding: str) -> Iterator[bytes]:
-    decoder = codecs.getincrementaldecoder(encoding)(errors="tunewell-escape")
-    for block in read_bytes(file):
-        if text := decoder.decode(block):
-            yield text.encode("utf-8", "surrogatepass")
-    if text := decoder.decode(b"", final=True):
-        yield text.encode("utf-8", "surrogatepass")
+    blocks = read_bytes(file)
+    if encoding not in ("utf-8", "utf-8-sig"):
+        texts = codecs.iterdecode(blocks, encoding, errors="tunewell-escape")
+        blocks = (text.encode("utf-8", "surrogatepass") for text in texts)
+    yield next(blocks, b"").removeprefix(codecs.BOM_UTF8)
+    yield from blocks
 
 
 def read_lines(

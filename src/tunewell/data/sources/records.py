@@ -3,6 +3,7 @@
 import csv
 import re
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from tunewell.core.errors import UserError
@@ -111,10 +112,6 @@ class _CsvLines:
     def begin_record(self) -> None:
         self._num_bytes = 0
 
-    def put_back(self, line: str) -> None:
-        self._waiting.insert(0, line)
-        self.num_lines -= 1
-
     def __iter__(self) -> "_CsvLines":
         return self
 
@@ -164,8 +161,7 @@ def _csv_head(file: SourceFile, lines: _CsvLines) -> tuple[Iterator[list[str]], 
         head = next((line for line in lines if line.strip()), "")
         delimiters = "\t" if file.format == "tsv" else _DELIMITERS
         delimiter = max(delimiters, key=lambda mark: len(next(csv.reader([head], delimiter=mark), [])))
-        lines.put_back(head)
-        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        reader = csv.reader(chain([head], lines), delimiter=delimiter, strict=True)
         names = [name.strip() for name in next(reader, [])]
     except (_RecordTooLarge, csv.Error) as error:
         raise UserError(f"the first line of `{file.name}` cannot be read as column names: {error}") from error

@@ -70,10 +70,8 @@ class Budget:
             raise TemplateLimit(f"the template creates a value of more than {self.max_chars:,} characters")
 
     def measure(self, value: Any) -> int:
-        """Return the characters of a value written out in full, where shared parts count each time they appear.
-
-        `x = [x, x]` thirty times over is thirty small lists, but a billion characters to print, compare or hash.
-        """
+        """Return the characters of a value written out in full, where shared parts count each time they appear."""
+        # `x = [x, x]` thirty times over is thirty small lists, but a billion characters to print, compare or hash.
         num_chars, level = 0, [value]
         for _ in range(MAX_NESTING):
             below: list[Any] = []
@@ -101,10 +99,7 @@ class Budget:
         raise TemplateLimit(f"the template nests values more than {MAX_NESTING} levels deep")
 
     def admit(self, value: Any) -> Any:
-        """Return a value that is small enough to be printed, compared, hashed or passed to a function.
-
-        An iterator becomes one that charges and admits each item.
-        """
+        """Return a value that is small enough to be printed, compared, hashed or passed on; check iterators lazily."""
         if type(value) not in _SCALARS:
             if is_iterator(value):
                 return (self.charge(64 + sys.getsizeof(item), self.admit(item)) for item in value)

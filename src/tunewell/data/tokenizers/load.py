@@ -46,11 +46,9 @@ class LoadedTokenizer:
     special_tokens: dict[str, str]
     """`bos_token`, `eos_token` and so on, as chat templates read them; only those that the model defines."""
     chat_template: str | None
-    """The template of the model."""
     adds_bos: bool
     """Whether plain text starts with the bos token."""
     control_ids: frozenset[int]
-    """The ids of all special tokens."""
     added: dict[str, AddedTokenInfo]
     vocab_size: int
     """The highest id plus one."""
@@ -163,7 +161,6 @@ def _make_tokenizer(parts: TokenizerParts, source: str, kind: Kind) -> LoadedTok
 
 
 def _is_byte_level(backend: Tokenizer) -> bool:
-    """Return whether the tokenizer is byte-level BPE without a prefix space."""
     if not isinstance(backend.model, models.BPE) or backend.pre_tokenizer is None:
         return False
     state = orjson.loads(backend.pre_tokenizer.__getstate__())
