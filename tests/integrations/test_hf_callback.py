@@ -21,7 +21,7 @@ from forked import in_child
 from tunewell import HealthCallback, UserError
 from tunewell.diagnosis.readers import read_log, read_run
 from tunewell.integrations.hf_callback.callback import HealthStop, TrainedLoss
-from tunewell.integrations.hf_callback.signals import SignalRecorder, TrainerSettings, locate_fault
+from tunewell.integrations.hf_callback.signals import SignalRecorder, locate_fault
 from tunewell.records.events import read_events
 from tunewell.records.healing import read_healing
 
@@ -525,7 +525,7 @@ def test_losses_of_micro_batches_count_by_what_is_learned(losses, learned, expec
             return {"loss": self.weight.sum() * 0 + loss}
 
     model = Told(1, 1)
-    signals = SignalRecorder(model, TrainerSettings(torch.device("cpu")))
+    signals = SignalRecorder(model, torch.device("cpu"))
     for loss, number in zip(losses, learned, strict=True):
         model(labels=torch.tensor([[7] + [7] * number + [-100] * 2]), loss=loss)["loss"].backward()
     taken = signals.read(scale=None, is_stopping=False)

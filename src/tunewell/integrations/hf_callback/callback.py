@@ -22,7 +22,7 @@ from transformers.trainer_callback import TrainerCallback
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
 from tunewell.integrations.hf_callback.logs import HealthLog
-from tunewell.integrations.hf_callback.signals import SignalRecorder, StepSignals, TrainerSettings, locate_fault
+from tunewell.integrations.hf_callback.signals import SignalRecorder, StepSignals, locate_fault
 from tunewell.records.healing import ActionName, HealingEntry
 from tunewell.training.health import Finding, HealthMonitor, RunContext, StepMetrics
 
@@ -132,7 +132,12 @@ class HealthCallback(TrainerCallback):
         self._logs = HealthLog(folder, finished_steps=state.global_step, is_on=self._is_first, say=self._print)
         self._monitor = HealthMonitor(_run_context(args, model))
         self._loss = TrainedLoss(finished_steps=state.global_step)
-        self._signals = SignalRecorder(model, _trainer_settings(args))
+        self._signals = SignalRecorder(
+            model,
+            args.device,
+            max_grad_norm=float(args.max_grad_norm or 0.0),
+            is_loss_shared=bool(getattr(args, "average_tokens_across_devices", False)),
+        )
         self._pending = self._fault = self._possible_fault = None
         self._reported.clear()
         self._clock = time.perf_counter()
@@ -254,22 +259,16 @@ class HealthCallback(TrainerCallback):
             # raises an error if there are no gradients at all.
             for parameter in model.parameters():
                 parameter.grad = None
-        if worst.severity == "note":
-            self._write(worst, "none", worst.words)
-            return
-        if worst.name == "nothing-to-learn":
-            self._write(worst, "skip", worst.words)
+        if worst.severity == "note" or worst.name == "nothing-to-learn":
+            self._write(worst, "none" if worst.severity == "note" else "skip", worst.words)
             return
         place, remark = None, ""
         if worst.name not in self._reported:
             place, remark = self._locate(model, is_loss_bad=not step.is_loss_finite)
         words = f"{worst.words}{f' ({place})' if place else ''}: the update was skipped{remark}"
-        if self._action == "warn":
-            self._write(worst, "skip", words, place=place)
-            return
-        self._write(worst, "stop", words, place=place)
-        fix = advice(worst.name, place)
-        self._raise(f"{worst.words}; the update was skipped{remark}", step=metrics.step, place=place, fix=fix)
+        self._write(worst, "skip" if self._action == "warn" else "stop", words, place=place)
+        if self._action == "stop":
+            self._raise(f"{worst.words}; the update was skipped{remark}", worst, place=place)
 
     def _locate(self, model: nn.Module, *, is_loss_bad: bool) -> tuple[str | None, str]:
         """Return the first tensor that is not finite, and a remark if it is unknown."""
@@ -284,14 +283,13 @@ class HealthCallback(TrainerCallback):
     def _stop_late(self, finished: int) -> None:
         """Stop for a fault of the previous step or of another rank."""
         found = self._fault or Finding("fault", "fault", finished, "another rank found a fault")
-        fix = advice(found.name)
-        self._raise(f"{found.words}; stopped after step {count(finished)}", step=found.step, place=None, fix=fix)
+        self._raise(f"{found.words}; stopped after step {count(finished)}", found)
 
-    def _raise(self, what: str, *, step: int, place: str | None, fix: str) -> None:
-        log = self._logs.healing_path
+    def _raise(self, what: str, finding: Finding, *, place: str | None = None) -> None:
+        log, fix = self._logs.healing_path, advice(finding.name, place)
         self._finish()
         self._close()
-        raise HealthStop(what, step=step, place=place, log=log, fix=fix)
+        raise HealthStop(what, step=finding.step, place=place, log=log, fix=fix)
 
     def _write(self, finding: Finding, action: ActionName, words: str, *, place: str | None = None) -> None:
         """Log a finding and print it unless it is a note; each kind is printed once, loss spikes every time."""
@@ -315,11 +313,6 @@ class HealthCallback(TrainerCallback):
             self._signals = None
         if self._filtered_args is not None:
             self._filtered_args.logging_nan_inf_filter, self._filtered_args = True, None
-
-
-def _trainer_settings(args: Any) -> TrainerSettings:
-    is_shared = bool(getattr(args, "average_tokens_across_devices", False))
-    return TrainerSettings(args.device, max_grad_norm=float(args.max_grad_norm or 0.0), is_loss_shared=is_shared)
 
 
 def _run_context(args: Any, model: Any) -> RunContext:

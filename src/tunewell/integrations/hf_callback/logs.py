@@ -26,8 +26,7 @@ class HealthLog:
         self._say = say
         self._events: EventLog | None = None
         self._healing: EventLog | None = None
-        self._best: float | None = None
-        self._is_on = is_on
+        self._best = math.inf
         if not is_on:
             return
         try:
@@ -48,7 +47,7 @@ class HealthLog:
 
     def evaluation(self, step: int, loss: float, *, seconds: float | None) -> None:
         """Write an evaluation."""
-        is_best = math.isfinite(loss) and (self._best is None or loss < self._best)
+        is_best = -math.inf < loss < self._best
         self._best = loss if is_best else self._best
         if self._events is not None:
             known = {} if seconds is None else {"seconds": seconds}
@@ -56,7 +55,7 @@ class HealthLog:
 
     def heal(self, entry: HealingEntry) -> None:
         """Write a finding and its action; the file is created with the first entry."""
-        if not self._is_on:
+        if self._events is None:
             return
         if self._healing is None:
             self._healing = EventLog(self.healing_path, on_trouble=self._say)

@@ -46,22 +46,17 @@ class StepSignals:
         return self.grad_norm is None or math.isfinite(self.grad_norm)
 
 
-@dataclass(frozen=True)
-class TrainerSettings:
-    """How the trainer scales losses and clips gradients."""
-
-    device: torch.device
-    max_grad_norm: float = 0.0
-    """0 without clipping."""
-    is_loss_shared: bool = False
-    """Whether each rank divides its loss by the tokens of all ranks, so that losses add up."""
-
-
 class SignalRecorder:
-    """Records a model's losses and gradients with hooks; changes nothing, and synchronises only in `read`."""
+    """Records a model's losses and gradients with hooks; changes nothing, and synchronises only in `read`.
 
-    def __init__(self, model: nn.Module, settings: TrainerSettings) -> None:
-        self._settings = settings
+    `max_grad_norm` is 0 without clipping. With `is_loss_shared` each rank divides its loss by the tokens of all ranks,
+    so that losses add up.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, *, max_grad_norm: float = 0.0, is_loss_shared: bool = False
+    ) -> None:
+        self._device, self._max_grad_norm, self._is_loss_shared = device, max_grad_norm, is_loss_shared
         self._parameters = list(model.named_parameters())
         self._is_paused = self._is_queued = False
         self.is_loss_used = False
@@ -103,7 +98,7 @@ class SignalRecorder:
     @torch.no_grad()
     def read(self, *, scale: float | None, is_stopping: bool) -> StepSignals:
         """Return the step's numbers with one device synchronisation; `scale` is the loss scale of fp16."""
-        device = self._settings.device
+        device = self._device
         self._norms_now = self._gradient_norms()
         zero = torch.zeros((), device=device)
         numbers = torch.stack(
@@ -119,7 +114,7 @@ class SignalRecorder:
         if world > 1:
             torch.distributed.all_reduce(numbers)
         stopping, loss, before, now, tokens, supervised = numbers.tolist()
-        is_summed = self._settings.is_loss_shared and self._is_divided
+        is_summed = self._is_loss_shared and self._is_divided
         return StepSignals(
             loss=(loss if is_summed else loss / world) if self._losses else None,
             grad_norm=self._norm(before, now, scale=scale or 1.0, is_single=world == 1),
@@ -143,12 +138,12 @@ class SignalRecorder:
             return None
         if self._norms is not None:
             return before / scale
-        limit = self._settings.max_grad_norm
-        return now if not limit or now < _UNCLIPPED_SHARE * limit else None
+        is_unclipped = not self._max_grad_norm or now < _UNCLIPPED_SHARE * self._max_grad_norm
+        return now if is_unclipped else None
 
     def _combined_loss(self) -> Tensor:
         """Combine the micro-batch losses: a sum if each is divided by the tokens of the step, else a weighted mean."""
-        losses = torch.stack([loss.to(self._settings.device) for loss in self._losses])
+        losses = torch.stack([loss.to(self._device) for loss in self._losses])
         if self._is_divided:
             return losses.sum()
         if len(self._supervised) != len(self._losses):
@@ -220,10 +215,9 @@ def loss_of(output: Any) -> Tensor | None:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield every floating-point tensor in nested tuples, lists and dicts."""
+    """Yield every tensor in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
+        yield value
     elif isinstance(value, dict | tuple | list):
         for part in value.values() if isinstance(value, dict) else value:
             yield from tensors_of(part)
@@ -267,20 +261,13 @@ class Fault:
     """Why it is unknown."""
 
 
-@torch.no_grad()
-def first_bad_weight(model: nn.Module) -> str | None:
-    """Return the name of the first parameter or buffer that is not finite."""
-    weights = (*model.named_parameters(), *model.named_buffers())
-    return next((name for name, weight in weights if weight.is_floating_point() and not _is_finite(weight)), None)
-
-
 def locate_fault(
     model: nn.Module, batches: Sequence[Batch], *, bad_gradients: Sequence[str], is_loss_bad: bool
 ) -> Fault:
     """Return the first tensor of a step that is not finite; every rank must call this, and all get the same result.
 
-    Checks the weights, then computes the batches again with hooks. `bad_gradients` are the parameters whose gradients
-    are known not to be finite, in the model's order. The model and the random state stay unchanged.
+    `bad_gradients` are the parameters whose gradients are known not to be finite, in the model's order. The model and
+    the random state stay unchanged.
     """
     found = _find_here(model, batches, bad_gradients, is_loss_bad=is_loss_bad)
     if world_size() == 1:
@@ -291,14 +278,17 @@ def locate_fault(
 
 
 def _find_here(model: nn.Module, batches: Sequence[Batch], bad: Sequence[str], *, is_loss_bad: bool) -> Fault:
-    if weight := first_bad_weight(model):
-        return Fault(f"weight `{weight}`")
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
+        if not _is_finite(weight):
+            return Fault(f"weight `{name}`")
     # If the loss is not finite, no gradient is, so they do not locate the fault.
     known = Fault(f"gradient of `{bad[-1]}`") if bad and not is_loss_bad else None
-    if is_sharded(model):
+    if _is_sharded(model):
         return known or Fault(None, "a sharded model is not computed again")
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     try:
-        with _unchanged_state(model):
+        # The random state is restored afterwards.
+        with torch.random.fork_rng(devices=list(devices)), torch.compiler.set_stance("force_eager"):
             if place := _in_forward(model, batches):
                 return Fault(place)
             place = None if known or is_loss_bad else _in_backward(model, batches)
@@ -307,11 +297,10 @@ def _find_here(model: nn.Module, batches: Sequence[Batch], bad: Sequence[str], *
     return known or Fault(place, "" if place else "computed again, the batch was finite")
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Return True if each rank holds a part of every weight (FSDP, DeepSpeed stage 3)."""
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        return True
-    return any(hasattr(p, "to_local") or hasattr(p, "ds_id") for p in model.parameters())  # FSDP 2, DeepSpeed's stage 3
+def _is_sharded(model: nn.Module) -> bool:
+    """Return True if each rank holds a part of every weight: FSDP, FSDP 2 or DeepSpeed stage 3."""
+    is_wrapped = any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
+    return is_wrapped or any(hasattr(p, "to_local") or hasattr(p, "ds_id") for p in model.parameters())
 
 
 def _in_forward(model: nn.Module, batches: Sequence[Batch]) -> str | None:
@@ -349,14 +338,6 @@ def _in_backward(model: nn.Module, batches: Sequence[Batch]) -> str | None:
         if bad:
             return f"gradient of `{bad[-1]}`"
     return None
-
-
-@contextmanager
-def _unchanged_state(model: nn.Module) -> Iterator[None]:
-    """Compute without torch.compile, and restore the random state afterwards."""
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)), torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def _is_finite(tensor: Tensor) -> bool:
