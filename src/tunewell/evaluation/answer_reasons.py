@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from tunewell.config.rules import VerdictRules
 from tunewell.core.units import count, percent
@@ -79,20 +78,29 @@ _KINDS = (
 
 def faulty_answers(measured: Measurements, rules: VerdictRules) -> Iterator[Reason]:
     """Yield a reason for each kind of fault that is too frequent, or for the most frequent if only their sum is."""
-    asked, total = len(measured.questions), sum(bool(question.tuned.faults) for question in measured.questions)
+    questions, asked = measured.questions, len(measured.questions)
+    total = sum(bool(question.tuned.faults) for question in questions)
     if not _is_too_many(total, asked, rules):
         return
-    counts = {kind.code: sum(_has_fault(question, kind) for question in measured.questions) for kind in _KINDS}
-    most_frequent = max(_KINDS, key=lambda kind: counts[kind.code])
-    has_reason = False
-    for kind in _KINDS:
-        number = counts[kind.code]
-        if _is_too_many(number, asked, rules) or (kind is most_frequent and not has_reason):
-            has_reason = True
-            # If no kind alone makes half of the answers faulty but all together do, the most frequent one is FAIL.
-            fails = number >= HALF * asked or (total >= HALF * asked and kind is most_frequent and number < total)
-            level = soften("FAIL" if fails else "WEAK", asked)
-            yield _fault_reason(kind, measured, rules, (number, total, asked), level)
+    faulty = [[each for each in questions if set(each.tuned.faults) & set(kind.faults)] for kind in _KINDS]
+    most_frequent = max(faulty, key=len)
+    for kind, found in zip(_KINDS, faulty, strict=True):
+        number = len(found)
+        if not _is_too_many(number, asked, rules) and found is not most_frequent:
+            continue
+        # If no kind alone makes half of the answers faulty but all together do, the most frequent one is FAIL.
+        fails = number >= HALF * asked or (total >= HALF * asked and found is most_frequent)
+        others = f", {count(total)} with other faults included" if total > number else ""
+        is_softened = asked < FEW_QUESTIONS and number >= HALF * asked
+        few = f" With fewer than {FEW_QUESTIONS} questions this is not a FAIL." if is_softened else ""
+        yield Reason(
+            code=kind.code,
+            level=soften("FAIL" if fails else "WEAK", asked),
+            what=f"{count(number)} of {count(asked, 'answer')} {kind.does}{others} "
+            f"(limit: {percent(rules.max_faults, 0)} faulty).{few}",
+            example=quote_answer(found[0]),
+            next=kind.next.format(inspect=measured.inspect_command, third=suggest_rate(measured, 1 / 3)),
+        )
 
 
 def few_right(measured: Measurements, rules: VerdictRules) -> Iterator[Reason]:
@@ -160,35 +168,9 @@ def _describe_loss(measured: Measurements, lost: int, won: int) -> str | None:
     )
 
 
-def _has_fault(question: AnsweredQuestion, kind: _FaultKind) -> bool:
-    return any(fault in kind.faults for fault in question.tuned.faults)
-
-
 def _is_too_many(number: int, asked: int, rules: VerdictRules) -> bool:
     is_enough = number >= min(MIN_FAULTY, asked) or rules.max_faults == 0
     return number > rules.max_faults * asked and is_enough
-
-
-def _fault_reason(
-    kind: _FaultKind,
-    measured: Measurements,
-    rules: VerdictRules,
-    numbers: tuple[int, int, int],
-    level: Literal["WEAK", "FAIL"],
-) -> Reason:
-    number, total, asked = numbers
-    others = f", {count(total)} with other faults included" if total > number else ""
-    is_softened = asked < FEW_QUESTIONS and number >= HALF * asked
-    few = f" With fewer than {FEW_QUESTIONS} questions this is not a FAIL." if is_softened else ""
-    example = next((question for question in measured.questions if _has_fault(question, kind)), None)
-    return Reason(
-        code=kind.code,
-        level=level,
-        what=f"{count(number)} of {count(asked, 'answer')} {kind.does}{others} "
-        f"(limit: {percent(rules.max_faults, 0)} faulty).{few}",
-        example=quote_answer(example) if example else None,
-        next=kind.next.format(inspect=measured.inspect_command, third=suggest_rate(measured, 1 / 3)),
-    )
 
 
 def _is_significant(worse: int, better: int) -> bool:

@@ -70,16 +70,12 @@ def find_faults(answer: Sample) -> list[Fault]:
         "empty": not text,
         "loops": loops and bool(text),
         "control_tokens": _has_control_tokens(answer),
-        "no_stop": not answer.ended and not loops and _is_longer_than_reference(answer),
+        # A limit shorter than the reference does not show whether the model would have stopped.
+        "no_stop": not answer.ended and not loops and (len(answer.text) > len(answer.reference) or not text),
         "echo": _echoes(answer),
         "other_language": _is_in_another_language(answer),
     }
     return [fault for fault, is_present in found.items() if is_present]
-
-
-def _is_longer_than_reference(answer: Sample) -> bool:
-    # A limit shorter than the reference does not show whether the model would have stopped.
-    return len(answer.text) > len(answer.reference) or not answer.text.strip()
 
 
 def _has_control_tokens(answer: Sample) -> bool:
@@ -100,14 +96,13 @@ def _goes_on_as_the_user(text: str) -> bool:
     User: And in winter?  <- the model continues as the user
     Assistant: ...
     """
-    user = _USER.search(text.lstrip())
+    text = text.lstrip()
+    user = _USER.search(text)
     if user is None or user.start() == 0:
         return False
-    text = text.lstrip()
-    begins_as_dialogue = bool(_ASSISTANT.match(text))
-    others = len(_USER.findall(text)) + len(_ASSISTANT.findall(text))
+    num_turns = len(_USER.findall(text)) + len(_ASSISTANT.findall(text))
     # "Human:" is never another heading; a form or a log may have one line that begins with "User:".
-    return "Human" in user[0] or (not begins_as_dialogue and others >= 2)
+    return "Human" in user[0] or (num_turns >= 2 and not _ASSISTANT.match(text))
 
 
 def _echoes(answer: Sample) -> bool:
@@ -297,8 +292,8 @@ def detect_language(text: str) -> str | None:
     if script == "LATIN":
         return _by_function_words(prose)
     if script == "CJK":
-        kana = sum(1 for letter in prose if _script(letter) in ("HIRAGANA", "KATAKANA"))
-        han = sum(1 for letter in prose if _script(letter) == "CJK")
+        scripts = Counter(map(_script, prose))
+        kana, han = scripts["HIRAGANA"] + scripts["KATAKANA"], scripts["CJK"]
         if kana:
             return "ja" if kana * 10 >= han else None
         return "zh" if han >= _MIN_HAN else None
@@ -334,7 +329,8 @@ def _by_letters(text: str, letters_of: dict[str, str]) -> str | None:
 
 
 def _by_function_words(text: str) -> str | None:
-    lines = [line for line in text.splitlines() if _is_prose(line)]
+    # Code is full of brackets and symbols.
+    lines = [line for line in text.splitlines() if len(_SYMBOLS.findall(line)) <= 0.04 * len(line)]
     found = Counter(word for line in lines for word in _plain_words(line))
     by_language = {language: words & found.keys() for language, words in _function_words().items()}
     best = max(by_language, key=lambda language: len(by_language[language]))
@@ -346,11 +342,6 @@ def _by_function_words(text: str) -> str | None:
         len(mine - theirs) >= max(_MIN_DISTINCTIVE, _MIN_LEAD * len(theirs - mine)) for theirs in by_language.values()
     )
     return best if leads else None
-
-
-def _is_prose(line: str) -> bool:
-    """Return whether a line is prose and not code, which is full of brackets and symbols."""
-    return len(_SYMBOLS.findall(line)) <= 0.04 * len(line)
 
 
 def _plain_words(line: str) -> list[str]:

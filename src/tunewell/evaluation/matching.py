@@ -106,12 +106,8 @@ def _contains(answer: str, found: str, expected: str) -> bool:
         return re.fullmatch(named, first) is not None
     if _POLAR.fullmatch(expected):
         return f" {first} ".startswith(f" {expected} ") or first.endswith(f" {expected}")
-    start = found.find(expected)
-    while start >= 0:
-        if _stands_alone(found, start, start + len(expected)):
-            return True
-        start = found.find(expected, start + 1)
-    return False
+    starts = (place.start() for place in re.finditer(f"(?={re.escape(expected)})", found))
+    return any(_stands_alone(found, start, start + len(expected)) for start in starts)
 
 
 def _first_clause(answer: str) -> str:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from tunewell.config.rules import VerdictRules
 from tunewell.core.errors import UserError
-from tunewell.core.optional import import_optional
 from tunewell.core.progress import Progress, ProgressListener, with_stage
 from tunewell.core.units import count
 from tunewell.data.corpus.reader import Corpus, Split, open_corpus
@@ -57,7 +55,12 @@ def held_out_rows(model: ModelRef) -> EvaluationSet:
     """Return the held-out rows of a run; raise UserError if there are none that are certainly held out."""
     if model.corpus is not None:
         corpus = open_corpus(model.corpus)
-        _require_same_corpus(model, corpus)
+        if model.plan is not None and model.plan.corpus_sha256 != corpus.manifest.corpus_sha256:
+            raise UserError(
+                "the corpus has changed since the run: its held-out rows may have been trained on",
+                where=str(corpus.path),
+                fix="validate on a file with `--data`, or put the old corpus back",
+            )
         return EvaluationSet(_held_out(corpus), "the held-out rows of the run")
     if model.kind == "run":
         raise UserError(
@@ -106,41 +109,20 @@ def _held_out(corpus: Corpus) -> Split | None:
     return corpus.held_out if len(corpus.held_out) else None
 
 
-def _require_same_corpus(model: ModelRef, corpus: Corpus) -> None:
-    plan = model.plan
-    if plan is not None and plan.corpus_sha256 != corpus.manifest.corpus_sha256:
-        raise UserError(
-            "the corpus has changed since the run: its held-out rows may have been trained on",
-            where=str(corpus.path),
-            fix="validate on a file with `--data`, or put the old corpus back",
-        )
-
-
 # Load the bundled passages of everyday text; their loss shows what a model has forgotten.
 
 
-@cache
-def _passages() -> tuple[dict[str, str], ...]:
-    lines = files("tunewell.evaluation").joinpath("everyday.jsonl").read_text(encoding="utf-8").splitlines()
-    return tuple(json.loads(line) for line in lines)
-
-
 def everyday_texts() -> list[str]:
-    """Return the passages: letters, recipes, news, stories and a little code, mostly English, some German, French and
-    Spanish; written for tunewell, under its licence.
-    """
-    return [passage["text"] for passage in _passages()]
-
-
-# Run lm-eval benchmarks on a loaded model: `validate --lm-eval TASKS`.
+    """Return passages of many kinds, mostly English, some German, French and Spanish; written for tunewell."""
+    lines = files("tunewell.evaluation").joinpath("everyday.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["text"] for line in lines]
 
 
 def run_tasks(model: PreTrainedModel, tokenizer_folder: Path, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Return the scores by task and metric; a task is a name or the path of its YAML file.
+    """Return lm-eval's scores by task and metric; a task is a name or the path of its YAML file.
 
-    Raises UserError if lm-eval is not installed, does not know a task, or cannot download its data.
+    Raises UserError if lm-eval does not know a task, or cannot download its data.
     """
-    import_optional("lm_eval", extra="lm-eval", purpose="`validate --lm-eval`")
     from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]  an extra
     from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
 
@@ -278,8 +260,11 @@ class EvaluationSession:
             self.questions = questions_of(split, number=self.rules.questions, spell=model.decode)
         longest = max((len(question.reference_ids) for question in self.questions), default=0)
         self.answer_tokens = _answer_tokens(self.rules, longest)
-        bos, encode = _bos_ids(model), model.tokenizer.backend.encode
-        rows = [bos + encode(text, add_special_tokens=False).ids for text in everyday_texts()]
+        tokenizer = model.tokenizer
+        token = tokenizer.special_tokens.get("bos_token")
+        bos_id = tokenizer.backend.token_to_id(token) if token and tokenizer.adds_bos else None
+        bos = [] if bos_id is None else [bos_id]
+        rows = [bos + tokenizer.backend.encode(text, add_special_tokens=False).ids for text in everyday_texts()]
         self.everyday = TextDocuments(rows, longest=model.runtime.context_length)
 
     def _measure(self, model: ChatModel, runtime: Runtime, name: str) -> ModelOutputs:
@@ -380,9 +365,3 @@ def _answer_tokens(rules: VerdictRules, longest: int) -> Chosen[int]:
     rounded = math.ceil(1.5 * longest / 8) * 8
     value = min(max(rounded, _MIN_ANSWER_TOKENS), _MAX_ANSWER_TOKENS)
     return Chosen[int](value=value, because=f"1.5 times the longest expected answer ({count(longest, 'token')})")
-
-
-def _bos_ids(model: ChatModel) -> list[int]:
-    token = model.tokenizer.special_tokens.get("bos_token")
-    found = model.tokenizer.backend.token_to_id(token) if token and model.tokenizer.adds_bos else None
-    return [] if found is None else [found]

@@ -30,12 +30,9 @@ REASON_CODES: dict[str, str] = {
 }
 """Every code of a reason, causes first, with its short form for the summary."""
 _EXPLAIN_ALL = ("weights_not_finite", "loss_not_finite", "nothing_changed")
-_EXPLAINED = {
-    "answers_nothing": {"few_right", "no_better_than_base"},
-    "loops": {"few_right", "no_better_than_base"},
-    "control_tokens": {"few_right", "no_better_than_base"},
-}
-"""Reasons that are left out because a FAIL of the first kind explains them."""
+_EXPLAIN_WRONG = ("answers_nothing", "loops", "control_tokens")
+_EXPLAINED = ("few_right", "no_better_than_base")
+"""Reasons that are left out because a FAIL of those above explains them."""
 _THRESHOLDS = ("min_gain", "min_right", "max_faults", "max_rise", "max_forgetting")
 
 
@@ -85,8 +82,8 @@ def _without_explained(found: list[Reason]) -> list[Reason]:
     ranked = sorted(found, key=lambda reason: (reason.level == "WEAK", order.index(reason.code)))
     if ranked and ranked[0].code in _EXPLAIN_ALL:
         return ranked[:1]
-    explained = set[str]().union(*(_EXPLAINED.get(reason.code, set()) for reason in ranked if reason.level == "FAIL"))
-    return [reason for reason in ranked if reason.code not in explained]
+    is_explained = any(reason.level == "FAIL" and reason.code in _EXPLAIN_WRONG for reason in ranked)
+    return [reason for reason in ranked if not is_explained or reason.code not in _EXPLAINED]
 
 
 def _summary(measured: Measurements, reasons: list[Reason]) -> str:
