@@ -40,7 +40,7 @@ from tunewell.records.report import (
     read_report,
     write_report,
 )
-from tunewell.runs.loss_curve import draw_curve
+from tunewell.runs.loss_curve import LossPlot
 
 _VOID = {"meta", "link", "br", "img", "input", "hr"}
 _TEXTS = st.text(st.characters(codec=None, exclude_categories=[]), max_size=80)
@@ -309,10 +309,10 @@ def test_scores_of_lm_eval_are_shown_whatever_their_shape():
 def test_a_curve_of_thousands_of_steps_is_thinned_and_keeps_its_spikes():
     """A megabyte of path is no picture; a spike that is thinned away is a lie."""
     train = [(step, 1.0 + (15.0 if step == 54_321 else 0.0)) for step in range(100_000)]
-    picture = draw_curve(Curve(train=train), width=760, height=320)
-    assert picture and len(picture.raw) < 40_000
-    heights = [float(point.split()[1]) for point in re.findall(r"[\d.]+ [\d.]+", picture.raw)]
-    assert min(heights) < picture.top + 20 and max(heights) > picture.bottom - 40
+    [path] = re.findall(r'<path class="raw" d="(.+?)"', LossPlot(Curve(train=train)).shapes(760, 320))
+    assert len(path) < 40_000
+    heights = [float(point.split()[1]) for point in re.findall(r"[\d.]+ [\d.]+", path)]
+    assert min(heights) < 10 + 20 and max(heights) > 280 - 40
 
 
 @given(
@@ -321,16 +321,18 @@ def test_a_curve_of_thousands_of_steps_is_thinned_and_keeps_its_spikes():
 )
 def test_a_curve_never_leaves_its_frame(train, held_out):
     """Whatever was logged: not finite, out of order, twice the same step, all the same, far apart."""
-    picture = draw_curve(Curve(train=train, held_out=held_out), width=340, height=260)
-    if picture is None:
+    shapes = LossPlot(Curve(train=train, held_out=held_out)).shapes(340, 260)
+    if not shapes:
         assert not any(math.isfinite(value) and abs(value) < 1e100 for _, value in (*train, *held_out))
         return
-    points = [
-        tuple(map(float, pair)) for pair in re.findall(r"[ML]([-\d.e+]+) ([-\d.e+]+)", picture.raw + picture.held_out)
-    ]
-    for across, down in (*points, *picture.dots):
-        assert picture.left <= across <= picture.right and picture.top <= down <= picture.bottom
-    assert all(picture.top <= y <= picture.bottom for y, _ in picture.y_ticks)
+    number = r"([-\d.e+]+)"
+    paths = re.findall(r'class="(?:raw|smooth|evaluation)" d="(.+?)"', shapes)
+    points = re.findall(f"[ML]{number} {number}", " ".join(paths))
+    points += re.findall(f'<circle class="dot" cx="{number}" cy="{number}"', shapes)
+    assert points
+    for across, down in points:
+        assert 52 <= float(across) <= 322 and 10 <= float(down) <= 220
+    assert all(10 <= float(y) <= 220 for y in re.findall(f'class="grid" d="M52 {number}H', shapes))
 
 
 def test_every_colour_of_text_can_be_read():

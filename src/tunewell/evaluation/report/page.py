@@ -31,7 +31,7 @@ from tunewell.evaluation.report.view import (
 )
 from tunewell.records.plan import Chosen, Plan
 from tunewell.records.report import Curve, Report
-from tunewell.runs.loss_curve import describe_curve, draw_curve, is_log, legend, svg_shapes
+from tunewell.runs.loss_curve import LossPlot
 
 HEADLINES = {
     "PASS": "No problems found.",
@@ -145,17 +145,19 @@ def _row_counts(report: Report) -> dict[str, Any] | None:
 
 
 def _curve(curve: Curve) -> dict[str, Any]:
+    plot = LossPlot(curve)
     evaluations = sorted(curve.held_out, key=lambda point: point[0])
     stride = -(-len(evaluations) // _MAX_EVALUATIONS) or 1
     return {
         "pictures": [
-            (name, picture, Markup(svg_shapes(picture)))
-            for name, (width, height) in (("wide", _WIDE), ("narrow", _NARROW))
-            if (picture := draw_curve(curve, width=width, height=height))
+            (name, size, Markup(shapes))
+            for name, size in (("wide", _WIDE), ("narrow", _NARROW))
+            if (shapes := plot.shapes(*size))
         ],
-        "legend": [(Markup(key), text) for key, text in legend(curve)],
-        "captions": describe_curve(curve),
-        "is_log": is_log(curve),
+        "legend": [(Markup(key), text) for key, text in plot.legend],
+        "description": plot.description,
+        "remarks": plot.remarks,
+        "is_log": plot.is_log,
         "evaluations": evaluations[::stride],
         "stride": stride,
         "is_empty": not curve.train and not curve.held_out,
