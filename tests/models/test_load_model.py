@@ -46,7 +46,7 @@ def change_config(folder: Path, **changes) -> None:
 def test_a_folder_gives_what_transformers_gives(folder, tiny_model):
     loaded = load_model(order(folder, tiny_model))
     assert torch.equal(logits(loaded.model, IDS), logits(AutoModelForCausalLM.from_pretrained(folder), IDS))
-    assert (loaded.notes, loaded.was_resized, loaded.new_token_ids) == ([], False, [])
+    assert (loaded.notes, loaded.new_token_ids) == ([], [])
     assert not loaded.model.training
     assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
 
@@ -168,7 +168,7 @@ def test_new_tokens_lengthen_both_tables_with_the_mean_of_the_old_rows(tmp_path,
     dice = torch.get_rng_state()
     loaded = load_model(order(tmp_path / "m", wider, added_tokens=("<new-1>", "<new-2>")))
     assert torch.equal(torch.get_rng_state(), dice)
-    assert (loaded.was_resized, loaded.new_token_ids, loaded.model.config.vocab_size) == (True, [500, 501], 502)
+    assert (loaded.new_token_ids, loaded.model.config.vocab_size) == ([500, 501], 502)
     assert "2 new tokens: embedding and head now have 502 rows" in loaded.notes[0]
     for old, new in (
         (model.get_input_embeddings(), loaded.model.get_input_embeddings()),
@@ -187,7 +187,7 @@ def test_new_tokens_that_fit_into_spare_rows_lengthen_nothing(tmp_path, wider):
     """Many models have rows to spare; their ids still mean nothing yet."""
     tiny("llama", vocab_size=512).save_pretrained(tmp_path / "m")
     loaded = load_model(order(tmp_path / "m", wider, added_tokens=("<new-1>", "<new-2>")))
-    assert (loaded.was_resized, loaded.new_token_ids, loaded.model.config.vocab_size) == (False, [500, 501], 512)
+    assert (loaded.new_token_ids, loaded.model.config.vocab_size) == ([500, 501], 512)
 
 
 @pytest.mark.parametrize(("rows", "added"), [(500, ()), (500, ("<new-1>",)), (499, ("<new-1>", "<new-2>"))])

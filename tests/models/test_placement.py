@@ -29,7 +29,6 @@ def test_what_is_trained_is_in_fp32_and_what_is_not_is_in_the_precision_asked_fo
         verify_placement(model, device=CPU, dtype=torch.bfloat16)
     model.model.norm.weight.data = model.model.norm.weight.data.float()
     verify_placement(model, device=CPU, dtype=torch.bfloat16)
-    verify_placement(frozen().requires_grad_(True), device=CPU, dtype=torch.float32, trainable_dtype=torch.bfloat16)
 
 
 def test_a_config_that_says_bf16_and_a_model_in_fp32_are_told_apart():

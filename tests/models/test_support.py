@@ -9,7 +9,7 @@ from transformers import AutoConfig, BertConfig, Gemma3nConfig, GPT2Config, T5Co
 
 from tunewell.core.errors import UserError
 from tunewell.models import attention, support
-from tunewell.models.support import head_facts, require_supported, text_part
+from tunewell.models.support import head_shape, require_supported, text_part
 
 LENGTHS = [7, 3, 3, 13, 1]
 
@@ -20,7 +20,7 @@ def test_a_verified_architecture_keeps_packed_documents_apart_and_its_head_is_kn
     attention.register()
     model = tiny(kind)
     assert not [note for note in require_supported(model.config, longest_document=13) if "not tested" in note]
-    head = head_facts(model)
+    head = head_shape(model)
     texts = [torch.randint(3, 99, (length,), generator=torch.Generator().manual_seed(length)) for length in LENGTHS]
     alone = [logits(model, text.tolist()) for text in texts]
     model.set_attn_implementation(attention.SDPA)
@@ -32,7 +32,7 @@ def test_a_verified_architecture_keeps_packed_documents_apart_and_its_head_is_kn
             use_cache=False,
             packed_runs=attention.runs_of(LENGTHS),
         ).last_hidden_state[0]
-        packed = head.logits(hidden).split(LENGTHS)
+        packed = head.apply(model.get_output_embeddings()(hidden)).split(LENGTHS)
     for ours, theirs in zip(packed, alone, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
@@ -157,14 +157,14 @@ def test_an_unknown_head_is_refused_when_it_is_tried():
             return torch.nn.functional.linear(hidden, self.weight)
 
     model = tiny("llama")
-    assert head_facts(model).scale == 1.0
+    assert head_shape(model).scale == 1.0
     before = model.forward
     model.forward = lambda **given: type("Out", (), {"logits": before(**given).logits * 1.01})()
     with pytest.raises(UserError, match="more than a matrix product"):
-        head_facts(model)
+        head_shape(model)
     model.forward = before
     model.lm_head = Louder(model.lm_head)
-    assert head_facts(model).bias is None
+    assert head_shape(model).scale == 1.0, "a head without a bias"
 
 
 def test_trying_the_head_leaves_the_model_as_it_was():
@@ -172,7 +172,7 @@ def test_trying_the_head_leaves_the_model_as_it_was():
     model = tiny("llama")
     model.set_attn_implementation(attention.SDPA)
     model.train()
-    head_facts(model)
+    head_shape(model)
     assert model.training
     assert model.config._attn_implementation == attention.SDPA
 

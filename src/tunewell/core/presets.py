@@ -20,12 +20,6 @@ class Preset:
     context_length: int
     is_tied: bool
 
-    def num_parameters(self, vocab_size: int) -> int:
-        """Return the number of parameters for a vocabulary of `vocab_size` tokens."""
-        layer = 4 * self.hidden_size**2 + 3 * self.hidden_size * self.feed_forward + 2 * self.hidden_size
-        tables = vocab_size * self.hidden_size * (1 if self.is_tied else 2)
-        return tables + self.num_layers * layer + self.hidden_size
-
 
 # The numbers in the names are parameters with a vocabulary of 32,768.
 PRESETS = {

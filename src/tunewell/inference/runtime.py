@@ -23,7 +23,7 @@ from tunewell.models.attention import stock_attention
 from tunewell.models.loss import HeadShape
 from tunewell.models.packed_forward import PackedModel
 from tunewell.models.quiet import quiet
-from tunewell.models.support import head_facts
+from tunewell.models.support import head_shape
 
 _BATCH_TOKENS = 4096
 """Tokens of one forward pass: enough to fill a GPU, few enough for a laptop's memory."""
@@ -172,13 +172,12 @@ class TorchRuntime:
 
     def _head_shape(self, prompt: list[int]) -> HeadShape:
         try:
-            facts = head_facts(self.model)
+            return head_shape(self.model)
         except UserError:
             # An overflowing head cannot be recognised; its losses, which are not finite, will show it.
             if np.isfinite(next_logits(self.model, [prompt])).all():
                 raise
             return HeadShape()
-        return HeadShape(facts.softcap, facts.scale)
 
 
 def measure_losses(

@@ -14,12 +14,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tunewell.core.errors import UserError
 from tunewell.models.facts import KeyMap, key_map_path
+from tunewell.models.pretrained import first_names
 
 # Where training scripts put the weights beside the optimizer's state, most common first.
 _WEIGHT_ENTRIES = ("model", "state_dict", "model_state_dict", "module", "model_state")
 # Prefixes added by torch.compile and by torch's data parallelism.
 _WRAPPERS = ("_orig_mod.", "module.")
-_SHOWN = 5
 
 
 def read_external_weights(path: Path, key_map: KeyMap, *, allow_pickle: bool) -> dict[str, Tensor]:
@@ -53,7 +53,7 @@ def fit_weights(weights: dict[str, Tensor], model: PreTrainedModel, path: Path) 
         if weights[name].shape != shapes[name]
     ]
     kinds = {"missing": missing, "unknown": unknown, "with another shape": wrong_shape}
-    problems = [f"{len(names):,} {kind} ({_first_names(names)})" for kind, names in kinds.items() if names]
+    problems = [f"{len(names):,} {kind} ({first_names(names)})" for kind, names in kinds.items() if names]
     if problems:
         raise UserError(
             f"the weights of `{path.name}` do not fit the model: {'; '.join(problems)}",
@@ -122,10 +122,6 @@ def _strip_wrappers(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         if all(key.startswith(prefix) for key in weights):
             weights = {key.removeprefix(prefix): tensor for key, tensor in weights.items()}
     return weights
-
-
-def _first_names(names: list[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 
 def _fix(path: Path) -> str:

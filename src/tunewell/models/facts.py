@@ -9,7 +9,7 @@ from typing import Any
 
 from tunewell.core.errors import UserError
 from tunewell.core.gguf import read_metadata, tensor_count
-from tunewell.core.model_files import WEIGHT_SUFFIXES, ModelFiles, Origin, locate
+from tunewell.core.model_files import WEIGHT_SUFFIXES, ModelFiles, locate
 from tunewell.core.presets import PREFIX, find_preset, is_preset
 
 # Key maps: a small JSON file beside a checkpoint from other code that renames its weights.
@@ -41,15 +41,13 @@ def key_map_path(checkpoint: Path) -> Path:
     return checkpoint.with_name(f"{checkpoint.stem}.keys.json")
 
 
-def find_key_map(checkpoint: Path, path: Path | None = None) -> KeyMap:
-    """Read a key map, by default the one beside the checkpoint; return an empty one if there is none."""
-    if path is None:
-        path = key_map_path(checkpoint)
-        if not path.is_file():
-            return KeyMap()
+def find_key_map(checkpoint: Path) -> KeyMap:
+    """Read the key map beside a checkpoint; return an empty one if there is none."""
+    path = key_map_path(checkpoint)
+    if not path.is_file():
+        return KeyMap()
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        return _key_map(raw)
+        return _key_map(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise UserError(f"the key map cannot be read: {error.strerror}", where=str(path)) from None
     except (ValueError, RecursionError, re.error) as error:
@@ -99,44 +97,33 @@ class ModelFacts:
     """The longest supported sequence, after rope scaling."""
     vocab_size: int | None
     """Rows of the embedding, which may exceed the tokenizer's vocabulary."""
-    num_layers: int | None
     hidden_size: int | None
     num_parameters: int | None
-    origin: Origin
+    """None for a preset too: its embedding has as many rows as the tokenizer has tokens."""
 
 
-def read_facts(model: str | Path, *, vocab_size: int | None = None) -> ModelFacts:
+def read_facts(model: str | Path) -> ModelFacts:
     """Read a model's facts from its `config.json` or its GGUF file; all None for a tokenizer alone.
 
-    The parameters of a preset depend on the tokenizer: they are known if `vocab_size` is given. Raises UserError if
-    the model is not found or a file is damaged.
+    Raises UserError if the model is not found or a file is damaged.
     """
     if is_preset(str(model)):
-        return _from_preset(str(model), str(model).removeprefix(PREFIX), vocab_size, "preset")
+        return _from_preset(str(model), str(model).removeprefix(PREFIX))
     files = locate(model)
     path = Path(model).expanduser()
     if files.origin == "file" and path.suffix in WEIGHT_SUFFIXES and (shape := find_key_map(path).model):
-        return _from_preset(shape, _name(files), vocab_size, files.origin)
+        return _from_preset(shape, _name(files))
     config = files.read_object("config.json")
     if config:
         return _from_config(files, config)
     if files.gguf is not None:
-        return _from_gguf(files, files.gguf)
-    return ModelFacts(_name(files), None, None, None, None, None, None, files.origin)
+        return _from_gguf(files.gguf)
+    return ModelFacts(_name(files), None, None, None, None, None)
 
 
-def _from_preset(shape: str, name: str, vocab_size: int | None, origin: Origin) -> ModelFacts:
+def _from_preset(shape: str, name: str) -> ModelFacts:
     preset = find_preset(shape)
-    return ModelFacts(
-        name=name,
-        architecture="LlamaForCausalLM",
-        context_limit=preset.context_length,
-        vocab_size=vocab_size,
-        num_layers=preset.num_layers,
-        hidden_size=preset.hidden_size,
-        num_parameters=None if vocab_size is None else preset.num_parameters(vocab_size),
-        origin=origin,
-    )
+    return ModelFacts(name, "LlamaForCausalLM", preset.context_length, None, preset.hidden_size, None)
 
 
 def _from_config(files: ModelFiles, config: dict[str, Any]) -> ModelFacts:
@@ -145,20 +132,17 @@ def _from_config(files: ModelFiles, config: dict[str, Any]) -> ModelFacts:
     text = config | nested if isinstance(nested, dict) else config
     architectures = config.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else config.get("model_type")
-    layers, hidden = _count(text, "num_hidden_layers", "n_layer"), _count(text, "hidden_size", "n_embd")
     return ModelFacts(
         name=_name(files),
         architecture=named if isinstance(named, str) else None,
         context_limit=_count(text, *_CONTEXT_KEYS),
         vocab_size=_count(text, "vocab_size"),
-        num_layers=layers,
-        hidden_size=hidden,
-        num_parameters=None if isinstance(nested, dict) else _parameters(_shape_of_config(text)),
-        origin=files.origin,
+        hidden_size=_count(text, "hidden_size", "n_embd"),
+        num_parameters=None if isinstance(nested, dict) else _config_parameters(text),
     )
 
 
-def _from_gguf(files: ModelFiles, path: Path) -> ModelFacts:
+def _from_gguf(path: Path) -> ModelFacts:
     metadata = read_metadata(path)
     architecture = metadata.get("general.architecture")
     own = {key.removeprefix(f"{architecture}."): value for key, value in metadata.items()}
@@ -170,38 +154,13 @@ def _from_gguf(files: ModelFiles, path: Path) -> ModelFacts:
         architecture=architecture if isinstance(architecture, str) else None,
         context_limit=_count(own, "context_length"),
         vocab_size=vocab_size,
-        num_layers=_count(own, "block_count"),
         hidden_size=_count(own, "embedding_length"),
         num_parameters=_count(metadata, "general.parameter_count")
-        or _parameters(_shape_of_gguf(architecture, own, vocab_size, tensor_count(path))),
-        origin=files.origin,
+        or _gguf_parameters(architecture, own, vocab_size, tensor_count(path)),
     )
 
 
-@dataclass(frozen=True)
-class _Shape:
-    vocab: int
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    feed_forward: int
-    is_tied: bool
-    extra_per_layer: int
-
-
-def _parameters(shape: _Shape | None) -> int | None:
-    if shape is None:
-        return None
-    query, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
-    attention = shape.hidden * (2 * query + 2 * keys)
-    layer = attention + 3 * shape.hidden * shape.feed_forward + 2 * shape.hidden + shape.extra_per_layer
-    tables = shape.vocab * shape.hidden * (1 if shape.is_tied else 2)
-    return tables + shape.layers * layer + shape.hidden
-
-
-def _shape_of_config(config: dict[str, Any]) -> _Shape | None:
+def _config_parameters(config: dict[str, Any]) -> int | None:
     kind = config.get("model_type")
     heads, hidden = _count(config, "num_attention_heads"), _count(config, "hidden_size")
     vocab, layers = _count(config, "vocab_size"), _count(config, "num_hidden_layers")
@@ -212,31 +171,29 @@ def _shape_of_config(config: dict[str, Any]) -> _Shape | None:
     kv_heads = _count(config, "num_key_value_heads") or heads
     # transformers gives Qwen3 heads of 128 unless told otherwise, whatever the hidden size.
     head_size = _count(config, "head_dim") or (128 if kind == "qwen3" else hidden // heads)
-    extra = _extra_per_layer(kind, heads, kv_heads, head_size)
-    tied = bool(config.get("tie_word_embeddings", False))
-    return _Shape(vocab, hidden, layers, heads, kv_heads, head_size, feed_forward, tied, extra)
+    tables = vocab * hidden * (1 if config.get("tie_word_embeddings", False) else 2)
+    return tables + hidden + layers * _layer_parameters(kind, hidden, heads, kv_heads, head_size, feed_forward)
 
 
-def _shape_of_gguf(kind: Any, own: dict[str, Any], vocab: int | None, num_tensors: int) -> _Shape | None:
+def _gguf_parameters(kind: Any, own: dict[str, Any], vocab: int | None, num_tensors: int) -> int | None:
     heads, hidden = _count(own, "attention.head_count"), _count(own, "embedding_length")
     layers, feed_forward = _count(own, "block_count"), _count(own, "feed_forward_length")
     per_layer = _GGUF_LAYER_TENSORS.get(kind)
     if not (per_layer and heads and hidden and vocab and layers and feed_forward) or own.get("expert_count"):
         return None
-    # Embedding and last norm, and an output table where that is not the embedding again.
-    num_tables = num_tensors - per_layer * layers
-    if num_tables not in (2, 3):
+    # Besides the last norm: the embedding, and an output table where that is not the embedding again.
+    num_tables = num_tensors - per_layer * layers - 1
+    if num_tables not in (1, 2):
         return None
     kv_heads = _count(own, "attention.head_count_kv") or heads
     head_size = _count(own, "attention.key_length") or hidden // heads
-    extra = _extra_per_layer(kind, heads, kv_heads, head_size)
-    return _Shape(vocab, hidden, layers, heads, kv_heads, head_size, feed_forward, num_tables == 2, extra)
+    layer = _layer_parameters(kind, hidden, heads, kv_heads, head_size, feed_forward)
+    return num_tables * vocab * hidden + hidden + layers * layer
 
 
-def _extra_per_layer(kind: Any, heads: int, kv_heads: int, head_size: int) -> int:
-    if kind == "qwen2":
-        return (heads + 2 * kv_heads) * head_size
-    return 2 * head_size if kind == "qwen3" else 0
+def _layer_parameters(kind: Any, hidden: int, heads: int, kv_heads: int, head_size: int, feed_forward: int) -> int:
+    extra = {"qwen2": (heads + 2 * kv_heads) * head_size, "qwen3": 2 * head_size}.get(kind, 0)
+    return 2 * hidden * head_size * (heads + kv_heads) + 3 * hidden * feed_forward + 2 * hidden + extra
 
 
 def _count(values: dict[str, Any], *keys: str) -> int | None:

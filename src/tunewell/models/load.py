@@ -18,15 +18,7 @@ from tunewell.models import attention as packed_attention
 from tunewell.models.external import fit_weights, read_external_weights, split_rotary_pairs
 from tunewell.models.facts import find_key_map
 from tunewell.models.gguf import quantization_of, read_gguf_config, read_gguf_weights
-from tunewell.models.pretrained import (
-    first_names,
-    from_files,
-    from_tensors,
-    load_arguments,
-    read_config,
-    require_safe_folder,
-    skeleton,
-)
+from tunewell.models.pretrained import first_names, from_files, from_tensors, read_config, require_safe_folder, skeleton
 from tunewell.models.quiet import quiet
 from tunewell.models.support import require_supported, text_part
 
@@ -35,20 +27,18 @@ from tunewell.models.support import require_supported, text_part
 _SHOWN = 5
 
 
-def verify_placement(
-    model: nn.Module, *, device: torch.device, dtype: torch.dtype, trainable_dtype: torch.dtype = torch.float32
-) -> None:
-    """Check every parameter and buffer: on `device`, frozen in `dtype`, trainable in `trainable_dtype`, all finite.
+def verify_placement(model: nn.Module, *, device: torch.device, dtype: torch.dtype) -> None:
+    """Check every parameter and buffer: on `device`, frozen in `dtype`, trainable in fp32, all finite.
 
     Buffers, and modules that the model's class keeps in fp32, may be in fp32 too. Integer buffers may have any dtype:
     a quantised layer keeps its packed weight in one. Raises RuntimeError for a wrong device or dtype, and UserError for
     a NaN or an infinity.
     """
-    wrong = [*_on_wrong_device(model, device), *_in_wrong_dtype(model, dtype, trainable_dtype)]
+    wrong = [*_on_wrong_device(model, device), *_in_wrong_dtype(model, dtype)]
     if wrong:
         raise RuntimeError(
-            f"the model should be on {device} with frozen parameters in {_short(dtype)} and trainable ones in "
-            f"{_short(trainable_dtype)}, but {_listed(wrong)}"
+            f"the model should be on {device} with frozen parameters in {_short(dtype)} and trainable ones in float32, "
+            f"but {_listed(wrong)}"
         )
     if broken := not_finite_names(model):
         listed = _listed([f"`{name}` holds a NaN or an infinity" for name in broken])
@@ -80,13 +70,10 @@ def _on_wrong_device(model: nn.Module, device: torch.device) -> Iterator[str]:
             yield f"`{name}` is on {tensor.device}"
 
 
-def _in_wrong_dtype(model: nn.Module, dtype: torch.dtype, trainable_dtype: torch.dtype) -> Iterator[str]:
+def _in_wrong_dtype(model: nn.Module, dtype: torch.dtype) -> Iterator[str]:
     kept = _kept_in_fp32(model)
     for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point():
-            yield f"`{name}` is in {_short(parameter.dtype)}"
-            continue
-        expected = trainable_dtype if parameter.requires_grad else dtype
+        expected = torch.float32 if parameter.requires_grad else dtype
         is_kept = parameter.dtype == torch.float32 and any(part in name for part in kept)
         if parameter.dtype != expected and not is_kept:
             yield f"`{name}` is in {_short(parameter.dtype)}"
@@ -211,12 +198,12 @@ class LoadOptions:
     is_whole: bool = False
     """Whether to load a multimodal model as `AutoModelForCausalLM` does, and not its text part only."""
     allow_pickle: bool = False
-    key_map: Path | None = None
-    """Key map of a checkpoint of other code; by default the `.keys.json` beside it."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of `from_pretrained`."""
-        return load_arguments(self.device, self.dtype, self.attention)
+        # On a GPU each weight goes straight to the device, not through main memory.
+        device_map = {} if self.device.type == "cpu" else {"device_map": {"": self.device}}
+        return {"dtype": self.dtype, "attn_implementation": self.attention, **device_map}
 
     def check(self, config: PreTrainedConfig) -> list[str]:
         """Raise UserError if the model cannot be trained on packed documents; return notes if it can."""
@@ -231,8 +218,6 @@ class LoadedModel:
 
     model: PreTrainedModel
     notes: list[str] = field(default_factory=list)
-    was_resized: bool = False
-    """Whether rows were added to the embedding and the head; they must be trained."""
     new_token_ids: list[int] = field(default_factory=list)
     """Ids of the tokens that were added to the tokenizer; their embeddings are untrained."""
     text_prefix: str = ""
@@ -248,8 +233,8 @@ def load_model(options: LoadOptions) -> LoadedModel:
     vocabulary = read_vocabulary(options.tokenizer_folder, options.added_tokens)
     with quiet():
         model, notes, text_prefix = _load(options, vocabulary)
-        was_resized = fit_vocabulary(model, vocabulary, options.model)
-    if was_resized:
+        is_resized = fit_vocabulary(model, vocabulary, options.model)
+    if is_resized:
         number = len(vocabulary.new_ids)
         notes.append(
             f"{number} new token{'' if number == 1 else 's'}: embedding and head now have {vocabulary.size:,} rows; "
@@ -260,7 +245,7 @@ def load_model(options: LoadOptions) -> LoadedModel:
     embedding.padding_idx = None
     model.eval().requires_grad_(False)
     verify_placement(model, device=options.device, dtype=options.dtype)
-    return LoadedModel(model, notes, was_resized, vocabulary.new_ids, text_prefix)
+    return LoadedModel(model, notes, vocabulary.new_ids, text_prefix)
 
 
 def _load(options: LoadOptions, vocabulary: Vocabulary) -> tuple[PreTrainedModel, list[str], str]:
@@ -314,7 +299,7 @@ def _from_gguf(path: Path, options: LoadOptions) -> tuple[PreTrainedModel, list[
 
 
 def _from_external(path: Path, options: LoadOptions) -> tuple[PreTrainedModel, list[str]]:
-    key_map = find_key_map(path, options.key_map)
+    key_map = find_key_map(path)
     weights = read_external_weights(path, key_map, allow_pickle=options.allow_pickle)
     if key_map.model is not None:
         table = weights.get("model.embed_tokens.weight")

@@ -28,9 +28,14 @@ class HeadShape:
     softcap: float | None = None
     scale: float = 1.0
 
+    def apply(self, logits: Tensor) -> Tensor:
+        """Scale the logits, then cap them."""
+        logits = logits * self.scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
 
 def chunk_rows(vocab_size: int, device: torch.device) -> int:
-    """Return options many rows of logits, in fp32, are in memory at once."""
+    """Return the number of rows of logits, in fp32, that are in memory at once."""
     budget = _GPU_BYTES if device.type == "cuda" else _CPU_BYTES
     rows = max(64, budget // (4 * vocab_size))
     return 1 << (rows.bit_length() - 1)

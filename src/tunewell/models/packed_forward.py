@@ -156,9 +156,7 @@ class PackedModel:
         bias = None if bias is None else bias.to(hidden_RH.dtype)
         rows = chunk_rows(weight.shape[0], self.device)
         for hidden, targets in zip(hidden_RH.split(rows), targets_R.split(rows), strict=True):
-            logits = torch.nn.functional.linear(hidden, weight, bias).float() * self.head.scale
-            if self.head.softcap is not None:
-                logits = torch.tanh(logits / self.head.softcap) * self.head.softcap
+            logits = self.head.apply(torch.nn.functional.linear(hidden, weight, bias).float())
             losses.append(logits.logsumexp(-1) - logits.gather(-1, targets[:, None])[:, 0])
         return torch.cat(losses).double().cpu().numpy() if losses else np.zeros(0)
 

@@ -14,13 +14,6 @@ from tunewell.models.support import TextPart
 _SHOWN = 5
 
 
-def load_arguments(device: torch.device, dtype: torch.dtype, attention: str) -> dict[str, Any]:
-    """Return the keyword arguments of `from_pretrained` for a device, a dtype and an attention."""
-    # On a GPU each weight goes straight to the device, not through main memory.
-    device_map = {} if device.type == "cpu" else {"device_map": {"": device}}
-    return {"dtype": dtype, "attn_implementation": attention, **device_map}
-
-
 def read_config(source: str, *, is_local: bool) -> PreTrainedConfig:
     """Read a model's config; code that comes with a model is never run."""
     try:

@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from tunewell.core.errors import UserError
 from tunewell.models.attention import FLASH, stock_attention
+from tunewell.models.loss import HeadShape
 
 _SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 # Rotary frequencies that depend on the longest text in a batch once it exceeds a length.
@@ -39,26 +40,11 @@ class TextPart:
     """Its path in what `AutoModelForCausalLM` loads; empty if that is the text part itself."""
 
 
-@dataclass(frozen=True)
-class HeadFacts:
-    """The language head of a model, so that it can be applied to some hidden states only."""
-
-    module: nn.Module
-    """Has a `weight` (vocabulary x hidden) and possibly a `bias`."""
-    bias: Tensor | None
-    softcap: float | None
-    scale: float
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of last hidden states."""
-        logits = self.module(hidden) * self.scale
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
-
-
 def require_supported(config: PreTrainedConfig, *, longest_document: int, attention: str = "") -> list[str]:
     """Raise UserError with the reason if a model cannot be trained on packed documents; return notes if it can."""
     if getattr(config, "quantization_config", None) is not None:
-        method = dict(_plain(config.quantization_config)).get("quant_method", "unknown method")
+        settings: Any = config.quantization_config
+        method = (settings if isinstance(settings, dict) else settings.to_dict()).get("quant_method", "unknown method")
         raise _not_supported(config, f"its weights are quantised ({method})", "use the model it was quantised from")
     _require_supported_type(config)
     part = text_part(config)
@@ -97,8 +83,8 @@ def text_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     return part | {name: weight for name, weight in weights.items() if not name.startswith("model.")}
 
 
-def head_facts(model: PreTrainedModel) -> HeadFacts:
-    """Return what a model's head computes, checked against the model's own logits on a few tokens.
+def head_shape(model: PreTrainedModel) -> HeadShape:
+    """Return what a model does to its logits, checked against the model's own logits on a few tokens.
 
     Raises UserError if they differ: then the head does something that tunewell does not compute.
     """
@@ -107,9 +93,10 @@ def head_facts(model: PreTrainedModel) -> HeadFacts:
     if not isinstance(module, nn.Module) or not isinstance(weight, Tensor) or weight.dim() != 2:
         raise _not_supported(model.config, "its head is not a single matrix")
     config = model.config.get_text_config()
-    facts = HeadFacts(module, getattr(module, "bias", None), _softcap(config), _scale(config))
-    _check_head(model, facts)
-    return facts
+    cap = getattr(config, "final_logit_softcapping", None)
+    shape = HeadShape(None if cap is None else float(cap), _scale(config))
+    _check_head(model, module, weight, shape)
+    return shape
 
 
 def _require_supported_type(config: PreTrainedConfig) -> None:
@@ -175,11 +162,6 @@ def _notes(config: PreTrainedConfig) -> list[str]:
     return notes
 
 
-def _softcap(config: PreTrainedConfig) -> float | None:
-    cap = getattr(config, "final_logit_softcapping", None)
-    return None if cap is None else float(cap)
-
-
 def _scale(config: PreTrainedConfig) -> float:
     """Return the factor of the logits: Granite and MiniCPM divide by their setting, HyperCLOVA X multiplies."""
     scaling = getattr(config, "logits_scaling", None)
@@ -190,9 +172,7 @@ def _scale(config: PreTrainedConfig) -> float:
 
 
 @torch.no_grad()
-def _check_head(model: PreTrainedModel, facts: HeadFacts) -> None:
-    weight = facts.module.weight
-    assert isinstance(weight, Tensor)
+def _check_head(model: PreTrainedModel, head: nn.Module, weight: Tensor, shape: HeadShape) -> None:
     ids = torch.linspace(0, len(weight) - 1, _PROBE_TOKENS, device=weight.device).long()[None]
     was_training = model.training
     model.eval()
@@ -200,7 +180,7 @@ def _check_head(model: PreTrainedModel, facts: HeadFacts) -> None:
         with stock_attention(model):
             expected = model(input_ids=ids, use_cache=False).logits.float()
             hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        computed = facts.logits(hidden).float() if hidden.shape[-1] == weight.shape[1] else None
+        computed = shape.apply(head(hidden)).float() if hidden.shape[-1] == weight.shape[1] else None
     finally:
         model.train(was_training)
     tolerance = _TOLERANCE.get(hidden.dtype, _TOLERANCE[torch.float16]) * expected.abs().max()
@@ -210,10 +190,6 @@ def _check_head(model: PreTrainedModel, facts: HeadFacts) -> None:
         or not bool(((computed - expected).abs() <= tolerance).all())
     ):
         raise _not_supported(model.config, "its head computes more than a matrix product, a scale and a softcap")
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, dict) else value.to_dict()
 
 
 def _not_supported(config: PreTrainedConfig, why: str, fix: str = _FIX) -> UserError:

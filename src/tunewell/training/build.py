@@ -23,8 +23,7 @@ from tunewell.methods.base import Method
 from tunewell.models import attention
 from tunewell.models.facts import fingerprint_weights
 from tunewell.models.load import LoadOptions, load_model, verify_placement
-from tunewell.models.loss import HeadShape
-from tunewell.models.support import head_facts
+from tunewell.models.support import head_shape
 from tunewell.records.events import EventLog
 from tunewell.records.healing import HEALING, read_healing
 from tunewell.records.plan import Plan
@@ -122,14 +121,13 @@ def build_run(parts: RunInputs) -> Run:
     verify_placement(model, device=device, dtype=dtype)
     folder = parts.rank_folder
     samples = EventLog(folder / "samples.jsonl", on_trouble=note)
-    head = head_facts(model)
     learner = TrainableModel(
         model,
         plan.precision.value,
         longest,
         settings=config.train,
         seed=plan.seed,
-        head=HeadShape(head.softcap, head.scale),
+        head=head_shape(model),
         world=parts.world,
         hooks=parts.hooks,
     )
