@@ -3,10 +3,10 @@
 import atexit
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -94,17 +94,43 @@ class World:
         if self.size > 1:
             dist.barrier(group=self.host_group)
 
-    def failing_together(self) -> "_FailingTogether":
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
         """If one rank fails inside, all ranks stop and the error is printed once. No rank may wait inside."""
-        return _FailingTogether(self)
+        try:
+            yield
+        except Exception as error:
+            self._raise_shared(error)
+            raise
+        self._raise_shared(None)
 
-    def explaining_lost_ranks(self, fix: str) -> "_ExplainingLostRanks":
+    def _raise_shared(self, error: Exception | None) -> None:
+        """Raise the error of the first rank that has one; a rank that has found a bug raises its own."""
+        if self.size == 1:
+            return
+        errors: list[tuple[str, str | None, str | None, bool] | None] = [None] * self.size
+        dist.all_gather_object(errors, _description(error), group=self.host_group)
+        first = next((rank for rank, described in enumerate(errors) if described), None)
+        if first is None or not (error is None or isinstance(error, UserError)):
+            return
+        what, where, fix, is_bug = errors[first] or ("", None, None, True)
+        # A user error on rank 0 concerns the whole run, not that rank.
+        who = "" if first == 0 and not is_bug else f"rank {first} of {self.size}: "
+        raise SharedError(f"{who}{what}", where=where, fix=fix) from error
+
+    @contextmanager
+    def explaining_lost_ranks(self, fix: str) -> Iterator[None]:
         """Raise UserError with this fix if something inside fails because another rank has ended."""
-        return _ExplainingLostRanks(self, fix)
-
-    def describe(self, rank: int) -> str:
-        """Return a rank for an error message."""
-        return f"rank {rank} of {self.size}"
+        try:
+            yield
+        except RuntimeError as error:
+            is_lost = isinstance(error, dist.DistNetworkError) or re.match(r"\[\S*gloo/", str(error)) is not None
+            if self.size == 1 or not is_lost:
+                raise
+            raise UserError(
+                f"rank {self.rank} of {self.size} lost the connection to the others: {_short(error)}",
+                fix=f"see what the rank that ended first printed; then {fix}",
+            ) from error
 
     def share(self, parts: Sequence[T]) -> list[T]:
         """Return this rank's part of a list; the parts of all ranks make up the whole."""
@@ -148,28 +174,6 @@ def _destroy_group() -> None:
         dist.destroy_process_group()
 
 
-class _FailingTogether:
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        world = self._world
-        if world.size == 1 or not (error is None or isinstance(error, Exception)):
-            return
-        errors: list[tuple[str, str | None, str | None, bool] | None] = [None] * world.size
-        dist.all_gather_object(errors, _description(error), group=world.host_group)
-        first = next((rank for rank, described in enumerate(errors) if described), None)
-        if first is None or not (error is None or isinstance(error, UserError)):
-            return
-        what, where, fix, is_bug = errors[first] or ("", None, None, True)
-        # A user error on rank 0 concerns the whole run, not that rank.
-        who = "" if first == 0 and not is_bug else f"{world.describe(first)}: "
-        raise SharedError(f"{who}{what}", where=where, fix=fix) from error
-
-
 def _description(error: BaseException | None) -> tuple[str, str | None, str | None, bool] | None:
     if error is None:
         return None
@@ -181,19 +185,3 @@ def _description(error: BaseException | None) -> tuple[str, str | None, str | No
 def _short(error: BaseException) -> str:
     """Return torch's message without its source location and its advice."""
     return re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
-
-
-class _ExplainingLostRanks:
-    def __init__(self, world: World, fix: str) -> None:
-        self._world, self._fix = world, fix
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        is_gloo_error = isinstance(error, RuntimeError) and re.match(r"\[\S*gloo/", str(error)) is not None
-        if self._world.size > 1 and error is not None and (is_gloo_error or isinstance(error, dist.DistNetworkError)):
-            raise UserError(
-                f"{self._world.describe(self._world.rank)} lost the connection to the others: {_short(error)}",
-                fix=f"see what the rank that ended first printed; then {self._fix}",
-            ) from error
