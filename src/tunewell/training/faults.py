@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -77,49 +77,33 @@ class FaultInjector(StepHooks):
     def around_batch(self, number: int, batch: MicroBatch, model: nn.Module) -> Iterator[None]:
         """Poison a weight, end the process, or run out of memory in the forward or the backward."""
         self._poison(number, model)
-        for fault in self._due("step", number):
-            fault.happen()
+        for fault in self._happening("step", number):
             _end(fault.kind)
         self._documents = frozenset(batch.documents)
-        for fault in self._due("forward", number):
-            if batch.num_tokens > fault.number("tokens", -1):
-                fault.happen()
-                _run_out(f"computing {batch.num_tokens} tokens")
+        self._run_out("forward", number, f"computing {batch.num_tokens} tokens", size=batch.num_tokens)
         yield
-        for fault in self._due("backward", number):
-            fault.happen()
-            _run_out("computing gradients")
+        self._run_out("backward", number, "computing gradients")
 
     @contextmanager
     def around_update(self, number: int, parameters: dict[str, nn.Parameter]) -> Iterator[None]:
         """Spoil or scale the gradients, or run out of memory for the optimizer's state."""
-        for fault in (*self._due("gradients", number), *self._due("loss", number)):
-            fault.happen()
+        for fault in (*self._happening("gradients", number), *self._happening("loss", number)):
             for parameter in parameters.values():
                 if parameter.grad is not None:
                     parameter.grad.mul_(math.nan if fault.part == "gradients" else fault.number("factor"))
         yield
-        for fault in self._due("optimizer", number):
-            fault.happen()
-            _run_out("allocating optimizer state")
+        self._run_out("optimizer", number, "allocating optimizer state")
 
     def before_evaluation(self, batch: MicroBatch) -> None:
         """Run out of memory for a batch that is too large."""
-        for fault in self._due("held_out", 0):
-            if batch.num_tokens > fault.number("tokens", -1):
-                fault.happen()
-                _run_out(f"evaluating {batch.num_tokens} held-out tokens")
+        self._run_out("held_out", 0, f"evaluating {batch.num_tokens} held-out tokens", size=batch.num_tokens)
 
     def before_answers(self, num_prompts: int) -> None:
         """Run out of memory for too many prompts at once."""
-        for fault in self._due("generation", 0):
-            if num_prompts > fault.number("prompts", -1):
-                fault.happen()
-                _run_out(f"answering {num_prompts} questions at once")
+        self._run_out("generation", 0, f"answering {num_prompts} questions at once", size=num_prompts)
 
     def _poison(self, number: int, model: nn.Module) -> None:
-        for fault in self._due("weights", number):
-            fault.happen()
+        for fault in self._happening("weights", number):
             with torch.no_grad():
                 dict(model.named_parameters())[fault.options["name"]].view(-1)[0] = math.nan
         for fault in self._of("document"):
@@ -134,8 +118,16 @@ class FaultInjector(StepHooks):
     def _of(self, part: str) -> list[_Fault]:
         return [fault for fault in self.faults if fault.part == part]
 
-    def _due(self, part: str, step: int) -> list[_Fault]:
-        return [fault for fault in self._of(part) if fault.is_due(step)]
+    def _happening(self, part: str, step: int, size: float = math.inf) -> Iterator[_Fault]:
+        """Yield and count the faults of a part that happen at this step, with this many tokens or prompts."""
+        for fault in self._of(part):
+            if fault.is_due(step) and size > fault.number("prompts" if part == "generation" else "tokens", -1):
+                fault.happen()
+                yield fault
+
+    def _run_out(self, part: str, step: int, doing: str, *, size: float = math.inf) -> None:
+        for _ in self._happening(part, step, size):
+            raise torch.OutOfMemoryError(f"injected: out of memory while {doing}")
 
 
 def parse_faults(spec: str | None, *, is_allowed: bool) -> StepHooks:
@@ -160,10 +152,6 @@ def _read(text: str) -> _Fault:
     endless = 1 << 30
     default = endless if "step" not in options or (kind == "scale" and "times" not in options) else 1
     return _Fault(kind, part, options, int(options.get("times", default)))
-
-
-def _run_out(doing: str) -> NoReturn:
-    raise torch.OutOfMemoryError(f"injected: out of memory while {doing}")
 
 
 def _end(kind: str) -> None:

@@ -37,11 +37,16 @@ def probe_leaks(learner: TrainableModel, documents: TokenizedDocuments) -> Probe
     """Compare packed with alone, and our attention with transformers'; raise UserError if they differ."""
     learner.model.eval()
     parts = _parts(learner, documents)
+    joined = _batch(
+        np.concatenate([part.input_ids for part in parts]),
+        np.concatenate([part.position_ids for part in parts]),
+        tuple(part.num_tokens for part in parts),
+    )
     bound = _BOUNDS[learner.precision]
     with torch.no_grad():
         try:
-            together = learner.hidden(_joined(parts))[: sum(part.num_tokens for part in parts)]
-            packed = [_logits(learner, own) for own in together.split([part.num_tokens for part in parts])]
+            together = learner.hidden(joined)[: joined.num_tokens]
+            packed = [_logits(learner, own) for own in together.split(joined.lengths)]
             alone = [_logits(learner, learner.hidden(part)[: part.num_tokens]) for part in parts]
         except (NotImplementedError, TypeError) as error:
             raise UserError(
@@ -80,35 +85,22 @@ def _parts(learner: TrainableModel, documents: TokenizedDocuments) -> list[Micro
     window = getattr(learner.model.config, "sliding_window", None)
     is_limiting = window is not None and int(lengths[order[-1]]) > window
     most = max(_MOST_TOKENS, window + 16) if window is not None and is_limiting else _MOST_TOKENS
-    parts = [_shortened(make_batch(documents, [document]), most) for document in chosen]
+    whole = [make_batch(documents, [document]) for document in chosen]
+    parts = [_batch(part.input_ids[:most], part.position_ids[:most], (min(part.num_tokens, most),)) for part in whole]
     needed = 64 if window is None else window + 16
     if max(part.num_tokens for part in parts) < needed <= most:
         vocabulary = learner.head_module.weight.shape[0]
         ids = np.random.default_rng(0).integers(0, vocabulary, needed)
         # It begins like the first document, so that the shared prefix is checked too.
         ids[: needed // 2] = np.resize(parts[0].input_ids, needed // 2)
-        none = np.zeros(0, np.int64)
-        parts.insert(1, MicroBatch(ids, np.arange(needed), (needed,), none, none, (), needed))
+        parts.insert(1, _batch(ids, np.arange(needed), (needed,)))
     return parts
 
 
-def _shortened(part: MicroBatch, most: int) -> MicroBatch:
-    size = min(part.num_tokens, most)
+def _batch(ids: np.ndarray, positions: np.ndarray, lengths: tuple[int, ...]) -> MicroBatch:
+    """Return a micro-batch without supervised tokens."""
     none = np.zeros(0, np.int64)
-    return MicroBatch(part.input_ids[:size], part.position_ids[:size], (size,), none, none, part.documents, size)
-
-
-def _joined(parts: list[MicroBatch]) -> MicroBatch:
-    none = np.zeros(0, np.int64)
-    return MicroBatch(
-        input_ids=np.concatenate([part.input_ids for part in parts]),
-        position_ids=np.concatenate([part.position_ids for part in parts]),
-        lengths=tuple(part.num_tokens for part in parts),
-        rows=none,
-        targets=none,
-        documents=(),
-        num_tokens=sum(part.num_tokens for part in parts),
-    )
+    return MicroBatch(ids, positions, lengths, none, none, (), sum(lengths))
 
 
 def _logits(learner: TrainableModel, hidden_TH: Tensor) -> Tensor:
