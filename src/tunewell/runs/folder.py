@@ -22,7 +22,7 @@ from tunewell.runs.result import MetricsRecorder
 from tunewell.training.build import CHANGE_NAMES
 from tunewell.training.distributed import World
 from tunewell.training.run import OPTIMIZER, Run, resume
-from tunewell.training.saved_checkpoints import compare_identity, find_newest, load_state
+from tunewell.training.saved_checkpoints import compare_identity, find_newest
 
 _NUM_NAMED = 3
 _DocumentKey = tuple[str, int, int]
@@ -170,7 +170,7 @@ def restore_run(run: Run, folder: Path, allowed: Sequence[str], *, recorder: Met
         for log in (run.events, run.samples):
             log.truncate_to(-1)
         return True
-    state = load_state(saved, needs=[OPTIMIZER, *run.method.files(run.plan.model).tensors])
+    state = run.checkpoints.load(saved, needs=[OPTIMIZER, *run.method.files(run.plan.model).tensors])
     if state.identity.get("data") != run.plan.corpus_sha256 and "data" not in allowed:
         require_same_documents(folder, corpus)
     changes = compare_identity(*_comparable(state.identity, run.identity, set(allowed)))
