@@ -7,7 +7,7 @@ from typing import Any
 
 from tunewell.core.progress import Progress
 from tunewell.records.plan import Chosen, Plan
-from tunewell.training.events import Evaluated, Listener, RunStarted, Sample, StepTaken
+from tunewell.training.events import Evaluated, Listener, Note, RunStarted, Sample, StepTaken
 
 STAGES = ("loading the model", "checking that rows stay separate")
 QUESTION = "What is the tuition for one year,\nand is it paid at once?"
@@ -57,8 +57,7 @@ def a_plan(num_steps: int = 95, *, every: int = 10, model: str = "package:llm-sm
 
 
 def a_start(num_steps: int = 95, *, every: int = 10, first_step: int = 0) -> RunStarted:
-    notes = ["2 threads, because 1 was 1.7 times slower"]
-    return RunStarted(a_plan(num_steps, every=every), 4_884_480, 139_400_000, first_step, notes)
+    return RunStarted(a_plan(num_steps, every=every), 4_884_480, 139_400_000, first_step)
 
 
 def a_step(step: int, *, loss: float | None = None, seconds: float = 2.0, num_steps: int = 95) -> StepTaken:
@@ -91,6 +90,7 @@ def play(
         listener(Progress(stage))
         clock.now += 1
     listener(a_start(num_steps, every=every, first_step=first_step))
+    listener(Note("2 threads, because 1 was 1.7 times slower"))
     for step in range(first_step + 1, (until or num_steps) + 1):
         clock.now += seconds
         loss = math.nan if step in bad else None

@@ -26,6 +26,9 @@ from tunewell.records.healing import HealingEntry
 LOSSES = [(step, 2.0 - step / 100) for step in range(1, 96)]
 
 
+NOTES = ["2 threads, because 1 took 1.7 times as long", "the disk was full at step 40; the checkpoint before stays"]
+
+
 @dataclass(frozen=True)
 class Result:
     """What the report reads of a run's result."""
@@ -56,7 +59,7 @@ class Result:
     next_command: str = "tunewell validate run"
     losses: list[tuple[int, float]] = field(default_factory=lambda: LOSSES)
     held_out: list[tuple[int, float]] = field(default_factory=lambda: [(0, 2.1169), (90, 0.9285), (95, 0.9369)])
-    notes: list[str] = field(default_factory=lambda: ["the disk was full at step 40; the checkpoint before stays"])
+    notes: list[str] = field(default_factory=lambda: list(NOTES))
     healing: list[HealingEntry] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
     validation: None = None
@@ -99,7 +102,7 @@ def test_the_report_of_a_finished_run(monkeypatch):
         "held-out   2.1169 -> 0.9369   best 0.9285 at step 90",
         "speed      1,928 tokens/s     at most 1.2 GiB of memory",
         "time       3 m 33 s           prepare 2.1 s, load 4.3 s, train 3 m 00 s",
-        "note       2 threads, because 1 was 1.7 times slower",
+        "note       2 threads, because 1 took 1.7 times as long",
         "note       the disk was full at step 40; the checkpoint before stays",
         "",
         lines[11],

@@ -5,7 +5,7 @@ import pytest
 from tunewell.config.rules import Healing
 from tunewell.records.healing import HealingEntry
 from tunewell.training.health import Finding
-from tunewell.training.recovery import CarryOn, RecoveryHistory, Rewind, Skip, Split, Stop, decide
+from tunewell.training.recovery import RecoveryHistory, Rewind, Skip, Split, Stop, decide
 
 RULES = Healing()
 
@@ -84,9 +84,9 @@ def test_divergence_goes_back_to_before_it_with_half_the_rate_and_ends_with_advi
 
 def test_what_needs_no_answer_gets_none() -> None:
     past = RecoveryHistory("fp32", "cpu")
-    assert decide([], past, RULES) == CarryOn()
-    assert decide([Finding("throughput-cliff", "note", 3, "")], past, RULES) == CarryOn()
-    assert decide([Finding("overfitting", "warning", 3, "")], past, RULES) == CarryOn()
+    assert decide([], past, RULES) is None
+    assert decide([Finding("throughput-cliff", "note", 3, "")], past, RULES) is None
+    assert decide([Finding("overfitting", "warning", 3, "")], past, RULES) is None
     assert isinstance(decide([Finding("memory-spill", "warning", 3, "")], past, RULES), Split)
     assert isinstance(decide([Finding("zero-grad-no-learning", "fault", 3, "")], past, RULES), Stop)
 

@@ -17,7 +17,6 @@ class RunStarted:
     num_parameters: int
     first_step: int
     """0 for a new run, the number of finished steps for a resumed one."""
-    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """The healer: judges each step, finds the cause of a bad one, and applies what `recovery.py` decides."""
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,7 @@ from tunewell.records.healing import ActionName, HealingEntry
 from tunewell.training.bisect import Cause, find_cause
 from tunewell.training.events import Healed, Note, Sample, StepTaken
 from tunewell.training.health import Finding, HealthMonitor, StepMetrics
-from tunewell.training.recovery import CarryOn, RecoveryHistory, Rewind, Skip, Split, Stop, decide
+from tunewell.training.recovery import RecoveryHistory, Rewind, Skip, Split, Stop, decide
 from tunewell.training.run import Run, past_events, rewind
 from tunewell.training.step import StepRecord
 
@@ -39,8 +38,6 @@ class Healer:
         self._repeated = _skips_since_rewind(run.healing.entries)
         self._unexplained: set[int] = set()
         """Documents of bad steps that were finite when they were computed again."""
-        self.seconds = 0.0
-        """Spent in the healer so far."""
 
     def restore(self) -> None:
         """Put back the precision, the device and the gradient checkpointing that a resumed run had changed to."""
@@ -59,33 +56,24 @@ class Healer:
 
     def norm_limit(self) -> float:
         """Return the gradient norm above which the next update is skipped; infinite if healing is off."""
-        began = time.perf_counter()
-        limit = self.monitor.norm_limit() if self._rules.on else math.inf
-        self.seconds += time.perf_counter() - began
-        return limit
+        return self.monitor.norm_limit() if self._rules.on else math.inf
 
     def on_step(self, record: StepRecord, event: StepTaken) -> None:
         """Judge a step by its metrics."""
-        began = time.perf_counter()
-        known = {key: value for key, value in event.__dict__.items() if key in StepMetrics.__dataclass_fields__}
-        findings = self.monitor.observe(StepMetrics(**known, norm_limit=record.norm_limit))
-        if findings:
-            # Memory differs between ranks, and all ranks must apply the same remedy: a spill is only reported.
-            is_alone = self._run.learner.world.size == 1
-            remarks = [f for f in findings if f.severity == "note" or (f.name == "memory-spill" and not is_alone)]
-            for finding in remarks:
-                self._report(finding, "none", finding.words)
-            if worse := [finding for finding in findings if finding not in remarks]:
-                self._pending.append((worse, record))
-        self.seconds += time.perf_counter() - began
+        findings = self.monitor.observe(replace(_metrics(event.__dict__), norm_limit=record.norm_limit))
+        # Memory differs between ranks, and all ranks must apply the same remedy: a spill is only reported.
+        is_alone = self._run.learner.world.size == 1
+        remarks = [f for f in findings if f.severity == "note" or (f.name == "memory-spill" and not is_alone)]
+        for finding in remarks:
+            self._report(finding, "none", finding.words)
+        if worse := [finding for finding in findings if finding not in remarks]:
+            self._pending.append((worse, record))
 
     def _load_history(self) -> None:
         """Add the steps before a resume to the monitor, on every rank alike."""
         until = self._run.progress.step
         for event in past_events(self._run, kind="step", until=until):
-            self.monitor.remember(
-                StepMetrics(**{key: event[key] for key in event if key in StepMetrics.__dataclass_fields__})
-            )
+            self.monitor.remember(_metrics(event))
         for event in past_events(self._run, kind="held_out", until=until):
             self.monitor.remember(StepMetrics(event["step"], held_out_loss=event["loss"]))
 
@@ -139,7 +127,7 @@ class Healer:
             findings, self.history, self._rules, are_weights_bad=cause.are_weights_bad, is_explained=is_explained
         )
         match action:
-            case CarryOn():
+            case None:
                 self._report(worst, "none", worst.words)
             case Skip(finding, is_quarantining):
                 cause = cause if is_quarantining else Cause(cause.tensor)
@@ -214,15 +202,17 @@ class Healer:
         ]
         how = ", ".join(change for change in changes if change)
         words = f"{action.finding.words}{_where(cause)}: rewound from step {count(before)} to step {count(step)}"
-        entry = {
-            "rewound_to": step,
-            "rate_share": action.rate_share,
-            "precision": action.precision,
-            "device": action.device,
-            "seconds_lost": round(lost * (before - step) / max(1, before), 3),
-        }
         self._report(
-            action.finding, "rewind", f"{words}, continuing {how}" if how else words, cause=cause, since=step, **entry
+            action.finding,
+            "rewind",
+            f"{words}, continuing {how}" if how else words,
+            cause=cause,
+            since=step,
+            rewound_to=step,
+            rate_share=action.rate_share,
+            precision=action.precision,
+            device=action.device,
+            seconds_lost=round(lost * (before - step) / max(1, before), 3),
         )
 
     def _documents(self, cause: Cause) -> str:
@@ -267,11 +257,15 @@ class Healer:
             self._run.listener(Note(f"step {count(entry.step)}: {words}"))
 
 
+def _metrics(event: dict[str, Any]) -> StepMetrics:
+    return StepMetrics(**{key: event[key] for key in event if key in StepMetrics.__dataclass_fields__})
+
+
 def _where(cause: Cause) -> str:
     return f" ({cause.tensor})" if cause.tensor else ""
 
 
 def _skips_since_rewind(entries: Sequence[HealingEntry]) -> set[tuple[int, str]]:
-    """Return the skipped steps that may be record again after a resume."""
+    """Return the skipped steps that may be recorded again after a resume."""
     last = max((index for index, entry in enumerate(entries) if entry.action == "rewind"), default=-1)
     return {(entry.step, entry.name) for entry in entries[last + 1 :] if entry.action == "skip"}

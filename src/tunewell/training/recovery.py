@@ -152,11 +152,6 @@ class RecoveryHistory:
 
 
 @dataclass(frozen=True)
-class CarryOn:
-    """Do nothing."""
-
-
-@dataclass(frozen=True)
 class Skip:
     """Skipping the update was enough."""
 
@@ -195,9 +190,6 @@ class Stop:
     advice: str
 
 
-Action = CarryOn | Skip | Split | Rewind | Stop
-
-
 def decide(
     findings: Sequence[Finding],
     history: RecoveryHistory,
@@ -205,14 +197,14 @@ def decide(
     *,
     are_weights_bad: bool = False,
     is_explained: bool = False,
-) -> Action:
-    """Return what to do about the worst finding of a step.
+) -> Skip | Split | Rewind | Stop | None:
+    """Return what to do about the worst finding of a step; None for nothing.
 
     `are_weights_bad`: a weight is not finite. `is_explained`: a few documents are the whole cause.
     """
     worst = next((finding for finding in findings if finding.severity != "note"), None)
     if worst is None:
-        return CarryOn()
+        return None
     history = history.at(worst.step, rules)
     if worst.name == "zero-grad-no-learning":
         return Stop(worst, "Check that `method.targets` and `method.layers` select trainable layers.")
@@ -230,18 +222,17 @@ def decide(
             return Skip(worst, is_quarantining=False)
         return _rewind_or_stop(worst, history, rules, is_quarantining=True)
     if worst.name == "lr-too-high":
-        low_step = int(worst.numbers.get("low_step", 0))
-        return _diverged(worst, history, rules, not_after=low_step)
-    return Split(worst) if worst.name == "memory-spill" else CarryOn()
+        return _diverged(worst, history, rules)
+    return Split(worst) if worst.name == "memory-spill" else None
 
 
-def _diverged(finding: Finding, history: RecoveryHistory, rules: Healing, *, not_after: int) -> Rewind | Stop:
+def _diverged(finding: Finding, history: RecoveryHistory, rules: Healing) -> Rewind | Stop:
     if history.num_rewinds >= rules.max_rewinds:
         rate = finding.numbers.get("learning_rate")
         tenth = f" to about {rate / 10:.1g}" if isinstance(rate, float) and rate > 0 else ""
         return Stop(finding, f"Lower `train.learning_rate`{tenth}, or raise `train.warmup`.")
-    share = history.rate_share * _HALF
-    return Rewind(finding, not_after, is_quarantining=False, or_later=False, rate_share=share)
+    low_step, share = int(finding.numbers.get("low_step", 0)), history.rate_share * _HALF
+    return Rewind(finding, low_step, is_quarantining=False, or_later=False, rate_share=share)
 
 
 def _rewind_or_stop(

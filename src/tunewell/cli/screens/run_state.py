@@ -42,9 +42,8 @@ class RunState:
         match event:
             case Progress(stage):
                 self._begin_stage(stage)
-            case RunStarted(notes=notes):
+            case RunStarted():
                 self.start = event
-                self.notes += notes
                 self._begin_stage("")
             case StepTaken(was_skipped=was_skipped):
                 self.last = event

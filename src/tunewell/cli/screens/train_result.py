@@ -73,8 +73,7 @@ def _result_rows(result: "TrainResult", start: "RunStarted | None") -> list[tupl
     rows.append(("time", duration(result.seconds), ", ".join(stage.replace(" ", _NO_BREAK) for stage in stages)))
     rows += [("healed", "", one_line(line)) for line in healing_summary(result.healing)]
     rows += [("next time", "", one_line(line)) for line in result.advice]
-    notes = dict.fromkeys([*(start.notes if start else ()), *result.notes])
-    return [*rows, *(("note", "", one_line(note)) for note in notes)]
+    return [*rows, *(("note", "", one_line(note)) for note in dict.fromkeys(result.notes))]
 
 
 def _curve(result: "TrainResult") -> str:

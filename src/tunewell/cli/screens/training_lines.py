@@ -63,8 +63,6 @@ class LogLines:
         left = f", resuming after step {count(start.first_step)}" if start.first_step else ""
         self._write(f"training {short_model_name(start.plan.model)}: {describe_method(start)}")
         self._write(f"{count(self.run.num_steps, 'step')}{left}")
-        for note in start.notes:
-            self._write(f"note: {one_line(note)}")
 
     def _write_step(self, event: StepTaken) -> None:
         is_finite = math.isfinite(event.loss) and math.isfinite(event.grad_norm)
