@@ -249,7 +249,7 @@ def test_too_little_room_for_the_checkpoints_is_said_before_the_first(tmp_path, 
     assert disk_space_warning(tmp_path, checkpoint_bytes=(6 << 30) // 5, keep=1) is None
 
 
-BEFORE = {"seed": 0, "train": {"learning_rate": 0.001, "betas": (0.9, 0.99)}, "corpus_sha256": "ab" * 32, "rows": 5}
+BEFORE = {"seed": 0, "learning_rate": 0.001, "betas": (0.9, 0.99), "corpus_sha256": "ab" * 32, "rows": 5}
 
 
 def test_the_same_run_differs_in_nothing_after_a_trip_through_the_file(tmp_path):
@@ -259,27 +259,27 @@ def test_the_same_run_differs_in_nothing_after_a_trip_through_the_file(tmp_path)
 
 def test_a_changed_run_is_refused_with_a_line_per_difference_and_the_way_to_allow_it():
     """Going on with other data or another rate gives numbers that belong to no run."""
-    now = {"seed": 0, "train": {"learning_rate": 0.0005, "betas": [0.9, 0.99]}, "corpus_sha256": "cd" * 32, "new": None}
+    now = {"seed": 0, "learning_rate": 0.0005, "betas": [0.9, 0.99], "corpus_sha256": "cd" * 32, "new": None}
     with pytest.raises(UserError) as caught:
         compare_identity(BEFORE, now, {"new"})
     assert caught.value.what.splitlines() == [
         "the settings differ from those of the checkpoint:",
-        "  train.learning_rate: 0.001 in the checkpoint, 0.0005 now",
+        "  learning_rate: 0.001 in the checkpoint, 0.0005 now",
         "  corpus_sha256: abababababab... in the checkpoint, cdcdcdcdcdcd... now",
         "  rows: 5 in the checkpoint, not set now",
     ]
-    assert "`--allow-change train.learning_rate` `--allow-change corpus_sha256`" in (caught.value.fix or "")
+    assert "`--allow-change learning_rate` `--allow-change corpus_sha256`" in (caught.value.fix or "")
 
 
 def test_what_was_allowed_is_given_back_to_be_written_down():
-    """An allowed change is on the record; a group allows what is in it, and a name no other that starts like it."""
-    now = BEFORE | {"train": {"learning_rate": 0.0005, "betas": [0.9, 0.99]}, "rows": 6}
-    assert compare_identity(BEFORE, now, {"train", "rows"}) == [
-        "train.learning_rate: 0.001 in the checkpoint, 0.0005 now",
+    """An allowed change is on the record, and a name allows no other that starts like it."""
+    now = BEFORE | {"learning_rate": 0.0005, "betas": [0.9, 0.99], "rows": 6}
+    assert compare_identity(BEFORE, now, {"learning_rate", "rows"}) == [
+        "learning_rate: 0.001 in the checkpoint, 0.0005 now",
         "rows: 5 in the checkpoint, 6 now",
     ]
     with pytest.raises(UserError, match="rows: 5"):
-        compare_identity(BEFORE, now, {"train", "row"})
+        compare_identity(BEFORE, now, {"learning_rate", "row"})
 
 
 def test_many_differences_are_counted_and_not_all_shown():

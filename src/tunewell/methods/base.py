@@ -31,7 +31,6 @@ class MethodFiles(NamedTuple):
     tensors: dict[str, dict[str, Tensor]]
     """By file name; safetensors."""
     texts: dict[str, str]
-    """By file name."""
 
     @property
     def num_bytes(self) -> int:
@@ -153,10 +152,7 @@ class AdapterMethod(Method):
 
     @torch.no_grad()
     def merge(self) -> int:
-        """Add the adapter to the model's weights, which must be in fp32; return the number of merged layers.
-
-        Raises UserError if a merged weight is not finite.
-        """
+        """Add the adapter to the model's weights, which must be in fp32; return the number of merged layers."""
         layers = adapter_layers(self.model)
         for name, layer in layers.items():
             self.model.set_submodule(name, layer.merged())

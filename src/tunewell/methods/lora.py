@@ -75,16 +75,9 @@ class Lora(AdapterMethod):
         if has_new_tokens:
             settings = with_embeddings(settings, model)
         selection = select_layers(model, settings)
-        spec = AdapterSpec(
-            rank=settings.rank,
-            alpha=settings.alpha,
-            dropout=settings.dropout,
-            rslora=settings.rslora,
-            is_tied=bool(tied_names(model)),
-            **peft_targets(model, selection, text_prefix),
-        )
         notes = expert_notes(model, settings)
-        _wrap_layers(model, spec, selection)
+        sizes = settings.model_dump(include={"rank", "alpha", "dropout", "rslora"})
+        spec = _wrap_layers(model, selection, text_prefix, **sizes)
         generator = torch.Generator().manual_seed(seed)
         for module in model.modules():
             if isinstance(module, LoraLinear):
@@ -106,15 +99,15 @@ class Lora(AdapterMethod):
         tensors = {text_part_name(name): tensor for name, tensor in load_file(folder / ADAPTER_WEIGHTS).items()}
         _require_tied(model, tensors, is_tied=bool(config.get("ensure_weight_tying")), where=where)
         selection = _saved_selection(model, config, tensors, where=str(folder / ADAPTER_CONFIG))
-        spec = AdapterSpec(
+        spec = _wrap_layers(
+            model,
+            selection,
+            text_prefix,
             rank=config["r"],
             alpha=config["lora_alpha"],
             dropout=config.get("lora_dropout", 0.0),
             rslora=bool(config.get("use_rslora")),
-            is_tied=bool(tied_names(model)),
-            **peft_targets(model, selection, text_prefix),
         )
-        _wrap_layers(model, spec, selection)
         method = cls(model, [], spec)
         method._copy_in(tensors, where=where)
         return method
@@ -213,7 +206,8 @@ def _require_tied(model: PreTrainedModel, tensors: dict[str, Tensor], *, is_tied
         )
 
 
-def _wrap_layers(model: PreTrainedModel, spec: AdapterSpec, selection: Selection) -> None:
+def _wrap_layers(model: PreTrainedModel, selection: Selection, text_prefix: str, **sizes: Any) -> AdapterSpec:
+    spec = AdapterSpec(**sizes, is_tied=bool(tied_names(model)), **peft_targets(model, selection, text_prefix))
     model.requires_grad_(False)
     for name in selection.linears:
         base: Any = model.get_submodule(name)
@@ -222,6 +216,7 @@ def _wrap_layers(model: PreTrainedModel, spec: AdapterSpec, selection: Selection
         model.set_submodule(name, layer)
     for name in selection.full_modules:
         _train_in_full(model, name)
+    return spec
 
 
 def _train_in_full(model: PreTrainedModel, name: str) -> None:

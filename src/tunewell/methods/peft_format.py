@@ -53,7 +53,6 @@ class AdapterSpec:
     layers: tuple[int, ...] | None
     modules_to_save: tuple[str, ...]
     is_tied: bool = False
-    """Whether the head and the embedding share one weight."""
     parameters: tuple[str, ...] = ()
     """Weights of further linear layers, by path: layers that PEFT would take for experts if they were targets."""
     full_modules: tuple[str, ...] = ()
@@ -72,9 +71,7 @@ class Selection:
     """The trained layers of a model, by path."""
 
     linears: tuple[str, ...]
-    """Linear layers with a low-rank adapter."""
     full_modules: tuple[str, ...]
-    """Modules trained in full."""
     linear_names: tuple[str, ...]
     """The names that selected `linears`."""
     layers: tuple[int, ...] | None

@@ -29,10 +29,7 @@ _MAX_BLOCK_BYTES = 64 * 2**20
 
 
 def causal_attention(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, *, runs: Runs, prefix: int, scale: float) -> Tensor:
-    """Attend within packed documents, in fp32; with a prefix, the first run is the beginning of all others.
-
-    Returns [T, H, D].
-    """
+    """Attend within documents in fp32, to [T, H, D]; with a prefix, the first run is the beginning of all others."""
     out_THD = _CausalProducts.apply(q_HTD, k_GTD, v_GTD, _make_layout(runs, prefix), scale)
     assert isinstance(out_THD, Tensor)
     return out_THD

@@ -103,10 +103,7 @@ class ModelFacts:
 
 
 def read_facts(model: str | Path) -> ModelFacts:
-    """Read a model's facts from its `config.json` or its GGUF file; all None for a tokenizer alone.
-
-    Raises UserError if the model is not found or a file is damaged.
-    """
+    """Read a model's facts from its `config.json` or its GGUF file; all None for a tokenizer alone."""
     if is_preset(str(model)):
         return _from_preset(str(model), str(model).removeprefix(PREFIX))
     files = locate(model)

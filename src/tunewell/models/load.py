@@ -116,7 +116,6 @@ class Vocabulary:
     special_ids: dict[str, int]
     """Of `bos_token`, `eos_token` and `pad_token`, if present."""
     new_ids: list[int]
-    """Ids of the tokens that were added for the chat template."""
 
 
 def read_vocabulary(folder: Path, added_tokens: tuple[str, ...] = ()) -> Vocabulary:
@@ -190,7 +189,6 @@ class LoadOptions:
     added_tokens: tuple[str, ...] = ()
     """Tokens that were added to the tokenizer for the chat template."""
     longest_document: int = 0
-    """Tokens of the longest document that will be trained on."""
     seed: int = 0
     """Seed of a preset's random weights."""
     is_packed: bool = True
@@ -225,10 +223,7 @@ class LoadedModel:
 
 
 def load_model(options: LoadOptions) -> LoadedModel:
-    """Load a model and verify its weights, device and dtype.
-
-    Raises UserError if the model is not found, incomplete or not supported, or if the tokenizer is another model's.
-    """
+    """Load a model and verify its weights, device, dtype and vocabulary; raise UserError if it cannot be used."""
     packed_attention.register()
     vocabulary = read_vocabulary(options.tokenizer_folder, options.added_tokens)
     with quiet():

@@ -42,10 +42,7 @@ def chunk_rows(vocab_size: int, device: torch.device) -> int:
 
 
 def loss_and_grad(logits_RV: Tensor, targets_R: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of some rows and its gradient with respect to the logits, which are overwritten.
-
-    Rows with the target -100 are ignored.
-    """
+    """Return the summed loss of rows and its gradient by the logits, which are overwritten; -100 is no target."""
     z_RV = logits_RV.float()
     tanh_RV = None if softcap is None else torch.tanh(z_RV / softcap)
     if tanh_RV is not None and softcap is not None:

@@ -26,7 +26,6 @@ class PackedModel:
     model: PreTrainedModel
     precision: str
     longest: int
-    """Tokens of the longest document."""
     head: HeadShape = field(default_factory=HeadShape)
     shape: FixedShape | None = None
     """The shape the layers were compiled for; None if they were not."""

@@ -84,10 +84,7 @@ def text_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 
 def head_shape(model: PreTrainedModel) -> HeadShape:
-    """Return what a model does to its logits, checked against the model's own logits on a few tokens.
-
-    Raises UserError if they differ: then the head does something that tunewell does not compute.
-    """
+    """Return what a model does to its logits; raise UserError if its own logits of a few tokens differ from that."""
     module = model.get_output_embeddings()
     weight = getattr(module, "weight", None)
     if not isinstance(module, nn.Module) or not isinstance(weight, Tensor) or weight.dim() != 2:

@@ -71,9 +71,9 @@ def load_for_run(given: ConfigLike, sets: Sequence[str] = (), *, is_resuming: bo
 
 
 def _saved_config(sets: Sequence[str]) -> dict[str, Any] | None:
-    """Read the config in the run folder, with paths relative to the current folder.
+    """Read the config in the run folder, with paths relative to the current folder; None if there is none.
 
-    Returns None if the run folder has no config, or if the current folder has a config file, which takes precedence.
+    None also if the current folder has a config file, which takes precedence.
     """
     current = load_config(sets=[text for text in sets if _key(text) == ("run",)])
     folder = current.path(current.config.run)
@@ -118,10 +118,7 @@ def require_training_data(loaded: LoadedConfig, *, is_resuming: bool) -> None:
 
 
 def dump_config(loaded: LoadedConfig, argv: Sequence[str] | None = None) -> str:
-    """Return the config as YAML: every key that was set, with paths relative to the run folder, secrets removed.
-
-    A comment above it holds the command line that started the run.
-    """
+    """Return the set keys as YAML below the command line, with paths relative to the run folder, without secrets."""
     # The run folder may be a link: relative paths must start from the real folder.
     run_folder = loaded.path(loaded.config.run).resolve()
     config = _with_paths(loaded, lambda path: relative_path(loaded.path(path), run_folder))

@@ -160,10 +160,7 @@ def keep_measured_settings(folder: Path, plan: Plan, allowed: Sequence[str], rec
 
 
 def restore_run(run: Run, folder: Path, allowed: Sequence[str], *, recorder: MetricsRecorder, corpus: Corpus) -> bool:
-    """Restore a run from its newest valid checkpoint; return True if its plan must be written again.
-
-    Raises UserError if a setting, the model or the data differs from the checkpoint and the change is not allowed.
-    """
+    """Restore a run from its newest valid checkpoint; return True if its plan must be written again."""
     saved = find_newest(folder / "checkpoints", on_trouble=recorder.note)
     if saved is None:
         recorder.note("there is no valid checkpoint yet: the run starts from step 0")

@@ -253,10 +253,7 @@ def _describe(name: str, points: Points) -> str:
 
 
 def _path(points: Points, x: Callable[[float], float], y: Callable[[float], float]) -> str:
-    """Return an SVG path through the points, broken where a loss is not finite.
-
-    Of each unit of width, only the lowest and the highest point are kept.
-    """
+    """Return an SVG path through the lowest and highest point of each unit of width, broken where one is not finite."""
     columns: dict[int, list[tuple[float, float]]] = {}
     for step, value in points:
         columns.setdefault(round(x(step)), []).append((x(step), value))

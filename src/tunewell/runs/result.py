@@ -47,15 +47,12 @@ class TrainResult:
     next_command: str
     notes: list[str] = field(default_factory=list)
     signal: str | None = None
-    """The signal that interrupted the run."""
     changes: list[str] = field(default_factory=list)
     """Differences from the checkpoint on resume that `--allow-change` allowed."""
     healing: list[HealingEntry] = field(default_factory=list)
     """Faults and their remedies, since the first start of the run."""
     advice: list[str] = field(default_factory=list)
-    """Settings to change in the next run."""
     validation: Validation | None = None
-    """The result of the validation; None if the model was not validated."""
 
     @property
     def first_loss(self) -> float | None:

@@ -1,9 +1,10 @@
 """Find the document, layer or weight that made a step NaN: compute it again with checks, bisecting on memory."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,26 +36,21 @@ def find_cause(
         return Cause(f"weight `{broken[0]}`", are_weights_bad=True)
     try:
         for index, group in enumerate(groups):
-            if cause := _cause_in(learner, split, [int(document) for document in group], number=number, index=index):
+            check = partial(_first_not_finite, learner, split, number=number, index=index)
+            if cause := _cause_in(learner, [int(document) for document in group], check):
                 return cause
     finally:
         learner.drop_gradients()
     return Cause(None)
 
 
-def _cause_in(
-    learner: TrainableModel, split: TokenizedDocuments, group: list[int], *, number: int, index: int
-) -> Cause | None:
+def _cause_in(learner: TrainableModel, group: list[int], check: Callable[[list[int]], str | None]) -> Cause | None:
     """Search one micro-batch; in halves, if the checks need more memory than there is."""
     try:
-        where = _first_not_finite(learner, split, group, number=number, index=index)
+        where = check(group)
         if where is None:
             return None
-        alone = [
-            document
-            for document in group
-            if len(group) == 1 or _first_not_finite(learner, split, [document], number=number, index=index)
-        ]
+        alone = [document for document in group if len(group) == 1 or check([document])]
         return Cause(where, tuple(alone or group))
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -63,13 +59,13 @@ def _cause_in(
         free_memory(error)
     half = len(group) // 2
     for part in (group[:half], group[half:]) if half else ():
-        if cause := _cause_in(learner, split, part, number=number, index=index):
+        if cause := _cause_in(learner, part, check):
             return cause
     return None
 
 
 def _first_not_finite(
-    learner: TrainableModel, split: TokenizedDocuments, group: Any, *, number: int, index: int
+    learner: TrainableModel, split: TokenizedDocuments, group: list[int], *, number: int, index: int
 ) -> str | None:
     """Return the name of the first tensor that is not finite, in the forward or else in the backward."""
     learner.drop_gradients()
@@ -94,18 +90,11 @@ def _first_not_finite(
 def _checked(model: nn.Module, found: list[str]) -> Iterator[None]:
     """Record the first module whose output is not finite, innermost first."""
 
-    def hook(name: str) -> Any:
-        def check(module: nn.Module, inputs: Any, output: Any) -> None:
-            if found:
-                return
-            for tensor in _tensors(output):
-                if tensor.is_floating_point() and not _is_finite(tensor):
-                    found.append(f"output of `{name}`")
-                    return
+    def check(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not found and not all(map(_is_finite, _tensors(output))):
+            found.append(f"output of `{name}`")
 
-        return check
-
-    handles = [module.register_forward_hook(hook(name)) for name, module in model.named_modules() if name]
+    handles = [module.register_forward_hook(partial(check, name)) for name, module in model.named_modules() if name]
     try:
         yield
     finally:
@@ -124,4 +113,4 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
+    return bool(torch.isfinite(tensor).all())  # True for integers

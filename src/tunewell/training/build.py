@@ -44,13 +44,7 @@ _IDENTITY = (
 )
 """Values of the plan that must not change on resume."""
 _OPTIMIZER = (
-    "optimizer",
-    "min_rate_share",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "max_grad_norm",
+    *("optimizer", "min_rate_share", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
 )
 CHANGE_NAMES = frozenset(
     ("model", "weights", "data", "tokenizer", "template", "seed", *_IDENTITY, *_OPTIMIZER, *MethodSettings.model_fields)
@@ -73,9 +67,7 @@ class RunInputs:
     listener: Listener
     allow_pickle: bool = False
     hooks: StepHooks = field(default_factory=StepHooks)
-    """Fault injection, for tests."""
     heartbeat: Callable[[], None] | None = None
-    """Called before every forward pass."""
 
     @property
     def config(self) -> Config:
@@ -161,9 +153,9 @@ def build_run(parts: RunInputs) -> Run:
 
 def describe_start(parts: RunInputs, run: Run) -> RunStarted:
     """Return the event that opens a run."""
-    num_trainable = sum(parameter.numel() for parameter in run.learner.parameters.values())
-    num_parameters = sum(parameter.numel() for parameter in run.learner.model.parameters())
-    return RunStarted(parts.plan, num_trainable, num_parameters, run.progress.step)
+    trainable, weights = run.learner.parameters.values(), run.learner.model.parameters()
+    sizes = [sum(parameter.numel() for parameter in group) for group in (trainable, weights)]
+    return RunStarted(parts.plan, *sizes, run.progress.step)
 
 
 def check_packing(parts: RunInputs, run: Run) -> None:
@@ -179,12 +171,6 @@ def check_packing(parts: RunInputs, run: Run) -> None:
 
 def identity_of(plan: Plan, config: Config, weights: str | None) -> dict[str, Any]:
     """Return everything that must not change on resume. `weights` is the fingerprint of the initial weights."""
-    chosen = {name: getattr(plan, name).value for name in _IDENTITY}
-    method = METHODS.load(plan.method.value).identity(config.method)
-    train = config.train.model_dump(
-        mode="json",
-        include=set(_OPTIMIZER),
-    )
     return {
         "model": plan.model,
         "weights": weights,
@@ -192,9 +178,9 @@ def identity_of(plan: Plan, config: Config, weights: str | None) -> dict[str, An
         "tokenizer": plan.tokenizer_sha256,
         "template": ",".join(plan.template_sha256s),
         "seed": plan.seed,
-        **chosen,
-        **method,
-        **train,
+        **{name: getattr(plan, name).value for name in _IDENTITY},
+        **METHODS.load(plan.method.value).identity(config.method),
+        **config.train.model_dump(mode="json", include=set(_OPTIMIZER)),
     }
 
 

@@ -103,9 +103,8 @@ class Checkpoints:
         self._report = on_trouble
         self._num_missed = 0
         self._whole: set[int] = set()
-        self._undeletable: set[int] = set()
         self._held_before: int | None = None
-        self._redacted: set[str] = set()
+        self._reported: set[str] = set()
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._pending: Future[None] | None = None
         folder.mkdir(exist_ok=True)
@@ -134,10 +133,7 @@ class Checkpoints:
             pending.result()
 
     def newest(self) -> Saved | None:
-        """Return the newest undamaged checkpoint; damaged ones are reported and skipped.
-
-        Returns None if there are no checkpoints. Raises UserError if all of them are damaged.
-        """
+        """Return the newest undamaged checkpoint; None if there is none. Raise UserError if all are damaged."""
         self.wait()
         return find_newest(self.folder, on_trouble=self._report)
 
@@ -194,9 +190,12 @@ class Checkpoints:
             self.folder.mkdir()
             self._report(f"the folder `{self.folder.name}` was missing, with all checkpoints; it was created again")
         for name in write_checkpoint(staged, snapshot, best_step=best):
-            if name not in self._redacted:
-                self._redacted.add(name)
-                self._report(f"a secret was removed from `{name}` in the checkpoints")
+            self._report_once(f"a secret was removed from `{name}` in the checkpoints")
+
+    def _report_once(self, message: str) -> None:
+        if message not in self._reported:
+            self._reported.add(message)
+            self._report(message)
 
     def _miss(self, reason: str, name: str) -> None:
         is_new = self.trouble != reason
@@ -235,9 +234,7 @@ class Checkpoints:
             self._whole.discard(step)
             shutil.rmtree(trash)
         except OSError as error:
-            if step not in self._undeletable:
-                self._undeletable.add(step)
-                self._report(f"the old checkpoint `{path.name}` could not be removed: {_reason(error)}")
+            self._report_once(f"the old checkpoint `{path.name}` could not be removed: {_reason(error)}")
 
     def _clean_up(self) -> None:
         """Remove what a killed process left half written, half replaced or half removed."""

@@ -36,10 +36,8 @@ class Compiler:
     _timed: int = 0
 
     def budget(self, learner: TrainableModel, planned: int) -> int:
-        """Return the tokens of a micro-batch: a quarter until it is decided whether to compile.
-
-        Uncompiled layers keep more activations; the first steps must not set the peak memory of the run.
-        """
+        """Return the tokens of a micro-batch: a quarter until it is decided whether to compile."""
+        # Uncompiled layers keep more activations; the first steps must not set the peak memory of the run.
         is_undecided = self._is_possible(learner) and self._timed <= _TIMED_STEPS
         return max(planned // _FIRST_SHARE, min(learner.longest, planned)) if is_undecided else planned
 

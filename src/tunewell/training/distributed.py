@@ -38,10 +38,7 @@ class World:
 
     @staticmethod
     def select_gpu(device: str) -> None:
-        """Select the GPU of this process by `LOCAL_RANK`, before the device is probed.
-
-        `device` is that of the config. Raises UserError if there are more processes than GPUs.
-        """
+        """Select the GPU of this process by `LOCAL_RANK`; raise UserError if there are more processes than GPUs."""
         is_cuda = device == "auto" or device.startswith("cuda")
         if "LOCAL_RANK" not in os.environ or not is_cuda or not torch.cuda.is_available():
             return
@@ -57,10 +54,7 @@ class World:
 
     @classmethod
     def initialise(cls, device: torch.device) -> "World":
-        """Connect to the other ranks if a launcher has set `RANK` and `WORLD_SIZE`; else return a world of one.
-
-        Raises UserError if the processes cannot connect.
-        """
+        """Connect to the other ranks if a launcher has set `RANK` and `WORLD_SIZE`; else return a world of one."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size <= 1:
             return cls()

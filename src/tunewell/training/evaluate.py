@@ -124,10 +124,7 @@ def _answer_in_batches(run: Run, healer: Healer) -> list[Sample]:
 
 
 def held_out_loss(learner: TrainableModel, split: TokenizedDocuments, *, budget: int, most: int | None) -> HeldOutLoss:
-    """Return the loss of at most `most` documents of a split, evenly spread; the ranks share the work.
-
-    Raises OutOfMemory on all ranks if one runs out of memory, and Interrupted if the run is asked to stop.
-    """
+    """Return the loss of at most `most` documents of a split, evenly spread; the ranks share the work."""
     chosen = spread_evenly(len(split), most)
     lengths = np.asarray(split.index["length"], dtype=np.int64)
     learner.model.eval()

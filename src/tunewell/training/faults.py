@@ -46,7 +46,6 @@ class _Fault:
     part: str
     options: dict[str, str]
     left: int
-    """How many times it still happens."""
 
     def number(self, name: str, default: float = math.inf) -> float:
         return float(self.options.get(name, default))
@@ -70,7 +69,6 @@ class FaultInjector(StepHooks):
 
     faults: list[_Fault]
     _documents: frozenset[int] = frozenset()
-    """Documents of the micro-batch that is being computed."""
     _hooked: set[str] = field(default_factory=set)
 
     @contextmanager

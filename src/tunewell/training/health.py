@@ -36,10 +36,8 @@ class StepMetrics:
     supervised_tokens: int | None = None
     memory_bytes: int | None = None
     scale: float | None = None
-    """The loss scale, under fp16."""
     was_skipped: bool = False
     norm_limit: float | None = None
-    """The gradient norm above which the update was left out."""
     held_out_loss: float | None = None
     """Of an evaluation; then all others are None."""
 
@@ -98,18 +96,16 @@ class History:
     """The lowest median loss of eight steps so far."""
     low_step: int = 0
     first_losses: list[float] = field(default_factory=list)
-    """The losses of the first three ordinary steps."""
     held_out: list[tuple[int, float]] = field(default_factory=list)
     bad_in_a_row: int = 0
     zero_norms_in_a_row: int = 0
     zero_losses_in_a_row: int = 0
     reported: set[str] = field(default_factory=set)
-    """Names of findings that are reported once."""
 
     def norms(self) -> list[float]:
         return [r.grad_norm for r in self.recent if r.grad_norm is not None and r.grad_norm > 0]
 
-    def losses(self, last: int = WINDOW) -> list[float]:
+    def losses(self, last: int) -> list[float]:
         return [r.loss for r in list(self.recent)[-last:] if r.loss is not None]
 
 
@@ -235,7 +231,7 @@ def spike(metrics: StepMetrics, history: History, about: RunContext) -> Finding 
 
 def divergence(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
     """Find a loss that rose and stays high."""
-    if metrics.loss is None or not metrics.is_ordinary or "lr-too-high" in history.reported:
+    if metrics.loss is None or not metrics.is_ordinary:
         return None
     recent = [*history.losses(RECENT - 1), metrics.loss]
     if len(recent) < RECENT or not math.isfinite(history.lowest):
@@ -251,7 +247,6 @@ def divergence(metrics: StepMetrics, history: History, about: RunContext) -> Fin
     before = [r.loss for r in history.recent if r.loss is not None and r.step <= low_step]
     if len(before) >= RECENT and now <= low + _SPREADS * _spread(before):
         return None
-    history.reported.add("lr-too-high")
     words = f"the loss rose from {low:.3g} at step {low_step} to {now:.3g} and stays there"
     numbers = {"low": low, "low_step": low_step, "now": now, "learning_rate": metrics.learning_rate}
     return Finding("lr-too-high", "fault", metrics.step, words, numbers)
@@ -266,9 +261,8 @@ def _spread(values: list[float]) -> float:
 def held_out_not_finite(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
     """Find a held-out loss that is not finite while training goes on."""
     loss = metrics.held_out_loss
-    if loss is None or math.isfinite(loss) or "held-out-not-finite" in history.reported:
+    if loss is None or math.isfinite(loss):
         return None
-    history.reported.add("held-out-not-finite")
     words = "the held-out loss is not finite: a weight, or a value computed from those rows, is NaN or infinite"
     return Finding("nan-gradients", "warning", metrics.step, words, {"held_out_loss": loss})
 
@@ -276,7 +270,7 @@ def held_out_not_finite(metrics: StepMetrics, history: History, about: RunContex
 def over_fitting(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
     """Find a held-out loss that rises at every evaluation while the training loss falls."""
     now = metrics.held_out_loss
-    if now is None or len(history.held_out) < 2 or "overfitting" in history.reported or not math.isfinite(now):
+    if now is None or len(history.held_out) < 2 or not math.isfinite(now):
         return None
     losses = [loss for _, loss in history.held_out if math.isfinite(loss)]
     low = min(losses, default=math.inf)
@@ -289,19 +283,17 @@ def over_fitting(metrics: StepMetrics, history: History, about: RunContext) -> F
     after = history.losses(RECENT)
     if before and after and median(after) > median(before):
         return None
-    history.reported.add("overfitting")
     words = f"the held-out loss rose from {low:.3g} to {now:.3g}: the model memorises the training rows"
     return Finding("overfitting", "warning", metrics.step, words, {"low": low, "low_step": low_step, "now": now})
 
 
 def memory_spill(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
     """Find steps that stay slow while GPU memory is full: the driver has begun to use host memory."""
-    if about.device_bytes is None or metrics.memory_bytes is None or "memory-spill" in history.reported:
+    if about.device_bytes is None or metrics.memory_bytes is None or metrics.memory_bytes < 0.95 * about.device_bytes:
         return None
     factor = _slowdown(metrics, history)
-    if factor is None or metrics.memory_bytes < 0.95 * about.device_bytes:
+    if factor is None:
         return None
-    history.reported.add("memory-spill")
     words = f"steps became {factor:.1f} times slower with full GPU memory: the driver moves data to host memory"
     numbers = {"factor": round(factor, 2), "memory_bytes": metrics.memory_bytes, "device_bytes": about.device_bytes}
     return Finding("memory-spill", "warning", metrics.step, words, numbers)
@@ -309,18 +301,15 @@ def memory_spill(metrics: StepMetrics, history: History, about: RunContext) -> F
 
 def slow(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
     """Find a lasting drop in speed; another program on the machine may be the cause, so it is a note."""
-    factor = None if "throughput-cliff" in history.reported else _slowdown(metrics, history)
+    factor = _slowdown(metrics, history)
     if factor is None:
         return None
-    history.reported.add("throughput-cliff")
     words = f"steps became {factor:.1f} times slower than they were"
     return Finding("throughput-cliff", "note", metrics.step, words, {"factor": round(factor, 2)})
 
 
 def slow_fast_cycles(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
     """Find single steps that take many times as long as the others, at regular distances."""
-    if "slow-fast-cycles" in history.reported or len(history.recent) < 2 * ARMED_AFTER:
-        return None
     paces = [(r.step, pace) for r in [*history.recent, metrics] if (pace := _pace(r)) is not None]
     if len(paces) < 2 * ARMED_AFTER:
         return None
@@ -329,24 +318,20 @@ def slow_fast_cycles(metrics: StepMetrics, history: History, about: RunContext) 
     gaps = [second - first for first, second in pairwise(slow_steps)]
     if len(gaps) < 3 or max(gaps) > min(gaps) + 1 or min(gaps) < 3:
         return None
-    history.reported.add("slow-fast-cycles")
     words = f"every {round(median(gaps))} steps one takes over {_CYCLE_FACTOR:.0f} times as long as the others"
     return Finding("slow-fast-cycles", "note", metrics.step, words, {"every": median(gaps), "steps": slow_steps[-4:]})
 
 
-RULES: tuple[Rule, ...] = (
-    not_finite,
-    pinned_at_zero,
-    first_loss,
-    no_gradient,
-    spike,
-    divergence,
-    held_out_not_finite,
-    over_fitting,
-    memory_spill,
-    slow,
-    slow_fast_cycles,
-)
+_RULES: tuple[Rule, ...] = (not_finite, pinned_at_zero, first_loss, no_gradient, spike)
+_RULES_ONCE: dict[str, Rule] = {
+    "lr-too-high": divergence,
+    "held-out-not-finite": held_out_not_finite,
+    "overfitting": over_fitting,
+    "memory-spill": memory_spill,
+    "throughput-cliff": slow,
+    "slow-fast-cycles": slow_fast_cycles,
+}
+"""Rules that report once in a run; their names are kept in `History.reported`."""
 
 
 def _pace(metrics: StepMetrics) -> float | None:
@@ -398,7 +383,11 @@ class HealthMonitor:
             return []  # every document of the step is left out, so it has no metrics
         if metrics.norm_limit is None and metrics.grad_norm is not None:
             metrics = replace(metrics, norm_limit=self.norm_limit())
-        found = [finding for rule in RULES if (finding := rule(metrics, self.history, self.about)) is not None]
+        found = [finding for rule in _RULES if (finding := rule(metrics, self.history, self.about)) is not None]
+        for name, rule in _RULES_ONCE.items():
+            if name not in self.history.reported and (finding := rule(metrics, self.history, self.about)) is not None:
+                self.history.reported.add(name)
+                found.append(finding)
         self.remember(metrics)
         return sorted(found, key=lambda finding: _ORDER[finding.severity])
 
@@ -428,10 +417,9 @@ class HealthMonitor:
             return
         if history.first is None and metrics.loss is not None:
             history.first = metrics
-        is_supervised = metrics.supervised_tokens != 0
         history.bad_in_a_row = 0 if metrics.is_finite else history.bad_in_a_row + 1
-        history.zero_norms_in_a_row = history.zero_norms_in_a_row + 1 if is_supervised and metrics.grad_norm == 0 else 0
-        history.zero_losses_in_a_row = history.zero_losses_in_a_row + 1 if is_supervised and metrics.loss == 0 else 0
+        history.zero_norms_in_a_row = history.zero_norms_in_a_row + 1 if metrics.grad_norm == 0 else 0
+        history.zero_losses_in_a_row = history.zero_losses_in_a_row + 1 if metrics.loss == 0 else 0
         if metrics.is_ordinary:
             history.recent.append(metrics)
             if len(history.first_losses) < _FIRST and metrics.loss is not None:

@@ -56,10 +56,7 @@ def replay(log: Iterable[StepMetrics], about: RunContext) -> list[Finding]:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """Return the name of the first finding above a note; `healthy` if there is none.
-
-    A log without any number is `nothing-read`.
-    """
+    """Return the name of the first finding above a note, or `healthy`; `nothing-read` for a log without a number."""
     if any(finding.name == NOTHING_READ for finding in findings):
         return NOTHING_READ
     return next((finding.name for finding in findings if finding.severity != "note"), "healthy")

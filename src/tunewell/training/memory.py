@@ -75,7 +75,6 @@ class OomLadder:
 
     model: "TrainableModel"
     lengths: np.ndarray
-    """Tokens of every document of the corpus."""
     limits: MemoryLimits
     planned_tokens: int
     report: Callable[..., None]
@@ -83,7 +82,6 @@ class OomLadder:
     is_on: bool = True
     """`healing.on`; if not, the first out-of-memory error ends the run."""
     is_always_recomputing: bool = False
-    """`train.recompute`."""
     _tokens: int | None = None
     _with_recompute: bool = False
 
@@ -152,10 +150,7 @@ def smaller(groups: Sequence[np.ndarray], lengths: np.ndarray, *, is_recomputing
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the peak bytes of a device's memory in this process so far; None if unknown.
-
-    On the CPU it is the peak of the whole process, on MPS what the driver holds now.
-    """
+    """Return the peak memory of this process on a device; on the CPU of the process, on MPS what is held now."""
     if device.type == "cuda":
         # Reserved, not allocated: the latter does not count what CUDA graphs keep between two steps.
         return torch.cuda.max_memory_reserved(device)

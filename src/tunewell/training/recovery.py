@@ -35,11 +35,8 @@ class MemoryLimits:
     micro_batch_tokens: int | None = None
     """Limit of every micro-batch; None while the planned number fits."""
     is_recomputing: bool = False
-    """Whether gradient checkpointing stays on for the rest of the run."""
     evaluation_tokens: int | None = None
-    """Limit of a held-out batch."""
     answer_tokens: int | None = None
-    """Limit of the held-out questions that are answered at once."""
     num_shrunk: int = 0
     """Steps in a row that had to be made smaller."""
 
@@ -105,17 +102,14 @@ class RecoveryHistory:
 
     precision: str
     device: str
-    """`cpu`, `cuda` or `mps`."""
     rate_share: float = 1.0
     """Share of the planned learning rate."""
     was_halved: bool = False
-    """Whether a lower rate was tried."""
     num_rewinds: int = 0
     num_not_finite: int = 0
     """Steps of this episode that were not finite. An episode ends after `healing.quiet_steps` good steps."""
     num_spikes: int = 0
     first_bad: int = -1
-    """The first bad step of this episode."""
     last_bad: int = -1
 
     def at(self, step: int, rules: Healing) -> "RecoveryHistory":
@@ -125,23 +119,24 @@ class RecoveryHistory:
 
     def after(self, entry: HealingEntry) -> "RecoveryHistory":
         """Return the history after an entry."""
-        history, counts = self, entry.action in ("skip", "rewind", "stop") and not entry.is_explained
-        if counts and entry.name in NOT_FINITE | _RISES:
-            first = entry.step if history.first_bad < 0 else min(history.first_bad, entry.step)
-            history = replace(history, first_bad=first, last_bad=max(history.last_bad, entry.step))
-        if counts and entry.name in NOT_FINITE:
-            history = replace(history, num_not_finite=history.num_not_finite + 1)
-        elif counts and entry.name in _RISES:
-            history = replace(history, num_spikes=history.num_spikes + 1)
-        if entry.action == "rewind":
-            history = replace(history, num_rewinds=history.num_rewinds + 1)
+        counts = entry.action in ("skip", "rewind", "stop") and not entry.is_explained
+        is_bad = counts and entry.name in NOT_FINITE | _RISES
         return replace(
-            history,
-            rate_share=entry.rate_share or history.rate_share,
-            was_halved=history.was_halved or entry.rate_share is not None,
-            precision=entry.precision or history.precision,
-            device=entry.device or history.device,
+            self,
+            first_bad=self.first_bad_with(entry.step) if is_bad else self.first_bad,
+            last_bad=max(self.last_bad, entry.step) if is_bad else self.last_bad,
+            num_not_finite=self.num_not_finite + (counts and entry.name in NOT_FINITE),
+            num_spikes=self.num_spikes + (counts and entry.name in _RISES),
+            num_rewinds=self.num_rewinds + (entry.action == "rewind"),
+            rate_share=entry.rate_share or self.rate_share,
+            was_halved=self.was_halved or entry.rate_share is not None,
+            precision=entry.precision or self.precision,
+            device=entry.device or self.device,
         )
+
+    def first_bad_with(self, step: int) -> int:
+        """Return the first bad step of this episode if this step is bad too."""
+        return step if self.first_bad < 0 else min(self.first_bad, step)
 
     def after_all(self, entries: Iterable[HealingEntry], rules: Healing) -> "RecoveryHistory":
         """Return the history of a resumed run."""
@@ -198,10 +193,7 @@ def decide(
     are_weights_bad: bool = False,
     is_explained: bool = False,
 ) -> Skip | Split | Rewind | Stop | None:
-    """Return what to do about the worst finding of a step; None for nothing.
-
-    `are_weights_bad`: a weight is not finite. `is_explained`: a few documents are the whole cause.
-    """
+    """Return what to do about the worst finding; None for nothing. `is_explained`: a few documents are the cause."""
     worst = next((finding for finding in findings if finding.severity != "note"), None)
     if worst is None:
         return None
@@ -248,8 +240,7 @@ def _rewind_or_stop(
     )
     if history.num_rewinds >= rules.max_rewinds:
         return Stop(finding, advice)
-    first = finding.step if history.first_bad < 0 else min(history.first_bad, finding.step)
-    basic = Rewind(finding, first - 1, is_quarantining)
+    basic = Rewind(finding, history.first_bad_with(finding.step) - 1, is_quarantining)
     if history.num_rewinds == 0:
         return basic
     if not history.was_halved:

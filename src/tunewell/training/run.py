@@ -79,11 +79,9 @@ class Ending:
     reason: str
     exit_code: int = 0
     signal: str | None = None
-    """The signal that interrupted it."""
     advice: str | None = None
     """What to change before the next attempt, if the healer stopped the run."""
     is_resumable: bool = False
-    """Whether `--resume` can continue it."""
 
 
 def state_of(run: Run) -> State:

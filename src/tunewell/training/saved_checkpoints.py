@@ -28,13 +28,9 @@ from tunewell.records.events import plain, with_numbers
 
 @dataclass
 class State:
-    """Everything that a run needs to continue.
-
-    Secrets are removed from `texts`, `progress` and `identity` before they are written.
-    """
+    """Everything that a run needs to continue; secrets are removed when it is written."""
 
     step: int
-    """Finished optimizer steps."""
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """File name ending in `.safetensors`, with `/` for folders -> name -> tensor."""
     texts: dict[str, str] = field(default_factory=dict)
@@ -42,7 +38,6 @@ class State:
     progress: dict[str, Any] = field(default_factory=dict)
     """JSON: best loss and step, evaluations since then, left-out documents, loss scale."""
     identity: dict[str, Any] = field(default_factory=dict)
-    """JSON: settings that must not change on resume."""
 
 
 class Snapshot:
@@ -90,10 +85,8 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 
 def _largest(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the largest magnitude, on the device; a NaN or an infinity anywhere shows in it.
-
-    `aminmax` reads memory as fast as a sum, six times as fast as the norm (48 matrices of 4 MiB on a CPU, one thread).
-    """
+    """Return the largest magnitude, on the device; a NaN or an infinity anywhere shows in it."""
+    # `aminmax` reads memory as fast as a sum, six times as fast as the norm (48 matrices of 4 MiB, one CPU thread).
     extremes = [
         torch.stack(torch.aminmax(tensor.detach())).abs().float()
         for tensor in tensors
@@ -161,10 +154,7 @@ def find_newest(
 
 
 def find_best(folder: Path, *, on_trouble: Callable[[str], None]) -> Saved | None:
-    """Return the checkpoint with the best held-out loss, with every byte verified; a damaged one is reported.
-
-    Returns None if there was no evaluation, or if the best checkpoint is damaged.
-    """
+    """Return the checkpoint with the best held-out loss, verified; None if it is damaged or there is none."""
     tried: set[int] = set()
     for step in saved_steps(folder):
         try:
@@ -210,18 +200,14 @@ def load_state(saved: Saved, *, needs: Iterable[str] = ()) -> State:
 
 
 def compare_identity(saved: dict[str, Any], now: dict[str, Any], allowed: set[str]) -> list[str]:
-    """Return the differences between the settings of a checkpoint and of a run, one line each.
-
-    Raises UserError for differences that are not allowed, by their name or by the name of their group.
-    """
-    before, after = _flat(plain(saved)), _flat(plain(now))
+    """Return the changed settings since a checkpoint, one line each; raise UserError if one is not allowed."""
+    before, after = plain(saved), plain(now)
     lines = {
         name: f"{name}: {_show(before, name)} in the checkpoint, {_show(after, name)} now"
         for name in before | after
         if name not in before or name not in after or before[name] != after[name]
     }
-    refused = [name for name in lines if not _is_allowed(name, allowed)]
-    if refused:
+    if refused := [name for name in lines if name not in allowed]:
         shown = [f"  {lines[name]}" for name in refused[:_MAX_LINES]]
         if len(refused) > _MAX_LINES:
             shown.append(f"  and {count(len(refused) - _MAX_LINES)} more")
@@ -232,23 +218,6 @@ def compare_identity(saved: dict[str, Any], now: dict[str, Any], allowed: set[st
     return list(lines.values())
 
 
-def _flat(value: dict[str, Any], front: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, entry in value.items():
-        if isinstance(entry, dict) and entry:
-            flat |= _flat(entry, f"{front}{name}.")
-        else:
-            flat[f"{front}{name}"] = entry
-    return flat
-
-
-def _is_allowed(name: str, allowed: set[str]) -> bool:
-    parts = name.split(".")
-    return any(".".join(parts[:length]) in allowed for length in range(1, len(parts) + 1))
-
-
-def _show(flat: dict[str, Any], name: str) -> str:
-    if name not in flat:
-        return "not set"
-    text = str(flat[name])
+def _show(settings: dict[str, Any], name: str) -> str:
+    text = str(settings[name]) if name in settings else "not set"
     return text if len(text) <= _VALUE_CHARS else f"{text[:12]}..."

@@ -9,8 +9,6 @@ from typing import Any
 
 _EXIT_CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 143}
 """128 plus the signal's number, as shells and schedulers expect; SIGUSR1 announces a SIGTERM."""
-
-
 _ONE_REQUEST_SECONDS = 0.5
 """A scheduler that signals every process reaches a run twice: directly, and through its supervisor."""
 
@@ -20,14 +18,10 @@ class Interrupted(Exception):
 
 
 class Signals:
-    """Inside a `with` block, the first SIGTERM, SIGINT or SIGUSR1 sets `asked`; the second exits at once.
-
-    with Signals() as signals:
-        while not signals.asked: ...
-    """
+    """Inside a `with` block, the first SIGTERM, SIGINT or SIGUSR1 sets `asked`; the second exits at once."""
 
     def __init__(self, *, is_installed: bool = True) -> None:
-        """Without `is_installed`, no handler is set and no signal is noticed: a library call leaves signals alone."""
+        """Set no handler without `is_installed`: a library call leaves signals alone."""
         self.asked: str | None = None
         """The name of the signal that arrived, e.g. `SIGTERM`."""
         self._asked_at = 0.0

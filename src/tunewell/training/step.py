@@ -74,10 +74,7 @@ class StepHooks:
 
 @dataclass
 class TrainableModel(PackedModel):
-    """A packed model with an optimizer, a loss scaler and the processes it trains with.
-
-    `PackedModel` computes losses of packed documents; this class adds gradients and updates.
-    """
+    """A packed model with an optimizer, a loss scaler and the processes it trains with."""
 
     settings: Train = field(default_factory=Train)
     seed: int = 0

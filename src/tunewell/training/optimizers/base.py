@@ -86,7 +86,6 @@ class Scaler:
 
     scale: Tensor
     steps_since: Tensor
-    """Steps since the last overflow."""
     is_on: bool
 
     @classmethod
