@@ -2,13 +2,14 @@
 
 import hashlib
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tunewell.core.errors import UserError
-from tunewell.core.gguf import read_metadata, tensor_count
+from tunewell.core.gguf import read_metadata, read_tensor_table
 from tunewell.core.model_files import WEIGHT_SUFFIXES, ModelFiles, locate
 from tunewell.core.presets import PREFIX, find_preset, is_preset
 
@@ -82,8 +83,6 @@ def _key_map(raw: Any) -> KeyMap:
 
 # Attention with separate q, k, v and o, a gated feed-forward block, two norms a layer.
 _LLAMA_SHAPED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-# Tensors of one such layer in a GGUF file; qwen2 adds three biases and qwen3 two norms.
-_GGUF_LAYER_TENSORS = {"llama": 9, "qwen2": 12, "qwen3": 11}
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length")
 
 
@@ -153,8 +152,13 @@ def _from_gguf(path: Path) -> ModelFacts:
         vocab_size=vocab_size,
         hidden_size=_count(own, "embedding_length"),
         num_parameters=_count(metadata, "general.parameter_count")
-        or _gguf_parameters(architecture, own, vocab_size, tensor_count(path)),
+        or (_tensor_parameters(path) if architecture in _LLAMA_SHAPED else None),
     )
+
+
+def _tensor_parameters(path: Path) -> int | None:
+    """Count the numbers in the tensors of a GGUF file, without the table of rope frequencies."""
+    return sum(math.prod(entry.shape) for entry in read_tensor_table(path) if "rope_freqs" not in entry.name) or None
 
 
 def _config_parameters(config: dict[str, Any]) -> int | None:
@@ -168,29 +172,11 @@ def _config_parameters(config: dict[str, Any]) -> int | None:
     kv_heads = _count(config, "num_key_value_heads") or heads
     # transformers gives Qwen3 heads of 128 unless told otherwise, whatever the hidden size.
     head_size = _count(config, "head_dim") or (128 if kind == "qwen3" else hidden // heads)
-    tables = vocab * hidden * (1 if config.get("tie_word_embeddings", False) else 2)
-    return tables + hidden + layers * _layer_parameters(kind, hidden, heads, kv_heads, head_size, feed_forward)
-
-
-def _gguf_parameters(kind: Any, own: dict[str, Any], vocab: int | None, num_tensors: int) -> int | None:
-    heads, hidden = _count(own, "attention.head_count"), _count(own, "embedding_length")
-    layers, feed_forward = _count(own, "block_count"), _count(own, "feed_forward_length")
-    per_layer = _GGUF_LAYER_TENSORS.get(kind)
-    if not (per_layer and heads and hidden and vocab and layers and feed_forward) or own.get("expert_count"):
-        return None
-    # Besides the last norm: the embedding, and an output table where that is not the embedding again.
-    num_tables = num_tensors - per_layer * layers - 1
-    if num_tables not in (1, 2):
-        return None
-    kv_heads = _count(own, "attention.head_count_kv") or heads
-    head_size = _count(own, "attention.key_length") or hidden // heads
-    layer = _layer_parameters(kind, hidden, heads, kv_heads, head_size, feed_forward)
-    return num_tables * vocab * hidden + hidden + layers * layer
-
-
-def _layer_parameters(kind: Any, hidden: int, heads: int, kv_heads: int, head_size: int, feed_forward: int) -> int:
+    # qwen2 adds three biases to a layer, and qwen3 two norms.
     extra = {"qwen2": (heads + 2 * kv_heads) * head_size, "qwen3": 2 * head_size}.get(kind, 0)
-    return 2 * hidden * head_size * (heads + kv_heads) + 3 * hidden * feed_forward + 2 * hidden + extra
+    layer = 2 * hidden * head_size * (heads + kv_heads) + 3 * hidden * feed_forward + 2 * hidden + extra
+    tables = vocab * hidden * (1 if config.get("tie_word_embeddings", False) else 2)
+    return tables + hidden + layers * layer
 
 
 def _count(values: dict[str, Any], *keys: str) -> int | None:

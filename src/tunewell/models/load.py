@@ -71,7 +71,9 @@ def _on_wrong_device(model: nn.Module, device: torch.device) -> Iterator[str]:
 
 
 def _in_wrong_dtype(model: nn.Module, dtype: torch.dtype) -> Iterator[str]:
-    kept = _kept_in_fp32(model)
+    # Name parts of modules that the model's classes keep in fp32 in every precision.
+    attributes = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    kept = {part for module in model.modules() for name in attributes for part in getattr(module, name, None) or ()}
     for name, parameter in model.named_parameters():
         expected = torch.float32 if parameter.requires_grad else dtype
         is_kept = parameter.dtype == torch.float32 and any(part in name for part in kept)
@@ -82,15 +84,6 @@ def _in_wrong_dtype(model: nn.Module, dtype: torch.dtype) -> Iterator[str]:
             yield f"`{name}` is in {_short(buffer.dtype)}"
         elif "inv_freq" in name and buffer.dtype != torch.float32:
             yield f"`{name}` is in {_short(buffer.dtype)}, too coarse for positions"
-
-
-def _kept_in_fp32(model: nn.Module) -> set[str]:
-    """Return the name parts of modules that the model's classes keep in fp32 in every precision."""
-    names: set[str] = set()
-    for module in model.modules():
-        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
-            names.update(getattr(module, attribute, None) or ())
-    return names
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -255,19 +248,14 @@ def _load(options: LoadOptions, vocabulary: Vocabulary) -> tuple[PreTrainedModel
     folder = next((file.parent for file in [*files.small.values(), files.gguf] if file is not None), path)
     if files.gguf is None and any(next(folder.glob(kind), None) for kind in ("*.safetensors*", "*.bin")):
         return _from_transformers(str(folder), options)
-    gguf = files.gguf or _only_gguf(folder)
-    if gguf is None:
+    found = [files.gguf] if files.gguf else sorted(folder.glob("*.gguf"))
+    if len(found) != 1:
         raise UserError(
             f"`{options.model}` has no weights",
             where=str(folder),
             fix="use a folder with `model.safetensors`, a `.gguf` file, a hub id or `preset:NAME`",
         )
-    return *_from_gguf(gguf, options), ""
-
-
-def _only_gguf(folder: Path) -> Path | None:
-    found = sorted(folder.glob("*.gguf")) if folder.is_dir() else []
-    return found[0] if len(found) == 1 else None
+    return *_from_gguf(found[0], options), ""
 
 
 def _from_preset(options: LoadOptions, vocabulary: Vocabulary) -> tuple[PreTrainedModel, list[str]]:

@@ -71,6 +71,14 @@ def checkpoint_step(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def saved_steps(folder: Path) -> list[int]:
+    """Return the steps that have a checkpoint, damaged or not, the highest first."""
+    if not folder.is_dir():
+        return []
+    steps = (checkpoint_step(entry.name) for entry in folder.iterdir())
+    return sorted((step for step in steps if step is not None), reverse=True)
+
+
 def is_inside(name: str) -> bool:
     """Return True if a file name stays inside the checkpoint folder on every system and is not the manifest."""
     parts = PurePosixPath(name).parts

@@ -112,14 +112,9 @@ class Heartbeat:
         _write(self._write, line)
 
 
-def send_ended(fds: str, code: int) -> None:
-    """Send the exit code before the result is printed: a closed terminal must not look like a crash."""
-    _write(_parse_fds(fds)[1], f"ended {code}\n".encode())
-
-
-def send_printed(fds: str) -> None:
-    """Report that the result is printed: from now on silence is a hang again."""
-    _write(_parse_fds(fds)[1], b"printed\n")
+def send_to_supervisor(fds: str, line: str) -> None:
+    """Send `ended CODE`: a closed terminal is then no crash. Send `printed`: silence is then a hang again."""
+    _write(_parse_fds(fds)[1], f"{line}\n".encode())
 
 
 def _parse_fds(fds: str) -> tuple[int, int, int]:

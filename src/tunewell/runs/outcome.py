@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tunewell.config.extensions import METHODS
 from tunewell.config.load import load_config
@@ -47,7 +46,8 @@ def write_run_files(run: Run, result: TrainResult, plan: Plan, corpus: Corpus, *
     try:
         write_outcome(result.run, _outcome(result, plan))
         is_adapter = METHODS.entry(plan.method.value).is_adapter
-        page = _Readme(result, plan, corpus.manifest, is_adapter, _vocabulary_rows(run), allow_pickle)
+        num_rows = run.learner.model.config.get_text_config().vocab_size
+        page = _Readme(result, plan, corpus.manifest, is_adapter, num_rows, allow_pickle)
         write_atomic(result.run / "README.md", redact("\n".join(page.lines())))
     except (UserError, OSError) as error:
         reason = error.what if isinstance(error, UserError) else error.strerror or error
@@ -75,12 +75,6 @@ def _outcome(result: TrainResult, plan: Plan) -> Outcome:
         signal=result.signal,
         allowed_changes=result.changes,
     )
-
-
-def _vocabulary_rows(run: Run) -> int:
-    """Return the rows of the embedding, added tokens included."""
-    config: Any = run.learner.model.config
-    return config.get_text_config().vocab_size
 
 
 def _in_folder(path: str, run: Path) -> str:
@@ -133,7 +127,11 @@ class _Readme:
             "",
             "| | value | reason |",
             "|---|---|---|",
-            *[f"| {name.replace('_', ' ')} | {value.value} | {value.because} |" for name, value in _choices(plan)],
+            *[
+                f"| {name.replace('_', ' ')} | {value.value} | {value.because} |"
+                for name, value in plan
+                if isinstance(value, Chosen)
+            ],
             "",
             "## Repeat the run",
             "",
@@ -205,11 +203,6 @@ def _loading_code(lines: str, corpus: str, *imports: str) -> list[str]:
 
 def _section(title: str, lines: list[str]) -> list[str]:
     return [f"## {title}", "", *[f"- {line}" for line in lines], ""] if lines else []
-
-
-def _choices(plan: Plan) -> list[tuple[str, Chosen[Any]]]:
-    fields = [(name, getattr(plan, name)) for name in type(plan).model_fields]
-    return [(name, value) for name, value in fields if isinstance(value, Chosen)]
 
 
 def _number(value: float | None) -> str:

@@ -5,7 +5,6 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -16,13 +15,13 @@ from tunewell.core.model_files import locate
 from tunewell.core.presets import is_preset
 from tunewell.core.redact import REDACTED
 from tunewell.inference.chat_model import ModelRef
-from tunewell.methods.peft_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from tunewell.methods.peft_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
 from tunewell.models.facts import read_facts
-from tunewell.records.checkpoint import CheckpointManifest, checkpoint_name, checkpoint_step, verify
+from tunewell.records.checkpoint import checkpoint_name, checkpoint_step, saved_steps, verify
 from tunewell.records.manifest import MANIFEST, read_manifest
 from tunewell.records.plan import PLAN, Plan, read_plan
 from tunewell.records.rundir import RUN_CONFIG
-from tunewell.training.saved_checkpoints import Saved, find_best, find_newest, saved_steps
+from tunewell.training.saved_checkpoints import Saved, find_best, find_newest
 
 _CHECKPOINTS = "checkpoints"
 
@@ -120,9 +119,7 @@ def _reason_for_newest(best: int | None) -> str:
         return "the newest; no checkpoint has a held-out loss"
     # Step 0 is the base model, which is evaluated but not saved.
     return (
-        "the newest; none has a lower held-out loss than the base model"
-        if best == 0
-        else "the newest; the best was deleted"
+        f"the newest; {'none has a lower held-out loss than the base model' if best == 0 else 'the best was deleted'}"
     )
 
 
@@ -136,8 +133,7 @@ def _checkpoint_at(folder: Path, wanted: str) -> tuple[Saved, str]:
             fix="name one of these steps, `best` or `last`",
         )
     path = folder / checkpoint_name(int(wanted))
-    manifest: CheckpointManifest = verify(path)
-    return Saved(path, manifest), "named by the user"
+    return Saved(path, verify(path)), "named by the user"
 
 
 def _with_corpus_tokenizer(loaded: LoadedConfig, plan: Plan, notes: list[str]) -> tuple[LoadedConfig, tuple[str, ...]]:
@@ -170,9 +166,7 @@ def _resolve_adapter(folder: Path, base: str | None, template: str | None, sets:
             fix="an old adapter in pickle format: load it with PEFT and save it again",
         )
     try:
-        saved_base: Any = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get(
-            "base_model_name_or_path"
-        )
+        saved_base = read_adapter_config(folder).get("base_model_name_or_path")
     except (ValueError, AttributeError) as error:
         raise UserError(f"`{folder / ADAPTER_CONFIG}` is damaged", where=str(error)) from error
     base_model = base or saved_base

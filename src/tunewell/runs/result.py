@@ -76,6 +76,7 @@ class TrainResult:
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `train --json` prints."""
+        report = self.validation and self.validation.report
         payload = {
             "run": str(self.run),
             "status": self.status,
@@ -101,8 +102,8 @@ class TrainResult:
             "advice": self.advice,
             "healing": [entry.as_json() for entry in self.healing],
             "next": self.next_command,
-            "verdict": None if self.validation is None else self.validation.report.verdict,
-            "reasons": [] if self.validation is None else [r.model_dump() for r in self.validation.report.reasons],
+            "verdict": report and report.verdict,
+            "reasons": [reason.model_dump() for reason in report.reasons] if report else [],
         }
         return plain(payload)
 
@@ -214,22 +215,18 @@ def healing_summary(entries: Sequence[HealingEntry]) -> list[str]:
 
 
 def _cost(entries: Sequence[HealingEntry]) -> str:
-    skipped = sum(1 for e in entries if e.action == "skip" and e.name != "out-of-memory")
-    repeated = sum(1 for e in entries if e.action in ("split", "recompute") and e.micro_batch_tokens is None)
-    rewinds = sum(1 for e in entries if e.action == "rewind")
-    restarts = sum(1 for e in entries if e.action == "restart")
-    documents = len({document for e in entries for document in e.documents})
-    seconds = sum(e.seconds_lost for e in entries)
-    parts = [
-        f"{count(skipped, 'update')} skipped" if skipped else "",
-        f"{count(documents, 'document')} left out" if documents else "",
-        f"{count(repeated, 'step')} repeated in smaller parts" if repeated else "",
-        f"{count(rewinds, 'rewind')} to a checkpoint" if rewinds else "",
-        f"{count(restarts, 'restart')}" if restarts else "",
-        f"about {duration(seconds)} lost" if seconds >= 1 else "",
+    repeated = [e for e in entries if e.action in ("split", "recompute") and e.micro_batch_tokens is None]
+    amounts = [
+        (sum(e.action == "skip" and e.name != "out-of-memory" for e in entries), "update", " skipped"),
+        (len({document for e in entries for document in e.documents}), "document", " left out"),
+        (len(repeated), "step", " repeated in smaller parts"),
+        (sum(e.action == "rewind" for e in entries), "rewind", " to a checkpoint"),
+        (sum(e.action == "restart" for e in entries), "restart", ""),
     ]
-    text = ", ".join(part for part in parts if part)
-    return f"in total: {text}" if text else ""
+    parts = [f"{count(number, noun)}{what}" for number, noun, what in amounts if number]
+    if (seconds := sum(e.seconds_lost for e in entries)) >= 1:
+        parts.append(f"about {duration(seconds)} lost")
+    return f"in total: {', '.join(parts)}" if parts else ""
 
 
 def advice(entries: Sequence[HealingEntry]) -> list[str]:

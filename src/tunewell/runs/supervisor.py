@@ -13,16 +13,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 from tunewell.config.rules import Healing
 from tunewell.core.units import count
-from tunewell.records.checkpoint import checkpoint_step
+from tunewell.records.checkpoint import saved_steps
 from tunewell.records.events import EventLog, last_step
-from tunewell.records.healing import HEALING, ActionName, HealingEntry, read_healing
+from tunewell.records.healing import HEALING, HealingEntry, read_healing
 from tunewell.records.plan import read_plan
 from tunewell.runs.heartbeat import HeartbeatMonitor
 
@@ -65,8 +64,8 @@ def supervise(command_line: CommandLine, *, folder: Path, rules: Healing, report
             if code in _FINAL_CODES and not has_hung:
                 return code
             step = last_step(folder / "events.jsonl") or 0
-            death = _Death.from_exit(code, has_hung=has_hung)
-            message = f"the run {death.cause} after step {count(step)}"
+            name, cause = _how_it_died(code, has_hung=has_hung)
+            message = f"the run {cause} after step {count(step)}"
             if signals.exit_code is not None:
                 if has_hung or code not in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGUSR1):
                     report(f"while stopping, {message}{_stacks_hint(folder)}")
@@ -77,32 +76,25 @@ def supervise(command_line: CommandLine, *, folder: Path, rules: Healing, report
                 return EXIT_MACHINE
             if exhausted:
                 report(f"{message}, {exhausted}; not restarted{_stacks_hint(folder)}")
-                _log(folder, step, death, "stop", f"{death.cause}, {exhausted}; not restarted")
+                _log(folder, HealingEntry(step, name, "fault", "stop", f"{cause}, {exhausted}; not restarted"))
                 return EXIT_MACHINE
-            halved = _halved_micro_batch(folder) if death.name == "killed" and num_deaths > 1 else None
+            halved = _halved_micro_batch(folder) if name == "killed" and num_deaths > 1 else None
             smaller = f" with {count(halved)} tokens per micro-batch" if halved else ""
-            action = f"{death.cause}; restarted from the last checkpoint{smaller}"
+            action = f"{cause}; restarted from the last checkpoint{smaller}"
             report(f"the run {action} (restart {count(num_deaths)} of {count(rules.restarts)}){_stacks_hint(folder)}")
-            _log(folder, step, death, "restart", action, micro_batch_tokens=halved)
+            _log(folder, HealingEntry(step, name, "fault", "restart", action, micro_batch_tokens=halved))
             is_restart = True
 
 
-@dataclass(frozen=True)
-class _Death:
-    """How a run died: a name for `healing.jsonl` and a phrase for people."""
-
-    name: Literal["hung", "killed", "crashed"]
-    cause: str
-
-    @classmethod
-    def from_exit(cls, code: int, *, has_hung: bool) -> "_Death":
-        if has_hung:
-            return cls("hung", "stopped responding and was killed")
-        if code == -signal.SIGKILL:
-            return cls("killed", "was killed by the system (signal 9), most likely because it ran out of memory")
-        if code < 0:
-            return cls("crashed", f"crashed ({signal.Signals(-code).name})")
-        return cls("crashed", f"failed (exit code {code})")
+def _how_it_died(code: int, *, has_hung: bool) -> tuple[str, str]:
+    """Return how a run died: a name for `healing.jsonl` and a phrase for people."""
+    if has_hung:
+        return "hung", "stopped responding and was killed"
+    if code == -signal.SIGKILL:
+        return "killed", "was killed by the system (signal 9), most likely because it ran out of memory"
+    if code < 0:
+        return "crashed", f"crashed ({signal.Signals(-code).name})"
+    return "crashed", f"failed (exit code {code})"
 
 
 class _RestartBudget:
@@ -113,12 +105,12 @@ class _RestartBudget:
         self._restarts = restarts
         self._deaths_by_step: dict[int, int] = {}
         self._num_without_checkpoint = 0
-        self._newest = _newest_checkpoint(folder)
+        self._newest = max(saved_steps(folder / "checkpoints"), default=-1)
 
     def add(self, step: int) -> tuple[int, str]:
         """Count a death at a step; return the deaths at that step, and the reason to give up or an empty string."""
         num_deaths = self._deaths_by_step[step] = self._deaths_by_step.get(step, 0) + 1
-        newest = _newest_checkpoint(self._folder)
+        newest = max(saved_steps(self._folder / "checkpoints"), default=-1)
         self._num_without_checkpoint = 1 if newest > self._newest else self._num_without_checkpoint + 1
         self._newest = max(self._newest, newest)
         if num_deaths > self._restarts:
@@ -256,15 +248,6 @@ class _SignalForwarder:
             monitor.reset_timer()
 
 
-def _newest_checkpoint(folder: Path) -> int:
-    """Return the step of the newest checkpoint, from its folder name; -1 if there is none."""
-    try:
-        steps = [checkpoint_step(entry.name) for entry in (folder / "checkpoints").iterdir()]
-    except OSError:
-        return -1
-    return max((step for step in steps if step is not None), default=-1)
-
-
 def _halved_micro_batch(folder: Path) -> int | None:
     """Return half of the current micro-batch tokens for a run on a CPU, whose memory is the system's; else None."""
     plan = read_plan(folder)
@@ -274,10 +257,7 @@ def _halved_micro_batch(folder: Path) -> int | None:
     return max(1, (limits[-1] if limits else plan.micro_batch_tokens.value) // 2)
 
 
-def _log(
-    folder: Path, step: int, death: _Death, action: ActionName, message: str, *, micro_batch_tokens: int | None = None
-) -> None:
-    entry = HealingEntry(step, death.name, "fault", action, message, micro_batch_tokens=micro_batch_tokens)
+def _log(folder: Path, entry: HealingEntry) -> None:
     with EventLog(folder / HEALING) as log:
         log.append(entry.as_json())
 

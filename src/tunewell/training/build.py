@@ -29,7 +29,7 @@ from tunewell.records.healing import HEALING, read_healing
 from tunewell.records.plan import Plan
 from tunewell.training.checkpoints import Checkpoints
 from tunewell.training.distributed import World
-from tunewell.training.evaluate import ask
+from tunewell.training.evaluate import questions_of
 from tunewell.training.events import Listener, Note, RunStarted, Sample, send_notes
 from tunewell.training.health import RunContext
 from tunewell.training.leak_probe import probe_leaks
@@ -153,9 +153,9 @@ def build_run(parts: RunInputs) -> Run:
 
 def describe_start(parts: RunInputs, run: Run) -> RunStarted:
     """Return the event that opens a run."""
-    trainable, weights = run.learner.parameters.values(), run.learner.model.parameters()
-    sizes = [sum(parameter.numel() for parameter in group) for group in (trainable, weights)]
-    return RunStarted(parts.plan, *sizes, run.progress.step)
+    num_trainable = sum(parameter.numel() for parameter in run.learner.parameters.values())
+    num_parameters = sum(parameter.numel() for parameter in run.learner.model.parameters())
+    return RunStarted(parts.plan, num_trainable, num_parameters, run.progress.step)
 
 
 def check_packing(parts: RunInputs, run: Run) -> None:
@@ -234,11 +234,16 @@ def _make_sampler(parts: RunInputs, learner: TrainableModel, log: EventLog) -> C
     tokenizer = load_tokenizer(parts.corpus.path / "tokenizer")
     stops = corpus_stop_ids(tokenizer, parts.corpus.manifest)
     evaluate = parts.config.evaluate
+    spell = partial(tokenizer.backend.decode, skip_special_tokens=False)
 
-    def answer(batch_tokens: int, prompts: list[list[int]]) -> list[tuple[list[int], bool]]:
-        longest = max(len(prompt) for prompt in prompts) + evaluate.sample_tokens
+    def sample(step: int, batch_tokens: int) -> list[Sample]:
+        questions = questions_of(parts.corpus.held_out, number=evaluate.samples, spell=spell)
+        if not questions:
+            return []
+        prompts = [question.ids for question in questions]
+        longest = max(map(len, prompts)) + evaluate.sample_tokens
         learner.hooks.before_answers(min(len(prompts), max(1, batch_tokens // longest)))
-        done = generate(
+        answers = generate(
             learner.model,
             prompts,
             max_new_tokens=evaluate.sample_tokens,
@@ -247,16 +252,10 @@ def _make_sampler(parts: RunInputs, learner: TrainableModel, log: EventLog) -> C
             decoding=Decoding(batch_tokens=batch_tokens),
             before_token=lambda: learner.check_interrupt(),  # set when training begins
         )
-        return [(one.ids, one.ended) for one in done]
-
-    def sample(step: int, batch_tokens: int) -> list[Sample]:
-        samples = ask(
-            parts.corpus.held_out,
-            number=evaluate.samples,
-            step=step,
-            answer=partial(answer, batch_tokens),
-            spell=partial(tokenizer.backend.decode, skip_special_tokens=False),
-        )
+        samples = [
+            Sample(step, own.document, own.prompt, own.text, spell(done.ids).strip(), own.reference, done.ended)
+            for own, done in zip(questions, answers, strict=True)
+        ]
         for one in samples:
             log.append(one.__dict__)
         return samples

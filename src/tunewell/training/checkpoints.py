@@ -28,6 +28,7 @@ from tunewell.records.checkpoint import (
     FileRecord,
     checkpoint_name,
     checkpoint_step,
+    saved_steps,
     verify,
     write_manifest,
 )
@@ -39,7 +40,6 @@ from tunewell.training.saved_checkpoints import (
     find_newest,
     load_state,
     newest_best_step,
-    saved_steps,
 )
 
 _LIBRARIES = ("torch", "safetensors")

@@ -17,9 +17,6 @@ from tunewell.training.memory import OutOfMemory, free_memory, is_out_of_memory
 from tunewell.training.run import Run
 from tunewell.training.step import TrainableModel
 
-Answer = Callable[[list[list[int]]], list[tuple[list[int], bool]]]
-"""Token ids of prompts -> token ids of answers, and whether each ended by itself."""
-Spell = Callable[[list[int]], str]
 _TO_COMPARE = 8
 """Prompts that are compared to find their common frame."""
 _ANSWER_TOKENS = (8192, 1024, 1)
@@ -157,7 +154,7 @@ class Question:
     reference: str
 
 
-def questions_of(split: TokenizedDocuments, *, number: int, spell: Spell) -> list[Question]:
+def questions_of(split: TokenizedDocuments, *, number: int, spell: Callable[[list[int]], str]) -> list[Question]:
     """Return the questions of some held-out documents. A document supervised from its first token has none."""
     found: list[tuple[int, list[int], list[int]]] = []
     for document in spread_evenly(len(split), max(number, _TO_COMPARE)).tolist():
@@ -177,16 +174,6 @@ def questions_of(split: TokenizedDocuments, *, number: int, spell: Spell) -> lis
         for (document, ids, reference), prompt, text in rows
     ]
     return [questions[index] for index in spread_evenly(len(questions), number).tolist()]
-
-
-def ask(split: TokenizedDocuments, *, number: int, step: int, answer: Answer, spell: Spell) -> list[Sample]:
-    """Answer the questions of some held-out documents."""
-    questions = questions_of(split, number=number, spell=spell)
-    answers = answer([question.ids for question in questions]) if questions else []
-    return [
-        Sample(step, own.document, own.prompt, own.text, spell(ids).strip(), own.reference, ended)
-        for own, (ids, ended) in zip(questions, answers, strict=True)
-    ]
 
 
 def _without_frame(prompts: list[str]) -> list[str]:

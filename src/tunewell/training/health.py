@@ -365,8 +365,7 @@ def norm_limit(norms: Sequence[float], *, factor: float, floor: float) -> float:
     if len(norms) < ARMED_AFTER:
         return math.inf
     logs = [math.log(norm) for norm in norms]
-    middle = median(logs)
-    sigma = max(_LEAST_SIGMA, 1.4826 * median(abs(value - middle) for value in logs))
+    middle, sigma = median(logs), max(_LEAST_SIGMA, _spread(logs))
     return max(math.exp(middle + _SIGMAS * sigma), factor * math.exp(middle), 2.0 * max(norms), floor)
 
 

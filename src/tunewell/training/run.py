@@ -12,6 +12,7 @@ from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
 from tunewell.data.batches import DataOrder, TokenizedDocuments
 from tunewell.methods.base import Method
+from tunewell.records.checkpoint import saved_steps
 from tunewell.records.events import EventLog, read_events, with_numbers
 from tunewell.records.outcome import Status
 from tunewell.records.plan import Plan
@@ -19,7 +20,7 @@ from tunewell.training.checkpoints import Checkpoints
 from tunewell.training.events import Listener, Rewound, Sample, send_notes
 from tunewell.training.health import RunContext
 from tunewell.training.recovery import HealingState
-from tunewell.training.saved_checkpoints import State, find_newest, load_state, saved_steps
+from tunewell.training.saved_checkpoints import State, find_newest, load_state
 from tunewell.training.step import TrainableModel
 
 OPTIMIZER = "optimizer.safetensors"

@@ -17,10 +17,10 @@ from tunewell.records.checkpoint import (
     CheckpointManifest,
     DamagedCheckpoint,
     checkpoint_name,
-    checkpoint_step,
     is_inside,
     read_file,
     read_manifest,
+    saved_steps,
     verify,
 )
 from tunewell.records.events import plain, with_numbers
@@ -116,14 +116,6 @@ class Saved:
     def step(self) -> int:
         """Finished optimizer steps."""
         return self.manifest.step
-
-
-def saved_steps(folder: Path) -> list[int]:
-    """Return the steps that have a checkpoint, damaged or not, the highest first."""
-    if not folder.is_dir():
-        return []
-    steps = (checkpoint_step(entry.name) for entry in folder.iterdir())
-    return sorted((step for step in steps if step is not None), reverse=True)
 
 
 def find_newest(

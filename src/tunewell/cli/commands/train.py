@@ -68,12 +68,12 @@ def command(
     with shown_training() as listener:
         listener(Progress("importing torch"))
         # Importing torch takes seconds: the screen is shown first.
-        from tunewell.runs.heartbeat import send_ended, send_printed
+        from tunewell.runs.heartbeat import send_to_supervisor
         from tunewell.workflows.train import run_training
 
         result = run_training(loaded, options, listener)
         if worker:
-            send_ended(worker, result.exit_code)
+            send_to_supervisor(worker, f"ended {result.exit_code}")
     if is_first_process() and json:
         emit_json(result.as_json())
     elif is_first_process():
@@ -82,7 +82,7 @@ def command(
         emit(train_result_screen(result, listener.run.start))
     if worker:
         sys.stdout.flush()
-        send_printed(worker)
+        send_to_supervisor(worker, "printed")
     if result.exit_code:
         raise typer.Exit(result.exit_code)
 
