@@ -4,7 +4,6 @@ import glob as globbing
 import importlib.metadata
 import json
 import os
-import tempfile
 import urllib.parse
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import yaml
 import tunewell
 from tunewell.config.load import FILE_NAME, LoadedConfig, load_config
 from tunewell.config.schema import Config
+from tunewell.config.yaml_reader import read_yaml
 from tunewell.core.errors import UserError
 from tunewell.core.files import is_url
 from tunewell.core.redact import redact
@@ -137,17 +137,14 @@ def _model_size_note(loaded: LoadedConfig) -> list[str]:
 
 def _parse(text: str) -> Config:
     """Parse a config's text as the other machine will; raise UserError if it is invalid."""
-    with tempfile.TemporaryDirectory(prefix="tunewell-notebook-") as folder:
-        path = Path(folder) / FILE_NAME
-        path.write_text(text, encoding="utf-8")
-        try:
-            return load_config(path).config
-        except UserError as error:
-            raise UserError(
-                "the config is invalid without its secrets",
-                where=error.what,
-                fix="remove them from the config; set tokens in the environment",
-            ) from None
+    try:
+        return load_config(read_yaml(text, FILE_NAME).value).config
+    except UserError as error:
+        raise UserError(
+            "the config is invalid without its secrets",
+            where=error.what,
+            fix="remove them from the config; set tokens in the environment",
+        ) from None
 
 
 def requirement(package: str | None, notes: list[str]) -> list[str]:

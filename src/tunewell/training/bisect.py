@@ -72,7 +72,7 @@ def _first_not_finite(
     batch = make_batch(split, group)
     found: list[str] = []
     hooked = learner.hooks.around_batch(number, batch, learner.model)
-    with _checked(learner.model, found), learner.uncompiled(), hooked:
+    with checked_outputs(learner.model, found), learner.uncompiled(), hooked:
         learner.model.train()
         loss = learner.compute(batch, number=number, index=index)
         if found:
@@ -82,16 +82,16 @@ def _first_not_finite(
         with learner.stance(batch):
             loss.backward()
     # The backward runs from the last layer to the first: the last bad parameter went bad first.
-    broken = [name for name, p in learner.parameters.items() if p.grad is not None and not _is_finite(p.grad)]
+    broken = [name for name, p in learner.parameters.items() if p.grad is not None and not is_finite(p.grad)]
     return f"gradient of `{broken[-1]}`" if broken else None
 
 
 @contextmanager
-def _checked(model: nn.Module, found: list[str]) -> Iterator[None]:
+def checked_outputs(model: nn.Module, found: list[str]) -> Iterator[None]:
     """Record the first module whose output is not finite, innermost first."""
 
     def check(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if not found and not all(map(_is_finite, _tensors(output))):
+        if not found and not all(map(is_finite, tensors_of(output))):
             found.append(f"output of `{name}`")
 
     handles = [module.register_forward_hook(partial(check, name)) for name, module in model.named_modules() if name]
@@ -102,15 +102,15 @@ def _checked(model: nn.Module, found: list[str]) -> Iterator[None]:
             handle.remove()
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield every tensor in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _tensors(part)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+    elif isinstance(value, dict | tuple | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors_of(part)
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())  # True for integers
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether every value is finite; True for integers."""
+    return bool(torch.isfinite(tensor).all())

@@ -7,12 +7,14 @@ read     -> all numbers in one transfer, the only synchronisation with the devic
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from tunewell.training.bisect import checked_outputs, is_finite, tensors_of
 
 _KEPT_BYTES = 64 * 2**20
 """Limit for the batches of a step: token ids are small, but images must not fill the device."""
@@ -214,15 +216,6 @@ def loss_of(output: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point() else None
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | tuple | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from tensors_of(part)
-
-
 def _size(batch: Batch) -> int:
     args, kwargs = batch
     return sum(part.nbytes for part in (*args, *kwargs.values()) if isinstance(part, Tensor))
@@ -233,7 +226,7 @@ def _total(counts: Sequence[Tensor | int], zero: Tensor) -> Tensor:
 
 
 def _plain(gradient: Tensor) -> Tensor:
-    """Return this rank's part of a gradient as a dense tensor."""
+    """Return this rank's part of a gradient or weight as a dense tensor."""
     local = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # pyright: ignore
     return local.coalesce().values() if local.is_sparse else local
 
@@ -279,7 +272,7 @@ def locate_fault(
 
 def _find_here(model: nn.Module, batches: Sequence[Batch], bad: Sequence[str], *, is_loss_bad: bool) -> Fault:
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
-        if not _is_finite(weight):
+        if not is_finite(_plain(weight)):
             return Fault(f"weight `{name}`")
     # If the loss is not finite, no gradient is, so they do not locate the fault.
     known = Fault(f"gradient of `{bad[-1]}`") if bad and not is_loss_bad else None
@@ -306,21 +299,11 @@ def _is_sharded(model: nn.Module) -> bool:
 def _in_forward(model: nn.Module, batches: Sequence[Batch]) -> str | None:
     """Return the first module, innermost first, whose output is not finite."""
     found: list[str] = []
-
-    def check(name: str) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if not found and not all(map(_is_finite, tensors_of(output))):
-                found.append(f"output of `{name}`" if name else "the loss")
-
-        return hook
-
-    with ExitStack() as stack, torch.no_grad():
-        for name, module in model.named_modules():
-            stack.callback(module.register_forward_hook(check(name)).remove)
+    with checked_outputs(model, found), torch.no_grad():
         for args, kwargs in batches:
-            model(*args, **kwargs)
-            if found:
-                return found[0]
+            is_good = all(map(is_finite, tensors_of(model(*args, **kwargs))))
+            if found or not is_good:
+                return found[0] if found else "the loss"
     return None
 
 
@@ -334,12 +317,7 @@ def _in_backward(model: nn.Module, batches: Sequence[Batch]) -> str | None:
             return None
         gradients = torch.autograd.grad(loss, [p for _, p in trainable], allow_unused=True)
         pairs = zip(trainable, gradients, strict=True)
-        bad = [name for (name, _), gradient in pairs if gradient is not None and not _is_finite(gradient)]
+        bad = [name for (name, _), gradient in pairs if gradient is not None and not is_finite(gradient)]
         if bad:
             return f"gradient of `{bad[-1]}`"
     return None
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore
-    return bool(torch.isfinite(local).all())
