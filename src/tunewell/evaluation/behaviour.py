@@ -58,12 +58,10 @@ class Sample:
 
 
 def find_faults(answer: Sample) -> list[Fault]:
-    """Return the faults of an answer, the worst first; whether it is true is not checked.
-
-    A prompt that fills the context gives neither tokens nor a stop; that is not a fault of the model.
-    """
+    """Return the faults of an answer, the worst first; whether it is true is not checked."""
     text = answer.text.strip(" \t\r\n\u200b\ufeff")
     if not answer.ids and not text:
+        # A prompt that fills the context gives neither tokens nor a stop, which is not a fault of the model.
         return ["ends_at_once"] if answer.ended else []
     loops = is_loop(answer.text, ids=answer.ids, ended=answer.ended, reference=answer.reference)
     found: dict[Fault, bool] = {
@@ -283,10 +281,7 @@ _SENTENCE_START = re.compile(r"(?:^|[.!?:\n\"“„«»(¿¡–—-])\W*$")
 
 
 def detect_language(text: str) -> str | None:
-    """Return the language code of a text, the script if one language dominates it (`GREEK`), or None in case of doubt.
-
-    Danish and Norwegian share one code, `da/no`.
-    """
+    """Return the language code of a text, the script if one language dominates it (`GREEK`), or None if in doubt."""
     prose = _NOT_PROSE.sub(" ", text)
     script = detect_script(prose)
     if script == "LATIN":

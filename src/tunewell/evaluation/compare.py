@@ -71,11 +71,8 @@ def compare(this: Report, other: Report, *, configs: tuple[Mapping[str, Any], Ma
     pairs = [(before[question.question], question) for question in this.exchanges if question.question in before]
     became_right = [pair for pair in pairs if pair[1].tuned.right and not pair[0].tuned.right]
     became_wrong = [pair for pair in pairs if pair[0].tuned.right and not pair[1].tuned.right]
-    reworded = [
-        pair
-        for pair in pairs
-        if pair[0].tuned.text != pair[1].tuned.text and pair[0].tuned.right == pair[1].tuned.right
-    ]
+    unchanged = [pair for pair in pairs if pair[0].tuned.right == pair[1].tuned.right]
+    reworded = [pair for pair in unchanged if pair[0].tuned.text != pair[1].tuned.text]
     return Comparison(
         this=this.subject.name,
         other=other.subject.name,
@@ -92,12 +89,8 @@ def compare(this: Report, other: Report, *, configs: tuple[Mapping[str, Any], Ma
 
 def differences(this: Mapping[str, Any], other: Mapping[str, Any]) -> list[Difference]:
     """Return the entries that differ; a missing one is shown as `nothing`."""
-    names = sorted(this.keys() | other.keys())
-    return [
-        Difference(name, _shown(other.get(name)), _shown(this.get(name)))
-        for name in names
-        if this.get(name) != other.get(name)
-    ]
+    names = [name for name in sorted(this.keys() | other.keys()) if this.get(name) != other.get(name)]
+    return [Difference(name, _shown(other.get(name)), _shown(this.get(name))) for name in names]
 
 
 def _figures(this: Report, other: Report) -> list[MetricPair]:

@@ -14,10 +14,7 @@ Metric = Callable[[str, str, str], float | bool]
 
 
 def load_metrics(references: Sequence[str], *, base: Path) -> dict[str, Metric]:
-    """Load the functions of `verdict.metrics`, each `file.py:function`, under the name of the function.
-
-    Raises UserError if a function does not exist, or if two have the same name.
-    """
+    """Load the functions of `verdict.metrics` by name; raise UserError if one is missing or two share a name."""
     metrics: dict[str, Metric] = {}
     for reference in references:
         name = reference.rpartition(":")[2]
@@ -36,7 +33,7 @@ def compute_metrics(
     """
     results, notes = {}, []
     for name, metric in metrics.items():
-        base, base_errors = _mean(metric, [(question, question.base) for question in questions])
+        base, base_errors = _mean(metric, [(question, question.base) for question in questions if question.base])
         tuned, tuned_errors = _mean(metric, [(question, question.tuned) for question in questions])
         errors = [*tuned_errors, *base_errors]
         results[name] = MetricResult(
@@ -48,12 +45,10 @@ def compute_metrics(
     return results, notes
 
 
-def _mean(metric: Metric, answers: Sequence[tuple[AnsweredQuestion, Answer | None]]) -> tuple[float | None, list[str]]:
+def _mean(metric: Metric, answers: Sequence[tuple[AnsweredQuestion, Answer]]) -> tuple[float | None, list[str]]:
     """Return the mean over the answers that could be scored, and `FILE row N: ERROR` for each that could not."""
     values, errors = [], []
     for question, answer in answers:
-        if answer is None:
-            continue
         try:
             value = metric(question.question, answer.text, question.reference)
             if not isinstance(value, bool | int | float) or not math.isfinite(value):

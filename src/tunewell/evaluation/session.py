@@ -119,10 +119,7 @@ def everyday_texts() -> list[str]:
 
 
 def run_tasks(model: PreTrainedModel, tokenizer_folder: Path, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Return lm-eval's scores by task and metric; a task is a name or the path of its YAML file.
-
-    Raises UserError if lm-eval does not know a task, or cannot download its data.
-    """
+    """Return lm-eval's scores by task and metric; raise UserError for an unknown task or one without its data."""
     from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]  an extra
     from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
 

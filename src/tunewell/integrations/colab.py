@@ -54,10 +54,9 @@ def make_portable(loaded: LoadedConfig) -> PortableConfig:
     files = list(dict.fromkeys(name for path in paths for name in _as_files(loaded, path, renames)))
     if redact(files) != files:
         raise UserError("the path of a file contains a secret", where=str(loaded.file), fix="rename the file")
-    for name in files:
-        known = {new: old for old, new in renames.items()}.get(name, name)
-        if not loaded.path(known).exists():
-            notes.append(f"`{known}` does not exist here; the notebook will ask for it")
+    originals = {new: old for old, new in renames.items()}
+    missing = [known for name in files if not loaded.path(known := originals.get(name, name)).exists()]
+    notes += [f"`{known}` does not exist here; the notebook will ask for it" for known in missing]
     notes += _model_size_note(loaded)
     return PortableConfig(portable, _parse(portable), files, notes)
 
@@ -148,10 +147,7 @@ def _parse(text: str) -> Config:
 
 
 def requirement(package: str | None, notes: list[str]) -> list[str]:
-    """Return the pip requirement for tunewell: `package`, or the version that is installed here.
-
-    Raises UserError if this installation comes from a local folder, and for a URL with a secret.
-    """
+    """Return the pip requirement for tunewell, `package` or this version; raise UserError if pip cannot get it."""
     if package == "none":
         return []
     found = _installed() if package is None else package
@@ -168,9 +164,8 @@ def requirement(package: str | None, notes: list[str]) -> list[str]:
 def model_packages(loaded: LoadedConfig) -> list[str]:
     """Return the packages that hold the model or the tokenizer, at their installed versions."""
     named = [name for name in (loaded.config.model, loaded.config.tokenizer) if name and name.startswith(PACKAGE)]
-    found = []
+    found, modules = [], importlib.metadata.packages_distributions() if named else {}
     for name in dict.fromkeys(name.removeprefix(PACKAGE) for name in named):
-        modules = importlib.metadata.packages_distributions()
         try:
             package = importlib.metadata.distribution(modules.get(name.replace("-", "_"), [name])[0])
         except importlib.metadata.PackageNotFoundError:

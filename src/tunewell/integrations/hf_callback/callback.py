@@ -234,13 +234,11 @@ class HealthCallback(TrainerCallback):
             self._fault = self._fault or self._possible_fault
 
     def _check(self, metrics: StepMetrics, *, is_own: bool = True) -> None:
-        """Report the findings of a step; a fault stops all ranks before the next update.
-
-        While it is uncertain whether the model's own loss is trained on, some faults are only warnings.
-        """
+        """Report the findings of a step; a fault stops all ranks before the next update."""
         for finding in self._monitor.observe(metrics):
             if not is_own and finding.name in _ONLY_OWN_LOSS:
                 continue
+            # While it is uncertain whether the model's own loss is trained on, these faults are only warnings.
             if finding.name in _FAULT_ONLY_OWN_LOSS and not self._loss.is_sure:
                 self._possible_fault = self._possible_fault or finding
                 finding = replace(finding, severity="warning")
@@ -262,9 +260,8 @@ class HealthCallback(TrainerCallback):
         if worst.severity == "note" or worst.name == "nothing-to-learn":
             self._write(worst, "none" if worst.severity == "note" else "skip", worst.words)
             return
-        place, remark = None, ""
-        if worst.name not in self._reported:
-            place, remark = self._locate(model, is_loss_bad=not step.is_loss_finite)
+        is_new = worst.name not in self._reported
+        place, remark = self._locate(model, is_loss_bad=not step.is_loss_finite) if is_new else (None, "")
         words = f"{worst.words}{f' ({place})' if place else ''}: the update was skipped{remark}"
         self._write(worst, "skip" if self._action == "warn" else "stop", words, place=place)
         if self._action == "stop":

@@ -10,16 +10,11 @@ from tunewell.records.events import EventLog
 from tunewell.records.healing import HEALING, HealingEntry
 from tunewell.training.health import StepMetrics
 
-EVENTS = "events.jsonl"
 _NOT_LOGGED = ("norm_limit", "held_out_loss")
 
 
 class HealthLog:
-    """The log files of one training, written by rank 0 (`is_on`).
-
-    A resumed training removes the lines after its last finished step; a new one starts both files again. Raises
-    UserError if the folder is not writable.
-    """
+    """The log files of one training, written by rank 0 (`is_on`); raises UserError if the folder is not writable."""
 
     def __init__(self, folder: Path, *, finished_steps: int, is_on: bool, say: Callable[[str], None]) -> None:
         self.healing_path = folder / HEALING
@@ -31,8 +26,8 @@ class HealthLog:
             return
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._events = EventLog(folder / EVENTS, on_trouble=say)
-            self._events.truncate_to(finished_steps)
+            self._events = EventLog(folder / "events.jsonl", on_trouble=say)
+            self._events.truncate_to(finished_steps)  # a resumed training takes the later steps again
             if finished_steps == 0:
                 self.healing_path.unlink(missing_ok=True)
         except OSError as error:
