@@ -171,7 +171,7 @@ def test_truncation_and_padding_saved_in_the_file_are_switched_off(tmp_path, byt
     """A file saved after a training run may cut at 512 tokens: documents would lose their ends without a word."""
     changed = Tokenizer.from_str(byte_level.to_str())
     changed.enable_truncation(4)
-    changed.enable_padding(length=8, pad_token="<|im_end|>", pad_id=2)
+    changed.enable_padding(length=8, pad_token="<|im_end|>")
     loaded = load_tokenizer(write(tmp_path / "model", changed))
     assert loaded.backend.truncation is None and loaded.backend.padding is None
     assert len(loaded.backend.encode("the boy has many apples and eats them").ids) > 8

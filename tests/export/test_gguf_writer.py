@@ -17,7 +17,7 @@ from tiny import CHATML
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunewell.core.errors import UserError
-from tunewell.export.gguf.architecture import require_convertible
+from tunewell.export.gguf.architecture import read_settings
 from tunewell.export.gguf.write import plan_file, write_gguf
 from tunewell.models.gguf import read_gguf_config, read_gguf_weights
 
@@ -281,27 +281,27 @@ def test_more_ids_than_rows_are_refused(tmp_path):
 )
 def test_what_llama_cpp_would_compute_otherwise_is_refused_before_training(config, words):
     with pytest.raises(UserError, match=words):
-        require_convertible(config)
+        read_settings(config)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_settings_of_a_model_in_memory_are_judged_as_those_of_its_file(folders, case):
     model, folder = folders(case)
-    require_convertible(model.config.to_dict())
-    require_convertible(json.loads((folder / "config.json").read_text()))
+    read_settings(model.config.to_dict())
+    read_settings(json.loads((folder / "config.json").read_text()))
 
 
 def test_settings_that_are_none_are_told():
     with pytest.raises(UserError, match="settings cannot be read"):
-        require_convertible({"model_type": "llama", "hidden_size": "wide"})
+        read_settings({"model_type": "llama", "hidden_size": "wide"})
 
 
 def test_an_old_config_is_read_as_the_new_one():
     """Before transformers 5, `rope_theta` and `rope_scaling` stood apart."""
     rope = dict(CASES["llama-3"][1]["rope_parameters"])
     theta = rope.pop("rope_theta")
-    require_convertible({"model_type": "llama", "rope_theta": theta, "rope_scaling": rope})
-    require_convertible({"model_type": "mistral"})
+    read_settings({"model_type": "llama", "rope_theta": theta, "rope_scaling": rope})
+    read_settings({"model_type": "mistral"})
 
 
 def test_a_window_that_llama_cpp_does_not_honour_is_said(tmp_path):

@@ -40,9 +40,6 @@ class SizesTarget(ExportTarget):
         is_same = json.loads((context.folder / artefact.path).read_text()) == context.proof.model.shapes
         return [Check(name="tensors", is_ok=is_same, words="shapes")]
 
-    def is_exact(self, precision: str) -> bool:
-        return True
-
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ def alone(model, prompt: list[int], number: int, stops: tuple[int, ...] = ()) ->
 def test_a_batch_answers_as_each_prompt_does_alone(kind):
     """Padding, positions, windows and caches: any of them wrong and the words change."""
     model = tiny(kind)
-    found = generate(model, PROMPTS, max_new_tokens=12, stop_ids=[], pad_id=0)
+    found = generate(model, PROMPTS, max_new_tokens=12, stop_ids=[])
     assert [answer.ids for answer in found] == [alone(model, prompt, 12) for prompt in PROMPTS]
     assert not any(answer.ended for answer in found)
 
@@ -36,7 +36,7 @@ def test_an_answer_ends_at_any_of_the_stop_ids_and_does_not_hold_it():
     model = tiny("llama")
     free = [alone(model, prompt, 12) for prompt in PROMPTS]
     stops = (free[0][3], free[2][5])
-    found = generate(model, PROMPTS, max_new_tokens=12, stop_ids=stops, pad_id=0)
+    found = generate(model, PROMPTS, max_new_tokens=12, stop_ids=stops)
     for answer, words in zip(found, free, strict=True):
         end = next((at for at, word in enumerate(words) if word in stops), None)
         assert answer == Generated(words[:end], end is not None)
@@ -45,18 +45,18 @@ def test_an_answer_ends_at_any_of_the_stop_ids_and_does_not_hold_it():
 
 def test_how_prompts_are_batched_does_not_matter():
     model = tiny("llama")
-    whole = generate(model, PROMPTS, max_new_tokens=6, stop_ids=[], pad_id=0)
+    whole = generate(model, PROMPTS, max_new_tokens=6, stop_ids=[])
     for batch_tokens in (1, 20, 26, 10_000):
         decoding = Decoding(batch_tokens=batch_tokens)
-        assert generate(model, PROMPTS, max_new_tokens=6, stop_ids=[], pad_id=0, decoding=decoding) == whole
-    assert generate(model, [], max_new_tokens=6, stop_ids=[], pad_id=0) == []
+        assert generate(model, PROMPTS, max_new_tokens=6, stop_ids=[], decoding=decoding) == whole
+    assert generate(model, [], max_new_tokens=6, stop_ids=[]) == []
 
 
 def test_a_prompt_near_the_end_of_the_context_is_cut_there_and_the_others_are_not():
     """Learned positions end: one more would be read from behind the table."""
     model = tiny("gpt2", max_position_embeddings=16, n_positions=16)
     prompts = [[5] * 3, [6] * 14, [7] * 16, [8] * 20]
-    found = generate(model, prompts, max_new_tokens=8, stop_ids=[], pad_id=0)
+    found = generate(model, prompts, max_new_tokens=8, stop_ids=[])
     assert [len(answer.ids) for answer in found] == [8, 2, 0, 0]
     assert found[1].ids == alone(model, prompts[1], 2)
 
@@ -71,7 +71,7 @@ def test_the_model_is_left_as_it_was_and_the_dice_too():
     own = model.generation_config
     dice = torch.get_rng_state()
     for temperature in (0.0, 1.0):
-        generate(model, PROMPTS, max_new_tokens=4, stop_ids=[], pad_id=0, decoding=Decoding(temperature=temperature))
+        generate(model, PROMPTS, max_new_tokens=4, stop_ids=[], decoding=Decoding(temperature=temperature))
     assert model.training
     assert model.config._attn_implementation == attention.SDPA
     assert model.generation_config is own
@@ -81,18 +81,18 @@ def test_the_model_is_left_as_it_was_and_the_dice_too():
 def test_the_settings_its_makers_recommend_are_not_used():
     """A penalty on repeating hides that a model repeats itself."""
     model = tiny("llama")
-    plain = generate(model, PROMPTS, max_new_tokens=12, stop_ids=[], pad_id=0)
+    plain = generate(model, PROMPTS, max_new_tokens=12, stop_ids=[])
     model.generation_config = GenerationConfig(
         repetition_penalty=5.0, suppress_tokens=plain[0].ids[:2], eos_token_id=plain[1].ids[0], do_sample=True, top_k=3
     )
-    assert generate(model, PROMPTS, max_new_tokens=12, stop_ids=[], pad_id=0) == plain
+    assert generate(model, PROMPTS, max_new_tokens=12, stop_ids=[]) == plain
 
 
 def test_drawing_follows_the_seed_and_the_temperature():
     model = tiny("llama")
 
     def draw(**how) -> list[Generated]:
-        return generate(model, PROMPTS, max_new_tokens=12, stop_ids=[], pad_id=0, decoding=Decoding(**how))
+        return generate(model, PROMPTS, max_new_tokens=12, stop_ids=[], decoding=Decoding(**how))
 
     assert draw(temperature=1.0, seed=1) == draw(temperature=1.0, seed=1)
     assert draw(temperature=1.0, seed=1) != draw(temperature=1.0, seed=2)
@@ -104,14 +104,14 @@ def test_drawing_takes_from_all_tokens():
     model = tiny("llama")
     with torch.no_grad():
         model.lm_head.weight.zero_()
-    drawn = generate(model, [[5]] * 20, max_new_tokens=50, stop_ids=[], pad_id=0, decoding=Decoding(temperature=1.0))
+    drawn = generate(model, [[5]] * 20, max_new_tokens=50, stop_ids=[], decoding=Decoding(temperature=1.0))
     assert len({token for answer in drawn for token in answer.ids}) > 90
 
 
 def test_generating_says_nothing(capfd, recwarn):
-    generate(tiny("llama"), PROMPTS, max_new_tokens=4, stop_ids=[2], pad_id=0)
+    generate(tiny("llama"), PROMPTS, max_new_tokens=4, stop_ids=[2])
     decoding = Decoding(temperature=0.7, top_p=0.9)
-    generate(tiny("llama"), PROMPTS, max_new_tokens=4, stop_ids=[], pad_id=0, decoding=decoding)
+    generate(tiny("llama"), PROMPTS, max_new_tokens=4, stop_ids=[], decoding=decoding)
     assert capfd.readouterr() == ("", "")
     assert [str(warning.message) for warning in recwarn] == []
 
@@ -126,13 +126,13 @@ def test_whoever_is_asked_before_each_token_can_end_it():
 
     model.train()
     with pytest.raises(InterruptedError):
-        generate(model, [[1, 2, 3]], max_new_tokens=20, stop_ids=[], pad_id=0, before_token=ask)
+        generate(model, [[1, 2, 3]], max_new_tokens=20, stop_ids=[], before_token=ask)
     assert asked == [False] * 3 and model.training
 
 
 def test_an_empty_prompt_is_a_mistake():
     with pytest.raises(ValueError, match="no tokens"):
-        generate(tiny("llama"), [[1], []], max_new_tokens=4, stop_ids=[], pad_id=0)
+        generate(tiny("llama"), [[1], []], max_new_tokens=4, stop_ids=[])
 
 
 def test_answers_stop_where_the_corpus_ends_a_turn_or_a_text(tiny_model):

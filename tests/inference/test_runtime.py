@@ -16,9 +16,8 @@ from tunewell.inference.runtime import (
     DocumentLosses,
     TextDocuments,
     TorchRuntime,
+    last_logits,
     measure_losses,
-    next_logits,
-    nonfinite_weights,
     nonfinite_weights_in,
 )
 from tunewell.methods.base import trainable_parameters
@@ -113,7 +112,7 @@ def test_means_of_parts_add_up_to_the_mean_of_the_whole() -> None:
 def test_logits_of_the_next_token_are_the_models_own(models: Any) -> None:
     ours, theirs = models["adapter"]
     prompts = prompts_of(5)
-    found = next_logits(ours, prompts)
+    found = np.concatenate(last_logits(ours, prompts))
     for row, prompt in zip(found, prompts, strict=True):
         with torch.no_grad():
             own = theirs(input_ids=torch.tensor([prompt])).logits[0, -1].numpy()
@@ -128,11 +127,11 @@ def test_texts_are_documents_whose_first_token_is_given() -> None:
 
 def test_values_that_are_not_finite_are_counted_by_tensor(tmp_path: Path) -> None:
     model = tiny_llama()
-    assert nonfinite_weights(model) == {}
+    assert TorchRuntime(model, "fp32").nonfinite_weights() == {}
     with torch.no_grad():
         model.model.norm.weight[:3] = torch.inf
         model.lm_head.weight[1, 1] = torch.nan
-    assert nonfinite_weights(model) == {"model.norm.weight": 3, "lm_head.weight": 1}
+    assert TorchRuntime(model, "fp32").nonfinite_weights() == {"model.norm.weight": 3, "lm_head.weight": 1}
     tensors = {"a": torch.tensor([1.0, torch.nan]).bfloat16(), "b": torch.ones(2), "c": torch.ones(2).long()}
     save_file(tensors, tmp_path / "model.safetensors")
     assert nonfinite_weights_in(tmp_path) == {"a": 1} and nonfinite_weights_in(tmp_path / "nowhere") == {}

@@ -87,7 +87,7 @@ def test_forty_prompts_are_answered_as_by_transformers_and_peft(pair):
     assert [list(stream_tokens(model, prompt, max_new_tokens=10, stop_ids=(2, 17))) for prompt in prompts] == alone
     for batch_tokens in (1, 8 * 40):
         decoding = Decoding(batch_tokens=batch_tokens)
-        found = generate(model, prompts, max_new_tokens=10, stop_ids=(2, 17), pad_id=0, decoding=decoding)
+        found = generate(model, prompts, max_new_tokens=10, stop_ids=(2, 17), decoding=decoding)
         assert [answer.ids for answer in found] == alone
     assert len({tuple(row) for row in alone}) > 30 and any(len(row) < 10 for row in alone)
 
@@ -96,7 +96,7 @@ def test_drawing_follows_the_seed_as_generate_does_and_leaves_the_dice_alone():
     model = tiny("llama")
     before = torch.get_rng_state()
     for decoding in (Decoding(1.0, seed=3), Decoding(0.7, top_p=0.8, seed=4)):
-        [expected] = generate(model, PROMPTS[:1], max_new_tokens=16, stop_ids=[], pad_id=0, decoding=decoding)
+        [expected] = generate(model, PROMPTS[:1], max_new_tokens=16, stop_ids=[], decoding=decoding)
         found = stream_tokens(model, PROMPTS[0], max_new_tokens=16, stop_ids=[], decoding=decoding)
         for at, token in enumerate(found):
             torch.rand(1)  # what the caller draws between two tokens is its own affair

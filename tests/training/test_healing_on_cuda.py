@@ -199,7 +199,6 @@ def test_answers_that_are_too_many_at_once(tmp_path: Path, small_card: Any) -> N
             prompts,
             max_new_tokens=4,
             stop_ids=[],
-            pad_id=0,
             decoding=Decoding(batch_tokens=404 * number),
         )
         return []

@@ -106,7 +106,6 @@ def _read_report(run: Path) -> Report | None:
 
 # The licence of a base model, from its GGUF metadata, model card, config or LICENSE file.
 
-_FRONT_MATTER = re.compile(r"\A\ufeff?---\s*\n(.*?)\n---\s*(?:\n|\Z)", re.DOTALL)
 _LICENSE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE")
 _HEAD_CHARS = 2_000
 _SPDX_IDS = (
@@ -166,16 +165,13 @@ def _from_hub(repository: str, name: str) -> Path | None:
 
 def _from_card(path: Path | None) -> str | None:
     """Read the front matter of a model card; `license: other` is spelled out in `license_name`."""
-    header = _FRONT_MATTER.match(_read_text(path)) if path else None
-    if header is None:
-        return None
+    from huggingface_hub import metadata_load
+
     try:
-        card: Any = yaml.safe_load(header[1])
-    except yaml.YAMLError:
+        card: Any = metadata_load(path) if path else None
+    except (OSError, ValueError, yaml.YAMLError):
         return None
-    if not isinstance(card, dict):
-        return None
-    name = _as_name(card.get("license"))
+    name = _as_name(card.get("license")) if card else None
     return _as_name(card.get("license_name")) or name if name == "other" else name
 
 
@@ -187,18 +183,11 @@ def _from_config(files: ModelFiles) -> str | None:
 
 
 def _from_license_file(files: ModelFiles) -> str | None:
-    for name in _LICENSE_FILES:
-        if path := _find_file(files, name):
-            head = " ".join(_read_text(path)[:_HEAD_CHARS].lower().split())
-            return next((spdx for pattern, spdx in _SPDX_IDS if re.search(pattern, head)), "other")
-    return None
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+    path = next((path for name in _LICENSE_FILES if (path := _find_file(files, name))), None)
+    if path is None:
+        return None
+    head = " ".join(path.read_text(encoding="utf-8", errors="replace")[:_HEAD_CHARS].lower().split())
+    return next((spdx for pattern, spdx in _SPDX_IDS if re.search(pattern, head)), "other")
 
 
 def _as_name(value: Any) -> str | None:

@@ -18,11 +18,10 @@ from tunewell.data.text_pipeline import TextPipeline
 from tunewell.data.tokenizers.load import LoadedTokenizer
 from tunewell.hardware.facts import DeviceFacts
 from tunewell.hardware.probe import probe_device
-from tunewell.hardware.threads import measure_threads
-from tunewell.inference.generate import corpus_stop_ids
+from tunewell.inference.generate import corpus_stop_ids, stop_token_ids
 from tunewell.inference.llama_cpp.library import find_llama
 from tunewell.inference.llama_cpp.runtime import LlamaRuntime
-from tunewell.inference.runtime import Runtime, TorchRuntime
+from tunewell.inference.runtime import Runtime, TorchRuntime, fastest_threads
 from tunewell.methods.base import AdapterMethod, adapter_method, load_adapter
 from tunewell.models.attention import SDPA
 from tunewell.models.load import LoadedModel, LoadOptions, load_model
@@ -80,7 +79,6 @@ Backend = Literal["packed", "plain", "llama_cpp"]
 `llama_cpp`: as `packed`, but llama.cpp runs a `.gguf` file if the device is a CPU and a library is found."""
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_THREADS_SECONDS, _MAX_MEASURED_WEIGHTS = 0.3, 64_000_000
 _DEQUANTISED = "the weights were dequantised, and transformers runs the model"
 
 
@@ -119,10 +117,6 @@ class ChatModel:
         if not isinstance(self.runtime, TorchRuntime):
             raise RuntimeError(f"`{self.ref.name}` is not loaded in torch")
         return self.runtime.model
-
-    @property
-    def is_loaded(self) -> bool:
-        return self._runtime is not None
 
     @property
     def can_disable_adapter(self) -> bool:
@@ -238,7 +232,8 @@ def _with_torch(chat_model: ChatModel, load: _Load, *, with_base: bool) -> ChatM
     if ref.adapter is not None:
         adapter = load_adapter(model, ref.adapter, text_prefix=found.text_prefix)
     model.requires_grad_(False)
-    num_threads = _fastest_threads(model)
+    is_cpu = model.device.type == "cpu"
+    num_threads = fastest_threads(tuple(weight.shape) for weight in model.parameters()) if is_cpu else None
     opened = replace(
         chat_model,
         adapter=adapter,
@@ -301,22 +296,6 @@ def _is_gguf(path: Path | None) -> bool:
     return path is not None and path.suffix == ".gguf" and path.is_file()
 
 
-def _fastest_threads(model: PreTrainedModel) -> int | None:
-    """Measure the fastest number of CPU threads for one token at a time; None on a GPU.
-
-    On a busy machine, two threads that wait for each other were ten times slower than one (two cores, load 5).
-    """
-    if model.device.type != "cpu":
-        return None
-    shapes = {
-        tuple(parameter.shape)
-        for parameter in model.parameters()
-        if parameter.dim() == 2 and parameter.numel() < _MAX_MEASURED_WEIGHTS
-    }
-    products = [(1, inner, columns) for columns, inner in sorted(shapes)]
-    return measure_threads(products, seconds=_THREADS_SECONDS).value
-
-
 def _default_precision(ref: ModelRef, facts: DeviceFacts) -> str:
     """Return the precision of the training run if this kind of device has it, else what `train` would choose."""
     if ref.plan is not None and ref.plan.device.value.partition(":")[0] == facts.kind:
@@ -327,15 +306,10 @@ def _default_precision(ref: ModelRef, facts: DeviceFacts) -> str:
 def _stop_ids(chat_model: ChatModel) -> list[int]:
     """Return the stop tokens that the tokenizer, the chat template and the corpus name."""
     tokenizer, masker, corpus = chat_model.tokenizer, chat_model.masker, chat_model.ref.corpus
-    texts = {tokenizer.special_tokens.get("eos_token", "")}
-    if masker is not None:
-        texts |= {masker.frame.end_marker, *masker.frame.ends}
-    ids = (tokenizer.backend.token_to_id(text) for text in texts if text)
-    found = {number for number in ids if number is not None}
-    if corpus is not None:
-        # A source may have its own template, with another end of turn.
-        found |= set(corpus_stop_ids(tokenizer, read_manifest(corpus)))
-    return sorted(found)
+    ends = (masker.frame.end_marker, *masker.frame.ends) if masker is not None else ()
+    # A source may have its own template, with another end of turn.
+    others = corpus_stop_ids(tokenizer, read_manifest(corpus)) if corpus is not None else ()
+    return sorted({*stop_token_ids(tokenizer, ends), *others})
 
 
 def _generation_config_ids(model: PreTrainedModel) -> set[int]:

@@ -1,6 +1,6 @@
 """Generate answers to prompts in batches, with a KV cache; batching does not change an answer."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -43,10 +43,19 @@ GREEDY = Decoding()
 
 def corpus_stop_ids(tokenizer: LoadedTokenizer, manifest: Manifest) -> list[int]:
     """Return the stop tokens of a corpus: the end-of-turn token of each chat template, and the EOS token."""
-    texts = [template.end_of_turn for template in manifest.templates]
-    texts.append(tokenizer.special_tokens.get("eos_token", ""))
-    found = (tokenizer.backend.token_to_id(text) for text in texts if text)
-    return sorted({number for number in found if number is not None})
+    return stop_token_ids(tokenizer, (template.end_of_turn for template in manifest.templates))
+
+
+def stop_token_ids(tokenizer: LoadedTokenizer, ends: Iterable[str]) -> list[int]:
+    """Return the ids of the EOS token and of those ends of a turn that are single tokens."""
+    texts = {*ends, tokenizer.special_tokens.get("eos_token", "")} - {""}
+    return sorted({number for text in texts if (number := tokenizer.backend.token_to_id(text)) is not None})
+
+
+def shared_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many items two sequences have in common at their start."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 def generate(
@@ -55,7 +64,6 @@ def generate(
     *,
     max_new_tokens: int,
     stop_ids: Sequence[int],
-    pad_id: int,
     decoding: Decoding = GREEDY,
     before_token: Callable[[], None] = lambda: None,
 ) -> list[Generated]:
@@ -73,7 +81,7 @@ def generate(
     try:
         with quiet(), stock_attention(model), _default_generation_config(model), _seeded(decoding.seed):
             for batch, num_new in _batches(prompts, max_new_tokens, context_limit(model), decoding.batch_tokens):
-                settings = _settings(num_new, stop_ids, pad_id, decoding)
+                settings = _settings(num_new, stop_ids, decoding)
                 rows = _answer([prompts[index] for index in batch], model, settings, before_token)
                 for index, row in zip(batch, rows, strict=True):
                     answers[index] = _cut(row, stop_ids)
@@ -130,13 +138,13 @@ class _BeforeToken(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def _settings(num_new: int, stop_ids: Sequence[int], pad_id: int, decoding: Decoding) -> GenerationConfig:
+def _settings(num_new: int, stop_ids: Sequence[int], decoding: Decoding) -> GenerationConfig:
     sampling = {"temperature": decoding.temperature, "top_p": decoding.top_p, "top_k": 0}
     return GenerationConfig(
         max_new_tokens=num_new,
         do_sample=decoding.temperature > 0,
         eos_token_id=list(stop_ids) or None,
-        pad_token_id=pad_id,
+        pad_token_id=min(stop_ids, default=0),
         use_cache=True,
         **(sampling if decoding.temperature > 0 else {}),
     )

@@ -1,7 +1,7 @@
 """The interface of an opened model (answers, losses, logits), and its implementation in torch."""
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.batches import TokenizedDocuments, make_batch, micro_batches, spread_evenly
-from tunewell.hardware.threads import torch_threads
+from tunewell.hardware.threads import measure_threads, torch_threads
 from tunewell.inference.generate import GREEDY, Decoding, Generated, context_limit, generate
 from tunewell.inference.stream import Ended, TokenStream, stream_tokens
 from tunewell.models.attention import stock_attention
@@ -25,6 +25,7 @@ from tunewell.models.packed_forward import PackedModel
 from tunewell.models.quiet import quiet
 from tunewell.models.support import head_shape
 
+_THREADS_SECONDS, _MAX_MEASURED_WEIGHTS = 0.3, 64_000_000
 _BATCH_TOKENS = 4096
 """Tokens of one forward pass: enough to fill a GPU, few enough for a laptop's memory."""
 
@@ -50,11 +51,6 @@ class Runtime(Protocol):
     @property
     def context_length(self) -> int:
         """Tokens of a prompt and its answer together."""
-        ...
-
-    @property
-    def num_threads(self) -> int | None:
-        """CPU threads that compute; None on a GPU."""
         ...
 
     def stream(
@@ -128,16 +124,13 @@ class TorchRuntime:
         """Return greedy answers, computed in batches of `batch_size` or of a fixed number of tokens."""
         longest = max((len(prompt) for prompt in prompts), default=0) + max_new_tokens
         decoding = GREEDY if batch_size is None else Decoding(batch_tokens=batch_size * longest)
-        pad_id = min(stop_ids, default=0)
         with torch_threads(self.num_threads):
-            return generate(
-                self.model, prompts, max_new_tokens=max_new_tokens, stop_ids=stop_ids, pad_id=pad_id, decoding=decoding
-            )
+            return generate(self.model, prompts, max_new_tokens=max_new_tokens, stop_ids=stop_ids, decoding=decoding)
 
     def next_logits(self, prompts: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
         """Return the logits after the last token of each prompt; prompts are not batched."""
         with torch_threads(self.num_threads):
-            return next_logits(self.model, prompts)
+            return np.concatenate(last_logits(self.model, prompts))
 
     def losses(
         self, split: TokenizedDocuments, *, most: int | None, progress: ProgressListener = silent
@@ -151,7 +144,7 @@ class TorchRuntime:
 
     def nonfinite_weights(self) -> dict[str, int]:
         """Return the number of nan and infinite values by parameter."""
-        return nonfinite_weights(self.model)
+        return _nonfinite(self.model.named_parameters())
 
     def close(self) -> None:
         """Do nothing: torch frees the weights with the last reference to the model."""
@@ -175,7 +168,7 @@ class TorchRuntime:
             return head_shape(self.model)
         except UserError:
             # An overflowing head cannot be recognised; its losses, which are not finite, will show it.
-            if np.isfinite(next_logits(self.model, [prompt])).all():
+            if np.isfinite(last_logits(self.model, [prompt])).all():
                 raise
             return HeadShape()
 
@@ -203,38 +196,45 @@ def measure_losses(
 
 
 @torch.no_grad()
-def next_logits(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
-    """Return the logits after the last token of each prompt, one forward pass per prompt."""
-    rows = []
+def last_logits(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], *, number: int = 1, progress: ProgressListener = silent
+) -> list[npt.NDArray[np.float32]]:
+    """Return the logits of the last `number` positions of each prompt in fp32, one forward pass per prompt."""
+    logits = []
     with quiet(), stock_attention(model):
-        for prompt in prompts:
+        for index, prompt in enumerate(prompts):
+            progress(Progress("logits", index, len(prompts), "texts"))
             ids = torch.tensor([list(prompt)], device=model.device)
-            out: Any = model(input_ids=ids, use_cache=False, logits_to_keep=1)
-            rows.append(out.logits[0, -1].float().cpu().numpy())
-    return np.stack(rows)
-
-
-def nonfinite_weights(model: PreTrainedModel) -> dict[str, int]:
-    """Return the number of nan and infinite values by parameter; finite parameters are left out."""
-    counts = {name: _num_nonfinite(parameter) for name, parameter in model.named_parameters()}
-    return {name: number for name, number in counts.items() if number}
+            out: Any = model(input_ids=ids, use_cache=False, logits_to_keep=number)
+            logits.append(out.logits[0, -number:].float().cpu().numpy())
+    return logits
 
 
 def nonfinite_weights_in(folder: Path) -> dict[str, int]:
-    """Do the same for the safetensors files of a model that cannot be loaded; empty if the folder has none."""
+    """Count them in the safetensors files of a model that cannot be loaded; empty if the folder has none."""
     counts: dict[str, int] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - the file is not a mapping
-                    counts[name] = _num_nonfinite(opened.get_tensor(name))
+                counts |= _nonfinite((name, opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118
         except (SafetensorError, OSError):
             return {}  # a damaged file; loading it reports the damage better
+    return counts
+
+
+def _nonfinite(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    counts = {name: tensor.numel() - int(torch.isfinite(tensor).sum()) for name, tensor in tensors}
     return {name: number for name, number in counts.items() if number}
 
 
-def _num_nonfinite(tensor: torch.Tensor) -> int:
-    return tensor.numel() - int(torch.isfinite(tensor).sum()) if tensor.is_floating_point() else 0
+def fastest_threads(shapes: Iterable[tuple[int, ...]]) -> int:
+    """Measure the fastest number of CPU threads for one token at a time, with weights of these shapes.
+
+    On a busy machine, two threads that wait for each other were ten times slower than one (two cores, load 5).
+    """
+    matrices = {shape for shape in shapes if len(shape) == 2 and math.prod(shape) < _MAX_MEASURED_WEIGHTS}
+    products = [(1, inner, columns) for columns, inner in sorted(matrices)]
+    return measure_threads(products, seconds=_THREADS_SECONDS).value
 
 
 class TextDocuments:

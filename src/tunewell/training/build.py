@@ -248,7 +248,6 @@ def _make_sampler(parts: RunInputs, learner: TrainableModel, log: EventLog) -> C
             prompts,
             max_new_tokens=evaluate.sample_tokens,
             stop_ids=stops,
-            pad_id=min(stops, default=0),
             decoding=Decoding(batch_tokens=batch_tokens),
             before_token=lambda: learner.check_interrupt(),  # set when training begins
         )

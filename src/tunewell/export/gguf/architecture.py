@@ -52,11 +52,6 @@ def llama_cpp_facts() -> dict[str, Any]:
     return json.loads(files("tunewell.export.gguf").joinpath("llama_cpp.json").read_text(encoding="utf-8"))
 
 
-def require_convertible(config: dict[str, Any]) -> None:
-    """Raise UserError if a model with this `config.json` cannot be converted to GGUF."""
-    read_settings(config)
-
-
 def read_settings(config: dict[str, Any]) -> Settings:
     """Fill in a config's defaults; raise UserError for an architecture or setting that llama.cpp does not support."""
     table = llama_cpp_facts()

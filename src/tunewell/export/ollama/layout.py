@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tunewell.inference.generate import shared_prefix_length
+
 Message = Mapping[str, str]
 Roles = tuple[str, ...]
 Render = Callable[[list[dict[str, str]], bool], str]
@@ -304,18 +306,11 @@ def _shared_tail(one: Segments, other: Segments) -> Segments:
     for left, right in zip(reversed(one), reversed(other), strict=False):
         if left != right:
             if isinstance(left, str) and isinstance(right, str):
-                suffix = _common_suffix(left, right)
+                suffix = left[len(left) - shared_prefix_length(left[::-1], right[::-1]) :]
                 shared += [suffix] if suffix else []
             break
         shared.append(left)
     return tuple(reversed(shared))
-
-
-def _common_suffix(one: str, other: str) -> str:
-    num_same = 0
-    while num_same < min(len(one), len(other)) and one[-1 - num_same] == other[-1 - num_same]:
-        num_same += 1
-    return one[len(one) - num_same :]
 
 
 def _without_tail(segments: Segments, tail: Segments) -> Segments:

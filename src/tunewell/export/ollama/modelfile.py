@@ -31,14 +31,6 @@ class OllamaTemplate:
     stops: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class DerivedModelfile:
-    """A Modelfile and the template in it."""
-
-    text: str
-    template: OllamaTemplate
-
-
 def derive_modelfile(
     gguf: Path,
     *,
@@ -47,13 +39,13 @@ def derive_modelfile(
     date: str | None,
     config: Mapping[str, Any],
     license: str | None,
-) -> DerivedModelfile:
-    """Derive the Modelfile of a GGUF file from the model's chat template, tokenizer and `config.json`."""
+) -> tuple[str, OllamaTemplate]:
+    """Derive the Modelfile of a GGUF file, and its template, from the model's chat template, tokenizer and config."""
     derived = derive_template(template, tokenizer=tokenizer, adds_bos=gguf_adds_bos(gguf), date=date)
     text_config = {**(config.get("text_config") or {}), **config}
     context_length = min(text_config.get("max_position_embeddings") or _MAX_CONTEXT, _MAX_CONTEXT)
     text = modelfile(gguf.name, derived.go, stops=derived.stops, context_length=context_length, license=license)
-    return DerivedModelfile(text, derived)
+    return text, derived
 
 
 def derive_template(source: str, *, tokenizer: LoadedTokenizer, adds_bos: bool, date: str | None) -> OllamaTemplate:

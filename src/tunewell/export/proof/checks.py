@@ -19,6 +19,7 @@ from tunewell.core.units import count
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
 from tunewell.data.tokenizers.load import LoadedTokenizer
 from tunewell.data.tokenizers.sentencepiece import UNUSED
+from tunewell.inference.generate import shared_prefix_length
 from tunewell.records.parity import Artefact, Check, ModelFacts, Probe, Proof
 
 Logits = npt.NDArray[np.float32]
@@ -36,8 +37,8 @@ _SPACE_SYMBOL = "▁"
 
 @cache
 def bounds() -> dict[str, dict[str, Any]]:
-    """Return how far the logits of each artefact may differ, with the reason."""
-    return json.loads(files("tunewell.export.proof").joinpath("bounds.json").read_text(encoding="utf-8"))["logits"]
+    """Return how far the logits of each artefact and the tensors of each number format may differ, with the reason."""
+    return json.loads(files("tunewell.export.proof").joinpath("bounds.json").read_text(encoding="utf-8"))
 
 
 # Files.
@@ -86,7 +87,7 @@ def check_template(proof: Proof, source: str | None, special_tokens: Mapping[str
     message = f"its chat template renders {total} as in training"
     if wrong:
         probe, text = wrong[0]
-        start = max(0, _first_difference(probe.text, text) - 10)
+        start = max(0, shared_prefix_length(probe.text, text) - 10)
         message = (
             f"its chat template renders {shorten(text[start:])} instead of {shorten(probe.text[start:])}; "
             f"{len(wrong)} of {total} differ"
@@ -100,7 +101,7 @@ def check_ids(proof: Proof, tokenize: Callable[[Probe], Sequence[int]], *, libra
     for probe in proof.probes:
         ids = list(tokenize(probe))
         if ids != probe.ids:
-            at = _first_difference(ids, probe.ids)
+            at = shared_prefix_length(ids, probe.ids)
             expected, found = probe.ids[at : at + 3], ids[at : at + 3]
             wrong.append(f"at token {at} of {shorten(probe.text)} training has {expected}, {library} {found}")
     total = count(len(proof.probes), "conversation")
@@ -201,7 +202,7 @@ def compare_logits(reference: Sequence[Logits], found: Sequence[Logits], *, tie:
 
 def check_logits(name: str, reference: Sequence[Logits], found: Sequence[Logits]) -> Check:
     """Compare logits with those of the trained model, within the bound of the artefact `name`, e.g. `gguf q8_0`."""
-    bound = bounds()[name]
+    bound = bounds()["logits"][name]
     difference = compare_logits(reference, found, tie=bound["tie"])
     is_ok = (
         math.isfinite(difference.kl)
@@ -306,8 +307,3 @@ def shorten(value: Any) -> str:
     """Return the repr of a value, cut to 40 characters."""
     text = repr(value)
     return text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."
-
-
-def _first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -48,7 +48,7 @@ _PYTHON_TYPES = frozenset({"Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1"})
 """Types that the `gguf` package can quantise by itself."""
 
 
-def prove_gguf(artefact: Artefact, context: ProofContext, *, is_exact: bool) -> list[Check]:
+def prove_gguf(artefact: Artefact, context: ProofContext) -> list[Check]:
     """Read a file with the `gguf` package, then load it in llama.cpp."""
     path, proof, reference = context.folder / artefact.path, context.proof, context.reference
     file_checks = []
@@ -91,7 +91,7 @@ def prove_gguf(artefact: Artefact, context: ProofContext, *, is_exact: bool) -> 
         Check(name="finite", is_ok=is_finite, words=message),
         ids_check,
         check_logits(artefact.name, [logits for _, logits in ordered], found),
-        check_answers(proof, answer_ids, is_exact=is_exact),
+        check_answers(proof, answer_ids, is_exact=artefact.precision == "f32"),
         check_stop(proof, sorted(stops), ended, is_list=False),
         *file_checks,
     ]
@@ -255,14 +255,10 @@ def _tokenize(model: LlamaModel, probe: Probe) -> list[int]:
 
 
 def _last_logits(model: LlamaModel, probes: Sequence[Probe], number: int, progress: ProgressListener) -> list[Logits]:
-    """Return the logits of the last `number` positions of each probe; a long probe comes in blocks."""
     logits = []
     for index, probe in enumerate(probes):
         progress(Progress("logits", index, len(probes), "texts"))
-        rows = np.empty((0, model.vocab_size), np.float32)
-        for block in model.logit_blocks(probe.ids):
-            rows = np.concatenate([rows, block[-number:]])[-number:]
-        logits.append(rows)
+        logits.append(model.last_logits(probe.ids, number))
     return logits
 
 

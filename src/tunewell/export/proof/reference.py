@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from tunewell import __version__
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_file
-from tunewell.core.progress import Progress, ProgressListener, silent, with_stage
+from tunewell.core.progress import Progress, ProgressListener, with_stage
 from tunewell.data.corpus.reader import open_corpus
 from tunewell.data.templates.chat_template import TemplateFailed
 from tunewell.export.proof.checks import Logits, check_logits, plain_settings, vocabulary_digest
@@ -33,7 +32,7 @@ from tunewell.export.proof.tensors import (
 from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.generate import generate
 from tunewell.inference.prompt import prompt_ids
-from tunewell.models.attention import stock_attention
+from tunewell.inference.runtime import last_logits
 from tunewell.records.parity import PROOF_FILES, Artefact, ModelFacts, Probe, Proof, Question
 from tunewell.training.evaluate import questions_of
 
@@ -96,7 +95,7 @@ def make_reference(model: ChatModel, *, answer_tokens: int, progress: ProgressLi
     progress(Progress("answering questions with the trained model"))
     prompts = _held_out_prompts(model) or [probe.ids for probe in probes[:4]]
     stop_ids = find_stop_ids(model)
-    answers = generate_answers(model.model, prompts, max_new_tokens=answer_tokens, stop_ids=stop_ids)
+    answers = generate(model.model, prompts, max_new_tokens=answer_tokens, stop_ids=stop_ids)
     questions = [
         Question(ids=list(ids), answer=answer.ids, ended=answer.ended, text=model.decode(answer.ids))
         for ids, answer in zip(prompts, answers, strict=True)
@@ -153,31 +152,6 @@ def complete_proof(
             "sha256s": {name: sha256_file(folder / name) for name in PROOF_FILES},
         }
     )
-
-
-@torch.no_grad()
-def last_logits(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], *, number: int, progress: ProgressListener = silent
-) -> list[Logits]:
-    """Return the logits of the last `number` positions of each prompt in fp32, one prompt at a time."""
-    logits = []
-    with stock_attention(model):
-        for index, ids in enumerate(prompts):
-            progress(Progress("logits", index, len(prompts), "texts"))
-            batch = torch.tensor([list(ids)], device=model.device)
-            output = model(input_ids=batch, use_cache=False, logits_to_keep=number)
-            logits.append(output.logits[0, -number:].float().cpu().numpy())
-    return logits
-
-
-def generate_answers(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stop_ids: Sequence[int]
-) -> list[Any]:
-    """Answer prompts greedily; each answer has `ids` and `ended`."""
-    if not prompts:
-        return []
-    pad_id = min(stop_ids, default=0)
-    return generate(model, prompts, max_new_tokens=max_new_tokens, stop_ids=stop_ids, pad_id=pad_id)
 
 
 def find_stop_ids(model: ChatModel) -> list[int]:

@@ -8,13 +8,11 @@ measure |d| without a second copy of the weights:
     tensor [R, C] @ signs [C, 4]  ->  rows [R, 4]        (row - other row) . sign  ~  |row - other row|
 """
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 import numpy as np
@@ -24,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tunewell.core.units import count
+from tunewell.export.proof.checks import bounds
 from tunewell.methods.base import AdapterLayer, adapter_layers
 from tunewell.records.parity import Check
 
@@ -213,12 +212,6 @@ class Compared:
         return self.trained.rows if self.kind in UNBLOCKED_TYPES else self.rounded
 
 
-@cache
-def tensor_bounds() -> dict[str, dict[str, Any]]:
-    """Return the largest relative rounding error of each number format, with its reason."""
-    return json.loads(files("tunewell.export.proof").joinpath("bounds.json").read_text(encoding="utf-8"))["tensors"]
-
-
 def compare_weights(
     weights: Mapping[str, torch.Tensor], trained: Mapping[str, Sketch], kind: str
 ) -> Iterator[Compared]:
@@ -257,9 +250,8 @@ def check_tensors(pairs: Iterable[Compared], *, missing: Iterable[str], unknown:
     if problems:
         more = f"; {len(problems)} in all" if len(problems) > _MAX_SHOWN else ""
         message = "; ".join(problems[:_MAX_SHOWN]) + more
-    bound = "; ".join(
-        f"{kind} {tensor_bounds()[kind]['relative']:g}: {tensor_bounds()[kind]['because']}" for kind in errors
-    )
+    allowed = {kind: bounds()["tensors"][kind] for kind in errors}
+    bound = "; ".join(f"{kind} {own['relative']:g}: {own['because']}" for kind, own in allowed.items())
     is_ok = not problems and num_tensors > 0
     return Check(name="tensors", is_ok=is_ok, words=message, figures=figures, bound=bound)
 
@@ -267,7 +259,7 @@ def check_tensors(pairs: Iterable[Compared], *, missing: Iterable[str], unknown:
 def _find_problem(pair: Compared) -> str | None:
     """Return what is wrong with a tensor; None if it is the trained one. The steps are numbered as above."""
     trained, found, name = pair.trained, pair.found, pair.name
-    bound = tensor_bounds().get(pair.kind)
+    bound = bounds()["tensors"].get(pair.kind)
     if bound is None:
         return f"`{name}` is stored as {pair.kind}, a format without a known bound"
     if trained.rows.shape != found.rows.shape:

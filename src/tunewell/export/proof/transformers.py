@@ -12,8 +12,10 @@ import torch
 
 from tunewell.core.errors import UserError
 from tunewell.export.proof.checks import check_answers, check_ids, check_logits, check_settings, check_stop
-from tunewell.export.proof.reference import ProofContext, ProofUnavailable, generate_answers, last_logits
+from tunewell.export.proof.reference import ProofContext, ProofUnavailable
 from tunewell.export.proof.tensors import Sketch, check_tensors, compare_weights
+from tunewell.inference.generate import generate
+from tunewell.inference.runtime import last_logits
 from tunewell.models.load import LoadOptions, load_model, not_finite_names
 from tunewell.models.quiet import quiet
 from tunewell.models.support import text_weights
@@ -22,17 +24,17 @@ from tunewell.records.parity import Artefact, Check, ModelFacts, Probe
 _TENSOR_TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 
 
-def prove_merged(artefact: Artefact, context: ProofContext, *, is_exact: bool) -> list[Check]:
+def prove_merged(artefact: Artefact, context: ProofContext) -> list[Check]:
     """Load a model folder with transformers, as its users will, and compare it with the trained model."""
     from transformers import AutoModelForCausalLM
 
     with quiet():
         model: Any = AutoModelForCausalLM.from_pretrained(context.folder / artefact.path, dtype="auto").float()
-    checks = _prove_model(model, artefact, context, is_exact=is_exact, config=model.config)
+    checks = _prove_model(model, artefact, context, config=model.config)
     return checks + _prove_tensors(model, artefact, context) if checks[0].is_ok else checks
 
 
-def prove_adapter(artefact: Artefact, context: ProofContext, *, is_exact: bool) -> list[Check]:
+def prove_adapter(artefact: Artefact, context: ProofContext) -> list[Check]:
     """Load an adapter with PEFT on its base model, as its users will, and compare it with the trained model."""
     from peft import PeftModel
 
@@ -40,12 +42,12 @@ def prove_adapter(artefact: Artefact, context: ProofContext, *, is_exact: bool) 
     base = _load_base(path, context)
     with quiet():
         peft: Any = PeftModel.from_pretrained(base, path)
-    checks = _prove_model(peft.get_base_model(), artefact, context, is_exact=is_exact, config=None)
+    checks = _prove_model(peft.get_base_model(), artefact, context, config=None)
     # Last, because PEFT's merge removes the adapter.
     return checks + _prove_tensors(peft.merge_and_unload(), artefact, context) if checks[0].is_ok else checks
 
 
-def _prove_model(model: Any, artefact: Artefact, context: ProofContext, *, is_exact: bool, config: Any) -> list[Check]:
+def _prove_model(model: Any, artefact: Artefact, context: ProofContext, *, config: Any) -> list[Check]:
     """Compare token ids, logits, answers, stop ids and settings; an adapter folder has no `config`."""
     from transformers import AutoTokenizer, GenerationConfig
 
@@ -69,14 +71,14 @@ def _prove_model(model: Any, artefact: Artefact, context: ProofContext, *, is_ex
     settings = GenerationConfig.from_pretrained(path)
     eos = settings.eos_token_id
     stops = list(eos) if isinstance(eos, list) else [eos] if eos is not None else [tokenizer.eos_token_id]
-    answers = generate_answers(
+    answers = generate(
         model, [question.ids for question in proof.questions], max_new_tokens=context.answer_tokens, stop_ids=stops
     )
     checks = [
         Check(name="finite", is_ok=True, words="all weights are finite"),
         check_ids(proof, tokenize, library="transformers"),
         check_logits(artefact.name, context.reference.logits, logits),
-        check_answers(proof, [answer.ids for answer in answers], is_exact=is_exact),
+        check_answers(proof, [answer.ids for answer in answers], is_exact=artefact.precision == "fp32"),
         check_stop(proof, stops, [answer.ended for answer in answers]),
     ]
     if proof.model is not None:

@@ -46,8 +46,4 @@ class AdapterTarget(ExportTarget):
 
     def prove(self, artefact: Artefact, context: ProofContext) -> list[Check]:
         """Load the adapter with PEFT on its base model."""
-        return prove_adapter(artefact, context, is_exact=self.is_exact(artefact.precision))
-
-    def is_exact(self, precision: str) -> bool:
-        """Return True: an adapter is stored in fp32."""
-        return True
+        return prove_adapter(artefact, context)

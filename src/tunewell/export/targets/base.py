@@ -149,9 +149,9 @@ class ExportTarget(ABC):
         other exception counts as a failed check.
         """
 
-    @abstractmethod
     def is_exact(self, precision: str) -> bool:
-        """Return True if the stored weights are those of training, without rounding."""
+        """Return True if the stored weights are those of training, without rounding; "" uses another target's files."""
+        return precision in ("", "fp32", "f32")
 
     def next_step(self, folder: Path, artefacts: Sequence[Artefact], options: ExportOptions) -> NextStep | None:
         """Return what to do with the published export; None if `tunewell verify` is the only suggestion."""

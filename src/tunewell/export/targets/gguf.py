@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from tunewell.core.progress import Progress, with_stage
-from tunewell.export.gguf.architecture import read_settings, require_convertible
+from tunewell.export.gguf.architecture import read_settings
 from tunewell.export.gguf.tokenizer import read_vocabulary
 from tunewell.export.gguf.write import write_gguf
 from tunewell.export.options import ExportOptions
@@ -43,7 +43,7 @@ class GgufTarget(ExportTarget):
 
     def preflight(self, facts: PreflightFacts) -> None:
         """Require an architecture and a tokenizer that llama.cpp has."""
-        require_convertible(dict(facts.read_config()))
+        read_settings(dict(facts.read_config()))
         adds_bos(facts)
 
     def disk_use(self, context: ExportContext) -> DiskUse:
@@ -88,11 +88,7 @@ class GgufTarget(ExportTarget):
 
     def prove(self, artefact: Artefact, context: ProofContext) -> list[Check]:
         """Read the file with the `gguf` package, then load it in llama.cpp."""
-        return prove_gguf(artefact, context, is_exact=self.is_exact(artefact.precision))
-
-    def is_exact(self, precision: str) -> bool:
-        """Return True for f32."""
-        return precision == "f32"
+        return prove_gguf(artefact, context)
 
     def next_step(self, folder: Path, artefacts: Sequence[Artefact], options: ExportOptions) -> NextStep:
         """Suggest a chat with the first file."""

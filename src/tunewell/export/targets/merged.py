@@ -41,11 +41,7 @@ class MergedTarget(ExportTarget):
 
     def prove(self, artefact: Artefact, context: ProofContext) -> list[Check]:
         """Load the folder with transformers."""
-        return prove_merged(artefact, context, is_exact=self.is_exact(artefact.precision))
-
-    def is_exact(self, precision: str) -> bool:
-        """Return True for fp32, in which the adapter is merged."""
-        return precision == "fp32"
+        return prove_merged(artefact, context)
 
 
 def num_weights(context: ExportContext) -> int:

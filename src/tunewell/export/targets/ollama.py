@@ -49,7 +49,7 @@ class OllamaTarget(ExportTarget):
         source = context.staging_dir / [own.path for own in context.artefacts if own.kind == GgufTarget.name][-1]
         gguf = folder / source.name
         link_or_copy(source, gguf)
-        derived = derive_modelfile(
+        text, template = derive_modelfile(
             gguf,
             template=context.template.source,
             tokenizer=context.text.tokenizer,
@@ -57,8 +57,8 @@ class OllamaTarget(ExportTarget):
             config=context.model.model.config.to_dict(),
             license=context.card.license,
         )
-        (folder / "Modelfile").write_text(derived.text, encoding="utf-8", newline="\n")
-        context.notes += [f"Ollama: {note}" for note in derived.template.go.notes]
+        (folder / "Modelfile").write_text(text, encoding="utf-8", newline="\n")
+        context.notes += [f"Ollama: {note}" for note in template.go.notes]
         return [context.artefact(self.name, "", folder)]
 
     def prove(self, artefact: Artefact, context: ProofContext) -> list[Check]:
@@ -68,10 +68,6 @@ class OllamaTarget(ExportTarget):
         except (UserError, UnicodeDecodeError) as error:
             message = f"the Modelfile and its GGUF file cannot be read: {getattr(error, 'what', error)}"
             return [Check(name="template", is_ok=False, words=message)]
-
-    def is_exact(self, precision: str) -> bool:
-        """Return True: the weights are those of a GGUF file that is proven itself."""
-        return True
 
     def next_step(self, folder: Path, artefacts: Sequence[Artefact], options: ExportOptions) -> NextStep:
         """Call `ollama create` if the program is installed, else suggest it."""
@@ -122,7 +118,7 @@ def check_modelfile(folder: Path, artefact: Artefact, proof: Proof) -> Check:
         return rendered
     source, date = tokenizer.chat_template, proof.date
     if proof.model is not None:
-        derived = derive_modelfile(
+        expected, template = derive_modelfile(
             folder / file,
             template=source,
             tokenizer=tokenizer,
@@ -130,8 +126,7 @@ def check_modelfile(folder: Path, artefact: Artefact, proof: Proof) -> Check:
             config=proof.model.config,
             license=proof.model.license,
         )
-        template = derived.template
-        if difference := _first_difference(text, derived.text):
+        if difference := _first_difference(text, expected):
             return _failed(f"the Modelfile does not follow from the model's own template: {difference}")
     else:
         template = derive_template(source, tokenizer=tokenizer, adds_bos=gguf_adds_bos(folder / file), date=date)

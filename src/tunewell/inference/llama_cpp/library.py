@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from tunewell.core.errors import UserError
 from tunewell.inference.llama_cpp.bindings import Bindings, UnusableLibrary
@@ -21,8 +22,7 @@ _MODULES = ("xllamacpp*.so",)
 _PACKAGES = (("xllamacpp", _MODULES), ("llama_cpp", ("lib/*llama.*",)), ("llama_cpp_py_sync", _NAMES))
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A file that may be a llama.cpp library, and where it comes from."""
 
     path: Path
@@ -88,7 +88,7 @@ def find_llama(path: Path | None = None) -> LlamaLibrary:
     """
     if named := named_candidate(path):
         try:
-            return _library(named)
+            return LlamaLibrary(_load_once(named.path), named.origin)
         except UnusableLibrary as problem:
             raise UserError(
                 f"the named llama.cpp library {problem}",
@@ -98,7 +98,7 @@ def find_llama(path: Path | None = None) -> LlamaLibrary:
     tried = []
     for candidate in installed_candidates():
         try:
-            return _library(candidate)
+            return LlamaLibrary(_load_once(candidate.path), candidate.origin)
         except UnusableLibrary as problem:
             tried.append(f"{candidate.origin}: `{candidate.path.name}` {problem}")
     raise UserError(
@@ -106,10 +106,6 @@ def find_llama(path: Path | None = None) -> LlamaLibrary:
         where="; ".join(tried) or f"searched {', '.join(name for name, _ in _PACKAGES)} and the system's libraries",
         fix=f'pip install "tunewell[export]", or name a `libllama` file with {VARIABLE}',
     )
-
-
-def _library(candidate: Candidate) -> LlamaLibrary:
-    return LlamaLibrary(_load_once(candidate.path), candidate.origin)
 
 
 @cache

@@ -15,7 +15,7 @@ import torch
 from tunewell.core.errors import UserError
 from tunewell.core.gguf import read_metadata, tensor_count
 from tunewell.hardware.facts import physical_cores, usable_cores
-from tunewell.inference.generate import GREEDY, Decoding
+from tunewell.inference.generate import GREEDY, Decoding, shared_prefix_length
 from tunewell.inference.llama_cpp.bindings import Batch, Bindings
 from tunewell.inference.stream import Ended, TokenStream, sample_tokens
 
@@ -146,6 +146,13 @@ class LlamaModel:
             self._require_current(text_number)
             yield self._forward(ids[start : start + _BATCH], all_logits=True).copy()
 
+    def last_logits(self, ids: Sequence[int], number: int) -> np.ndarray:
+        """Return the logits of the last `number` positions of a text; a long text is computed in blocks."""
+        rows = np.empty((0, self.vocab_size), np.float32)
+        for block in self.logit_blocks(ids):
+            rows = np.concatenate([rows, block[-number:]])[-number:]
+        return rows
+
     def generate(
         self, ids: Sequence[int], *, max_new_tokens: int, stop_ids: Collection[int], decoding: Decoding = GREEDY
     ) -> TokenStream:
@@ -164,16 +171,16 @@ class LlamaModel:
     ) -> Iterator[int | Ended]:
         num_free = self.context - len(ids)
         # The last token is always computed again: its logits choose the first new token.
-        text_number = self._begin_text(num_kept=min(_shared_prefix_length(self._cached, ids), len(ids) - 1))
+        text_number = self._begin_text(num_kept=min(shared_prefix_length(self._cached, ids), len(ids) - 1))
 
         def next_logits(pending: Sequence[int]) -> torch.Tensor:
             self._require_current(text_number)
-            return torch.from_numpy(self._last_logits(pending))
+            return torch.from_numpy(self._append(pending))
 
         pending = ids[len(self._cached) :]
         yield from sample_tokens(next_logits, pending, decoding, stops, max_new=max_new_tokens, num_free=num_free)
 
-    def _last_logits(self, ids: Sequence[int]) -> np.ndarray:
+    def _append(self, ids: Sequence[int]) -> np.ndarray:
         """Append any number of tokens to the KV cache; return the logits of the last one."""
         last_start = (len(ids) - 1) // _BATCH * _BATCH
         for start in range(0, last_start, _BATCH):
@@ -244,10 +251,6 @@ class LlamaModel:
             where=str(self.path),
             fix="convert or download the model again; a newer architecture needs a newer llama.cpp",
         )
-
-
-def _shared_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _free_all(handles: list[tuple[Callable[[Any], None], Any]]) -> None:

@@ -14,11 +14,10 @@ from tunewell.core.gguf import read_tensor_table
 from tunewell.core.optional import import_optional
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.batches import TokenizedDocuments, spread_evenly
-from tunewell.hardware.threads import measure_threads
 from tunewell.inference.generate import GREEDY, Decoding, Generated
 from tunewell.inference.llama_cpp.library import LlamaLibrary
 from tunewell.inference.llama_cpp.model import LlamaModel
-from tunewell.inference.runtime import DocumentLosses
+from tunewell.inference.runtime import DocumentLosses, fastest_threads
 from tunewell.inference.stream import Ended, TokenStream
 from tunewell.models.gguf import read_tensor
 
@@ -26,7 +25,6 @@ _FIRST_CONTEXT = 1024
 """Grows on demand: a KV cache for the model's whole context may take more memory than its weights."""
 _NUM_PROBED = 256
 _PRECISIONS = {"f32": "fp32", "f16": "fp16"}
-_THREADS_SECONDS, _MAX_MEASURED_WEIGHTS = 0.3, 64_000_000
 
 
 class LlamaRuntime:
@@ -36,7 +34,8 @@ class LlamaRuntime:
         """Open a file; raise UserError if llama.cpp rejects it."""
         self.path = path
         self.computed_by = " ".join(filter(None, ("llama.cpp", library.bindings.version, f"({library.origin})")))
-        self.num_threads = _fastest_threads(path)
+        # llama.cpp's threads spin while they wait for each other.
+        self.num_threads = fastest_threads(entry.shape for entry in read_tensor_table(path))
         self._library = library
         self._model = self._open(_FIRST_CONTEXT)
         self.context_length = self._model.trained_context
@@ -79,7 +78,7 @@ class LlamaRuntime:
 
     def next_logits(self, prompts: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
         """Return the logits after the last token of each prompt."""
-        return np.stack([self._last_logits(prompt) for prompt in prompts])
+        return np.concatenate([self._with_context(len(prompt)).last_logits(prompt, 1) for prompt in prompts])
 
     def losses(
         self, split: TokenizedDocuments, *, most: int | None, progress: ProgressListener = silent
@@ -137,12 +136,6 @@ class LlamaRuntime:
                     return
         yield "context" if num_free < max_new_tokens else "length"
 
-    def _last_logits(self, text: Sequence[int]) -> npt.NDArray[np.float32]:
-        last_V = np.empty(0, np.float32)
-        for block_RV in self._with_context(len(text)).logit_blocks(text):
-            last_V = block_RV[-1]
-        return last_V
-
     def _document_losses(self, ids: npt.NDArray[np.int32], labels: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
         """Return the loss of every supervised token; tokens after the last one are not computed.
 
@@ -174,10 +167,3 @@ def _cross_entropy(logits_RV: np.ndarray, targets_R: np.ndarray) -> npt.NDArray[
     logits = torch.from_numpy(logits_RV)
     losses = logits.logsumexp(-1) - logits.gather(-1, torch.from_numpy(targets_R).long()[:, None])[:, 0]
     return losses.double().numpy()
-
-
-def _fastest_threads(path: Path) -> int:
-    """Measure the fastest number of threads: llama.cpp's threads spin while they wait for each other."""
-    shapes = {entry.shape for entry in read_tensor_table(path) if len(entry.shape) == 2}
-    products = [(1, inner, columns) for columns, inner in sorted(shapes) if columns * inner < _MAX_MEASURED_WEIGHTS]
-    return measure_threads(products, seconds=_THREADS_SECONDS).value
