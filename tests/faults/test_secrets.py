@@ -25,12 +25,12 @@ def test_no_file_of_a_run_holds_a_secret_that_was_in_its_way(tmp_path: Path, mon
     text = " and ".join(PLANTED[:-1]) + f" at https://user:{PLANTED[-1]}@host.example"
     told: list[str] = []
     with RunDir.begin(tmp_path / "run") as run:
-        for path in (run.events, run.healing, run.samples):
+        for path in (run.path / f"{name}.jsonl" for name in ("events", "healing", "samples")):
             with EventLog(path) as log:
                 log.append({"step": 1, "prompt": text, "nested": [{"answer": text}], text: 1})
         run.write("config.yaml", text)
         run.write("README.md", text)
-        checkpoints = Checkpoints(run.checkpoints, keep=2, on_trouble=told.append)
+        checkpoints = Checkpoints(run.path / "checkpoints", keep=2, on_trouble=told.append)
         state = State(1, texts={"state.json": text}, progress={"note": text}, identity={"note": text})
         checkpoints.save(state, wait=True)
         outcome = Outcome(made_by="t", status="failed", reason=text, steps=1, planned_steps=2, seconds=1.0, tokens=1)

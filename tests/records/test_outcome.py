@@ -6,7 +6,8 @@ import math
 import pytest
 
 from tunewell.core.errors import UserError
-from tunewell.records.outcome import HeldOutLosses, Outcome, read_outcome, write_outcome
+from tunewell.records.base import read_record
+from tunewell.records.outcome import HeldOutLosses, Outcome, write_outcome
 
 OUTCOME = Outcome(
     made_by="tunewell 0.1.0",
@@ -26,9 +27,9 @@ OUTCOME = Outcome(
 
 
 def test_an_outcome_comes_back_as_it_was(tmp_path):
-    """Other commands decide by it."""
+    """Programs decide by it."""
     write_outcome(tmp_path, OUTCOME)
-    assert read_outcome(tmp_path) == OUTCOME
+    assert read_record(tmp_path / "outcome.json", Outcome) == OUTCOME
 
 
 def test_losses_that_are_not_finite_are_valid_json_and_come_back(tmp_path):
@@ -36,14 +37,9 @@ def test_losses_that_are_not_finite_are_valid_json_and_come_back(tmp_path):
     write_outcome(tmp_path, OUTCOME.model_copy(update={"last_loss": math.nan, "first_loss": -math.inf}))
     raw = json.loads((tmp_path / "outcome.json").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert (raw["last_loss"], raw["first_loss"]) == ("nan", "-inf")
-    outcome = read_outcome(tmp_path)
-    assert outcome is not None and outcome.last_loss is not None
+    outcome = read_record(tmp_path / "outcome.json", Outcome)
+    assert outcome.last_loss is not None
     assert math.isnan(outcome.last_loss) and outcome.first_loss == -math.inf
-
-
-def test_a_run_that_has_not_ended_has_no_outcome(tmp_path):
-    """A killed run never wrote one."""
-    assert read_outcome(tmp_path) is None
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"status": "fine"}'])
@@ -51,11 +47,11 @@ def test_a_damaged_outcome_is_said_to_be_damaged(tmp_path, text):
     """Not a traceback."""
     (tmp_path / "outcome.json").write_text(text)
     with pytest.raises(UserError, match="is damaged"):
-        read_outcome(tmp_path)
+        read_record(tmp_path / "outcome.json", Outcome)
 
 
 def test_an_outcome_of_the_future_is_not_guessed_at(tmp_path):
     """Its words may mean something else."""
     (tmp_path / "outcome.json").write_text('{"format_version": 99}')
     with pytest.raises(UserError, match="newer tunewell"):
-        read_outcome(tmp_path)
+        read_record(tmp_path / "outcome.json", Outcome)

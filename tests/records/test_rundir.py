@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from tunewell.records.rundir import RunDir
 run = RunDir.begin(Path(sys.argv[1]))
-run.plan.write_text("{}")
+(run.path / "plan.json").write_text("{}")
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -36,22 +36,9 @@ def holder(tmp_path):
     process.communicate()
 
 
-def test_a_new_run_makes_its_folder_and_knows_its_files(tmp_path):
-    """Everything else reads the run by these names."""
+def test_a_new_run_makes_its_folder(tmp_path):
+    """With its parents, and with nothing but a lock in it."""
     with RunDir.begin(tmp_path / "runs" / "first") as run:
-        files = [run.plan, run.config, run.events, run.healing, run.samples, run.checkpoints, run.outcome]
-        files += [run.readme, run.loss_curve]
-        assert [file.relative_to(tmp_path / "runs" / "first").as_posix() for file in files] == [
-            "plan.json",
-            "config.yaml",
-            "events.jsonl",
-            "healing.jsonl",
-            "samples.jsonl",
-            "checkpoints",
-            "outcome.json",
-            "README.md",
-            "loss.svg",
-        ]
         assert [entry.name for entry in run.path.iterdir()] == [".lock"]
 
 
@@ -90,9 +77,10 @@ def test_a_run_that_is_refused_before_its_first_step_leaves_nothing_of_its_own(t
         folder.mkdir()
     for _ in range(2):
         with pytest.raises(UserError, match="no layer"), RunDir.begin(folder) as run:
-            for path in (run.plan, run.config, run.documents, run.events, run.samples, run.healing):
+            names = ("plan.json", "config.yaml", "documents.tsv", "events.jsonl", "samples.jsonl", "healing.jsonl")
+            for path in (run.path / name for name in names):
                 path.touch()
-            run.checkpoints.mkdir()
+            (run.path / "checkpoints").mkdir()
             raise UserError("no layer `q_projj`")
         assert folder.exists() == is_there
         assert not is_there or [entry.name for entry in folder.iterdir()] == [".lock"]
@@ -104,7 +92,7 @@ def test_a_run_that_is_refused_before_its_first_step_leaves_nothing_of_its_own(t
 
 def _begin(path):
     run = RunDir.begin(path)
-    run.plan.write_text("{}")
+    (run.path / "plan.json").write_text("{}")
     return run
 
 
@@ -198,4 +186,4 @@ def test_texts_of_a_run_are_written_without_secrets(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKER_API_KEY", "s3cret-tracker")
     with RunDir.begin(tmp_path / "run") as run:
         run.write("README.md", "logged in with s3cret-tracker\n")
-        assert run.readme.read_text() == "logged in with [redacted]\n"
+        assert (run.path / "README.md").read_text() == "logged in with [redacted]\n"

@@ -18,9 +18,7 @@ from tunewell.core.units import count
 from tunewell.inference.chat_model import ChatModel, ModelRef
 from tunewell.records.manifest import read_manifest
 from tunewell.records.plan import Chosen, Plan
-from tunewell.records.report import Report
-
-_REPORT = "report.json"
+from tunewell.records.report import Report, read_report
 
 
 @dataclass(frozen=True)
@@ -99,8 +97,8 @@ def _front_matter(facts: CardFacts, library: str | None) -> str:
 
 def _read_report(run: Path) -> Report | None:
     try:
-        return Report.model_validate(json.loads((run / _REPORT).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+        return read_report(run)
+    except (OSError, UserError):
         return None  # not evaluated yet, or by a later version
 
 

@@ -9,11 +9,10 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_file, sha256_text, stable_json, write_synced
 from tunewell.core.units import count
+from tunewell.records.base import FileRecord, Record
 from tunewell.records.events import plain
 
 FORMAT = "tunewell-checkpoint"
@@ -29,18 +28,7 @@ class DamagedCheckpoint(UserError):
     """Raised for a checkpoint that changed after it was saved; `what` names the file."""
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
-
-
-class FileRecord(_Record):
-    """Expected size and hash of a file."""
-
-    bytes: int
-    sha256: str
-
-
-class CheckpointManifest(_Record):
+class CheckpointManifest(Record):
     """The manifest of a checkpoint; a folder without one is not a checkpoint."""
 
     format: str = FORMAT

@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
+from tunewell.records.base import FileRecord, Record
 
 FORMAT = "tunewell-corpus"
 FORMAT_VERSION = 1
@@ -22,11 +23,7 @@ class DamagedManifest(UserError):
     """Raised for a manifest that is truncated or invalid."""
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class SourceRecord(_Record):
+class SourceRecord(Record):
     """One source file and the counts of its rows."""
 
     name: str
@@ -39,7 +36,7 @@ class SourceRecord(_Record):
     formats: dict[str, int]
 
 
-class TokenCounts(_Record):
+class TokenCounts(Record):
     """Tokens of the training sequences; `total` is the sum of the other three."""
 
     total: int
@@ -48,7 +45,7 @@ class TokenCounts(_Record):
     padding: int
 
 
-class PackingRecord(_Record):
+class PackingRecord(Record):
     """Number and fill of the sequences."""
 
     context_length: int
@@ -58,7 +55,7 @@ class PackingRecord(_Record):
     documents_per_sequence: float
 
 
-class LengthRecord(_Record):
+class LengthRecord(Record):
     """Lengths of the training documents in tokens."""
 
     mean: float
@@ -72,7 +69,7 @@ class LengthRecord(_Record):
     """(from, to, documents): from is included, to is not."""
 
 
-class ShardRecord(_Record):
+class ShardRecord(Record):
     """One file of packed sequences."""
 
     file: str
@@ -81,14 +78,7 @@ class ShardRecord(_Record):
     sequences: int
 
 
-class FileRecord(_Record):
-    """Expected size and hash of a file."""
-
-    bytes: int
-    sha256: str
-
-
-class SplitRecord(_Record):
+class SplitRecord(Record):
     """One split and its shards; `documents` counts pieces and repeats too."""
 
     documents: int
@@ -98,7 +88,7 @@ class SplitRecord(_Record):
     shards: list[ShardRecord]
 
 
-class TokenizerRecord(_Record):
+class TokenizerRecord(Record):
     """The tokenizer of the ids."""
 
     source: str
@@ -109,7 +99,7 @@ class TokenizerRecord(_Record):
     added_by_us: list[str]
 
 
-class TemplateRecord(_Record):
+class TemplateRecord(Record):
     """The template that rendered the conversations, and which turns are supervised."""
 
     name: str
@@ -121,7 +111,7 @@ class TemplateRecord(_Record):
     end_of_turn: str = ""
 
 
-class Manifest(_Record):
+class Manifest(Record):
     """The description of a corpus; it is written last, so its presence means that the corpus is complete."""
 
     format: str = FORMAT

@@ -1,27 +1,20 @@
 """`outcome.json`: how a run ended."""
 
-import json
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
+from tunewell.records.base import Record
 from tunewell.records.events import plain
 
-FORMAT = "tunewell-outcome"
-FORMAT_VERSION = 1
 OUTCOME = "outcome.json"
 
 Status = Literal["finished", "interrupted", "stopped", "failed"]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
-
-
-class HeldOutLosses(_Record):
+class HeldOutLosses(Record):
     """The held-out losses, if there was an evaluation."""
 
     first: float | None = None
@@ -29,11 +22,11 @@ class HeldOutLosses(_Record):
     best: float | None = None
 
 
-class Outcome(_Record):
+class Outcome(Record):
     """The outcome of a run. Losses that are not finite are written as the strings `nan`, `inf` and `-inf`."""
 
-    format: str = FORMAT
-    format_version: int = FORMAT_VERSION
+    format: str = "tunewell-outcome"
+    format_version: int = 1
     made_by: str
     status: Status
     """`finished`: all steps or early stopping; `interrupted`: by a signal; `stopped`: by health; `failed`: an error."""
@@ -69,17 +62,3 @@ class Outcome(_Record):
 def write_outcome(folder: Path, outcome: Outcome) -> None:
     """Write the outcome atomically, without secrets."""
     write_atomic(folder / OUTCOME, stable_json(plain(outcome.model_dump())))
-
-
-def read_outcome(folder: Path) -> Outcome | None:
-    """Read the outcome of a run; None if there is none; raise UserError if it cannot be read."""
-    path = folder / OUTCOME
-    if not path.is_file():
-        return None
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        if raw.get("format_version", 0) > FORMAT_VERSION:
-            raise UserError(f"`{path}` was made by a newer tunewell", fix="pip install --upgrade tunewell")
-        return Outcome.model_validate(raw)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"`{path}` is damaged", where=str(error).splitlines()[0]) from error

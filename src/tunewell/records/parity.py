@@ -1,29 +1,25 @@
 """`parity.json` and `proof.json`: the proof that an export equals the trained model."""
 
-import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
+from tunewell.records.base import Record, read_record
 from tunewell.records.events import plain, with_numbers
 
 FORMAT = "tunewell-parity"
-FORMAT_VERSION = 1
 PARITY = "parity.json"
 PROOF = "proof.json"
 REFERENCE = "proof.safetensors"
 PROOF_FILES = (REFERENCE, "README.md")
 """Files beside the artefacts that are hashed too."""
+_Settings = Annotated[dict[str, Any], BeforeValidator(with_numbers)]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
-
-
-class Artefact(_Record):
+class Artefact(Record):
     """One exported artefact."""
 
     kind: str
@@ -41,7 +37,7 @@ class Artefact(_Record):
         return f"{self.kind} {self.precision}".strip()
 
 
-class Probe(_Record):
+class Probe(Record):
     """A conversation as the training renders and tokenizes it."""
 
     messages: list[dict[str, str]]
@@ -51,7 +47,7 @@ class Probe(_Record):
     """Longer than the sliding window of the model, or than the context it was first trained for."""
 
 
-class Question(_Record):
+class Question(Record):
     """A question and the greedy answer of the trained model."""
 
     ids: list[int]
@@ -61,12 +57,12 @@ class Question(_Record):
     """The text of the answer."""
 
 
-class ModelFacts(_Record):
+class ModelFacts(Record):
     """Settings and vocabulary of the trained model, and the tensors whose sketches are in `proof.safetensors`."""
 
-    config: dict[str, Any]
+    config: _Settings
     """The values of `config.json`, with all defaults."""
-    generation: dict[str, Any]
+    generation: _Settings
     """The values of `generation_config.json`."""
     special_tokens: dict[str, str]
     """Text of `eos_token`, `pad_token` and so on."""
@@ -84,11 +80,11 @@ class ModelFacts(_Record):
     """License of the base model, as in a Modelfile."""
 
 
-class Proof(_Record):
+class Proof(Record):
     """The reference of an export: how the trained model tokenizes, computes and answers."""
 
     format: str = "tunewell-proof"
-    format_version: int = FORMAT_VERSION
+    format_version: int = 1
     made_by: str
     subject: str
     base: str | None
@@ -111,7 +107,7 @@ class Proof(_Record):
     notes: list[str] = Field(default_factory=list)
 
 
-class Check(_Record):
+class Check(Record):
     """One comparison."""
 
     name: Literal["files", "finite", "token ids", "logits", "answers", "stop", "template", "tensors", "settings"]
@@ -122,7 +118,7 @@ class Check(_Record):
     """The allowed difference, and why."""
 
 
-class Link(_Record):
+class Link(Record):
     """The comparison of one artefact with the trained model."""
 
     artefact: str
@@ -134,11 +130,11 @@ class Link(_Record):
         return all(check.is_ok for check in self.checks)
 
 
-class Parity(_Record):
+class Parity(Record):
     """The result for all artefacts."""
 
     format: str = FORMAT
-    format_version: int = FORMAT_VERSION
+    format_version: int = 1
     made_by: str
     made_at: str
     subject: str
@@ -157,10 +153,4 @@ def read_proof(folder: Path) -> Proof:
     path = folder / PROOF
     if not path.is_file():
         raise UserError(f"`{folder}` is not an export: it has no `{PROOF}`", fix="run `tunewell export RUN`")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        if raw.get("format_version", 0) > FORMAT_VERSION:
-            raise UserError(f"`{path}` was made by a newer tunewell", fix="pip install --upgrade tunewell")
-        return Proof.model_validate(with_numbers(raw))
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"`{path}` is damaged", where=str(error).splitlines()[0]) from error
+    return read_record(path, Proof)

@@ -1,42 +1,34 @@
 """`plan.json`: what a run will do, each value with its reason."""
 
-import json
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
-
-from pydantic import BaseModel, ConfigDict
 
 from tunewell.config.fields import MethodName
 from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
 from tunewell.core.redact import redact
+from tunewell.records.base import Record, read_record
 
-FORMAT = "tunewell-plan"
-FORMAT_VERSION = 1
 PLAN = "plan.json"
 
 T = TypeVar("T")
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class Chosen(_Record, Generic[T]):
+class Chosen(Record, Generic[T]):
     """A value and the reason for it."""
 
     value: T
     because: str
 
 
-class Plan(_Record):
+class Plan(Record):
     """The plan of a run: everything `train` needs to know besides the corpus and the model files.
 
     A plan that was read contains no secrets: a path with a secret is redacted and no longer valid.
     """
 
-    format: str = FORMAT
-    format_version: int = FORMAT_VERSION
+    format: str = "tunewell-plan"
+    format_version: int = 1
     made_by: str
     model: str
     corpus: str
@@ -78,10 +70,4 @@ def read_plan(folder: Path) -> Plan:
     path = folder / PLAN
     if not path.is_file():
         raise UserError(f"there is no plan in `{folder}`", where=f"looked for `{path}`", fix="run `tunewell train`")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        if raw.get("format_version", 0) > FORMAT_VERSION:
-            raise UserError(f"`{path}` was made by a newer tunewell", fix="pip install --upgrade tunewell")
-        return Plan.model_validate(raw)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"`{path}` is damaged", where=str(error).splitlines()[0]) from error
+    return read_record(path, Plan)

@@ -1,30 +1,24 @@
 """Read and write `report.json`: the result of an evaluation with its verdict."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
+from tunewell.records.base import Record, read_record
 from tunewell.records.events import plain
 from tunewell.records.plan import Chosen
 
-FORMAT = "tunewell-report"
-FORMAT_VERSION = 1
 REPORT = "report.json"
 
 Level = Literal["PASS", "WEAK", "FAIL"]
 Fault = Literal["empty", "ends_at_once", "loops", "echo", "no_stop", "other_language", "control_tokens"]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
-
-
-class Reason(_Record):
+class Reason(Record):
     """One problem of a model: its numbers, an example, and what to do about it."""
 
     code: str
@@ -37,7 +31,7 @@ class Reason(_Record):
     """What to do next: a command or a key of the config."""
 
 
-class EvaluatedModel(_Record):
+class EvaluatedModel(Record):
     """The model that was evaluated."""
 
     name: str
@@ -52,7 +46,7 @@ class EvaluatedModel(_Record):
     method: str = ""
 
 
-class LossPair(_Record):
+class LossPair(Record):
     """The mean loss per supervised token before and after training. Not finite: the strings `nan`, `inf`."""
 
     name: str
@@ -62,7 +56,7 @@ class LossPair(_Record):
     tuned: float
 
 
-class Answer(_Record):
+class Answer(Record):
     """The answer of one model to one question, with its scores."""
 
     text: str
@@ -77,7 +71,7 @@ class Answer(_Record):
     faults: list[Fault] = Field(default_factory=list)
 
 
-class AnsweredQuestion(_Record):
+class AnsweredQuestion(Record):
     """One held-out question with its reference and the answers of both models."""
 
     document: int
@@ -89,7 +83,7 @@ class AnsweredQuestion(_Record):
     tuned: Answer
 
 
-class AnswerCounts(_Record):
+class AnswerCounts(Record):
     """Counts over the answers of one model."""
 
     asked: int
@@ -103,7 +97,7 @@ class AnswerCounts(_Record):
     faults: dict[str, int]
 
 
-class LogitChange(_Record):
+class LogitChange(Record):
     """How far the logits of the tuned model are from its base's, on some held-out prompts."""
 
     largest: float
@@ -113,7 +107,7 @@ class LogitChange(_Record):
     """Prompts on which both have the same most likely first token."""
 
 
-class Curve(_Record):
+class Curve(Record):
     """The losses of a training, as logged: (step, loss)."""
 
     train: list[tuple[int, float]] = Field(default_factory=list)
@@ -121,7 +115,7 @@ class Curve(_Record):
     best_step: int | None = None
 
 
-class RowCounts(_Record):
+class RowCounts(Record):
     """What became of the rows: trained on, held out, or dropped by reason."""
 
     rows: int
@@ -133,7 +127,7 @@ class RowCounts(_Record):
     sources: list[dict[str, Any]]
 
 
-class MetricResult(_Record):
+class MetricResult(Record):
     """A metric function of the user, averaged over the held-out questions."""
 
     base: float | None = None
@@ -146,11 +140,11 @@ class MetricResult(_Record):
     """The first failure: `FILE row N: ERROR`."""
 
 
-class Report(_Record):
+class Report(Record):
     """Everything about an evaluation; the HTML page and the Markdown are made of it alone."""
 
-    format: str = FORMAT
-    format_version: int = FORMAT_VERSION
+    format: str = "tunewell-report"
+    format_version: int = 1
     made_by: str
     made_at: str
     verdict: Level
@@ -210,13 +204,7 @@ def read_report(folder: Path) -> Report:
         raise UserError(
             f"there is no report in `{folder}`", where=f"expected `{path}`", fix=f"run `tunewell validate {folder}`"
         )
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        if raw.get("format_version", 0) > FORMAT_VERSION:
-            raise UserError(f"`{path}` was made by a newer tunewell", fix="pip install --upgrade tunewell")
-        return Report.model_validate(raw)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"`{path}` is damaged", where=str(error).splitlines()[0]) from error
+    return read_record(path, Report)
 
 
 PAGE, MARKDOWN = "report.html", "report.md"

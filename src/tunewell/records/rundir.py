@@ -8,7 +8,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import FolderLock, write_atomic, write_synced
 from tunewell.core.redact import redact
 from tunewell.core.units import count
-from tunewell.records.outcome import OUTCOME
+from tunewell.records.healing import HEALING
 from tunewell.records.plan import PLAN
 
 _LOCK = ".lock"
@@ -16,6 +16,8 @@ RUN_CONFIG = "config.yaml"
 """The settings with which a run was last started."""
 DOCUMENTS = "documents.tsv"
 """A short hash of every training document."""
+_FIRST_FILES = (PLAN, RUN_CONFIG, DOCUMENTS, "events.jsonl", "samples.jsonl", HEALING)
+"""Files that a run writes before its first step."""
 _NOT_OURS = frozenset({_LOCK, ".DS_Store"})
 
 
@@ -107,66 +109,16 @@ class RunDir:
         self.close()
 
     def _remove_files(self) -> None:
-        """Delete the files that a run writes before its first step, by name: the folder may hold a corpus."""
-        for path in (self.plan, self.config, self.documents, self.events, self.samples, self.healing):
+        """Delete the first files by name: the folder may hold a corpus."""
+        for name in _FIRST_FILES:
             with suppress(OSError):
-                path.unlink()
+                (self.path / name).unlink()
         with suppress(OSError):  # not empty: keep it
-            self.checkpoints.rmdir()
+            (self.path / "checkpoints").rmdir()
         with suppress(OSError):
             if self._is_ours and [entry.name for entry in self.path.iterdir()] == [_LOCK]:
                 (self.path / _LOCK).unlink()
                 self.path.rmdir()
-
-    @property
-    def plan(self) -> Path:
-        """What the run does, and why: `plan.json`."""
-        return self.path / PLAN
-
-    @property
-    def config(self) -> Path:
-        """The settings with which it was last started."""
-        return self.path / RUN_CONFIG
-
-    @property
-    def documents(self) -> Path:
-        """Hashes of the training documents."""
-        return self.path / DOCUMENTS
-
-    @property
-    def events(self) -> Path:
-        """One line per step and per evaluation."""
-        return self.path / "events.jsonl"
-
-    @property
-    def healing(self) -> Path:
-        """Problems and remedies."""
-        return self.path / "healing.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        """Answers to held-out questions."""
-        return self.path / "samples.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def outcome(self) -> Path:
-        """How it ended."""
-        return self.path / OUTCOME
-
-    @property
-    def readme(self) -> Path:
-        """A description of the run."""
-        return self.path / "README.md"
-
-    @property
-    def loss_curve(self) -> Path:
-        """The loss curve."""
-        return self.path / "loss.svg"
 
 
 def _parts_within(path: Path, corpus: Path | None) -> frozenset[str]:

@@ -51,7 +51,8 @@ class RunFolder:
         """Write the config if it differs from the one in the folder."""
         if self.run_dir is not None:
             text = dump_config(loaded, argv)
-            if not self.run_dir.config.is_file() or self.run_dir.config.read_text(encoding="utf-8") != text:
+            path = self.run_dir.path / RUN_CONFIG
+            if not path.is_file() or path.read_text(encoding="utf-8") != text:
                 self.run_dir.write(RUN_CONFIG, text)
 
     def keep(self) -> None:
