@@ -198,7 +198,7 @@ def test_text_the_terminal_cannot_show_does_not_end_a_command():
     show = "from tunewell.cli import main, render; main.main = lambda arguments: {}; main.run()"
     for call, wanted in [
         ("render.emit('caf\\xe9 \\U0001f600') or 0", "caf\\xe9 \\U0001f600\n"),
-        ("render.emit_json({'a': 'caf\\xe9 \\ud800'}) or 0", {"a": "caf\xe9 \ud800"}),
+        ("render.emit(render.json_text({'a': 'caf\\xe9 \\ud800'})) or 0", {"a": "caf\xe9 \ud800"}),
     ]:
         done = run(show.format(call), PYTHONIOENCODING="ascii")
         assert done.returncode == 0, done.stderr

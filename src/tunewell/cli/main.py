@@ -14,24 +14,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tunewell.cli.render import emit, emit_error, emit_json, folded_table
+from tunewell.cli.render import emit, emit_error, folded_table, json_text
 from tunewell.core.errors import SharedError, UserError
 
-COMMANDS: tuple[tuple[str, str], ...] = (
-    ("init", "tunewell.cli.commands.init"),
-    ("inspect", "tunewell.cli.commands.inspect"),
-    ("prepare", "tunewell.cli.commands.prepare"),
-    ("train", "tunewell.cli.commands.train"),
-    ("validate", "tunewell.cli.commands.validate"),
-    ("export", "tunewell.cli.commands.export"),
-    ("verify", "tunewell.cli.commands.verify"),
-    ("notebook", "tunewell.cli.commands.notebook"),
-    ("chat", "tunewell.cli.commands.chat"),
-    ("serve", "tunewell.cli.commands.serve"),
-    ("explain", "tunewell.cli.commands.explain"),
-    ("glossary", "tunewell.cli.commands.glossary"),
-    ("schema", "tunewell.cli.commands.schema"),
-)
+_NAMES = "init inspect prepare train validate export verify notebook chat serve explain glossary schema"
+COMMANDS = tuple((name, f"tunewell.cli.commands.{name}") for name in _NAMES.split())
 """Each command, in the order of a project, and the module with its `command` function."""
 
 EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED, EXIT_PIPE = 1, 2, 130, 141
@@ -139,7 +126,7 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
 def _report(error: UserError, *, wants_json: bool) -> int:
     is_shared = isinstance(error, SharedError)
     if wants_json and not (is_shared and os.environ.get("RANK", "0") != "0"):
-        emit_json({"error": {"what": error.what, "where": error.where, "fix": error.fix}})
+        emit(json_text({"error": {"what": error.what, "where": error.where, "fix": error.fix}}))
     if not (is_shared and os.environ.get("LOCAL_RANK", "0") != "0"):
         emit_error(error)
     return EXIT_USER
@@ -158,7 +145,7 @@ def _crash(error: Exception, arguments: Sequence[str], *, wants_json: bool) -> i
         where = "above"
     what = "this is a bug in tunewell or a fault of the machine"
     if wants_json:
-        emit_json({"error": {"what": f"{what}: {summary}", "where": where, "fix": None}})
+        emit(json_text({"error": {"what": f"{what}: {summary}", "where": where, "fix": None}}))
     sys.stderr.write(f"error: {what} ({summary}); traceback: {where}\n")
     return EXIT_BUG
 

@@ -15,6 +15,12 @@ Sets = Annotated[
 DataPaths = Annotated[
     list[str] | None, typer.Option("--data", metavar="PATH", help="File, folder or glob of rows. Can be repeated.")
 ]
+TokenizerModel = Annotated[
+    str | None, typer.Option("--model", metavar="MODEL", help="Model whose tokenizer and chat template are used.")
+]
+RunArgument = Annotated[
+    str | None, typer.Argument(metavar="RUN", help="A run, an adapter or a model. Default: this folder's run.")
+]
 ModelArgument = Annotated[
     str | None,
     typer.Argument(

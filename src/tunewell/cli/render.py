@@ -43,10 +43,14 @@ def emit(text: str = "") -> None:
     sys.stdout.write(text + "\n")
 
 
-def emit_json(value: Any) -> None:
-    """Write one JSON object to stdout, with escapes if stdout is not UTF-8."""
-    is_utf8 = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") == "utf8"
-    emit(json.dumps(value, indent=2, ensure_ascii=not is_utf8, allow_nan=False, default=str))
+def is_utf8() -> bool:
+    """Return True if stdout takes every character."""
+    return (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") == "utf8"
+
+
+def json_text(value: Any) -> str:
+    """Return a value as JSON for stdout, with escapes if stdout is not UTF-8."""
+    return json.dumps(value, indent=2, ensure_ascii=not is_utf8(), allow_nan=False, default=str)
 
 
 def emit_error(error: UserError) -> None:

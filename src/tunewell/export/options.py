@@ -5,12 +5,14 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from tunewell.config.extensions import EXPORT_TARGETS, GgufFormat, MergedPrecision
 from tunewell.core.errors import UserError
 from tunewell.core.presets import is_preset
-from tunewell.inference.chat_model import ModelRef
+
+if TYPE_CHECKING:
+    from tunewell.inference.chat_model import ModelRef
 
 _OLLAMA_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:/-]*")
 _NOT_IN_OLLAMA_NAME = re.compile(r"[^a-z0-9._-]+")
@@ -61,7 +63,7 @@ class ExportOptions:
             sets=[self.sets] if isinstance(self.sets, str) else self.sets,
         )
 
-    def resolved(self, ref: ModelRef) -> "ExportOptions":
+    def resolved(self, ref: "ModelRef") -> "ExportOptions":
         """Fill in the defaults from the model and its config."""
         settings = ref.loaded.config.export
         has_usable_adapter = ref.adapter is not None and not (ref.base and is_preset(ref.base))

@@ -1,10 +1,15 @@
 """`tunewell chat`: chat with a model in a terminal, or answer prompts in a script."""
 
+import json as json_module
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tunewell.cli.options import AllowPickle, AsJson, BaseModel, Checkpoint, Device, ModelArgument
+from tunewell.cli.render import emit, json_text
+from tunewell.cli.screens.chat import converse, loading, report_dropped, write_answers
+from tunewell.core.errors import UserError
 
 if TYPE_CHECKING:
     from tunewell.inference.chat import Answer, Chat
@@ -29,11 +34,6 @@ def command(
     json: AsJson = False,
 ) -> None:
     """Chat with your trained model (or any other)."""
-    import sys
-
-    from tunewell.cli.screens.chat import converse, loading
-    from tunewell.core.errors import UserError
-
     is_piped = not sys.stdin.isatty()
     if json and prompt is None and not is_piped:
         raise UserError("`--json` needs a prompt", fix="add `--prompt TEXT`, or send prompts through a pipe")
@@ -63,12 +63,6 @@ def command(
 
 def _answer_once(chat: "Chat", text: str, *, with_base: bool, json: bool, is_line: bool = False) -> None:
     """Answer one prompt of a script: only the answer on stdout, or JSON with all details."""
-    import json as json_module
-    import sys
-
-    from tunewell.cli.render import emit, emit_json
-    from tunewell.cli.screens.chat import report_dropped, write_answers
-
     parts = chat.reply(text)
     if not json:
         report_dropped(chat)
@@ -80,11 +74,8 @@ def _answer_once(chat: "Chat", text: str, *, with_base: bool, json: bool, is_lin
         for _ in chat.base_reply():
             pass
     payload = as_json(chat, text)
-    if is_line:
-        emit(json_module.dumps(payload))
-        sys.stdout.flush()
-    else:
-        emit_json(payload)
+    emit(json_module.dumps(payload) if is_line else json_text(payload))
+    sys.stdout.flush()
 
 
 def as_json(chat: "Chat", prompt: str) -> dict[str, Any]:

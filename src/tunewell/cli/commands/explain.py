@@ -1,11 +1,15 @@
 """`tunewell explain`: show what a config key means."""
 
+import json as json_module
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tunewell.cli.options import AsJson, ConfigFile
+from tunewell.cli.render import emit, folded_table, hanging, json_text
+from tunewell.core.errors import UserError
 
 if TYPE_CHECKING:
     from tunewell.config.explain import Explanation
@@ -24,28 +28,18 @@ def command(
     json: AsJson = False,
 ) -> None:
     """Explain a config key: meaning, values, default and current value."""
-    from dataclasses import asdict
-
-    from tunewell.cli.render import emit, emit_json, folded_table
     from tunewell.config.explain import explain, explain_all
 
     if key is None:
         listed = explain_all()
-        if json:
-            emit_json({"keys": dict(listed)})
-        else:
-            emit(folded_table(listed))
-        return
-    found = explain(key, _loaded(config))
-    if json:
-        emit_json(asdict(found))
+        emit(json_text({"keys": dict(listed)}) if json else folded_table(listed))
     else:
-        emit(_page(found))
+        found = explain(key, _loaded(config))
+        emit(json_text(asdict(found)) if json else _page(found))
 
 
 def _loaded(config: Path | None) -> "LoadedConfig | None":
     from tunewell.config.load import load_config
-    from tunewell.core.errors import UserError
 
     try:
         loaded = load_config(config)
@@ -58,8 +52,6 @@ def _loaded(config: Path | None) -> "LoadedConfig | None":
 
 
 def _page(found: "Explanation") -> str:
-    from tunewell.cli.render import folded_table, hanging
-
     lines = [found.key, hanging("  ", found.doc)]
     if found.keys:
         lines += ["", folded_table([(f"  {name}", doc) for name, doc in found.keys])]
@@ -75,8 +67,6 @@ def _page(found: "Explanation") -> str:
 
 
 def _shown(value: Any) -> str:
-    import json
-
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else json_module.dumps(value, ensure_ascii=False)

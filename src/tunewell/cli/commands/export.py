@@ -6,8 +6,13 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from tunewell.cli.options import AllowPickle, AsJson, Sets
+from tunewell.cli.options import AllowPickle, AsJson, RunArgument, Sets
+from tunewell.cli.progress import shown_stages
+from tunewell.cli.render import emit, hanging, json_text, table
+from tunewell.cli.screens.export import parity_screen
 from tunewell.config.extensions import EXPORT_TARGETS, GgufFormat, MergedPrecision
+from tunewell.core.progress import Progress
+from tunewell.core.units import size_bytes
 
 if TYPE_CHECKING:
     from tunewell.workflows.export import Exported
@@ -18,10 +23,7 @@ def _names(values: tuple[str, ...]) -> str:
 
 
 def command(
-    place: Annotated[
-        str | None,
-        typer.Argument(metavar="RUN", help="A run, an adapter or a model. Default: this folder's run."),
-    ] = None,
+    place: RunArgument = None,
     to: Annotated[
         str | None,
         typer.Option(metavar="TARGETS", help=f"Export targets, separated by commas: {_names(EXPORT_TARGETS.names())}."),
@@ -46,17 +48,13 @@ def command(
 
     Each export is compared with the trained model. Exit code 4: one does not match.
     """
-    from tunewell.cli.progress import shown_stages
-    from tunewell.cli.render import emit, emit_json
-    from tunewell.cli.screens.export import parity_screen
-    from tunewell.core.progress import Progress
     from tunewell.export.options import ExportOptions
 
     options = ExportOptions(
-        to=() if to is None else to,
+        to=to or (),
         out=out,
         precision=precision,
-        gguf=() if gguf is None else gguf,
+        gguf=gguf or (),
         checkpoint=checkpoint,
         base=base,
         name=name,
@@ -69,19 +67,13 @@ def command(
         from tunewell.workflows.export import export
 
         exported = export(place, order=options, progress=progress, announce=announce)
-    if json:
-        emit_json(exported.as_json())
-    else:
-        emit(f"{parity_screen(exported.parity)}\n{summary(exported)}")
+    emit(json_text(exported.as_json()) if json else f"{parity_screen(exported.parity)}\n{summary(exported)}")
     if exported.exit_code:
         raise typer.Exit(exported.exit_code)
 
 
 def summary(exported: "Exported") -> str:
     """List the written files, the notes and the next command."""
-    from tunewell.cli.render import hanging, table
-    from tunewell.core.units import size_bytes
-
     rows = []
     if not exported.exit_code:
         rows = [
@@ -100,8 +92,6 @@ def summary(exported: "Exported") -> str:
 
 def announce(message: str) -> None:
     """Print a message on stderr that stays, above the progress line."""
-    from tunewell.cli.render import hanging
-
     # Clears the stage that is shown on this line.
     start = "\r\x1b[2K" if sys.stderr.isatty() else ""
     sys.stderr.write(f"{start}{hanging('', message)}\n")

@@ -5,6 +5,8 @@ from typing import Annotated
 import typer
 
 from tunewell.cli.options import AsJson
+from tunewell.cli.render import emit, folded_table, json_text
+from tunewell.config.glossary import entries, find_entry
 
 
 def command(
@@ -15,11 +17,5 @@ def command(
     json: AsJson = False,
 ) -> None:
     """Look up a term, or the reason why a row was dropped."""
-    from tunewell.cli.render import emit, emit_json, folded_table
-    from tunewell.config.glossary import entries, find_entry
-
     found = dict([find_entry(" ".join(word))]) if word else entries()
-    if json:
-        emit_json(found)
-    else:
-        emit(folded_table(list(found.items())))
+    emit(json_text(found) if json else folded_table(list(found.items())))

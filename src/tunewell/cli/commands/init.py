@@ -6,6 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tunewell.cli.options import AsJson
+from tunewell.cli.progress import shown_progress
+from tunewell.cli.render import emit, folded_table, hanging, json_text
+from tunewell.cli.screens.corpus import dropped_reasons
+from tunewell.core.units import count
 
 if TYPE_CHECKING:
     from tunewell.workflows.init import InitResult
@@ -25,23 +29,14 @@ def command(
     json: AsJson = False,
 ) -> None:
     """Write a config for your rows and a model, with the reasons."""
-    from tunewell.cli.progress import shown_progress
-    from tunewell.cli.render import emit, emit_json
     from tunewell.workflows.init import init
 
     with shown_progress() as progress:
         result = init(data, model=model, out=out, is_overwriting=force, progress=progress)
-    if json:
-        emit_json(result.as_json())
-    else:
-        emit(_screen(result, data))
+    emit(json_text(result.as_json()) if json else _screen(result, data))
 
 
 def _screen(result: "InitResult", data: str) -> str:
-    from tunewell.cli.render import folded_table, hanging
-    from tunewell.cli.screens.corpus import dropped_reasons
-    from tunewell.core.units import count
-
     sample, start, facts = result.sample, result.start, result.facts
     formats = ", ".join(sorted({name for source in sample.sources for name in source.formats}))
     size = f"{count(facts.num_parameters)} parameters" if facts.num_parameters else "size unknown"

@@ -4,7 +4,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunewell.cli.options import AsJson, ConfigFile, Sets
+from tunewell.cli.options import AsJson, ConfigFile, Sets, TokenizerModel
+from tunewell.cli.progress import shown_progress
+from tunewell.cli.render import console, emit, folded_table, hanging, json_text, table, width
+from tunewell.cli.screens.corpus import corpus_rows
+from tunewell.core.units import count
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,9 +26,7 @@ def command(
     ] = None,
     config: ConfigFile = None,
     set_: Sets = None,
-    model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Model whose tokenizer and chat template are used.")
-    ] = None,
+    model: TokenizerModel = None,
     show: Annotated[int, typer.Option(min=0, metavar="N", help="Number of rows to show token by token.")] = 2,
     document: Annotated[
         list[int] | None, typer.Option(min=0, metavar="N", help="Show document N, counted from 0. Can be repeated.")
@@ -35,8 +37,6 @@ def command(
     json: AsJson = False,
 ) -> None:
     """Show your rows as the model sees them, token by token."""
-    from tunewell.cli.progress import shown_progress
-    from tunewell.cli.render import console, emit_json
     from tunewell.config.load import load_config
     from tunewell.workflows.inspect import inspect
 
@@ -44,15 +44,12 @@ def command(
     with shown_progress() as progress:
         inspection = inspect(path, loaded, wanted=document or range(show), is_held_out=held_out, progress=progress)
     if json:
-        emit_json(inspection.as_json())
+        emit(json_text(inspection.as_json()))
     else:
         _screen(inspection, console(), as_list=tokens, has_details=details)
 
 
 def _screen(inspection: "Inspection", out: "Console", *, as_list: bool, has_details: bool) -> None:
-    from tunewell.cli.render import folded_table, hanging
-    from tunewell.cli.screens.corpus import corpus_rows
-
     out.print(folded_table(corpus_rows(inspection.manifest, has_details=has_details), right=(1,)))
     out.print("\ntokens per row")
     out.print(_histogram(inspection.manifest))
@@ -74,9 +71,6 @@ def _screen(inspection: "Inspection", out: "Console", *, as_list: bool, has_deta
 
 
 def _histogram(manifest: "Manifest") -> str:
-    from tunewell.cli.render import table, width
-    from tunewell.core.units import count
-
     bins = manifest.lengths.histogram
     most = max((number for _, _, number in bins), default=1)
     rows = [[count(start), f"to {count(end - 1)}", count(number)] for start, end, number in bins]
@@ -88,9 +82,6 @@ def _histogram(manifest: "Manifest") -> str:
 
 
 def _source_table(manifest: "Manifest") -> str:
-    from tunewell.cli.render import folded_table
-    from tunewell.core.units import count
-
     rows = [["source", "rows", "training", "testing", "dropped", ""]]
     for source in manifest.sources:
         reasons = ", ".join(f"{count(number)} {reason}" for reason, number in source.dropped.items())
@@ -123,8 +114,6 @@ def _show_tokens(view: "DocumentView", out: "Console") -> None:
 
 
 def _list_tokens(view: "DocumentView", out: "Console") -> None:
-    from tunewell.cli.render import table
-
     rows = [["position", "id", "token", ""]]
     for position, token in enumerate(view.tokens):
         rows.append([str(position), str(token.id), repr(token.text)[1:-1], "trained on" if token.is_supervised else ""])

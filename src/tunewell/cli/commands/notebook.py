@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tunewell.cli.options import AsJson, ConfigFile
+from tunewell.cli.render import emit, folded_table, hanging, json_text
+from tunewell.core.units import count
 
 if TYPE_CHECKING:
     from tunewell.workflows.notebook import NotebookResult
@@ -25,21 +27,14 @@ def command(
     json: AsJson = False,
 ) -> None:
     """Write a Colab notebook that trains this config on a GPU."""
-    from tunewell.cli.render import emit, emit_json
     from tunewell.workflows.notebook import notebook
 
     result = notebook(config, out=out, data=data, package=package, is_overwriting=force)
-    if json:
-        emit_json(result.as_json())
-    else:
-        emit(screen(result))
+    emit(json_text(result.as_json()) if json else screen(result))
 
 
 def screen(result: "NotebookResult") -> str:
     """Return the screen: what was written, which files the user needs and how to open the notebook."""
-    from tunewell.cli.render import folded_table, hanging
-    from tunewell.core.units import count
-
     sources = {"upload": "upload them when Colab asks", "drive": "from the folder `tunewell` of your Google Drive"}
     names = ", ".join(f"`{name}`" for name in result.files[:4])
     more = f" and {count(len(result.files) - 4)} more" if len(result.files) > 4 else ""

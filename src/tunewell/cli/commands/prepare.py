@@ -5,7 +5,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunewell.cli.options import AsJson, ConfigFile, DataPaths, Sets
+from tunewell.cli.options import AsJson, ConfigFile, DataPaths, Sets, TokenizerModel
+from tunewell.cli.progress import shown_progress
+from tunewell.cli.render import emit, folded_table, hanging, json_text
+from tunewell.cli.screens.corpus import corpus_rows
+from tunewell.core.units import duration
 
 if TYPE_CHECKING:
     from tunewell.workflows.prepare import PrepareResult
@@ -14,35 +18,24 @@ if TYPE_CHECKING:
 def command(
     config: ConfigFile = None,
     set_: Sets = None,
-    model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Model whose tokenizer and chat template are used.")
-    ] = None,
+    model: TokenizerModel = None,
     data: DataPaths = None,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder to write the corpus to.")] = None,
     details: Annotated[bool, typer.Option("--details", help="Also show the padding.")] = False,
     json: AsJson = False,
 ) -> None:
     """Turn rows into a corpus for training: clean, tokenise, mask, pack."""
-    from tunewell.cli.progress import shown_progress
-    from tunewell.cli.render import emit, emit_json
     from tunewell.config.load import load_config
     from tunewell.workflows.prepare import prepare
 
     loaded = load_config(config, set_ or (), model=model, data=data, out=out)
     with shown_progress() as progress:
         result = prepare(loaded, progress=progress)
-    if json:
-        emit_json(result.as_json())
-    else:
-        emit(screen(result, has_details=details))
+    emit(json_text(result.as_json()) if json else screen(result, has_details=details))
 
 
 def screen(result: "PrepareResult", *, has_details: bool = False) -> str:
     """Return the screen: where every row and token went, what was written and the next command."""
-    from tunewell.cli.render import folded_table, hanging
-    from tunewell.cli.screens.corpus import corpus_rows
-    from tunewell.core.units import duration
-
     outcome = f"`{result.corpus}` is up to date" if result.was_up_to_date else f"wrote `{result.corpus}`"
     return "\n".join(
         [

@@ -4,6 +4,8 @@ from typing import Annotated
 
 import typer
 
+from tunewell.cli.render import emit, json_text
+
 
 def command(
     json: Annotated[bool, typer.Option("--json", help="No effect: the output is always JSON.")] = False,
@@ -13,8 +15,7 @@ def command(
     Save it with `tunewell schema > tunewell.schema.json`. Then start the config with
     `# yaml-language-server: $schema=tunewell.schema.json`.
     """
-    from tunewell.cli.render import emit_json
     from tunewell.config.explain import json_schema
 
     del json
-    emit_json(json_schema())
+    emit(json_text(json_schema()))

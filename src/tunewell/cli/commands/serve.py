@@ -1,11 +1,18 @@
 """`tunewell serve`: serve a model over OpenAI's chat API."""
 
+import json as json_module
+import shlex
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tunewell.cli.options import AllowPickle, AsJson, BaseModel, Checkpoint, Device, ModelArgument
+from tunewell.cli.render import emit, folded_table
+from tunewell.cli.screens.chat import loading
+from tunewell.core.units import count
 
 if TYPE_CHECKING:
     from tunewell.workflows.serve import ServerInfo
@@ -40,11 +47,6 @@ def command(
     json: AsJson = False,
 ) -> None:
     """Serve a model over OpenAI's chat API."""
-    import sys
-
-    from tunewell.cli.render import emit
-    from tunewell.cli.screens.chat import loading
-
     with loading("loading the model"):
         # Importing torch takes seconds: the status line is shown first.
         from tunewell.runs.resolve import resolve_model
@@ -57,26 +59,15 @@ def command(
             name=name,
             allow_pickle=allow_pickle,
         )
-    emit(as_line(server.info) if json else screen(server.info))
-    # The command keeps running: a program that reads a pipe waits for this output.
+    # On one line: a program reads it from a pipe while the server runs.
+    emit(json_module.dumps(asdict(server.info)) if json else screen(server.info))
     sys.stdout.flush()
     if code := server.run():
         raise typer.Exit(code)
 
 
-def as_line(info: "ServerInfo") -> str:
-    """Return the server's data as JSON on one line, so that a program can read it while the server runs."""
-    import json
-    from dataclasses import asdict
-
-    return json.dumps(asdict(info))
-
-
 def screen(info: "ServerInfo") -> str:
     """Return the screen: what is served, where, and how to try it."""
-    from tunewell.cli.render import folded_table
-    from tunewell.core.units import count
-
     reason = f", {info.because}" if info.because else ""
     runtime = f" with {info.computed_by}" if info.computed_by else ""
     token = "required, as the API key" if info.needs_token else "none; only this machine can connect"
@@ -95,14 +86,11 @@ def screen(info: "ServerInfo") -> str:
 
 def examples(info: "ServerInfo") -> list[str]:
     """Return example requests: one curl command, and some lines of Python."""
-    import json
-    import shlex
-
-    body = json.dumps({"model": info.model, "messages": [{"role": "user", "content": "Hello"}]})
+    body = json_module.dumps({"model": info.model, "messages": [{"role": "user", "content": "Hello"}]})
     key = '-H "Authorization: Bearer $TUNEWELL_TOKEN" ' if info.needs_token else ""
     api_key = 'os.environ["TUNEWELL_TOKEN"]' if info.needs_token else '"none"'
     imports = "import os; from openai import OpenAI" if info.needs_token else "from openai import OpenAI"
-    name = json.dumps(info.model)
+    name = json_module.dumps(info.model)
     return [
         f"curl {info.url}/chat/completions {key}-H 'Content-Type: application/json' -d {shlex.quote(body)}",
         "",

@@ -1,5 +1,6 @@
 """`tunewell train`: train a model under a supervisor, and test it."""
 
+import json as json_module
 import os
 import sys
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tunewell.cli.options import AllowPickle, AsJson, ConfigFile, DataPaths, Sets
+from tunewell.cli.render import BestEffortStream, emit, json_text
+from tunewell.core.progress import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,9 +46,7 @@ def command(
     json: AsJson = False,
 ) -> None:
     """Train the model and test it (prepares the data first if needed)."""
-    from tunewell.cli.render import emit, emit_json
     from tunewell.cli.screens.training import is_first_process, shown_training
-    from tunewell.core.progress import Progress
     from tunewell.runs.config import RunOptions, load_for_run
     from tunewell.runs.supervisor import can_supervise
 
@@ -75,7 +76,7 @@ def command(
         if worker:
             send_to_supervisor(worker, f"ended {result.exit_code}")
     if is_first_process() and json:
-        emit_json(result.as_json())
+        emit(json_text(result.as_json()))
     elif is_first_process():
         from tunewell.cli.screens.train_result import train_result_screen
 
@@ -89,7 +90,6 @@ def command(
 
 def _supervise(loaded: "LoadedConfig", argv: "Sequence[str]") -> int:
     """Start the run in a child process with the same arguments, supervise it and return its exit code."""
-    from tunewell.cli.render import BestEffortStream
     from tunewell.runs.supervisor import supervise
 
     stderr = BestEffortStream(sys.stderr)  # supervision continues after the terminal is closed
@@ -109,6 +109,8 @@ def _supervise(loaded: "LoadedConfig", argv: "Sequence[str]") -> int:
 
 def flags_as_sets(**values: Path | str | None) -> list[str]:
     """Return flags as `KEY="VALUE"`, quoted so that YAML reads spaces, colons and `5` as text."""
-    import json
-
-    return [f"{key}={json.dumps(str(value), ensure_ascii=False)}" for key, value in values.items() if value is not None]
+    return [
+        f"{key}={json_module.dumps(str(value), ensure_ascii=False)}"
+        for key, value in values.items()
+        if value is not None
+    ]

@@ -5,17 +5,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunewell.cli.options import AllowPickle, AsJson, Sets
+from tunewell.cli.options import AllowPickle, AsJson, RunArgument, Sets
+from tunewell.cli.progress import shown_stages
+from tunewell.cli.render import emit, hanging, json_text
+from tunewell.cli.screens.verdict import comparison_screen, lined, verdict_lines, verdict_screen
+from tunewell.core.progress import Progress
 
 if TYPE_CHECKING:
     from tunewell.records.report import Validation
 
 
 def command(
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="RUN", help="A run, an adapter or a model. Default: this folder's run."),
-    ] = None,
+    model: RunArgument = None,
     data: Annotated[str | None, typer.Option(help="Rows to test on instead of the run's held-out rows.")] = None,
     against: Annotated[str | None, typer.Option(metavar="RUN", help="Another run to compare with.")] = None,
     checkpoint: Annotated[str, typer.Option(help="`best` by held-out loss, `last`, or a step.")] = "best",
@@ -35,11 +36,6 @@ def command(
 
     Exit codes: 0 PASS, 3 WEAK, 4 FAIL.
     """
-    from tunewell.cli.progress import shown_stages
-    from tunewell.cli.render import emit, emit_json
-    from tunewell.cli.screens.verdict import comparison_screen, verdict_lines, verdict_screen
-    from tunewell.core.progress import Progress
-
     with shown_stages() as progress:
         progress(Progress("importing torch"))
         from tunewell.evaluation.session import ValidateOptions
@@ -61,7 +57,7 @@ def command(
         result = validate(model, options=options, progress=progress) if both is None else both.this
     if json:
         payload = as_json(result)
-        emit_json(payload if both is None else {**payload, "against": both.comparison.as_json()})
+        emit(json_text(payload if both is None else {**payload, "against": both.comparison.as_json()}))
     elif both is None:
         emit(f"{verdict_screen(result.report)}\n{closing(result)}")
     else:
@@ -72,9 +68,6 @@ def command(
 
 def closing(result: "Validation") -> str:
     """Return the last lines of the screen: the files written, and the next step."""
-    from tunewell.cli.render import hanging
-    from tunewell.cli.screens.verdict import lined
-
     rows = [
         ["wrote", f"`{result.page}`", "the report on one page, to read or to send"],
         ["wrote", f"`{result.folder / 'report.json'}`", "the same for programs; `report.md` for pull requests"],

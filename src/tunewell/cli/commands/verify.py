@@ -6,6 +6,10 @@ from typing import Annotated
 import typer
 
 from tunewell.cli.options import AsJson
+from tunewell.cli.progress import shown_stages
+from tunewell.cli.render import emit, hanging, json_text
+from tunewell.cli.screens.export import parity_screen
+from tunewell.core.progress import Progress
 
 
 def command(
@@ -23,11 +27,6 @@ def command(
 
     Compares token ids, logits, answers and tensors. Exit code 4: they do not match.
     """
-    from tunewell.cli.progress import shown_stages
-    from tunewell.cli.render import emit, emit_json, hanging
-    from tunewell.cli.screens.export import parity_screen
-    from tunewell.core.progress import Progress
-
     with shown_stages() as progress:
         progress(Progress("importing torch"))
         from tunewell.workflows.verify import EXIT_NOT_PROVEN, verify
@@ -35,7 +34,7 @@ def command(
         notes: list[str] = []
         parity = verify(folder, base=base, allow_pickle=allow_pickle, progress=progress, notes=notes)
     if json:
-        emit_json(parity.model_dump(mode="json") | {"notes": notes})
+        emit(json_text(parity.model_dump(mode="json") | {"notes": notes}))
     else:
         emit("\n".join([parity_screen(parity), *(hanging("note: ", note) for note in notes)]))
     if not parity.is_ok:

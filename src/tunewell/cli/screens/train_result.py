@@ -1,11 +1,10 @@
 """The screen after `tunewell train`: numbers of the run, loss curve, verdict, files and the next command."""
 
-import sys
 import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tunewell.cli.render import folded_table, hanging, one_line, width
+from tunewell.cli.render import folded_table, hanging, is_utf8, one_line, width
 from tunewell.cli.screens.curve import draw_curve
 from tunewell.cli.screens.numbers import describe_method, format_loss, format_speed, short_model_name
 from tunewell.core.units import count, duration, size_bytes
@@ -79,9 +78,8 @@ def _result_rows(result: "TrainResult", start: "RunStarted | None") -> list[tupl
 def _curve(result: "TrainResult") -> str:
     if len(result.losses) < 2:
         return ""
-    is_utf8 = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") == "utf8"
     curve_width = min(max(width() - _CURVE_MARGIN, 10), _CURVE_WIDTH)
-    return draw_curve(result.losses, result.held_out, width=curve_width, is_ascii=not is_utf8)
+    return draw_curve(result.losses, result.held_out, width=curve_width, is_ascii=not is_utf8())
 
 
 def _folded(rows: Sequence[tuple[str, str, str]]) -> str:
