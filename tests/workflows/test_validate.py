@@ -34,8 +34,7 @@ from tunewell.evaluation.session import ValidateOptions
 from tunewell.records.report import Report, Validation, read_report
 from tunewell.runs.result import TrainResult
 from tunewell.workflows.prepare import prepare
-from tunewell.workflows.validate import validate
-from tunewell.workflows.validate_against import validate_against
+from tunewell.workflows.validate import validate, validate_against
 
 TRAINED, HELD_OUT = colour_rows(WORDINGS[:9]), colour_rows(WORDINGS[9:])
 QUESTIONS = [asked(row["question"]) for row in TRAINED]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tunewell.cli.render import emit, emit_error, folded_table, json_text
-from tunewell.core.errors import SharedError, UserError
+from tunewell.core.errors import SharedError, UserError, did_you_mean
 
 _NAMES = "init inspect prepare train validate export verify notebook chat serve explain glossary schema"
 COMMANDS = tuple((name, f"tunewell.cli.commands.{name}") for name in _NAMES.split())
@@ -73,7 +73,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
 def _unknown(name: str) -> UserError:
     kind = "option" if name.startswith("-") else "command"
     close = difflib.get_close_matches(name, [*dict(COMMANDS), "--help", "--version"], n=1, cutoff=0.5)
-    fix = f"did you mean `tunewell {close[0]}`?" if close else "`tunewell --help` lists the commands"
+    fix = did_you_mean([f"tunewell {name}" for name in close], "`tunewell --help` lists the commands")
     return UserError(f"there is no {kind} `{name}`", fix=fix)
 
 

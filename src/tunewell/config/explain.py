@@ -13,12 +13,13 @@ from tunewell.config.keys import (
     format_key,
     nearest_keys,
     parse_key,
+    plain,
     resolve_alias,
 )
 from tunewell.config.load import LoadedConfig
 from tunewell.config.schema import ALIASES, Config
 from tunewell.config.yaml_reader import KeyPath
-from tunewell.core.errors import UserError
+from tunewell.core.errors import UserError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,7 @@ def _find(name: str) -> KeyPath:
     if len(endings) == 1:
         return parse_key(endings[0])
     guesses = endings or nearest_keys(dotted_name(key_path))
-    fix = (
-        f"did you mean {' or '.join(f'`{guess}`' for guess in guesses)}?"
-        if guesses
-        else "`tunewell explain` lists every key"
-    )
+    fix = did_you_mean(guesses, "`tunewell explain` lists every key")
     raise UserError(f"there is no key `{name}`" if not endings else f"several keys end in `{name}`", fix=fix)
 
 
@@ -103,18 +100,12 @@ def _value_at(config: Config, key_path: KeyPath) -> Any:
     here: Any = config
     for step in key_path:
         if isinstance(here, tuple) and isinstance(step, str):
-            return [_plain(_value_at(entry, key_path[key_path.index(step) :])) for entry in here]
+            return [plain(_value_at(entry, key_path[key_path.index(step) :])) for entry in here]
         if isinstance(here, tuple) and isinstance(step, int):
             here = here[step] if step < len(here) else None
         else:
             here = getattr(here, str(step)) if isinstance(here, Section) else None
-    return _plain(here)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plain(entry) for entry in value]
-    return value.model_dump(mode="json") if isinstance(value, Section) else value
+    return plain(here)
 
 
 def _origin(loaded: LoadedConfig, key_path: KeyPath, key: Key) -> str:

@@ -5,7 +5,7 @@ import re
 from functools import cache
 from importlib.resources import files
 
-from tunewell.core.errors import UserError
+from tunewell.core.errors import UserError, did_you_mean
 
 _ENTRY = re.compile(r"^- \*\*(.+?)\*\*: (.+?)(?=^- |^#|^$|\Z)", re.MULTILINE | re.DOTALL)
 
@@ -21,27 +21,13 @@ def entries() -> dict[str, str]:
     return {word.strip("`"): " ".join(meaning.split()) for word, meaning in _ENTRY.findall(glossary_text())}
 
 
-@cache
-def drop_reasons() -> dict[str, str]:
-    """Return every drop reason with its rule in one line."""
-    return {
-        word.strip("`"): " ".join(rule.split())
-        for word, rule in _ENTRY.findall(glossary_text())
-        if word.startswith("`")
-    }
-
-
 def find_entry(word: str) -> tuple[str, str]:
     """Find a term, ignoring case, hyphens and plural; raise UserError with the closest terms if there is none."""
     by_form = {_form(known): known for known in entries()}
     if (known := by_form.get(_form(word))) is not None:
         return known, entries()[known]
     close = [by_form[form] for form in difflib.get_close_matches(_form(word), by_form, n=3, cutoff=0.6)]
-    fix = (
-        f"did you mean {' or '.join(f'`{guess}`' for guess in close)}?"
-        if close
-        else "`tunewell glossary` lists every term"
-    )
+    fix = did_you_mean(close, "`tunewell glossary` lists every term")
     raise UserError(f"the glossary has no entry `{word}`", fix=fix)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -89,7 +89,7 @@ def _walk(section: type[Section], prefix: str) -> Iterator[Key]:
         yield Key(
             name=full,
             takes=_takes(field.annotation, field.metadata),
-            default=None if field.is_required() else _plain(field.default),
+            default=None if field.is_required() else plain(field.default),
             doc=" ".join((field.description or "").split()),
             allowed=tuple(_choices(field.annotation, field.metadata)),
             aliases=tuple(alias for alias, key in ALIASES.items() if key == full),
@@ -100,10 +100,11 @@ def _walk(section: type[Section], prefix: str) -> Iterator[Key]:
             yield from _walk(inner, full + ".")
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Section):
-        return value.model_dump()
-    return list(value) if isinstance(value, tuple) else value
+def plain(value: Any) -> Any:
+    """Return a value of the config as JSON takes it."""
+    if isinstance(value, tuple):
+        return [plain(entry) for entry in cast(tuple[object, ...], value)]
+    return value.model_dump(mode="json") if isinstance(value, Section) else value
 
 
 def _section_in(annotation: Any) -> type[Section] | None:
@@ -142,19 +143,14 @@ def _takes(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if origin is dict:
         return "a mapping of names to text" if parts[1] is str else "a mapping of names to values"
     if annotation in (int, float):
-        return " ".join(["a whole number" if annotation is int else "a number", *_bounds(metadata)])
+        return ("a whole number" if annotation is int else "a number") + _bounds(metadata)
     plain = {bool: "`true` or `false`", str: "text", NoneType: "`null`"}
     return plain.get(annotation, "a section")
 
 
-def _bounds(metadata: Sequence[Any]) -> Iterator[str]:
+def _bounds(metadata: Sequence[Any]) -> str:
     names = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     flat = [item for entry in metadata for item in (entry.metadata if isinstance(entry, FieldInfo) else [entry])]
-    found = [
-        f"{text} {limit:,}"
-        for item in flat
-        for name, text in names.items()
-        if (limit := getattr(item, name, None)) is not None
-    ]
-    if found:
-        yield f"({' and '.join(found)})"
+    limits = ((text, getattr(item, name, None)) for item in flat for name, text in names.items())
+    found = " and ".join(f"{text} {limit:,}" for text, limit in limits if limit is not None)
+    return f" ({found})" if found else ""

@@ -23,7 +23,7 @@ from tunewell.config.yaml_reader import (
     read_value,
     read_yaml,
 )
-from tunewell.core.errors import UserError
+from tunewell.core.errors import UserError, did_you_mean
 from tunewell.core.files import is_url
 from tunewell.core.units import count
 
@@ -191,7 +191,7 @@ def load_config(
     flags = {"model": model, "data": data, "out": out, "seed": seed}
     for flag, value in flags.items():
         if value is not None and value != () and value != []:
-            _override(draft, FLAGS[flag], _as_plain(value), f"--{flag}")
+            _override(draft, FLAGS[flag], _plain(value, (), {}), f"--{flag}")
     for text in [sets] if isinstance(sets, str) else sets:
         key, equals, value = text.partition("=")
         if not equals:
@@ -318,12 +318,6 @@ def _override(draft: _Draft, key: str, value: Any, origin: str) -> None:
     _expand(draft.tree)
 
 
-def _as_plain(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_as_plain(entry) for entry in value]
-    return str(value) if isinstance(value, Path) else value
-
-
 def _problems(error: ValidationError, draft: _Draft) -> list[Problem]:
     found: dict[KeyPath, Problem] = {}
     for detail in error.errors(include_url=False):
@@ -354,12 +348,8 @@ def _problem(key_path: KeyPath, detail: Any, where: str) -> Problem:
         if dotted_name(key_path) in all_keys():  # a dotted key in the file
             outer, _, inner = name.rpartition(".")
             return Problem(f"unknown key `{name}`", where, f"write `{inner}` inside `{outer}`")
-        guesses = " or ".join(f"`{guess}`" for guess in nearest_keys(dotted_name(key_path)))
-        return Problem(
-            f"unknown key `{name}`",
-            where,
-            f"did you mean {guesses}?" if guesses else "`tunewell explain` lists every key",
-        )
+        fix = did_you_mean(nearest_keys(dotted_name(key_path)), "`tunewell explain` lists every key")
+        return Problem(f"unknown key `{name}`", where, fix)
     if detail["type"] == "missing":
         return Problem(f"`{name}` is missing", where, f"it takes {all_keys()[dotted_name(key_path)].takes}")
     if detail["type"] == "value_error":

@@ -1,12 +1,10 @@
 """Errors that the user can correct."""
 
+from collections.abc import Iterable
+
 
 class UserError(Exception):
-    """An error that the user can correct: what is wrong, where, and how to fix it.
-
-    It is printed without a traceback and ends a command with exit code 2. Any other exception is a bug or a fault of
-    the machine.
-    """
+    """What is wrong, where, and how to fix it; printed without a traceback, with exit code 2."""
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
         super().__init__(what)
@@ -25,3 +23,9 @@ class UserError(Exception):
 
 class SharedError(UserError):
     """Raised on every rank of a distributed run; printed once per host."""
+
+
+def did_you_mean(guesses: Iterable[str], otherwise: str) -> str:
+    """Return the fix for an unknown name: what it may mean, or `otherwise` if there is no guess."""
+    names = " or ".join(f"`{guess}`" for guess in guesses)
+    return f"did you mean {names}?" if names else otherwise

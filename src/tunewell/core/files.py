@@ -218,11 +218,6 @@ class Owner:
     host: str
     since: str
 
-    @classmethod
-    def this_process(cls) -> "Owner":
-        """Describe the current process."""
-        return cls(os.getpid(), socket.gethostname(), datetime.now().astimezone().isoformat(" ", "seconds"))
-
     def __str__(self) -> str:
         host = "" if self.host == socket.gethostname() else f" on {self.host}"
         return f"process {self.pid}{host}, since {self.since}"
@@ -253,7 +248,8 @@ class FolderLock:
                     + (f"; if it is no longer running, delete `{path}`" if is_locked is None else ""),
                 )
             file.truncate(0)
-            file.write(json.dumps(vars(Owner.this_process())) + "\n")
+            since = datetime.now().astimezone().isoformat(" ", "seconds")
+            file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}) + "\n")
             file.flush()
         except BaseException:
             file.close()

@@ -134,7 +134,8 @@ def _in_folder(source: str, folder: Path, origin: Origin) -> ModelFiles:
     for pattern in ("*.gguf", "*.model"):
         found = sorted(file for file in folder.glob(pattern) if not _LATER_PART.search(file.name))
         if len(found) == 1:
-            return _with(found[0], source, origin, small)
+            gguf, pieces = (found[0], None) if pattern == "*.gguf" else (None, found[0])
+            return ModelFiles(source, origin, small, sentencepiece=pieces, gguf=gguf)
         if found:
             raise UserError(
                 f"`{folder.name}` has {len(found)} {pattern[1:]} files and no tokenizer.json",
@@ -142,12 +143,6 @@ def _in_folder(source: str, folder: Path, origin: Origin) -> ModelFiles:
                 fix=f"name one of them: {', '.join(file.name for file in found[:5])}",
             )
     return ModelFiles(source, origin, small)
-
-
-def _with(file: Path, source: str, origin: Origin, small: dict[str, Path]) -> ModelFiles:
-    if file.suffix == ".gguf":
-        return ModelFiles(source, origin, small, gguf=file)
-    return ModelFiles(source, origin, small, sentencepiece=file)
 
 
 def _small_files(folder: Path) -> dict[str, Path]:

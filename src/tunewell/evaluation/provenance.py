@@ -3,7 +3,6 @@
 import platform
 import shlex
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from tunewell import __version__
 from tunewell.core.units import count, size_bytes
-from tunewell.hardware.facts import num_cores
+from tunewell.hardware.facts import installed_versions, num_cores
 from tunewell.inference.chat_model import ChatModel, ModelRef
 from tunewell.records.checkpoint import read_manifest as read_checkpoint
 from tunewell.records.events import as_number, read_events
@@ -45,7 +44,7 @@ def collect_provenance(ref: ModelRef, model: ChatModel) -> dict[str, Any]:
         "ledger": _row_counts(ref),
         "plan": _plan(ref.plan) if ref.plan else {},
         "machine": _machine(model),
-        "versions": _versions(),
+        "versions": {"tunewell": __version__, "python": platform.python_version(), **installed_versions(_PACKAGES)},
         "hashes": _hashes(ref),
         "repeat": _repeat(ref),
         "healing": healing_summary(healing),
@@ -98,16 +97,6 @@ def _machine(model: ChatModel) -> dict[str, str]:
     if device.kind == "cpu":
         machine["threads"] = f"{model.num_threads or torch.get_num_threads()} of {count(num_cores(), 'core')}"
     return {**machine, "system": f"{platform.system()} {platform.machine()}"}
-
-
-def _versions() -> dict[str, str]:
-    versions = {"tunewell": __version__, "python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue  # not installed
-    return versions
 
 
 def _hashes(ref: ModelRef) -> dict[str, str]:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -25,6 +24,7 @@ from tunewell.export.preflight import require_tools
 from tunewell.export.proof.checks import check_files, damaged_files
 from tunewell.export.proof.reference import ProofContext, ProofUnavailable, Reference
 from tunewell.export.targets.base import load_target
+from tunewell.hardware.facts import installed_versions
 from tunewell.records.parity import (
     PARITY,
     PROOF,
@@ -64,7 +64,7 @@ def prove_export(
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
         subject=proof.subject,
         links=links,
-        versions=_installed_versions(),
+        versions=installed_versions(_PACKAGES),
         is_ok=all(link.is_ok for link in links),
     )
 
@@ -95,16 +95,6 @@ def _check_export(folder: Path, proof: Proof, reference: Reference) -> list[Link
     if not problems:
         return []
     return [Link(artefact="export", path=".", checks=[Check(name="files", is_ok=False, words="; ".join(problems))])]
-
-
-def _installed_versions() -> dict[str, str]:
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions
 
 
 # The new process.

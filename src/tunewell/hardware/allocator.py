@@ -9,7 +9,8 @@ import ctypes
 import mmap
 import sys
 
-_MMAP_MAX, _TRIM_THRESHOLD, _ARENA_MAX = -4, -1, -8
+# M_ARENA_MAX, M_MMAP_MAX and M_TRIM_THRESHOLD
+_SETTINGS = ((-8, 1), (-4, 0), (-1, -1))
 _MADV_HUGEPAGE = 14
 _RESERVED_BYTES = 8 * 2**30
 
@@ -26,16 +27,10 @@ def keep_freed_memory(free_bytes: int | None) -> bool:
     library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version"):
         return False
-    is_set = all(
-        [
-            library.mallopt(_ARENA_MAX, 1),
-            library.mallopt(_MMAP_MAX, 0),
-            library.mallopt(_TRIM_THRESHOLD, -1),
-        ]
-    )
+    is_set = all([library.mallopt(name, value) for name, value in _SETTINGS])
     if is_set and free_bytes is not None:
         _use_large_pages(library, min(_RESERVED_BYTES, free_bytes // 2))
-    return bool(is_set)
+    return is_set
 
 
 def _use_large_pages(library: ctypes.CDLL, num_bytes: int) -> None:

@@ -5,12 +5,13 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-_LIBRARIES = ("tunewell", "torch", "transformers", "peft", "safetensors", "tokenizers", "numpy", "pyarrow")
 _CGROUP = Path("/sys/fs/cgroup")
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
@@ -48,14 +49,12 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def library_versions() -> dict[str, str]:
-    """Return the installed versions of the libraries that a result depends on."""
-    found = {}
-    for name in _LIBRARIES:
-        try:
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those packages that are installed."""
+    found: dict[str, str] = {}
+    for name in packages:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 

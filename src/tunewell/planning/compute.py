@@ -42,7 +42,10 @@ class PlanInputs:
 
     def is_set(self, key: str) -> bool:
         """Whether the user set this key, even to its default."""
-        return _is_written(self.config, key)
+        group, _, name = key.rpartition(".")
+        # Not `LoadedConfig.origin`: for a key that is not set it names the line of the group around it.
+        section = getattr(self.config, group) if group else self.config
+        return name in section.model_fields_set
 
     def why(self, key: str) -> str:
         """Return where a value comes from: `set in tunewell.yaml line 12`, `set by --set seed=1` or `the default`."""
@@ -56,13 +59,6 @@ class PlanInputs:
     def where(self, key: str) -> str:
         """Return the place where a key is set, for an error about it."""
         return self.why(key).removeprefix("set in ").removeprefix("set by ")
-
-
-def _is_written(config: Config, key: str) -> bool:
-    group, _, name = key.rpartition(".")
-    # Not `LoadedConfig.origin`: for a key that is not set it names the line of the group around it.
-    branch = getattr(config, group) if group else config
-    return name in branch.model_fields_set
 
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -162,10 +158,7 @@ def choose_compile(inputs: PlanInputs, attention: Attention) -> Chosen[Compile]:
         return Chosen[Compile](value=setting, because=inputs.why("train.compile"))
     if not is_cuda:
         return Chosen[Compile](value="off", because="layers are compiled for CUDA only")
-    return Chosen[Compile](
-        value="auto",
-        because="training starts uncompiled; layers are compiled once that saves time",
-    )
+    return Chosen[Compile](value="auto", because="training starts uncompiled; layers are compiled once that saves time")
 
 
 def _error(inputs: PlanInputs, key: str, what: str, reason: str) -> UserError:

@@ -1,6 +1,5 @@
 """`tunewell init`: write a commented `tunewell.yaml` for your rows and a model."""
 
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
 from tunewell.models.facts import ModelFacts, read_facts
 from tunewell.planning.plan import StartingPoint, starting_point
 from tunewell.records.manifest import Manifest
-from tunewell.workflows.prepare import prepare
+from tunewell.workflows.prepare import temporary_corpus
 
 _SAMPLE_ROWS = 1000
 _HELD_OUT_NAMES = ("held_out", "heldout", "held-out", "validation", "valid", "val", "eval", "dev")
@@ -99,17 +98,16 @@ def _fitting_template(tokenizer: LoadedTokenizer) -> str:
 
 def _sample(data: str, model: str, template: str, progress: ProgressListener) -> Manifest:
     """Prepare the first rows in a temporary folder and return the manifest."""
-    with tempfile.TemporaryDirectory(prefix="tunewell-init-") as folder:
-        plain, limit = split_limit(data)
-        source = {"path": plain, "limit": min(limit or _SAMPLE_ROWS, _SAMPLE_ROWS)}
-        tree = {
-            "model": model,
-            "corpus": str(Path(folder) / "corpus"),
-            "data": {"sources": [source], "held_out": 0.0},
-            "template": {"name": template},
-            "packing": {"long_documents": "split"},
-        }
-        return prepare(LoadedConfig(Config.model_validate(tree), Path(), None, {}), progress=progress).manifest
+    plain, limit = split_limit(data)
+    source = {"path": plain, "limit": min(limit or _SAMPLE_ROWS, _SAMPLE_ROWS)}
+    values = {
+        "model": model,
+        "data": {"sources": [source], "held_out": 0.0},
+        "template": {"name": template},
+        "packing": {"long_documents": "split"},
+    }
+    with temporary_corpus(LoadedConfig(Config(), Path(), None, {}), values, progress) as corpus:
+        return corpus.manifest
 
 
 def _count_rows(files: list[SourceFile]) -> int:

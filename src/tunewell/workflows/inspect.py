@@ -1,10 +1,7 @@
 """`tunewell inspect`: show the documents of a corpus or of a row file, token by token."""
 
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tunewell.config.load import LoadedConfig
@@ -13,7 +10,7 @@ from tunewell.core.progress import ProgressListener, silent
 from tunewell.data.corpus.reader import Corpus, open_corpus
 from tunewell.data.tokenizers.load import load_tokenizer, token_texts
 from tunewell.records.manifest import MANIFEST, Manifest
-from tunewell.workflows.prepare import prepare
+from tunewell.workflows.prepare import temporary_corpus
 
 
 @dataclass(frozen=True)
@@ -85,21 +82,13 @@ def inspect(
             f"there is no corpus `{loaded.config.corpus}` and no data is set",
             fix="name a corpus or a file: `tunewell inspect chats.jsonl --model MODEL`",
         )
-    with _prepared(path, loaded, progress) as corpus:
-        shown = path or ", ".join(source.path for source in loaded.config.data.sources)
+    sources, changes = loaded.config.data.sources, {}
+    if path is not None:
+        first = (sources[0].model_dump() if sources else {}) | {"path": path, "share": None}
+        changes = {"data": loaded.config.data.model_dump() | {"sources": [first]}}
+    with temporary_corpus(loaded, changes, progress) as corpus:
+        shown = path or ", ".join(source.path for source in sources)
         return _inspect_corpus(corpus, shown, False, wanted, is_held_out)
-
-
-@contextmanager
-def _prepared(path: str | None, loaded: LoadedConfig, progress: ProgressListener) -> Iterator[Corpus]:
-    with tempfile.TemporaryDirectory(prefix="tunewell-inspect-") as folder:
-        changes: dict[str, Any] = {"corpus": str(Path(folder) / "corpus")}
-        if path is not None:
-            source = loaded.config.data.sources[0] if loaded.config.data.sources else None
-            first = {"path": path} if source is None else source.model_dump() | {"path": path, "share": None}
-            changes["data"] = loaded.config.data.model_dump() | {"sources": [first]}
-        config = type(loaded.config).model_validate(loaded.config.model_dump() | changes)
-        yield open_corpus(prepare(replace(loaded, config=config), progress=progress).corpus)
 
 
 def _inspect_corpus(corpus: Corpus, path: str, is_corpus: bool, wanted: Sequence[int], is_held_out: bool) -> Inspection:

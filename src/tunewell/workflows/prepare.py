@@ -1,14 +1,18 @@
 """`tunewell prepare`: tokenise and pack the rows of a config into a corpus that training reads."""
 
+import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tunewell.config.load import ConfigLike, LoadedConfig, to_loaded_config
+from tunewell.config.schema import Config
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.data.corpus.build import build
+from tunewell.data.corpus.reader import Corpus, open_corpus
 from tunewell.data.corpus.spec import BuildSpec, make_spec, require_model_and_data
 from tunewell.data.corpus.writer import CorpusOutput
 from tunewell.data.text_pipeline import TextPipeline
@@ -77,6 +81,16 @@ def prepare(
         current = output.find_current(spec)
         manifest = current or build(spec, out=output.path, work_dir=output.work_dir)
     return PrepareResult(target, manifest, current is not None, time.perf_counter() - started)
+
+
+@contextmanager
+def temporary_corpus(
+    loaded: LoadedConfig, changes: Mapping[str, Any], progress: ProgressListener = silent
+) -> Iterator[Corpus]:
+    """Yield the corpus of a config with other top-level values; it is deleted at the end."""
+    with tempfile.TemporaryDirectory(prefix="tunewell-corpus-") as folder:
+        tree = {**loaded.config.model_dump(), **changes, "corpus": str(Path(folder) / "corpus")}
+        yield open_corpus(prepare(replace(loaded, config=Config.model_validate(tree)), progress=progress).corpus)
 
 
 def load_spec(loaded: LoadedConfig) -> BuildSpec:

@@ -1,20 +1,18 @@
 """`tunewell validate`: evaluate a run, an adapter or a model, and write its report."""
 
 import os
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tunewell.config.load import LoadedConfig
-from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
-from tunewell.core.files import write_atomic
+from tunewell.core.files import stable_json, write_atomic
 from tunewell.core.optional import import_optional
 from tunewell.core.progress import ProgressListener, silent
-from tunewell.data.corpus.reader import Corpus, open_corpus
+from tunewell.data.sources.base import split_limit
+from tunewell.evaluation.compare import Comparison, compare
 from tunewell.evaluation.metrics import load_metrics
 from tunewell.evaluation.report.markdown import report_markdown
 from tunewell.evaluation.report.page import report_page
@@ -25,12 +23,13 @@ from tunewell.evaluation.session import (
     held_out_rows,
     rows_of_corpus,
     rows_of_file,
+    shared_rows,
 )
 from tunewell.inference.chat_model import ModelRef
 from tunewell.records.events import plain
 from tunewell.records.report import MARKDOWN, PAGE, Report, Validation, write_report
 from tunewell.runs.resolve import resolve_model
-from tunewell.workflows.prepare import prepare
+from tunewell.workflows.prepare import temporary_corpus
 
 
 def validate(
@@ -78,26 +77,59 @@ def _require_writable(folder: Path) -> None:
 
 @contextmanager
 def _evaluation_set(ref: ModelRef, options: ValidateOptions) -> Iterator[EvaluationSet]:
-    if options.data is not None:
-        with _prepared(ref.loaded, str(options.data)) as corpus:
-            yield rows_of_file(corpus, str(options.data))
-    else:
+    """Yield the rows to test on: held-out rows, or rows of a file (`FILE` or `FILE#LIMIT`) in a temporary corpus."""
+    if options.data is None:
         yield rows_of_corpus(options.corpus) if options.corpus is not None else held_out_rows(ref)
-
-
-@contextmanager
-def _prepared(loaded: LoadedConfig, data: str) -> Iterator[Corpus]:
-    """Build a temporary corpus of a file, `FILE` or `FILE#LIMIT`, with the tokenizer and template of the config."""
-    path, _, limit = data.rpartition("#") if data.rpartition("#")[2].isdecimal() else (data, "", "")
-    sources = loaded.config.data.sources
+        return
+    data, settings = str(options.data), ref.loaded.config.data
+    path, limit = split_limit(data)
     # Read like the rows of the run: the same columns, the same system prompt.
-    source = sources[0].model_dump(exclude_unset=True, exclude={"path", "limit", "share"}) if sources else {}
-    source |= {"path": str(Path(path).absolute()), **({"limit": int(limit)} if limit else {})}
-    with tempfile.TemporaryDirectory(prefix="tunewell-validate-") as folder:
-        tree = loaded.config.model_dump() | {"corpus": str(Path(folder) / "corpus")}
-        tree["data"] = loaded.config.data.model_dump() | {"sources": [source], "held_out": 0.0}
+    like = settings.sources[0].model_dump(exclude_unset=True, exclude={"share"}) if settings.sources else {}
+    source = like | {"path": str(Path(path).absolute()), "limit": limit}
+    changes = {"data": settings.model_dump() | {"sources": [source], "held_out": 0.0}}
+    with ExitStack() as stack:
         try:
-            corpus = prepare(replace(loaded, config=Config.model_validate(tree))).corpus
+            corpus = stack.enter_context(temporary_corpus(ref.loaded, changes))
         except UserError as error:
             raise UserError(f"`{data}` cannot be used: {error.what}", where=error.where, fix=error.fix) from error
-        yield open_corpus(corpus)
+        yield rows_of_file(corpus, data)
+
+
+# `tunewell validate --against`: evaluate two runs on the same rows, and compare them.
+
+
+@dataclass(frozen=True)
+class ValidationPair:
+    """Two evaluations and their comparison."""
+
+    this: Validation
+    other: Validation
+    comparison: Comparison
+    notes: list[str]
+
+
+def validate_against(
+    model: str | Path | None, other: str | Path, *, options: ValidateOptions, progress: ProgressListener
+) -> ValidationPair:
+    """Evaluate two runs on the rows of the first if both use the same tokens, else each on its own rows."""
+    this_ref = resolve_model(model, checkpoint=options.checkpoint, base=options.base, sets=options.sets)
+    other_ref = resolve_model(other, sets=options.sets)
+    if options.data is None and other_ref.kind != "run":
+        raise UserError(
+            f"`{other}` is not a run and has no rows to compare on", fix="name a file of rows with `--data`"
+        )
+    corpus, notes = (None, []) if options.data is not None else shared_rows(this_ref, other_ref)
+    this = validate(model, options=options, progress=progress)
+    other_options = replace(
+        options, corpus=corpus or options.corpus, checkpoint="best", base=None, out=this.folder / "against"
+    )
+    validated = validate(other, options=other_options, progress=progress)
+    comparison = compare(this.report, validated.report, configs=(_config(this_ref), _config(other_ref)))
+    write_atomic(this.folder / "comparison.json", stable_json(comparison.as_json()))
+    return ValidationPair(this, validated, comparison, notes)
+
+
+def _config(ref: ModelRef) -> dict[str, Any]:
+    if ref.plan is not None:
+        return {key: value for key, value in ref.plan.config.items() if key not in ("run", "corpus")}
+    return ref.loaded.config.model_dump(mode="json", exclude_unset=True)

@@ -39,8 +39,7 @@ def command(
     with shown_stages() as progress:
         progress(Progress("importing torch"))
         from tunewell.evaluation.session import ValidateOptions
-        from tunewell.workflows.validate import validate
-        from tunewell.workflows.validate_against import validate_against
+        from tunewell.workflows.validate import validate, validate_against
 
         options = ValidateOptions(
             data=data,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunewell.cli.render import console, emit_error, err_console, folded_table, is_interactive, one_line, width
 from tunewell.cli.screens.numbers import format_speed
-from tunewell.core.errors import UserError
+from tunewell.core.errors import UserError, did_you_mean
 from tunewell.core.units import count
 
 if TYPE_CHECKING:
@@ -58,22 +58,14 @@ def run_command(chat: "Chat", name: str, rest: str) -> str:
         case "/system":
             chat.set_system(rest)
             return "system prompt set" if rest else "system prompt removed"
-        case "/temperature":
-            chat.set_options(temperature=_number(name, rest, float))
-            return options_text(chat)
-        case "/length":
-            chat.set_options(length=_number(name, rest, int))
-            return options_text(chat)
-        case "/seed":
-            chat.set_options(seed=_number(name, rest, int))
+        case "/temperature" | "/length" | "/seed":
+            chat.set_options(**{name[1:]: _number(name, rest, float if name == "/temperature" else int)})
             return options_text(chat)
         case "/help":
             rows = [(f"{command} {takes}".rstrip(), meaning) for command, (takes, meaning) in COMMANDS.items()]
             return folded_table([*rows, ("a line that ends with \\", "continues on the next line")])
     close = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
-    raise UserError(
-        f"there is no command `{name}`", fix=f"did you mean `{close[0]}`?" if close else "`/help` lists the commands"
-    )
+    raise UserError(f"there is no command `{name}`", fix=did_you_mean(close, "`/help` lists the commands"))
 
 
 def options_text(chat: "Chat") -> str:
