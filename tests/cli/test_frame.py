@@ -249,5 +249,5 @@ def test_tables_are_aligned_without_lines():
 def test_colour_is_off_in_a_pipe_and_on_request(monkeypatch):
     """`NO_COLOR` is the agreed way to say no."""
     monkeypatch.setenv("NO_COLOR", "1")
-    assert render.console().no_color and render.err_console().stderr
+    assert render.console().no_color and render.console(stderr=True).stderr
     assert not render.console().is_terminal

@@ -27,8 +27,7 @@ from tunewell.cli.screens.numbers import (
     sparkline,
 )
 from tunewell.cli.screens.run_state import RunState
-from tunewell.cli.screens.training import LivePanel, shown_training
-from tunewell.cli.screens.training_lines import LogLines
+from tunewell.cli.screens.training import LivePanel, LogLines, shown_training
 from tunewell.cli.screens.training_panel import Panel, panel_lines
 from tunewell.core.progress import Progress
 from tunewell.training.events import Note

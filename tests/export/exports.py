@@ -14,7 +14,7 @@ from tunewell.export.options import ExportOptions
 from tunewell.methods.base import trainable_parameters
 from tunewell.methods.lora import Lora
 from tunewell.records.parity import PROOF, Parity
-from tunewell.workflows.export import Exported, run_export
+from tunewell.workflows.export import Exported, export
 from tunewell.workflows.verify import verify
 
 # Models this small gain nothing from a second thread, and wait for it on a busy machine.
@@ -59,7 +59,7 @@ def prove_here(folder: Path, *, allow_pickle: bool) -> Parity:
 
 def exported(place: Path, out: Path, **options: Any) -> Exported:
     """Export with a proof in this process, and short answers: random weights never end one."""
-    return run_export(place, ExportOptions(out=out, **options), prove=prove_here, answer_tokens=6)
+    return export(place, order=ExportOptions(out=out, **options), prove=prove_here, answer_tokens=6)
 
 
 def write_base(folder: Path, case: str = "llama", *, seed: int = 0, **more: Any) -> Path:

@@ -18,7 +18,7 @@ import tunewell
 from corpora import write_rows
 from tunewell.config.load import load_config
 from tunewell.core.errors import UserError
-from tunewell.workflows.export import Exported, ExportOptions, run_export
+from tunewell.workflows.export import Exported, ExportOptions, export
 from tunewell.workflows.verify import verify
 
 SETS = [
@@ -56,7 +56,7 @@ def _write_model(folder: Path, tokenizer: Path, *, num_rows: int = 500, is_tied:
 
 def _exported(run: Path, **options: Any) -> Exported:
     """Export with a proof in this process: a new one takes seconds to start."""
-    return run_export(run, ExportOptions(**options), prove=lambda folder, **flags: verify(folder, **flags))
+    return export(run, order=ExportOptions(**options), prove=lambda folder, **flags: verify(folder, **flags))
 
 
 def _train(*sets: str, model: str, allow_pickle: bool = False) -> Path:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tunewell.cli.render import err_console, is_interactive
+from tunewell.cli.render import console, is_interactive
 from tunewell.core.progress import Progress, ProgressListener
 from tunewell.core.units import count, duration
 
@@ -31,7 +31,7 @@ def _bar() -> Iterator[ProgressListener]:
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
     tasks: dict[str, TaskID] = {}
     started = time.monotonic()
-    with Bars(*columns, console=err_console(), transient=True) as bars:
+    with Bars(*columns, console=console(stderr=True), transient=True) as bars:
 
         def show(progress: Progress) -> None:
             if progress.stage not in tasks:
@@ -73,7 +73,7 @@ def shown_stages() -> Iterator[ProgressListener]:
         return
     from rich.status import Status
 
-    with Status("", console=err_console()) as status:
+    with Status("", console=console(stderr=True)) as status:
         yield lambda progress: status.update(_stage_text(progress))
 
 

@@ -19,18 +19,11 @@ _MIN_FOLD_WIDTH = 16
 _LONGEST_TEXT = 2000
 
 
-def console() -> "Console":
-    """Return a rich console on stdout; it colours only in a terminal and without `NO_COLOR`."""
+def console(*, stderr: bool = False) -> "Console":
+    """Return a rich console; it colours only in a terminal and without `NO_COLOR`."""
     from rich.console import Console
 
-    return Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-
-
-def err_console() -> "Console":
-    """Return a rich console on stderr; it colours only in a terminal and without `NO_COLOR`."""
-    from rich.console import Console
-
-    return Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def is_interactive() -> bool:

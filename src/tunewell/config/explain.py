@@ -41,11 +41,7 @@ class Explanation:
 
 
 def explain(name: str, loaded: LoadedConfig | None = None) -> Explanation:
-    """Return the description of a key, a section or an alias.
-
-    The last part of a key is enough if only one key ends in it: `context_length`. Raises UserError with the closest
-    keys if there is no such key.
-    """
+    """Return the description of a key, an alias, or the only key that ends in `name`; raise UserError if none."""
     key_path = _find(name)
     key = all_keys()[dotted_name(key_path)]
     return Explanation(

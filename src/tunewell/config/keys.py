@@ -71,8 +71,7 @@ def resolve_alias(key_path: KeyPath) -> KeyPath:
 
 
 def nearest_keys(name: str) -> list[str]:
-    """Return the keys that an unknown name most likely means: the closest in the same section, and equal names
-    elsewhere."""
+    """Return what an unknown name may mean: the closest key in its section, and equal names elsewhere."""
     parent, _, last = name.rpartition(".")
     siblings = {key.rpartition(".")[2]: key for key in all_keys() if key.rpartition(".")[0] == parent}
     siblings |= {alias: key for alias, key in ALIASES.items() if parent in ("", key.rpartition(".")[0])}
@@ -90,7 +89,7 @@ def _walk(section: type[Section], prefix: str) -> Iterator[Key]:
             name=full,
             takes=_takes(field.annotation, field.metadata),
             default=None if field.is_required() else plain(field.default),
-            doc=" ".join((field.description or "").split()),
+            doc=" ".join((field.description or (inner and inner.__doc__) or "").split()),
             allowed=tuple(_choices(field.annotation, field.metadata)),
             aliases=tuple(alias for alias, key in ALIASES.items() if key == full),
             children=tuple(f"{full}.{child}" for child in inner.model_fields) if inner else (),

@@ -33,10 +33,7 @@ _ALWAYS_PATHS = ("corpus", "run", "data.sources.path", "data.sources.map", "data
 
 
 def set_value(tree: dict[str, Any], key_path: KeyPath, value: Any) -> None:
-    """Set the value at a key path; missing sections are created.
-
-    Raises UserError if the path leads through a single value or past the end of a list.
-    """
+    """Set the value at a key path, with the sections around it; raise UserError if the path is impossible."""
     here: Any = tree
     for number, step in enumerate(key_path):
         _check_step(here, step, key_path[:number])
@@ -93,10 +90,7 @@ MAPPING_ORIGIN = "the config"
 
 
 def read_mapping(mapping: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[KeyPath, str]]:
-    """Copy a mapping into plain dictionaries and lists, with the origin of each value.
-
-    Raises UserError for a key that is not text, and for a value that contains itself.
-    """
+    """Copy a mapping into plain dictionaries and lists, with origins; raise UserError for keys that are not text."""
     origins: dict[KeyPath, str] = {}
     return _plain(mapping, (), origins), origins
 
@@ -175,10 +169,9 @@ def load_config(
 ) -> LoadedConfig:
     """Load `path`, or `tunewell.yaml` in the current folder if it exists, and apply flags and `--set`.
 
-    A mapping is read like a file in the current folder. Without `has_file` no file is read, only flags and `--set`.
-
-    The last `--set` of a key wins. Relative paths in the file are relative to the file, those in flags and `--set` to
-    the current folder. Raises UserError with every problem found.
+    A mapping is read like a file in the current folder. Without `has_file` no file is read. The last `--set` of a key
+    wins. Relative paths in the file are relative to the file, others to the current folder. Raises UserError with every
+    problem found.
     """
     file = _find(path) if has_file and not isinstance(path, Mapping) else None
     draft = _Draft(base=file.parent if file else Path())

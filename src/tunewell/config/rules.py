@@ -37,7 +37,7 @@ class Healing(Section):
 
 
 class Export(Section):
-    """What `export` writes."""
+    """Export: which files are written from a trained model."""
 
     to: tuple[Annotated[str, OneOf(EXPORT_TARGETS)], ...] = Field(
         default=(),

@@ -160,7 +160,6 @@ class Data(Section):
     max_repeats: Annotated[Int, Field(ge=1)] = 4
     """Maximum number of copies of a document that are made to reach the `share` of its source."""
     clean: Clean = Clean()
-    """Which rows are dropped."""
 
     @field_validator("sources", mode="before")
     @classmethod
@@ -337,22 +336,12 @@ class Config(Section):
     seed: Annotated[Int, Field(ge=0, lt=2**32)] = 0
     """Random seed. Equal seeds and equal rows give equal results."""
     data: Data = Data()
-    """The rows: sources, held-out rows, cleaning."""
     template: Template = Template()
-    """Chat template and loss mask: how a conversation becomes text, and which tokens are supervised."""
     packing: Packing = Packing()
-    """Packing: how documents are combined into sequences of equal length."""
     method: MethodSettings = MethodSettings()
-    """Training method: which parameters are trained."""
     train: Train = Train()
-    """How long and how fast to train, and how each step is split."""
     evaluate: Evaluate = Evaluate()
-    """Evaluation on held-out rows during training."""
     checkpoints: Checkpoints = Checkpoints()
-    """Checkpoints: how often they are saved, and how many are kept."""
     healing: Healing = Healing()
-    """Automatic recovery: what happens when a run fails or diverges, and how often."""
     verdict: VerdictRules = VerdictRules()
-    """Rules of the verdict: how the trained model is tested, and what it must reach to pass."""
     export: Export = Export()
-    """Export: which files are written from a trained model."""

@@ -38,10 +38,7 @@ class TensorEntry:
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """Return all metadata of a GGUF file; arrays become lists.
-
-    Raises UserError for a file that is missing, truncated, not GGUF, or big-endian.
-    """
+    """Return all metadata of a GGUF file; raise UserError if it is missing, truncated or not GGUF."""
     return _read(path)[0]
 
 

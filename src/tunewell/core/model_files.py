@@ -75,11 +75,7 @@ class ModelFiles:
 
 
 def locate(model: str | Path) -> ModelFiles:
-    """Find a model's files, or say everything that was tried.
-
-    Reads a path when there is one, `package:NAME` from an installed package (which is never imported), and otherwise
-    asks the hub, whose local cache answers when there is no network.
-    """
+    """Find the files of a path, of `package:NAME` (never imported), or of a hub id; raise UserError if there are none."""
     source = str(model)
     if source.startswith("preset:"):
         raise UserError(

@@ -45,11 +45,7 @@ _SECRET_KEY = re.compile(
 
 
 def redact(value: T) -> T:
-    """Replace every secret in a text, or in nested lists and dictionaries, by `[redacted]`.
-
-    Secrets are tokens of known shapes, passwords in URLs, values of keys like `password`, and the values of environment
-    variables whose name contains token, key, secret or password. Values that are not text are returned unchanged.
-    """
+    """Replace every secret in a text, or in nested lists and dictionaries, by `[redacted]`."""
     return _redact(value, None)
 
 
@@ -103,12 +99,9 @@ def _pattern(values: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _exactly(value: str) -> str:
-    """Return a pattern for a variable's value; a value of letters only, like `postgres`, must be a whole word.
-
-    Part of a path or a file name is not a word: `/srv/postgres/model` must stay readable. The user before the host of a
-    URL is a word, and so is quoted text in JSON within JSON.
-    """
+    """Return a pattern for a variable's value; a value of letters only, like `postgres`, must be a whole word."""
     escaped = re.escape(value)
     if not value.isalpha():
         return escaped
+    # The user before the host of a URL is a word; a part of a path is not: `/srv/postgres/model` must stay readable.
     return rf"(?<=//){escaped}(?=@)|(?<![\w/\\.-]){escaped}(?![\w/-]|\.\w|\\(?!\"))"

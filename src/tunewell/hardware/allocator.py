@@ -27,7 +27,7 @@ def keep_freed_memory(free_bytes: int | None) -> bool:
     library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version"):
         return False
-    is_set = all([library.mallopt(name, value) for name, value in _SETTINGS])
+    is_set = all(library.mallopt(name, value) for name, value in _SETTINGS)
     if is_set and free_bytes is not None:
         _use_large_pages(library, min(_RESERVED_BYTES, free_bytes // 2))
     return is_set

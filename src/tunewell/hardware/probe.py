@@ -11,11 +11,7 @@ _AMPERE = (8, 0)
 
 
 def probe_device(name: str) -> DeviceFacts:
-    """Return the facts of a device; `auto` is CUDA if there is one, then MPS, then the CPU.
-
-    `cuda` without a number is torch's current GPU: the first, unless a launcher chose another. Raises UserError with
-    the available devices if this machine has no such device.
-    """
+    """Return the facts of a device; `auto` is the best one, and `cuda` torch's current GPU. Raise UserError if none."""
     available = _available_devices()
     asked = name
     if name == "auto":

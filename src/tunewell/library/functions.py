@@ -159,7 +159,7 @@ def validate(
 ) -> Validation:
     """Validate a run (by default the one of the config in the current folder), an adapter or a model.
 
-    `options` are those of the command: `base=`, `checkpoint=`, `questions=`, `out=`, `device=`, `metrics=`, ...
+    `options` are those of the command: `base=`, `checkpoint=`, `sets=`, `out=`, `device=`, `metrics=`, ...
     """
     from tunewell.workflows.validate import validate as run_validate
 

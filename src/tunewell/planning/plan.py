@@ -59,11 +59,7 @@ def plan_run(
     *,
     measure_threads: Callable[[Sequence[tuple[int, int, int]]], Chosen[int]],
 ) -> tuple[Plan, DataOrder]:
-    """Plan a run on this corpus and device, and order its documents.
-
-    On a CPU with `train.threads: auto`, `measure_threads` measures products of the model's shapes (rows, inner,
-    columns).
-    """
+    """Plan a run and order its documents; `measure_threads` measures products (rows, inner, columns) on a CPU."""
     config = loaded.config
     assert config.model is not None
     facts = read_facts(loaded.seen(config.model))
@@ -124,10 +120,7 @@ def _automatic_batch(epoch_tokens: int, longest: int) -> _Limit:
 
 
 def plan_training(inputs: PlanInputs, *, batch: Batch, num_steps: int, epochs: float) -> Plan:
-    """Return the plan; the data order counted `num_steps` and `epochs` for this batch size.
-
-    Raises UserError if a setting cannot work on this device or with these documents.
-    """
+    """Return the plan; raise UserError if a setting cannot work on this device or with these documents."""
     config = inputs.config
     if config.model is None:
         raise UserError("no model is set", fix="set `model` in the config, or use `--model`")

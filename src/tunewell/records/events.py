@@ -8,9 +8,9 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import sync_folder, write_all, write_atomic
@@ -18,7 +18,6 @@ from tunewell.core.redact import redact
 from tunewell.core.units import count
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-_BLOCK_BYTES = 1 << 16
 
 
 class EventLog:
@@ -34,7 +33,9 @@ class EventLog:
         self._waiting = b""
         self._guard = threading.Lock()  # the thread that saves checkpoints logs too
         self._handle = self._open()
-        _cut_torn_line(self._handle)
+        written = path.read_bytes()
+        if written and not written.endswith(b"\n"):  # a torn line: the next event starts on a new one
+            os.ftruncate(self._handle, written.rfind(b"\n") + 1)
 
     def append(self, event: dict[str, Any]) -> None:
         """Write an event; it survives a crash of the process, and a power failure after the next `sync`."""
@@ -117,56 +118,24 @@ class EventLog:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return every event; a truncated last line is ignored.
-
-    Raises UserError if the file does not exist, and for any other damage, with the line.
-    """
+    """Return every event but a truncated last one; raise UserError if there is no file, or other damage."""
     if not path.is_file():
         raise UserError(f"there is no `{path.name}`", where=f"looked for `{path}`")
-    return list(_read(path))
-
-
-def _read(path: Path) -> Iterator[dict[str, Any]]:
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines[:-1], start=1):
-        event = _parse(line)
-        if event is not None:
-            yield event
-        elif number < len(lines) - 1:
-            raise UserError(f"line {number:,} of `{path.name}` is damaged", where=str(path))
+    events = [_parse(line) for line in path.read_bytes().split(b"\n")[:-1]]
+    if None in events[:-1]:
+        raise UserError(f"line {events.index(None) + 1:,} of `{path.name}` is damaged", where=str(path))
+    return [event for event in events if event is not None]
 
 
 def last_step(path: Path) -> int | None:
-    """Return the number of the last `step` event; None if there is no such event or no file.
-
-    Reads the file from its end, one block at a time. Torn and damaged lines are skipped.
-    """
+    """Return the number of the last `step` event, without torn and damaged lines; None if there is none."""
     try:
-        with path.open("rb") as file:
-            for line in _lines_from_the_end(file):
-                event = _parse(line)
-                if event and event.get("kind") == "step" and isinstance(event.get("step"), int):
-                    return event["step"]
+        lines = path.read_bytes().split(b"\n")[:-1]
     except OSError:
         return None
-    return None
-
-
-def _lines_from_the_end(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the whole lines of a file, the last one first."""
-    position, rest = file.seek(0, os.SEEK_END), b""
-    is_end = True
-    while position > 0:
-        size = min(_BLOCK_BYTES, position)
-        position -= size
-        file.seek(position)
-        rest, *lines = (file.read(size) + rest).split(b"\n")
-        if is_end and lines:
-            lines.pop()  # empty, or a line that was cut off
-            is_end = False
-        yield from reversed(lines)
-    if not is_end:
-        yield rest
+    events = (_parse(line) for line in reversed(lines))
+    steps = (event.get("step") for event in events if event and event.get("kind") == "step")
+    return next((step for step in steps if isinstance(step, int)), None)
 
 
 def as_number(value: float | str) -> float:
@@ -200,21 +169,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(entry) for entry in value]
     return value
-
-
-def _cut_torn_line(handle: int) -> None:
-    """Truncate a file to its last complete line, so that the next event starts on a new line."""
-    size = end = os.fstat(handle).st_size
-    while end > 0:
-        start = max(end - _BLOCK_BYTES, 0)
-        os.lseek(handle, start, os.SEEK_SET)
-        found = os.read(handle, end - start).rfind(b"\n")
-        if found >= 0:
-            end = start + found + 1
-            break
-        end = start
-    if end < size:
-        os.ftruncate(handle, end)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

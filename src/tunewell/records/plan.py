@@ -22,10 +22,7 @@ class Chosen(Record, Generic[T]):
 
 
 class Plan(Record):
-    """The plan of a run: everything `train` needs to know besides the corpus and the model files.
-
-    A plan that was read contains no secrets: a path with a secret is redacted and no longer valid.
-    """
+    """The plan of a run, without secrets: a path with a secret is redacted and no longer valid when it is read."""
 
     format: str = "tunewell-plan"
     format_version: int = 1

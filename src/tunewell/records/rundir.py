@@ -36,10 +36,7 @@ class RunDir:
 
     @classmethod
     def begin(cls, path: Path, *, corpus: Path | None = None) -> "RunDir":
-        """Create and lock the folder of a new run; the corpus of the run may be in it.
-
-        Raises UserError if the folder is not empty, locked by another process, or not writable.
-        """
+        """Create and lock the folder of a new run; raise UserError if it holds more than the corpus of the run."""
         if path.exists() and not path.is_dir():
             raise UserError(f"`{path}` is a file", fix="choose another folder with `--out`")
         known = _NOT_OURS | _parts_within(path, corpus)
@@ -57,10 +54,7 @@ class RunDir:
 
     @classmethod
     def reopen(cls, path: Path) -> "RunDir":
-        """Lock the folder of a run to resume it.
-
-        Raises UserError if it holds no run, is locked by another process, or is not writable.
-        """
+        """Lock the folder of a run to resume it; raise UserError if it holds no run, or is in use."""
         cls.require_run(path)
         return cls._hold(path)
 

@@ -66,30 +66,18 @@ def export(
     order: ExportOptions | None = None,
     progress: ProgressListener = silent,
     announce: Announce | None = None,
-    **options: Any,
-) -> Exported:
-    """Export a run, an adapter or a model, and prove it in a new process before it gets its final name.
-
-    `options` are fields of ExportOptions: `export("run", to="gguf", gguf="q8_0,q4_k_m")`. An export that is already in
-    the folder is extended; only what is exported again is replaced. `announce` is called with the expected sizes before
-    anything is written. Raises UserError for what cannot be exported, before anything is written, and for a proof that
-    cannot be made. An export that is not the trained model is removed; the result then has exit code 4 and names the
-    artefact.
-    """
-    return run_export(place, replace(order or ExportOptions(), **options), progress=progress, announce=announce)
-
-
-def run_export(
-    place: str | Path | None,
-    options: ExportOptions,
-    *,
-    progress: ProgressListener = silent,
-    announce: Announce | None = None,
     prove: Callable[..., Parity] = prove_in_new_process,
     answer_tokens: int = ANSWER_TOKENS,
+    **fields: Any,
 ) -> Exported:
-    """Export with another proof function, or with shorter answers in the reference; see `export`."""
-    options = options.checked()
+    """Export a run, an adapter or a model, and prove it before it gets its final name.
+
+    `fields` are fields of ExportOptions: `export("run", to="gguf", gguf="q8_0,q4_k_m")`. An export that is already in
+    the folder is extended; only what is exported again is replaced. `announce` is called with the expected sizes before
+    anything is written. Raises UserError for what cannot be exported, and for a proof that cannot be made. An export
+    that is not the trained model is removed; the result then has exit code 4 and names the artefact.
+    """
+    options = replace(order or ExportOptions(), **fields).checked()
     base = None if options.base is None else str(options.base)
     ref = resolve_model(place, checkpoint=str(options.checkpoint), base=base, sets=options.sets)
     options = options.resolved(ref)

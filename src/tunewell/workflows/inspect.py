@@ -70,10 +70,7 @@ def inspect(
     is_held_out: bool = False,
     progress: ProgressListener = silent,
 ) -> Inspection:
-    """Show documents of a corpus, or prepare rows in a temporary folder and show those.
-
-    `path` is a corpus or data; None means the corpus of the config. Raises UserError if there is neither.
-    """
+    """Show documents of a corpus or of rows (`path`; None: of the config); raise UserError if there is neither."""
     target = loaded.base / path if path else loaded.path(loaded.config.corpus)
     if (target / MANIFEST).is_file():
         return _inspect_corpus(open_corpus(target), str(path or loaded.config.corpus), True, wanted, is_held_out)

@@ -62,10 +62,7 @@ def prepare(
     out: str | Path | None = None,
     progress: ProgressListener = silent,
 ) -> PrepareResult:
-    """Build the corpus that a config describes, or return the existing one if it is up to date.
-
-    Raises UserError for everything the user can correct. An existing corpus is replaced only by a complete new one.
-    """
+    """Build the corpus that a config describes; an existing one is kept, or replaced by a complete new one."""
     started = time.perf_counter()
     loaded = to_loaded_config(config, sets, model=model, data=data, out=out)
     spec = load_spec(loaded)

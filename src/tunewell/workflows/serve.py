@@ -77,10 +77,7 @@ def open_server(
     name: str | None = None,
     allow_pickle: bool = False,
 ) -> Server:
-    """Open a port and load the model.
-
-    Raises UserError before the model is loaded for a public address without a token.
-    """
+    """Open a port and load the model; first raise UserError for a public address without a token."""
     for module in ("starlette", "uvicorn", "openai"):
         import_optional(module, extra="serve", purpose="serving a model")
     from tunewell.integrations.openai_server.access import check_origin, listen, make_server, read_token

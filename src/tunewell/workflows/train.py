@@ -42,10 +42,7 @@ _EXIT_NOT_VALIDATED = 3
 
 
 def run_training(loaded: LoadedConfig, options: RunOptions, listener: Listener = silent) -> TrainResult:
-    """Train the model that a config describes and validate it; prepare the corpus first if needed.
-
-    Raises UserError for every problem found before the first step. After that, checkpoints stay on disk.
-    """
+    """Prepare the corpus, train the model and validate it; raise UserError for problems before the first step."""
     require_known_changes(options.allowed_changes, is_resuming=options.is_resuming)
     require_training_data(loaded, is_resuming=options.is_resuming)
     require_exportable(loaded)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunewell.cli.render import console, emit_error, err_console, folded_table, is_interactive, one_line, width
+from tunewell.cli.render import console, emit_error, folded_table, is_interactive, one_line, width
 from tunewell.cli.screens.numbers import format_speed
 from tunewell.core.errors import UserError, did_you_mean
 from tunewell.core.units import count
@@ -51,7 +51,8 @@ def run_command(chat: "Chat", name: str, rest: str) -> str:
         case "/undo":
             if not chat.undo():
                 raise UserError("there is no answer to undo")
-            return f"removed the last answer; {_remaining(chat)}"
+            left = f"{count(len(chat.messages) // 2, 'answer')} left" if chat.messages else "the conversation is empty"
+            return f"removed the last answer; {left}"
         case "/save":
             path = Path(rest or "chat.jsonl").expanduser()
             return f"saved {count(chat.save(path), 'answer')} to `{path}`"
@@ -73,10 +74,6 @@ def options_text(chat: "Chat") -> str:
     options = chat.options
     sampling = f"temperature {options.temperature:g}, seed {options.seed}" if options.temperature else "greedy"
     return f"{sampling}, at most {count(options.length, 'token')} per answer"
-
-
-def _remaining(chat: "Chat") -> str:
-    return f"{count(len(chat.messages) // 2, 'answer')} left" if chat.messages else "the conversation is empty"
 
 
 def _number(name: str, text: str, kind: type[int] | type[float]) -> Any:
@@ -107,7 +104,7 @@ def escape_controls(text: str) -> str:
 def print_aside(text: str) -> None:
     """Print a dim line on stderr, outside the conversation."""
     sys.stdout.flush()
-    err_console().print(text, style="dim")
+    console(stderr=True).print(text, style="dim")
 
 
 def print_header(chat: "Chat", *, with_base: bool) -> None:
@@ -206,10 +203,9 @@ def answer_statistics(answer: "Answer", base: "Answer | None" = None) -> str:
 
 def _side_by_side(chat: "Chat", parts: Iterator[str]) -> None:
     """Show both columns while they grow, cropped to the screen; then print them in full."""
-    from rich.console import Console
     from rich.live import Live
 
-    out: Console = console()
+    out = console()
     answers = {_label(chat): "", "base": ""}
     try:
         with Live(console=out, transient=True, auto_refresh=False, vertical_overflow="crop") as live:
@@ -321,5 +317,5 @@ def loading(what: str) -> Iterator[None]:
     if not is_interactive():
         yield
         return
-    with err_console().status(what, spinner="line"):
+    with console(stderr=True).status(what, spinner="line"):
         yield

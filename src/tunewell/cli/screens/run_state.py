@@ -115,10 +115,7 @@ class RunState:
         return max(self.num_steps // every - seen // every, 0) + has_final
 
     def change(self) -> tuple[float, int] | None:
-        """Return the change of the loss over the recent steps and their number; None if there are too few.
-
-        The median slope over all pairs of steps (Theil-Sen) is robust to single outliers.
-        """
+        """Return the change of the loss over the recent steps (Theil-Sen) and their number; None if too few."""
         points = [(event.step, event.loss) for event in self.recent if math.isfinite(event.loss)]
         slopes = [
             (later - sooner) / (step - earlier)

@@ -1,5 +1,6 @@
 """Show a training run while it runs: a live panel in a terminal, log lines elsewhere."""
 
+import math
 import os
 import sys
 import threading
@@ -9,23 +10,34 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from tunewell.cli.render import BestEffortStream, is_interactive, one_line
-from tunewell.cli.screens.numbers import healing_line
+from tunewell.cli.screens.numbers import (
+    describe_method,
+    format_loss,
+    format_norm,
+    format_speed,
+    healing_line,
+    short_model_name,
+)
 from tunewell.cli.screens.run_state import RunState
-from tunewell.cli.screens.training_lines import LogLines
-from tunewell.training.events import Event
+from tunewell.core.progress import Progress
+from tunewell.core.units import count, duration, size_bytes
+from tunewell.training.events import Evaluated, Event, Healed, Note, Rewound, RunStarted, StepTaken
 
 if TYPE_CHECKING:
     from rich.live import Live
 
 _REFRESHES_PER_SECOND = 2
+_SHORTEST_WAIT, _LONGEST_WAIT = 10.0, 60.0
+_WAIT_SHARE = 1 / 20
+"""Seconds between step lines as a share of the run so far: about twenty lines, within the bounds above."""
+_FEWEST_LINES = 10
+_LINE_CHARS = 110
+_LOSS_CHARS = len("  loss 1.2345")
 
 
 @contextmanager
 def shown_training() -> Iterator["LivePanel | LogLines"]:
-    """Yield a listener that shows a run on stderr: a panel in a terminal, log lines in a pipe or under `CI`.
-
-    The panel is removed at the end. If the run fails, its notes and healing actions stay on the screen.
-    """
+    """Yield a listener that shows a run on stderr. If the run fails, its notes and healing actions stay there."""
     is_live = is_interactive()
     stream = BestEffortStream(sys.stderr, is_gone=not is_first_process())
     screen = LivePanel(stream) if is_live else LogLines(stream)
@@ -81,3 +93,97 @@ class LivePanel:
         panel = Panel(self.run, self._lock)
         self._live = Live(panel, console=console, transient=True, refresh_per_second=_REFRESHES_PER_SECOND)
         self._live.start(refresh=True)
+
+
+class LogLines:
+    """A listener that writes log lines: first and last step, evaluations, notes, and a step from time to time."""
+
+    def __init__(self, stream: BestEffortStream, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.run = RunState(clock)
+        self._stream = stream
+        self._wrote_at = -math.inf  # so that the first step is due
+        self._wrote_step = 0
+        self._was_finite = True
+
+    def __call__(self, event: Event) -> None:
+        """Write the lines of an event."""
+        last_stage = self.run.stage
+        self.run(event)
+        match event:
+            case Progress(stage) if stage and stage != last_stage and not self._is_between_steps():
+                self._write(one_line(stage))
+            case RunStarted():
+                self._write_start(event)
+            case StepTaken():
+                self._write_step(event)
+            case Evaluated():
+                self._write_evaluation(event)
+            case Healed(entry):
+                self._write(healing_line(entry))
+            case Rewound(step):
+                self._wrote_step = min(self._wrote_step, step)
+            case Note(message):
+                self._write(f"note: {one_line(message)}")
+
+    def _is_between_steps(self) -> bool:
+        return self.run.start is not None and self.run.step < self.run.num_steps
+
+    def _write_start(self, start: RunStarted) -> None:
+        left = f", resuming after step {count(start.first_step)}" if start.first_step else ""
+        self._write(f"training {short_model_name(start.plan.model)}: {describe_method(start)}")
+        self._write(f"{count(self.run.num_steps, 'step')}{left}")
+
+    def _write_step(self, event: StepTaken) -> None:
+        is_finite = math.isfinite(event.loss) and math.isfinite(event.grad_norm)
+        turned_bad = self._was_finite and not is_finite
+        self._was_finite = is_finite
+        if turned_bad or event.step >= self.run.num_steps or self._is_due():
+            self._write(self._step_line(event))
+            self._wrote_at, self._wrote_step = self.run.clock(), event.step
+
+    def _write_evaluation(self, event: Evaluated) -> None:
+        found = f"{count(event.documents, 'row')} in {duration(event.seconds)}"
+        best = "the best so far, " if event.is_best else ""
+        # Under the held-out column of the step lines.
+        self._write(
+            f"{self._step_label(event.step)}{' ' * _LOSS_CHARS}  held-out {format_loss(event.loss):>6}  {best}{found}"
+        )
+        for sample in event.samples[:1]:
+            self._write(f"  asked: {_cut(one_line(sample.question))}")
+            self._write(f"  reply: {_cut(one_line(sample.answer))}")
+
+    def close(self) -> None:
+        """Do nothing: the lines stay on the screen."""
+
+    def _is_due(self) -> bool:
+        wait = min(max(self.run.elapsed() * _WAIT_SHARE, _SHORTEST_WAIT), _LONGEST_WAIT)
+        tenths = [step * _FEWEST_LINES // max(self.run.num_steps, 1) for step in (self._wrote_step, self.run.step)]
+        return self.run.clock() - self._wrote_at >= wait or tenths[1] > tenths[0]
+
+    def _step_label(self, step: int) -> str:
+        total = count(self.run.num_steps)
+        return f"step {count(step):>{len(total)}}/{total}"
+
+    def _step_line(self, event: StepTaken) -> str:
+        run = self.run
+        words = [self._step_label(event.step), f"loss {format_loss(event.loss):>6}"]
+        if run.held_out is not None:
+            words.append(f"held-out {format_loss(run.held_out.loss):>6}")
+        words += [f"norm {format_norm(event.grad_norm):>5}", f"rate {event.learning_rate:.1e}"]
+        words.append(f"{format_speed(run.tokens_per_second()):>16}")
+        if event.memory_bytes is not None:
+            words.append(f"{size_bytes(event.memory_bytes):>9}")
+        left = run.seconds_left()
+        if left is not None and event.step < run.num_steps:
+            words.append(f"{duration(left)} left")
+        if event.was_skipped:
+            words.append("skipped")
+        return "  ".join(words)
+
+    def _write(self, line: str) -> None:
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LINE_CHARS else text[: _LINE_CHARS - 3] + "..."

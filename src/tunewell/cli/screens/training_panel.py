@@ -3,9 +3,9 @@
 import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rich.cells import cell_len, set_cell_size
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from tunewell.cli.render import one_line
@@ -21,9 +21,6 @@ from tunewell.cli.screens.numbers import (
 )
 from tunewell.cli.screens.run_state import RECENT_STEPS, RunState
 from tunewell.core.units import count, duration, size_bytes
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
 
 _WIDEST = 80
 """Also in wider terminals: lines of 80 columns do not wrap when the window is made narrower."""
@@ -50,7 +47,7 @@ class Panel:
         self._run = run
         self._lock = lock
 
-    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the lines that fit; the least important ones come last."""
         with self._lock:
             lines = panel_lines(self._run, width=options.max_width, encoding=options.encoding)

@@ -85,11 +85,11 @@ def _metrics(report: "Report") -> str:
     for pair in (report.held_out, *report.by_source[:_MAX_SOURCES]):
         if pair is not None:
             name = f"loss, {_short(pair.name, max(10, min(_MAX_NAME, width() - _NUMBERS)))}"
-            add(name, _loss(pair.base), _loss(pair.tuned), _perplexity(pair))
+            add(name, _number(pair.base), _number(pair.tuned), _perplexity(pair))
     if more := report.by_source[_MAX_SOURCES:]:
         add(f"{count(len(more), 'more source')}", "", "", "in the report")
-    if report.everyday is not None:
-        add("loss, everyday text", _loss(report.everyday.base), _loss(report.everyday.tuned), _growth(report.everyday))
+    if (everyday := report.everyday) is not None:
+        add("loss, everyday text", _number(everyday.base), _number(everyday.tuned), _growth(everyday))
     base, tuned = report.base_tally, report.tuned_tally
     if tuned is not None and tuned.judged:
         add("answered right", _right(base), _right(tuned), count(tuned.exact, "exact match", "exact matches"))
@@ -160,10 +160,6 @@ def _metric(value: float | None) -> str:
     return "-" if value is None else f"{value:,.4g}"
 
 
-def _loss(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
-
-
 def _perplexity(pair: "LossPair") -> str:
     def of(value: float | None) -> str:
         return "-" if value is None or not math.isfinite(value) else f"{math.exp(min(value, 700)):.4g}"
@@ -179,5 +175,5 @@ def _growth(pair: "LossPair") -> str:
     return f"{pair.tuned / pair.base - 1:+.0%}"
 
 
-def _number(value: float | None, is_share: bool) -> str:
+def _number(value: float | None, is_share: bool = False) -> str:
     return "-" if value is None else f"{value:.0%}" if is_share else f"{value:.4f}"
