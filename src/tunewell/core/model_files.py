@@ -75,7 +75,7 @@ class ModelFiles:
 
 
 def locate(model: str | Path) -> ModelFiles:
-    """Find the files of a path, of `package:NAME` (never imported) or of a hub id; raise UserError if there are none."""
+    """Find the files of a path, of `package:NAME` (never imported) or of a hub id; raise UserError otherwise."""
     source = str(model)
     if source.startswith("preset:"):
         raise UserError(
