@@ -12,7 +12,7 @@ from tunewell.core.errors import UserError
 def test_the_schema_of_a_key_lists_the_registered_names() -> None:
     kind = json_schema()["properties"]["method"]["properties"]["kind"]
     assert kind["enum"] == list(METHODS.names())
-    assert all(METHODS.doc(name) in kind["description"] for name in METHODS.names())
+    assert all(METHODS.entry(name).doc in kind["description"] for name in METHODS.names())
 
 
 def test_an_unregistered_name_is_an_error_that_lists_the_registered_ones() -> None:

@@ -18,8 +18,8 @@ from tunewell.records.plan import Chosen, Plan, read_plan, write_plan
 CPU = DeviceFacts("cpu", "cpu", "Some CPU", 2**34, 2**33, has_bf16=False, has_flash=False)
 BF16_CPU = DeviceFacts("cpu", "cpu", "Some Xeon", 2**34, 2**33, has_bf16=True, has_flash=False)
 MPS = DeviceFacts("mps", "mps", "Apple GPU", 2**34, 2**33, has_bf16=False, has_flash=False)
-T4 = DeviceFacts("cuda", "cuda:0", "Tesla T4", 2**34, 2**33, has_bf16=False, has_flash=False, capability=(7, 5))
-H200 = DeviceFacts("cuda", "cuda:0", "NVIDIA H200", 2**37, 2**37, has_bf16=True, has_flash=True, capability=(9, 0))
+T4 = DeviceFacts("cuda", "cuda:0", "Tesla T4", 2**34, 2**33, has_bf16=False, has_flash=False)
+H200 = DeviceFacts("cuda", "cuda:0", "NVIDIA H200", 2**37, 2**37, has_bf16=True, has_flash=True)
 
 
 def _manifest(*, tokens=8_929, documents=150, longest=70, held_out=40):

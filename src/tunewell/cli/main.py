@@ -8,12 +8,14 @@ import difflib
 import importlib
 import io
 import os
+import platform
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tunewell import __version__
 from tunewell.cli.render import emit, emit_error, folded_table, json_text
 from tunewell.core.errors import SharedError, UserError, did_you_mean
 
@@ -62,19 +64,13 @@ def _dispatch(arguments: Sequence[str]) -> int:
     if name in ("--help", "-h", "help"):
         emit(_help())
     elif name == "--version":
-        from tunewell import __version__
-
         emit(f"tunewell {__version__}")
     else:
-        raise _unknown(name)
+        kind = "option" if name.startswith("-") else "command"
+        close = difflib.get_close_matches(name, [*dict(COMMANDS), "--help", "--version"], n=1, cutoff=0.5)
+        fix = did_you_mean([f"tunewell {name}" for name in close], "`tunewell --help` lists the commands")
+        raise UserError(f"there is no {kind} `{name}`", fix=fix)
     return 0
-
-
-def _unknown(name: str) -> UserError:
-    kind = "option" if name.startswith("-") else "command"
-    close = difflib.get_close_matches(name, [*dict(COMMANDS), "--help", "--version"], n=1, cutoff=0.5)
-    fix = did_you_mean([f"tunewell {name}" for name in close], "`tunewell --help` lists the commands")
-    return UserError(f"there is no {kind} `{name}`", fix=fix)
 
 
 def _help() -> str:
@@ -139,7 +135,8 @@ def _crash(error: Exception, arguments: Sequence[str], *, wants_json: bool) -> i
     try:
         handle, where = tempfile.mkstemp(prefix="tunewell-crash-", suffix=".log")
         with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(_environment(arguments) + trace)
+            file.write(f"tunewell {__version__}, Python {platform.python_version()}, {platform.platform()}\n")
+            file.write(f"arguments: {list(arguments)}\n\n{trace}")
     except OSError:
         sys.stderr.write(trace)
         where = "above"
@@ -148,12 +145,3 @@ def _crash(error: Exception, arguments: Sequence[str], *, wants_json: bool) -> i
         emit(json_text({"error": {"what": f"{what}: {summary}", "where": where, "fix": None}}))
     sys.stderr.write(f"error: {what} ({summary}); traceback: {where}\n")
     return EXIT_BUG
-
-
-def _environment(arguments: Sequence[str]) -> str:
-    import platform
-
-    from tunewell import __version__
-
-    machine = f"Python {platform.python_version()}, {platform.platform()}"
-    return f"tunewell {__version__}, {machine}\narguments: {list(arguments)}\n\n"

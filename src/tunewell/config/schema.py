@@ -18,34 +18,25 @@ LearnFrom = Literal["responses", "last_response", "everything"]
 Role = Literal["system", "user", "assistant", "tool"]
 Format = Literal["auto", "alpaca", "dolly", "question_answer", "prompt_completion", "messages", "sharegpt", "text"]
 
-ALIASES: dict[str, str] = {
-    "max_length": "packing.context_length",
-    "max_seq_length": "packing.context_length",
-    "sequence_len": "packing.context_length",
-    "cutoff_len": "packing.context_length",
-    "lr": "train.learning_rate",
-    "num_train_epochs": "train.epochs",
-    "num_epochs": "train.epochs",
-    "lora_r": "method.rank",
-    "lora_rank": "method.rank",
-    "lora_alpha": "method.alpha",
-    "base_model": "model",
-    "model_name_or_path": "model",
-    "model_name": "model",
-    "lora_dropout": "method.dropout",
-    "target_modules": "method.targets",
-    "lora_target_modules": "method.targets",
-    "use_rslora": "method.rslora",
-    "lr_scheduler_type": "train.schedule",
-    "lr_scheduler": "train.schedule",
-    "warmup_ratio": "train.warmup",
-    "warmup_steps": "train.warmup",
-    "gradient_checkpointing": "train.recompute",
-    "eval_steps": "evaluate.every_steps",
-    "save_steps": "checkpoints.every_steps",
-    "save_total_limit": "checkpoints.keep",
-    "output_dir": "run",
+_OTHER_NAMES = {
+    "packing.context_length": "max_length max_seq_length sequence_len cutoff_len",
+    "train.learning_rate": "lr",
+    "train.epochs": "num_train_epochs num_epochs",
+    "method.rank": "lora_r lora_rank",
+    "method.alpha": "lora_alpha",
+    "model": "base_model model_name_or_path model_name",
+    "method.dropout": "lora_dropout",
+    "method.targets": "target_modules lora_target_modules",
+    "method.rslora": "use_rslora",
+    "train.schedule": "lr_scheduler_type lr_scheduler",
+    "train.warmup": "warmup_ratio warmup_steps",
+    "train.recompute": "gradient_checkpointing",
+    "evaluate.every_steps": "eval_steps",
+    "checkpoints.every_steps": "save_steps",
+    "checkpoints.keep": "save_total_limit",
+    "run": "output_dir",
 }
+ALIASES = {alias: key for key, aliases in _OTHER_NAMES.items() for alias in aliases.split()}
 """Names of our keys in other tools; accepted at the top level of the file and in the section of the key."""
 
 

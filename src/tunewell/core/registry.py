@@ -37,10 +37,6 @@ class Registry(Generic[E]):
         """Return the names in the order of their declaration."""
         return tuple(self._entries)
 
-    def doc(self, name: str) -> str:
-        """Return the one-line description of an entry."""
-        return self.entry(name).doc
-
     def load(self, name: str) -> Any:
         """Import an entry's module and return the object that its path names."""
         module, _, attribute = self.entry(name).path.partition(":")

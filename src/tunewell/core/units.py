@@ -34,9 +34,7 @@ def size_bytes(number: int) -> str:
     for unit in _BINARY:
         # 1,023.95 would be rounded to 1,024.0, which is 1.0 of the next unit.
         if abs(value) < 1023.95 or unit == _BINARY[-1]:
-            return (
-                f"{count(number)} {unit if abs(number) != 1 else 'byte'}" if unit == "bytes" else f"{value:,.1f} {unit}"
-            )
+            return count(number, "byte") if unit == "bytes" else f"{value:,.1f} {unit}"
         value /= 1024
     raise AssertionError("the last unit takes every size")
 

@@ -193,6 +193,7 @@ _BAR = re.compile(r"\d/\d+ \[|\dit/s|\ds/it")
 _NOTHING_TRAINABLE = re.compile(
     r"trainable param(?:eter)?s\s*[:=]\s*0(?![\d,.])(?!.{0,20}all params:\s*0(?![\d,.]))", re.I
 )
+# A loss that a training loop prints without a name: `tensor(2.31)`.
 _ALONE = re.compile(rf"^[ \t]*tensor\(({NUMBER})(?:,[^\n]*)?\)[ \t]*$", re.I | re.M)
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _LONGEST_LINE = 20_000
@@ -216,7 +217,9 @@ def read_log(text: str) -> TrainingLog:
         entries += [entry for entry in state["log_history"] if isinstance(entry, dict)]
     entries += _lines(join_lines(rest))
     per_step = [entry for entry in entries if "train_runtime" not in entry]
-    steps = list(_to_metrics(per_step)) or list(_to_metrics(_unnamed_losses(text)))
+    steps = list(_to_metrics(per_step))
+    if not steps and len(unnamed := _ALONE.findall(text)) > 1:
+        steps = list(_to_metrics({"loss": value} for value in unnamed))
     if not steps:
         # The log has only the mean of the whole run. It is 0 if a finished run was resumed, and then means nothing.
         steps = [step for step in _to_metrics(entries) if step.loss != 0.0]
@@ -282,12 +285,6 @@ def _lines(text: str) -> Iterator[dict[str, Any]]:
         if _SUMMARY.search(line):
             found["train_runtime"] = True
         yield found
-
-
-def _unnamed_losses(text: str) -> list[dict[str, Any]]:
-    """Return losses that a training loop prints without a name: `tensor(2.31)`."""
-    found = _ALONE.findall(text)
-    return [{"loss": value} for value in found] if len(found) > 1 else []
 
 
 def _to_metrics(entries: Iterable[dict[str, Any]]) -> Iterator[StepMetrics]:

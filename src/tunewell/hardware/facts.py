@@ -31,8 +31,6 @@ class DeviceFacts:
     """Whether it has bf16 units. torch accepts bf16 everywhere; a CPU without the units is 50 times slower."""
     has_flash: bool
     """Whether it runs torch's flash attention for variable lengths."""
-    capability: tuple[int, int] | None = None
-    """CUDA compute capability: (8, 0) is Ampere."""
 
 
 def cpu_facts() -> DeviceFacts:

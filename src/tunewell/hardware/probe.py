@@ -50,7 +50,6 @@ def _cuda_facts(name: str) -> DeviceFacts:
         free_bytes=free,
         has_bf16=capability >= _AMPERE,
         has_flash=capability >= _AMPERE and not is_amd,
-        capability=capability,
     )
 
 

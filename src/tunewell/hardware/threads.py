@@ -35,20 +35,12 @@ class _Product(NamedTuple):
 def measure_threads(
     shapes: Sequence[Shape], *, candidates: Sequence[int] | None = None, seconds: float = _SECONDS
 ) -> Chosen[int]:
-    """Multiply fp32 matrices of these shapes (rows, inner, columns) with each number of threads; return the fastest.
-
-    Fewer threads are preferred if they are within 5%. It takes about `seconds`, and at least one pass with each number.
-    torch's own number of threads is restored: the caller sets it.
-    """
+    """Multiply fp32 matrices (rows, inner, columns) for about `seconds`; return the fastest number of threads."""
     counts = sorted(set(candidates or thread_candidates(usable_cores(), physical_cores())))
     if len(counts) == 1:
         return Chosen[int](value=counts[0], because=f"{count(counts[0], 'core')} available")
-    before = torch.get_num_threads()
-    try:
-        rates = _rates(_products(shapes), counts, seconds)
-    finally:
-        torch.set_num_threads(before)
-    return fastest(rates)
+    with torch_threads(torch.get_num_threads()):
+        return fastest(_rates(_products(shapes), counts, seconds))
 
 
 @contextmanager
@@ -75,13 +67,9 @@ def thread_candidates(num_cores: int, num_physical: int | None) -> list[int]:
 def _products(shapes: Sequence[Shape]) -> list[_Product]:
     """Return the matrices, with fewer rows so that a pass over all shapes is short."""
     distinct = list(dict.fromkeys(shapes))
-    work = sum(2.0 * rows * inner * columns for rows, inner, columns in distinct)
-    share = min(1.0, _PASS_FLOPS / work)
-    products = []
-    for rows, inner, columns in distinct:
-        kept = min(rows, max(_MIN_ROWS, int(rows * share)))
-        products.append(_Product(torch.ones(kept, inner), torch.ones(inner, columns), torch.empty(kept, columns)))
-    return products
+    share = min(1.0, _PASS_FLOPS / sum(2.0 * rows * inner * columns for rows, inner, columns in distinct))
+    kept = [(min(rows, max(_MIN_ROWS, int(rows * share))), inner, columns) for rows, inner, columns in distinct]
+    return [_Product(torch.ones(m, k), torch.ones(k, n), torch.empty(m, n)) for m, k, n in kept]
 
 
 def _rates(products: list[_Product], counts: Sequence[int], seconds: float) -> dict[int, float]:

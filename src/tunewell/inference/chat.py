@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -96,7 +96,7 @@ class Chat:
         """Change sampling settings for the next answers; raise UserError, and change nothing, if one is invalid."""
         self.options = replace(self.options, **changes)
 
-    def reply(self, text: str) -> Iterator[str]:
+    def reply(self, text: str) -> Generator[str, None, None]:
         """Send a message; yield the answer's text as it is generated, and add both to the conversation.
 
         Closing the iterator stops the answer and keeps the text so far. Raises UserError, and adds nothing, if the
@@ -107,7 +107,7 @@ class Chat:
         self.answer, self.base_answer = Answer(num_dropped=num_dropped), None
         return self._recorded(question)
 
-    def base_reply(self) -> Iterator[str]:
+    def base_reply(self) -> Generator[str, None, None]:
         """Yield the base model's answer to the same prompt; it is not added to the conversation."""
         if not self.model.has_base:
             raise UserError("the base model is unknown", fix="name it with `--base MODEL`")
@@ -187,7 +187,7 @@ class Chat:
         system = [{"role": "system", "content": self.system}] if self.system else []
         return prompt_ids(self.model.masker, self.model.encoder, [*system, *messages])
 
-    def _recorded(self, question: Message) -> Iterator[str]:
+    def _recorded(self, question: Message) -> Generator[str, None, None]:
         answer = self.answer
         try:
             yield from self._generated(self.model.runtime, answer)
@@ -197,7 +197,7 @@ class Chat:
                     self._unfinished.add(len(self.messages) + 1)
                 self.messages += [question, {"role": "assistant", "content": answer.text}]
 
-    def _from_base(self, answer: Answer) -> Iterator[str]:
+    def _from_base(self, answer: Answer) -> Generator[str, None, None]:
         with self.model.base_runtime() as runtime:
             yield from self._generated(runtime, answer)
 

@@ -144,20 +144,17 @@ def choose_threads(inputs: PlanInputs) -> Chosen[int]:
 
 def choose_compile(inputs: PlanInputs, attention: Attention) -> Chosen[Compile]:
     """Choose whether to compile the layers; raise UserError if that is asked for and impossible."""
-    setting, is_cuda = inputs.config.train.compile, inputs.device.kind == "cuda"
-    if is_cuda and attention == "sdpa":
+    setting, obstacle = inputs.config.train.compile, None
+    if inputs.device.kind != "cuda":
+        obstacle = f"layers are compiled for CUDA only, and this run is on {inputs.device.label}"
+    elif attention == "sdpa":
         obstacle = "`sdpa` attention has a different shape in each micro-batch"
-        if setting == "on":
-            raise _error(inputs, "train.compile", "layers cannot be compiled", obstacle)
-        return Chosen[Compile](value="off", because=obstacle)
-    if setting == "on" and not is_cuda:
-        raise _error(
-            inputs, "train.compile", "layers are compiled for CUDA only", f"this run is on {inputs.device.label}"
-        )
+    if obstacle and setting == "on":
+        raise _error(inputs, "train.compile", "layers cannot be compiled", obstacle)
     if setting != "auto":
         return Chosen[Compile](value=setting, because=inputs.why("train.compile"))
-    if not is_cuda:
-        return Chosen[Compile](value="off", because="layers are compiled for CUDA only")
+    if obstacle:
+        return Chosen[Compile](value="off", because=obstacle)
     return Chosen[Compile](value="auto", because="training starts uncompiled; layers are compiled once that saves time")
 
 

@@ -127,6 +127,8 @@ def plan_training(inputs: PlanInputs, *, batch: Batch, num_steps: int, epochs: f
     precision = choose_precision(inputs)
     attention = choose_attention(inputs, precision.value)
     evaluate_every = _evaluate_every(inputs, num_steps)
+    has_max_steps = config.train.max_steps is not None
+    why_epochs = f"the length of {count(num_steps, 'step')}" if has_max_steps else inputs.why("train.epochs")
     return Plan(
         made_by=f"tunewell {__version__}",
         model=config.model,
@@ -145,7 +147,7 @@ def plan_training(inputs: PlanInputs, *, batch: Batch, num_steps: int, epochs: f
         schedule=Chosen[Schedule](value=config.train.schedule, because=inputs.why("train.schedule")),
         warmup_steps=_warmup_steps(inputs, num_steps),
         num_steps=_num_steps(inputs, batch, num_steps),
-        epochs=_epochs(inputs, num_steps, epochs),
+        epochs=Chosen[float](value=epochs, because=why_epochs),
         batch_tokens=batch.tokens,
         batch_documents=batch.documents,
         micro_batch_tokens=_micro_batch(inputs, batch),
@@ -168,12 +170,6 @@ def _num_steps(inputs: PlanInputs, batch: Batch, num_steps: int) -> Chosen[int]:
     passes = f"{train.epochs:g} {'epoch' if train.epochs == 1 else 'epochs'}"
     documents = count(inputs.split.documents, "document")
     return Chosen[int](value=num_steps, because=f"{passes} of {documents}, at most {bound} per step")
-
-
-def _epochs(inputs: PlanInputs, num_steps: int, epochs: float) -> Chosen[float]:
-    if inputs.config.train.max_steps is not None:
-        return Chosen[float](value=epochs, because=f"the length of {count(num_steps, 'step')}")
-    return Chosen[float](value=epochs, because=inputs.why("train.epochs"))
 
 
 def _warmup_steps(inputs: PlanInputs, num_steps: int) -> Chosen[int]:
@@ -266,18 +262,15 @@ def starting_point(num_rows: int, num_parameters: int | None) -> StartingPoint:
     epochs = next((epochs for limit, epochs in _EPOCHS if num_rows < limit), 1)
     rank = next((rank for limit, rank in _RANKS if num_rows < limit), 64)
     rate = next((rate for limit, rate in _RATES if (num_parameters or limit) < limit), 2e-4)
+    rows = count(num_rows, "row")
+    why_epochs = "enough, so each is shown once" if epochs == 1 else f"few, so each is shown {epochs} times"
+    why_rank = f"enough capacity for {rows}" if rank == 16 else f"{rows} need more than rank 16"
     return StartingPoint(
-        epochs=Chosen[float](value=epochs, because=_why_epochs(num_rows, epochs)),
+        epochs=Chosen[float](value=epochs, because=f"{rows} are {why_epochs}"),
         learning_rate=Chosen[float](value=rate, because=_why_rate(num_parameters)),
-        rank=Chosen[int](value=rank, because=_why_rank(num_rows, rank)),
+        rank=Chosen[int](value=rank, because=why_rank),
         alpha=Chosen[int](value=2 * rank, because="twice the rank; change both together"),
     )
-
-
-def _why_epochs(num_rows: int, epochs: int) -> str:
-    if epochs == 1:
-        return f"{count(num_rows, 'row')} are enough, so each is shown once"
-    return f"{count(num_rows, 'row')} are few, so each is shown {epochs} times"
 
 
 def _why_rate(num_parameters: int | None) -> str:
@@ -285,9 +278,3 @@ def _why_rate(num_parameters: int | None) -> str:
         return "model size unknown; 2e-4 suits LoRA on models of several billion parameters"
     size = f"{num_parameters / 1e6:,.3g} M" if num_parameters < 1e9 else f"{num_parameters / 1e9:,.1f} B"
     return f"for LoRA on {size} parameters; small models need higher rates than large ones"
-
-
-def _why_rank(num_rows: int, rank: int) -> str:
-    if rank == 16:
-        return f"enough capacity for {count(num_rows, 'row')}"
-    return f"{count(num_rows, 'row')} need more than rank 16"

@@ -43,9 +43,7 @@ class CheckpointManifest(Record):
     identity: dict[str, Any]
     """Settings that must be equal on resume."""
     progress: dict[str, Any]
-    """The progress of the run."""
     versions: dict[str, str]
-    """Versions of the software that wrote it."""
 
 
 def checkpoint_name(step: int) -> str:

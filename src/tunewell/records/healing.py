@@ -42,15 +42,11 @@ class HealingEntry:
     rewound_to: int | None = None
     """Finished steps of the checkpoint that the run went back to."""
     rate_share: float | None = None
-    """New share of the planned learning rate, if it was changed."""
+    """New share of the planned learning rate; like the next four, only if it was changed."""
     precision: str | None = None
-    """New precision, if it was changed."""
     device: str | None = None
-    """New device, if it was changed."""
     micro_batch_tokens: int | None = None
-    """New size of micro-batches in tokens, if it was changed."""
     is_recomputing: bool = False
-    """Whether gradient checkpointing was switched on."""
     seconds_lost: float = 0.0
     """Time of steps that were repeated or discarded."""
 

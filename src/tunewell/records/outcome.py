@@ -46,7 +46,6 @@ class Outcome(Record):
     """Tokens trained on, including those before a resume."""
     supervised_tokens: int = 0
     signal: str | None = None
-    """The signal that interrupted it."""
     artefacts: dict[str, str] = Field(default_factory=dict)
     """Written files, relative to the run folder."""
     allowed_changes: list[str] = Field(default_factory=list)

@@ -5,7 +5,7 @@ import re
 import signal
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,8 @@ COMMANDS = {
     "/quit": ("", "quit, like Ctrl-D; Ctrl-C stops an answer first"),
 }
 """Each command, its argument and its meaning."""
+Reply = Generator[str, None, None]
+"""Closed as soon as it is not read on: until then the base model runs with the adapter off."""
 
 _COMMAND = re.compile(r"(/[A-Za-z]+)(?:\s+(.*))?", re.DOTALL)
 
@@ -159,7 +161,7 @@ def report_dropped(chat: "Chat") -> None:
         )
 
 
-def write_answers(chat: "Chat", parts: Iterator[str], *, with_base: bool) -> None:
+def write_answers(chat: "Chat", parts: Reply, *, with_base: bool) -> None:
     """Write an answer, alone or with the base model's: in two columns if they fit, else one after the other."""
     if with_base and width() >= _SIDE_BY_SIDE_WIDTH and sys.stdout.isatty():
         _side_by_side(chat, parts)
@@ -171,7 +173,7 @@ def write_answers(chat: "Chat", parts: Iterator[str], *, with_base: bool) -> Non
         write_answer(parts)
 
 
-def write_answer(parts: Iterator[str]) -> None:
+def write_answer(parts: Reply) -> None:
     """Write an answer to stdout as it is generated; escape control characters only in a terminal."""
     is_screen = sys.stdout.isatty()
     last = ""
@@ -181,7 +183,7 @@ def write_answer(parts: Iterator[str]) -> None:
             sys.stdout.flush()
             last = part
     finally:
-        _close(parts)
+        parts.close()
         if not last.endswith("\n"):
             sys.stdout.write("\n")
         sys.stdout.flush()
@@ -201,7 +203,7 @@ def answer_statistics(answer: "Answer", base: "Answer | None" = None) -> str:
     return f"{count(answer.num_tokens, 'token')}, {speed}{beside}{reasons[answer.ended]}"
 
 
-def _side_by_side(chat: "Chat", parts: Iterator[str]) -> None:
+def _side_by_side(chat: "Chat", parts: Reply) -> None:
     """Show both columns while they grow, cropped to the screen; then print them in full."""
     from rich.live import Live
 
@@ -215,19 +217,14 @@ def _side_by_side(chat: "Chat", parts: Iterator[str]) -> None:
                         answers[label] += part
                         live.update(_Tail(_columns(answers)), refresh=True)
                 finally:
-                    _close(text)
+                    text.close()
     finally:
         out.print(_columns(answers), soft_wrap=False)
 
 
-def _both(chat: "Chat", parts: Iterator[str]) -> Iterator[tuple[str, Iterator[str]]]:
+def _both(chat: "Chat", parts: Reply) -> Iterator[tuple[str, Reply]]:
     yield _label(chat), parts
     yield "base", chat.base_reply()
-
-
-def _close(parts: Any) -> None:
-    """Close the generator now, not at garbage collection: until then the base model runs with the adapter off."""
-    parts.close()
 
 
 def _columns(answers: dict[str, str]) -> "Table":
