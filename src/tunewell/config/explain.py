@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from tunewell.config.fields import Section
 from tunewell.config.keys import (
@@ -92,16 +92,16 @@ def _find(name: str) -> KeyPath:
     raise UserError(f"there is no key `{name}`" if not endings else f"several keys end in `{name}`", fix=fix)
 
 
-def _value_at(config: Config, key_path: KeyPath) -> Any:
-    here: Any = config
-    for step in key_path:
-        if isinstance(here, tuple) and isinstance(step, str):
-            return [plain(_value_at(entry, key_path[key_path.index(step) :])) for entry in here]
-        if isinstance(here, tuple) and isinstance(step, int):
-            here = here[step] if step < len(here) else None
-        else:
-            here = getattr(here, str(step)) if isinstance(here, Section) else None
-    return plain(here)
+def _value_at(value: object, key_path: KeyPath) -> Any:
+    if not key_path:
+        return plain(value)
+    step, rest = key_path[0], key_path[1:]
+    if isinstance(value, tuple):
+        entries = cast(tuple[object, ...], value)
+        if isinstance(step, str):
+            return [_value_at(entry, key_path) for entry in entries]
+        return _value_at(entries[step], rest) if step < len(entries) else None
+    return _value_at(getattr(value, str(step)), rest) if isinstance(value, Section) else None
 
 
 def _origin(loaded: LoadedConfig, key_path: KeyPath, key: Key) -> str:
@@ -114,15 +114,16 @@ def _origin(loaded: LoadedConfig, key_path: KeyPath, key: Key) -> str:
     return loaded.origin(format_key(key_path))
 
 
-def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
+def _inlined(node: object, definitions: dict[str, Any]) -> Any:
     if isinstance(node, list):
-        return [_inlined(entry, definitions) for entry in node]
+        return [_inlined(entry, definitions) for entry in cast(list[object], node)]
     if not isinstance(node, dict):
         return node
-    target = definitions[node["$ref"].rpartition("/")[2]] if "$ref" in node else {}
-    merged = {**target, **{word: value for word, value in node.items() if word not in ("$ref", "$defs")}}
+    own = cast(dict[str, Any], node)
+    target: dict[str, Any] = definitions[own["$ref"].rpartition("/")[2]] if "$ref" in own else {}
+    merged = {**target, **{word: value for word, value in own.items() if word not in ("$ref", "$defs")}}
     # Titles repeat the key, and the defaults of sections repeat the defaults of their keys.
-    dropped = {"title"} | ({"default"} if "properties" in merged else set())
+    dropped = {"title", "default"} if "properties" in merged else {"title"}
     if "description" in merged:
         merged["description"] = " ".join(merged["description"].split())
     return {

@@ -84,16 +84,17 @@ def nearest_keys(name: str) -> list[str]:
 def _walk(section: type[Section], prefix: str) -> Iterator[Key]:
     for name, field in section.model_fields.items():
         full = prefix + name
-        inner = _section_in(field.annotation)
+        annotation: Any = field.annotation
+        inner = _section_in(annotation)
         yield Key(
             name=full,
-            takes=_takes(field.annotation, field.metadata),
+            takes=_takes(annotation, field.metadata),
             default=None if field.is_required() else plain(field.default),
             doc=" ".join((field.description or (inner and inner.__doc__) or "").split()),
-            allowed=tuple(_choices(field.annotation, field.metadata)),
+            allowed=tuple(_choices(annotation, field.metadata)),
             aliases=tuple(alias for alias, key in ALIASES.items() if key == full),
             children=tuple(f"{full}.{child}" for child in inner.model_fields) if inner else (),
-            is_section=inner is not None and inner is field.annotation,
+            is_section=inner is not None and inner is annotation,
         )
         if inner:
             yield from _walk(inner, full + ".")

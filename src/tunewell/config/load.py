@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -40,10 +40,10 @@ def set_value(tree: dict[str, Any], key_path: KeyPath, value: Any) -> None:
         if number == len(key_path) - 1:
             here[step] = value
         else:
-            here = here.setdefault(step, {}) if isinstance(here, dict) else here[step]
+            here = here.setdefault(step, {}) if isinstance(step, str) else here[step]
 
 
-def _check_step(here: Any, step: str | int, parent: KeyPath) -> None:
+def _check_step(here: object, step: str | int, parent: KeyPath) -> None:
     name = format_key(parent)
     if isinstance(here, dict) and isinstance(step, str):
         return
@@ -51,19 +51,20 @@ def _check_step(here: Any, step: str | int, parent: KeyPath) -> None:
         raise UserError(f"`{name}` has no key `{step}`", fix=f"`tunewell explain {dotted_name(parent)}`")
     if isinstance(step, str):
         raise UserError(f"`{name}` is a list", fix=f"name the entry: `{name}[0].{step}`")
-    if step >= len(here):
-        num_entries = count(len(here), "entry", "entries")
+    if step >= (length := len(cast(list[object], here))):
+        num_entries = count(length, "entry", "entries")
         raise UserError(f"`{name}[{step}]` does not exist: `{name}` has {num_entries}, counted from 0")
 
 
-def rebase_paths(base: Path, name: str, value: Any) -> Any:
+def rebase_paths(base: Path, name: str, value: object) -> Any:
     """Rewrite relative paths from the current folder so that they are relative to the config's folder."""
     if base == Path():
         return value
     if isinstance(value, dict):
-        return {key: rebase_paths(base, f"{name}.{key}", inner) for key, inner in value.items()}
+        section = cast(dict[str, object], value)
+        return {key: rebase_paths(base, f"{name}.{key}", inner) for key, inner in section.items()}
     if isinstance(value, list):
-        return [rebase_paths(base, name, inner) for inner in value]
+        return [rebase_paths(base, name, inner) for inner in cast(list[object], value)]
     return relative_path(value, base) if isinstance(value, str) and _is_path(name, value) else value
 
 
@@ -95,18 +96,20 @@ def read_mapping(mapping: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[KeyPa
     return _plain(mapping, (), origins), origins
 
 
-def _plain(value: Any, key_path: KeyPath, origins: dict[KeyPath, str]) -> Any:
+def _plain(value: object, key_path: KeyPath, origins: dict[KeyPath, str]) -> Any:
     if len(key_path) > MAX_DEPTH:
         raise UserError(f"the config is nested more than {MAX_DEPTH} deep", where=f"`{format_key(key_path[:3])}`")
     origins[key_path] = MAPPING_ORIGIN
     if isinstance(value, Mapping):
-        for key in value:
+        section = cast(Mapping[Any, object], value)
+        for key in section:
             if not isinstance(key, str):
                 where = f"`{format_key(key_path)}`" if key_path else MAPPING_ORIGIN
                 raise UserError(f"the key {key!r} is not text", where=where)
-        return {key: _plain(entry, (*key_path, key), origins) for key, entry in value.items()}
+        return {key: _plain(entry, (*key_path, key), origins) for key, entry in section.items()}
     if isinstance(value, list | tuple):
-        return [_plain(entry, (*key_path, number), origins) for number, entry in enumerate(value)]
+        entries = cast(Sequence[object], value)
+        return [_plain(entry, (*key_path, number), origins) for number, entry in enumerate(entries)]
     return str(value) if isinstance(value, Path) else value
 
 
@@ -152,7 +155,7 @@ def to_loaded_config(config: ConfigLike, sets: Sequence[str] = (), **flags: Any)
         return config
     if isinstance(config, str):
         config = Path(config) if config else None
-    if not isinstance(config, Path | Mapping | None):
+    if not isinstance(cast(object, config), Path | Mapping | None):  # callers may not check their types
         raise UserError(f"a config is a file or a mapping, not {type(config).__name__}", fix="pass its path or a dict")
     return load_config(config, sets, **flags)
 
@@ -207,9 +210,9 @@ class _Draft:
     """A config while it is loaded."""
 
     base: Path
-    tree: dict[str, Any] = field(default_factory=dict)
-    origins: dict[KeyPath, str] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
+    tree: dict[str, Any] = field(default_factory=dict[str, Any])
+    origins: dict[KeyPath, str] = field(default_factory=dict[KeyPath, str])
+    problems: list[Problem] = field(default_factory=list[Problem])
 
     def origin(self, key_path: KeyPath) -> str:
         """Return where a key path was set: there, else at the first value inside, else at a section around it."""
@@ -253,10 +256,11 @@ def _read_file(draft: _Draft, file: Path) -> None:
     document = read_yaml(text, str(file))
     if not document.is_complete:
         raise_problems(document.problems)
-    if not isinstance(document.value, dict | None):
+    value: object = document.value
+    if not isinstance(value, dict | None):
         raise UserError("the config has no keys", where=f"{file} line 1", fix="write lines like `seed: 0`")
     draft.problems += document.problems
-    draft.tree = document.value or {}
+    draft.tree = cast(dict[str, Any], value or {})
     draft.origins = {key_path: f"{file} line {line}" for key_path, line in document.lines.items()}
     _rename_aliases(draft)
     _expand(draft.tree)
@@ -280,10 +284,10 @@ def _rename_aliases(draft: _Draft) -> None:
                 draft.origins[ours] = draft.origins[key_path]
 
 
-def _section(tree: Any, key_path: KeyPath) -> dict[Any, Any]:
+def _section(tree: object, key_path: KeyPath) -> dict[Any, Any]:
     for step in key_path:
-        tree = tree.get(step) if isinstance(tree, dict) else None
-    return tree if isinstance(tree, dict) else {}
+        tree = cast(dict[Any, object], tree).get(step) if isinstance(tree, dict) else None
+    return cast(dict[Any, Any], tree) if isinstance(tree, dict) else {}
 
 
 def _expand(tree: dict[str, Any]) -> None:

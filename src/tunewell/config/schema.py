@@ -5,8 +5,9 @@ it. Numbers are strict: the text `"5"`, `yes` and `true` are errors where a numb
 """
 
 import re
+from collections.abc import Sequence
 from datetime import date
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, field_validator, model_validator
 
@@ -40,13 +41,14 @@ ALIASES = {alias: key for key, aliases in _OTHER_NAMES.items() for alias in alia
 """Names of our keys in other tools; accepted at the top level of the file and in the section of the key."""
 
 
-def as_sources(value: Any) -> Any:
+def as_sources(value: object) -> Any:
     """Expand the short forms of `data.sources`: one path, or a list of paths, each with an optional `#500`."""
-    entries = [value] if isinstance(value, str | dict) else value
-    return [_as_source(entry) for entry in entries] if isinstance(entries, list | tuple) else entries
+    if isinstance(value, str | dict):
+        return [_as_source(cast(object, value))]
+    return [_as_source(entry) for entry in cast(Sequence[object], value)] if isinstance(value, list | tuple) else value
 
 
-def _as_source(entry: Any) -> Any:
+def _as_source(entry: object) -> Any:
     if not isinstance(entry, str):
         return entry
     if limited := re.fullmatch(r"(.+)#(\d{1,18})", entry, flags=re.DOTALL):

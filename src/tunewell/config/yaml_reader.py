@@ -8,7 +8,7 @@ merge keys (`<<`), a second document, and aliases that expand to too many values
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -73,8 +73,8 @@ class YamlDocument:
     """The value of a YAML text, the line of each value inside it, and its problems."""
 
     value: Any = None
-    lines: dict[KeyPath, int] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
+    lines: dict[KeyPath, int] = field(default_factory=dict[KeyPath, int])
+    problems: list[Problem] = field(default_factory=list[Problem])
     is_complete: bool = False
     """Whether it was read to its end: False after a syntax error."""
 
@@ -146,7 +146,7 @@ class _Loader(yaml.SafeLoader):
         self._open: list[yaml.Node | None] = []
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()
+        event = cast(Any, self).peek_event()
         if (tag := getattr(event, "tag", None)) is not None:
             shown = tag.replace("tag:yaml.org,2002:", "!!")
             self._add_problem(f"the tag `{shown}` is not supported", event.start_mark, "write the plain value")

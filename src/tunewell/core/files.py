@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -171,7 +171,7 @@ def require_disk_space(folder: Path, needed_bytes: int) -> None:
 
 
 @contextmanager
-def disk_full_as_user_error(folder: Path, needed_bytes: Callable[[], int]) -> Iterator[None]:
+def disk_full_as_user_error(folder: Path, needed_bytes: Callable[[], int]) -> Generator[None, None, None]:
     """Raise UserError if the disk fills up in the body; `needed_bytes` returns what a retry would write."""
     try:
         yield

@@ -102,7 +102,7 @@ class _Reader:
 
     def table(self, pairs: dict[str, Any], num_tensors: int) -> list[TensorEntry]:
         """Read the table after the metadata; the tensors begin at the next aligned offset."""
-        found = []
+        found: list[tuple[str, tuple[int, ...], int, int]] = []
         for _ in range(num_tensors):
             name = self.strings(1, _MAX_KEY_BYTES)[0]
             num_dimensions = self.scalar("I")

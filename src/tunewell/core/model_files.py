@@ -9,7 +9,7 @@ import urllib.parse
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from tunewell.core.errors import UserError
 
@@ -42,7 +42,7 @@ class ModelFiles:
     source: str
     """As the user named the model."""
     origin: Origin
-    small: dict[str, Path] = field(default_factory=dict)
+    small: dict[str, Path] = field(default_factory=dict[str, Path])
     sentencepiece: Path | None = None
     gguf: Path | None = None
 
@@ -71,7 +71,7 @@ class ModelFiles:
             raise UserError(f"`{name}` is not JSON: {error}", where=str(self.small[name])) from None
         if not isinstance(value, dict):
             raise UserError(f"`{name}` is not a JSON object", where=str(self.small[name]))
-        return value
+        return cast(dict[str, Any], value)
 
 
 def locate(model: str | Path) -> ModelFiles:
@@ -185,7 +185,10 @@ def _package_files(name: str) -> list[Path] | None:
 def _on_hub(repository: str) -> ModelFiles:
     """Use the files in the hub cache and download only those that it does not know."""
     # Heavy, and only hub ids need it.
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import (
+        hf_hub_download,  # pyright: ignore[reportUnknownVariableType]  its user agent is a bare dict
+        try_to_load_from_cache,
+    )
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
     small: dict[str, Path] = {}

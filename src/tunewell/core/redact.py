@@ -3,7 +3,7 @@
 import os
 import re
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 REDACTED = "[redacted]"
 
@@ -49,17 +49,19 @@ def redact(value: T) -> T:
     return _redact(value, None)
 
 
-def _redact(value: Any, secrets: re.Pattern[str] | None) -> Any:
+def _redact(value: object, secrets: re.Pattern[str] | None) -> Any:
     if isinstance(value, str):
         if len(value) < _MIN_CHARS:
             return value
         return (secrets or _pattern(_values_to_hide())).sub(_keep_prefix, value)
     if isinstance(value, dict):
         secrets = secrets or _pattern(_values_to_hide())
-        return {_redact_key(key, secrets): _redact_entry(key, entry, secrets) for key, entry in value.items()}
+        items = cast(dict[object, object], value).items()
+        return {_redact_key(key, secrets): _redact_entry(key, entry, secrets) for key, entry in items}
     if isinstance(value, list | tuple):
         secrets = secrets or _pattern(_values_to_hide())
-        return type(value)([_redact(entry, secrets) for entry in value])
+        entries = cast(list[object] | tuple[object, ...], value)
+        return type(entries)([_redact(entry, secrets) for entry in entries])
     return value
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 from tunewell.records.events import as_number, read_events, with_numbers
 from tunewell.training.health import RunContext, StepMetrics
@@ -229,8 +229,8 @@ def read_log(text: str) -> TrainingLog:
 def read_run(folder: Path) -> TrainingLog:
     """Read the steps and evaluations of a run folder, ours or one that `HealthCallback` wrote."""
     path = folder / "plan.json"
-    plan = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    steps = []
+    plan: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    steps: list[StepMetrics] = []
     for event in read_events(folder / "events.jsonl"):
         if event["kind"] == "step":
             known: dict[str, Any] = {key: event[key] for key in StepMetrics.__dataclass_fields__ if key in event}
@@ -244,14 +244,15 @@ def read_run(folder: Path) -> TrainingLog:
 def _states(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """Yield the JSON objects in a text that contain a `log_history`."""
     decoder, at = json.JSONDecoder(), 0
-    while (found := text.find('"log_history"', at)) >= 0:
-        at = found + 1
-        begin = text.rfind("{", 0, found)
+    while (key := text.find('"log_history"', at)) >= 0:
+        at = key + 1
+        begin = text.rfind("{", 0, key)
         try:
-            state, end = decoder.raw_decode(text, begin)
+            found, end = decoder.raw_decode(text, begin)
         except (ValueError, RecursionError):
             continue
-        if isinstance(state, dict) and isinstance(state.get("log_history"), list):
+        state = cast(dict[str, Any], found) if isinstance(found, dict) else {}
+        if isinstance(state.get("log_history"), list):
             yield begin, end, state
             at = end
 

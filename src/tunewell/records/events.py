@@ -8,9 +8,9 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import sync_folder, write_all, write_atomic
@@ -74,7 +74,8 @@ class EventLog:
         with self._guard:
             lines = (self.path.read_bytes() + self._waiting).split(b"\n")[:-1]
             events = [_parse(line) for line in lines]
-            kept, at = [], 0
+            kept: list[bytes] = []
+            at = 0
             for line, event in zip(lines, events, strict=True):
                 at = _step_of(event, at)
                 if event is not None and at <= step:
@@ -147,13 +148,13 @@ def as_number(value: float | str) -> float:
     return _NOT_FINITE[value]
 
 
-def with_numbers(value: Any) -> Any:
+def with_numbers(value: object) -> Any:
     """Convert the strings that `plain` wrote for NaN and infinity back to numbers, recursively."""
     if isinstance(value, str):
         return _NOT_FINITE.get(value, value)
     if isinstance(value, dict):
-        return {key: with_numbers(entry) for key, entry in value.items()}
-    return [with_numbers(entry) for entry in value] if isinstance(value, list) else value
+        return {key: with_numbers(entry) for key, entry in cast(dict[str, object], value).items()}
+    return [with_numbers(entry) for entry in cast(list[object], value)] if isinstance(value, list) else value
 
 
 def plain(value: Any) -> Any:
@@ -161,13 +162,13 @@ def plain(value: Any) -> Any:
     return _finite(redact(value))
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(float(value))
     if isinstance(value, dict):
-        return {str(key): _finite(entry) for key, entry in value.items()}
+        return {str(key): _finite(entry) for key, entry in cast(dict[object, object], value).items()}
     if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
+        return [_finite(entry) for entry in cast(Sequence[object], value)]
     return value
 
 
@@ -176,7 +177,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         event = json.loads(line)
     except ValueError:
         return None
-    return event if isinstance(event, dict) else None
+    return cast(dict[str, Any], event) if isinstance(event, dict) else None
 
 
 def _step_of(event: dict[str, Any] | None, before: int) -> int:

@@ -5,7 +5,6 @@
 A resume truncates the log of steps to its checkpoint, but not this one: what is known about the run is kept.
 """
 
-from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -30,8 +29,8 @@ class HealingEntry:
     action: ActionName
     words: str
     """The problem and the remedy in one line."""
-    numbers: dict[str, Any] = field(default_factory=dict)
-    documents: list[int] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=dict[str, Any])
+    documents: list[int] = field(default_factory=list[int])
     """Documents of the corpus that are left out because of it."""
     since: int | None = None
     """Finished steps after which they are left out; earlier steps, repeated on a resume, still use them."""
@@ -57,14 +56,12 @@ class HealingEntry:
         return {key: value for key, value in payload.items() if value is not None and value not in ([], {})}
 
 
+_NEEDED: dict[str, Any] = {"step": 0, "name": "unknown", "severity": "note", "action": "none", "words": ""}
+
+
 def read_healing(folder: Path) -> list[HealingEntry]:
     """Return the entries of a run, empty if there are none; raise UserError if the file is damaged."""
-    path = folder / HEALING
-    return list(_entries(read_events(path))) if path.is_file() else []
-
-
-def _entries(lines: Iterable[dict[str, Any]]) -> Iterator[HealingEntry]:
-    known = HealingEntry.__dataclass_fields__
-    for line in lines:
-        needed = {"step": 0, "name": "unknown", "severity": "note", "action": "none", "words": ""}
-        yield HealingEntry(**{**needed, **{key: with_numbers(line[key]) for key in line if key in known}})
+    path, known = folder / HEALING, HealingEntry.__dataclass_fields__
+    lines = read_events(path) if path.is_file() else []
+    found = ({key: with_numbers(line[key]) for key in line if key in known} for line in lines)
+    return [HealingEntry(**{**_NEEDED, **values}) for values in found]

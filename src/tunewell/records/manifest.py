@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import Field
 
@@ -156,11 +156,12 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(what, where=f"looked for `{path}`", fix="run `tunewell prepare`")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-        is_ours = isinstance(raw, dict) and raw.get("format") == FORMAT
-        if is_ours and raw.get("format_version", 0) > FORMAT_VERSION:
+        record = cast(dict[str, Any], raw) if isinstance(raw, dict) else {}
+        is_ours = record.get("format") == FORMAT
+        if is_ours and record.get("format_version", 0) > FORMAT_VERSION:
             raise UserError(f"`{folder}` was made by a newer tunewell", fix="pip install --upgrade tunewell")
         if is_ours:
-            return Manifest.model_validate(raw)
+            return Manifest.model_validate(record)
     except (ValueError, TypeError) as error:
         raise DamagedManifest(
             f"the manifest of `{folder}` is damaged",

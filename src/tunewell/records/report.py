@@ -68,7 +68,7 @@ class Answer(Record):
     f1: float = 0.0
     right: bool | None = False
     """None if the reference is too long for an answer to be simply right or wrong."""
-    faults: list[Fault] = Field(default_factory=list)
+    faults: list[Fault] = Field(default_factory=list[Fault])
 
 
 class AnsweredQuestion(Record):
@@ -110,8 +110,8 @@ class LogitChange(Record):
 class Curve(Record):
     """The losses of a training, as logged: (step, loss)."""
 
-    train: list[tuple[int, float]] = Field(default_factory=list)
-    held_out: list[tuple[int, float]] = Field(default_factory=list)
+    train: list[tuple[int, float]] = Field(default_factory=list[tuple[int, float]])
+    held_out: list[tuple[int, float]] = Field(default_factory=list[tuple[int, float]])
     best_step: int | None = None
 
 
@@ -150,18 +150,18 @@ class Report(Record):
     verdict: Level
     summary: str
     """One sentence with the main reason and numbers."""
-    reasons: list[Reason] = Field(default_factory=list)
+    reasons: list[Reason] = Field(default_factory=list[Reason])
     """The worst first; empty if the verdict is PASS."""
     subject: EvaluatedModel
     data: str
     """The evaluated rows: the held-out rows of a corpus, or a file."""
     held_out: LossPair | None = None
-    by_source: list[LossPair] = Field(default_factory=list)
+    by_source: list[LossPair] = Field(default_factory=list[LossPair])
     everyday: LossPair | None = None
     """Loss on everyday text, unrelated to the rows."""
     base_tally: AnswerCounts | None = None
     tuned_tally: AnswerCounts | None = None
-    exchanges: list[AnsweredQuestion] = Field(default_factory=list)
+    exchanges: list[AnsweredQuestion] = Field(default_factory=list[AnsweredQuestion])
     metrics: dict[str, MetricResult] = Field(default_factory=dict)
     """Metric functions of the user, by name."""
     change: LogitChange | None = None

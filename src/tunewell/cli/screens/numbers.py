@@ -2,13 +2,15 @@
 
 import math
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tunewell.cli.render import one_line
 from tunewell.config.extensions import METHODS
 from tunewell.core.units import count
-from tunewell.records.healing import HealingEntry
-from tunewell.training.events import RunStarted
+
+if TYPE_CHECKING:
+    from tunewell.records.healing import HealingEntry
+    from tunewell.training.events import RunStarted
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _LONGEST_MODEL = 40
@@ -57,7 +59,7 @@ def format_parameters(number: int) -> str:
     return count(number)
 
 
-def healing_line(entry: HealingEntry) -> str:
+def healing_line(entry: "HealingEntry") -> str:
     """Return one line about a fault and the action that was taken."""
     label = "stopped" if entry.action == "stop" else "warning" if entry.action == "none" else "healed"
     return f"{label}: step {count(entry.step)}: {one_line(entry.words)}"
@@ -68,7 +70,7 @@ def short_model_name(model: str) -> str:
     return one_line(model if len(model) <= _LONGEST_MODEL else PurePath(model).name)
 
 
-def describe_method(start: RunStarted) -> str:
+def describe_method(start: "RunStarted") -> str:
     """Describe how a model is trained: `LoRA rank 16, 4.9 M of 139 M weights, bf16 on cuda:0`."""
     plan = start.plan
     method: dict[str, Any] = plan.config.get("method") or {}
