@@ -14,7 +14,7 @@ def test_listing_names_imports_nothing() -> None:
     """An import path that does not exist must not matter until the entry is loaded."""
     shapes = Registry("shape", [Entry("round", "A circle.", "no_such_module:Circle")])
     assert shapes.names() == ("round",)
-    assert shapes.doc("round") == "A circle."
+    assert shapes.entry("round").doc == "A circle."
     assert "no_such_module" not in sys.modules
     with pytest.raises(ModuleNotFoundError):
         shapes.load("round")
