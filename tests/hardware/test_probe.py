@@ -54,7 +54,7 @@ def test_bf16_and_flash_come_with_ampere(gpus, capability, is_modern):
     """Guards T4 and V100, which take bf16 and compute it by emulation."""
     gpus(capability)
     device = probe_device("auto")
-    assert (device.kind, device.name, device.capability) == ("cuda", "cuda:1", capability)
+    assert (device.kind, device.name) == ("cuda", "cuda:1")
     assert (device.has_bf16, device.has_flash) == (is_modern, is_modern)
     assert (device.free_bytes, device.memory_bytes) == (10, 16)
 
