@@ -17,10 +17,9 @@ from recorded_runs import Clock, a_start, play
 
 from tunewell.cli import main as frame
 from tunewell.cli.commands import train as train_command
-from tunewell.cli.commands.train import flags_as_sets
 from tunewell.cli.main import COMMANDS, main
 from tunewell.cli.screens.train_result import train_result_screen
-from tunewell.config.load import load_config
+from tunewell.config.load import as_sets, load_config
 from tunewell.records.healing import HealingEntry
 
 LOSSES = [(step, 2.0 - step / 100) for step in range(1, 96)]
@@ -286,13 +285,13 @@ def test_of_many_processes_one_reports(trained, monkeypatch, tmp_path, capsys, f
 def test_a_path_of_any_spelling_survives(text, monkeypatch, tmp_path):
     """`--out 5` is a folder named 5, not the number."""
     monkeypatch.chdir(tmp_path)
-    assert load_config(sets=flags_as_sets(run=text, device=None)).config.run == text
+    assert load_config(sets=as_sets(run=text, device=None)).config.run == text
 
 
 def test_a_setting_of_the_users_own_comes_last(monkeypatch, tmp_path):
     """Of two ways to say one thing, the later one counts."""
     monkeypatch.chdir(tmp_path)
-    assert load_config(sets=[*flags_as_sets(run=Path("a")), "run=b"]).config.run == "b"
+    assert load_config(sets=[*as_sets(run=Path("a")), "run=b"]).config.run == "b"
 
 
 def test_the_command_imports_nothing_heavy():

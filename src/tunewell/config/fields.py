@@ -24,10 +24,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class OneOf:
-    """Restricts a text to the names in a registry: `Annotated[str, OneOf(METHODS)]`.
-
-    The registry is read at validation, so an entry that is added later is accepted too.
-    """
+    """Restricts a text to the names in a registry when it is validated: `Annotated[str, OneOf(METHODS)]`."""
 
     registry: Registry[Any]
 

@@ -3,6 +3,7 @@
 Loading is pure: it reads no hardware and no environment variables, and writes nothing.
 """
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -143,6 +144,12 @@ class LoadedConfig:
         """Name a model as it can be found from here: a path where it is one, otherwise as it is."""
         path = self.path(name)
         return str(path) if path.exists() else name
+
+
+def as_sets(**values: str | Path | None) -> list[str]:
+    """Return values as `KEY="VALUE"` for `--set`, quoted so that YAML reads spaces, colons and `5` as text."""
+    given = {key: str(value) for key, value in values.items() if value is not None}
+    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items()]
 
 
 ConfigLike = LoadedConfig | Mapping[str, Any] | str | Path | None

@@ -81,10 +81,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a new file and flush it to disk, with `os.write` and `os.fsync` only; a failure leaves a partial file.
-
-    Use it for files in a folder that is published as a whole. Every byte of a checkpoint is written here.
-    """
+    """Write and flush a new file in a folder that is published as a whole; a failure leaves a partial file."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
     try:
         write_all(handle, data)

@@ -6,7 +6,6 @@ need torch are imported when they are called: `prepare` works without it.
 """
 
 import hashlib
-import json
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from tunewell.config.load import as_sets
 from tunewell.core.errors import UserError
 from tunewell.core.files import write_atomic
 from tunewell.core.progress import silent
@@ -32,10 +32,7 @@ _FIX = "give a path, a list of paths, a list of dicts, a `datasets.Dataset` or a
 
 
 def data_paths(data: Any) -> list[str] | None:
-    """Return the paths that `data` names; rows from memory are saved first. None stays None.
-
-    The file is named after a hash of its content, so that equal rows give the same file and the corpus is not rebuilt.
-    """
+    """Return the paths that `data` names; rows from memory are saved to a file named after their hash."""
     if data is None:
         return None
     if isinstance(data, str | Path):
@@ -121,7 +118,7 @@ def train(
     """
     from tunewell.workflows.train import run_training
 
-    settings = [*_setting("run", out), *_as_list(sets)]
+    settings = [*as_sets(run=out), *_as_list(sets)]
     loaded = load_for_run(config, settings, is_resuming=resume, model=_text(model), data=data_paths(data))
     options = RunOptions(is_resuming=resume, allowed_changes=_as_list(allow_changes), allow_pickle=allow_pickle)
     with shown(progress, is_training=True) as show:
@@ -192,7 +189,3 @@ def _text(value: str | Path | None) -> str | None:
 
 def _as_list(values: Sequence[str]) -> list[str]:
     return [values] if isinstance(values, str) else list(values)
-
-
-def _setting(key: str, value: str | Path | None) -> list[str]:
-    return [] if value is None else [f"{key}={json.dumps(str(value), ensure_ascii=False)}"]

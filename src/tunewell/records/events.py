@@ -47,10 +47,7 @@ class EventLog:
                 self._write(self._waiting + data)
                 self._waiting = b""
             except OSError as error:
-                if self._on_trouble is None:
-                    raise
-                if not self._waiting:
-                    self._on_trouble(f"`{self.path.name}` cannot be written ({error.strerror}); its lines are kept")
+                self._report(error, "cannot be written ({}); its lines are kept")
                 self._waiting += data
 
     def sync(self) -> None:
@@ -61,10 +58,13 @@ class EventLog:
                 self._waiting = b""
                 os.fsync(self._handle)
             except OSError as error:
-                if self._on_trouble is None:
-                    raise
-                if not self._waiting:
-                    self._on_trouble(f"`{self.path.name}` cannot be flushed to the disk ({error.strerror})")
+                self._report(error, "cannot be flushed to the disk ({})")
+
+    def _report(self, error: OSError, message: str) -> None:
+        if self._on_trouble is None:
+            raise error
+        if not self._waiting:
+            self._on_trouble(f"`{self.path.name}` {message.format(error.strerror)}")
 
     def truncate_to(self, step: int) -> int:
         """Delete the lines of later steps and damaged lines, which are reported; return the number of deleted lines.

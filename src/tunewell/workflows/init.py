@@ -151,7 +151,7 @@ def _config_text(result: InitResult, data: str, model: str) -> str:
         if result.template == "auto"
         else f"the model has no template; its tokens fit `{result.template}`"
     )
-    lengths = sample.lengths
+    lengths, rate = sample.lengths, f"{start.learning_rate.value:.0e}".replace("e-0", "e-")
     return f"""\
 # Written by `tunewell init`. Every key: `tunewell explain`; one: `tunewell explain packing.context_length`.
 
@@ -177,7 +177,7 @@ method:
 
 train:
   epochs: {start.epochs.value:g}   # {start.epochs.because}
-  learning_rate: {_rate(start.learning_rate.value)}   # {start.learning_rate.because}
+  learning_rate: {rate}   # {start.learning_rate.because}
   schedule: cosine   # the learning rate falls to zero; or: linear, constant
   batch_tokens: auto   # tokens per step; `train` prints its choice and the reason
 
@@ -187,8 +187,3 @@ seed: 0
 
 def _scalar(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**9).splitlines()[0]
-
-
-def _rate(value: float) -> str:
-    mantissa, _, exponent = f"{value:.0e}".partition("e")
-    return f"{mantissa}e{int(exponent)}"

@@ -17,11 +17,7 @@ def verify(
     progress: ProgressListener = silent,
     notes: list[str] | None = None,
 ) -> Parity:
-    """Compare every artefact of an export with the trained model, and write `parity.json`.
-
-    `base` is the base model of an adapter, if it has moved since. If the folder is read-only, the result is returned
-    all the same, and a note is appended to `notes`. Raises UserError if the proof cannot be made.
-    """
+    """Compare every artefact of an export with the trained model, and write `parity.json`; if it cannot, add a note."""
     folder = Path(folder).expanduser()
     parity = prove_export(folder, base=base, allow_pickle=allow_pickle, progress=progress)
     try:

@@ -1,6 +1,5 @@
 """`tunewell train`: train a model under a supervisor, and test it."""
 
-import json as json_module
 import os
 import sys
 from pathlib import Path
@@ -47,10 +46,11 @@ def command(
 ) -> None:
     """Train the model and test it (prepares the data first if needed)."""
     from tunewell.cli.screens.training import is_first_process, shown_training
+    from tunewell.config.load import as_sets
     from tunewell.runs.config import RunOptions, load_for_run
     from tunewell.runs.supervisor import can_supervise
 
-    sets = [*flags_as_sets(run=out, device=device), *(set_ or ())]
+    sets = [*as_sets(run=out, device=device), *(set_ or ())]
     if no_validate:
         sets.append("verdict.after_training=false")
     loaded = load_for_run(config, sets, is_resuming=resume, model=model, data=data, seed=seed)
@@ -105,12 +105,3 @@ def _supervise(loaded: "LoadedConfig", argv: "Sequence[str]") -> int:
 
     folder = loaded.path(loaded.config.run)
     return supervise(command_line, folder=folder, rules=loaded.config.healing, report=report)
-
-
-def flags_as_sets(**values: Path | str | None) -> list[str]:
-    """Return flags as `KEY="VALUE"`, quoted so that YAML reads spaces, colons and `5` as text."""
-    return [
-        f"{key}={json_module.dumps(str(value), ensure_ascii=False)}"
-        for key, value in values.items()
-        if value is not None
-    ]

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tunewell.cli.options import AsJson
+from tunewell.cli.options import AllowPickle, AsJson
 from tunewell.cli.progress import shown_stages
 from tunewell.cli.render import emit, hanging, json_text
 from tunewell.cli.screens.export import parity_screen
@@ -15,12 +15,7 @@ from tunewell.core.progress import Progress
 def command(
     folder: Annotated[Path, typer.Argument(metavar="EXPORT", help="A folder that `tunewell export` wrote.")],
     base: Annotated[str | None, typer.Option(help="The base model of an adapter, if it has moved.")] = None,
-    allow_pickle: Annotated[
-        bool,
-        typer.Option(
-            "--allow-pickle", help="Load a base model from a `.bin` file, which can run code. Trusted files only."
-        ),
-    ] = False,
+    allow_pickle: AllowPickle = False,
     json: AsJson = False,
 ) -> None:
     """Check again that an export matches the trained model.

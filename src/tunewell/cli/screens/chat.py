@@ -208,7 +208,7 @@ def _side_by_side(chat: "Chat", parts: Reply) -> None:
     from rich.live import Live
 
     out = console()
-    answers = {_label(chat): "", "base": ""}
+    answers = {one_line(chat.model.ref.name): "", "base": ""}
     try:
         with Live(console=out, transient=True, auto_refresh=False, vertical_overflow="crop") as live:
             for label, text in _both(chat, parts):
@@ -223,7 +223,7 @@ def _side_by_side(chat: "Chat", parts: Reply) -> None:
 
 
 def _both(chat: "Chat", parts: Reply) -> Iterator[tuple[str, Reply]]:
-    yield _label(chat), parts
+    yield one_line(chat.model.ref.name), parts
     yield "base", chat.base_reply()
 
 
@@ -250,10 +250,6 @@ class _Tail:
         for line in console.render_lines(self._table, options, pad=False)[-(console.height - 1) :]:
             yield from line
             yield Segment.line()
-
-
-def _label(chat: "Chat") -> str:
-    return one_line(chat.model.ref.name)
 
 
 @contextmanager
