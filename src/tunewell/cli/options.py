@@ -38,9 +38,6 @@ Device = Annotated[
     str, typer.Option("--device", metavar="NAME", help="Device: `auto`, `cpu`, `cuda`, `cuda:1` or `mps`.")
 ]
 AllowPickle = Annotated[
-    bool,
-    typer.Option(
-        "--allow-pickle", help="Load pickled weights (`.pt`, `.bin`), which can run code. Trusted files only."
-    ),
+    bool, typer.Option("--allow-pickle", help="Load `.pt` or `.bin` weights, which can run code. Trusted files only.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
