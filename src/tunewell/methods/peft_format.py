@@ -192,12 +192,13 @@ def match_full_modules(names: Iterable[str], suffixes: Sequence[str], tensors: C
 
 def saved_embeddings(model: PreTrainedModel, tensors: Collection[str]) -> tuple[str, ...]:
     """Return the paths of the embedding and the head if an adapter's file holds them."""
+    return tuple(name for name in table_names(model) if f"{_PREFIX}{name}.weight" in tensors)
+
+
+def table_names(model: PreTrainedModel) -> list[str]:
+    """Return the paths of the embedding and the head."""
     tables = (model.get_input_embeddings(), model.get_output_embeddings())
-    return tuple(
-        name
-        for name, module in model.named_modules()
-        if any(module is table for table in tables) and f"{_PREFIX}{name}.weight" in tensors
-    )
+    return [name for name, module in model.named_modules() if any(module is table for table in tables)]
 
 
 def stacked_experts(model: nn.Module) -> dict[str, Tensor]:

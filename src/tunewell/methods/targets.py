@@ -15,6 +15,7 @@ from tunewell.methods.peft_format import (
     last_name,
     layer_index,
     stacked_experts,
+    table_names,
     tied_names,
 )
 
@@ -68,8 +69,7 @@ def _full_modules(model: PreTrainedModel, settings: MethodSettings) -> tuple[str
 
 def with_embeddings(settings: MethodSettings, model: PreTrainedModel) -> MethodSettings:
     """Return settings that also train the embedding and the head in full: rows of new tokens were never trained."""
-    tables = (model.get_input_embeddings(), model.get_output_embeddings())
-    names = [last_name(name) for name, module in model.named_modules() if any(module is table for table in tables)]
+    names = [last_name(name) for name in table_names(model)]
     return settings.model_copy(update={"modules_to_save": tuple(dict.fromkeys([*settings.modules_to_save, *names]))})
 
 

@@ -2,6 +2,8 @@
 
 import math
 import re
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.gguf import TensorEntry, read_metadata, read_tensor_table
 from tunewell.core.optional import import_optional
 from tunewell.models.external import split_rotary_pairs
-from tunewell.models.quiet import silent
+from tunewell.models.quiet import quiet
 
 ROPE_TABLE = "rope_freqs.weight"
 LLAMA_NAMED = frozenset({"llama", "qwen2", "qwen3"})
@@ -120,7 +122,8 @@ def _dequantise(path: Path, entry: TensorEntry) -> Tensor:
 
 def _by_transformers(path: Path, config: PreTrainedConfig, entries: list[TensorEntry]) -> dict[str, Tensor]:
     """Read the weights with transformers, which skips unknown tensors; raise UserError if it skipped any."""
-    with silent():
+    # transformers' GGUF reader draws a progress bar on stderr that no setting turns off.
+    with quiet(), redirect_stderr(StringIO()):
         model = AutoModelForCausalLM.from_pretrained(
             path.parent,
             gguf_file=path.name,
@@ -184,7 +187,7 @@ def _config_of(metadata: dict[str, Any], names: set[str]) -> PreTrainedConfig:
 
 def _config_by_transformers(path: Path) -> PreTrainedConfig:
     try:
-        with silent():
+        with quiet(), redirect_stderr(StringIO()):
             config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
     except (ImportError, KeyError, NotImplementedError, ValueError) as error:
         raise unusable(path, f"transformers cannot read it: {error}") from error

@@ -1,7 +1,6 @@
 """Silence the progress bars and warnings of transformers."""
 
 import contextlib
-import io
 from collections.abc import Iterator
 
 from transformers.utils import logging
@@ -19,10 +18,3 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if had_bars:
             logging.enable_progress_bar()
-
-
-@contextlib.contextmanager
-def silent() -> Iterator[None]:
-    """Drop stderr too: the GGUF reader draws a progress bar that no setting turns off."""
-    with quiet(), contextlib.redirect_stderr(io.StringIO()):
-        yield

@@ -46,11 +46,12 @@ def require_supported(config: PreTrainedConfig, *, longest_document: int, attent
         settings: Any = config.quantization_config
         method = (settings if isinstance(settings, dict) else settings.to_dict()).get("quant_method", "unknown method")
         raise _not_supported(config, f"its weights are quantised ({method})", "use the model it was quantised from")
-    _require_supported_type(config)
+    for reason, kinds in _table()["refused"].items():
+        if config.model_type in kinds:
+            raise _not_supported(config, reason)
     part = text_part(config)
     text = part.config if part is not None else config
-    _require_causal(text)
-    _require_layer_types(text)
+    _require_packable(text)
     _require_positions(text, longest_document)
     if attention == FLASH and getattr(text, "attn_logit_softcapping", None) is not None:
         raise _not_supported(text, "the flash kernel has no softcap on attention", "set `train.attention: sdpa`")
@@ -96,13 +97,7 @@ def head_shape(model: PreTrainedModel) -> HeadShape:
     return shape
 
 
-def _require_supported_type(config: PreTrainedConfig) -> None:
-    for reason, kinds in _table()["refused"].items():
-        if config.model_type in kinds:
-            raise _not_supported(config, reason)
-
-
-def _require_causal(config: PreTrainedConfig) -> None:
+def _require_packable(config: PreTrainedConfig) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise _not_supported(config, "it is an encoder-decoder model")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -113,11 +108,7 @@ def _require_causal(config: PreTrainedConfig) -> None:
         raise _not_supported(config, "its attention cannot be replaced, so packed documents would see each other")
     if getattr(config, "use_bidirectional_attention", None):
         raise _not_supported(config, "its attention is bidirectional (`use_bidirectional_attention`)")
-
-
-def _require_layer_types(config: PreTrainedConfig) -> None:
-    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _SUPPORTED_LAYERS)
-    if unknown:
+    if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - _SUPPORTED_LAYERS):
         listed = ", ".join(f"`{name}`" for name in unknown)
         raise _not_supported(config, f"its layers of type {listed} cannot keep packed documents apart")
 

@@ -64,10 +64,7 @@ class HeartbeatMonitor:
 
     @property
     def patience(self) -> float | None:
-        """Seconds of silence after which the run counts as hung; None if there is no limit.
-
-        There is none before the first step, and while the result is printed: its reader may be slow.
-        """
+        """Seconds of silence after which the run counts as hung; None before the first step and while it prints."""
         if not self.step_seconds or self.is_printing:
             return None
         wait = self.hang_seconds + _STEP_FACTOR * median(self.step_seconds)
@@ -83,10 +80,7 @@ class Heartbeat:
     """A listener that sends the heartbeat of this run to its supervisor."""
 
     def __init__(self, fds: str) -> None:
-        """Take the file descriptors that the supervisor opened: `READ,WRITE,STACKS`.
-
-        Starts a thread that waits for the supervisor's death, and dumps the stacks of all threads on SIGUSR2.
-        """
+        """Take the supervisor's `READ,WRITE,STACKS`; watch for its death, and dump all stacks on SIGUSR2."""
         read, self._write, stacks = _parse_fds(fds)
         self._sent_at = 0.0
         threading.Thread(target=_stop_without_supervisor, args=(read,), daemon=True, name="lifeline").start()

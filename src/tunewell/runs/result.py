@@ -232,21 +232,17 @@ def _cost(entries: Sequence[HealingEntry]) -> str:
 def advice(entries: Sequence[HealingEntry]) -> list[str]:
     """Return the settings to change so that the next run needs no healing."""
     found: list[str] = []
-    limits = [entry.micro_batch_tokens for entry in entries if entry.micro_batch_tokens is not None]
-    if limits:
+    if limits := [entry.micro_batch_tokens for entry in entries if entry.micro_batch_tokens is not None]:
         found.append(f"set `train.micro_batch_tokens: {limits[-1]}`: larger micro-batches ran out of memory")
     if any(entry.is_recomputing for entry in entries):
         found.append("set `train.recompute: true`: without it, some documents ran out of memory")
-    shares = [entry.rate_share for entry in entries if entry.rate_share is not None]
-    if shares:
+    if shares := [entry.rate_share for entry in entries if entry.rate_share is not None]:
         found.append(f"multiply `train.learning_rate` by {shares[-1]:g}: the run diverged at the planned rate")
-    precisions = [entry.precision for entry in entries if entry.precision is not None]
-    if precisions:
+    if precisions := [entry.precision for entry in entries if entry.precision is not None]:
         found.append(f"set `train.precision: {precisions[-1]}`: values overflowed in 16 bits")
     if any(entry.device for entry in entries):
         found.append("set `device: cpu`: values were not finite on the GPU only")
-    rows = [row for entry in entries if entry.documents for row in entry.numbers.get("rows", [])]
-    if rows:
+    if rows := [row for entry in entries if entry.documents for row in entry.numbers.get("rows", [])]:
         found.append(f"check {', '.join(dict.fromkeys(rows[:3]))}: left out, because they made values not finite")
     names = {entry.name for entry in entries}
     if "overfitting" in names:

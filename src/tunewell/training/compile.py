@@ -59,10 +59,6 @@ class Compiler:
     def _is_possible(self, learner: TrainableModel) -> bool:
         return self.mode != "off" and learner.device.type == "cuda" and learner.shape is None and learner.may_compile
 
-    def most_documents(self, learner: TrainableModel) -> int | None:
-        """Return the documents that a micro-batch may have to fit the compiled shape; one is reserved for padding."""
-        return None if learner.shape is None else learner.shape.documents - 1
-
     def run(self, learner: TrainableModel, order: DataOrder, *, budget: int) -> str:
         """Compile the layers and the loss for one shape; return a note about it."""
         learner.shape = fixed_shape(order, budget=budget, longest=learner.longest)

@@ -97,7 +97,7 @@ class _Loop:
         step = run.order.step(run.progress.step)
         left_out = [document for document, since in run.healing.quarantine.items() if step.number >= since]
         documents = step.documents[~np.isin(step.documents, left_out)] if left_out else step.documents
-        rate = healer.rate_share * rate_at(
+        rate = healer.history.rate_share * rate_at(
             step.number,
             num_steps=plan.num_steps.value,
             warmup_steps=plan.warmup_steps.value,
@@ -117,7 +117,8 @@ class _Loop:
             is_always_recomputing=run.config.train.recompute,
         )
         while True:
-            max_documents = compiler.most_documents(run.learner) if compiler else None
+            # One document of a compiled shape is reserved for padding.
+            max_documents = run.learner.shape.documents - 1 if run.learner.shape else None
             groups = micro_batches(documents, run.order.lengths, ladder.micro_batch_tokens, most=max_documents)
             batches = [make_batch(run.documents, group) for group in groups]
             try:

@@ -49,11 +49,6 @@ class Healer:
         if run.healing.limits.is_recomputing:
             run.learner.recompute(True)
 
-    @property
-    def rate_share(self) -> float:
-        """Share of the planned learning rate that is used."""
-        return self.history.rate_share
-
     def norm_limit(self) -> float:
         """Return the gradient norm above which the next update is skipped; infinite if healing is off."""
         return self.monitor.norm_limit() if self._rules.on else math.inf
@@ -89,13 +84,12 @@ class Healer:
 
     def _empty_answers(self, step: int, samples: list[Sample]) -> Finding | None:
         """Report samples that are all empty now but were not before."""
-        empty = sum(1 for sample in samples if not sample.answer.strip())
         reported = self.monitor.history.reported
-        if step == 0 or not samples or empty < len(samples):
-            if samples and empty < len(samples):
-                reported.add("has-answered")
+        if any(sample.answer.strip() for sample in samples):
+            reported.add("has-answered")
             return None
-        if len(samples) < _SAMPLES_TO_JUDGE or "has-answered" not in reported or "empty-answers" in reported:
+        was_answering = step > 0 and "has-answered" in reported and "empty-answers" not in reported
+        if len(samples) < _SAMPLES_TO_JUDGE or not was_answering:
             return None
         reported.add("empty-answers")
         words = f"all {len(samples)} sample answers are empty; earlier ones were not: the model stopped answering"

@@ -36,15 +36,12 @@ class OutOfMemory(Exception):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is, or was caused by, a lack of memory.
-
-    While CUDA graphs are recorded, only the first error says so; the next ones have it as their context.
-    """
+    """Return whether an error is, or was caused by, a lack of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError | OutOfMemory):
         return True
-    if isinstance(error.__context__, torch.OutOfMemoryError) and isinstance(error, RuntimeError):
-        return True
-    return isinstance(error, RuntimeError) and any(part in str(error).lower() for part in _FRAGMENTS)
+    # While CUDA graphs are recorded, only the first error says so; the next ones have it as their context.
+    is_caused = isinstance(error.__context__, torch.OutOfMemoryError)
+    return isinstance(error, RuntimeError) and (is_caused or any(part in str(error).lower() for part in _FRAGMENTS))
 
 
 def free_memory(after: BaseException) -> None:
@@ -88,7 +85,7 @@ class OomLadder:
     @property
     def micro_batch_tokens(self) -> int:
         """Tokens of a micro-batch in the next attempt."""
-        return self._tokens or min(self.planned_tokens, self.limits.micro_batch_tokens or self.planned_tokens)
+        return self._tokens or self.limits.cap(self.planned_tokens)
 
     def attempt(self) -> AbstractContextManager[None]:
         """Return the context of an attempt: smaller micro-batches have other shapes than the compiled ones."""
@@ -139,8 +136,7 @@ class OomLadder:
 def smaller(groups: Sequence[np.ndarray], lengths: np.ndarray, *, is_recomputing: bool) -> int | None:
     """Return half the tokens of the largest micro-batch that can be split; None if all are single documents.
 
-    None also if a single document is the largest of all and gradient checkpointing is off: splitting the others would
-    not make that one smaller.
+    None also if a single document is the largest and gradient checkpointing is off: splitting others is no help then.
     """
     largest = max(groups, key=lambda group: int(lengths[group].sum()), default=np.zeros(0, np.int64))
     can_cut = [group for group in groups if len(group) > 1]
