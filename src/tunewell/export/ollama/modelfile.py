@@ -54,7 +54,8 @@ def derive_template(source: str, *, tokenizer: LoadedTokenizer, adds_bos: bool, 
     `date` is the date of training, which the derived text keeps: Ollama's templates have no clock.
     """
     special = tokenizer.special_tokens
-    own = ChatTemplate(source, special_tokens=special, **({"date": date} if date is not None else {}))
+    fixed: dict[str, Any] = {"date": date} if date is not None else {}
+    own = ChatTemplate(source, special_tokens=special, **fixed)
     other = ChatTemplate(source, special_tokens=special, date=another_day(own.date)) if own.uses_clock else None
     render = _render_with(own)
     if missing := missing_generation_prompt(render):
