@@ -128,7 +128,8 @@ class DataOrder:
 def _next_fit(lengths: Numbers, budget: int) -> list[tuple[int, int]]:
     """Split documents, in order, where the next one does not fit the budget."""
     ends = np.cumsum(lengths)
-    cuts, begin = [], 0
+    cuts: list[tuple[int, int]] = []
+    begin = 0
     while begin < len(lengths):
         last_end = budget + (int(ends[begin - 1]) if begin else 0)
         end = max(begin + 1, int(np.searchsorted(ends, last_end, side="right")))

@@ -32,8 +32,10 @@ class TextPipeline:
     """By the name in the config."""
     default_name: str
     rule: SupervisionRule
-    _maskers: dict[tuple[str, SupervisionRule], Masker] = field(default_factory=dict)
-    _encoders: dict[frozenset[str], Encoder] = field(default_factory=dict)
+    _maskers: dict[tuple[str, SupervisionRule], Masker] = field(
+        default_factory=dict[tuple[str, SupervisionRule], Masker]
+    )
+    _encoders: dict[frozenset[str], Encoder] = field(default_factory=dict[frozenset[str], Encoder])
 
     @classmethod
     def load(cls, loaded: LoadedConfig) -> "TextPipeline":
@@ -78,7 +80,7 @@ class TextPipeline:
 
     def encoder(self, masker: Masker | None) -> Encoder:
         """Return the encoder that keeps the markers of a template out of message text."""
-        markers = frozenset(masker.frame.turn_markers) if masker else frozenset()
+        markers = frozenset(masker.frame.turn_markers if masker else ())
         if markers not in self._encoders:
             self._encoders[markers] = Encoder(self.tokenizer, markers)
         return self._encoders[markers]

@@ -12,10 +12,10 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import write_atomic
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.core.units import count
+from tunewell.data.sources.arrow import count_parquet_rows
 from tunewell.data.sources.base import SourceFile, find_files, split_limit
 from tunewell.data.sources.blocks import ReadOptions, read_blocks
 from tunewell.data.sources.local import LocalFile
-from tunewell.data.sources.tables import count_parquet_rows
 from tunewell.data.templates.chat_template import builtin_template, required_markers
 from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
 from tunewell.models.facts import ModelFacts, read_facts

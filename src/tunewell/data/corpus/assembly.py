@@ -49,8 +49,8 @@ class SourceLedger:
     rows: int = 0
     documents: int = 0
     held_out: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    formats: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter[str])
+    formats: Counter[str] = field(default_factory=Counter[str])
 
     def is_balanced(self) -> bool:
         """Return True if every row is a document, held out or dropped."""
@@ -121,7 +121,7 @@ class Assembly:
         rows = np.asarray(numbers, dtype=np.int64)
         dropped = np.flatnonzero(block.status)
         for index, detail in zip(dropped.tolist(), block.details, strict=True):
-            self.drop(ledger, int(rows[index]), block.reasons[block.status[index] - 1], detail)
+            self.drop(ledger, int(rows[index]), block.reasons[int(block.status[index]) - 1], detail)
         rows = rows[block.status == 0]
         supervised = _without_first_tokens(block)
         keep = np.zeros(len(rows), dtype=bool)
@@ -160,7 +160,7 @@ class Assembly:
 
     def drop_document(self, documents: Documents, index: int, reason: str, detail: str = "") -> None:
         """Drop a document that was counted before."""
-        ledger = self.sources[documents.source[index]]
+        ledger = self.sources[int(documents.source[index])]
         if documents.is_held_out[index]:
             ledger.held_out -= 1
         else:
@@ -216,7 +216,8 @@ def _find_held_out_questions(documents: Documents) -> npt.NDArray[np.int64]:
     held_out = documents.question[documents.is_held_out]
     # Few pass the comparison of the first half, so that Python sees few digests.
     is_candidate = np.isin(documents.question[:, 0], held_out[:, 0]) & ~documents.is_held_out
-    asked = set(map(tuple, held_out.tolist())) if is_candidate.any() else set()
+    digests: list[list[int]] = held_out.tolist() if is_candidate.any() else []
+    asked = {tuple(digest) for digest in digests}
     candidates = np.flatnonzero(is_candidate)
     is_asked = [tuple(digest) in asked for digest in documents.question[candidates].tolist()]
     return candidates[np.asarray(is_asked, dtype=bool)]

@@ -57,10 +57,11 @@ def pack(lengths: npt.NDArray[np.integer], context_length: int) -> Packing:
     by_length = np.argsort(lengths, kind="stable")
     next_of = (np.cumsum(counts) - counts).tolist()
     order = np.empty(len(lengths), dtype=np.int64)
-    sizes, done = [], 0
+    sizes: list[npt.NDArray[np.int64]] = []
+    done = 0
     distinct = np.flatnonzero(counts).tolist()
     for times, design in _designs({length: int(counts[length]) for length in distinct}, context_length):
-        columns = []
+        columns: list[npt.NDArray[np.int64]] = []
         for length, per_sequence in design.items():
             first = next_of[length]
             next_of[length] += times * per_sequence
@@ -257,5 +258,6 @@ def mix_sources(
 
 def repeat(units: Units, copies: npt.NDArray[np.int64]) -> Units:
     """Return `copies` copies of each unit."""
-    columns = (np.repeat(column, copies) for column in (units.document, units.start, units.length))
-    return Units(*columns, units.num_pieces, int(np.maximum(copies - 1, 0).sum()))
+    document, start = np.repeat(units.document, copies), np.repeat(units.start, copies)
+    num_repeats = int(np.maximum(copies - 1, 0).sum())
+    return Units(document, start, np.repeat(units.length, copies), units.num_pieces, num_repeats)

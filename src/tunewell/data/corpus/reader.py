@@ -5,20 +5,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_file
 from tunewell.core.optional import import_optional
-from tunewell.data.corpus.shards import to_numpy
+from tunewell.data.corpus.shards import COLUMNS
+from tunewell.data.sources.arrow import Lists, read_columns, read_lists
 from tunewell.records.manifest import MANIFEST, Manifest, SplitRecord, read_manifest
 
+T = TypeVar("T")
 Ids = npt.NDArray[np.int32]
-_COLUMNS = ("input_ids", "labels", "seq_lengths")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,6 @@ class Document:
         return ("input_ids", "labels", "source", "row")
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """Some sequences of a shard: their ids and labels concatenated, and the offset of each sequence."""
-
-    ids: Ids
-    labels: Ids
-    offsets: Ids
-
-
 class Split:
     """The documents of one split, memory-mapped."""
 
@@ -57,7 +48,7 @@ class Split:
         self._sources = sources
         self._check = check
         self._is_in_memory = False
-        self._shards: dict[int, tuple[npt.NDArray[np.int64], list[_Batch]]] = {}
+        self._shards: dict[int, tuple[npt.NDArray[np.int64], list[dict[str, Lists]]]] = {}
 
     def __len__(self) -> int:
         return self._record.documents if self._record else 0
@@ -81,51 +72,43 @@ class Split:
         firsts, batches = self._shard(shard)
         sequence -= int(self._first_sequences[shard])
         batch = _find_range(firsts, sequence)
-        found = batches[batch]
-        begin = int(found.offsets[sequence - firsts[batch]]) + int(self.index["start"][index])
+        offsets, ids = batches[batch]["input_ids"]
+        begin = int(offsets[sequence - firsts[batch]]) + int(self.index["start"][index])
         end = begin + int(self.index["length"][index])
-        return found.ids[begin:end], found.labels[begin:end]
+        return ids[begin:end], batches[batch]["labels"][1][begin:end]
 
     @cached_property
     def index(self) -> dict[str, npt.NDArray[Any]]:
         """Return the columns of the index: source, row, sequence, start, length, supervised, piece_start."""
         if self._record is None:
             return {}
-        table = self._mapped("documents.arrow", pa.ipc.open_file)
-        return {name: to_numpy(table[name]) for name in table.column_names}
+        return self._read(read_columns, "documents.arrow")
 
     @cached_property
     def _first_sequences(self) -> npt.NDArray[np.int64]:
         return _firsts([shard.sequences for shard in self._record.shards] if self._record else [])
 
-    def _shard(self, number: int) -> tuple[npt.NDArray[np.int64], list[_Batch]]:
+    def _shard(self, number: int) -> tuple[npt.NDArray[np.int64], list[dict[str, Lists]]]:
         if number not in self._shards:
             assert self._record is not None
-            table = self._mapped(self._record.shards[number].file, pa.ipc.open_stream)
-            batches = [
-                _Batch(to_numpy(ids.values), to_numpy(labels.values), to_numpy(ids.offsets))
-                for ids, labels in ((batch["input_ids"], batch["labels"]) for batch in table.to_batches())
-            ]
-            self._shards[number] = (_firsts([len(batch.offsets) - 1 for batch in batches]), batches)
+            batches = self._read(read_lists, self._record.shards[number].file)
+            self._shards[number] = (_firsts([len(batch["input_ids"][0]) - 1 for batch in batches]), batches)
         return self._shards[number]
 
-    def _mapped(self, name: str, read: Callable[[Any], Any]) -> pa.Table:
-        """Memory-map an Arrow file: pages are read on access and dropped when memory is short."""
-        path = self.folder / name
+    def _read(self, read: Callable[..., T], name: str) -> T:
         self._check()
         try:
-            source = pa.BufferReader(path.read_bytes()) if self._is_in_memory else pa.memory_map(str(path))
-            return read(source).read_all()
-        except (OSError, pa.ArrowInvalid) as error:
-            raise _damaged(path) from error
+            return read(self.folder / name, in_memory=self._is_in_memory)
+        except (OSError, ValueError) as error:  # among them `pyarrow.ArrowInvalid`
+            raise _damaged(self.folder / name) from error
 
     def as_dataset(self) -> Any:
         """Return the packed sequences as a `datasets.Dataset` with `input_ids`, `labels`, `seq_lengths`."""
         datasets = import_optional("datasets", extra="datasets", purpose="opening a corpus as a dataset")
         if self._record is None:
             numbers = datasets.List(datasets.Value("int32"))
-            features = datasets.Features(dict.fromkeys(_COLUMNS, numbers))
-            return datasets.Dataset.from_dict({name: [] for name in _COLUMNS}, features=features)
+            features = datasets.Features(dict.fromkeys(COLUMNS, numbers))
+            return datasets.Dataset.from_dict({name: [] for name in COLUMNS}, features=features)
         self._check()
         return datasets.load_from_disk(str(self.folder), keep_in_memory=self._is_in_memory)
 
@@ -158,12 +141,13 @@ class Corpus(Split):
 
     def verify(self) -> None:
         """Compare the hash of every file with the manifest; raise UserError for the first that differs."""
-        self._check_sizes()
+        self.check_sizes()
         for name, record in self.manifest.files.items():
             if sha256_file(self.path / name) != record.sha256:
                 raise _damaged(self.path / name)
 
-    def _check_sizes(self) -> None:
+    def check_sizes(self) -> None:
+        """Raise UserError for the first file that is missing or has another size than in the manifest."""
         for name, record in self.manifest.files.items():
             path = self.path / name
             if not path.is_file() or path.stat().st_size != record.bytes:
@@ -177,7 +161,7 @@ def open_corpus(path: str | Path, *, verify: bool = False, in_memory: bool = Fal
     `in_memory=True` reads them into memory, which is faster on disks where mapping is slow.
     """
     corpus = Corpus(Path(path))
-    corpus.verify() if verify else corpus._check_sizes()
+    corpus.verify() if verify else corpus.check_sizes()
     if in_memory:
         corpus.load_in_memory()
         corpus.held_out.load_in_memory()

@@ -6,43 +6,20 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from tunewell.core.files import sha256_file, sha256_text, stable_json
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.corpus.assembly import Documents
 from tunewell.data.corpus.packing import Packing, Units
+from tunewell.data.sources.arrow import Lists, write_columns, write_lists
 from tunewell.records.manifest import ShardRecord, SplitRecord
-
-
-def to_arrow(values: npt.NDArray[np.integer]) -> pa.Array:
-    """Return an integer array as an Arrow array, without copying."""
-    values = np.ascontiguousarray(values)
-    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
-
-
-def to_numpy(values: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
-    """Return an Arrow array without nulls as a numpy array; copied only if it has several chunks."""
-    if isinstance(values, pa.ChunkedArray):
-        chunks = [to_numpy(chunk) for chunk in values.chunks]
-        return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
-    buffer = values.buffers()[1]
-    numbers = np.frombuffer(buffer, dtype=values.type.to_pandas_dtype()) if buffer else np.zeros(0, dtype=np.int32)
-    return numbers[values.offset : values.offset + len(values)]
-
 
 SHARD_TOKENS = 1 << 22
 _BATCH_TOKENS = 1 << 18
 BYTES_PER_TOKEN = 8
 """In a shard: an id and a label, 4 bytes each."""
 
-_SEQUENCES = pa.schema(
-    [
-        ("input_ids", pa.list_(pa.int32())),
-        ("labels", pa.list_(pa.int32())),
-        ("seq_lengths", pa.list_(pa.int32())),
-    ]
-)
+COLUMNS = ("input_ids", "labels", "seq_lengths")
 
 
 def write_split(
@@ -58,9 +35,8 @@ def write_split(
     for shard in range(num_shards):
         first, last = shard * per_shard, min((shard + 1) * per_shard, packing.num_sequences)
         path = folder / f"data-{shard:05d}-of-{num_shards:05d}.arrow"
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, _SEQUENCES) as stream:
-            for start in range(first, last, per_batch):
-                stream.write_batch(sequences.batch(start, min(start + per_batch, last)))
+        starts = range(first, last, per_batch)
+        write_lists(path, (sequences.batch(start, min(start + per_batch, last)) for start in starts), COLUMNS)
         shards.append(
             ShardRecord(file=path.name, bytes=path.stat().st_size, sha256=sha256_file(path), sequences=last - first)
         )
@@ -87,7 +63,7 @@ class _Sequences:
         self._start = np.empty(len(units), dtype=np.int32)
         self.supervised = np.empty(len(units), dtype=np.int32)
 
-    def batch(self, first: int, last: int) -> pa.RecordBatch:
+    def batch(self, first: int, last: int) -> dict[str, Lists]:
         """Return the sequences from `first` up to, but not including, `last`."""
         bounds = self._packing.starts[first : last + 1]
         order = self._packing.order[bounds[0] : bounds[-1]]
@@ -95,7 +71,7 @@ class _Sequences:
         begins = self._documents.begins[self._units.document[order]] + self._units.start[order]
         ends = np.cumsum(lengths)
         starts = ends - lengths
-        positions = np.repeat(begins - starts, lengths) + np.arange(ends[-1])
+        positions = np.repeat(begins - starts, lengths) + np.arange(int(ends[-1]))
         ids = self._documents.tokens[positions].astype(np.int32)
         is_supervised = self._documents.supervised[positions]
         is_supervised[starts] = False  # it has no context, or the previous piece supervises it
@@ -106,16 +82,12 @@ class _Sequences:
         self._start[order] = starts - in_tokens[of_sequence]
         self.supervised[order] = np.add.reduceat(is_supervised, starts, dtype=np.int64)
         labels = np.where(is_supervised, ids, np.int32(-100))  # PyTorch's cross entropy ignores it
-        columns = [
-            pa.ListArray.from_arrays(to_arrow(in_tokens), to_arrow(ids)),
-            pa.ListArray.from_arrays(to_arrow(in_tokens), to_arrow(labels)),
-            pa.ListArray.from_arrays(to_arrow(in_order), to_arrow(lengths.astype(np.int32))),
-        ]
-        return pa.record_batch(columns, schema=_SEQUENCES)
+        lists = (in_tokens, ids), (in_tokens, labels), (in_order, lengths.astype(np.int32))
+        return dict(zip(COLUMNS, lists, strict=True))
 
     def write_index(self, path: Path) -> None:
         """Write the source, the row, the sequence and the position of every unit."""
-        columns: dict[str, npt.NDArray[np.integer]] = {
+        columns: dict[str, npt.NDArray[np.integer[Any]]] = {
             "source": self._documents.source[self._units.document],
             "row": self._documents.row[self._units.document],
             "sequence": self._sequence,
@@ -124,15 +96,12 @@ class _Sequences:
             "supervised": self.supervised,
             "piece_start": self._units.start,
         }
-        batch = pa.record_batch([to_arrow(column) for column in columns.values()], names=list(columns))
-        # One batch, so that a reader can memory-map each column.
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as file:
-            file.write_batch(batch)
+        write_columns(path, columns)
 
 
 def _write_dataset_files(folder: Path, shards: list[ShardRecord]) -> None:
     """Write what `datasets.load_from_disk` needs; features are left to the Arrow schema, so any version opens it."""
-    state = {
+    state: dict[str, object] = {
         "_data_files": [{"filename": shard.file} for shard in shards],
         "_fingerprint": sha256_text(*(shard.sha256 for shard in shards))[:16],
         "_format_columns": None,

@@ -90,7 +90,7 @@ def make_manifest(
 
 def total_dropped(assembly: Assembly) -> Counter[str]:
     """Return the number of dropped rows for each reason, over all sources."""
-    return sum((source.dropped for source in assembly.sources), Counter())
+    return sum((source.dropped for source in assembly.sources), Counter[str]())
 
 
 def describe_file(path: Path, shard: ShardRecord | None = None) -> FileRecord:

@@ -51,11 +51,11 @@ class TokenizedBlock:
     boundary: npt.NDArray[np.int64]
     tokens: npt.NDArray[np.uint32]
     supervised: npt.NDArray[np.bool_]
-    reasons: list[str] = field(default_factory=list)
-    details: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list[str])
+    details: list[str] = field(default_factory=list[str])
     """One entry per dropped row, in order."""
-    formats: dict[str, int] = field(default_factory=dict)
-    notes: dict[str, int] = field(default_factory=dict)
+    formats: dict[str, int] = field(default_factory=dict[str, int])
+    notes: dict[str, int] = field(default_factory=dict[str, int])
     """Counts to report that drop no row, e.g. replies that the template leaves out."""
 
     def __post_init__(self) -> None:
@@ -104,7 +104,7 @@ class RowPipeline:
     masker: Masker | None
     encoder: Encoder
     row_function: RowFunction | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])
     """The config values that the objects were made from, for the cache key."""
 
     def cache_key(self) -> str:
@@ -124,13 +124,13 @@ def cache_file_name(block: Block, key: str) -> str:
 class RenderedBlock:
     """A block after all Python work: conversations rendered by the template, ready for the tokenizer."""
 
-    status: list[int] = field(default_factory=list)
-    layouts: list[PlannedDocument] = field(default_factory=list)
-    digests: list[Digests] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
-    details: list[str] = field(default_factory=list)
-    formats: Counter[str] = field(default_factory=Counter)
-    notes: Counter[str] = field(default_factory=Counter)
+    status: list[int] = field(default_factory=list[int])
+    layouts: list[PlannedDocument] = field(default_factory=list[PlannedDocument])
+    digests: list[Digests] = field(default_factory=list[Digests])
+    reasons: list[str] = field(default_factory=list[str])
+    details: list[str] = field(default_factory=list[str])
+    formats: Counter[str] = field(default_factory=Counter[str])
+    notes: Counter[str] = field(default_factory=Counter[str])
 
     def reason_code(self, reason: str) -> int:
         """Return the status code of a drop reason, which is added on first use."""

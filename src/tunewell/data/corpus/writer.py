@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +67,7 @@ class CorpusOutput:
         """Raise UserError if the folder contains anything that `prepare` did not write."""
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"`{self.target}` is a file", fix="choose another folder with `--out`")
-        names = {entry.name for entry in self.path.iterdir()} - {".DS_Store"} if self.path.is_dir() else set()
+        names = {entry.name for entry in self.path.iterdir()} - {".DS_Store"} if self.path.is_dir() else set[str]()
         foreign = sorted(names - CORPUS_NAMES)
         if foreign or (names and not self._is_corpus(names)):
             raise UserError(
@@ -90,7 +90,7 @@ class CorpusOutput:
         return has_unfinished_publish(self.path) or self._staging_dir.exists()
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> Generator[None]:
         """Lock the work folder, or raise UserError if another process has; remove what a killed `prepare` left."""
         existing = next(folder for folder in self.work_dir.parents if folder.exists())
         with disk_full_as_user_error(existing, lambda: _SMALL_FILES_BYTES):
@@ -220,7 +220,7 @@ class CorpusWriter:
         with (self._assembly.folder / DROPPED).open(encoding="utf-8") as lines:
             line = lines.readline()
         where = ", ".join(reasons) or "no row was read"
-        first = json.loads(line) if line else {}
+        first: dict[str, str] = json.loads(line) if line else {}
         if first:
             where += f"; first: {first['source']} row {first['row']}: {first.get('detail') or first['reason']}"
         raise UserError(
@@ -251,7 +251,7 @@ class CorpusWriter:
             self._assembly.drop_document(documents, index, "too_long", detail)
 
     def _name(self, index: int) -> str:
-        return f"{self._assembly.sources[self._documents.source[index]].name} row {self._documents.row[index]}"
+        return f"{self._assembly.sources[int(self._documents.source[index])].name} row {self._documents.row[index]}"
 
     def _mix(self) -> Mix | None:
         spec, documents = self._spec, self._documents

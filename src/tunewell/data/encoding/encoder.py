@@ -225,7 +225,7 @@ class Encoder:
 
     def _by_offsets(self, texts: Sequence[TextToEncode], position: Position) -> list[Mask]:
         """Mask texts by the character offsets of the tokenizer: exact for any tokenizer, but slower."""
-        masks = []
+        masks: list[Mask] = []
         for start in range(0, len(texts), _ENCODE_BATCH):
             some = texts[start : start + _ENCODE_BATCH]
             encodings = self._backends[position].encode_batch([text.text for text in some], add_special_tokens=False)
@@ -242,13 +242,18 @@ class Encoder:
         """Split the flat ids into documents; encode documents with a control id in their text again in parts."""
         stops = table.bounds[np.asarray(batch.ends, dtype=np.int64)]
         starts = np.concatenate([[0], stops[:-1]]).astype(np.int64)[: len(stops)]
-        tokens, lengths, failed = table.tokens, stops - starts, {}
+        tokens, lengths = table.tokens, stops - starts
+        failed: dict[int, Rejected] = {}
         leaks = table.control_leaks(self._is_control)
         if len(leaks):
             leaky = set(np.searchsorted(stops, leaks, side="right").tolist())
-            columns: tuple[list, list, list] = ([], [], [])
+            columns: list[list[npt.NDArray[Any]]] = [[], [], []]
             for document, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
-                arrays: tuple = (tokens[start:stop], supervised[start:stop], is_boundary[start:stop])
+                arrays: tuple[npt.ArrayLike, ...] = (
+                    tokens[start:stop],
+                    supervised[start:stop],
+                    is_boundary[start:stop],
+                )
                 if document in leaky:
                     try:
                         arrays = self._in_parts(batch, document)

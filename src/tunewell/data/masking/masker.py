@@ -187,7 +187,7 @@ def _split_pieces(turns: RenderedTurns, spans: list[tuple[int, int, int]], super
     edges |= {edge for start, end, _ in spans for edge in (start, end)}
     edges |= {edge for span in markers.items() for edge in span}
     starts = [start for start, _ in supervised]
-    pieces = []
+    pieces: list[Piece] = []
     for start, end in pairwise(sorted(edges)):
         index = bisect_right(starts, start) - 1
         is_supervised = index >= 0 and end <= supervised[index][1]

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from tunewell.data.rows.conversation import Conversation, Message, Rejected, map_leaves
+from tunewell.data.rows.conversation import Conversation, Message, Rejected, is_object, map_leaves
 
 REASONING = frozenset(("reasoning_content", "thinking", "reasoning"))
 _SLOT_FIELDS = REASONING | {"content"}
@@ -46,7 +46,8 @@ NO_TRIM = Trim()
 
 def extract_texts(conversation: Conversation) -> tuple[list[str], Any]:
     """Return the texts of a conversation, and its shape: everything else, which is the key of its plan."""
-    texts, shape = [], []
+    texts: list[str] = []
+    shape: list[tuple[Any, ...]] = []
     for message in conversation.messages:
         content = message["content"]
         is_blank = not content or content.isspace()
@@ -86,7 +87,8 @@ def with_placeholders(
 ) -> tuple[list[Message], list[tuple[int, str]]]:
     """Return copies with placeholders in all messages, or in `only` some, and the (message, field) of each one."""
     lead, trail = (_LEAD, _TRAIL) if kind is SPACED else ("", "")
-    copies, slots = [], []
+    copies: list[Message] = []
+    slots: list[tuple[int, str]] = []
     for index, message in enumerate(messages):
         copy: Message = {}
         for key in ["role", "content", *(key for key in message if key not in ("role", "content"))]:
@@ -180,7 +182,7 @@ def redact(
     def strike(text: Any) -> Any:
         return marker.sub(lambda match: _STRUCK * len(match[0]), text) if isinstance(text, str) else text
 
-    copies = []
+    copies: list[Message] = []
     first_of: dict[Any, int] = {}
     for index, message in enumerate(messages):
         # Equal messages stay equal, because some templates compare messages to find the last one.
@@ -198,7 +200,7 @@ def redact(
 
 
 def _redact_call(call: Any, letter: str) -> Any:
-    if not isinstance(call, dict):
+    if not is_object(call):
         return call
     if isinstance(call.get("function"), dict):
         return {**call, "function": _redact_call(call["function"], letter)}
@@ -237,7 +239,7 @@ def with_separate_thinking(conversation: Conversation) -> list[tuple[Conversatio
         for index, message in enumerate(conversation.messages)
         if message["role"] == "assistant" and "</think>" in message["content"] and REASONING.isdisjoint(message)
     }
-    versions = []
+    versions: list[tuple[Conversation, frozenset[int]]] = []
     for characters in ("\n", "") if found else ():
         messages = list(conversation.messages)
         for index, (before, _, rest) in found.items():

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from tunewell.config.schema import Clean
-from tunewell.data.rows.conversation import Conversation, Rejected, map_leaves
+from tunewell.data.rows.conversation import Conversation, Rejected, is_list, is_object, map_leaves
 
 _URL = re.compile(r"https?://|\bwww\.", re.IGNORECASE)
 DIGEST_BYTES = 16
@@ -120,11 +120,11 @@ def _leaves(value: Any) -> Iterator[str]:
         if isinstance(node, str):
             yield "text"
             yield node
-        elif isinstance(node, dict):
+        elif is_object(node):
             yield f"{{{len(node)}"
             for key, inner in reversed(node.items()):
                 waiting += (inner, str(key))
-        elif isinstance(node, list):
+        elif is_list(node):
             yield f"[{len(node)}"
             waiting += reversed(node)
         else:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 Message = dict[str, Any]
 """One turn for the template: `role`, `content` (text) and other keys of the row (`tool_calls`, `name`, ...)."""
@@ -12,7 +12,7 @@ Message = dict[str, Any]
 class Conversation:
     """One row after conversion: messages for the template, or plain text without one."""
 
-    messages: list[Message] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list[Message])
     tools: list[Any] | None = None
     text: str | None = None
     """Plain text, supervised as a whole; `messages` is empty then."""
@@ -20,12 +20,22 @@ class Conversation:
     """For each message, whether its `weight` asks for supervision; None without a `weight`."""
 
 
+def is_object(value: object) -> TypeGuard[dict[str, Any]]:
+    """Return True for a JSON object."""
+    return isinstance(value, dict)
+
+
+def is_list(value: object) -> TypeGuard[list[Any]]:
+    """Return True for a JSON list."""
+    return isinstance(value, list)
+
+
 def map_leaves(value: Any, change: Callable[[Any], Any], *, with_keys: bool = False) -> Any:
     """Return a copy of nested lists and dicts with every other value changed, and the keys too if asked."""
-    if isinstance(value, dict):
+    if is_object(value):
         keys = map(change, value) if with_keys else value
         return {key: map_leaves(value[old], change, with_keys=with_keys) for key, old in zip(keys, value, strict=True)}
-    if isinstance(value, list):
+    if is_list(value):
         return [map_leaves(inner, change, with_keys=with_keys) for inner in value]
     return change(value)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tunewell.core.errors import UserError
-from tunewell.data.rows.conversation import Conversation, Message, Rejected
+from tunewell.data.rows.conversation import Conversation, Message, Rejected, is_list, is_object
 from tunewell.data.rows.json_rows import parse_row
 
 ROLES = {
@@ -38,7 +38,7 @@ def read_turns(turns: list[Any]) -> tuple[list[Message], list[bool | None]]:
 
 
 def _message(turn: Any) -> tuple[Message, bool | None]:
-    if not isinstance(turn, dict):
+    if not is_object(turn):
         raise Rejected("not_a_conversation", f"a turn is {kind_of(turn)}, not an object")
     name = turn.get("role")
     name = turn.get("from") if name is None else name
@@ -60,9 +60,9 @@ def _message(turn: Any) -> tuple[Message, bool | None]:
 def _part(part: Any) -> str:
     if isinstance(part, str):
         return part
-    if isinstance(part, dict) and (part.get("type") or "text") == "text" and isinstance(part.get("text"), str):
+    if is_object(part) and (part.get("type") or "text") == "text" and isinstance(part.get("text"), str):
         return part["text"]
-    kind = part.get("type") if isinstance(part, dict) else kind_of(part)
+    kind = part.get("type") if is_object(part) else kind_of(part)
     raise Rejected("not_a_conversation", f"a part of type {kind!r}; only text is supported")
 
 
@@ -82,7 +82,7 @@ def read_objects(value: Any, name: str) -> list[Any] | None:
     value = from_json(value)
     if value is None or value == [] or value == "":
         return None
-    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+    if not is_list(value) or not all(is_object(entry) for entry in value):
         raise Rejected("not_a_conversation", f"{name} must be a list of objects")
     return value
 
@@ -95,7 +95,7 @@ def from_json(value: Any) -> Any:
         found = parse_row(value.encode("utf-8", "surrogatepass"), max_nesting=_MAX_NESTING_INSIDE)
     except Rejected:
         return value
-    return found if isinstance(found, list) else value
+    return found if is_list(found) else value
 
 
 def read_text(value: Any, name: str) -> str:
@@ -104,14 +104,20 @@ def read_text(value: Any, name: str) -> str:
         return value
     if value is None:
         return ""
-    if isinstance(value, list):
+    if is_list(value):
         return "".join(_part(part) for part in value)
     raise Rejected("not_a_conversation", f"{name} is {kind_of(value)}, not text")
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """Return the type of a JSON value in plain words."""
-    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    names: dict[type[object], str] = {
+        dict: "an object",
+        list: "a list",
+        str: "text",
+        bool: "true or false",
+        type(None): "null",
+    }
     return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
 
 
@@ -174,9 +180,9 @@ class Converter:
         """Return the conversation of a row and the name of its format; raise Rejected if it is not a conversation."""
         if isinstance(row, str) and self._format == "text":
             row = {"text": row}
-        if isinstance(row, list) and self._format in ("auto", "messages", "sharegpt"):
+        if is_list(row) and self._format in ("auto", "messages", "sharegpt"):
             row = {"messages": row}
-        if not isinstance(row, dict):
+        if not is_object(row):
             raise Rejected("not_a_conversation", f"the row is {kind_of(row)}, not an object")
         if self._columns:
             row = self._renamed(row)
@@ -231,11 +237,9 @@ def _prompt_completion(row: dict[str, Any]) -> Conversation:
     """Convert prompt and completion, as text or lists of messages; only the completion is supervised."""
     _require(row, "prompt", "completion")
     prompt, completion = (_turns_or_text(row[key], key) for key in ("prompt", "completion"))
-    asked, _ = read_turns(prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}])
-    replied, learn = read_turns(
-        completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
-    )
-    if isinstance(prompt, list) or isinstance(completion, list):
+    asked, _ = read_turns(prompt if is_list(prompt) else [{"role": "user", "content": prompt}])
+    replied, learn = read_turns(completion if is_list(completion) else [{"role": "assistant", "content": completion}])
+    if is_list(prompt) or is_list(completion):
         unsupervised: list[bool | None] = [False] * len(asked)
         return _conversation(row, [*asked, *replied], [*unsupervised, *learn], read_objects(row.get("tools"), "tools"))
     return _conversation(row, [*asked, *replied])
@@ -243,15 +247,15 @@ def _prompt_completion(row: dict[str, Any]) -> Conversation:
 
 def _turns_or_text(value: Any, name: str) -> list[Any] | str:
     turns = from_json(value)
-    is_list = isinstance(turns, list) and bool(turns)
-    is_turns = is_list and all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns)
-    return turns if is_turns else read_text(value, name)
+    if is_list(turns) and turns and all(is_object(turn) and {"role", "from"} & turn.keys() for turn in turns):
+        return turns
+    return read_text(value, name)
 
 
 def _messages(row: dict[str, Any]) -> Conversation:
     key = _first(_LISTS, row)
     turns = from_json(row[key]) if key else None
-    if not isinstance(turns, list):
+    if not is_list(turns):
         raise Rejected("not_a_conversation", f"the messages are {kind_of(turns)}, not a list of turns")
     if not turns:
         raise Rejected("not_a_conversation", "the list of messages is empty")

@@ -11,6 +11,7 @@ from typing import Any
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_text
+from tunewell.data.rows.conversation import is_list
 
 
 @dataclass
@@ -45,9 +46,9 @@ class RowFunction:
             ) from error
 
     def _require_num_rows(self, result: Any, num_rows: int, where: str) -> list[Any]:
-        if isinstance(result, list) and len(result) == num_rows:
+        if is_list(result) and len(result) == num_rows:
             return result
-        found = f"{len(result)} rows" if isinstance(result, list) else f"a {type(result).__name__}"
+        found = f"{len(result)} rows" if is_list(result) else f"a {type(result).__name__}"
         raise UserError(
             f"`{self.name}` got {num_rows} rows and returned {found}",
             where=where,

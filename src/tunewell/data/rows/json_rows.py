@@ -4,13 +4,15 @@ import codecs
 import json
 import re
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import orjson
 
-from tunewell.data.rows.conversation import Rejected
+from tunewell.data.rows.conversation import Rejected, is_object
 
 _MAX_EXACT = float(2**64)
+_CONTAINERS: tuple[type[Any], ...] = (dict, list)
 _MAX_DIGITS = 4300
 """Python's limit; beyond it parsing an integer takes more than linear time."""
 _NOT_SPACE = re.compile(r"[^ \t\r\n]|\Z")
@@ -42,7 +44,8 @@ def parse_values(data: bytes, *, max_nesting: int) -> list[Any]:
         if not rejected.detail.startswith("Extra data"):
             raise
     text, decoder = text_of(data), _decoder()
-    values, position = [], 0
+    values: list[Any] = []
+    position = 0
     while (position := _NOT_SPACE.search(text, position).start()) < len(text):  # type: ignore[union-attr]
         try:
             value, position = decoder.raw_decode(text, position)
@@ -54,18 +57,19 @@ def parse_values(data: bytes, *, max_nesting: int) -> list[Any]:
 
 def check_nesting(value: Any, max_nesting: int) -> bool:
     """Raise Rejected if a value is nested too deep; return True if it has a number over 64 bits (orjson rounds it)."""
-    level, depth, has_huge = [[value]], -1, False
+    level: list[Any] = [[value]]
+    depth, has_huge = -1, False
     while level:
         depth += 1
         if depth > max_nesting:
             raise _too_deep(max_nesting)
-        deeper = []
+        deeper: list[Any] = []
         for container in level:
-            for inner in container.values() if type(container) is dict else container:
-                kind = type(inner)
-                if kind is dict or kind is list:
+            values: Iterable[Any] = container.values() if is_object(container) else container
+            for inner in values:
+                if type(inner) in _CONTAINERS:
                     deeper.append(inner)
-                elif kind is float and not -_MAX_EXACT < inner < _MAX_EXACT:
+                elif type(inner) is float and not -_MAX_EXACT < inner < _MAX_EXACT:
                     has_huge = True
         level = deeper
     return has_huge

@@ -28,9 +28,9 @@ _CUT_MASK = 0x3FF
 class Block:
     """Consecutive rows of one file; JSON stays unparsed until it is needed."""
 
-    numbers: list[int] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list[int])
     """1-based line number in a `.jsonl` or `.txt` file, else record number. Blank lines count but are not rows."""
-    items: list[Any] = field(default_factory=list)
+    items: list[Any] = field(default_factory=list[Any])
     """JSON as bytes, other records parsed, or `Rejected` if reading failed."""
     digest: str = ""
     num_bytes: int = 0

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import IO, BinaryIO, cast
 
-import pyarrow as pa
-
 from tunewell.core.errors import UserError
+from tunewell.data.sources.arrow import decompress_zstd
 from tunewell.data.sources.base import SourceFile
 
 _BLOCK_BYTES = 1 << 20
@@ -66,8 +65,7 @@ def _decompress(stored: BinaryIO, compression: str | None) -> IO[bytes]:
     if compression == "gzip":
         return cast(IO[bytes], gzip.GzipFile(fileobj=stored))
     if compression == "zstd":
-        # Not the zstandard package: its reader accepts a truncated file as complete.
-        return cast(IO[bytes], pa.input_stream(stored, compression="zstd"))
+        return decompress_zstd(stored)
     return stored
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tunewell.core.errors import UserError
+from tunewell.data.rows.conversation import is_list, is_object
 from tunewell.data.sources.base import READABLE, detect_format
 
 _SPLITS, _STATE = "dataset_dict.json", "state.json"
@@ -129,8 +130,8 @@ def _saved_dataset(folder: Path) -> list[Path] | None:
 
 def _read_listing(path: Path, key: str) -> list[Any]:
     try:
-        listing = json.loads(path.read_text(encoding="utf-8"))[key]
-        if not isinstance(listing, list) or (key != "splits" and not all(isinstance(entry, dict) for entry in listing)):
+        listing: object = json.loads(path.read_text(encoding="utf-8"))[key]
+        if not is_list(listing) or (key != "splits" and not all(is_object(entry) for entry in listing)):
             raise TypeError(f"`{key}` is not a list")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(

@@ -8,11 +8,11 @@ from typing import Any
 
 from tunewell.core.errors import UserError
 from tunewell.core.units import size_bytes
-from tunewell.data.rows.conversation import Rejected
+from tunewell.data.rows.conversation import Rejected, is_list, is_object
 from tunewell.data.rows.json_rows import parse_values, text_of
+from tunewell.data.sources.arrow import arrow_rows, parquet_rows
 from tunewell.data.sources.base import SourceFile
 from tunewell.data.sources.lines import TooLong, detect_encoding, read_lines, read_utf8
-from tunewell.data.sources.tables import arrow_rows, parquet_rows
 
 MAX_JSON_BYTES = 512 << 20
 """Parsing takes about eight times the size of the file in memory."""
@@ -36,7 +36,7 @@ def read_json_rows(file: SourceFile, *, encoding: str) -> list[Any]:
         ) from rejected
     if len(values) == 1:
         return _find_rows(values[0])
-    if any(isinstance(value, list) for value in values):
+    if any(is_list(value) for value in values):
         raise UserError(
             f"`{file.name}` continues after the end of its list",
             fix="put all rows into one list, or one on each line of a `.jsonl` file",
@@ -45,7 +45,8 @@ def read_json_rows(file: SourceFile, *, encoding: str) -> list[Any]:
 
 
 def _read_whole(file: SourceFile, encoding: str) -> bytes:
-    blocks, num_bytes = [], 0
+    blocks: list[bytes] = []
+    num_bytes = 0
     for block in read_utf8(file, encoding):
         num_bytes += len(block)
         if num_bytes > MAX_JSON_BYTES:
@@ -58,14 +59,14 @@ def _read_whole(file: SourceFile, encoding: str) -> bytes:
 
 
 def _find_rows(value: Any) -> list[Any]:
-    if isinstance(value, list):
+    if is_list(value):
         return value
-    if not isinstance(value, dict) or _CONVERSATION_KEYS & value.keys():
+    if not is_object(value) or _CONVERSATION_KEYS & value.keys():
         return [value]
-    lists = [inner for inner in value.values() if isinstance(inner, list) and inner and isinstance(inner[0], dict)]
+    lists = [inner for inner in value.values() if is_list(inner) and inner and is_object(inner[0])]
     if len(lists) == 1:
         return lists[0]
-    has_only_objects = bool(value) and all(isinstance(inner, dict) for inner in value.values())
+    has_only_objects = bool(value) and all(is_object(inner) for inner in value.values())
     return list(value.values()) if has_only_objects else [value]
 
 
@@ -160,9 +161,9 @@ def _csv_head(file: SourceFile, lines: _CsvLines) -> tuple[Iterator[list[str]], 
     try:
         head = next((line for line in lines if line.strip()), "")
         delimiters = "\t" if file.format == "tsv" else _DELIMITERS
-        delimiter = max(delimiters, key=lambda mark: len(next(csv.reader([head], delimiter=mark), [])))
+        delimiter = max(delimiters, key=lambda mark: len(next(csv.reader([head], delimiter=mark), list[str]())))
         reader = csv.reader(chain([head], lines), delimiter=delimiter, strict=True)
-        names = [name.strip() for name in next(reader, [])]
+        names = [name.strip() for name in next(reader, list[str]())]
     except (_RecordTooLarge, csv.Error) as error:
         raise UserError(f"the first line of `{file.name}` cannot be read as column names: {error}") from error
     if not any(names) or len(set(names)) != len(names):

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from types import NoneType
-from typing import Any
+from typing import Any, TypeGuard
 
 from jinja2.exceptions import SecurityError
 from jinja2.runtime import LoopContext
@@ -18,7 +18,9 @@ MAX_NESTING = 200
 """Containers inside containers: hashing nested tuples recurses in C without a check."""
 
 _SCALARS = frozenset((str, int, float, bool, NoneType))
-_LISTS = (list, tuple, type({}.keys()), type({}.values()), type({}.items()))
+_DICT: type[Any] = dict
+_LIST: type[Any] = list
+_LISTS: tuple[type[Any], ...] = (list, tuple, *map(type, (_DICT().keys(), _DICT().values(), _DICT().items())))
 
 
 class TemplateFailed(Exception):
@@ -78,7 +80,7 @@ class Budget:
             for item in level:
                 if isinstance(item, str):
                     num_chars += len(item) + 2
-                elif isinstance(item, dict):
+                elif isinstance(item, _DICT):
                     num_chars += 4 * len(item) + 2
                     self.require_chars(num_chars)
                     below.extend(item)
@@ -114,22 +116,24 @@ class Budget:
 
     def admit_container(self, value: Any) -> Any:
         """Return a value that is small enough for `x in value`; a dict costs the same whatever its size."""
-        self.charge(16 if type(value) is dict or not hasattr(value, "__len__") else 16 + len(value))
-        return value if type(value) is dict else self.admit(value)
+        self.charge(16 if type(value) is _DICT or not hasattr(value, "__len__") else 16 + len(value))
+        return value if type(value) is _DICT else self.admit(value)
 
     def created(self, value: Any, item_bytes: int = 0) -> Any:
         """Charge a new value and return it; an iterator becomes one that charges each item."""
         if isinstance(value, str):
             self.require_chars(len(value))
-        elif type(value) is list:
+        elif type(value) is _LIST:
             self.charge(item_bytes * len(value))
         elif type(value) not in _SCALARS and is_iterator(value):
             return self.charge(1_024, (self.charge(64 + sys.getsizeof(item), item) for item in value))
         return self.charge(64 + sys.getsizeof(value), value)
 
 
-def is_iterator(value: Any) -> bool:
-    return isinstance(value, Iterator) and type(value) is not LoopContext
+def is_iterator(value: object) -> TypeGuard[Iterator[Any]]:
+    """Return True for an iterator of a template, but not for its `loop` variable."""
+    kind = type(value)
+    return isinstance(value, Iterator) and kind is not LoopContext
 
 
 class TemplateNamespace(Namespace):
@@ -142,7 +146,8 @@ class TemplateNamespace(Namespace):
             args[0][name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if isinstance(name, str) and name.startswith("_"):
+        # `namespace({1: 2})` has other keys than the type of the base class says.
+        if isinstance(name, str) and name.startswith("_"):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise SecurityError(f"a namespace cannot hold {name!r}: names must not start with an underscore")
         object.__getattribute__(self, "contents")[name] = value
         super().__setitem__(name, value)

@@ -13,14 +13,14 @@ from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import Template, TemplateSyntaxError, meta, nodes
 from jinja2.exceptions import TemplateError
 from jinja2.runtime import Context
 
 from tunewell.core.errors import UserError
-from tunewell.data.rows.conversation import Message
+from tunewell.data.rows.conversation import Message, is_list
 from tunewell.data.templates.sandbox import TemplateFailed, TemplateLimit, TemplateSandbox
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -58,7 +58,7 @@ def _with_reasoning(message: Message) -> Message:
 
 def _plain_size(value: Any) -> int:
     """Return the characters of plain data, which needs no copy; raise `_NotPlain` for other values."""
-    kind = type(value)
+    kind = type(cast(object, value))
     if kind is str:
         return len(value)
     if kind is dict:
@@ -85,11 +85,11 @@ def plain_data(value: Any) -> Any:
     if isinstance(value, float):
         return float.__float__(value)
     if isinstance(value, Mapping):
-        return {plain_data(key): plain_data(item) for key, item in value.items()}
-    if isinstance(value, list):
+        return {plain_data(key): plain_data(item) for key, item in cast("Mapping[Any, Any]", value).items()}
+    if is_list(value):
         return [plain_data(item) for item in value]
     if isinstance(value, tuple):
-        return tuple(plain_data(item) for item in value)
+        return tuple(plain_data(item) for item in cast("tuple[Any, ...]", value))
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
         return plain_data(value.item())
@@ -141,7 +141,7 @@ class ChatTemplate:
                 f"`{reserved[0]}` cannot be a template argument: the conversation uses this name",
                 fix="choose another name",
             )
-        self._special_tokens = {key: value for key, value in special_tokens.items() if value is not None}
+        self._special_tokens = dict(special_tokens)
         self._arguments = plain_data(dict(arguments))
         self._threads = threading.local()
         sandbox = TemplateSandbox(self._now)
@@ -255,7 +255,7 @@ def required_markers(
 def _probe(template: ChatTemplate) -> str:
     """Return the renderings of short conversations that the template accepts; its source if it accepts none."""
     turns = [{"role": role, "content": "x"} for role in ("system", "user", "assistant", "user", "assistant")]
-    texts = []
+    texts: list[str] = []
     for messages in (turns, turns[1:], turns[1:2]):
         try:
             texts.append(template.render(messages, add_generation_prompt=True))

@@ -19,6 +19,9 @@ A check measures the operands, predicts the size of a result that can be larger 
 result to the `Budget` of the rendering.
 """
 
+# pyright: basic
+# Jinja's filters, tests and globals are dicts without types, and a template can pass any value to any function.
+
 from __future__ import annotations
 
 import json
@@ -147,6 +150,7 @@ def _refuse(*_: Any, **__: Any) -> None:
 class TemplateSandbox(ImmutableSandboxedEnvironment):
     """The Jinja environment of one template on one thread; call `budget.start` before each rendering."""
 
+    globals: dict[str, Any]
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
 
     def __init__(self, now: datetime) -> None:

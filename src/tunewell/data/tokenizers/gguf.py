@@ -7,8 +7,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from tunewell.core.errors import UserError
 from tunewell.core.gguf import read_metadata
+from tunewell.data.rows.conversation import is_list
 from tunewell.data.tokenizers import sentencepiece
-from tunewell.data.tokenizers.parts import TokenizerParts, load_table, looks_like_marker, prepend_bos
+from tunewell.data.tokenizers.parts import TokenizerParts, add_tokens, load_table, looks_like_marker, prepend_bos
 from tunewell.data.tokenizers.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, SentencePieceModel
 
 _SPECIAL_IDS = {
@@ -51,11 +52,11 @@ def load_gguf(path: Path) -> TokenizerParts:
 
 
 def _vocabulary(metadata: dict[str, Any], path: Path) -> tuple[list[str], list[int]]:
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
+    texts = metadata.get("tokenizer.ggml.tokens")
+    if not is_list(texts) or not texts or not isinstance(texts[0], str):
         raise UserError(f"`{path.name}` has no vocabulary", where=f"{path}: tokenizer.ggml.tokens")
-    tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
-    types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    tokens: list[str] = [text or f"[EMPTY_{index}]" for index, text in enumerate(texts)]
+    types: list[int] = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     if len(types) < len(tokens) or len(set(tokens)) != len(tokens):
         raise UserError(f"`{path.name}` has a damaged vocabulary", where=f"{path}: tokenizer.ggml.tokens")
     if any("\udc80" <= character <= "\udcff" for token in tokens for character in token):
@@ -72,7 +73,8 @@ def _special_tokens(metadata: dict[str, Any], tokens: list[str], defaults: dict[
 
 def _byte_level(metadata: dict[str, Any], tokens: list[str], types: list[int], path: Path) -> Tokenizer:
     pre = _pre_tokenizer(metadata, path)
-    merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges") or []]
+    texts: list[str] = metadata.get("tokenizer.ggml.merges") or []
+    merges = [_pair(text) for text in texts]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     for left, right in merges:
         if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
@@ -89,12 +91,13 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str], types: list[int], p
         [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=is_built_in)]
     )
     backend.decoder = decoders.ByteLevel()
-    backend.add_tokens(
+    add_tokens(
+        backend,
         [
             AddedToken(token, special=kind != USER_DEFINED or looks_like_marker(token), normalized=False)
             for token, kind in zip(tokens, types, strict=True)
             if kind in (UNKNOWN, CONTROL, USER_DEFINED)
-        ]
+        ],
     )
     return backend
 
@@ -117,7 +120,7 @@ def _pre_tokenizer(metadata: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _sentencepiece(metadata: dict[str, Any], tokens: list[str], types: list[int], path: Path) -> Tokenizer:
-    scores = metadata.get("tokenizer.ggml.scores") or []
+    scores: list[float] = metadata.get("tokenizer.ggml.scores") or []
     if len(scores) < len(tokens):
         raise UserError(f"`{path.name}` lacks scores for some tokens", where=f"{path}: tokenizer.ggml.scores")
     model = SentencePieceModel(

@@ -1,13 +1,14 @@
 """Read `tokenizer.json` and its companion files from the Hugging Face hub, as transformers 5.22 does."""
 
 import json
-from typing import Any
+from typing import Any, cast
 
 from tokenizers import AddedToken, Tokenizer, models
 
 from tunewell.core.errors import UserError
 from tunewell.core.model_files import ModelFiles
-from tunewell.data.tokenizers.parts import TokenizerParts, load_table
+from tunewell.data.rows.conversation import is_list, is_object
+from tunewell.data.tokenizers.parts import TokenizerParts, add_tokens, load_table
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -49,7 +50,7 @@ class SpecialTokenTable:
     def _named(self, values: dict[str, Any]) -> dict[str, AddedToken]:
         extra = values.get("extra_special_tokens")
         other = {key: value for key, value in values.items() if key.endswith("_token") and key not in SPECIAL_NAMES}
-        other |= extra if isinstance(extra, dict) else {}
+        other |= extra if is_object(extra) else {}
         chosen = {name: values[name] for name in SPECIAL_NAMES if values.get(name) is not None} | other
         by_content = {token.content: token for token in self.by_id.values()}
         return {name: by_content.get(_content(value), _token(value)) for name, value in chosen.items()}
@@ -92,7 +93,7 @@ def load_tokenizer_json(files: ModelFiles) -> TokenizerParts:
     """Load a `tokenizer.json` with the tokens and the template of its companion files."""
     text = files.read_text("tokenizer.json") or ""
     backend = _open(text, files)
-    padding = backend.padding
+    padding = cast("dict[str, Any] | None", backend.padding)  # pyright: ignore[reportUnknownMemberType]
     backend.no_truncation()
     backend.no_padding()
     tokens = read_special_tokens(files, backend.get_added_tokens_decoder())
@@ -100,7 +101,7 @@ def load_tokenizer_json(files: ModelFiles) -> TokenizerParts:
         backend = _open(_rebuilt_as_llama(backend.to_str(), tokens.config), files)
     if padding and padding.get("pad_token"):
         tokens.named.setdefault("pad_token", _token(padding["pad_token"]))
-    backend.add_tokens(tokens.additions(backend))
+    add_tokens(backend, tokens.additions(backend))
     backend.encode_special_tokens = False
     special = tokens.special_tokens()
     return TokenizerParts(
@@ -123,8 +124,8 @@ def read_template(files: ModelFiles, config: dict[str, Any]) -> str | None:
         return text
     for holder in (config, files.read_object("chat_template.json")):
         template = holder.get("chat_template")
-        if isinstance(template, list):
-            named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        if is_list(template):
+            named = {entry.get("name"): entry.get("template") for entry in template if is_object(entry)}
             template = named.get("default")
         if isinstance(template, str):
             return template
@@ -158,14 +159,14 @@ def _names_tokens(key: str) -> bool:
 
 def _listed(values: dict[str, Any]) -> list[Any]:
     extra = values.get("extra_special_tokens") or values.get("additional_special_tokens")
-    return extra if isinstance(extra, list) else []
+    return extra if is_list(extra) else []
 
 
 def _content(value: Any) -> str:
-    return value["content"] if isinstance(value, dict) else str(value)
+    return value["content"] if is_object(value) else str(value)
 
 
 def _token(value: Any) -> AddedToken:
-    if not isinstance(value, dict):
+    if not is_object(value):
         return AddedToken(str(value), special=True)
     return AddedToken(value["content"], **{key: bool(value[key]) for key in _FLAGS if key in value})

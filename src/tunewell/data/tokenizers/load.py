@@ -73,7 +73,8 @@ class LoadedTokenizer:
         if sentencepiece.is_rebuilt(backend):
             sentencepiece.add_markers(backend, [AddedToken(token, special=True, normalized=True) for token in missing])
         else:
-            backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
+            added = [AddedToken(token, special=True, normalized=False) for token in missing]
+            backend.add_special_tokens(added)  # pyright: ignore[reportUnknownMemberType]  the stub says `list`
         parts = TokenizerParts(backend, self.special_tokens, self.chat_template, self.adds_bos, self.max_length)
         loaded = _make_tokenizer(parts, self.source, self.kind)
         return replace(loaded, added_by_us=(*self.added_by_us, *new))

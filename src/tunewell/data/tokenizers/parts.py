@@ -2,12 +2,13 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from tokenizers import Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer, processors
 
 # User-defined symbols can be turn markers too. Text of a row must not become one.
 _MARKER = re.compile(r"<\|[^|<>\s]+\|>|\[/?INST\]|<(?:start|end)_of_turn>")
@@ -28,6 +29,11 @@ class TokenizerParts:
 def looks_like_marker(text: str) -> bool:
     """Return whether a symbol is a turn marker such as `<|im_start|>`, and not plain text such as four spaces."""
     return _MARKER.fullmatch(text) is not None
+
+
+def add_tokens(backend: Tokenizer, tokens: Sequence[AddedToken]) -> None:
+    """Add tokens to a tokenizer."""
+    backend.add_tokens(list(tokens))  # pyright: ignore[reportUnknownMemberType]  the stub says `list`
 
 
 def prepend_bos(backend: Tokenizer, bos: str) -> None:

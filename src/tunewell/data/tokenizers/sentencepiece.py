@@ -11,7 +11,7 @@ from typing import Any, Literal
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from tunewell.core.errors import UserError
-from tunewell.data.tokenizers.parts import looks_like_marker
+from tunewell.data.tokenizers.parts import add_tokens, looks_like_marker
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _UNIGRAM, _BPE = 1, 2
@@ -21,9 +21,9 @@ _UNIGRAM, _BPE = 1, 2
 class SentencePieceModel:
     """The fields of the file that determine ids."""
 
-    pieces: list[str] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
-    types: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list[str])
+    scores: list[float] = field(default_factory=list[float])
+    types: list[int] = field(default_factory=list[int])
     is_bpe: bool = False
     byte_fallback: bool = False
     names: dict[str, str] = field(
@@ -182,7 +182,7 @@ def build_tokenizer(model: SentencePieceModel, *, after_markers: AfterMarkers = 
 
 def add_markers(backend: Tokenizer, tokens: Sequence[AddedToken]) -> None:
     """Add tokens to a rebuilt tokenizer, and keep the dummy space away from them."""
-    backend.add_tokens(list(tokens))
+    add_tokens(backend, tokens)
     contents = [token.content for token in backend.get_added_tokens_decoder().values()]
     steps = _steps(backend)
     for index, step in enumerate(steps):
@@ -193,7 +193,7 @@ def add_markers(backend: Tokenizer, tokens: Sequence[AddedToken]) -> None:
             parts[index] = _dummy_space(contents, mark)
             backend.normalizer = normalizers.Sequence(parts)
             # Adding them again makes the library normalise the markers with the new normaliser.
-            backend.add_tokens(list(backend.get_added_tokens_decoder().values()))
+            add_tokens(backend, list(backend.get_added_tokens_decoder().values()))
 
 
 def is_rebuilt(backend: Tokenizer) -> bool:

@@ -1,9 +1,15 @@
-"""Read the rows of Parquet and Arrow files as plain Python values, like rows of JSON."""
+"""Every use of pyarrow: rows of Parquet and Arrow files, zstd streams, and numpy arrays in the files of a corpus."""
+
+# pyright: basic
+# pyarrow has no type stubs. The functions of this module return numpy arrays and plain Python values.
 
 import os
-from collections.abc import Iterator
-from typing import Any, BinaryIO
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, BinaryIO, cast
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -12,6 +18,8 @@ from tunewell.data.rows.conversation import Rejected, map_leaves
 from tunewell.data.rows.json_rows import text_of
 from tunewell.data.sources.base import SourceFile
 
+Lists = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]
+"""Lists of numbers: the offset of each in all values, one more offset at the end, and the values."""
 _BATCH_ROWS = 1024
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
@@ -119,3 +127,60 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def decompress_zstd(stored: BinaryIO) -> IO[bytes]:
+    """Return a stream of the decompressed bytes, which fails if the file is truncated."""
+    # Not the zstandard package: its reader accepts a truncated file as complete.
+    return cast(IO[bytes], pa.input_stream(stored, compression="zstd"))
+
+
+def write_lists(path: Path, batches: Iterable[Mapping[str, Lists]], names: Iterable[str]) -> None:
+    """Write batches of columns of lists as an Arrow stream, as `datasets` does."""
+    schema = pa.schema([(name, pa.list_(pa.int32())) for name in names])
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
+        for batch in batches:
+            columns = [pa.ListArray.from_arrays(*map(_to_arrow, batch[name])) for name in schema.names]
+            stream.write_batch(pa.record_batch(columns, schema=schema))
+
+
+def read_lists(path: Path, *, in_memory: bool) -> list[dict[str, Lists]]:
+    """Return the batches of an Arrow stream of lists; raise OSError or ValueError if it is damaged."""
+    batches = pa.ipc.open_stream(_source(path, in_memory)).read_all().to_batches()
+    return [
+        {name: (_to_numpy(batch[name].offsets), _to_numpy(batch[name].values)) for name in batch.schema.names}
+        for batch in batches
+    ]
+
+
+def write_columns(path: Path, columns: Mapping[str, npt.NDArray[np.integer[Any]]]) -> None:
+    """Write arrays as an Arrow file of one batch, so that a reader can memory-map each column."""
+    batch = pa.record_batch([_to_arrow(column) for column in columns.values()], names=list(columns))
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as file:
+        file.write_batch(batch)
+
+
+def read_columns(path: Path, *, in_memory: bool) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays of an Arrow file; raise OSError or ValueError if it is damaged."""
+    table = pa.ipc.open_file(_source(path, in_memory)).read_all()
+    columns = {name: [_to_numpy(chunk) for chunk in table[name].chunks] for name in table.column_names}
+    return {name: chunks[0] if len(chunks) == 1 else np.concatenate(chunks) for name, chunks in columns.items()}
+
+
+def _source(path: Path, in_memory: bool) -> Any:
+    """Open a file; the pages of a memory-mapped one are read on access and dropped when memory is short."""
+    return pa.BufferReader(path.read_bytes()) if in_memory else pa.memory_map(str(path))
+
+
+# Without a copy. pyarrow's own conversions import pandas, which takes half a second.
+
+
+def _to_arrow(values: npt.NDArray[np.integer[Any]]) -> pa.Array:
+    values = np.ascontiguousarray(values)
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+
+
+def _to_numpy(values: pa.Array) -> npt.NDArray[Any]:
+    buffer = values.buffers()[1]
+    numbers = np.frombuffer(buffer, dtype=values.type.to_pandas_dtype()) if buffer else np.zeros(0, dtype=np.int32)
+    return numbers[values.offset : values.offset + len(values)]
