@@ -51,10 +51,10 @@ def command(
     from tunewell.export.options import ExportOptions
 
     options = ExportOptions(
-        to=to or (),
+        to=() if to is None else to,
         out=out,
         precision=precision,
-        gguf=gguf or (),
+        gguf=() if gguf is None else gguf,
         checkpoint=checkpoint,
         base=base,
         name=name,
