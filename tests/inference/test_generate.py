@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from tiny_models import logits, tiny
+from tiny_models import ARCHITECTURES, logits, tiny
 from tokenizers import Tokenizer
-from transformers import GenerationConfig
+from transformers import GenerationConfig, MambaConfig, MambaForCausalLM
 
-from tunewell.inference.generate import Decoding, Generated, corpus_stop_ids, generate
+from tunewell.inference.decoder import Decoding, why_not_decoded
+from tunewell.inference.generate import Generated, corpus_stop_ids, generate, generate_with_transformers
+from tunewell.inference.kv_cache import KVCache
 from tunewell.models import attention
 from tunewell.records.manifest import TemplateRecord
 
@@ -30,6 +32,49 @@ def test_a_batch_answers_as_each_prompt_does_alone(kind):
     found = generate(model, PROMPTS, max_new_tokens=12, stop_ids=[])
     assert [answer.ids for answer in found] == [alone(model, prompt, 12) for prompt in PROMPTS]
     assert not any(answer.ended for answer in found)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_every_architecture_gets_the_answers_of_transformers(kind):
+    """Prompts with a common prefix are computed together; slots are used again."""
+    model = tiny(kind)
+    assert why_not_decoded(model, 30) is None
+    prompts = [*PROMPTS[:3], *([*range(3, 15), *prompt] for prompt in PROMPTS[3:])]
+    expected = generate_with_transformers(model, prompts, max_new_tokens=8, stop_ids=[])
+    for chosen, tokens in ((slice(None), 60), (slice(3, None), None)):
+        decoding = Decoding(batch_tokens=tokens)
+        found = generate(model, prompts[chosen], max_new_tokens=8, stop_ids=[], decoding=decoding)
+        assert found == expected[chosen]
+
+
+@pytest.mark.parametrize("fault", ["position", "visible", "source"])
+def test_a_fault_in_the_cache_changes_answers(fault, monkeypatch):
+    """What the test above would see: a token in the wrong place, one that is not read, a prompt in another slot."""
+    model = tiny("llama")
+    whole = generate(model, PROMPTS, max_new_tokens=8, stop_ids=[])
+    begin_step, begin_prompts = KVCache.begin_step, KVCache.begin_prompts
+
+    def broken_step(cache):
+        begin_step(cache)
+        if fault == "position":
+            cache._rows = (cache._rows - 1).clamp(min=0)
+        if fault == "visible":
+            cache.lengths.sub_(1)
+
+    def broken_prompts(cache, rows, sources):
+        begin_prompts(cache, rows, sources.roll(1) if fault == "source" else sources)
+
+    monkeypatch.setattr(KVCache, "begin_step", broken_step)
+    monkeypatch.setattr(KVCache, "begin_prompts", broken_prompts)
+    assert generate(model, PROMPTS, max_new_tokens=8, stop_ids=[]) != whole
+
+
+def test_an_architecture_without_attention_is_answered_by_transformers():
+    torch.manual_seed(0)
+    model = MambaForCausalLM(MambaConfig(vocab_size=99, hidden_size=16, num_hidden_layers=2, state_size=4)).eval()
+    assert "state-space" in (why_not_decoded(model, 10) or "")
+    found = generate(model, PROMPTS[:2], max_new_tokens=4, stop_ids=[])
+    assert [answer.ids for answer in found] == [alone(model, prompt, 4) for prompt in PROMPTS[:2]]
 
 
 def test_an_answer_ends_at_any_of_the_stop_ids_and_does_not_hold_it():

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from tunewell.core.errors import UserError
 from tunewell.core.model_files import locate
-from tunewell.inference.generate import Decoding
+from tunewell.inference.decoder import Decoding
 from tunewell.inference.llama_cpp import library as llama_cpp
 from tunewell.inference.llama_cpp.bindings import Bindings, UnusableLibrary
 from tunewell.inference.llama_cpp.library import VARIABLE, LlamaLibrary, find_llama

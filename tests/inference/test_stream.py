@@ -17,7 +17,8 @@ from transformers import GenerationConfig
 
 from tunewell.config.schema import MethodSettings
 from tunewell.data.tokenizers.load import load_tokenizer
-from tunewell.inference.generate import Decoding, generate
+from tunewell.inference.decoder import Decoding
+from tunewell.inference.generate import generate
 from tunewell.inference.stream import StreamDecoder, TokenStream, stream_tokens
 from tunewell.methods.base import load_adapter, trainable_parameters
 from tunewell.methods.lora import Lora

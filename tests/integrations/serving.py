@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from openai import OpenAI
 
 from tunewell.core.errors import UserError
-from tunewell.inference.generate import Decoding
+from tunewell.inference.decoder import Decoding
 from tunewell.integrations.openai_server.access import listen, make_server
 from tunewell.integrations.openai_server.queue import ServedModel
 from tunewell.integrations.openai_server.server import AccessRules, build_app

@@ -16,7 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tunewell.config.schema import Config
 from tunewell.data.batches import DataOrder
-from tunewell.inference.generate import Decoding, generate
+from tunewell.inference.decoder import Decoding
+from tunewell.inference.generate import generate
 from tunewell.methods.lora import Lora
 from tunewell.models import attention
 from tunewell.records.events import EventLog

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from tunewell.config.schema import MethodSettings
 from tunewell.core.model_files import locate
 from tunewell.inference.chat_model import open_chat_model
-from tunewell.inference.generate import Decoding, generate
+from tunewell.inference.decoder import Decoding
+from tunewell.inference.generate import generate
 from tunewell.inference.prompt import prompt_ids
 from tunewell.inference.stream import stream_tokens
 from tunewell.methods.base import trainable_parameters

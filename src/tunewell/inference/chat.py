@@ -13,7 +13,7 @@ from tunewell.core.files import write_atomic
 from tunewell.core.units import count
 from tunewell.data.rows.conversation import Message
 from tunewell.inference.chat_model import ChatModel
-from tunewell.inference.generate import Decoding
+from tunewell.inference.decoder import Decoding
 from tunewell.inference.prompt import prompt_ids, text_ids
 from tunewell.inference.runtime import Runtime
 from tunewell.inference.stream import StreamDecoder

@@ -18,6 +18,7 @@ from tunewell.data.text_pipeline import TextPipeline
 from tunewell.data.tokenizers.load import LoadedTokenizer
 from tunewell.hardware.facts import DeviceFacts
 from tunewell.hardware.probe import probe_device
+from tunewell.inference.decoder import why_not_decoded
 from tunewell.inference.generate import corpus_stop_ids, stop_token_ids
 from tunewell.inference.llama_cpp.library import find_llama
 from tunewell.inference.llama_cpp.runtime import LlamaRuntime
@@ -234,12 +235,15 @@ def _with_torch(chat_model: ChatModel, load: _Load, *, with_base: bool) -> ChatM
     model.requires_grad_(False)
     is_cpu = model.device.type == "cpu"
     num_threads = fastest_threads(tuple(weight.shape) for weight in model.parameters()) if is_cpu else None
+    notes = [*chat_model.notes, *found.notes]
+    if (reason := why_not_decoded(model, 1)) is not None:
+        notes.append(f"transformers' `generate` answers, which is slower: {reason}")
     opened = replace(
         chat_model,
         adapter=adapter,
         num_threads=num_threads,
         stop_ids=sorted({*chat_model.stop_ids, *_generation_config_ids(model)}),
-        notes=[*chat_model.notes, *found.notes],
+        notes=notes,
         _runtime=TorchRuntime(model.eval(), precision, num_threads=num_threads),
     )
     if with_base and ref.base is not None and not opened.can_disable_adapter:

@@ -1,4 +1,4 @@
-"""Generate answers to prompts in batches, with a KV cache; batching does not change an answer."""
+"""Generate answers to prompts in batches; batching does not change an answer."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,9 +10,13 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from tunewell.data.tokenizers.load import LoadedTokenizer
+from tunewell.inference.decoder import GREEDY, Decoding, decode, decoding_mode, why_not_decoded
 from tunewell.models.attention import stock_attention
 from tunewell.models.quiet import quiet
 from tunewell.records.manifest import Manifest
+
+_BATCH_TOKENS = 8192
+"""Tokens of a batch for transformers when its answers are complete, padding included."""
 
 
 @dataclass(frozen=True)
@@ -23,22 +27,6 @@ class Generated:
     """Without the stop token."""
     ended: bool
     """True if the model produced a stop token before the limit."""
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """Sampling settings and the size of a batch."""
-
-    temperature: float = 0.0
-    """0 is greedy decoding."""
-    top_p: float = 1.0
-    """Sample from the most probable tokens that together have this probability."""
-    seed: int = 0
-    batch_tokens: int = 8192
-    """Most tokens of a batch when its answers are complete, padding included."""
-
-
-GREEDY = Decoding()
 
 
 def corpus_stop_ids(tokenizer: LoadedTokenizer, manifest: Manifest) -> list[int]:
@@ -72,15 +60,44 @@ def generate(
     The model's own `generation_config` is ignored, so that sampling settings cannot hide what the model learned.
     `before_token` is called before each token; an exception that it raises stops the generation.
     """
+    limits = [max(0, min(max_new_tokens, context_limit(model) - len(prompt))) for prompt in prompts]
+    longest = max((len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)), default=0)
+    if why_not_decoded(model, longest) is not None:
+        return generate_with_transformers(
+            model,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            stop_ids=stop_ids,
+            decoding=decoding,
+            before_token=before_token,
+        )
+    if not all(prompts):
+        raise ValueError("a prompt has no tokens")
+    with decoding_mode(model):
+        found = decode(model, prompts, limits=limits, stop_ids=stop_ids, decoding=decoding, before_token=before_token)
+    return [Generated(ids, ended) for ids, ended in found]
+
+
+def generate_with_transformers(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    stop_ids: Sequence[int],
+    decoding: Decoding = GREEDY,
+    before_token: Callable[[], None] = lambda: None,
+) -> list[Generated]:
+    """Do the same with transformers' `generate`: for other architectures, and to check our decoder."""
     if not all(prompts):
         raise ValueError("a prompt has no tokens")
     # A prompt that fills the whole context keeps this empty answer.
     answers = [Generated([], False)] * len(prompts)
+    batch_tokens = decoding.batch_tokens or _BATCH_TOKENS
     was_training = model.training
     model.eval()
     try:
         with quiet(), stock_attention(model), _default_generation_config(model), _seeded(decoding.seed):
-            for batch, num_new in _batches(prompts, max_new_tokens, context_limit(model), decoding.batch_tokens):
+            for batch, num_new in _batches(prompts, max_new_tokens, context_limit(model), batch_tokens):
                 settings = _settings(num_new, stop_ids, decoding)
                 rows = _answer([prompts[index] for index in batch], model, settings, before_token)
                 for index, row in zip(batch, rows, strict=True):

@@ -17,7 +17,8 @@ from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.batches import TokenizedDocuments, make_batch, micro_batches, spread_evenly
 from tunewell.hardware.threads import measure_threads, torch_threads
-from tunewell.inference.generate import GREEDY, Decoding, Generated, context_limit, generate
+from tunewell.inference.decoder import GREEDY, Decoding
+from tunewell.inference.generate import Generated, context_limit, generate
 from tunewell.inference.stream import Ended, TokenStream, stream_tokens
 from tunewell.models.attention import stock_attention
 from tunewell.models.loss import HeadShape

@@ -3,13 +3,22 @@
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
-from transformers.generation.logits_process import TopPLogitsWarper
 
-from tunewell.inference.generate import GREEDY, Decoding, context_limit
+from tunewell.inference.decoder import (
+    GREEDY,
+    MIN_GRAPH_STEPS,
+    Decoder,
+    Decoding,
+    Sampler,
+    decoding_mode,
+    why_not_decoded,
+)
+from tunewell.inference.generate import context_limit
 from tunewell.models.attention import stock_attention
 from tunewell.models.quiet import quiet
 
@@ -54,7 +63,7 @@ def stream_tokens(
     """Stream the answer to a prompt: the same tokens as `generate` returns, computed on demand.
 
     The model's own `generation_config` is ignored. Until the stream ends or is closed, the model is in eval mode and
-    uses the attention of transformers.
+    uses another attention than in training.
     """
     if not prompt_ids:
         raise ValueError("a prompt has no tokens")
@@ -64,6 +73,37 @@ def stream_tokens(
 def _tokens(
     model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int, stops: Collection[int], decoding: Decoding
 ) -> Iterator[int | Ended]:
+    num_free = context_limit(model) - len(prompt)
+    capacity = len(prompt) + max(0, min(max_new_tokens, num_free))
+    is_decoded = why_not_decoded(model, capacity) is None
+    with decoding_mode(model) if is_decoded else _stock_mode(model):
+        next_logits = _decoder_logits(model, capacity) if is_decoded else _stock_logits(model)
+        yield from sample_tokens(next_logits, prompt, decoding, stops, max_new=max_new_tokens, num_free=num_free)
+
+
+def _decoder_logits(model: PreTrainedModel, capacity: int) -> Callable[[Sequence[int]], torch.Tensor]:
+    """Return the function for `sample_tokens`; its first call takes the prompt, every other one token."""
+    decoder = Decoder(model, num_slots=1, capacity=capacity)
+    num_cached = 0
+
+    def next_logits(pending: Sequence[int]) -> torch.Tensor:
+        nonlocal num_cached
+        if num_cached == 0:
+            decoder.add([0], [pending])
+        else:
+            if capacity - num_cached >= MIN_GRAPH_STEPS:
+                decoder.record()
+            decoder.show(num_cached + 1)
+            decoder.tokens.fill_(pending[0])
+            decoder.step()
+        num_cached += len(pending)
+        return decoder.logits.float()
+
+    return next_logits
+
+
+def _stock_logits(model: PreTrainedModel) -> Callable[[Sequence[int]], torch.Tensor]:
+    """Do the same with transformers' own cache."""
     cache: Any = None
     # Only the last row of logits is needed; the head over a whole prompt is most of the work of a small model.
     keep: Any = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
@@ -76,12 +116,16 @@ def _tokens(
         cache = output.past_key_values
         return output.logits[:, -1].float()
 
-    num_free = context_limit(model) - len(prompt)
+    return next_logits
+
+
+@contextmanager
+def _stock_mode(model: PreTrainedModel) -> Iterator[None]:
     was_training = model.training
     model.eval()
     try:
         with quiet(), stock_attention(model):
-            yield from sample_tokens(next_logits, prompt, decoding, stops, max_new=max_new_tokens, num_free=num_free)
+            yield
     finally:
         model.train(was_training)
 
@@ -99,34 +143,16 @@ def sample_tokens(
 
     `next_logits` appends tokens to the KV cache and returns the logits [1, V] of the token after them.
     """
-    sample = _Sampler(decoding)
+    sample = Sampler(decoding)
     pending = prompt
     for _ in range(min(max_new, num_free)):
-        token = sample(next_logits(pending))
+        token = int(sample(next_logits(pending)))
         if token in stops:
             yield "end"
             return
         yield token
         pending = [token]
     yield "context" if num_free < max_new else "length"
-
-
-class _Sampler:
-    """Chooses the next token: the most probable one, or a sample from a random generator of its own."""
-
-    def __init__(self, decoding: Decoding) -> None:
-        self._decoding = decoding
-        self._generator: torch.Generator | None = None
-
-    def __call__(self, logits: torch.Tensor) -> int:
-        temperature, top_p, seed = self._decoding.temperature, self._decoding.top_p, self._decoding.seed
-        if temperature <= 0:
-            return int(logits.argmax())
-        self._generator = self._generator or torch.Generator(logits.device).manual_seed(seed)
-        logits = logits / temperature
-        if top_p < 1:
-            logits = TopPLogitsWarper(top_p)(None, logits)  # type: ignore[arg-type]  it ignores the ids
-        return int(torch.multinomial(logits.softmax(-1), 1, generator=self._generator))
 
 
 class StreamDecoder:

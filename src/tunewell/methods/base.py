@@ -104,6 +104,12 @@ class AdapterLayer(nn.Module, ABC):
     is_enabled = True
     """Whether the trained weights take part in the computation."""
 
+    def cast(self, dtype: torch.dtype | None) -> None:
+        """Keep copies of the trained weights in a precision, so that decoding does not convert them for each token.
+
+        None drops the copies. The weights do not change in between. By default nothing is kept.
+        """
+
     @abstractmethod
     def merged(self) -> nn.Module:
         """Return a plain layer that computes the same; the frozen layer's weight is changed in place, in fp32."""
@@ -168,6 +174,19 @@ class AdapterMethod(Method):
 def adapter_layers(model: nn.Module) -> dict[str, AdapterLayer]:
     """Return the adapter layers of a model by path."""
     return {name: module for name, module in model.named_modules() if isinstance(module, AdapterLayer)}
+
+
+@contextmanager
+def weights_cast(model: PreTrainedModel) -> Iterator[None]:
+    """Keep the trained weights of adapters in the model's precision inside a `with` block."""
+    layers = adapter_layers(model).values()
+    for layer in layers:
+        layer.cast(model.dtype)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.cast(None)
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

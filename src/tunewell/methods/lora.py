@@ -254,6 +254,7 @@ class LoraLinear(AdapterLayer):
         self.scale = scale
         self.dropout = dropout
         self._is_plain = type(base).forward is nn.Linear.forward
+        self._cast: tuple[Tensor, Tensor] | None = None
         device = base.weight.device
         self.lora_A = nn.Parameter(torch.empty(rank, base.in_features, device=device, dtype=torch.float32))
         self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank, device=device, dtype=torch.float32))
@@ -288,12 +289,16 @@ class LoraLinear(AdapterLayer):
             return self.base_layer(x)
         weight, bias = self.base_layer.weight, self.base_layer.bias
         dtype = weight.dtype if self._is_plain else x.dtype
-        a, b = self.lora_A.to(dtype), self.lora_B.to(dtype)
+        a, b = self._cast or (self.lora_A.to(dtype), self.lora_B.to(dtype))
         has_dropout = self.dropout > 0 and self.training
         if has_dropout or not self._is_plain or torch.compiler.is_compiling():
             adapted = F.dropout(x, self.dropout) if has_dropout else x
             return self.base_layer(x) + F.linear(F.linear(adapted, a) * self.scale, b)
         return _LowRank.apply(x.flatten(0, -2), self.scale, weight, bias, a, b).unflatten(0, x.shape[:-1])
+
+    def cast(self, dtype: torch.dtype | None) -> None:
+        """Keep copies of the matrices in the model's precision, for decoding; None drops them."""
+        self._cast = None if dtype is None else (self.lora_A.detach().to(dtype), self.lora_B.detach().to(dtype))
 
     def merged(self) -> nn.Module:
         """Return the frozen layer with W + scale * B A as its weight; in 16 bits the sum would be rounded away."""

@@ -60,6 +60,11 @@ def require_supported(config: PreTrainedConfig, *, longest_document: int, attent
     return _notes(text)
 
 
+def is_verified(config: PreTrainedConfig) -> bool:
+    """Whether the tests compare this architecture with transformers."""
+    return config.model_type in _table()["verified"]
+
+
 def text_part(config: PreTrainedConfig) -> TextPart | None:
     """Return the text part of a multimodal model; None for a plain model. Raise UserError if it is not supported."""
     modalities = [name.removesuffix("_config") for name in config.sub_configs if name.startswith(_MODALITIES)]
@@ -143,7 +148,7 @@ def _notes(config: PreTrainedConfig) -> list[str]:
     notes = []
     if any((getattr(config, name, None) or 0) > 1 for name in _EXPERTS):
         notes.append("this model has experts; the load-balancing loss is not part of training")
-    if config.model_type not in _table()["verified"]:
+    if not is_verified(config):
         notes.append(
             f"tunewell is not tested with `{config.model_type}`; it is compared with transformers before the first step"
         )

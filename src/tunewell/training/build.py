@@ -18,7 +18,8 @@ from tunewell.core.units import count
 from tunewell.data.batches import DataOrder
 from tunewell.data.corpus.reader import Corpus
 from tunewell.data.tokenizers.load import load_tokenizer
-from tunewell.inference.generate import Decoding, corpus_stop_ids, generate
+from tunewell.inference.decoder import Decoding
+from tunewell.inference.generate import corpus_stop_ids, generate
 from tunewell.methods.base import Method
 from tunewell.models import attention
 from tunewell.models.facts import fingerprint_weights

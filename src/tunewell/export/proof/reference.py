@@ -30,7 +30,7 @@ from tunewell.export.proof.tensors import (
     sketch_model,
 )
 from tunewell.inference.chat_model import ChatModel
-from tunewell.inference.generate import generate
+from tunewell.inference.generate import generate_with_transformers
 from tunewell.inference.prompt import prompt_ids
 from tunewell.inference.runtime import last_logits
 from tunewell.records.parity import PROOF_FILES, Artefact, ModelFacts, Probe, Proof, Question
@@ -95,7 +95,7 @@ def make_reference(model: ChatModel, *, answer_tokens: int, progress: ProgressLi
     progress(Progress("answering questions with the trained model"))
     prompts = _held_out_prompts(model) or [probe.ids for probe in probes[:4]]
     stop_ids = find_stop_ids(model)
-    answers = generate(model.model, prompts, max_new_tokens=answer_tokens, stop_ids=stop_ids)
+    answers = generate_with_transformers(model.model, prompts, max_new_tokens=answer_tokens, stop_ids=stop_ids)
     questions = [
         Question(ids=list(ids), answer=answer.ids, ended=answer.ended, text=model.decode(answer.ids))
         for ids, answer in zip(prompts, answers, strict=True)

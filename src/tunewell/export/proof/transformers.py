@@ -14,7 +14,7 @@ from tunewell.core.errors import UserError
 from tunewell.export.proof.checks import check_answers, check_ids, check_logits, check_settings, check_stop
 from tunewell.export.proof.reference import ProofContext, ProofUnavailable
 from tunewell.export.proof.tensors import Sketch, check_tensors, compare_weights
-from tunewell.inference.generate import generate
+from tunewell.inference.generate import generate_with_transformers
 from tunewell.inference.runtime import last_logits
 from tunewell.models.load import LoadOptions, load_model, not_finite_names
 from tunewell.models.quiet import quiet
@@ -71,7 +71,7 @@ def _prove_model(model: Any, artefact: Artefact, context: ProofContext, *, confi
     settings = GenerationConfig.from_pretrained(path)
     eos = settings.eos_token_id
     stops = list(eos) if isinstance(eos, list) else [eos] if eos is not None else [tokenizer.eos_token_id]
-    answers = generate(
+    answers = generate_with_transformers(
         model, [question.ids for question in proof.questions], max_new_tokens=context.answer_tokens, stop_ids=stops
     )
     checks = [

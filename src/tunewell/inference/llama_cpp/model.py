@@ -15,7 +15,8 @@ import torch
 from tunewell.core.errors import UserError
 from tunewell.core.gguf import read_metadata, tensor_count
 from tunewell.hardware.facts import physical_cores, usable_cores
-from tunewell.inference.generate import GREEDY, Decoding, shared_prefix_length
+from tunewell.inference.decoder import GREEDY, Decoding
+from tunewell.inference.generate import shared_prefix_length
 from tunewell.inference.llama_cpp.bindings import Batch, Bindings
 from tunewell.inference.stream import Ended, TokenStream, sample_tokens
 

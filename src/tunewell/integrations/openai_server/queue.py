@@ -9,7 +9,7 @@ from typing import Literal
 
 from tunewell.core.errors import UserError
 from tunewell.inference.chat_model import ChatModel
-from tunewell.inference.generate import Decoding
+from tunewell.inference.decoder import Decoding
 from tunewell.inference.prompt import prompt_ids
 from tunewell.inference.stream import StreamDecoder, TokenStream
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails
 from starlette.responses import JSONResponse
 
-from tunewell.inference.generate import Decoding
+from tunewell.inference.decoder import Decoding
 
 
 class ApiError(Exception):
