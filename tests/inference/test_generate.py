@@ -6,9 +6,9 @@ from tiny_models import ARCHITECTURES, logits, tiny
 from tokenizers import Tokenizer
 from transformers import GenerationConfig, MambaConfig, MambaForCausalLM
 
-from tunewell.inference.decoder import Decoding, why_not_decoded
-from tunewell.inference.generate import Generated, corpus_stop_ids, generate, generate_with_transformers
-from tunewell.inference.kv_cache import KVCache
+from tunewell.inference.decoder import Decoding, Generated, KVCache, why_not_decoded
+from tunewell.inference.generate import corpus_stop_ids, generate
+from tunewell.inference.transformers_generate import generate_with_transformers
 from tunewell.models import attention
 from tunewell.records.manifest import TemplateRecord
 

@@ -11,7 +11,7 @@ from tunewell.data.corpus.reader import Split
 from tunewell.evaluation.behaviour import Sample, find_faults
 from tunewell.evaluation.matching import is_short_reference, match
 from tunewell.inference.chat_model import ChatModel
-from tunewell.inference.generate import Generated
+from tunewell.inference.decoder import Generated
 from tunewell.inference.runtime import DocumentLosses
 from tunewell.records.report import Answer, AnsweredQuestion, LogitChange, LossPair
 from tunewell.training.evaluate import Question

@@ -30,7 +30,7 @@ from tunewell.hardware.threads import torch_threads
 from tunewell.inference.chat_model import Backend, ChatModel, ModelRef, open_chat_model, open_without_weights
 from tunewell.inference.runtime import Runtime, TextDocuments, nonfinite_weights_in
 from tunewell.models.attention import stock_attention
-from tunewell.models.quiet import quiet
+from tunewell.models.support import quiet
 from tunewell.records.manifest import read_manifest
 from tunewell.records.plan import Chosen
 from tunewell.records.report import AnsweredQuestion, Report, RowCounts

@@ -1,43 +1,52 @@
-"""Decode many prompts together: packed prompts, one token per slot and step, and CUDA graphs where there is a GPU.
+"""Decode several prompts at once: a KV cache with a fixed number of slots, the attention that reads it, and the steps.
 
-A slot whose answer is complete takes the next prompt. On a GPU a step is recorded once and replayed; the host looks at
-the tokens every few steps, so it does not wait for the GPU.
+    slot 0    a a a a a . . . .      the tokens of one prompt and its answer, `capacity` at most
+    slot 1    b b b . . . . . .      `lengths` is how many are there: [5, 3]
+
+Prompts enter packed end to end, as in training (`models/attention.py`); then every slot gains one token per step. All
+tensors keep their shape and address, so a step can be recorded as a CUDA graph. The attention is registered with
+transformers under our own name; a model passes it the cache through its keyword arguments, and transformers' own cache
+is not used.
+
+Shapes: S slots, M capacity, T tokens, V vocabulary, H query heads, G key and value heads, D head size.
 """
 
 import inspect
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.generation.logits_process import TopPLogitsWarper
 
 from tunewell.core.errors import UserError
 from tunewell.data.batches import MicroBatch, cumulative_lengths, share_prefix
-from tunewell.inference.kv_cache import KVCache, cached_attention_of
 from tunewell.methods.base import weights_cast
-from tunewell.models.attention import runs_of, stock_attention
+from tunewell.models.attention import packed_flash, packed_sdpa, runs_of, stock_attention
 from tunewell.models.cpu_attention import MAX_LENGTH
-from tunewell.models.quiet import quiet
-from tunewell.models.support import is_verified, require_supported
+from tunewell.models.support import is_verified, quiet, require_supported
 
-_PROMPT_TOKENS = 8192
-"""Tokens of prompts in one forward pass."""
-_MAX_GPU_SLOTS, _MAX_CPU_SLOTS = 256, 32
-_CPU_TOKENS = 32768
-"""Tokens of all caches on a CPU: larger batches gain nothing there."""
-_MEMORY_SHARE = 0.5
-"""Of the GPU memory that is free, the part that a cache may take."""
-_READ_EVERY = 8
-"""Steps on a GPU after which the host reads the tokens."""
+CACHED = "tunewell_cached"
+_FLASH_DTYPES = (torch.bfloat16, torch.float16)
+_FLASH_HEAD_SIZE = 256
 MIN_GRAPH_STEPS = 16
 """A graph takes about as long to record as this many steps."""
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The generated tokens of one answer."""
+
+    ids: list[int]
+    """Without the stop token."""
+    ended: bool
+    """True if the model produced a stop token before the limit."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,11 @@ class Decoding:
 
 
 GREEDY = Decoding()
+
+
+def context_limit(model: PreTrainedModel) -> int:
+    """Return the model's context length in tokens; a huge number if its config sets none."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 62
 
 
 @contextmanager
@@ -89,7 +103,8 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
 def _difference(model: PreTrainedModel) -> str | None:
     """Compare the decoder with transformers on a few tokens; return the difference if it is more than rounding."""
     size, num_steps = _PROBE
-    ids = torch.linspace(0, len(model.get_input_embeddings().weight) - 1, size + num_steps).long().tolist()
+    table: Any = model.get_input_embeddings().weight
+    ids = torch.linspace(0, len(table) - 1, size + num_steps).long().tolist()
     try:
         with decoding_mode(model):
             decoder = Decoder(model, num_slots=1, capacity=len(ids))
@@ -257,136 +272,147 @@ def _packed(prompts: Sequence[Sequence[int]]) -> MicroBatch:
     )
 
 
-@dataclass
-class _Answer:
-    """An answer that is being written."""
+class KVCache:
+    """Keys and values of every attention layer, by slot."""
 
-    index: int
-    limit: int
-    ids: list[int] = field(default_factory=list)
-    ended: bool = False
+    def __init__(self, num_slots: int, capacity: int, device: torch.device) -> None:
+        self.num_slots, self.capacity = num_slots, capacity
+        self.lengths = torch.zeros(num_slots, dtype=torch.long, device=device)
+        self.visible = capacity
+        """Tokens of a slot that attention reads, at least the longest slot and the new token. Fixed in a graph."""
+        self._layers: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._rows: Tensor | None = None
+        self._sources: Tensor | None = None
+        self._starts = torch.arange(num_slots, device=device) * capacity
 
-    def take(self, token: int, stops: Collection[int]) -> None:
-        """Append a token, unless the answer is complete."""
-        if self.is_complete:
-            return
-        if token in stops:
-            self.ended = True
-        else:
-            self.ids.append(token)
+    def begin_prompts(self, rows: Tensor, sources: Tensor) -> None:
+        """Store token `sources[i]` of the next forward pass in row `rows[i]`, which is slot * capacity + position."""
+        self._rows, self._sources = rows, sources
+
+    def begin_step(self) -> None:
+        """Store the next forward pass as one token per slot, after the last."""
+        self._rows, self._sources = self._starts + self.lengths, None
 
     @property
-    def is_complete(self) -> bool:
-        return self.ended or len(self.ids) == self.limit
+    def is_step(self) -> bool:
+        return self._sources is None
+
+    def store(self, layer: nn.Module, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new keys and values of a layer; return all of them: [S * M, G, D]."""
+        if layer not in self._layers:
+            shapes = [(self.num_slots * self.capacity, *x.shape[1:]) for x in (k_TGD, v_TGD)]
+            # Zeros: attention multiplies values beyond a slot's length by zero, and nan times zero is nan.
+            self._layers[layer] = (k_TGD.new_zeros(shapes[0]), v_TGD.new_zeros(shapes[1]))
+        stored = self._layers[layer]
+        assert self._rows is not None
+        for cache, new in zip(stored, (k_TGD, v_TGD), strict=True):
+            cache.index_copy_(0, self._rows, new if self._sources is None else new.index_select(0, self._sources))
+        return stored
+
+    def select(self, slots: Tensor) -> "KVCache":
+        """Return a cache with some of the slots."""
+        fewer = KVCache(len(slots), self.capacity, self.lengths.device)
+        fewer.lengths.copy_(self.lengths[slots])
+        for layer, (keys, values) in self._layers.items():
+            k, v = (x.unflatten(0, (self.num_slots, self.capacity))[slots].flatten(0, 1) for x in (keys, values))
+            fewer._layers[layer] = (k, v)
+        return fewer
 
 
-def decode(
-    model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
-    *,
-    limits: Sequence[int],
-    stop_ids: Collection[int],
-    decoding: Decoding = GREEDY,
-    before_token: Callable[[], None] = lambda: None,
-) -> list[tuple[list[int], bool]]:
-    """Return an answer per prompt, without its stop token, and whether it ended before its limit of new tokens."""
-    answers = [_Answer(index, limit) for index, limit in enumerate(limits)]
-    num_slots = _num_slots(model, max(map(sum, zip(map(len, prompts), limits, strict=True)), default=0), decoding)
-    while unfinished := [answer for answer in answers if not answer.is_complete]:
-        try:
-            _decode(model, prompts, unfinished, num_slots, stop_ids, decoding, before_token)
-        except torch.OutOfMemoryError:
-            if num_slots == 1 or decoding.batch_tokens is not None:
-                raise
-            num_slots //= 2
-            for answer in unfinished:
-                if not answer.is_complete:
-                    answer.ids.clear()
-            torch.cuda.empty_cache()
-    return [(answer.ids, answer.ended) for answer in answers]
-
-
-def _decode(
-    model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
-    answers: list[_Answer],
-    num_slots: int,
-    stop_ids: Collection[int],
-    decoding: Decoding,
-    before_token: Callable[[], None],
-) -> None:
-    """Complete the answers, `num_slots` at a time."""
-    waiting = deque(sorted(answers, key=lambda answer: len(prompts[answer.index])))
-    capacity = max(len(prompts[answer.index]) + answer.limit for answer in waiting)
-    slots: list[_Answer | None] = [None] * min(len(waiting), num_slots)
-    decoder = Decoder(model, num_slots=len(slots), capacity=capacity, decoding=decoding)
-    is_gpu = decoder.device.type == "cuda"
-    while waiting or any(slots):
-        if waiting and None in slots:
-            before_token()
-            _fill(decoder, slots, waiting, prompts, stop_ids)
-            continue
-        active = [slot for slot, answer in enumerate(slots) if answer]
-        if len(active) <= len(slots) // 2 and not is_gpu:
-            decoder.keep(active)
-            slots = [slots[slot] for slot in active]
-        remaining = max(answer.limit - len(answer.ids) for answer in slots if answer)
-        if remaining >= MIN_GRAPH_STEPS:
-            decoder.record()
-        num_steps = min(_READ_EVERY if is_gpu else 1, remaining)
-        longest = max(len(prompts[answer.index]) + len(answer.ids) for answer in slots if answer)
-        decoder.show(longest + num_steps - 1)
-        written = []
-        for _ in range(num_steps):
-            before_token()
-            decoder.step()
-            written.append(decoder.tokens.clone())
-        _take(slots, range(len(slots)), torch.stack(written), stop_ids)
-
-
-def _num_slots(model: PreTrainedModel, capacity: int, decoding: Decoding) -> int:
-    """Return how many answers are decoded together: by the memory of their caches, and by the setting."""
-    if model.device.type == "cuda":
-        config = model.config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        token_bytes = 2 * config.num_hidden_layers * heads * size * model.dtype.itemsize
-        free, _ = torch.cuda.mem_get_info(model.device)
-        free += torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
-        number = min(_MAX_GPU_SLOTS, int(free * _MEMORY_SHARE) // max(1, token_bytes * capacity))
+def cached_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Store the new keys and values, and attend to those of the same slot: transformers' attention interface."""
+    cache: KVCache | None = options.pop("kv_cache", None)
+    if cache is None:
+        raise NotImplementedError("this model does not pass our KV cache to its attention")
+    softcap = options.get("softcap")
+    is_flash = softcap is None and _can_flash(query, key, value)
+    if not cache.is_step:
+        cache.store(module, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        packed = packed_flash if is_flash else packed_sdpa
+        return packed(module, query, key, value, attention_mask, **options)
+    for name in ("s_aux", "position_bias"):
+        if options.get(name) is not None:
+            raise NotImplementedError(f"this model's attention has `{name}`")
+    if attention_mask is not None:
+        raise NotImplementedError("this model makes its own attention mask")
+    keys, values = cache.store(module, key[:, :, 0], value[:, :, 0])
+    scaling, window = options.get("scaling"), options.get("sliding_window")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if is_flash:
+        out_SHD = _attend_flash(query[:, :, 0], keys, values, cache, scale=scale, window=window)
     else:
-        number = min(_MAX_CPU_SLOTS, _CPU_TOKENS // max(1, capacity))
-    if decoding.batch_tokens is not None:
-        number = min(number, decoding.batch_tokens // max(1, capacity))
-    return max(1, number)
+        out_SHD = _attend_masked(query[:, :, 0], keys, values, cache, scale=scale, window=window, softcap=softcap)
+    return out_SHD.unsqueeze(1), None
 
 
-def _fill(
-    decoder: Decoder,
-    slots: list[_Answer | None],
-    waiting: deque[_Answer],
-    prompts: Sequence[Sequence[int]],
-    stops: Collection[int],
-) -> None:
-    """Put waiting prompts into free slots, as many as one forward pass takes, and take their first tokens."""
-    chosen: list[int] = []
-    num_tokens = 0
-    for slot in [slot for slot, answer in enumerate(slots) if answer is None]:
-        if not waiting or (chosen and num_tokens + len(prompts[waiting[0].index]) > _PROMPT_TOKENS):
-            break
-        slots[slot] = answer = waiting.popleft()
-        num_tokens += len(prompts[answer.index])
-        chosen.append(slot)
-    decoder.add(chosen, [prompts[answer.index] for slot in chosen if (answer := slots[slot])])
-    _take(slots, chosen, decoder.tokens[None], stops)
+def _can_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    sizes = query.shape[-1], key.shape[-1], value.shape[-1]
+    is_one_size = len(set(sizes)) == 1 and sizes[0] <= _FLASH_HEAD_SIZE and sizes[0] % 8 == 0
+    is_one_type = query.dtype == key.dtype == value.dtype and query.dtype in _FLASH_DTYPES
+    return query.device.type == "cuda" and is_one_size and is_one_type
 
 
-def _take(slots: list[_Answer | None], chosen: Sequence[int], written: Tensor, stops: Collection[int]) -> None:
-    """Append the tokens of some steps, [steps, slots], to the answers of some slots; free slots with complete ones."""
-    for tokens in written.tolist():
-        for slot in chosen:
-            if (answer := slots[slot]) is not None:
-                answer.take(tokens[slot], stops)
-    for slot in chosen:
-        if (answer := slots[slot]) is not None and answer.is_complete:
-            slots[slot] = None
+def _attend_flash(
+    q_SHD: Tensor, keys: Tensor, values: Tensor, cache: KVCache, *, scale: float, window: int | None
+) -> Tensor:
+    """Attend by torch's flash kernel, which reads only the used part of a slot; heads may share keys."""
+    slots = torch.arange(cache.num_slots + 1, device=q_SHD.device, dtype=torch.int32)
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        q_SHD.contiguous(),
+        keys,
+        values,
+        slots,
+        slots * cache.capacity,
+        1,
+        cache.capacity,
+        0.0,
+        True,
+        False,
+        scale=scale,
+        window_size_left=-1 if window is None else window - 1,
+        window_size_right=0,
+        seqused_k=(cache.lengths + 1).int(),
+    )
+    return out
+
+
+def _attend_masked(
+    q_SHD: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cache: KVCache,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Attend with a mask over the slots. The query heads of one key head are its queries, so no key is repeated."""
+    shape = (cache.num_slots, cache.capacity)
+    k_SGMD, v_SGMD = (x.unflatten(0, shape)[:, : cache.visible].transpose(1, 2) for x in (keys, values))
+    q_SGLD = q_SHD.unflatten(1, (k_SGMD.shape[1], -1))
+    position = torch.arange(cache.visible, device=q_SHD.device)
+    last = cache.lengths[:, None]
+    mask_SM = position <= last
+    if window is not None:
+        mask_SM = mask_SM & (position > last - window)
+    mask = mask_SM[:, None, None]
+    if softcap is None:
+        return F.scaled_dot_product_attention(q_SGLD, k_SGMD, v_SGMD, attn_mask=mask, scale=scale).flatten(1, 2)
+    scores = torch.tanh(q_SGLD @ k_SGMD.transpose(2, 3) * scale / softcap) * softcap
+    weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), -1, dtype=torch.float32)
+    return (weights.to(q_SHD.dtype) @ v_SGMD).flatten(1, 2)
+
+
+@contextmanager
+def cached_attention_of(model: PreTrainedModel) -> Iterator[None]:
+    """Use the attention of this module inside a `with` block, uncompiled."""
+    AttentionInterface.register(CACHED, cached_attention)
+    before: Any = model.config._attn_implementation
+    model.set_attn_implementation(CACHED)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        model.set_attn_implementation(before)

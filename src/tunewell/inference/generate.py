@@ -1,32 +1,41 @@
-"""Generate answers to prompts in batches; batching does not change an answer."""
+"""Generate answers to prompts in batches; batching does not change an answer.
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+A slot of the decoder whose answer is complete takes the next prompt. On a GPU the host looks at the tokens every few
+steps, so it does not wait for the GPU.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel
 
 from tunewell.data.tokenizers.load import LoadedTokenizer
-from tunewell.inference.decoder import GREEDY, Decoding, decode, decoding_mode, why_not_decoded
-from tunewell.models.attention import stock_attention
-from tunewell.models.quiet import quiet
+from tunewell.inference.decoder import (
+    GREEDY,
+    MIN_GRAPH_STEPS,
+    Decoder,
+    Decoding,
+    Generated,
+    context_limit,
+    decoding_mode,
+    why_not_decoded,
+)
+from tunewell.inference.transformers_generate import generate_with_transformers
 from tunewell.records.manifest import Manifest
 
-_BATCH_TOKENS = 8192
-"""Tokens of a batch for transformers when its answers are complete, padding included."""
-
-
-@dataclass(frozen=True)
-class Generated:
-    """The generated tokens of one answer."""
-
-    ids: list[int]
-    """Without the stop token."""
-    ended: bool
-    """True if the model produced a stop token before the limit."""
+_PROMPT_TOKENS = 8192
+"""Tokens of prompts in one forward pass."""
+_MAX_GPU_SLOTS, _MAX_CPU_SLOTS = 256, 32
+_CPU_TOKENS = 32768
+"""Tokens of all caches on a CPU: larger batches gain nothing there."""
+_MEMORY_SHARE = 0.5
+"""Of the GPU memory that is free, the part that a cache may take."""
+_READ_EVERY = 8
+"""Steps on a GPU after which the host reads the tokens."""
 
 
 def corpus_stop_ids(tokenizer: LoadedTokenizer, manifest: Manifest) -> list[int]:
@@ -78,118 +87,136 @@ def generate(
     return [Generated(ids, ended) for ids, ended in found]
 
 
-def generate_with_transformers(
+@dataclass
+class _Answer:
+    """An answer that is being written."""
+
+    index: int
+    limit: int
+    ids: list[int] = field(default_factory=list)
+    ended: bool = False
+
+    def take(self, token: int, stops: Collection[int]) -> None:
+        """Append a token, unless the answer is complete."""
+        if self.is_complete:
+            return
+        if token in stops:
+            self.ended = True
+        else:
+            self.ids.append(token)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.ended or len(self.ids) == self.limit
+
+
+def decode(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     *,
-    max_new_tokens: int,
-    stop_ids: Sequence[int],
+    limits: Sequence[int],
+    stop_ids: Collection[int],
     decoding: Decoding = GREEDY,
     before_token: Callable[[], None] = lambda: None,
-) -> list[Generated]:
-    """Do the same with transformers' `generate`: for other architectures, and to check our decoder."""
-    if not all(prompts):
-        raise ValueError("a prompt has no tokens")
-    # A prompt that fills the whole context keeps this empty answer.
-    answers = [Generated([], False)] * len(prompts)
-    batch_tokens = decoding.batch_tokens or _BATCH_TOKENS
-    was_training = model.training
-    model.eval()
-    try:
-        with quiet(), stock_attention(model), _default_generation_config(model), _seeded(decoding.seed):
-            for batch, num_new in _batches(prompts, max_new_tokens, context_limit(model), batch_tokens):
-                settings = _settings(num_new, stop_ids, decoding)
-                rows = _answer([prompts[index] for index in batch], model, settings, before_token)
-                for index, row in zip(batch, rows, strict=True):
-                    answers[index] = _cut(row, stop_ids)
-    finally:
-        model.train(was_training)
-    return answers
+) -> list[tuple[list[int], bool]]:
+    """Return an answer per prompt, without its stop token, and whether it ended before its limit of new tokens."""
+    answers = [_Answer(index, limit) for index, limit in enumerate(limits)]
+    num_slots = _num_slots(model, max(map(sum, zip(map(len, prompts), limits, strict=True)), default=0), decoding)
+    while unfinished := [answer for answer in answers if not answer.is_complete]:
+        try:
+            _decode(model, prompts, unfinished, num_slots, stop_ids, decoding, before_token)
+        except torch.OutOfMemoryError:
+            if num_slots == 1 or decoding.batch_tokens is not None:
+                raise
+            num_slots //= 2
+            for answer in unfinished:
+                if not answer.is_complete:
+                    answer.ids.clear()
+            torch.cuda.empty_cache()
+    return [(answer.ids, answer.ended) for answer in answers]
 
 
-def _batches(
-    prompts: Sequence[Sequence[int]], max_new_tokens: int, limit: int, batch_tokens: int
-) -> Iterator[tuple[list[int], int]]:
-    """Yield groups of prompts of similar length, each with the number of new tokens; one near the limit is alone."""
-    group: list[int] = []
-    for index in sorted(range(len(prompts)), key=lambda index: len(prompts[index])):
-        length = len(prompts[index]) + max_new_tokens
-        num_free = limit - len(prompts[index])
-        if length > limit:
-            if num_free > 0:
-                yield [index], num_free
+def _decode(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    answers: list[_Answer],
+    num_slots: int,
+    stop_ids: Collection[int],
+    decoding: Decoding,
+    before_token: Callable[[], None],
+) -> None:
+    """Complete the answers, `num_slots` at a time."""
+    waiting = deque(sorted(answers, key=lambda answer: len(prompts[answer.index])))
+    capacity = max(len(prompts[answer.index]) + answer.limit for answer in waiting)
+    slots: list[_Answer | None] = [None] * min(len(waiting), num_slots)
+    decoder = Decoder(model, num_slots=len(slots), capacity=capacity, decoding=decoding)
+    is_gpu = decoder.device.type == "cuda"
+    while waiting or any(slots):
+        if waiting and None in slots:
+            before_token()
+            _fill(decoder, slots, waiting, prompts, stop_ids)
             continue
-        if group and (len(group) + 1) * length > batch_tokens:
-            yield group, max_new_tokens
-            group = []
-        group.append(index)
-    if group:
-        yield group, max_new_tokens
+        active = [slot for slot, answer in enumerate(slots) if answer]
+        if len(active) <= len(slots) // 2 and not is_gpu:
+            decoder.keep(active)
+            slots = [slots[slot] for slot in active]
+        remaining = max(answer.limit - len(answer.ids) for answer in slots if answer)
+        if remaining >= MIN_GRAPH_STEPS:
+            decoder.record()
+        num_steps = min(_READ_EVERY if is_gpu else 1, remaining)
+        longest = max(len(prompts[answer.index]) + len(answer.ids) for answer in slots if answer)
+        decoder.show(longest + num_steps - 1)
+        written = []
+        for _ in range(num_steps):
+            before_token()
+            decoder.step()
+            written.append(decoder.tokens.clone())
+        _take(slots, range(len(slots)), torch.stack(written), stop_ids)
 
 
-def _answer(
-    prompts: list[Sequence[int]], model: Any, settings: GenerationConfig, before_token: Callable[[], None]
-) -> list[list[int]]:
-    longest = max(len(prompt) for prompt in prompts)
-    # Left padding, so that every row continues at its last token.
-    padding = [longest - len(prompt) for prompt in prompts]
-    ids = [[settings.pad_token_id] * gap + list(prompt) for gap, prompt in zip(padding, prompts, strict=True)]
-    mask = [[0] * gap + [1] * (longest - gap) for gap in padding]
-    written = model.generate(
-        inputs=torch.tensor(ids, device=model.device),
-        attention_mask=torch.tensor(mask, device=model.device),
-        generation_config=settings,
-        stopping_criteria=StoppingCriteriaList([_BeforeToken(before_token)]),
-    )
-    return written[:, longest:].tolist()
+def _num_slots(model: PreTrainedModel, capacity: int, decoding: Decoding) -> int:
+    """Return how many answers are decoded together: by the memory of their caches, and by the setting."""
+    if model.device.type == "cuda":
+        config = model.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        token_bytes = 2 * config.num_hidden_layers * heads * size * model.dtype.itemsize
+        free, _ = torch.cuda.mem_get_info(model.device)
+        free += torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
+        number = min(_MAX_GPU_SLOTS, int(free * _MEMORY_SHARE) // max(1, token_bytes * capacity))
+    else:
+        number = min(_MAX_CPU_SLOTS, _CPU_TOKENS // max(1, capacity))
+    if decoding.batch_tokens is not None:
+        number = min(number, decoding.batch_tokens // max(1, capacity))
+    return max(1, number)
 
 
-class _BeforeToken(StoppingCriteria):
-    """Calls a function before each token, which may raise; never stops by itself."""
-
-    def __init__(self, before_token: Callable[[], None]) -> None:
-        self._before_token = before_token
-
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        self._before_token()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
-def _settings(num_new: int, stop_ids: Sequence[int], decoding: Decoding) -> GenerationConfig:
-    sampling = {"temperature": decoding.temperature, "top_p": decoding.top_p, "top_k": 0}
-    return GenerationConfig(
-        max_new_tokens=num_new,
-        do_sample=decoding.temperature > 0,
-        eos_token_id=list(stop_ids) or None,
-        pad_token_id=min(stop_ids, default=0),
-        use_cache=True,
-        **(sampling if decoding.temperature > 0 else {}),
-    )
+def _fill(
+    decoder: Decoder,
+    slots: list[_Answer | None],
+    waiting: deque[_Answer],
+    prompts: Sequence[Sequence[int]],
+    stops: Collection[int],
+) -> None:
+    """Put waiting prompts into free slots, as many as one forward pass takes, and take their first tokens."""
+    chosen: list[int] = []
+    num_tokens = 0
+    for slot in [slot for slot, answer in enumerate(slots) if answer is None]:
+        if not waiting or (chosen and num_tokens + len(prompts[waiting[0].index]) > _PROMPT_TOKENS):
+            break
+        slots[slot] = answer = waiting.popleft()
+        num_tokens += len(prompts[answer.index])
+        chosen.append(slot)
+    decoder.add(chosen, [prompts[answer.index] for slot in chosen if (answer := slots[slot])])
+    _take(slots, chosen, decoder.tokens[None], stops)
 
 
-def _cut(row: list[int], stop_ids: Sequence[int]) -> Generated:
-    end = next((at for at, token in enumerate(row) if token in stop_ids), None)
-    return Generated(row if end is None else row[:end], end is not None)
-
-
-def context_limit(model: PreTrainedModel) -> int:
-    """Return the model's context length in tokens; a huge number if its config sets none."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 62
-
-
-@contextmanager
-def _default_generation_config(model: PreTrainedModel) -> Iterator[None]:
-    before = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = before
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed the generator and restore it afterwards: sampling during training must not change the training."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        torch.manual_seed(seed)
-        yield
+def _take(slots: list[_Answer | None], chosen: Sequence[int], written: Tensor, stops: Collection[int]) -> None:
+    """Append the tokens of some steps, [steps, slots], to the answers of some slots; free slots with complete ones."""
+    for tokens in written.tolist():
+        for slot in chosen:
+            if (answer := slots[slot]) is not None:
+                answer.take(tokens[slot], stops)
+    for slot in chosen:
+        if (answer := slots[slot]) is not None and answer.is_complete:
+            slots[slot] = None

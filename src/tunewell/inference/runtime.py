@@ -17,14 +17,13 @@ from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.batches import TokenizedDocuments, make_batch, micro_batches, spread_evenly
 from tunewell.hardware.threads import measure_threads, torch_threads
-from tunewell.inference.decoder import GREEDY, Decoding
-from tunewell.inference.generate import Generated, context_limit, generate
+from tunewell.inference.decoder import GREEDY, Decoding, Generated, context_limit
+from tunewell.inference.generate import generate
 from tunewell.inference.stream import Ended, TokenStream, stream_tokens
 from tunewell.models.attention import stock_attention
 from tunewell.models.loss import HeadShape
 from tunewell.models.packed_forward import PackedModel
-from tunewell.models.quiet import quiet
-from tunewell.models.support import head_shape
+from tunewell.models.support import head_shape, quiet
 
 _THREADS_SECONDS, _MAX_MEASURED_WEIGHTS = 0.3, 64_000_000
 _BATCH_TOKENS = 4096

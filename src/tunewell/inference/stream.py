@@ -15,12 +15,12 @@ from tunewell.inference.decoder import (
     Decoder,
     Decoding,
     Sampler,
+    context_limit,
     decoding_mode,
     why_not_decoded,
 )
-from tunewell.inference.generate import context_limit
 from tunewell.models.attention import stock_attention
-from tunewell.models.quiet import quiet
+from tunewell.models.support import quiet
 
 Ended = Literal["end", "length", "context"]
 """Why an answer ended: a stop token, the maximum number of new tokens, or a full context."""

@@ -18,7 +18,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.gguf import TensorEntry, read_metadata, read_tensor_table
 from tunewell.core.optional import import_optional
 from tunewell.models.external import split_rotary_pairs
-from tunewell.models.quiet import quiet
+from tunewell.models.support import quiet
 
 ROPE_TABLE = "rope_freqs.weight"
 LLAMA_NAMED = frozenset({"llama", "qwen2", "qwen3"})

@@ -19,8 +19,7 @@ from tunewell.models.external import fit_weights, read_external_weights, split_r
 from tunewell.models.facts import find_key_map
 from tunewell.models.gguf import quantization_of, read_gguf_config, read_gguf_weights
 from tunewell.models.pretrained import first_names, from_files, from_tensors, read_config, require_safe_folder, skeleton
-from tunewell.models.quiet import quiet
-from tunewell.models.support import require_supported, text_part
+from tunewell.models.support import quiet, require_supported, text_part
 
 # Verify a loaded model: every weight on the right device, in the right dtype, and finite.
 

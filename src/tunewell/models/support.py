@@ -1,6 +1,8 @@
 """Which architectures can be trained on packed documents, and what their heads compute; others raise UserError."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging
 
 from tunewell.core.errors import UserError
 from tunewell.models.attention import FLASH, stock_attention
@@ -38,6 +41,20 @@ class TextPart:
     """Regular expressions from the names in the multimodal model's files to those of the text part."""
     text_prefix: str
     """Its path in what `AutoModelForCausalLM` loads; empty if that is the text part itself."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Let transformers log errors only inside a `with` block."""
+    verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bars:
+            logging.enable_progress_bar()
 
 
 def require_supported(config: PreTrainedConfig, *, longest_document: int, attention: str = "") -> list[str]:

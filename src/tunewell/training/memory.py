@@ -85,7 +85,7 @@ class OomLadder:
     @property
     def micro_batch_tokens(self) -> int:
         """Tokens of a micro-batch in the next attempt."""
-        return self._tokens or self.limits.cap(self.planned_tokens)
+        return self._tokens or min(self.planned_tokens, self.limits.micro_batch_tokens or self.planned_tokens)
 
     def attempt(self) -> AbstractContextManager[None]:
         """Return the context of an attempt: smaller micro-batches have other shapes than the compiled ones."""

@@ -30,9 +30,9 @@ from tunewell.export.proof.tensors import (
     sketch_model,
 )
 from tunewell.inference.chat_model import ChatModel
-from tunewell.inference.generate import generate_with_transformers
 from tunewell.inference.prompt import prompt_ids
 from tunewell.inference.runtime import last_logits
+from tunewell.inference.transformers_generate import generate_with_transformers
 from tunewell.records.parity import PROOF_FILES, Artefact, ModelFacts, Probe, Proof, Question
 from tunewell.training.evaluate import questions_of
 

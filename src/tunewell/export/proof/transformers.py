@@ -14,11 +14,10 @@ from tunewell.core.errors import UserError
 from tunewell.export.proof.checks import check_answers, check_ids, check_logits, check_settings, check_stop
 from tunewell.export.proof.reference import ProofContext, ProofUnavailable
 from tunewell.export.proof.tensors import Sketch, check_tensors, compare_weights
-from tunewell.inference.generate import generate_with_transformers
 from tunewell.inference.runtime import last_logits
+from tunewell.inference.transformers_generate import generate_with_transformers
 from tunewell.models.load import LoadOptions, load_model, not_finite_names
-from tunewell.models.quiet import quiet
-from tunewell.models.support import text_weights
+from tunewell.models.support import quiet, text_weights
 from tunewell.records.parity import Artefact, Check, ModelFacts, Probe
 
 _TENSOR_TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}

@@ -9,7 +9,7 @@ from tunewell.core.progress import Progress
 from tunewell.export.proof.reference import ProofContext
 from tunewell.export.proof.transformers import prove_merged
 from tunewell.export.targets.base import DiskUse, ExportContext, ExportTarget, Requirements
-from tunewell.models.quiet import quiet
+from tunewell.models.support import quiet
 from tunewell.records.parity import Artefact, Check
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -14,8 +14,7 @@ from tunewell.core.gguf import read_tensor_table
 from tunewell.core.optional import import_optional
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.batches import TokenizedDocuments, spread_evenly
-from tunewell.inference.decoder import GREEDY, Decoding
-from tunewell.inference.generate import Generated
+from tunewell.inference.decoder import GREEDY, Decoding, Generated
 from tunewell.inference.llama_cpp.library import LlamaLibrary
 from tunewell.inference.llama_cpp.model import LlamaModel
 from tunewell.inference.runtime import DocumentLosses, fastest_threads

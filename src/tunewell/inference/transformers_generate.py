@@ -1,0 +1,128 @@
+"""Answers by transformers' own `generate`: for architectures that our decoder cannot run, and to check it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+from tunewell.inference.decoder import GREEDY, Decoding, Generated, context_limit
+from tunewell.models.attention import stock_attention
+from tunewell.models.support import quiet
+
+_BATCH_TOKENS = 8192
+"""Tokens of a batch when its answers are complete, padding included."""
+
+
+def generate_with_transformers(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    stop_ids: Sequence[int],
+    decoding: Decoding = GREEDY,
+    before_token: Callable[[], None] = lambda: None,
+) -> list[Generated]:
+    """Return one answer per prompt, in the same order; restore the model's train or eval mode."""
+    if not all(prompts):
+        raise ValueError("a prompt has no tokens")
+    # A prompt that fills the whole context keeps this empty answer.
+    answers = [Generated([], False)] * len(prompts)
+    batch_tokens = decoding.batch_tokens or _BATCH_TOKENS
+    was_training = model.training
+    model.eval()
+    try:
+        with quiet(), stock_attention(model), _default_generation_config(model), _seeded(decoding.seed):
+            for batch, num_new in _batches(prompts, max_new_tokens, context_limit(model), batch_tokens):
+                settings = _settings(num_new, stop_ids, decoding)
+                rows = _answer([prompts[index] for index in batch], model, settings, before_token)
+                for index, row in zip(batch, rows, strict=True):
+                    answers[index] = _cut(row, stop_ids)
+    finally:
+        model.train(was_training)
+    return answers
+
+
+def _batches(
+    prompts: Sequence[Sequence[int]], max_new_tokens: int, limit: int, batch_tokens: int
+) -> Iterator[tuple[list[int], int]]:
+    """Yield groups of prompts of similar length, each with the number of new tokens; one near the limit is alone."""
+    group: list[int] = []
+    for index in sorted(range(len(prompts)), key=lambda index: len(prompts[index])):
+        length = len(prompts[index]) + max_new_tokens
+        num_free = limit - len(prompts[index])
+        if length > limit:
+            if num_free > 0:
+                yield [index], num_free
+            continue
+        if group and (len(group) + 1) * length > batch_tokens:
+            yield group, max_new_tokens
+            group = []
+        group.append(index)
+    if group:
+        yield group, max_new_tokens
+
+
+def _answer(
+    prompts: list[Sequence[int]], model: Any, settings: GenerationConfig, before_token: Callable[[], None]
+) -> list[list[int]]:
+    longest = max(len(prompt) for prompt in prompts)
+    # Left padding, so that every row continues at its last token.
+    padding = [longest - len(prompt) for prompt in prompts]
+    ids = [[settings.pad_token_id] * gap + list(prompt) for gap, prompt in zip(padding, prompts, strict=True)]
+    mask = [[0] * gap + [1] * (longest - gap) for gap in padding]
+    written = model.generate(
+        inputs=torch.tensor(ids, device=model.device),
+        attention_mask=torch.tensor(mask, device=model.device),
+        generation_config=settings,
+        stopping_criteria=StoppingCriteriaList([_BeforeToken(before_token)]),
+    )
+    return written[:, longest:].tolist()
+
+
+class _BeforeToken(StoppingCriteria):
+    """Calls a function before each token, which may raise; never stops by itself."""
+
+    def __init__(self, before_token: Callable[[], None]) -> None:
+        self._before_token = before_token
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self._before_token()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def _settings(num_new: int, stop_ids: Sequence[int], decoding: Decoding) -> GenerationConfig:
+    sampling = {"temperature": decoding.temperature, "top_p": decoding.top_p, "top_k": 0}
+    return GenerationConfig(
+        max_new_tokens=num_new,
+        do_sample=decoding.temperature > 0,
+        eos_token_id=list(stop_ids) or None,
+        pad_token_id=min(stop_ids, default=0),
+        use_cache=True,
+        **(sampling if decoding.temperature > 0 else {}),
+    )
+
+
+def _cut(row: list[int], stop_ids: Sequence[int]) -> Generated:
+    end = next((at for at, token in enumerate(row) if token in stop_ids), None)
+    return Generated(row if end is None else row[:end], end is not None)
+
+
+@contextmanager
+def _default_generation_config(model: PreTrainedModel) -> Iterator[None]:
+    before = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = before
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the generator and restore it afterwards: sampling during training must not change the training."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        yield
