@@ -1,14 +1,13 @@
 """Console blocks in the README and the guides are replayed: what they show is what the commands print."""
 
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tunewell.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
@@ -31,16 +30,20 @@ def _same(text: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_console_blocks_of_a_page_show_what_the_commands_print(page, tmp_path):
+def test_the_console_blocks_of_a_page_show_what_the_commands_print(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Guards against a manual that lies: every command must still run and, where output is shown, print it."""
     for name in ("train.jsonl", "held_out.jsonl"):
         shutil.copy(ROOT / "examples" / "college" / name, tmp_path / name)
-    environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "120", "CI": "1"}
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("NO_COLOR", "1"), ("COLUMNS", "120"), ("CI", "1")):
+        monkeypatch.setenv(name, value)
     blocks = [(command, output) for command, output in _blocks(page) if command.startswith("tunewell ")]
     assert blocks, "a page without a console block shows nothing"
     for command, output in blocks:
-        arguments = [sys.executable, "-m", "tunewell", *shlex.split(command)[1:]]
-        done = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{command}\n{done.stderr}"
+        code = main(shlex.split(command)[1:])
+        shown, errors = capfd.readouterr()
+        assert code == 0, f"{command}\n{errors}"
         if output.strip():
-            assert _same(done.stdout) == _same(output), command
+            assert _same(shown) == _same(output), command

@@ -4,8 +4,6 @@ import contextlib
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from transformers import AutoModelForCausalLM, Gemma3Config, LlamaConfig, LlamaF
 
 import tunewell
 from corpora import write_rows
+from tunewell.cli.main import main
 from tunewell.config.load import load_config
 from tunewell.core.errors import UserError
 from tunewell.workflows.export import Exported, ExportOptions, export
@@ -146,10 +145,8 @@ def test_what_no_other_program_loads_is_used_and_repeated_by_commands_that_work(
     chat, export = _said(run, "Use the model").splitlines()
     assert chat == "tunewell chat . --allow-pickle"
     for line in (export, _said(run, "Repeat the run").strip()):
-        # Not forked from here, where torch has several threads by now: a copy of it may wait for them for ever.
-        command = [sys.executable, "-m", *shlex.split(line)]
-        done = subprocess.run(command, cwd=run, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, done.stderr
+        with contextlib.chdir(run):
+            assert main(shlex.split(line)[1:]) == 0, line
     LlamaForCausalLM.from_pretrained(run / "export" / "merged")
     assert (run.parent / "another-run" / "outcome.json").is_file()
 

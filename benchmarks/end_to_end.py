@@ -1,0 +1,226 @@
+"""Benchmark whole commands against a TRL script that reads the same rows: from JSON lines to a saved adapter.
+
+    python benchmarks/end_to_end.py --rows gsm8k.jsonl --tokenizer FOLDER              1.1B, one epoch, on one GPU
+    python benchmarks/end_to_end.py --cases smoke --rows rows.jsonl --tokenizer FOLDER     do the scripts run?
+
+`--rows` has `question` and `answer` in each line. The model has random weights and is written before the clock starts.
+Every command is a new process, timed from its start to its exit. `tunewell train` runs twice: the second time torch's
+compile cache is warm. The config is the one that `tunewell init` writes, with one epoch.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from loads import CASES
+from setting import ROOT, setting, table, tunewell_command
+
+TRL = "TRL script, packing, flash, Liger"
+MAX_STEPS = {"8b": 60}
+"""Steps of larger cases, where an epoch would take too long; TRL takes as many."""
+
+
+def main() -> int:
+    """Run the commands and print a table."""
+    parser = argparse.ArgumentParser(description="Time whole commands against TRL.")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=["1.1b"])
+    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--tokenizer", type=Path, required=True, help="folder with tokenizer.json and chat template")
+    parser.add_argument("--work", type=Path, default=Path("demo/end_to_end"), help="folder to work in")
+    parser.add_argument("--without", nargs="*", default=[], choices=["trl", "validate", "second"])
+    wanted = parser.parse_args()
+    wanted.work.mkdir(parents=True, exist_ok=True)
+    print(setting("torch", "transformers", "trl", "peft"), flush=True)
+    for case in wanted.cases:
+        folder = wanted.work.resolve() / case
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        write_messages(wanted.rows, folder / "rows.jsonl")
+        subprocess.run([sys.executable, __file__, "--make", case, folder / "model", wanted.tokenizer], check=True)
+        results = measure(case, folder, wanted.without)
+        print(table(["command", "wall s", "of TRL", "train s", "first step s", "note"], rows_of(results)), flush=True)
+        (folder / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+    return 0
+
+
+def write_messages(rows: Path, out: Path) -> None:
+    """Write rows as messages."""
+    with out.open("w", encoding="utf-8") as file:
+        for line in rows.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            pair = [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
+            file.write(json.dumps({"messages": pair}) + "\n")
+
+
+def make_model(case: str, folder: str, tokenizer: str) -> None:
+    """Write a model with random weights and a tokenizer."""
+    import torch
+    from gpu_peers import random_model
+
+    model = random_model(CASES[case].shape, "sdpa")
+    size = len(json.loads((Path(tokenizer) / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"])
+    if size > model.config.vocab_size:
+        model.resize_token_embeddings(-(-size // 64) * 64)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    for file in Path(tokenizer).iterdir():
+        shutil.copy(file, folder)
+
+
+def measure(case: str, folder: Path, without: list[str]) -> list[dict[str, Any]]:
+    """Time every command in a new process."""
+    command, results = tunewell_command(), []
+    limit = f"train.max_steps={MAX_STEPS[case]}" if case in MAX_STEPS else "train.epochs=1"
+    run([*command, "init", "rows.jsonl", "--model", "model"], folder)
+    results.append(run([*command, "prepare"], folder, "tunewell prepare"))
+    more = ["--no-validate"] if case in MAX_STEPS else []
+    train = [*command, "train", "--set", limit, *more]
+    for number in (1, 2)[: 1 if "second" in without else 2]:
+        name = f"tunewell train{' --no-validate' if more else ', evaluation, samples and verdict'}, run {number}"
+        result = run([*train, "--out", f"run-{number}"], folder, name)
+        results.append(result | _events(folder / f"run-{number}", result["started_at"]))
+    if "validate" not in without and not more:
+        results.append(run([*command, "validate", "run-1"], folder, "tunewell validate, base and tuned", codes=(0, 3)))
+    if "trl" not in without:
+        script = [sys.executable, __file__, "--trl", case, "rows.jsonl", "model"]
+        results.append(run(script, folder, TRL, environment=_with_flash()))
+    return results
+
+
+def _with_flash() -> dict[str, str]:
+    """Let transformers find a flash kernel where flash-attn is not installed: the stand-in calls torch's."""
+    import importlib.util
+
+    if importlib.util.find_spec("flash_attn") is not None:
+        return {}
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT / "benchmarks" / "stand_in"), os.environ.get("PYTHONPATH", "")])}
+
+
+def run(
+    line: list[Any], folder: Path, name: str = "", *, codes: tuple[int, ...] = (0, 3), environment: Any = None
+) -> dict[str, Any]:
+    """Run a command to its end and time it."""
+    started_at = time.time()
+    with (folder / "log.txt").open("a+", encoding="utf-8") as log:
+        begin = log.tell()
+        done = subprocess.run(
+            line, cwd=folder, env=os.environ | (environment or {}), stdout=log, stderr=subprocess.STDOUT, check=False
+        )
+        seconds = time.time() - started_at
+        log.seek(begin)
+        text = log.read()
+    if done.returncode not in codes:
+        print(text[-3000:], file=sys.stderr)
+        raise SystemExit(f"{' '.join(map(str, line))} ended with {done.returncode}")
+    result: dict[str, Any] = {"name": name, "seconds": seconds, "started_at": started_at}
+    for found in (json.loads(row.removeprefix("TRL ")) for row in text.splitlines() if row.startswith("TRL {")):
+        result |= found | {"first_step": found["first_step_at"] - started_at}
+    if name:
+        print(f"{name}: {seconds:.1f} s", flush=True)
+    return result
+
+
+def _events(run_folder: Path, started_at: float) -> dict[str, Any]:
+    """Read when the first step ended, what evaluation took, and how fast the steps were."""
+    events = [json.loads(line) for line in (run_folder / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    outcome = json.loads((run_folder / "outcome.json").read_text(encoding="utf-8"))
+    steps = [event for event in events if event["kind"] == "step"]
+    looks = [event for event in events if event["kind"] == "held_out"]
+    training = sum(step["seconds"] for step in steps)
+    evaluating = sum(look["seconds"] for look in looks)
+    note = f"{len(looks)} evaluations, {evaluating:.1f} s = {evaluating / training:.0%} of training"
+    return {"train_seconds": training, "note": note, "outcome": outcome.get("seconds"), "steps": len(steps)} | (
+        {"first_step": steps[0]["time"] - started_at} if "time" in steps[0] else {}
+    )
+
+
+def rows_of(results: list[dict[str, Any]]) -> list[list[str]]:
+    """Compare with TRL."""
+    trl = next((result["seconds"] for result in results if result["name"] == TRL), None)
+    return [
+        [
+            result["name"],
+            f"{result['seconds']:.1f}",
+            f"{result['seconds'] / trl:.2f}" if trl else "-",
+            f"{result['train_seconds']:.1f}" if "train_seconds" in result else "-",
+            f"{result['first_step']:.1f}" if "first_step" in result else "-",
+            result.get("note", ""),
+        ]
+        for result in results
+    ]
+
+
+def train_with_trl(case: str, rows: str, model_folder: str) -> None:
+    """Train as a user of TRL would who knows its fast settings: best-fit packing, flash kernel, Liger, no checkpoints."""
+    import torch
+    from datasets import load_dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    has_gpu = torch.cuda.is_available()
+    model = AutoModelForCausalLM.from_pretrained(
+        model_folder,
+        dtype=torch.bfloat16 if has_gpu else torch.float32,
+        attn_implementation="flash_attention_2" if has_gpu else "sdpa",
+    )
+    data = load_dataset("json", data_files=rows, split="train").map(
+        lambda row: {"prompt": row["messages"][:1], "completion": row["messages"][1:]}, remove_columns=["messages"]
+    )
+    length = 1024
+    settings = SFTConfig(
+        "trl",
+        num_train_epochs=1,
+        max_steps=MAX_STEPS.get(case, -1),
+        per_device_train_batch_size=max(1, CASES[case].step_tokens // length),
+        packing=True,
+        max_length=length,
+        learning_rate=2e-4,
+        bf16=has_gpu,
+        use_cpu=not has_gpu,
+        use_liger_kernel=has_gpu,
+        gradient_checkpointing=False,
+        optim="adamw_torch_fused" if has_gpu else "adamw_torch",
+        logging_steps=10,
+        report_to=[],
+        save_strategy="no",
+        dataloader_num_workers=4 if has_gpu else 0,
+        dataset_num_proc=8 if has_gpu else None,
+        disable_tqdm=True,
+    )
+    adapter = LoraConfig(r=16, lora_alpha=32, task_type="CAUSAL_LM", target_modules="all-linear")
+    times: list[float] = []
+
+    class FirstStep(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            times.append(time.time())
+
+    trainer = SFTTrainer(
+        model.cuda() if has_gpu else model,
+        args=settings,
+        train_dataset=data,
+        processing_class=AutoTokenizer.from_pretrained(model_folder),
+        peft_config=adapter,
+        callbacks=[FirstStep()],
+    )
+    begin = time.time()
+    trainer.train()
+    seconds = time.time() - begin
+    trainer.save_model("trl/final")
+    peak = torch.cuda.max_memory_allocated() / 2**30 if has_gpu else 0.0
+    note = f"{len(times)} steps, peak {peak:.1f} GiB"
+    print("TRL " + json.dumps({"train_seconds": seconds, "first_step_at": times[0], "note": note}), flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--make"]:
+        make_model(*sys.argv[2:5])
+    elif sys.argv[1:2] == ["--trl"]:
+        train_with_trl(*sys.argv[2:5])
+    else:
+        raise SystemExit(main())
