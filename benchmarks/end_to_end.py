@@ -156,7 +156,7 @@ def rows_of(results: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def train_with_trl(case: str, rows: str, model_folder: str) -> None:
-    """Train as a user of TRL would who knows its fast settings: best-fit packing, flash kernel, Liger, no checkpoints."""
+    """Train with the fast settings of TRL: best-fit packing, flash kernel, Liger, no checkpoints."""
     import torch
     from datasets import load_dataset
     from peft import LoraConfig
