@@ -1,5 +1,5 @@
-"""Tools that every package may use: errors, atomic files, locks, registries, units, model files, secret redaction.
+"""Utilities for all packages: errors, atomic files, locks, registries, units, model files, redaction of secrets.
 
-The only domain knowledge here is about model files (`model_files`, `gguf`). It imports no other package of tunewell.
+The only domain knowledge here is about model files (`model_files`, `gguf`). `core` imports no other tunewell package.
 Start with `errors.py` (`UserError`) and `files.py`.
 """

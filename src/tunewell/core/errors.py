@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """What is wrong, where, and how to fix it; printed without a traceback, with exit code 2."""
+    """An error with its location and a fix. It is printed without a traceback, and the exit code is 2."""
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
         super().__init__(what)
@@ -26,6 +26,6 @@ class SharedError(UserError):
 
 
 def did_you_mean(guesses: Iterable[str], otherwise: str) -> str:
-    """Return the fix for an unknown name: what it may mean, or `otherwise` if there is no guess."""
+    """Return the fix for an unknown name: the closest known names, or `otherwise` if there are no guesses."""
     names = " or ".join(f"`{guess}`" for guess in guesses)
     return f"did you mean {names}?" if names else otherwise

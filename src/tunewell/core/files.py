@@ -1,4 +1,4 @@
-"""Atomic file writes, SHA-256 hashes, publishing of whole folders, folder locks, and errors for a full disk."""
+"""Atomic file writes, SHA-256 hashes, atomic replacement of folders, folder locks, and errors for a full disk."""
 
 import errno
 import hashlib
@@ -23,7 +23,7 @@ _CANNOT_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP})
 
 
 def is_url(path: str) -> bool:
-    """Return True for `scheme://...`, which must never be joined, normalised or made relative like a path."""
+    """Return True for `scheme://...`. A URL must never be joined, normalised or made relative like a path."""
     return "://" in path
 
 
@@ -42,7 +42,7 @@ def sha256_stream(stream: BinaryIO) -> str:
 
 
 def sha256_text(*parts: str) -> str:
-    """Return the SHA-256 of several texts; moving a character from one text to the next changes it."""
+    """Return the SHA-256 of several texts. Moving a character from one text to the next changes the hash."""
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode("utf-8", "surrogatepass")
@@ -51,12 +51,12 @@ def sha256_text(*parts: str) -> str:
 
 
 def stable_json(value: Any) -> str:
-    """Return JSON that has equal bytes for equal values: sorted keys, two spaces, a final line feed."""
+    """Return JSON that is byte-identical for equal values: sorted keys, indent of two spaces, final newline."""
     return json.dumps(value, ensure_ascii=False, sort_keys=True, indent=2) + "\n"
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk (fsync); does nothing on Windows, which cannot sync folders."""
+    """Flush the directory entries of a folder to disk (fsync). Does nothing on Windows, which cannot sync folders."""
     if os.name == "nt":
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -81,7 +81,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write and flush a new file in a folder that is published as a whole; a failure leaves a partial file."""
+    """Write and flush a new file in a staging folder. A failure leaves a partial file."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
     try:
         write_all(handle, data)
@@ -91,14 +91,14 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def write_all(handle: int, data: bytes) -> None:
-    """Write all bytes to an open file, in as many calls as the system needs."""
+    """Write all bytes to an open file, with several system calls if necessary."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(handle, rest[:_WRITE_BLOCK_BYTES]) :]
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
-    """Replace a file atomically: a reader sees the old or the new content, never a part."""
+    """Replace a file atomically: a reader sees the old or the new content, never a partial file."""
     staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with staged.open("wb") as file:
@@ -112,10 +112,10 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 
 def publish_folder(staged: Path, final: Path) -> None:
-    """Move a finished folder to its final path; an existing one is moved aside first and deleted afterwards.
+    """Move a finished folder to its final path. An existing folder is moved aside first and deleted afterwards.
 
-    If anything fails, the existing folder is restored. A crash between the two moves leaves no `final`, which readers
-    report as missing; `recover_publish` restores the old folder.
+    If anything fails, the existing folder is restored. After a crash between the two moves, `final` does not exist and
+    readers report it as missing; `recover_publish` restores the old folder.
     """
     recover_publish(final)
     sync_folder(staged)
@@ -131,11 +131,11 @@ def publish_folder(staged: Path, final: Path) -> None:
 
 
 def recover_publish(final: Path) -> None:
-    """Clean up after an interrupted publish: restore the old folder if there is no new one, else delete it."""
+    """Clean up after an interrupted publish: restore the old folder, or delete it if the new one is in place."""
     aside, trash = _aside(final), _trash(final)
     if aside.exists() and not final.exists():
         aside.rename(final)
-    # A folder is renamed before it is deleted: a half-deleted folder must never be restored.
+    # A folder is renamed before it is deleted, so that a partly deleted folder is never restored.
     if trash.exists():
         shutil.rmtree(trash)
     if aside.exists():
@@ -169,7 +169,7 @@ def require_disk_space(folder: Path, needed_bytes: int) -> None:
 
 @contextmanager
 def disk_full_as_user_error(folder: Path, needed_bytes: Callable[[], int]) -> Generator[None, None, None]:
-    """Raise UserError if the disk fills up in the body; `needed_bytes` returns what a retry would write."""
+    """Raise UserError if the disk fills up in the `with` block; `needed_bytes` returns what a retry would write."""
     try:
         yield
     except OSError as error:
@@ -180,30 +180,30 @@ def disk_full_as_user_error(folder: Path, needed_bytes: Callable[[], int]) -> Ge
 
 def _disk_full(folder: Path, needed_bytes: int) -> UserError:
     free_bytes = shutil.disk_usage(folder).free
-    missing_bytes = max(needed_bytes - free_bytes, 1 << 20)  # a disk may refuse to write while a little is free
+    missing_bytes = max(needed_bytes - free_bytes, 1 << 20)  # writes can fail while a little space is free
     return UserError(
         f"not enough disk space: about {size_bytes(missing_bytes)} short",
         where=f"`{folder}` needs {size_bytes(needed_bytes)}, {size_bytes(free_bytes)} are free",
-        fix=f"free {size_bytes(missing_bytes)} and run it again (it continues where it stopped), or change `--out`",
+        fix=f"free {size_bytes(missing_bytes)} and run the command again (it continues), or change `--out`",
     )
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Make a hard link, or a copy if the file system has no hard links."""
+    """Create a hard link, or a copy if the file system does not support hard links."""
     try:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
 
 
-# A lock file that keeps two processes from working in one folder.
+# A lock file that prevents two processes from working in the same folder.
 
 try:
     import fcntl
 except ImportError:  # Windows has no flock
     fcntl = None
 
-# The errors of a file system without locks (some network disks).
+# Errors from file systems without locks (some network file systems).
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP})
 
 
@@ -223,7 +223,7 @@ class Owner:
 class FolderLock:
     """A lock that is held until `release`, the end of a `with` block, or the end of the process.
 
-    The file names the owner: process, host and start time. It is emptied on release and never deleted.
+    The lock file contains the owner: process, host and start time. It is emptied on release and never deleted.
     """
 
     def __init__(self, file: TextIO) -> None:
@@ -231,7 +231,7 @@ class FolderLock:
 
     @classmethod
     def take(cls, path: Path, *, doing: str) -> "FolderLock":
-        """Take the lock; raise UserError with the owner if a running process holds it."""
+        """Acquire the lock; raise UserError with the owner if a running process holds it."""
         file = path.open("a+", encoding="utf-8", errors="replace")
         try:
             is_locked = _is_locked_by_other(file)
@@ -241,7 +241,7 @@ class FolderLock:
                 raise UserError(
                     f"another process is {doing}",
                     where=str(owner or "unknown process"),
-                    fix="wait for it to end, or stop it"
+                    fix="wait until that process ends, or stop it"
                     + (f"; if it is no longer running, delete `{path}`" if is_locked is None else ""),
                 )
             file.truncate(0)
@@ -256,8 +256,8 @@ class FolderLock:
     def release(self) -> None:
         """Release the lock; a second call does nothing."""
         if not self._file.closed:
-            with suppress(OSError):  # a full disk: closing the file releases the lock all the same
-                self._file.truncate(0)  # on a file system without locks the owner in the file is the lock
+            with suppress(OSError):  # on a full disk, closing the file still releases the lock
+                self._file.truncate(0)  # without file locks, the owner in the file is the lock
             self._file.close()
 
     def __enter__(self) -> "FolderLock":
@@ -268,7 +268,7 @@ class FolderLock:
 
 
 def _is_locked_by_other(file: TextIO) -> bool | None:
-    """Try to lock an open file: False if this process has the lock now, None if the file system has no locks."""
+    """Try to lock an open file. Return False if this process now holds the lock, None if locks are not supported."""
     if fcntl is None:
         return None
     try:
@@ -286,15 +286,15 @@ def _read_owner(text: str) -> Owner | None:
 
 
 def _may_be_running(owner: Owner) -> bool:
-    """Return False only if the owner certainly ended; the processes of another host are unknown."""
+    """Return False only if the owner has certainly ended; processes on another host cannot be checked."""
     if owner.host != socket.gethostname():
         return True
     if os.name == "nt":
-        return False  # on Windows signal 0 would end the process
+        return False  # on Windows, signal 0 would end the process
     try:
         os.kill(owner.pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # it runs as another user
+        pass  # the process belongs to another user
     return True

@@ -1,4 +1,4 @@
-"""Read the header of a GGUF file: its metadata and its tensor table, not the tensors."""
+"""Read the header of a GGUF file: the metadata and the tensor table, but not the tensors."""
 
 import mmap
 import struct
@@ -10,11 +10,11 @@ from tunewell.core.errors import UserError
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-# type number -> struct code; 8 is a string, 9 an array
+# Type number -> struct code. Type 8 is a string, type 9 an array.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
-# Real files stay far below: the largest vocabularies have about 300,000 tokens and 500,000 merges.
+# Real files stay far below these limits: the largest vocabularies have about 300,000 tokens and 500,000 merges.
 _MAX_PAIRS = 100_000
 _MAX_ITEMS = 20_000_000
 _MAX_KEY_BYTES = 65_535
@@ -34,7 +34,7 @@ class TensorEntry:
     type_number: int
     """The ggml type number."""
     offset: int
-    """In bytes from the beginning of the file."""
+    """Position in bytes from the beginning of the file."""
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -43,12 +43,12 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
 
 def read_tensor_table(path: Path) -> list[TensorEntry]:
-    """Return the tensor table of a GGUF file; whether the tensors are complete is not checked."""
+    """Return the tensor table of a GGUF file, without checking that the tensors are complete."""
     return _read(path, is_table_wanted=True)[2]
 
 
 def tensor_count(path: Path) -> int:
-    """Return the number of tensors that the header states; 0 for a vocabulary-only file."""
+    """Return the number of tensors according to the header. It is 0 for a file with only a vocabulary."""
     return _read(path)[1]
 
 
@@ -68,11 +68,11 @@ def _read(path: Path, *, is_table_wanted: bool = False) -> tuple[dict[str, Any],
 
 
 class _Damaged(Exception):
-    """A defect of the file; the message continues a sentence that begins with its name."""
+    """Raised for a damaged file. The message continues a sentence that begins with the file name."""
 
 
 class _Reader:
-    """Reads the header in one pass; every length is checked against the end of the file first."""
+    """Reads the header in one pass. Every length is compared with the rest of the file before it is used."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data = data
@@ -81,7 +81,7 @@ class _Reader:
 
     def read(self) -> tuple[dict[str, Any], int]:
         if self.data[:4] != _MAGIC:
-            raise _Damaged("is not a GGUF file: it does not start with `GGUF`")
+            raise _Damaged("is not a GGUF file: the first bytes are not `GGUF`")
         self.at = 4
         version = self.scalar("I")
         if version not in _VERSIONS:
@@ -91,12 +91,12 @@ class _Reader:
             raise _Damaged(f"has GGUF version {version}; tunewell reads versions 2 and 3")
         num_tensors, num_pairs = self.scalar("Q"), self.scalar("Q")
         if num_pairs > _MAX_PAIRS or num_tensors > _MAX_ITEMS:
-            raise _Damaged(f"states {num_pairs:,} metadata keys and {num_tensors:,} tensors: it is damaged")
+            raise _Damaged(f"is damaged: the header declares {num_pairs:,} metadata keys and {num_tensors:,} tensors")
         pairs: dict[str, Any] = {}
         for _ in range(num_pairs):
             key = self.strings(1, _MAX_KEY_BYTES)[0]
             if key in pairs:
-                raise _Damaged(f"has the key `{key[:80]}` twice: it is damaged")
+                raise _Damaged(f"is damaged: the metadata key `{key[:80]}` occurs twice")
             pairs[key] = self.value(self.scalar("I"))
         return pairs, num_tensors
 
@@ -107,19 +107,19 @@ class _Reader:
             name = self.strings(1, _MAX_KEY_BYTES)[0]
             num_dimensions = self.scalar("I")
             if num_dimensions > _MAX_DIMENSIONS:
-                raise _Damaged(f"has a tensor of {num_dimensions:,} dimensions: it is damaged")
+                raise _Damaged(f"is damaged: a tensor has {num_dimensions:,} dimensions")
             shape = tuple(self.scalar("Q") for _ in range(num_dimensions))[::-1]
             found.append((name, shape, self.scalar("I"), self.scalar("Q")))
         alignment = pairs.get("general.alignment", _ALIGNMENT)
         if type(alignment) is not int or alignment < 1:
-            raise _Damaged(f"aligns its tensors to {alignment!r} bytes: it is damaged")
+            raise _Damaged(f"is damaged: the alignment of the tensors is {alignment!r} bytes")
         start = -(-self.at // alignment) * alignment
         return [TensorEntry(name, shape, kind, start + offset) for name, shape, kind, offset in found]
 
     def take(self, num_bytes: int) -> int:
         start = self.at
         if num_bytes > self.size - start:
-            raise _Damaged("is truncated: its header ends in the middle of a value")
+            raise _Damaged("is truncated: the header ends in the middle of a value")
         self.at = start + num_bytes
         return start
 
@@ -133,12 +133,12 @@ class _Reader:
             return self.strings(1, self.size)[0]
         if kind == _ARRAY and depth < _MAX_DEPTH:
             return self.array(depth)
-        raise _Damaged(f"has a value of unknown type {kind}: it is damaged")
+        raise _Damaged(f"is damaged: a metadata value has the unknown type {kind}")
 
     def array(self, depth: int) -> list[Any]:
         kind, length = self.scalar("I"), self.scalar("Q")
         if length > _MAX_ITEMS:
-            raise _Damaged(f"has a list of {length:,} values: it is damaged")
+            raise _Damaged(f"is damaged: a metadata list has {length:,} values")
         if kind == _STRING:
             return self.strings(length, self.size)
         if code := _SCALARS.get(kind):
@@ -147,7 +147,7 @@ class _Reader:
         return [self.value(kind, depth + 1) for _ in range(length)]
 
     def strings(self, count: int, longest: int) -> list[str]:
-        """Read length-prefixed strings in one loop: a vocabulary has hundreds of thousands."""
+        """Read length-prefixed strings in one loop, because a vocabulary has hundreds of thousands of them."""
         data, size, at = self.data, self.size, self.at
         length_at = struct.Struct("<Q").unpack_from
         texts: list[str] = []
@@ -156,10 +156,10 @@ class _Reader:
                 (length,) = length_at(data, at)
                 end = at + 8 + length
                 if end > size or length > longest:
-                    raise _Damaged("is truncated or damaged: a text in its header is longer than the file")
+                    raise _Damaged("is truncated or damaged: a text in the header is longer than the file")
                 texts.append(data[at + 8 : end].decode("utf-8", "surrogateescape"))
                 at = end
         except struct.error:
-            raise _Damaged("is truncated: its header ends in the middle of a value") from None
+            raise _Damaged("is truncated: the header ends in the middle of a value") from None
         self.at = at
         return texts

@@ -15,7 +15,7 @@ from tunewell.core.errors import UserError
 
 Origin = Literal["folder", "file", "package", "hub", "preset"]
 
-# The files for the tokenizer and the facts of a model; weights are never downloaded here.
+# The tokenizer and configuration files of a model. This module never downloads weights.
 SMALL_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -27,8 +27,8 @@ SMALL_FILES = (
 )
 SENTENCEPIECE_FILE = "tokenizer.model"
 WEIGHT_SUFFIXES = frozenset({".pt", ".pth", ".bin", ".safetensors"})
-"""Weight files of other trainers; the files in the same folder belong to them."""
-# The tokenizer.json of a vocabulary of 256,000 tokens has about 35 MB.
+"""Suffixes of weight files. The tokenizer and the config are read from the same folder."""
+# A tokenizer.json with a vocabulary of 256,000 tokens takes about 35 MB.
 _MAX_JSON_BYTES = 512 << 20
 _REACH_SECONDS = 5
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -37,17 +37,17 @@ _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The paths of a model's small files; a file that is not in `small` does not exist."""
+    """The paths of a model's small files. A file that is not in `small` does not exist."""
 
     source: str
-    """As the user named the model."""
+    """The name of the model as given by the user."""
     origin: Origin
     small: dict[str, Path] = field(default_factory=dict[str, Path])
     sentencepiece: Path | None = None
     gguf: Path | None = None
 
     def read_text(self, name: str) -> str | None:
-        """Return the text of a small file; None if the model does not have it."""
+        """Return the text of a small file, or None if the model does not have this file."""
         path = self.small.get(name)
         if path is None:
             return None
@@ -61,7 +61,7 @@ class ModelFiles:
             raise UserError(f"`{name}` is not UTF-8 text", where=str(path)) from None
 
     def read_object(self, name: str) -> dict[str, Any]:
-        """Return the object in a small JSON file; empty if the model does not have it."""
+        """Return the object in a small JSON file, or an empty object if the model does not have this file."""
         text = self.read_text(name)
         if text is None:
             return {}
@@ -75,7 +75,7 @@ class ModelFiles:
 
 
 def locate(model: str | Path) -> ModelFiles:
-    """Find the files of a path, of `package:NAME` (never imported) or of a hub id; raise UserError otherwise."""
+    """Find the files of a path, `package:NAME` (never imported) or hub id; raise UserError if nothing is found."""
     source = str(model)
     if source.startswith("preset:"):
         raise UserError(
@@ -93,7 +93,7 @@ def locate(model: str | Path) -> ModelFiles:
         return _on_hub(model)
     raise UserError(
         f"there is no model `{source}`",
-        where="it is neither a file nor a folder",
+        where="the name is neither a file nor a folder",
         fix="give a model folder, a `.gguf`, `.model` or `tokenizer.json` file, `package:NAME`, or a hub id",
     )
 
@@ -106,7 +106,7 @@ def _from_file(source: str, path: Path, origin: Origin = "file") -> ModelFiles:
         beside.pop("tokenizer.json", None)
         return ModelFiles(source, origin, beside, sentencepiece=path)
     if path.suffix == ".json":
-        # Only a file of the usual name belongs to the files beside it.
+        # Only a file with the usual name is used together with the other files in its folder.
         small = beside if path.name == "tokenizer.json" else {}
         return ModelFiles(source, origin, small | {"tokenizer.json": path})
     if path.suffix in WEIGHT_SUFFIXES:
@@ -126,7 +126,7 @@ def _in_folder(source: str, folder: Path, origin: Origin) -> ModelFiles:
         return ModelFiles(source, origin, small)
     if (folder / SENTENCEPIECE_FILE).is_file():
         return ModelFiles(source, origin, small, sentencepiece=folder / SENTENCEPIECE_FILE)
-    # Without a tokenizer.json, a config.json beside a GGUF file still describes it.
+    # If there is no tokenizer.json, a config.json in the folder still describes the GGUF file.
     for pattern in ("*.gguf", "*.model"):
         found = sorted(file for file in folder.glob(pattern) if not _LATER_PART.search(file.name))
         if len(found) == 1:
@@ -168,7 +168,7 @@ def _in_package(source: str, name: str) -> ModelFiles:
 
 
 def _package_files(name: str) -> list[Path] | None:
-    """Return the files of an installed package, by its module folder or its distribution; None if there is neither."""
+    """Return the files of an installed package (a module folder or a distribution), or None if it is not installed."""
     module = name.replace("-", "_")
     # find_spec would import the parents of a dotted name, which runs their code.
     spec = importlib.util.find_spec(module) if module.isidentifier() else None
@@ -183,8 +183,8 @@ def _package_files(name: str) -> list[Path] | None:
 
 
 def _on_hub(repository: str) -> ModelFiles:
-    """Use the files in the hub cache and download only those that it does not know."""
-    # Heavy, and only hub ids need it.
+    """Return the files from the hub cache; download those that are not cached."""
+    # Imported here because the import is slow and only hub ids need it.
     from huggingface_hub import (
         hf_hub_download,  # pyright: ignore[reportUnknownVariableType]  its user agent is a bare dict
         try_to_load_from_cache,
@@ -215,14 +215,14 @@ def _on_hub(repository: str) -> ModelFiles:
     if problem is not None and "tokenizer.json" not in small and sentencepiece is None:
         raise UserError(
             f"could not download `{repository}`: {problem}",
-            where="it is neither a local folder nor in the hub cache",
+            where="the model is neither a local folder nor in the hub cache",
             fix="check the name and your network connection, or give a local model folder or `.gguf` file",
         )
     return ModelFiles(repository, "hub", small, sentencepiece=sentencepiece)
 
 
 def hub_is_out_of_reach() -> str | None:
-    """Return why the hub cannot be reached, or None; takes seconds, while the hub library retries for half a minute."""
+    """Return why the hub cannot be reached, or None if it can. Much faster than the hub library, which retries."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

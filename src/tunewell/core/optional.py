@@ -7,7 +7,7 @@ from tunewell.core.errors import UserError
 
 
 def import_optional(module: str, *, extra: str, purpose: str) -> ModuleType:
-    """Import an optional dependency; raise UserError with the command that installs it."""
+    """Import an optional dependency; raise UserError with the install command if it is missing."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -21,7 +21,7 @@ class Preset:
     is_tied: bool
 
 
-# The numbers in the names are parameters with a vocabulary of 32,768.
+# The number in each name is the number of parameters with a vocabulary of 32,768 tokens.
 PRESETS = {
     "tiny-1m": Preset(32, 96, 4, 4, 1024, True),
     "tiny-23m": Preset(256, 1024, 6, 4, 1024, False),
@@ -36,7 +36,7 @@ def is_preset(model: str) -> bool:
 
 
 def find_preset(model: str) -> Preset:
-    """Return the preset `preset:NAME`; raise UserError with the known names if there is none."""
+    """Return the preset named by `preset:NAME`; raise UserError with the known names if it does not exist."""
     name = model.removeprefix(PREFIX)
     if name in PRESETS:
         return PRESETS[name]
@@ -47,7 +47,7 @@ def find_preset(model: str) -> Preset:
 
 
 def llama_settings(preset: Preset, vocab_size: int, special_ids: dict[str, int]) -> dict[str, Any]:
-    """Return the `config.json` values of a preset; `special_ids` has the ids of bos, eos and pad."""
+    """Return the `config.json` values of a preset; `special_ids` contains the token ids of bos, eos and pad."""
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],

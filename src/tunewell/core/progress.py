@@ -1,4 +1,4 @@
-"""The progress protocol: one dataclass and one callable that every long operation reports to."""
+"""The progress protocol: a dataclass, and a callable to which every long operation reports."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -6,27 +6,27 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a stage of a long operation is."""
+    """The progress of one stage of a long operation."""
 
     stage: str
-    """The current stage as text for a screen: `loading the model`. Empty when the stage is over."""
+    """The current stage as text for the screen: `loading the model`. Empty when the stage is over."""
     done: int = 0
     total: int = 0
-    """0 where the total is unknown."""
+    """0 if the total is unknown."""
     unit: str = ""
-    """What `done` and `total` count: `bytes`, `documents`."""
+    """The unit of `done` and `total`: `bytes`, `documents`."""
     rows: int = 0
-    """Rows read so far, where `done` counts bytes."""
+    """Number of rows read so far, if `done` counts bytes."""
 
 
 ProgressListener = Callable[[Progress], None]
-"""Receives progress. It returns at once and never raises."""
+"""A function that receives progress. It must return quickly and never raise."""
 
 
 def silent(_: object) -> None:
-    """Ignore an event: the listener of an operation that nobody watches."""
+    """Ignore an event. The default listener."""
 
 
 def with_stage(listener: ProgressListener, stage: str) -> ProgressListener:
-    """Return a listener that passes progress on under the caller's name of the stage."""
+    """Return a listener that replaces the stage by `stage` and forwards the progress."""
     return lambda progress: listener(replace(progress, stage=stage))

@@ -1,4 +1,4 @@
-"""Redact secrets from everything that is written: tokens by their shape, and values of secret environment variables."""
+"""Redact secrets from all output: tokens with a known prefix or format, and values of secret environment variables."""
 
 import os
 import re
@@ -10,16 +10,16 @@ REDACTED = "[redacted]"
 T = TypeVar("T")
 
 _MIN_CHARS = 8
-"""Minimum length of a variable's value: shorter ones (`1`, `false`, `no`) are everywhere in the files of a run."""
+"""Minimum length of a variable's value. Shorter values (`1`, `false`, `no`) occur everywhere in the files of a run."""
 _MIN_DISTINCT_CHARS = 4
-"""Minimum number of distinct characters in a variable's value: `00000000` is part of many numbers and hashes."""
+"""Minimum number of distinct characters in a variable's value: `00000000` occurs in many numbers and hashes."""
 _MIN_TOKEN_CHARS = 15
 
 # Each alternative starts with a literal or stops where the next one could start, so that matching takes linear time.
-# A named group matches the text before the secret, which is kept.
+# A named group matches the text before the secret. This text is not redacted.
 _SHAPES = r"""
     hf_[A-Za-z0-9]{16,}                                             # Hugging Face
-  | (?<![A-Za-z0-9])sk-[A-Za-z0-9_-]{16,}                           # OpenAI, Anthropic and those that followed
+  | (?<![A-Za-z0-9])sk-[A-Za-z0-9_-]{16,}                           # OpenAI, Anthropic and others
   | gh[oprsu]_[A-Za-z0-9]{16,} | github_pat_[A-Za-z0-9_]{16,}       # GitHub
   | glpat-[A-Za-z0-9_-]{16,} | npm_[A-Za-z0-9]{30,} | pypi-[A-Za-z0-9_-]{30,}
   | xox[abeoprs]-[A-Za-z0-9-]{10,} | AIza[A-Za-z0-9_-]{30,}         # Slack, Google
@@ -45,7 +45,7 @@ _SECRET_KEY = re.compile(
 
 
 def redact(value: T) -> T:
-    """Replace every secret in a text, or in nested lists and dictionaries, by `[redacted]`."""
+    """Replace every secret in a text, or in nested lists and dictionaries, with `[redacted]`."""
     return _redact(value, None)
 
 
@@ -66,7 +66,7 @@ def _redact(value: object, secrets: re.Pattern[str] | None) -> Any:
 
 
 def _redact_key(key: Any, secrets: re.Pattern[str]) -> Any:
-    # Every event of a run has the same dozen short keys, and no token is that short.
+    # Skip short texts: every event of a run has the same dozen short keys, and no token is that short.
     return key if isinstance(key, str) and len(key) < _MIN_TOKEN_CHARS else _redact(key, secrets)
 
 
@@ -81,7 +81,7 @@ def _keep_prefix(found: re.Match[str]) -> str:
 
 
 def _values_to_hide() -> tuple[str, ...]:
-    # Read at every call: a program may set its token after its first event.
+    # The environment is read at every call, because a program may set its token after the first event.
     hidden = {value for name, value in os.environ.items() if _names_a_secret(name) and _can_be_secret(value)}
     return tuple(sorted(hidden, key=lambda value: (-len(value), value)))
 
@@ -101,9 +101,9 @@ def _pattern(values: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _exactly(value: str) -> str:
-    """Return a pattern for a variable's value; a value of letters only, like `postgres`, must be a whole word."""
+    """Return a pattern for a variable's value. A value that has only letters, like `postgres`, must be a whole word."""
     escaped = re.escape(value)
     if not value.isalpha():
         return escaped
-    # The user before the host of a URL is a word; a part of a path is not: `/srv/postgres/model` must stay readable.
+    # The user before the host of a URL counts as a word; a part of a path does not: `/srv/postgres/model` must stay.
     return rf"(?<=//){escaped}(?=@)|(?<![\w/\\.-]){escaped}(?![\w/-]|\.\w|\\(?!\"))"

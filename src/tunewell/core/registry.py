@@ -26,7 +26,7 @@ E = TypeVar("E", bound=Entry)
 
 
 class Registry(Generic[E]):
-    """All implementations of one extension point, in the order of their declaration."""
+    """All implementations of one extension point, in declaration order."""
 
     def __init__(self, kind: str, entries: Iterable[E]) -> None:
         """Store the entries; `kind` is the singular noun for error messages, e.g. `training method`."""
@@ -34,16 +34,16 @@ class Registry(Generic[E]):
         self._entries = {entry.name: entry for entry in entries}
 
     def names(self) -> tuple[str, ...]:
-        """Return the names in the order of their declaration."""
+        """Return the names in declaration order."""
         return tuple(self._entries)
 
     def load(self, name: str) -> Any:
-        """Import an entry's module and return the object that its path names."""
+        """Import the module of an entry and return the object at its import path."""
         module, _, attribute = self.entry(name).path.partition(":")
         return getattr(importlib.import_module(module), attribute)
 
     def entry(self, name: str) -> E:
-        """Return an entry; raise UserError with the known names if there is none."""
+        """Return an entry; raise UserError with the known names if the name is unknown."""
         if name in self._entries:
             return self._entries[name]
         raise UserError(
@@ -51,5 +51,5 @@ class Registry(Generic[E]):
         )
 
     def add(self, entry: E) -> None:
-        """Add an entry, or replace the one of the same name."""
+        """Add an entry, or replace the entry with the same name."""
         self._entries[entry.name] = entry

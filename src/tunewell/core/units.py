@@ -13,7 +13,7 @@ def count(number: int, noun: str | None = None, plural: str | None = None) -> st
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """Return a share of one as a percentage; 0% and 100% only if the share is exactly 0 or 1.
+    """Return a fraction as a percentage. 0% and 100% are returned only if the fraction is exactly 0 or 1.
 
     percent(0.413) = 41.3%     percent(0.99999) = 99.9%     percent(0.00001) = under 0.1%
     """
@@ -32,11 +32,11 @@ def size_bytes(number: int) -> str:
     """Return a size in binary units: `4.0 MiB`."""
     value = float(number)
     for unit in _BINARY:
-        # 1,023.95 would be rounded to 1,024.0, which is 1.0 of the next unit.
+        # 1,023.95 would be rounded up to 1,024.0; it is printed as 1.0 of the next unit.
         if abs(value) < 1023.95 or unit == _BINARY[-1]:
             return count(number, "byte") if unit == "bytes" else f"{value:,.1f} {unit}"
         value /= 1024
-    raise AssertionError("the last unit takes every size")
+    raise AssertionError("unreachable: the last unit has no upper limit")
 
 
 def duration(seconds: float) -> str:
