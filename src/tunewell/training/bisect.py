@@ -1,4 +1,4 @@
-"""Find the document, layer or weight that made a step NaN: compute it again with checks, bisecting on memory."""
+"""Find the document, layer or weight that made a step NaN, by recomputing the step with finite checks."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -22,16 +22,16 @@ class Cause:
     """The cause of a NaN."""
 
     tensor: str | None
-    """The first tensor that was not finite; None if it did not happen again."""
+    """The first non-finite tensor; None if every tensor was finite when the step was recomputed."""
     documents: tuple[int, ...] = ()
-    """Documents that cause it: each alone or, if none does alone, together."""
+    """Documents that each cause the NaN alone, or the whole micro-batch if no single document does."""
     are_weights_bad: bool = False
 
 
 def find_cause(
     learner: TrainableModel, split: TokenizedDocuments, groups: Sequence[np.ndarray], *, number: int
 ) -> Cause:
-    """Compute the micro-batches of a step again until one is not finite; the run is not changed."""
+    """Recompute the micro-batches of a step until one is not finite. Weights and optimizer state do not change."""
     if broken := not_finite_names(learner.model):
         return Cause(f"weight `{broken[0]}`", are_weights_bad=True)
     try:
@@ -45,7 +45,7 @@ def find_cause(
 
 
 def _cause_in(learner: TrainableModel, group: list[int], check: Callable[[list[int]], str | None]) -> Cause | None:
-    """Search one micro-batch; in halves, if the checks need more memory than there is."""
+    """Search one micro-batch. Search its halves separately if the checks run out of memory."""
     try:
         where = check(group)
         if where is None:
@@ -67,7 +67,7 @@ def _cause_in(learner: TrainableModel, group: list[int], check: Callable[[list[i
 def _first_not_finite(
     learner: TrainableModel, split: TokenizedDocuments, group: list[int], *, number: int, index: int
 ) -> str | None:
-    """Return the name of the first tensor that is not finite, in the forward or else in the backward."""
+    """Return the name of the first non-finite tensor of the forward or backward pass, or None if all are finite."""
     learner.drop_gradients()
     batch = make_batch(split, group)
     found: list[str] = []
@@ -81,14 +81,14 @@ def _first_not_finite(
             return "the loss"
         with learner.stance(batch):
             loss.backward()
-    # The backward runs from the last layer to the first: the last bad parameter went bad first.
+    # The backward pass runs from the last layer to the first, so the last bad parameter became non-finite first.
     broken = [name for name, p in learner.parameters.items() if p.grad is not None and not is_finite(p.grad)]
     return f"gradient of `{broken[-1]}`" if broken else None
 
 
 @contextmanager
 def checked_outputs(model: nn.Module, found: list[str]) -> Iterator[None]:
-    """Record the first module whose output is not finite, innermost first."""
+    """Append to `found` the name of the first module with a non-finite output. Inner modules are checked first."""
 
     def check(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if not found and not all(map(is_finite, tensors_of(output))):
@@ -112,5 +112,5 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether every value is finite; True for integers."""
+    """Return whether every value of a tensor is finite. Integer tensors always are."""
     return bool(torch.isfinite(tensor).all())

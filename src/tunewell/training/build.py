@@ -1,4 +1,4 @@
-"""Build a run: load the model, apply the method, and connect optimizer, logs, checkpoints and sample questions."""
+"""Build a run: load the model, apply the method, and set up the optimizer, logs, checkpoints and sample answers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -50,12 +50,12 @@ _OPTIMIZER = (
 CHANGE_NAMES = frozenset(
     ("model", "weights", "data", "tokenizer", "template", "seed", *_IDENTITY, *_OPTIMIZER, *MethodSettings.model_fields)
 ) - {"kind"}
-"""Every name that `--allow-change` knows."""
+"""Every name that `--allow-change` accepts."""
 
 
 @dataclass(kw_only=True)
 class RunInputs:
-    """Everything that a run is built from."""
+    """The inputs from which a run is built."""
 
     loaded: LoadedConfig
     plan: Plan
@@ -63,7 +63,7 @@ class RunInputs:
     order: DataOrder
     folder: Path
     rank_folder: Path
-    """Where this rank writes: only rank 0 writes into the run folder."""
+    """The folder that this rank writes to. Only rank 0 writes to the run folder."""
     world: World
     listener: Listener
     allow_pickle: bool = False
@@ -153,14 +153,14 @@ def build_run(parts: RunInputs) -> Run:
 
 
 def describe_start(parts: RunInputs, run: Run) -> RunStarted:
-    """Return the event that opens a run."""
+    """Return the first event of a run."""
     num_trainable = sum(parameter.numel() for parameter in run.learner.parameters.values())
     num_parameters = sum(parameter.numel() for parameter in run.learner.model.parameters())
     return RunStarted(parts.plan, num_trainable, num_parameters, run.progress.step)
 
 
 def check_packing(parts: RunInputs, run: Run) -> None:
-    """Check that documents packed together do not influence each other, and send the result as a note."""
+    """Check that packed documents do not attend to each other, and send the result as a note."""
     found = probe_leaks(run.learner, run.documents)
     message = (
         "check passed: rows packed together do not influence each other (largest logit difference "
@@ -171,7 +171,7 @@ def check_packing(parts: RunInputs, run: Run) -> None:
 
 
 def identity_of(plan: Plan, config: Config, weights: str | None) -> dict[str, Any]:
-    """Return everything that must not change on resume. `weights` is the fingerprint of the initial weights."""
+    """Return the settings that must not change on resume. `weights` is the fingerprint of the initial weights."""
     return {
         "model": plan.model,
         "weights": weights,
@@ -186,9 +186,9 @@ def identity_of(plan: Plan, config: Config, weights: str | None) -> dict[str, An
 
 
 def require_same_settings(parts: RunInputs, run: Run) -> None:
-    """Raise UserError on all ranks if one has settings that would make it take other steps than rank 0."""
+    """Raise UserError on all ranks if the training settings of any rank differ from those of rank 0."""
     config, plan = parts.config, parts.plan
-    # Settings come first: values that follow from them may differ too, and the setting is what to fix.
+    # Settings are compared first: derived values may differ too, but the user has to fix the setting.
     mine: dict[str, Any] = {"seed": plan.seed}
     mine |= {f"train.{name}": value for name, value in config.train.model_dump(exclude={"threads"}).items()}
     for section in ("evaluate", "checkpoints", "healing"):
@@ -206,7 +206,7 @@ def require_same_settings(parts: RunInputs, run: Run) -> None:
 
 
 def _load_weights(options: LoadOptions) -> dict[str, Tensor]:
-    """Load the initial weights of the model again, on the CPU."""
+    """Reload the initial weights of the model on the CPU."""
     model = load_model(replace(options, device=torch.device("cpu"), attention=attention.SDPA)).model
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
@@ -217,7 +217,7 @@ def _row_name(corpus: Corpus, document: int) -> str:
 
 
 def _context(parts: RunInputs, model: Any) -> RunContext:
-    """Return the facts that health rules need beside the metrics."""
+    """Return the facts that the health rules need in addition to the metrics."""
     kind = parts.plan.device.value.partition(":")[0]
     return RunContext(
         vocab_size=model.config.get_text_config().vocab_size,
@@ -231,7 +231,7 @@ def _context(parts: RunInputs, model: Any) -> RunContext:
 
 
 def _make_sampler(parts: RunInputs, learner: TrainableModel, log: EventLog) -> Callable[[int, int], list[Sample]]:
-    """Return the function that answers held-out questions and logs them."""
+    """Return a function that generates answers to held-out questions and logs them."""
     tokenizer = load_tokenizer(parts.corpus.path / "tokenizer")
     stops = corpus_stop_ids(tokenizer, parts.corpus.manifest)
     evaluate = parts.config.evaluate

@@ -1,9 +1,9 @@
-"""Write checkpoints in the background, crash-safe: a checkpoint is complete or absent, and old ones rotate.
+"""Write checkpoints in the background, crash-safe (atomic), and remove old ones.
 
-    step-000123.tmp/  files, each flushed -> manifest.json with every hash -> read back -> flushed -> step-000123/
+    step-000123.tmp/  write and flush files -> write manifest.json with all hashes -> read back -> rename: step-000123/
 
-Training waits only while the state is copied; one thread writes. Old checkpoints are removed only after the new one is
-complete.
+Training waits only while the state is copied; one thread writes it. Old checkpoints are removed only after the new one
+is complete.
 """
 
 import hashlib
@@ -48,8 +48,8 @@ _LIBRARIES = ("torch", "safetensors")
 def write_checkpoint(folder: Path, snapshot: Snapshot, *, best_step: int | None) -> list[str]:
     """Write and flush every file, the manifest last, then read all of them back and verify their hashes.
 
-    Returns the names of the texts from which secrets were removed. Raises OSError, or DamagedCheckpoint if the disk
-    returns other bytes than were written.
+    Returns the names of the text files from which secrets were removed. Raises OSError if a write fails, and
+    DamagedCheckpoint if the files do not contain the bytes that were written.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -91,8 +91,8 @@ _WAIT_SECONDS = 0.1
 class Checkpoints:
     """The checkpoints of one run, written by the process that owns the run folder.
 
-    `on_trouble` receives one line per problem, not one per attempt; it may be called from the writing thread. Other
-    processes read with `find_newest`, `find_best` and `load_state`.
+    `on_trouble` is called with one line per problem, not per attempt, possibly from the writer thread. Other
+    processes read checkpoints with `find_newest`, `find_best` and `load_state`.
     """
 
     def __init__(self, folder: Path, *, keep: int, on_trouble: Callable[[str], None]) -> None:
@@ -112,10 +112,10 @@ class Checkpoints:
         self._best = newest_best_step(folder)
 
     def save(self, state: State, *, is_best: bool = False, wait: bool = False) -> None:
-        """Copy the state now and write it in the background, after the save before it.
+        """Copy the state now and write it in the background, after waiting for the previous save.
 
-        A failed save (full disk, missing folder, tensor that is not finite) is reported, and the run continues with
-        the previous checkpoint.
+        A failed save (full disk, missing folder, non-finite tensor) is reported, and the run continues with the
+        previous checkpoint.
         """
         self.wait()
         self._pending = self._writer.submit(self._save, Snapshot(state), is_best)
@@ -123,7 +123,7 @@ class Checkpoints:
             self.wait()
 
     def hold_before(self, step: int) -> None:
-        """Also keep the newest checkpoint of at most this step, to go back to if the loss diverges."""
+        """Keep the newest checkpoint at or before this step, so that the run can rewind to it if the loss diverges."""
         self._held_before = step
 
     def wait(self) -> None:
@@ -133,24 +133,24 @@ class Checkpoints:
             pending.result()
 
     def newest(self) -> Saved | None:
-        """Return the newest undamaged checkpoint; None if there is none. Raise UserError if all are damaged."""
+        """Return the newest undamaged checkpoint, or None without checkpoints. Raise UserError if all are damaged."""
         self.wait()
         return find_newest(self.folder, on_trouble=self._report)
 
     def best(self) -> Saved | None:
-        """Return the checkpoint with the best held-out loss; None if there was no evaluation, or if it is damaged."""
+        """Return the checkpoint with the best held-out loss, or None if it is damaged or there was no evaluation."""
         self.wait()
         return find_best(self.folder, on_trouble=self._report)
 
     def load(self, saved: Saved, *, needs: Iterable[str] = ()) -> State:
-        """Load the checkpoint to continue from; raise UserError if it lacks a file of `needs`."""
+        """Load a checkpoint to continue from. Raise UserError if a file in `needs` is missing."""
         self.wait()
         state = load_state(saved, needs=needs)
         self._best = saved.manifest.best_step
         return state
 
     def remove_after(self, step: int) -> None:
-        """Remove the checkpoints after a step, because the run was rewound to it."""
+        """Remove the checkpoints after a step, because the run was rewound to that step."""
         self.wait()
         for later in saved_steps(self.folder):
             if later > step:
@@ -205,7 +205,7 @@ class Checkpoints:
             self._report(f"checkpoint `{name}` was not saved: {reason}; training continues with the previous one")
 
     def _rotate(self, newest: int) -> None:
-        """Remove old checkpoints after the newest is complete."""
+        """Remove old checkpoints once the newest is complete."""
         num_whole = 0
         steps = saved_steps(self.folder)
         before = self._held_before
@@ -229,7 +229,7 @@ class Checkpoints:
         path = self.folder / checkpoint_name(step)
         trash = path.with_name(path.name + STAGED)
         try:
-            # Rename first: a folder that is half deleted must not look like a damaged checkpoint.
+            # Rename first, so that a partly deleted folder is not mistaken for a damaged checkpoint.
             path.rename(trash)
             self._whole.discard(step)
             shutil.rmtree(trash)
@@ -237,7 +237,7 @@ class Checkpoints:
             self._report_once(f"the old checkpoint `{path.name}` could not be removed: {_reason(error)}")
 
     def _clean_up(self) -> None:
-        """Remove what a killed process left half written, half replaced or half removed."""
+        """Clean up after a killed process: checkpoints that were only partly written, replaced or removed."""
         for entry in list(self.folder.iterdir()):
             name = entry.name.removesuffix(STAGED)
             replaced = entry.name.removeprefix(".").removesuffix(".old").removesuffix(".trash")
@@ -251,8 +251,8 @@ class Checkpoints:
 
 
 def disk_space_warning(folder: Path, *, checkpoint_bytes: int, keep: int) -> str | None:
-    """Return a warning if the checkpoints of a run will not fit on the disk; None if they will."""
-    num_at_once = max(keep, _MIN_KEPT) + 3  # also the best, the one at the lowest loss, and the one being written
+    """Return a warning if the checkpoints of a run will not fit on the disk, or None if they will."""
+    num_at_once = max(keep, _MIN_KEPT) + 3  # plus the best, the one at the lowest loss, and the one being written
     needed, free = num_at_once * checkpoint_bytes, shutil.disk_usage(folder).free
     if needed <= free:
         return None

@@ -1,8 +1,8 @@
-"""torch.compile and CUDA graphs: compile the decoder layers when the remaining steps make up for the wait.
+"""torch.compile and CUDA graphs: compile the decoder layers if that saves time over the remaining steps.
 
-The first steps run uncompiled and are timed. Each layer is compiled as a whole and for one shape, so that all layers
-share one compiled function; micro-batches are padded to that shape. torch caches the result on disk. If a layer takes
-less time to compute than to launch, its launches are recorded once and replayed: CUDA graphs.
+The first steps run uncompiled and are timed. Each layer is compiled as a whole for one fixed shape, so that all layers
+share one compiled function; micro-batches are padded to that shape. torch caches the result on disk. If launching the
+kernels of a layer takes longer than running them, the launches are recorded once and replayed as CUDA graphs.
 """
 
 import threading
@@ -19,7 +19,7 @@ from tunewell.training.step import TrainableModel
 _COMPILE_SECONDS = 60.0
 _SAVED_SHARE = 0.3
 _LAUNCH_BOUND_FLOP = 1.0e12
-"""Forward and backward of a layer: an H200 takes about 3 ms for it, and a host 4 ms to launch its 110 kernels."""
+"""FLOP of a layer's forward and backward pass: about 3 ms on an H200; the host needs 4 ms to launch 110 kernels."""
 _TIMED_STEPS = 3
 _FIRST_SHARE = 4
 _MULTIPLE = 32
@@ -27,7 +27,7 @@ _MULTIPLE = 32
 
 @dataclass
 class Compiler:
-    """Decides when to compile, by the seconds of the first steps, and compiles."""
+    """Compiles the model, if the time of the first steps shows that it is worthwhile."""
 
     mode: str
     """`auto`, `on` or `off`."""
@@ -36,13 +36,13 @@ class Compiler:
     _timed: int = 0
 
     def budget(self, learner: TrainableModel, planned: int) -> int:
-        """Return the tokens of a micro-batch: a quarter until it is decided whether to compile."""
-        # Uncompiled layers keep more activations; the first steps must not set the peak memory of the run.
+        """Return the tokens per micro-batch: a quarter of `planned` until the decision whether to compile."""
+        # Uncompiled layers store more activations; the first steps must not determine the peak memory of the run.
         is_undecided = self._is_possible(learner) and self._timed <= _TIMED_STEPS
         return max(planned // _FIRST_SHARE, min(learner.longest, planned)) if is_undecided else planned
 
     def is_due(self, learner: TrainableModel, *, step: int, seconds: float) -> bool:
-        """Return whether to compile after this step; the first step is a warm-up and is not timed."""
+        """Return whether to compile after this step. The first step is a warm-up and is not timed."""
         if not self._is_possible(learner):
             return False
         if self.mode == "on":
@@ -54,17 +54,17 @@ class Compiler:
             return False
         mean = self._seconds / (self._timed - 1)
         is_worth_it = (self.num_steps - step) * mean * _SAVED_SHARE > 2 * _COMPILE_SECONDS
-        return learner.world.any(is_worth_it)  # clocks differ between ranks, and all must decide alike
+        return learner.world.any(is_worth_it)  # timings differ between ranks, but all ranks must decide the same
 
     def _is_possible(self, learner: TrainableModel) -> bool:
         return self.mode != "off" and learner.device.type == "cuda" and learner.shape is None and learner.may_compile
 
     def run(self, learner: TrainableModel, order: DataOrder, *, budget: int) -> str:
-        """Compile the layers and the loss for one shape; return a note about it."""
+        """Compile the layers and the loss for one shape, and return a note for the user."""
         learner.shape = fixed_shape(order, budget=budget, longest=learner.longest)
         layers = decoder_layers(learner.model)
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-        torch.cuda.empty_cache()  # cached blocks of uncompiled steps have other sizes
+        torch.cuda.empty_cache()  # the cached blocks of uncompiled steps have different sizes
         learner.uses_graphs = can_use_graphs(learner, layers)
         for layer in layers:
             layer.compile(fullgraph=True, dynamic=False, mode="reduce-overhead" if learner.uses_graphs else None)
@@ -75,11 +75,11 @@ class Compiler:
 
 
 def can_use_graphs(learner: TrainableModel, layers: list[nn.Module]) -> bool:
-    """Return whether to use CUDA graphs: only if launches take most of the time and two replays are identical.
+    """Return whether to use CUDA graphs: only if kernel launches take most of the time and replays are identical.
 
-    Not with dropout, whose mask would be replayed, nor with gradient checkpointing, which launches layers in another
-    order. Graphs keep memory, so they are not used after an out-of-memory error. torch before 2.13 keeps graphs per
-    thread, and only for the main thread.
+    CUDA graphs are not used with dropout, because its mask would be replayed; with gradient checkpointing, because it
+    launches layers in a different order; or after an out-of-memory error, because graphs hold memory. Before version
+    2.13, torch supports graphs only in the main thread.
     """
     assert learner.shape is not None
     is_in_main = threading.current_thread() is threading.main_thread()
@@ -91,10 +91,10 @@ def can_use_graphs(learner: TrainableModel, layers: list[nn.Module]) -> bool:
 
 
 def fixed_shape(order: DataOrder, *, budget: int, longest: int) -> FixedShape:
-    """Return a shape that the micro-batches of the first 64 steps fit into; later ones are cut to it.
+    """Return a shape that fits the micro-batches of the first 64 steps; later micro-batches are split to fit it.
 
-    Documents longer than `budget` get their own micro-batches and run uncompiled, unless most tokens are theirs:
-    otherwise all the others would be padded to the longest of them.
+    Documents longer than `budget` get their own micro-batches and run uncompiled, because otherwise all micro-batches
+    would be padded to the longest document. If these documents have most of the tokens, the shape includes them.
     """
     longest = min(longest, budget)
     steps = order.steps_of_epoch(0)[:64]
@@ -108,6 +108,6 @@ def fixed_shape(order: DataOrder, *, budget: int, longest: int) -> FixedShape:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers of a model: its longest list of modules."""
+    """Return the decoder layers of a model: the longest `ModuleList`."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=len)) if lists else []

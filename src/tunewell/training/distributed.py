@@ -1,4 +1,4 @@
-"""Distributed training (torchrun): rank and world size, all-reduce, and errors that end all ranks together."""
+"""Distributed training (torchrun): rank and world size, all-reduce, and errors that stop all ranks together."""
 
 import atexit
 import os
@@ -19,17 +19,17 @@ from tunewell.core.units import count
 T = TypeVar("T")
 
 _TIMEOUT = timedelta(hours=12)
-"""How long ranks wait for each other: the first may prepare a large corpus. A lost rank is noticed at once."""
+"""How long ranks wait for each other: rank 0 may prepare a large corpus. A lost rank is detected at once."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among those that train together: its rank and the world size."""
+    """The rank of this process and the world size of a distributed run."""
 
     rank: int = 0
     size: int = 1
     host_group: Any = None
-    """A gloo process group with a long timeout, which does not wait for the GPU's queue."""
+    """A gloo process group with a long timeout; its operations do not wait for queued GPU work."""
 
     @property
     def is_first(self) -> bool:
@@ -38,13 +38,13 @@ class World:
 
     @staticmethod
     def select_gpu(device: str) -> None:
-        """Select the GPU of this process by `LOCAL_RANK`; raise UserError if there are more processes than GPUs."""
+        """Select this process's GPU by `LOCAL_RANK`. Raise UserError if there are more processes than GPUs."""
         is_cuda = device == "auto" or device.startswith("cuda")
         if "LOCAL_RANK" not in os.environ or not is_cuda or not torch.cuda.is_available():
             return
         local_rank, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if num_gpus == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
-            local_rank = 0  # the launcher shows each process only its GPU
+            local_rank = 0  # the launcher makes one GPU visible to each process
         elif (num_here := max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))) > num_gpus:
             raise UserError(
                 f"{num_here} processes were started on this host, which has {count(num_gpus, 'GPU')}",
@@ -54,7 +54,7 @@ class World:
 
     @classmethod
     def initialise(cls, device: torch.device) -> "World":
-        """Connect to the other ranks if a launcher has set `RANK` and `WORLD_SIZE`; else return a world of one."""
+        """Connect to the other ranks if a launcher set `RANK` and `WORLD_SIZE`; otherwise return a world of size 1."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size <= 1:
             return cls()
@@ -71,10 +71,10 @@ class World:
         return cls(dist.get_rank(), dist.get_world_size(), host_group)
 
     def shut_down(self) -> None:
-        """Disconnect from the other ranks after a run that went well.
+        """Disconnect from the other ranks after a successful run.
 
-        Without it, the communication threads still run when this process exits, and sometimes abort it. Not called
-        after an error: a rank that waits for a lost one would wait forever.
+        Otherwise the communication threads are still running at exit and sometimes abort the process. It is not called
+        after an error, because a rank waiting for a lost rank would wait forever.
         """
         if self.size > 1:
             try:
@@ -90,7 +90,7 @@ class World:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """If one rank fails inside, all ranks stop and the error is printed once. No rank may wait inside."""
+        """Raise one rank's error on all ranks, so that all stop and it is printed once. No rank may wait inside."""
         try:
             yield
         except Exception as error:
@@ -99,7 +99,7 @@ class World:
         self._raise_shared(None)
 
     def _raise_shared(self, error: Exception | None) -> None:
-        """Raise the error of the first rank that has one; a rank that has found a bug raises its own."""
+        """Raise the error of the first failed rank. A rank whose own error is not a UserError raises that one."""
         if self.size == 1:
             return
         errors: list[tuple[str, str | None, str | None, bool] | None] = [None] * self.size
@@ -114,7 +114,7 @@ class World:
 
     @contextmanager
     def explaining_lost_ranks(self, fix: str) -> Iterator[None]:
-        """Raise UserError with this fix if something inside fails because another rank has ended."""
+        """Raise UserError with this fix if the block fails because another rank has exited."""
         try:
             yield
         except RuntimeError as error:
@@ -127,11 +127,11 @@ class World:
             ) from error
 
     def share(self, parts: Sequence[T]) -> list[T]:
-        """Return this rank's part of a list; the parts of all ranks make up the whole."""
+        """Return this rank's items of a list. Each item belongs to exactly one rank."""
         return list(parts[self.rank :: self.size])
 
     def all_reduce(self, tensors: list[Tensor]) -> None:
-        """Replace tensors by their sums over all ranks, in one exchange."""
+        """Replace tensors in place by their sums over all ranks, in one all-reduce."""
         if self.size == 1 or not tensors:
             return
         wide = torch.float64 if all(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
@@ -143,11 +143,11 @@ class World:
             at += tensor.numel()
 
     def any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank; the same on all ranks."""
+        """Return whether the flag is set on any rank. The result is the same on all ranks."""
         return bool(self.max(int(flag)))
 
     def max(self, number: int) -> int:
-        """Return the largest number of all ranks."""
+        """Return the maximum of a number over all ranks."""
         if self.size == 1:
             return number
         largest = torch.tensor(number)
@@ -177,5 +177,5 @@ def _description(error: BaseException | None) -> tuple[str, str | None, str | No
 
 
 def _short(error: BaseException) -> str:
-    """Return torch's message without its source location and its advice."""
+    """Return the first sentence of torch's message, without its source location."""
     return re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]

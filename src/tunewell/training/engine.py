@@ -1,4 +1,4 @@
-"""The training loop: take steps, evaluate, save checkpoints, and heal, until the planned steps are done."""
+"""The training loop: take steps, evaluate, save checkpoints, and recover from bad steps."""
 
 import time
 from collections.abc import Callable
@@ -23,15 +23,15 @@ EXIT_STOPPED = 4
 
 
 def train(run: Run, *, handle_signals: bool = True) -> Ending:
-    """Take the planned steps, starting at `run.progress`, until they are done or no remedy is left."""
+    """Run the training loop from `run.progress` until the planned steps are done or no remedy is left."""
     try:
         return _Loop(run, Signals(is_installed=handle_signals)).train()
     finally:
-        run.learner.uncompile()  # what follows has other shapes, and needs the memory
+        run.learner.uncompile()  # later code uses different shapes, and needs the memory
 
 
 class _Loop:
-    """The objects that the loop needs, and its one flag: whether the run was asked to stop."""
+    """The state of the training loop, including whether a signal has interrupted the run."""
 
     def __init__(self, run: Run, signals: Signals) -> None:
         self.run, self.plan, self.signals = run, run.plan, signals
@@ -45,7 +45,7 @@ class _Loop:
         run = self.run
         self.healer.restore()
         with self.signals:
-            if run.learner.world.size == 1:  # several ranks must end an evaluation together
+            if run.learner.world.size == 1:  # with several ranks, all must finish an evaluation together
                 run.learner.check_interrupt = self.signals.check
             if is_evaluation_due(run):
                 is_best = self.evaluate()
@@ -63,7 +63,7 @@ class _Loop:
                 self.is_interrupted = run.learner.world.any(self.signals.asked is not None)
                 is_evaluating, is_saving = self.what_is_due()
                 if is_evaluating or is_saving:
-                    self.log.flush()  # judge the last step before it is evaluated or saved
+                    self.log.flush()  # check the last step before evaluating or saving it
                 match self.healer.apply():
                     case Rewind():
                         self.log.discard()
@@ -92,7 +92,7 @@ class _Loop:
         return is_evaluating, is_last or self.is_interrupted or step % self.plan.save_every.value == 0
 
     def take_step(self) -> None:
-        """Take one step, in smaller micro-batches if it does not fit, and log it."""
+        """Take one step and log it. If it runs out of memory, repeat it with smaller micro-batches."""
         run, plan, healer = self.run, self.plan, self.healer
         step = run.order.step(run.progress.step)
         left_out = [document for document, since in run.healing.quarantine.items() if step.number >= since]
@@ -142,7 +142,7 @@ class _Loop:
             self.run.listener(Note(self.compiler.run(learner, self.run.order, budget=budget)))
 
     def evaluate(self) -> bool:
-        """Evaluate on the held-out rows; return True if this is the best evaluation so far."""
+        """Evaluate on the held-out rows, and return True if this is the best evaluation so far."""
         try:
             is_best = evaluate(self.run, self.healer)
         except Interrupted:
@@ -152,7 +152,7 @@ class _Loop:
         return is_best
 
     def save(self, *, is_best: bool, wait: bool) -> None:
-        """Write a checkpoint, on the first rank."""
+        """Write a checkpoint, on rank 0 only."""
         run = self.run
         if not run.learner.world.is_first:
             return
@@ -169,7 +169,7 @@ class _Loop:
 
 
 class StepLog:
-    """Writes one event per step, when its metrics have arrived: one step late on CUDA, at once elsewhere."""
+    """Logs one event per step. On CUDA, a step is logged after the next step, when its metrics have arrived."""
 
     def __init__(self, run: Run, *, on_step: Callable[[StepRecord, StepTaken], None]) -> None:
         self._run, self._on_step = run, on_step
@@ -178,7 +178,7 @@ class StepLog:
         self.last_seconds = 0.0
 
     def add(self, record: StepRecord) -> None:
-        """Keep a step, and write the one before it."""
+        """Add a step, and log the previous one."""
         before, self._late = self._late, record
         if before is not None:
             self._write(before)
@@ -186,18 +186,18 @@ class StepLog:
             self.flush()
 
     def flush(self) -> None:
-        """Wait for the last step's metrics and write them."""
+        """Wait for the metrics of the last step and log them."""
         if self._late is not None:
             late, self._late = self._late, None
             self._write(late)
 
     def discard(self) -> None:
-        """Drop the last step, because the run was rewound to before it."""
+        """Discard the last step, because the run was rewound to an earlier step."""
         self._late = None
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Exclude the time since the last step from the next step's seconds."""
+        """Restart timing, so that the time since the last step is not counted as part of the next one."""
         self._clock = time.perf_counter()
 
     def _write(self, record: StepRecord) -> None:
@@ -229,7 +229,7 @@ class StepLog:
 
 
 def _finished(run: Run) -> Ending:
-    """End a run that has taken its steps: finished only if its last or its best checkpoint is on disk."""
+    """Return the ending of the loop: `finished` only if the last or the best checkpoint was saved."""
     reason = f"finished all {count(run.plan.num_steps.value)} steps"
     if run.progress.step < run.plan.num_steps.value:
         patience = run.config.evaluate.patience

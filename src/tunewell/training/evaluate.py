@@ -1,4 +1,4 @@
-"""Evaluate during training: held-out loss, questions and sample answers, in smaller batches if memory is short."""
+"""Evaluation during training: held-out loss and sample answers, in smaller batches after an out-of-memory error."""
 
 import math
 import time
@@ -18,14 +18,14 @@ from tunewell.training.run import Run
 from tunewell.training.step import TrainableModel
 
 _TO_COMPARE = 8
-"""Prompts that are compared to find their common frame."""
+"""Number of prompts compared to find their common prefix and suffix."""
 _ANSWER_TOKENS = (8192, 1024, 1)
-"""Tokens answered at once, tried in this order; the last is one question at a time."""
+"""Batch sizes for answers, in tokens, tried in this order. The last one means one question at a time."""
 
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """The mean loss over the supervised tokens of some documents."""
+    """The mean loss over the supervised tokens of held-out documents."""
 
     loss: float
     tokens: int
@@ -33,16 +33,16 @@ class HeldOutLoss:
 
 
 def is_evaluation_due(run: Run) -> bool:
-    """Return whether an evaluation is missing: before the first step, or where it was interrupted."""
+    """Return whether an evaluation is missing at this step: the initial one, or one that was interrupted."""
     progress, plan = run.progress, run.plan
     is_time = progress.step % plan.evaluate_every.value == 0 or progress.step == plan.num_steps.value
     return progress.last_look < 0 or (is_time and progress.last_look != progress.step)
 
 
 def evaluate(run: Run, healer: Healer) -> bool:
-    """Evaluate on the held-out rows; return True if this is the best evaluation of a trained model so far.
+    """Evaluate on the held-out rows, and return True if this is the best evaluation so far (step 0 excluded).
 
-    Raises Interrupted if the run is asked to stop meanwhile; the evaluation then does not count.
+    Raises Interrupted if a signal arrives during the evaluation, which is then not recorded.
     """
     progress = run.progress
     if progress.last_look == progress.step or not len(run.held_out):
@@ -57,7 +57,7 @@ def evaluate(run: Run, healer: Healer) -> bool:
     is_best = math.isfinite(found.loss) and (progress.best_loss is None or found.loss < progress.best_loss)
     if is_best:
         progress.best_loss, progress.best_step = found.loss, progress.step
-    if math.isfinite(found.loss):  # a NaN does not count for patience
+    if math.isfinite(found.loss):  # a NaN does not count towards `evaluate.patience`
         progress.looks_without_gain = 0 if is_best else progress.looks_without_gain + 1
     seconds = time.perf_counter() - started
     event = Evaluated(progress.step, found.loss, found.tokens, found.documents, round(seconds, 6), is_best, samples)
@@ -71,7 +71,7 @@ def evaluate(run: Run, healer: Healer) -> bool:
 
 
 def _loss_within_memory(run: Run, healer: Healer) -> HeldOutLoss | None:
-    """Return the held-out loss, in batches that fit into memory; None if a single document does not fit."""
+    """Return the held-out loss, computed in batches that fit in memory, or None if a single document does not fit."""
     limits = run.healing.limits
     budget = limits.evaluation_tokens or limits.cap(run.plan.micro_batch_tokens.value)
     lengths = np.asarray(run.held_out.index["length"])
@@ -92,19 +92,19 @@ def _loss_within_memory(run: Run, healer: Healer) -> HeldOutLoss | None:
 
 
 def _answers(run: Run, healer: Healer) -> list[Sample]:
-    """Answer held-out questions on rank 0; return no samples if not even one fits into memory."""
+    """Answer held-out questions on rank 0. Return an empty list if not even one question fits in memory."""
     learner = run.learner
     if not run.config.evaluate.samples:
         return []
     samples = _answer_in_batches(run, healer) if learner.world.is_first else []
-    # Only rank 0 ran out of memory, but all ranks must drop their graphs: these decide how a step is split.
+    # Only rank 0 ran out of memory, but all ranks must drop their CUDA graphs, which affect how a step is split.
     if learner.world.any(not learner.may_use_graphs):
         learner.drop_graphs()
     return samples
 
 
 def _answer_in_batches(run: Run, healer: Healer) -> list[Sample]:
-    """Answer held-out questions, as many at once as fit, starting with what fitted last."""
+    """Answer held-out questions in the largest batches that fit, starting with the batch size that fit last time."""
     limits, report = run.healing.limits, healer.memory_reporter(run.progress.step)
     for batch_tokens in [tokens for tokens in _ANSWER_TOKENS if tokens <= (limits.answer_tokens or tokens)]:
         limits.answer_tokens = batch_tokens
@@ -121,7 +121,7 @@ def _answer_in_batches(run: Run, healer: Healer) -> list[Sample]:
 
 
 def held_out_loss(learner: TrainableModel, split: TokenizedDocuments, *, budget: int, most: int | None) -> HeldOutLoss:
-    """Return the loss of at most `most` documents of a split, evenly spread; the ranks share the work."""
+    """Return the loss of at most `most` documents, spread evenly over a split. The ranks share the work."""
     chosen = spread_evenly(len(split), most)
     lengths = np.asarray(split.index["length"], dtype=np.int64)
     learner.model.eval()
@@ -142,20 +142,20 @@ def held_out_loss(learner: TrainableModel, split: TokenizedDocuments, *, budget:
 
 @dataclass(frozen=True)
 class Question:
-    """The question of a held-out document, and its reference answer."""
+    """A held-out question with its reference answer."""
 
     document: int
     ids: list[int]
-    """Of the prompt: everything before the first supervised token."""
+    """Token ids of the prompt: all tokens before the first supervised one."""
     reference_ids: list[int]
     prompt: str
     text: str
-    """The prompt without the frame that all prompts share."""
+    """The prompt without the prefix and suffix that all prompts share."""
     reference: str
 
 
 def questions_of(split: TokenizedDocuments, *, number: int, spell: Callable[[list[int]], str]) -> list[Question]:
-    """Return the questions of some held-out documents. A document supervised from its first token has none."""
+    """Return up to `number` held-out questions. Documents supervised from the first token have no question."""
     found: list[tuple[int, list[int], list[int]]] = []
     for document in spread_evenly(len(split), max(number, _TO_COMPARE)).tolist():
         ids, labels = split.arrays(document)
@@ -163,7 +163,7 @@ def questions_of(split: TokenizedDocuments, *, number: int, spell: Callable[[lis
         if not len(supervised) or supervised[0] <= 1:
             continue
         begin = int(supervised[0])
-        # Of several turns, the reference is the first reply: it ends where supervision first stops.
+        # With several turns, the reference is the first reply, up to the first unsupervised token.
         gap = np.flatnonzero(labels[begin:] == -100)
         end = begin + int(gap[0]) if len(gap) else len(ids)
         found.append((document, ids[:begin].tolist(), ids[begin:end].tolist()))
@@ -177,7 +177,7 @@ def questions_of(split: TokenizedDocuments, *, number: int, spell: Callable[[lis
 
 
 def _without_frame(prompts: list[str]) -> list[str]:
-    """Remove what all prompts begin and end with: the system prompt, and the markers around the question."""
+    """Remove the common prefix and suffix: the system prompt and the chat markers around the question."""
     if len(set(prompts)) < 2:
         return prompts
     begin = _num_common(prompts)
@@ -186,13 +186,13 @@ def _without_frame(prompts: list[str]) -> list[str]:
 
 
 def _num_common(texts: list[str]) -> int:
-    """Return the number of characters that all texts begin with."""
+    """Return the length of the common prefix of all texts."""
     first, last = min(texts), max(texts)
     return next((at for at, letter in enumerate(first) if letter != last[at]), len(first))
 
 
 def _whole_words(prompt: str, begin: int, end: int) -> str:
-    """Widen a slice to whole words: questions may begin and end alike."""
+    """Extend a slice to whole words, because questions may share their first or last letters."""
     while begin > 0 and prompt[begin - 1].isalnum():
         begin -= 1
     while end < len(prompt) and not prompt[end].isspace() and prompt[end] != "<":

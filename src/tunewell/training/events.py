@@ -10,23 +10,23 @@ from tunewell.records.plan import Plan
 
 @dataclass(frozen=True)
 class RunStarted:
-    """The first step is about to be taken."""
+    """The event sent before the first step."""
 
     plan: Plan
     num_trainable: int
     num_parameters: int
     first_step: int
-    """0 for a new run, the number of finished steps for a resumed one."""
+    """0 for a new run, or the number of finished steps for a resumed run."""
 
 
 @dataclass(frozen=True)
 class StepTaken:
-    """The metrics of one optimizer step: raw numbers, not smoothed; NaN and infinity stay. They come one step late."""
+    """The raw metrics of one optimizer step, including NaN and infinity. On CUDA they arrive one step late."""
 
     step: int
     """Counted from 1."""
     epoch: float
-    """Passes over the corpus after this step."""
+    """Number of passes over the corpus after this step."""
     loss: float
     """Mean over the step's supervised tokens."""
     grad_norm: float
@@ -37,13 +37,13 @@ class StepTaken:
     documents: int
     seconds: float
     memory_bytes: int | None
-    """Peak memory so far: of the device, or of this process on the CPU."""
+    """Peak memory so far, of the GPU or, on the CPU, of this process."""
     batch_sha256: str
-    """Hash of the step's document ids, in order. Equal runs have equal hashes."""
+    """Hash of the step's document ids, in order. Identical runs have identical hashes."""
     was_skipped: bool = False
-    """The update was left out because the loss or the gradient was not finite."""
+    """Whether the update was skipped because of a non-finite loss or gradient, or a spike in the gradient norm."""
     scale: float | None = None
-    """The loss scaler's factor, under fp16."""
+    """The loss scale in fp16; None in other precisions."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class Sample:
     step: int
     document: int
     prompt: str
-    """The whole prompt, with its markers."""
+    """The full prompt, with chat markers."""
     question: str
     """The part of the prompt that differs between the samples."""
     answer: str
     reference: str
     ended: bool
-    """Whether the answer ended by itself within the token limit."""
+    """Whether the answer ended with a stop token within the token limit."""
 
 
 @dataclass(frozen=True)
@@ -77,32 +77,32 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Healed:
-    """Something went wrong; the entry says what, and what was done about it."""
+    """A problem with the run, and the action taken, as recorded in `entry`."""
 
     entry: HealingEntry
 
 
 @dataclass(frozen=True)
 class Rewound:
-    """The run went back to a checkpoint: the steps after this one are taken again."""
+    """The run was rewound to a checkpoint; the steps after `step` are repeated."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Note:
-    """One plain line that the user should read."""
+    """One line of text for the user."""
 
     message: str
 
 
 Event = RunStarted | StepTaken | Evaluated | Healed | Rewound | Note | Progress
-"""`Progress` says that something longer than a step began: loading, preparing, checking, saving."""
+"""`Progress` marks the start of longer work: loading, preparing, checking, saving."""
 
 Listener = Callable[[Event], None]
-"""Receives every event of a run. It returns at once and never raises; notes may come from another thread."""
+"""Receives every event of a run. It must return quickly and not raise; notes may come from another thread."""
 
 
 def send_notes(listener: Listener) -> Callable[[str], None]:
-    """Return a function that sends a line to a listener as a note."""
+    """Return a function that sends a message to a listener as a note."""
     return lambda message: listener(Note(message))

@@ -3,12 +3,12 @@
     oom@forward:tokens=100          every micro-batch of more than 100 tokens runs out of memory
     oom@backward:step=3             the first backward of step 3 runs out of memory
     nan@gradients:step=5,times=2    gradients of steps 5 and 6 are not finite
-    nan@weights:step=5,name=NAME    a weight is poisoned before step 5
+    nan@weights:step=5,name=NAME    a weight is set to NaN before step 5
     nan@document:document=4,name=N  the output of module N is NaN whenever document 4 is in the batch
     scale@loss:step=40,times=3,factor=1000      gradients of steps 40 to 42 are multiplied by 1000
-    kill@step:step=7,marker=FILE    once: FILE exists afterwards; also hang@step, crash@step
+    kill@step:step=7,marker=FILE    the process is killed once; FILE marks that it happened. Also hang@step, crash@step
 
-Faults are refused unless `--enable-fault-injection` is given, so that no user meets them by accident.
+Fault injection requires `--enable-fault-injection`, so that it cannot be turned on by accident.
 """
 
 import math
@@ -51,7 +51,7 @@ class _Fault:
         return float(self.options.get(name, default))
 
     def is_due(self, step: int) -> bool:
-        """Whether it happens at this step. Without a step it happens whenever its other conditions hold."""
+        """Return whether the fault is due at this step. Without a `step` option it is due at every step."""
         if self.left <= 0 or ((marker := self.options.get("marker")) and Path(marker).exists()):
             return False
         return "step" not in self.options or self.number("step") <= step
@@ -65,7 +65,7 @@ class _Fault:
 
 @dataclass
 class FaultInjector(StepHooks):
-    """Hooks that make faults happen where and when a test planned them."""
+    """Hooks that inject the faults of a test."""
 
     faults: list[_Fault]
     _documents: frozenset[int] = frozenset()
@@ -73,7 +73,7 @@ class FaultInjector(StepHooks):
 
     @contextmanager
     def around_batch(self, number: int, batch: MicroBatch, model: nn.Module) -> Iterator[None]:
-        """Poison a weight, end the process, or run out of memory in the forward or the backward."""
+        """Set a weight to NaN, end or hang the process, or run out of memory in the forward or backward pass."""
         self._poison(number, model)
         for fault in self._happening("step", number):
             _end(fault.kind)
@@ -84,7 +84,7 @@ class FaultInjector(StepHooks):
 
     @contextmanager
     def around_update(self, number: int, parameters: dict[str, nn.Parameter]) -> Iterator[None]:
-        """Spoil or scale the gradients, or run out of memory for the optimizer's state."""
+        """Set the gradients to NaN, scale them, or run out of memory while allocating optimizer state."""
         for fault in (*self._happening("gradients", number), *self._happening("loss", number)):
             for parameter in parameters.values():
                 if parameter.grad is not None:
@@ -93,11 +93,11 @@ class FaultInjector(StepHooks):
         self._run_out("optimizer", number, "allocating optimizer state")
 
     def before_evaluation(self, batch: MicroBatch) -> None:
-        """Run out of memory for a batch that is too large."""
+        """Run out of memory if the batch is larger than the fault's limit."""
         self._run_out("held_out", 0, f"evaluating {batch.num_tokens} held-out tokens", size=batch.num_tokens)
 
     def before_answers(self, num_prompts: int) -> None:
-        """Run out of memory for too many prompts at once."""
+        """Run out of memory if there are more prompts than the fault's limit."""
         self._run_out("generation", 0, f"answering {num_prompts} questions at once", size=num_prompts)
 
     def _poison(self, number: int, model: nn.Module) -> None:
@@ -117,7 +117,7 @@ class FaultInjector(StepHooks):
         return [fault for fault in self.faults if fault.part == part]
 
     def _happening(self, part: str, step: int, size: float = math.inf) -> Iterator[_Fault]:
-        """Yield and count the faults of a part that happen at this step, with this many tokens or prompts."""
+        """Yield and count the faults of a part that are due at this step, for this number of tokens or prompts."""
         for fault in self._of(part):
             if fault.is_due(step) and size > fault.number("prompts" if part == "generation" else "tokens", -1):
                 fault.happen()
@@ -129,13 +129,13 @@ class FaultInjector(StepHooks):
 
 
 def parse_faults(spec: str | None, *, is_allowed: bool) -> StepHooks:
-    """Parse faults separated by `;`. Raises UserError if they are not allowed, or for an unknown fault."""
+    """Parse faults separated by `;`. Raise UserError if fault injection is off or a fault is unknown."""
     if not spec:
         return StepHooks()
     if not is_allowed:
         raise UserError(
             f"`{VARIABLE}` is set, but fault injection is off",
-            fix=f"unset `{VARIABLE}`; tests of tunewell add `{SWITCH}`",
+            fix=f"unset `{VARIABLE}`, or add `{SWITCH}` in a test",
         )
     return FaultInjector([_read(part.strip()) for part in spec.split(";") if part.strip()])
 

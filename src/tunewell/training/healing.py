@@ -1,4 +1,4 @@
-"""The healer: judges each step, finds the cause of a bad one, and applies what `recovery.py` decides."""
+"""The healer: check each step, find the cause of a bad step (NaN, spike), and apply the remedy of `recovery.py`."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,11 +20,11 @@ _SHOWN_DOCUMENTS = 3
 _NAMED_DOCUMENTS = 50
 _SAMPLES_TO_JUDGE = 2
 _FEW_DOCUMENTS = 8
-"""Documents that may be left out of even the smallest corpus."""
+"""Number of documents that may be left out of any corpus, however small."""
 
 
 class Healer:
-    """Judges the metrics of each step, and repairs the run between two steps."""
+    """Checks the metrics of each step, and applies remedies between two steps."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -37,10 +37,10 @@ class Healer:
         self._reported: set[tuple[int, str]] = {(entry.step, entry.name) for entry in run.healing.entries}
         self._repeated = _skips_since_rewind(run.healing.entries)
         self._unexplained: set[int] = set()
-        """Documents of bad steps that were finite when they were computed again."""
+        """Documents of bad steps that were finite when recomputed."""
 
     def restore(self) -> None:
-        """Put back the precision, the device and the gradient checkpointing that a resumed run had changed to."""
+        """Restore the precision, device and gradient checkpointing that remedies had changed before a resume."""
         run = self._run
         precision = None if self.history.precision == run.plan.precision.value else self.history.precision
         device = None if self.history.device == run.learner.device.type else self.history.device
@@ -54,9 +54,9 @@ class Healer:
         return self.monitor.norm_limit() if self._rules.on else math.inf
 
     def on_step(self, record: StepRecord, event: StepTaken) -> None:
-        """Judge a step by its metrics."""
+        """Check the metrics of a step. Report notes at once, and queue problems for `apply`."""
         findings = self.monitor.observe(replace(_metrics(event.__dict__), norm_limit=record.norm_limit))
-        # Memory differs between ranks, and all ranks must apply the same remedy: a spill is only reported.
+        # Memory use differs between ranks, but all ranks must apply the same remedy: a spill is only reported.
         is_alone = self._run.learner.world.size == 1
         remarks = [f for f in findings if f.severity == "note" or (f.name == "memory-spill" and not is_alone)]
         for finding in remarks:
@@ -65,7 +65,7 @@ class Healer:
             self._pending.append((worse, record))
 
     def _load_history(self) -> None:
-        """Add the steps before a resume to the monitor, on every rank alike."""
+        """Add the steps before a resume to the monitor, on every rank."""
         until = self._run.progress.step
         for event in past_events(self._run, kind="step", until=until):
             self.monitor.remember(_metrics(event))
@@ -73,7 +73,7 @@ class Healer:
             self.monitor.remember(StepMetrics(event["step"], held_out_loss=event["loss"]))
 
     def on_evaluation(self, step: int, loss: float, samples: list[Sample]) -> None:
-        """Judge an evaluation: its loss and its sample answers."""
+        """Check the loss and the sample answers of an evaluation."""
         for finding in self.monitor.observe(StepMetrics(step, held_out_loss=loss)):
             words = finding.words
             if not math.isfinite(loss) and (broken := not_finite_names(self._run.learner.model)):
@@ -83,7 +83,7 @@ class Healer:
             self._report(finding, "none", finding.words)
 
     def _empty_answers(self, step: int, samples: list[Sample]) -> Finding | None:
-        """Report samples that are all empty now but were not before."""
+        """Return a finding if all samples are empty now but earlier samples were not."""
         reported = self.monitor.history.reported
         if any(sample.answer.strip() for sample in samples):
             reported.add("has-answered")
@@ -96,7 +96,7 @@ class Healer:
         return Finding("empty-answers", "warning", step, words, {"samples": len(samples)})
 
     def apply(self) -> "Stop | Rewind | None":
-        """Repair what the last steps showed. A returned rewind is done already; a stop is up to the caller."""
+        """Apply remedies for the last steps. A returned `Rewind` is already done; the caller must act on a `Stop`."""
         pending, self._pending = self._pending, []
         for findings, record in pending:
             if (action := self._apply(findings, record)) is not None:
@@ -106,11 +106,11 @@ class Healer:
     def _apply(self, findings: list[Finding], record: StepRecord) -> "Stop | Rewind | None":
         worst = findings[0]
         if (worst.step, worst.name) in self._repeated:
-            return None  # skipped before the resume too: its remedy is in force
+            return None  # already skipped before the resume; its remedy is in force
         worst.numbers["step_documents"] = [int(document) for document in record.step.documents[:_NAMED_DOCUMENTS]]
         cause = self._find_cause(worst, record)
         if worst.name == "lr-too-high" and cause.are_weights_bad:
-            # Updates are finite, so the learning rate was not the cause.
+            # Updates are always finite, so the learning rate cannot have made the weights NaN.
             worst = replace(worst, name="nan-gradients", words="the loss or the gradient is not finite")
             findings = [worst]
         if not self._rules.on:
@@ -137,7 +137,7 @@ class Healer:
         return None
 
     def _find_cause(self, worst: Finding, record: StepRecord) -> Cause:
-        """Compute a step again if it was not finite; on rank 0, for all ranks."""
+        """Recompute a step on rank 0 if it was not finite, and return the cause on all ranks."""
         run, cause = self._run, Cause(None)
         numbers = (worst.numbers.get(name) for name in ("loss", "grad_norm"))
         if all(not isinstance(number, float) or math.isfinite(number) for number in numbers):
@@ -148,7 +148,7 @@ class Healer:
         return run.learner.world.broadcast(cause)
 
     def _is_explained(self, cause: Cause, record: StepRecord) -> bool:
-        """Return whether a few documents are the whole cause, and few enough to be left out."""
+        """Return whether documents are the cause and are few enough to be left out."""
         if not 0 < len(cause.documents) < len(record.step.documents):
             return False
         left_out = len({*self._run.healing.quarantine, *cause.documents})
@@ -181,7 +181,7 @@ class Healer:
         self._reported = {(at, name) for at, name in self._reported if at <= step}
         self._unexplained.update(map(int, record.step.documents))
         if action.is_quarantining and not cause.documents and num_rewinds:
-            # It was finite when computed again, and yet it came back: leave out all suspects.
+            # The steps were finite when recomputed, but the problem came back: leave out all suspect documents.
             cause = Cause(cause.tensor, tuple(sorted(self._unexplained)))
         elif not action.is_quarantining:
             cause = Cause(cause.tensor, are_weights_bad=cause.are_weights_bad)
@@ -215,7 +215,7 @@ class Healer:
         return f"{shown} and {count(more)} more" if more > 0 else shown
 
     def memory_reporter(self, step: int) -> Callable[..., None]:
-        """Return a function that records an out-of-memory remedy: an action, a message, and values in force."""
+        """Return a function that records a remedy for an out-of-memory error: action, message and new limits."""
 
         def report(action: ActionName, words: str, **values: Any) -> None:
             severity = "fault" if action == "stop" else "warning"
@@ -260,6 +260,6 @@ def _where(cause: Cause) -> str:
 
 
 def _skips_since_rewind(entries: Sequence[HealingEntry]) -> set[tuple[int, str]]:
-    """Return the skipped steps that may be recorded again after a resume."""
+    """Return the steps skipped since the last rewind, which a resumed run may skip again."""
     last = max((index for index, entry in enumerate(entries) if entry.action == "rewind"), default=-1)
     return {(entry.step, entry.name) for entry in entries[last + 1 :] if entry.action == "skip"}

@@ -1,10 +1,10 @@
-"""Health monitor: rules that judge each training step by its loss, gradient norm, speed and memory.
+"""Health monitor: rules that detect NaN, loss spikes, divergence, overfitting, slow steps and memory spills.
 
-    StepMetrics -> HealthMonitor.observe -> findings      live, one step at a time; remembers the last 128 steps
+    StepMetrics -> HealthMonitor.observe -> findings      one step at a time, compared with the last 128 steps
 
-A finding has a name, a severity, the numbers that show it, and one plain line. The thresholds were chosen on logs of
-long runs and on reports about short ones; a healthy run must raise nothing above a note. `log_rules.py` judges whole
-logs.
+A finding has a name, a severity, the numbers behind it, and a one-line message. The thresholds were chosen on logs of
+long runs and on reports about short ones; a healthy run must produce nothing above a note. `log_rules.py` checks
+complete logs.
 """
 
 import math
@@ -18,14 +18,14 @@ from typing import Any
 from tunewell.records.healing import Severity
 
 WINDOW = 128
-"""Steps that a step is compared with."""
+"""Number of earlier steps that a step is compared with."""
 LARGEST_VOCABULARY = 262_144
-"""The largest vocabulary of common models: an upper bound on the loss of random guessing."""
+"""The largest vocabulary of common models, which gives an upper bound on the loss of random guessing."""
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """The metrics of one step, or of one line of another trainer's log; None where the log has no value."""
+    """The metrics of one step, or of one line of another trainer's log. Metrics that are not logged are None."""
 
     step: int
     loss: float | None = None
@@ -39,11 +39,11 @@ class StepMetrics:
     was_skipped: bool = False
     norm_limit: float | None = None
     held_out_loss: float | None = None
-    """Of an evaluation; then all others are None."""
+    """The loss of an evaluation; all other metrics are then None."""
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and gradient norm are finite, where known."""
+        """Whether the loss and the gradient norm are finite. Unknown values count as finite."""
         return all(value is None or math.isfinite(value) for value in (self.loss, self.grad_norm))
 
     @property
@@ -54,19 +54,19 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class RunContext:
-    """Facts about a run that the rules need beside its metrics."""
+    """Facts about a run that the rules need in addition to its metrics."""
 
     vocab_size: int | None = None
     precision: str | None = None
     device: str | None = None
     max_grad_norm: float | None = None
     device_bytes: int | None = None
-    """Total memory of a GPU; None where the device uses the host's memory."""
+    """Total memory of the GPU; None if the device uses host memory."""
     spike_factor: float = 10.0
     is_from_scratch: bool = False
-    """Whether training started from random weights, whose first loss may be anything."""
+    """Whether training started from random weights, for which any first loss is plausible."""
     is_raw: bool = True
-    """Whether losses are logged as computed. Hugging Face's trainer replaces NaN by the mean of earlier losses."""
+    """Whether losses are logged as computed. Hugging Face's Trainer replaces NaN with the mean of earlier losses."""
 
     @property
     def guess_loss(self) -> float:
@@ -76,7 +76,7 @@ class RunContext:
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem, or one remark, about a step."""
+    """A problem or a note about one step."""
 
     name: str
     severity: Severity
@@ -87,7 +87,7 @@ class Finding:
 
 @dataclass
 class History:
-    """What the rules remember about earlier steps."""
+    """The earlier steps of a run, as needed by the rules."""
 
     first: StepMetrics | None = None
     recent: deque[StepMetrics] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -109,21 +109,21 @@ class History:
         return [r.loss for r in list(self.recent)[-last:] if r.loss is not None]
 
 
-# The rules: each takes a step's metrics and the history before it, and returns one finding or None.
+# The rules. Each takes the metrics of a step and the history before it, and returns a finding or None.
 
 ARMED_AFTER = 32
-"""Steps needed before one can be called unusual; typical runs have a few hundred."""
+"""Number of steps before a step can be called unusual. Typical runs have a few hundred steps."""
 RECENT = 8
-"""Steps whose median is the current loss."""
+"""The current loss is the median of this many steps."""
 _FIRST = 3
-"""Steps whose median is the initial loss."""
+"""The initial loss is the median of this many steps."""
 _SPREADS = 3.0
-"""A loss has diverged where it is this many standard deviations away."""
+"""A loss that is this many standard deviations higher has diverged."""
 _GUESSES = 0.5
-"""A loss above this share of the guess loss means that the model lost what it knew."""
+"""A loss above this share of the guess loss means that the model has forgotten what it knew."""
 _MANY_OVERFLOWS = 8
 _NOTE_ABOVE, _FAR_ABOVE = 1.1, 2.0
-"""First losses, in units of the guess loss. A model with random weights starts at 1."""
+"""Bounds on the first loss, as multiples of the guess loss. A model with random weights starts at 1."""
 _ZERO_STEPS = 3
 _SLOW_FACTOR = 3.0
 _CYCLE_FACTOR = 5.0
@@ -132,7 +132,7 @@ Rule = Callable[[StepMetrics, History, RunContext], Finding | None]
 
 
 def not_finite(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
-    """Find a NaN or infinite loss or gradient; a single overflow under fp16 is normal for a loss scaler."""
+    """Find a NaN or infinite loss or gradient. A single overflow in fp16 is normal: the loss scaler handles it."""
     if metrics.is_finite:
         return None
     numbers = {"loss": metrics.loss, "grad_norm": metrics.grad_norm}
@@ -160,12 +160,12 @@ def not_finite(metrics: StepMetrics, history: History, about: RunContext) -> Fin
 
 
 def _has_risen(history: History) -> tuple[float, int, float] | None:
-    """Return the lowest loss, its step and the last loss, if the loss had diverged before it became NaN."""
+    """Return the lowest loss, its step and the last loss if the loss had risen before the NaN, otherwise None."""
     known = [(r.loss, r.step) for r in history.recent if r.loss is not None]
     if not known:
         return None
     (low, low_step), last = min(known), known[-1][0]
-    # Losses of single small batches vary widely in a healthy run; the lines of a log are means of many steps.
+    # In a healthy run, the losses of small batches vary widely; the lines of a log are means over many steps.
     if len(known) >= 2 * RECENT:
         low, low_step, last = history.lowest, history.low_step, median(loss for loss, _ in known[-RECENT // 2 :])
     elif known[-1][1] - known[0][1] < len(known) and sorted(known[-_FIRST:]) != known[-_FIRST:]:
@@ -174,17 +174,17 @@ def _has_risen(history: History) -> tuple[float, int, float] | None:
 
 
 def pinned_at_zero(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
-    """Find a loss of exactly 0: memorised rows come near it, but do not jump there."""
+    """Find a loss that suddenly becomes exactly 0. The loss of memorised rows approaches 0 gradually."""
     if metrics.loss != 0.0 or metrics.supervised_tokens == 0 or not metrics.is_finite:
         return None
     before = history.losses(RECENT)
     if before and median(before) < 1e-3:
         return None
-    # Memorised rows round to 0 in a log of two or four digits.
+    # In a log with two to four digits, the loss of memorised rows is rounded to 0.
     positive = [loss for loss in before if loss > 0]
     if len(positive) > 1 and positive[-1] < min(0.02, positive[0]):
         return None
-    # The exact loss of a few memorised tokens does reach 0; the rounded mean of many steps does not.
+    # The unrounded loss of a few memorised tokens can reach 0; the mean over many steps cannot.
     if about.is_raw and history.zero_losses_in_a_row + 1 < _ZERO_STEPS:
         return None
     numbers = {"loss": 0.0, "before": before[-1] if before else None, "grad_norm": metrics.grad_norm}
@@ -193,7 +193,7 @@ def pinned_at_zero(metrics: StepMetrics, history: History, about: RunContext) ->
 
 
 def first_loss(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
-    """Compare the first loss with that of random guessing."""
+    """Compare the first loss with the loss of random guessing."""
     if history.first is not None or metrics.loss is None or not math.isfinite(metrics.loss):
         return None
     guess = about.guess_loss
@@ -208,7 +208,7 @@ def first_loss(metrics: StepMetrics, history: History, about: RunContext) -> Fin
 
 
 def no_gradient(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
-    """Find gradients of exactly zero: nothing is trained."""
+    """Find gradients that are exactly zero, so that nothing is trained."""
     if metrics.grad_norm != 0.0 or metrics.supervised_tokens == 0 or metrics.loss == 0.0:
         return None
     in_a_row = history.zero_norms_in_a_row + 1
@@ -219,7 +219,7 @@ def no_gradient(metrics: StepMetrics, history: History, about: RunContext) -> Fi
 
 
 def spike(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
-    """Find an update that was skipped because its gradient norm was far too high."""
+    """Find a spike: an update that was skipped because its gradient norm was above the limit."""
     norm, limit = metrics.grad_norm, metrics.norm_limit
     if norm is None or limit is None or not math.isfinite(norm) or norm <= limit:
         return None
@@ -230,7 +230,7 @@ def spike(metrics: StepMetrics, history: History, about: RunContext) -> Finding 
 
 
 def divergence(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
-    """Find a loss that rose and stays high."""
+    """Find divergence: a loss that rose and stays high."""
     if metrics.loss is None or not metrics.is_ordinary:
         return None
     recent = [*history.losses(RECENT - 1), metrics.loss]
@@ -239,7 +239,7 @@ def divergence(metrics: StepMetrics, history: History, about: RunContext) -> Fin
     now, low, low_step = median(recent), history.lowest, history.low_step
     if (first := median(history.first_losses)) < low:
         low, low_step = first, 0
-    # One step says little about the next, but a model that knew its first rows does not guess at all the others.
+    # A single loss is noisy, but a model with a low first loss should not be near random guessing later.
     if history.first is not None and history.first.loss is not None and now >= _GUESSES * about.guess_loss:
         low, low_step = min((low, low_step), (history.first.loss, history.first.step))
     if now <= 1.5 * low + 0.5 or now <= low + 1.0 or min(recent) <= low + 0.5:
@@ -253,13 +253,13 @@ def divergence(metrics: StepMetrics, history: History, about: RunContext) -> Fin
 
 
 def _spread(values: list[float]) -> float:
-    """Estimate the standard deviation, robust to a few outliers."""
+    """Return an estimate of the standard deviation that is robust to outliers (scaled MAD)."""
     middle = median(values)
     return 1.4826 * median(abs(value - middle) for value in values)
 
 
 def held_out_not_finite(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
-    """Find a held-out loss that is not finite while training goes on."""
+    """Find a NaN or infinite held-out loss."""
     loss = metrics.held_out_loss
     if loss is None or math.isfinite(loss):
         return None
@@ -268,7 +268,7 @@ def held_out_not_finite(metrics: StepMetrics, history: History, about: RunContex
 
 
 def over_fitting(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
-    """Find a held-out loss that rises at every evaluation while the training loss falls."""
+    """Find overfitting: a held-out loss that keeps rising while the training loss does not."""
     now = metrics.held_out_loss
     if now is None or len(history.held_out) < 2 or not math.isfinite(now):
         return None
@@ -277,7 +277,7 @@ def over_fitting(metrics: StepMetrics, history: History, about: RunContext) -> F
     is_rising = len(losses) >= 2 and losses[-1] > low and now > losses[-1]
     if not is_rising or now < 1.15 * low or now < low + 0.1:
         return None
-    # Compared with the training loss at the lowest held-out loss; a log may have no line that early.
+    # Compare with the training loss at the lowest held-out loss; a log may have no line that early.
     low_step = min(history.held_out, key=lambda evaluation: evaluation[1])[0]
     before = [r.loss for r in history.recent if r.loss is not None and r.step <= low_step][-RECENT:]
     after = history.losses(RECENT)
@@ -288,7 +288,7 @@ def over_fitting(metrics: StepMetrics, history: History, about: RunContext) -> F
 
 
 def memory_spill(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
-    """Find steps that stay slow while GPU memory is full: the driver has begun to use host memory."""
+    """Find steps that stay slow while GPU memory is full, because the driver spills to host memory."""
     if about.device_bytes is None or metrics.memory_bytes is None or metrics.memory_bytes < 0.95 * about.device_bytes:
         return None
     factor = _slowdown(metrics, history)
@@ -300,7 +300,7 @@ def memory_spill(metrics: StepMetrics, history: History, about: RunContext) -> F
 
 
 def slow(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
-    """Find a lasting drop in speed; another program on the machine may be the cause, so it is a note."""
+    """Find a lasting drop in speed. It is only a note, because another program may be the cause."""
     factor = _slowdown(metrics, history)
     if factor is None:
         return None
@@ -309,7 +309,7 @@ def slow(metrics: StepMetrics, history: History, about: RunContext) -> Finding |
 
 
 def slow_fast_cycles(metrics: StepMetrics, history: History, about: RunContext) -> Finding | None:
-    """Find single steps that take many times as long as the others, at regular distances."""
+    """Find single steps that take many times as long as the others, at regular intervals."""
     paces = [(r.step, pace) for r in [*history.recent, metrics] if (pace := _pace(r)) is not None]
     if len(paces) < 2 * ARMED_AFTER:
         return None
@@ -318,7 +318,7 @@ def slow_fast_cycles(metrics: StepMetrics, history: History, about: RunContext) 
     gaps = [second - first for first, second in pairwise(slow_steps)]
     if len(gaps) < 3 or max(gaps) > min(gaps) + 1 or min(gaps) < 3:
         return None
-    words = f"every {round(median(gaps))} steps one takes over {_CYCLE_FACTOR:.0f} times as long as the others"
+    words = f"every {round(median(gaps))} steps, one takes over {_CYCLE_FACTOR:.0f} times as long as the others"
     return Finding("slow-fast-cycles", "note", metrics.step, words, {"every": median(gaps), "steps": slow_steps[-4:]})
 
 
@@ -331,7 +331,7 @@ _RULES_ONCE: dict[str, Rule] = {
     "throughput-cliff": slow,
     "slow-fast-cycles": slow_fast_cycles,
 }
-"""Rules that report once in a run; their names are kept in `History.reported`."""
+"""Rules that report at most once per run. `History.reported` holds their names."""
 
 
 def _pace(metrics: StepMetrics) -> float | None:
@@ -340,7 +340,7 @@ def _pace(metrics: StepMetrics) -> float | None:
 
 
 def _slowdown(metrics: StepMetrics, history: History) -> float | None:
-    """Return how many times slower the last eight steps were than those before, if all of them were slow."""
+    """Return how many times slower the last eight steps are than earlier ones, or None if not all of them are slow."""
     paces = [pace for r in [*history.recent, metrics] if (pace := _pace(r)) is not None]
     if len(paces) < ARMED_AFTER:
         return None
@@ -352,15 +352,15 @@ def _slowdown(metrics: StepMetrics, history: History) -> float | None:
 
 _SIGMAS = 6.0
 _LEAST_SIGMA = 0.25
-"""Least standard deviation of log norms that is believed; six of them are a factor of 4.5."""
+"""Lower bound for the standard deviation of the log norms. Six times this value is a factor of 4.5."""
 _ORDER: dict[str, int] = {"fault": 0, "warning": 1, "note": 2}
 
 
 def norm_limit(norms: Sequence[float], *, factor: float, floor: float) -> float:
-    """Return the gradient norm above which an update is a spike; infinite until 32 steps are known.
+    """Return the gradient norm above which an update counts as a spike; infinity during the first 32 steps.
 
-    A hard batch is not a spike, so four bounds must all be exceeded: `factor` times the median, six standard
-    deviations on a logarithmic scale, twice the largest norm of the window, and the clipping norm.
+    A spike must exceed four bounds, so that a hard batch does not count as one: `factor` times the median, six
+    standard deviations on a logarithmic scale, twice the largest norm of the window, and the clipping norm.
     """
     if len(norms) < ARMED_AFTER:
         return math.inf
@@ -370,16 +370,16 @@ def norm_limit(norms: Sequence[float], *, factor: float, floor: float) -> float:
 
 
 class HealthMonitor:
-    """Judges the steps of one run, in order."""
+    """Checks the steps of one run, in order."""
 
     def __init__(self, about: RunContext) -> None:
         self.about = about
         self.history = History()
 
     def observe(self, metrics: StepMetrics) -> list[Finding]:
-        """Add a step and return its findings, worst first."""
+        """Add a step and return its findings, the most severe first."""
         if metrics.supervised_tokens == 0:
-            return []  # every document of the step is left out, so it has no metrics
+            return []  # all documents of the step are left out, so it has no metrics
         if metrics.norm_limit is None and metrics.grad_norm is not None:
             metrics = replace(metrics, norm_limit=self.norm_limit())
         found = [finding for rule in _RULES if (finding := rule(metrics, self.history, self.about)) is not None]
@@ -396,7 +396,7 @@ class HealthMonitor:
         return norm_limit(self.history.norms(), factor=self.about.spike_factor, floor=floor)
 
     def rewind(self, step: int) -> None:
-        """Forget the steps after this one, which are taken again."""
+        """Remove the steps after this one from the history, because they are repeated."""
         history = self.history
         kept = [metrics for metrics in history.recent if metrics.step <= step]
         history.recent = deque(kept, maxlen=WINDOW)
@@ -407,7 +407,7 @@ class HealthMonitor:
             history.lowest, history.low_step = math.inf, 0
 
     def remember(self, metrics: StepMetrics) -> None:
-        """Add a step without judging it."""
+        """Add a step to the history without checking it."""
         if metrics.supervised_tokens == 0:
             return
         history = self.history

@@ -1,7 +1,7 @@
 """Check before the first step that packed documents do not attend to each other (no cross-contamination).
 
-The logits of real documents packed together are compared with those of each document alone, with our attention and with
-transformers'. If possible, one document is longer than the model's sliding window.
+The logits of packed documents are compared with the logits of each document alone, and our attention is compared with
+transformers' attention. If possible, one document is longer than the model's sliding window.
 """
 
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from tunewell.data.batches import MicroBatch, TokenizedDocuments, make_batch
 from tunewell.models.attention import stock_attention
 from tunewell.training.step import TrainableModel
 
-# Relative distance of logits: rounding of fp32 kernels is near 1e-6, of 16-bit ones near 1e-2; a leak is near 1.
+# Relative logit difference: about 1e-6 from fp32 rounding, 1e-2 from 16-bit rounding, and 1 from a leak.
 _BOUNDS = {"fp32": 1e-4, "bf16": 6e-2, "fp16": 2e-2}
 _NUM_DOCUMENTS = 5
 _ENDS = 32
-# Longer documents are cut for the check, unless the sliding window needs a longer one.
+# Documents are truncated to this length for the check, unless the sliding window needs a longer one.
 _MOST_TOKENS = 1024
 
 
@@ -34,7 +34,7 @@ class Probe:
 
 
 def probe_leaks(learner: TrainableModel, documents: TokenizedDocuments) -> Probe:
-    """Compare packed with alone, and our attention with transformers'; raise UserError if they differ."""
+    """Compare packed with single documents, and our attention with transformers'. Raise UserError if they differ."""
     learner.model.eval()
     parts = _parts(learner, documents)
     joined = _batch(
@@ -75,7 +75,7 @@ def probe_leaks(learner: TrainableModel, documents: TokenizedDocuments) -> Probe
 
 
 def _parts(learner: TrainableModel, documents: TokenizedDocuments) -> list[MicroBatch]:
-    """Return the longest document, short ones around it, and a random one longer than the sliding window."""
+    """Return the documents to check: the longest, some shorter ones and, if all are too short, a random long one."""
     lengths = documents.index["length"]
     order = np.argsort(lengths, kind="stable")
     middle = order[len(order) // 2 : len(order) // 2 + _NUM_DOCUMENTS - 3]
@@ -91,7 +91,7 @@ def _parts(learner: TrainableModel, documents: TokenizedDocuments) -> list[Micro
     if max(part.num_tokens for part in parts) < needed <= most:
         vocabulary = learner.head_module.weight.shape[0]
         ids = np.random.default_rng(0).integers(0, vocabulary, needed)
-        # It begins like the first document, so that the shared prefix is checked too.
+        # The random document starts like the first one, so that a shared prefix is checked too.
         ids[: needed // 2] = np.resize(parts[0].input_ids, needed // 2)
         parts.insert(1, _batch(ids, np.arange(needed), (needed,)))
     return parts
@@ -104,7 +104,7 @@ def _batch(ids: np.ndarray, positions: np.ndarray, lengths: tuple[int, ...]) -> 
 
 
 def _logits(learner: TrainableModel, hidden_TH: Tensor) -> Tensor:
-    """Return the logits of a document's first and last tokens: all of them would be gigabytes."""
+    """Return the logits of the first and last tokens of a document. All logits would take gigabytes."""
     if len(hidden_TH) > 2 * _ENDS:
         hidden_TH = torch.cat([hidden_TH[:_ENDS], hidden_TH[-_ENDS:]])
     return learner.head_module(hidden_TH.to(learner.head_module.weight.dtype)).float()

@@ -1,6 +1,6 @@
-"""Judge a whole training log, ours or another trainer's, after the fact: rules that need its end.
+"""Diagnose a complete training log, ours or another trainer's, with rules that need the end of the log.
 
-Logs of other trainers have few lines, each the mean of many steps.
+Logs of other trainers have few lines, and each line is the mean of many steps.
 """
 
 import math
@@ -13,29 +13,29 @@ from tunewell.training.health import WINDOW, Finding, HealthMonitor, RunContext,
 
 NOTHING_READ = "nothing-read"
 _JUMP_FACTOR, _JUMP_NATS = 2.0, 1.5
-"""A hard batch among few rows reached 2.8 times the others, 0.8 above them; spikes were 1.5 and more above."""
+"""Measured: a hard batch in a small corpus reached 2.8 times the others, 0.8 above; spikes were at least 1.5 above."""
 _HIGH_FACTOR, _HIGH_NATS = 4.0, 3.0
-"""Too high for a hard batch, even with an ordinary gradient norm."""
+"""A loss above both bounds is not a hard batch, even with a normal gradient norm."""
 _BACKED_FACTOR, _BACKED_NATS, _NORM_FACTOR = 1.5, 0.5, 10.0
-"""A smaller rise is a jump too if the gradient norm is ten times the usual; with the hard batch it doubled."""
+"""A smaller rise is a jump too if the gradient norm is ten times the median; the hard batch only doubled it."""
 _QUIET_NORM = 3.0
 _SPREADS = 3.0
 _KNOWN_SPREAD = 8
-"""Lines needed to know their spread."""
+"""Number of lines needed to estimate their spread."""
 _ONE_STEP = 0.8
-"""A rise is a jump if one line makes up this share of it."""
+"""A rise is a jump if a single line accounts for this share of it."""
 _STAYS = 0.85
-"""A loss that jumped has not come back while it is above this share of its peak."""
+"""A loss above this share of its peak has not recovered from a jump."""
 _LONG_AWAY = 8
 _MANY = 32
 _OFTEN = 3
-"""Jumps that came back at once this many times are hard batches."""
+"""Jumps that occur this often and recover at once are hard batches."""
 _LEFT_FACTOR, _LEFT_NATS = 1.5, 0.7
 _FAR_ABOVE = 1.3
-"""First losses of fine-tuning, in units of the guess loss; new tokens alone reached 1.2."""
+"""Bound on the first loss of fine-tuning, as a multiple of the guess loss. Added tokens alone can cause 1.2."""
 _NO_LENGTH = 1e-7
 _SAME_LINES, _SAME_DIGITS = 6, 4
-"""Equal losses that are not a coincidence. Running means of three digits do repeat, and so does DPO's ln 2."""
+"""Equal losses in this many lines and digits are no coincidence. Means of three digits and DPO's ln 2 do repeat."""
 _OVERFLOWS_AT_END = 3
 
 
@@ -46,7 +46,7 @@ class _Line(NamedTuple):
 
 
 def replay(log: Iterable[StepMetrics], about: RunContext) -> list[Finding]:
-    """Return the findings of a whole log, in the order of its steps: those of each step and those of the whole."""
+    """Return the findings of the step rules and the log rules for a log, sorted by step."""
     monitor, seen, found = HealthMonitor(about), [], []
     for metrics in log:
         seen.append(metrics)
@@ -56,17 +56,17 @@ def replay(log: Iterable[StepMetrics], about: RunContext) -> list[Finding]:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """Return the name of the first finding above a note, or `healthy`; `nothing-read` for a log without a number."""
+    """Return the name of the first finding above a note, or `healthy`, or `nothing-read` if the log has no metrics."""
     if any(finding.name == NOTHING_READ for finding in findings):
         return NOTHING_READ
     return next((finding.name for finding in findings if finding.severity != "note"), "healthy")
 
 
 def apply_log_rules(log: Sequence[StepMetrics], about: RunContext) -> list[Finding]:
-    """Return the findings of a whole log, however few lines it has."""
+    """Return the findings of the rules that need the complete log."""
     if not log:
         return [Finding(NOTHING_READ, "note", 0, "the log contains no loss and no gradient norm")]
-    # In a log of single steps, hard batches are normal, and the step rules have judged the rest.
+    # In a log of single steps, hard batches are normal, and the step rules have already checked the rest.
     is_dense = about.is_raw and len(log) > _MANY
     found = (
         (None if is_dense else rise(log)) or diverged(log),
@@ -79,7 +79,7 @@ def apply_log_rules(log: Sequence[StepMetrics], about: RunContext) -> list[Findi
 
 
 def rise(log: Sequence[StepMetrics]) -> Finding | None:
-    """Distinguish a spike, which jumps and comes back or is the last line, from a loss that diverged."""
+    """Find a rise of the loss: a spike if it recovers or is the last line, otherwise divergence."""
     lines = _loss_lines(log)
     begin = _KNOWN_SPREAD if len(lines) > _MANY else 1
     at = next((at for at in range(begin, len(lines)) if _is_jump(lines, at)), None)
@@ -89,7 +89,7 @@ def rise(log: Sequence[StepMetrics]) -> Finding | None:
     if _is_hard_batch(lines, at, base):
         return None
     peak = max(line.loss for line in lines[at:])
-    # From the lowest line before the jump: a learning rate that is too high raises the loss over several lines.
+    # Start at the lowest line before the jump, because a high learning rate raises the loss over several lines.
     low = min(range(max(0, at - WINDOW), at), key=lambda index: lines[index].loss)
     top = max(range(at, len(lines)), key=lambda index: lines[index].loss)
     strides = [lines[index + 1].loss - lines[index].loss for index in range(low, top)]
@@ -128,14 +128,14 @@ def _is_jump(lines: Sequence[_Line], at: int) -> bool:
 
 
 def _norm_factor(lines: Sequence[_Line], at: int) -> float | None:
-    """Return a line's gradient norm in units of the usual one, if the log has norms."""
+    """Return the gradient norm of a line divided by the median norm before it, or None if the log has no norms."""
     usual = [line.norm for line in lines[max(0, at - WINDOW) : at] if line.norm and math.isfinite(line.norm)]
     norm = lines[at].norm
     return norm / median(usual) if len(usual) > 1 and norm is not None and math.isfinite(norm) else None
 
 
 def _is_hard_batch(lines: Sequence[_Line], at: int, base: float) -> bool:
-    """Check for a jump that came back in the next line with an ordinary gradient, or that repeats."""
+    """Return whether a jump is a hard batch: it recovers at once with a normal gradient norm, or it repeats."""
     factor = _norm_factor(lines, at)
     if factor is not None and factor >= _QUIET_NORM:
         return False
@@ -149,7 +149,7 @@ def _is_hard_batch(lines: Sequence[_Line], at: int, base: float) -> bool:
 
 
 def diverged(log: Sequence[StepMetrics]) -> Finding | None:
-    """Find a log whose last lines are all above the initial loss and above its lowest stretch."""
+    """Find divergence: a log that ends above the initial loss and well above its lowest part."""
     lines = _loss_lines(log)
     size = max(4, len(lines) // 10)
     parts = [lines[max(0, end - size) : end] for end in range(len(lines), 0, -size)]
@@ -170,7 +170,7 @@ def _middle(lines: Sequence[_Line]) -> float:
 
 
 def never_moved(log: Sequence[StepMetrics]) -> Finding | None:
-    """Find a log whose gradients are all zero, or whose losses are all equal to the last digit."""
+    """Find a log in which all gradients are zero or all losses are identical."""
     lines_with_norm = [r for r in log if r.grad_norm is not None and r.loss != 0.0]
     norms = [abs(r.grad_norm) for r in lines_with_norm if r.grad_norm is not None]
     if norms and (max(norms) == 0.0 or (len(norms) > 2 and max(norms) < _NO_LENGTH)):
@@ -191,7 +191,7 @@ def never_moved(log: Sequence[StepMetrics]) -> Finding | None:
 
 
 def bad_first_loss(log: Sequence[StepMetrics], about: RunContext) -> Finding | None:
-    """Find a first loss well above random guessing in a log of fine-tuning."""
+    """Find a first loss well above the loss of random guessing in a log of fine-tuning."""
     first = next((r for r in log if r.loss is not None), None)
     if about.is_raw or about.is_from_scratch or first is None or first.loss is None:
         return None
@@ -203,7 +203,7 @@ def bad_first_loss(log: Sequence[StepMetrics], about: RunContext) -> Finding | N
 
 
 def overflows_at_end(log: Sequence[StepMetrics], about: RunContext) -> Finding | None:
-    """Find gradients that are not finite in every line, or in the last ones: no loss scaler skips that many."""
+    """Find gradients that are not finite in all or in the last lines. A working loss scaler skips fewer steps."""
     lines = [r for r in log if r.grad_norm is not None and r.loss]
     bad = [r.step for r in lines if not r.is_finite]
     at_end = next((at for at, r in enumerate(reversed(lines)) if r.is_finite), len(lines))
@@ -214,13 +214,13 @@ def overflows_at_end(log: Sequence[StepMetrics], about: RunContext) -> Finding |
 
 
 def overfitted(log: Sequence[StepMetrics]) -> Finding | None:
-    """Find a held-out loss that ends well above its lowest, with the training loss far below it."""
+    """Find overfitting: a held-out loss that ends well above its minimum, with a much lower training loss."""
     evaluations = [(r.step, r.held_out_loss) for r in log if r.held_out_loss is not None]
     evaluations = [(step, loss) for step, loss in evaluations if math.isfinite(loss)]
     losses = [r.loss for r in log if r.loss is not None and math.isfinite(r.loss)]
     if len(evaluations) < 2 or not losses:
         return None
-    # By position in the log: some logs count their steps from 0 in each epoch.
+    # Use the position in the log, because some logs restart the step count at 0 in each epoch.
     lowest = min(range(len(evaluations)), key=lambda at: evaluations[at][1])
     (low_step, low), (step, last) = evaluations[lowest], evaluations[-1]
     if lowest == len(evaluations) - 1 or last < 1.15 * low or last < low + 0.1 or losses[-1] > 0.5 * last:

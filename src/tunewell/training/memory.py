@@ -1,4 +1,4 @@
-"""Out of memory: recognise it, free memory, and repeat the step in smaller micro-batches (the OOM ladder)."""
+"""Out of memory (OOM): detect it, free memory, and repeat the step with smaller micro-batches (the OOM ladder)."""
 
 import gc
 import traceback
@@ -28,27 +28,27 @@ _FRAGMENTS = (
 )
 """Fragments of the out-of-memory messages of torch's allocators, cuBLAS, cuDNN and Apple's Metal."""
 _ENOUGH = 2
-"""Steps in a row after which a smaller size stays in force."""
+"""A smaller micro-batch size becomes permanent after this many consecutive steps that needed it."""
 
 
 class OutOfMemory(Exception):
-    """A step did not fit into memory. Weights and state are unchanged; the step can be repeated."""
+    """A step ran out of memory. Weights and optimizer state are unchanged, so the step can be repeated."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is, or was caused by, a lack of memory."""
+    """Return whether an error is an out-of-memory error or was caused by one."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError | OutOfMemory):
         return True
-    # While CUDA graphs are recorded, only the first error says so; the next ones have it as their context.
+    # While CUDA graphs are recorded, only the first error is an OutOfMemoryError; later errors have it as context.
     is_caused = isinstance(error.__context__, torch.OutOfMemoryError)
     return isinstance(error, RuntimeError) and (is_caused or any(part in str(error).lower() for part in _FRAGMENTS))
 
 
 def free_memory(after: BaseException) -> None:
-    """Release all unused memory after an error.
+    """Release all unused memory after an out-of-memory error.
 
-    The frames of the error are cleared first. They hold activations and, with torch before 2.13, the hooks of a layer
-    that gradient checkpointing was computing, which would stay in force.
+    The frames of the traceback are cleared first. They hold activations and, in torch before 2.13, the hooks of the
+    layer that gradient checkpointing was recomputing, which would remain active.
     """
     error: BaseException | None = after
     while error is not None:
@@ -63,11 +63,11 @@ def free_memory(after: BaseException) -> None:
 
 @dataclass
 class OomLadder:
-    """What is tried, in this order, when a step runs out of memory. Documents and gradient stay the same.
+    """The remedies for a step that runs out of memory, tried in this order. They do not change the gradient.
 
         halve the largest micro-batch -> ... -> single documents -> gradient checkpointing -> stop
 
-    One long document does not slow down a whole run: the limit stays in force only after two such steps in a row.
+    One long document does not slow down the whole run: a limit becomes permanent only after two such steps in a row.
     """
 
     model: "TrainableModel"
@@ -75,24 +75,24 @@ class OomLadder:
     limits: MemoryLimits
     planned_tokens: int
     report: Callable[..., None]
-    """Called with an action, a message and the values that stay in force."""
+    """Called with an action, a message and the new permanent limits."""
     is_on: bool = True
-    """`healing.on`; if not, the first out-of-memory error ends the run."""
+    """The value of `healing.on`. If False, the first out-of-memory error ends the run."""
     is_always_recomputing: bool = False
     _tokens: int | None = None
     _with_recompute: bool = False
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Tokens of a micro-batch in the next attempt."""
+        """Tokens per micro-batch in the next attempt."""
         return self._tokens or min(self.planned_tokens, self.limits.micro_batch_tokens or self.planned_tokens)
 
     def attempt(self) -> AbstractContextManager[None]:
-        """Return the context of an attempt: smaller micro-batches have other shapes than the compiled ones."""
+        """Return the context for an attempt. Smaller micro-batches run uncompiled, because their shapes differ."""
         return nullcontext() if self._tokens is None and not self._with_recompute else self.model.uncompiled()
 
     def step_down(self, groups: Sequence[np.ndarray], error: OutOfMemory) -> None:
-        """Take the next rung after a failed attempt; raise OutOfMemory if there is none."""
+        """Select the next remedy after a failed attempt. Raise OutOfMemory if no remedy is left."""
         self.model.drop_graphs()
         free_memory(error)
         if not self.is_on:
@@ -113,7 +113,7 @@ class OomLadder:
             raise OutOfMemory(message) from error
 
     def finish(self) -> None:
-        """Make the smaller size permanent after two steps in a row that needed it; call after each step that fit."""
+        """Make a smaller size permanent after two steps in a row that needed it. Called after each successful step."""
         limits, is_shrunk = self.limits, self._tokens is not None or self._with_recompute
         limits.num_shrunk = limits.num_shrunk + 1 if is_shrunk else 0
         if limits.num_shrunk >= _ENOUGH:
@@ -128,15 +128,16 @@ class OomLadder:
                 micro_batch_tokens=limits.micro_batch_tokens,
                 is_recomputing=limits.is_recomputing,
             )
-            self.model.uncompile()  # it is compiled again for the smaller shape
+            self.model.uncompile()  # the model is compiled again for the smaller shape
         if self._with_recompute and not limits.is_recomputing:
             self.model.recompute(False)
 
 
 def smaller(groups: Sequence[np.ndarray], lengths: np.ndarray, *, is_recomputing: bool) -> int | None:
-    """Return half the tokens of the largest micro-batch that can be split; None if all are single documents.
+    """Return half the tokens of the largest micro-batch that can be split, or None if splitting cannot help.
 
-    None also if a single document is the largest and gradient checkpointing is off: splitting others is no help then.
+    Splitting cannot help if every micro-batch is a single document. If only the largest one is, gradient checkpointing
+    is tried first.
     """
     largest = max(groups, key=lambda group: int(lengths[group].sum()), default=np.zeros(0, np.int64))
     can_cut = [group for group in groups if len(group) > 1]
@@ -146,8 +147,8 @@ def smaller(groups: Sequence[np.ndarray], lengths: np.ndarray, *, is_recomputing
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the peak memory of this process on a device; on the CPU of the process, on MPS what is held now."""
+    """Return the peak memory of this process on a device. On MPS, return the memory currently allocated."""
     if device.type == "cuda":
-        # Reserved, not allocated: the latter does not count what CUDA graphs keep between two steps.
+        # Reserved, not allocated: the latter does not include the memory that CUDA graphs hold between steps.
         return torch.cuda.max_memory_reserved(device)
     return torch.mps.driver_allocated_memory() if device.type == "mps" else peak_memory_bytes()

@@ -1,13 +1,13 @@
-"""Decide how a run recovers from bad steps, and keep what was decided: skipped documents, rates, memory limits.
+"""Decide how a run recovers from bad steps (NaN, spikes, divergence), and record the remedies in force.
 
-    bad documents skip the update and leave these documents out, each time, as long as they are few
+    bad documents skip the update and leave the documents out, as long as they are few
     not finite    skip the update -> rewind without the step's documents -> half the rate -> fp32 -> CPU -> stop
     spike         skip the update -> rewind without the documents -> half the rate -> stop
-    divergence    rewind to before it with half the rate, as often as rewinds are allowed -> stop
-    loss of 0     rewind to before it, once -> stop
+    divergence    rewind to before the rise with half the rate, up to `healing.max_rewinds` times -> stop
+    loss of 0     rewind to before the first zero, once -> stop
     no gradient   stop
 
-Each remedy is tried once: the next problem within `healing.quiet_steps` good steps gets the next remedy.
+Each remedy is tried once; a new problem within `healing.quiet_steps` steps gets the next remedy.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,55 +22,55 @@ from tunewell.training.health import Finding
 _RISES = frozenset({"loss-spike", "lr-too-high"})
 NOT_FINITE = frozenset({"nan-gradients", "mps-nan-fp16", "loss-scale-exhausted"})
 _SPIKES_BEFORE_REWIND = 3
-"""Updates skipped before a rewind: spikes that last three steps or less need no more."""
+"""Number of updates skipped before a rewind. Spikes of up to three steps need no other remedy."""
 _HALF = 0.5
 _ZEROS = 3
-"""Losses of 0 in a row that the health rule waits for."""
+"""Number of consecutive zero losses after which the health rule reports a finding."""
 
 
 @dataclass
 class MemoryLimits:
-    """Tokens that are computed at once, where the planned number did not fit into memory."""
+    """Limits on the tokens processed at once, set after out-of-memory errors."""
 
     micro_batch_tokens: int | None = None
-    """Limit of every micro-batch; None while the planned number fits."""
+    """Limit for every micro-batch; None as long as the planned size fits."""
     is_recomputing: bool = False
     evaluation_tokens: int | None = None
     answer_tokens: int | None = None
     num_shrunk: int = 0
-    """Steps in a row that had to be made smaller."""
+    """Number of consecutive steps that needed smaller micro-batches."""
 
     def cap(self, planned: int) -> int:
-        """Return the tokens of a micro-batch."""
+        """Return the planned tokens per micro-batch, capped by the limit."""
         return planned if self.micro_batch_tokens is None else min(planned, self.micro_batch_tokens)
 
 
 @dataclass
 class HealingState:
-    """What is in force in a run because something went wrong; `healing.jsonl` on disk has every entry."""
+    """The remedies in force in a run. Every entry is also written to `healing.jsonl`."""
 
     path: Path
-    """`healing.jsonl`; the file exists once there is an entry."""
+    """The path of `healing.jsonl`, which is created with the first entry."""
     on_trouble: Callable[[str], None] | None = None
     entries: list[HealingEntry] = field(default_factory=list)
     quarantine: dict[int, int] = field(default_factory=dict)
-    """Documents that are left out -> the number of finished steps from which on they are."""
+    """Left-out document -> the step from which it is left out."""
     limits: MemoryLimits = field(default_factory=MemoryLimits)
     _log: EventLog | None = None
 
     def leave_out(self, documents: Iterable[int], *, since: int) -> None:
-        """Leave documents out from a step on, or from an earlier one that was set before."""
+        """Leave documents out from a step on. An earlier step that was already set stays in force."""
         for document in list(documents):
             self.quarantine[document] = min(since, self.quarantine.get(document, since))
 
     def restore(self, entries: Iterable[HealingEntry]) -> None:
-        """Put the entries of an earlier process of this run in force again."""
+        """Apply the entries of an earlier process of this run."""
         self.entries = list(entries)
         for entry in self.entries:
             self._enforce(entry)
 
     def add(self, entry: HealingEntry) -> None:
-        """Write an entry to disk and put it in force."""
+        """Apply an entry and write it to disk."""
         self.entries.append(entry)
         self._enforce(entry)
         if self._log is None:
@@ -80,7 +80,7 @@ class HealingState:
             self._log.sync()
 
     def close(self) -> None:
-        """Close the file, if it is open."""
+        """Close `healing.jsonl` if it is open."""
         if self._log is not None:
             self._log.close()
 
@@ -98,7 +98,7 @@ class HealingState:
 
 @dataclass(frozen=True)
 class RecoveryHistory:
-    """Remedies that were tried so far."""
+    """The remedies that have been tried so far."""
 
     precision: str
     device: str
@@ -107,18 +107,18 @@ class RecoveryHistory:
     was_halved: bool = False
     num_rewinds: int = 0
     num_not_finite: int = 0
-    """Steps of this episode that were not finite. An episode ends after `healing.quiet_steps` good steps."""
+    """Non-finite steps in this episode. An episode ends after `healing.quiet_steps` good steps."""
     num_spikes: int = 0
     first_bad: int = -1
     last_bad: int = -1
 
     def at(self, step: int, rules: Healing) -> "RecoveryHistory":
-        """Return the history as it counts at a step: an episode that is over is forgotten."""
+        """Return the history for a decision at this step, with its counts reset if the last episode is over."""
         is_over = self.last_bad >= 0 and step - self.last_bad > rules.quiet_steps
         return replace(self, num_not_finite=0, num_spikes=0, first_bad=-1, last_bad=-1) if is_over else self
 
     def after(self, entry: HealingEntry) -> "RecoveryHistory":
-        """Return the history after an entry."""
+        """Return the history updated with an entry."""
         counts = entry.action in ("skip", "rewind", "stop") and not entry.is_explained
         is_bad = counts and entry.name in NOT_FINITE | _RISES
         return replace(
@@ -135,11 +135,11 @@ class RecoveryHistory:
         )
 
     def first_bad_with(self, step: int) -> int:
-        """Return the first bad step of this episode if this step is bad too."""
+        """Return the first bad step of this episode, given that `step` is bad too."""
         return step if self.first_bad < 0 else min(self.first_bad, step)
 
     def after_all(self, entries: Iterable[HealingEntry], rules: Healing) -> "RecoveryHistory":
-        """Return the history of a resumed run."""
+        """Return the history updated with all entries of a resumed run."""
         history = self
         for entry in entries:
             history = history.at(entry.step, rules).after(entry)
@@ -148,11 +148,11 @@ class RecoveryHistory:
 
 @dataclass(frozen=True)
 class Skip:
-    """Skipping the update was enough."""
+    """Skip the update."""
 
     finding: Finding
     is_quarantining: bool
-    """Whether to leave out the documents that caused it from now on."""
+    """Whether to leave out the documents that caused the problem from now on."""
 
 
 @dataclass(frozen=True)
@@ -164,14 +164,14 @@ class Split:
 
 @dataclass(frozen=True)
 class Rewind:
-    """Go back to a checkpoint and change something, or the same would happen again."""
+    """Rewind to a checkpoint and change a setting, so that the problem does not recur."""
 
     finding: Finding
     not_after: int
-    """The last finished step that the checkpoint may have."""
+    """The latest step that the checkpoint may have."""
     is_quarantining: bool
     or_later: bool = True
-    """Whether the oldest checkpoint will do if all are later."""
+    """Whether to use the oldest checkpoint if all checkpoints are later."""
     rate_share: float | None = None
     precision: str | None = None
     device: str | None = None
@@ -179,7 +179,7 @@ class Rewind:
 
 @dataclass(frozen=True)
 class Stop:
-    """No remedy is left."""
+    """Stop the run, because no remedy is left."""
 
     finding: Finding
     advice: str
@@ -193,7 +193,7 @@ def decide(
     are_weights_bad: bool = False,
     is_explained: bool = False,
 ) -> Skip | Split | Rewind | Stop | None:
-    """Return what to do about the worst finding; None for nothing. `is_explained`: a few documents are the cause."""
+    """Return the action for the most severe finding, or None. `is_explained`: a few documents are the cause."""
     worst = next((finding for finding in findings if finding.severity != "note"), None)
     if worst is None:
         return None
@@ -232,7 +232,7 @@ def _rewind_or_stop(
 ) -> Rewind | Stop:
     """Return the next remedy: rewind without the documents, then half the rate, then fp32, then the CPU.
 
-    The rewind goes to before the first bad step, so that updates skipped for a fault that has passed are taken.
+    The run rewinds to before the first bad step, so that skipped updates are repeated once the fault has passed.
     """
     advice = (
         "Lower `train.learning_rate`. If that does not help, see `healing.jsonl` for the documents and the tensor that "
@@ -245,7 +245,7 @@ def _rewind_or_stop(
         return basic
     if not history.was_halved:
         return replace(basic, rate_share=_HALF)
-    # If the precision or the device is the cause, neither the rate nor the documents were.
+    # If the precision or the device is the cause, the learning rate and the documents are not.
     if finding.name in NOT_FINITE and history.precision != "fp32" and rules.change_precision:
         return replace(basic, precision="fp32", rate_share=1.0, is_quarantining=False)
     if finding.name in NOT_FINITE and history.device == "mps":

@@ -1,4 +1,4 @@
-"""The state of a training run: its parts and progress, and how to resume, rewind and checkpoint it."""
+"""The state of a training run: its parts, its progress, and functions to resume and rewind it."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -28,14 +28,14 @@ OPTIMIZER = "optimizer.safetensors"
 
 @dataclass
 class RunProgress:
-    """How far a run is; saved in every checkpoint, so the field names stay."""
+    """The progress of a run. It is saved in every checkpoint, so the field names must not change."""
 
     step: int = 0
-    """Finished optimizer steps."""
+    """Number of finished optimizer steps."""
     best_loss: float | None = None
     best_step: int | None = None
     looks_without_gain: int = 0
-    """Evaluations since the best one."""
+    """Number of evaluations since the best one."""
     last_look: int = -1
     """Step of the last evaluation; -1 before the first."""
     tokens: int = 0
@@ -59,14 +59,14 @@ class Run:
     listener: Listener
     method: Method
     load_weights: Callable[[], Mapping[str, Tensor]]
-    """Loads the model's initial weights again, frozen ones too, by name."""
+    """Reloads the initial weights of the model by name, including frozen ones."""
     ask: Callable[[int, int], list[Sample]] = lambda step, batch_tokens: []
-    """Answers held-out questions at a step, with this many tokens at once."""
+    """Answers held-out questions; takes the step and the tokens per batch."""
     name_of: Callable[[int], str] = lambda document: f"document {document}"
     """Returns the source and row of a document."""
     about: RunContext = field(default_factory=RunContext)
     home: Path | None = None
-    """The checkpoint folder of the run, for ranks that write elsewhere."""
+    """The checkpoint folder of the run. Ranks other than 0 write to a different folder."""
     identity: dict[str, Any] = field(default_factory=dict)
     progress: RunProgress = field(default_factory=RunProgress)
     seconds: dict[str, float] = field(default_factory=lambda: {"train": 0.0, "look": 0.0, "save": 0.0})
@@ -74,19 +74,19 @@ class Run:
 
 @dataclass(frozen=True)
 class Ending:
-    """Why training ended."""
+    """The status with which training ended, and the reason."""
 
     status: Status
     reason: str
     exit_code: int = 0
     signal: str | None = None
     advice: str | None = None
-    """What to change before the next attempt, if the healer stopped the run."""
+    """What to change before the next attempt, if the run stopped with a problem."""
     is_resumable: bool = False
 
 
 def state_of(run: Run) -> State:
-    """Return everything that a checkpoint needs to continue from here."""
+    """Return the state to save in a checkpoint."""
     tensors, texts = run.method.files(run.plan.model)
     return State(
         step=run.progress.step,
@@ -107,7 +107,7 @@ def resume(run: Run, state: State) -> None:
     run.learner.optimizer.load_state(state.tensors[OPTIMIZER])
     known = {name: value for name, value in state.progress.items() if name in RunProgress.__dataclass_fields__}
     run.progress = RunProgress(**known)
-    if not run.healing.entries:  # `healing.jsonl` knows more than the checkpoint: it is never truncated
+    if not run.healing.entries:  # `healing.jsonl` is never truncated, so it has more entries than the checkpoint
         for document, since in (state.progress.get("quarantine") or {}).items():
             run.healing.leave_out([int(document)], since=int(since))
     scaler = state.progress.get("scaler") or {}
@@ -118,11 +118,11 @@ def resume(run: Run, state: State) -> None:
 
 
 def rewind(run: Run, *, not_after: int, or_later: bool, are_weights_bad: bool) -> int:
-    """Rewind to the newest undamaged checkpoint of at most `not_after` steps, or to the start; return its step.
+    """Rewind to the newest undamaged checkpoint at or before step `not_after`, or to the start, and return its step.
 
-    With `or_later`, to the oldest checkpoint if all are later: every checkpoint is finite, so it is better than the
-    start. Later checkpoints and log lines are removed. If a frozen weight is NaN, all weights are loaded again first,
-    because the checkpoint of an adapter holds only the adapter.
+    With `or_later`, use the oldest checkpoint if all checkpoints are later: every checkpoint is finite, so it is better
+    than the start. Later checkpoints and log lines are removed. With `are_weights_bad`, all weights are reloaded first,
+    because an adapter checkpoint contains only the adapter.
     """
     world = run.learner.world
     run.checkpoints.wait()
@@ -141,7 +141,7 @@ def rewind(run: Run, *, not_after: int, or_later: bool, are_weights_bad: bool) -
         run.progress = _initial_progress(run)
     else:
         resume(run, load_state(saved, needs=[OPTIMIZER]))
-    world.barrier()  # no rank removes what another still reads
+    world.barrier()  # no rank may remove a checkpoint that another rank is still reading
     if world.is_first:
         run.checkpoints.remove_after(run.progress.step)
     run.listener(Rewound(run.progress.step))
@@ -149,7 +149,7 @@ def rewind(run: Run, *, not_after: int, or_later: bool, are_weights_bad: bool) -
 
 
 def _initial_progress(run: Run) -> RunProgress:
-    """Return the progress before the first step, with the evaluation at step 0."""
+    """Return the progress before the first step, including the evaluation at step 0."""
     for event in past_events(run, kind="held_out", until=0):
         if math.isfinite(loss := event["loss"]):
             return RunProgress(best_loss=loss, best_step=0, last_look=0)
@@ -157,7 +157,7 @@ def _initial_progress(run: Run) -> RunProgress:
 
 
 def past_events(run: Run, *, kind: str, until: int) -> list[dict[str, Any]]:
-    """Return the logged events up to a step, on any rank; none if the log cannot be read."""
+    """Return the logged events of a kind up to a step, on any rank. Return an empty list if the log is unreadable."""
     path = run.events.path if run.home is None else run.home.parent / run.events.path.name
     try:
         events = [with_numbers(event) for event in read_events(path)]

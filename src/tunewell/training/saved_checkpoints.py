@@ -1,4 +1,4 @@
-"""The contents of a checkpoint, and finding, loading and comparing the checkpoints on disk."""
+"""The contents of a checkpoint, and functions to find, load and compare the checkpoints on disk."""
 
 import json
 import math
@@ -28,29 +28,29 @@ from tunewell.records.events import plain, with_numbers
 
 @dataclass
 class State:
-    """Everything that a run needs to continue; secrets are removed when it is written."""
+    """The state that a run needs to resume. Secrets are removed when it is written."""
 
     step: int
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """File name ending in `.safetensors`, with `/` for folders -> name -> tensor."""
+    """File name ending in `.safetensors` (may contain `/`) -> tensor name -> tensor."""
     texts: dict[str, str] = field(default_factory=dict)
-    """Further files, for example `adapter_config.json`."""
+    """File name -> text of other files, for example `adapter_config.json`."""
     progress: dict[str, Any] = field(default_factory=dict)
-    """JSON: best loss and step, evaluations since then, left-out documents, loss scale."""
+    """JSON values: step, best loss and its step, evaluations since then, left-out documents, loss scale."""
     identity: dict[str, Any] = field(default_factory=dict)
 
 
 class Snapshot:
-    """A copy of a state that training does not change. Copies from a GPU are complete when `wait` returns."""
+    """A copy of a state that later training steps do not change. GPU copies are complete once `wait` returns."""
 
     def __init__(self, state: State) -> None:
         for name in (*state.tensors, *state.texts):
             if not is_inside(name) or name.endswith(".safetensors") != (name in state.tensors):
-                raise ValueError(f"{name!r} cannot be the name of a file in a checkpoint")
+                raise ValueError(f"{name!r} is not a valid name for a file in a checkpoint")
         devices = {tensor.device for tensors in state.tensors.values() for tensor in tensors.values()}
         self.step = state.step
         self.texts = dict(state.texts)
-        # To JSON now: a value that it cannot hold fails here, not in the writing thread.
+        # Convert to JSON now, so that an invalid value fails here and not in the writer thread.
         self.progress = json.loads(json.dumps(plain(state.progress)))
         self.identity = json.loads(json.dumps(plain(state.identity)))
         self.tensors = {
@@ -68,7 +68,7 @@ class Snapshot:
             arrival.synchronize()
 
     def not_finite(self) -> str | None:
-        """Return the name of a tensor with a NaN or an infinity; None if all are finite."""
+        """Return the name of a tensor that contains NaN or infinity, or None if all tensors are finite."""
         for file, largest in self._largest.items():
             if not math.isfinite(largest.item()):
                 names = [name for name, tensor in self.tensors[file].items() if not _is_finite(tensor)]
@@ -80,13 +80,13 @@ def _host_copy(tensor: Tensor) -> Tensor:
     source = tensor.detach()
     if source.device.type != "cuda":
         return source.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    # Later steps change the original only after this copy: both are in the same stream.
+    # Later steps change the original only after this copy, because both are in the same CUDA stream.
     return torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
 
 
 def _largest(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the largest magnitude, on the device; a NaN or an infinity anywhere shows in it."""
-    # `aminmax` reads memory as fast as a sum, six times as fast as the norm (48 matrices of 4 MiB, one CPU thread).
+    """Return the largest magnitude of all tensors, on the device. It is NaN or infinite if any value is."""
+    # `aminmax` is as fast as a sum and six times as fast as a norm (48 matrices of 4 MiB, one CPU thread).
     extremes = [
         torch.stack(torch.aminmax(tensor.detach())).abs().float()
         for tensor in tensors
@@ -99,7 +99,7 @@ def _is_finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
 
 
-# Checkpoints on disk: find the newest and the best, load one, and compare its settings with a run's.
+# Checkpoints on disk: find the newest and the best, load one, and compare its settings with those of a run.
 
 _MAX_LINES = 5
 _VALUE_CHARS = 60
@@ -114,17 +114,17 @@ class Saved:
 
     @property
     def step(self) -> int:
-        """Finished optimizer steps."""
+        """Number of finished optimizer steps."""
         return self.manifest.step
 
 
 def find_newest(
     folder: Path, *, on_trouble: Callable[[str], None], not_after: int | None = None, is_needed: bool = True
 ) -> Saved | None:
-    """Return the newest undamaged checkpoint of at most `not_after` steps, with every byte verified.
+    """Return the newest undamaged checkpoint at or before step `not_after`, with every byte verified.
 
-    Damaged ones are reported and skipped. Returns None if there is no checkpoint. Raises UserError if all are damaged
-    and `is_needed`: a silent start from scratch would look like a resume.
+    Damaged checkpoints are reported and skipped. Returns None if no checkpoint is found. Raises UserError if all are
+    damaged and `is_needed` is set, because a silent start from scratch would look like a resume.
     """
     damaged = []
     for step in saved_steps(folder):
@@ -146,7 +146,7 @@ def find_newest(
 
 
 def find_best(folder: Path, *, on_trouble: Callable[[str], None]) -> Saved | None:
-    """Return the checkpoint with the best held-out loss, verified; None if it is damaged or there is none."""
+    """Return the checkpoint with the best held-out loss, verified, or None if it is missing or damaged."""
     tried: set[int] = set()
     for step in saved_steps(folder):
         try:
@@ -173,13 +173,13 @@ def newest_best_step(folder: Path) -> int | None:
 
 
 def load_state(saved: Saved, *, needs: Iterable[str] = ()) -> State:
-    """Load a checkpoint; raise UserError if it lacks a file of `needs`, DamagedCheckpoint if a byte has changed."""
+    """Load a checkpoint. Raise UserError if a file in `needs` is missing, DamagedCheckpoint if a file has changed."""
     files = saved.manifest.files
     if missing := sorted(set(needs) - set(files)):
         raise UserError(
             f"checkpoint `{saved.path.name}` has no " + " and no ".join(f"`{name}`" for name in missing),
             where=str(saved.path),
-            fix="resuming without it would give another result; start a new run with `--out NEW_FOLDER`",
+            fix="resuming without this file would change the result; start a new run with `--out NEW_FOLDER`",
         )
     state = State(saved.step, progress=with_numbers(saved.manifest.progress), identity=saved.manifest.identity)
     for name, record in files.items():
@@ -192,7 +192,7 @@ def load_state(saved: Saved, *, needs: Iterable[str] = ()) -> State:
 
 
 def compare_identity(saved: dict[str, Any], now: dict[str, Any], allowed: set[str]) -> list[str]:
-    """Return the changed settings since a checkpoint, one line each; raise UserError if one is not allowed."""
+    """Return the settings changed since a checkpoint, one line each. Raise UserError if a change is not allowed."""
     before, after = plain(saved), plain(now)
     lines = {
         name: f"{name}: {_show(before, name)} in the checkpoint, {_show(after, name)} now"

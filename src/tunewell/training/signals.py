@@ -1,4 +1,4 @@
-"""Signal handling (Ctrl-C, SIGTERM): the first signal ends after the step with a checkpoint, the second at once."""
+"""Signal handling (Ctrl-C, SIGTERM): the first signal saves a checkpoint and stops; the second exits at once."""
 
 import os
 import signal
@@ -8,20 +8,20 @@ from types import FrameType
 from typing import Any
 
 _EXIT_CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 143}
-"""128 plus the signal's number, as shells and schedulers expect; SIGUSR1 announces a SIGTERM."""
+"""128 plus the signal number, as shells and schedulers expect. SIGUSR1 announces a SIGTERM."""
 _ONE_REQUEST_SECONDS = 0.5
-"""A scheduler that signals every process reaches a run twice: directly, and through its supervisor."""
+"""If a scheduler signals every process, a run receives the signal twice: directly and from its supervisor."""
 
 
 class Interrupted(Exception):
-    """A signal arrived during work that is repeated on resume."""
+    """Raised when a signal arrives during an evaluation, which is repeated on resume."""
 
 
 class Signals:
     """Inside a `with` block, the first SIGTERM, SIGINT or SIGUSR1 sets `asked`; the second exits at once."""
 
     def __init__(self, *, is_installed: bool = True) -> None:
-        """Set no handler without `is_installed`: a library call leaves signals alone."""
+        """Set up signal handling. `is_installed=False` sets no handlers, so that library calls leave signals alone."""
         self.asked: str | None = None
         """The name of the signal that arrived, e.g. `SIGTERM`."""
         self._asked_at = 0.0
@@ -30,7 +30,7 @@ class Signals:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code of the process; None before a signal arrived."""
+        """The exit code of the process; None before a signal has arrived."""
         return None if self.asked is None else _EXIT_CODES[self.asked]
 
     def check(self) -> None:
@@ -49,7 +49,7 @@ class Signals:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            # None: a handler that was not set from Python and cannot be restored from here.
+            # None means a handler that was not set from Python and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before.clear()
 
@@ -60,5 +60,5 @@ class Signals:
             return
         if name == self.asked and time.monotonic() - self._asked_at < _ONE_REQUEST_SECONDS:
             return
-        # Nothing is lost: events are written, and a checkpoint is complete or absent.
+        # Nothing is lost: events are already written, and checkpoints are atomic.
         os._exit(_EXIT_CODES[name])

@@ -1,6 +1,6 @@
 """One optimizer step: forward and backward over its micro-batches, then one update of the trainable parameters.
 
-documents of the step -> micro-batches -> loss and backward, each -> all-reduce -> clip, guard, update
+documents of the step -> micro-batches -> loss and backward of each -> all-reduce -> clip, guard, update
 """
 
 import math
@@ -25,10 +25,10 @@ from tunewell.training.optimizers.base import Scaler, build_optimizer
 
 @dataclass(frozen=True)
 class StepResult:
-    """The metrics of a step on their way from the device."""
+    """The metrics of a step, which are being copied from the device."""
 
     values: Tensor
-    """Mean loss, gradient norm, whether the update was skipped, loss scale."""
+    """Mean loss, gradient norm, 1 if the update was skipped, loss scale."""
     arrived: Any
     """A CUDA event to wait for; None on other devices."""
 
@@ -42,7 +42,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A step that was taken; its metrics may still be on the device."""
+    """A finished step. Its metrics may still be on the device."""
 
     step: Step
     groups: Sequence[np.ndarray]
@@ -55,26 +55,26 @@ class StepRecord:
 
 
 class StepHooks:
-    """Hooks around the parts of a step and an evaluation. These do nothing; tests inject faults (`faults.py`)."""
+    """Hooks around the parts of a step and an evaluation. They do nothing by default; `faults.py` overrides them."""
 
     def around_batch(self, number: int, batch: MicroBatch, model: nn.Module) -> AbstractContextManager[None]:
-        """Wrap forward and backward of one micro-batch of step `number`."""
+        """Wrap the forward and backward pass of one micro-batch of step `number`."""
         return nullcontext()
 
     def around_update(self, number: int, parameters: dict[str, nn.Parameter]) -> AbstractContextManager[None]:
-        """Wrap the allocation of optimizer state, with all gradients present."""
+        """Wrap the allocation of optimizer state, when all gradients are present."""
         return nullcontext()
 
     def before_evaluation(self, batch: MicroBatch) -> None:
-        """Called before the loss of a held-out batch is computed."""
+        """Run before the loss of a held-out batch is computed."""
 
     def before_answers(self, num_prompts: int) -> None:
-        """Called before held-out questions are answered."""
+        """Run before held-out questions are answered."""
 
 
 @dataclass
 class TrainableModel(PackedModel):
-    """A packed model with an optimizer, a loss scaler and the processes it trains with."""
+    """A packed model with its optimizer, loss scaler and distributed world."""
 
     settings: Train = field(default_factory=Train)
     seed: int = 0
@@ -92,10 +92,10 @@ class TrainableModel(PackedModel):
     def take_step(
         self, batches: Sequence[MicroBatch], *, number: int, rate: float, norm_limit: float = math.inf
     ) -> StepResult:
-        """Update the weights once. The loss is the mean over all supervised tokens, however micro-batches are cut.
+        """Take one optimizer step. The loss is the mean over all supervised tokens, independent of micro-batch size.
 
-        Nothing changes if a number is not finite or the gradient norm is above `norm_limit`. Raises OutOfMemory on all
-        ranks if one of them ran out of memory; nothing changes then either.
+        The update is skipped if the loss or a gradient is not finite or the gradient norm exceeds `norm_limit`. Raises
+        OutOfMemory on all ranks if one of them runs out of memory; the weights are then unchanged.
         """
         num_supervised = max(1, sum(len(batch.rows) for batch in batches))
         with self.sharing_out_of_memory():
@@ -115,7 +115,7 @@ class TrainableModel(PackedModel):
         return self._copy_to_host(values)
 
     def _accumulate_gradients(self, batches: Sequence[MicroBatch], *, number: int, num_supervised: int) -> Tensor:
-        """Run forward and backward over this rank's micro-batches; return the sum of their losses."""
+        """Run the forward and backward pass of this rank's micro-batches, and return the sum of their losses."""
         if not self.model.training:
             self.model.train()
         loss_sum = torch.zeros((), device=self.device)
@@ -129,30 +129,30 @@ class TrainableModel(PackedModel):
         return loss_sum
 
     def compute(self, batch: MicroBatch, *, number: int, index: int) -> Tensor:
-        """Return the loss sum of micro-batch `index` of step `number`, with the dropout mask of that micro-batch."""
+        """Return the loss sum of micro-batch `index` of step `number`. Its dropout mask depends only on these two."""
         if self.has_dropout:
             torch.manual_seed(_seed_of(self.seed, number, index))
         return self.loss_sum(batch)
 
     def _copy_gradients(self) -> None:
-        """Copy the gradients out of the memory of CUDA graphs, which the next replay overwrites."""
+        """Copy the gradients out of CUDA graph memory, which the next replay overwrites."""
         for parameter in self.parameters.values():
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()
 
     def drop_gradients(self) -> None:
-        """Drop the gradients since the last update."""
+        """Clear the gradients accumulated since the last update."""
         self.optimizer.zero_grad()
 
     def recompute(self, is_on: bool) -> None:
-        """Switch gradient checkpointing on or off: keep only each layer's input, and recompute it in the backward."""
+        """Switch gradient checkpointing (activation recomputation) on or off."""
         if is_on:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         else:
             self.model.gradient_checkpointing_disable()
 
     def change(self, *, precision: str | None, device: str | None) -> None:
-        """Continue in fp32, or on another device, with the same weights and optimizer state."""
+        """Switch to fp32 or to another device, with the same weights and optimizer state."""
         self.uncompile()
         self.may_compile = False
         model: Any = self.model
@@ -170,7 +170,7 @@ class TrainableModel(PackedModel):
 
     @contextmanager
     def sharing_out_of_memory(self) -> Iterator[None]:
-        """Raise OutOfMemory on every rank if one ran out of memory inside: the others must not wait for it."""
+        """Raise OutOfMemory on every rank if one runs out of memory inside, so that the others do not wait for it."""
         message = None
         try:
             yield
@@ -202,6 +202,6 @@ class TrainableModel(PackedModel):
 
 
 def _seed_of(seed: int, step: int, index: int) -> int:
-    """Return the random seed of a micro-batch: it does not depend on what was drawn before."""
+    """Return the random seed of a micro-batch. It does not depend on earlier random numbers."""
     mixed = np.random.SeedSequence([seed, step, index]).generate_state(2)
     return int(mixed[0]) | (int(mixed[1]) & 0x7FFFFFFF) << 32

@@ -1,4 +1,4 @@
-"""Parse JSON rows strictly: duplicate keys, NaN and deep nesting are rejected with a reason."""
+"""Parse JSON rows strictly: invalid JSON, duplicate keys, NaN and deep nesting are rejected with a reason."""
 
 import codecs
 import json

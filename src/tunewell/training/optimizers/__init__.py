@@ -1,5 +1,5 @@
-"""Optimizers: one file for each, over the protocol in `base.py`.
+"""Optimizers: one file per optimizer, each implementing the protocol in `base.py`.
 
-Owns the update of the trainable parameters and its state. It knows nothing about data, the loss or checkpoints.
+Owns the update of the trainable parameters and the optimizer state. It knows nothing about data, loss or checkpoints.
 Start with `base.py`; `adamw.py` is the example to copy.
 """

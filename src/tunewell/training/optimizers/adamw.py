@@ -1,4 +1,4 @@
-"""AdamW: clipping, loss scaling and the guard against non-finite gradients run inside torch's fused kernel."""
+"""AdamW with torch's fused kernel, which also clips, unscales the loss and skips non-finite gradients."""
 
 import math
 import re
@@ -10,11 +10,11 @@ from tunewell.config.schema import Train
 from tunewell.training.optimizers.base import GradientGuard, Scaler, Update, guard_gradients
 
 _NORM = re.compile(r"(?:^|[._])(?:layer|rms)?norm\d*(?:[._]|$)", re.IGNORECASE)
-"""Matches norms by name: Cohere's query and key norms are matrices, with a row for each head."""
+"""Matches norm layers by name, because Cohere's query and key norms are matrices with one row per head."""
 
 
 class AdamW:
-    """Fused AdamW in two groups: weight matrices decay; norms and vectors (biases) do not."""
+    """Fused AdamW with two parameter groups: weight decay applies to matrices, not to norms and biases."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], settings: Train) -> None:
         self._parameters = parameters
@@ -34,7 +34,7 @@ class AdamW:
         )
 
     def prepare(self) -> None:
-        """Allocate the moments before torch does, which would do it halfway through its first step."""
+        """Allocate the moments now, because torch would allocate them in the middle of its first step."""
         for parameter in self._parameters.values():
             if parameter.grad is not None and not self.torch_optimizer.state[parameter]:
                 self.torch_optimizer.state[parameter] = {
@@ -46,7 +46,7 @@ class AdamW:
     def update(
         self, *, rate: float, max_norm: float | None, loss: Tensor, scaler: Scaler, norm_limit: float = math.inf
     ) -> Update:
-        """Clip and step, unless the guard says that nothing may change."""
+        """Clip the gradients and update the weights, unless the guard skips the update."""
         adamw = self.torch_optimizer
         grads = [p.grad for group in adamw.param_groups for p in group["params"] if p.grad is not None]
         guard = guard_gradients(grads, loss=loss, scaler=scaler, max_norm=max_norm, norm_limit=norm_limit)
@@ -54,8 +54,8 @@ class AdamW:
             group["lr"] = rate
         if guard.norm.device.type == "mps":
             return self._update_on_mps(grads, guard, scaler)
-        # torch's GradScaler passes these attributes to a fused optimizer: its kernel divides the gradients by
-        # `grad_scale`, and leaves the update out if `found_inf` is 1.
+        # torch's GradScaler sets these attributes on a fused optimizer: the kernel divides the gradients by
+        # `grad_scale`, and skips the update if `found_inf` is 1.
         adamw.grad_scale = scaler.scale / guard.shrink  # pyright: ignore[reportAttributeAccessIssue]
         adamw.found_inf = guard.was_skipped  # pyright: ignore[reportAttributeAccessIssue]
         adamw.step()
@@ -64,7 +64,7 @@ class AdamW:
         return Update(guard.norm, guard.was_skipped)
 
     def _update_on_mps(self, grads: list[Tensor], guard: GradientGuard, scaler: Scaler) -> Update:
-        """Clip and step in Python: the fused kernel of Apple GPUs ignores the two attributes."""
+        """Clip the gradients in Python, because the fused kernel on Apple GPUs ignores the two attributes."""
         if not bool(guard.was_skipped):
             for grad in grads:
                 grad.mul_(guard.shrink / scaler.scale)
@@ -73,7 +73,7 @@ class AdamW:
         return Update(guard.norm, guard.was_skipped)
 
     def zero_grad(self) -> None:
-        """Drop the gradients."""
+        """Clear the gradients."""
         self.torch_optimizer.zero_grad(set_to_none=True)
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -85,12 +85,12 @@ class AdamW:
         }
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Replace the moments, each on the device of its parameter."""
+        """Replace the optimizer state, and move each tensor to the device of its parameter."""
         self.torch_optimizer.state.clear()
         for key, value in tensors.items():
             name, _, part = key.rpartition("/")
             parameter = self._parameters[name]
-            # A clone: safetensors returns views of one buffer, and the kernel needs aligned tensors.
+            # Clone, because safetensors returns views of one buffer and the kernel needs aligned tensors.
             self.torch_optimizer.state[parameter][part] = value.to(parameter.device).clone()
 
     def move(self, device: str) -> None:

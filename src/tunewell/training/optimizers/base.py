@@ -1,4 +1,4 @@
-"""The Optimizer protocol, and what every optimizer shares: gradient guard, fp16 loss scaler, learning-rate schedule.
+"""The Optimizer protocol, and shared parts: gradient guard, fp16 loss scaler, learning-rate schedule.
 
 To add an optimizer, write a class with the methods of `Optimizer` in this package and add one line to `OPTIMIZERS` in
 `config/extensions.py`. `train.optimizer`, `--help` and the docs take its name and description from there.
@@ -24,7 +24,7 @@ _FIRST_SCALE = 2.0**16
 class Optimizer(Protocol):
     """Updates the weights from their gradients. Constructed from the named parameters and the train settings.
 
-    No method may wait for the device: everything that depends on a gradient stays a tensor.
+    No method may wait for the GPU: values that depend on a gradient stay tensors on the device.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], settings: Train) -> None: ...
@@ -32,21 +32,21 @@ class Optimizer(Protocol):
     def prepare(self) -> None:
         """Allocate the state of every parameter that has a gradient and no state yet.
 
-        Called before each update. An out-of-memory error here leaves weights and state as they were.
+        Called before each update. An out-of-memory error here leaves the weights and the state unchanged.
         """
         ...
 
     def update(
         self, *, rate: float, max_norm: float | None, loss: Tensor, scaler: "Scaler", norm_limit: float = math.inf
     ) -> "Update":
-        """Clip the gradients to `max_norm`, update the weights at this learning rate, and drop the gradients.
+        """Clip the gradients to `max_norm`, update the weights with this learning rate, and clear the gradients.
 
-        Nothing changes if the loss or a gradient is not finite, or the gradient norm is above `norm_limit`.
+        The update is skipped if the loss or a gradient is not finite, or the gradient norm exceeds `norm_limit`.
         """
         ...
 
     def zero_grad(self) -> None:
-        """Drop the gradients."""
+        """Clear the gradients."""
         ...
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -54,7 +54,7 @@ class Optimizer(Protocol):
         ...
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Replace the state by that of a checkpoint; no tensors reset it."""
+        """Load the state from a checkpoint. An empty dict resets the state."""
         ...
 
     def move(self, device: str) -> None:
@@ -63,7 +63,7 @@ class Optimizer(Protocol):
 
 
 def build_optimizer(parameters: dict[str, nn.Parameter], settings: Train) -> Optimizer:
-    """Return the optimizer that `train.optimizer` names, over the trainable parameters."""
+    """Return the optimizer selected by `train.optimizer` for the trainable parameters."""
     return OPTIMIZERS.load(settings.optimizer)(parameters, settings)
 
 
@@ -74,14 +74,14 @@ class Update:
     grad_norm: Tensor
     """Before clipping."""
     was_skipped: Tensor
-    """1 if nothing was changed, else 0."""
+    """1 if the update was skipped, otherwise 0."""
 
 
 @dataclass
 class Scaler:
-    """The loss scale of fp16: halved when a gradient overflows, doubled after 2,000 steps without an overflow.
+    """The fp16 loss scaler: the scale is halved on an overflow and doubled after 2,000 steps without one.
 
-    It lives on the device, so that nothing waits for it. With other precisions it is 1 and constant.
+    The scale is a tensor on the device, so that no step waits for it. In other precisions it is always 1.
     """
 
     scale: Tensor
@@ -90,13 +90,13 @@ class Scaler:
 
     @classmethod
     def make(cls, precision: str, device: torch.device) -> "Scaler":
-        """Return the initial scaler of a precision."""
+        """Return the initial scaler for a precision."""
         is_on = precision == "fp16"
         first = _FIRST_SCALE if is_on else 1.0
         return cls(torch.full((), first, device=device), torch.zeros((), device=device), is_on)
 
     def update(self, found_inf: Tensor) -> None:
-        """Adapt the scale to a step; `found_inf` is 1 if its gradients overflowed."""
+        """Update the scale after a step. `found_inf` is 1 if the gradients overflowed."""
         if not self.is_on:
             return
         self.steps_since = (self.steps_since + 1) * (1 - found_inf)
@@ -107,22 +107,22 @@ class Scaler:
 
 @dataclass(frozen=True)
 class GradientGuard:
-    """What the gradients of a step allow, as tensors of one number on their device."""
+    """The gradient norm, clipping factor and skip flags of a step, as scalar tensors on the device."""
 
     norm: Tensor
-    """Of the unscaled gradients, before clipping."""
+    """Norm of the unscaled gradients, before clipping."""
     found_inf: Tensor
     """1 if the loss or a gradient is not finite."""
     was_skipped: Tensor
-    """1 if the update must be left out: not finite, or above the norm limit."""
+    """1 if the update must be skipped, because `found_inf` is 1 or the norm is above the limit."""
     shrink: Tensor
-    """The factor that clips the gradients; 1 if they are short enough."""
+    """The factor that clips the gradients; 1 if their norm is below the maximum."""
 
 
 def guard_gradients(
     grads: Iterable[Tensor], *, loss: Tensor, scaler: Scaler, max_norm: float | None, norm_limit: float
 ) -> GradientGuard:
-    """Measure the gradients without waiting for the device."""
+    """Compute the gradient norm, clipping factor and skip flags without waiting for the device."""
     norm = torch.nn.utils.get_total_norm(grads, foreach=True) / scaler.scale
     found_inf = (~(torch.isfinite(norm) & torch.isfinite(loss))).float()
     was_skipped = torch.maximum(found_inf, (norm > norm_limit).float())
@@ -139,15 +139,15 @@ def rate_at(
         step    0    1    2    3    4    5    6    7   (8)
         share  1/3  2/3   1    1   4/5  3/5  2/5  1/5  (0)
 
-    The warm-up starts at 1/warmup_steps, not at zero, so that no update is wasted. After it the rate equals that of
-    transformers' schedule of the same name. The last update is one stride above the floor `min_share * peak`, which
-    only a step after the last would reach.
+    The warm-up starts at 1/warmup_steps, not at zero, so that no update is wasted. After the warm-up, the learning rate
+    equals that of transformers' schedule of the same name. The last update is still above the floor `min_share * peak`,
+    which only step `num_steps` would reach.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     if schedule == "constant":
         return peak
-    # Not beyond the end: a cosine would rise again.
+    # Clamp at the end, because a cosine would rise again.
     progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
     left = 0.5 * (1.0 + math.cos(math.pi * progress)) if schedule == "cosine" else 1.0 - progress
     return peak * (min_share + (1.0 - min_share) * left)
