@@ -233,7 +233,7 @@ def test_groups_left_empty_are_defaults():
         ("seed:\n", "not empty"),
         ("model: 5\n", "must be text, or `null`, not 5"),
         ("template: {date: tomorrow}\n", "must be a date like 2025-01-31"),
-        ("data: {sources: [{path: a, encoding: utf-99}]}\n", "an encoding Python knows"),
+        ("data: {sources: [{path: a, encoding: utf-99}]}\n", "an encoding of Python"),
         ("data: {sources: [{path: a, map: convert}]}\n", "like `rows.py:convert`"),
         ("data: {sources: [{path: a, map_batch: 5}]}\n", "`map_batch` but no `map`"),
         ("data: {sources: 'a.jsonl#0'}\n", "`data.sources[0].limit` must be a whole number (at least 1)"),

@@ -1,5 +1,6 @@
-"""The config: one frozen tree of keys, each with its doc, its unit, its aliases and its origin.
+"""The config: one immutable tree of keys, each with its description, type, aliases and origin.
 
-Owns the schema, the loading of `tunewell.yaml`, flags and `--set`, and the glossary. Knows no hardware and no data; the
-registries here name implementations in higher packages as import paths only. Start with `schema.py`, then `load.py`.
+The package contains the schema, the loading of `tunewell.yaml`, flags and `--set`, and the glossary. It does not depend
+on hardware or data. Its registries refer to implementations in higher packages by import path only. Start with
+`schema.py`, then `load.py`.
 """

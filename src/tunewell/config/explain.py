@@ -33,15 +33,15 @@ class Explanation:
     aliases: tuple[str, ...]
     allowed: tuple[str, ...]
     keys: tuple[tuple[str, str], ...]
-    """For a section: its keys, each with its doc."""
+    """For a section: its keys, each with its description."""
     value: Any = None
-    """The value in the current config, if there is one."""
+    """The value in the current config, if a config is loaded."""
     origin: str | None = None
     """Where the current config sets the value."""
 
 
 def explain(name: str, loaded: LoadedConfig | None = None) -> Explanation:
-    """Return the description of a key, an alias, or the only key that ends in `name`; raise UserError if none."""
+    """Describe a key, an alias, or the only key that ends in `name`; raise UserError if no single key matches."""
     key_path = _find(name)
     key = all_keys()[dotted_name(key_path)]
     return Explanation(
@@ -58,12 +58,12 @@ def explain(name: str, loaded: LoadedConfig | None = None) -> Explanation:
 
 
 def explain_all() -> tuple[tuple[str, str], ...]:
-    """Return every key that has a value, with its doc."""
+    """Return every key that has a value, with its description."""
     return tuple((key.name, key.doc) for key in all_keys().values() if not key.is_section)
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema (draft 7) of a config file, without references, with the description of every key."""
+    """Return the JSON Schema (draft 7) of a config file, with a description of every key and without references."""
     raw = Config.model_json_schema()
     schema = _inlined(raw, raw.get("$defs", {}))
     sources = schema["properties"]["data"]["properties"]["sources"]
@@ -80,7 +80,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _find(name: str) -> KeyPath:
-    # People write `data.sources[].share` for "of every source".
+    # Accept `data.sources[].share`, a common notation for a key of every source.
     key_path = resolve_alias(parse_key(re.sub(r"\[\s*\]", "", name.strip())))
     if dotted_name(key_path) in all_keys():
         return key_path
@@ -122,7 +122,7 @@ def _inlined(node: object, definitions: dict[str, Any]) -> Any:
     own = cast(dict[str, Any], node)
     target: dict[str, Any] = definitions[own["$ref"].rpartition("/")[2]] if "$ref" in own else {}
     merged = {**target, **{word: value for word, value in own.items() if word not in ("$ref", "$defs")}}
-    # Titles repeat the key, and the defaults of sections repeat the defaults of their keys.
+    # Omit titles, which repeat the key, and defaults of sections, which repeat the defaults of their keys.
     dropped = {"title", "default"} if "properties" in merged else {"title"}
     if "description" in merged:
         merged["description"] = " ".join(merged["description"].split())

@@ -1,8 +1,8 @@
-"""Registries of training methods, optimizers and export targets: their names, descriptions and import paths.
+"""Registries of training methods, optimizers and export targets: names, descriptions and import paths.
 
-They are the values of `method.kind`, `train.optimizer` and `export.to`. To add one, write its file (see
-`methods/base.py`, `training/optimizers/base.py`, `export/targets/base.py`) and add one line here. Import paths are
-strings, so listing names imports no torch.
+The names are the values of `method.kind`, `train.optimizer` and `export.to`. To add an implementation, write its file
+(see `methods/base.py`, `training/optimizers/base.py`, `export/targets/base.py`) and add one line here. Import paths are
+strings, so listing the names does not import torch.
 """
 
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from tunewell.core.registry import Entry, Registry
 
 @dataclass(frozen=True)
 class MethodEntry(Entry):
-    """A training method, with what can be known about it without torch."""
+    """A training method, with the properties that are needed without torch."""
 
     title: str
     """The name on screens: `LoRA`."""
     is_adapter: bool
-    """Whether a checkpoint holds an adapter, to be loaded on top of the base model, and not a whole model."""
+    """Whether a checkpoint contains an adapter for the base model, and not a whole model."""
 
 
 METHODS: Registry[MethodEntry] = Registry(
@@ -46,6 +46,6 @@ EXPORT_TARGETS: Registry[Entry] = Registry(
         Entry("ollama", "a GGUF file with an Ollama Modelfile", f"{_TARGETS}.ollama:OllamaTarget"),
     ],
 )
-"""In the order in which they are written: a target may use the files of an earlier one."""
+"""Export targets in the order in which they are written: a target may use the files of an earlier one."""
 GgufFormat = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m"]
 MergedPrecision = Literal["bf16", "fp16", "fp32"]

@@ -17,14 +17,14 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
-    """Base class of a section: frozen, and unknown keys are errors."""
+    """The base class of config sections. Sections are immutable, and unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """Restricts a text to the names in a registry when it is validated: `Annotated[str, OneOf(METHODS)]`."""
+    """A validator that restricts a text to the names in a registry: `Annotated[str, OneOf(METHODS)]`."""
 
     registry: Registry[Any]
 

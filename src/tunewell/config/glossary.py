@@ -17,12 +17,12 @@ def glossary_text() -> str:
 
 @cache
 def entries() -> dict[str, str]:
-    """Return every term and drop reason with its meaning in one line."""
+    """Return every term and drop reason with a definition in one line."""
     return {word.strip("`"): " ".join(meaning.split()) for word, meaning in _ENTRY.findall(glossary_text())}
 
 
 def find_entry(word: str) -> tuple[str, str]:
-    """Find a term, ignoring case, hyphens and plural; raise UserError with the closest terms if there is none."""
+    """Find a term, ignoring case, hyphens and plural; raise UserError with the closest terms if it is unknown."""
     by_form = {_form(known): known for known in entries()}
     if (known := by_form.get(_form(word))) is not None:
         return known, entries()[known]

@@ -21,7 +21,7 @@ class Key:
     """One key or one section."""
 
     name: str
-    """Dotted, without list indices: `data.sources.share`."""
+    """The dotted name without list indices: `data.sources.share`."""
     takes: str
     """Description of the type: `a whole number (at least 1)`."""
     default: Any
@@ -36,7 +36,7 @@ class Key:
 
 @cache
 def all_keys() -> dict[str, Key]:
-    """Return every key in the order of the schema, a section before its keys."""
+    """Return every key in schema order, with each section before its keys."""
     return {key.name: key for key in _walk(Config, "")}
 
 
@@ -65,13 +65,13 @@ def alias_paths(alias: str) -> set[KeyPath]:
 
 
 def resolve_alias(key_path: KeyPath) -> KeyPath:
-    """Replace another tool's name for a key by ours."""
+    """Replace another tool's name for a key with the tunewell name."""
     alias = str(key_path[-1])
     return tuple(ALIASES[alias].split(".")) if alias in ALIASES and key_path in alias_paths(alias) else key_path
 
 
 def nearest_keys(name: str) -> list[str]:
-    """Return what an unknown name may mean: the closest key in its section, and equal names elsewhere."""
+    """Return suggestions for an unknown key: the closest key in its section, and equal names in other sections."""
     parent, _, last = name.rpartition(".")
     siblings = {key.rpartition(".")[2]: key for key in all_keys() if key.rpartition(".")[0] == parent}
     siblings |= {alias: key for alias, key in ALIASES.items() if parent in ("", key.rpartition(".")[0])}
@@ -101,7 +101,7 @@ def _walk(section: type[Section], prefix: str) -> Iterator[Key]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value of the config as JSON takes it."""
+    """Convert a config value to plain JSON types."""
     if isinstance(value, tuple):
         return [plain(entry) for entry in cast(tuple[object, ...], value)]
     return value.model_dump(mode="json") if isinstance(value, Section) else value
@@ -128,7 +128,7 @@ def _choices(annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[str]:
 
 
 def _takes(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """Describe a type so that the text can follow "must be"."""
+    """Describe a type in words that can follow "must be"."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _takes(parts[0], [*metadata, *parts[1:]])

@@ -28,13 +28,13 @@ from tunewell.core.errors import UserError, did_you_mean
 from tunewell.core.files import is_url
 from tunewell.core.units import count
 
-# Set values from the command line in the config tree, and rebase relative paths.
+# Set values from the command line in the config tree and rebase relative paths.
 
 _ALWAYS_PATHS = ("corpus", "run", "data.sources.path", "data.sources.map", "data.held_out", "verdict.metrics")
 
 
 def set_value(tree: dict[str, Any], key_path: KeyPath, value: Any) -> None:
-    """Set the value at a key path, with the sections around it; raise UserError if the path is impossible."""
+    """Set the value at a key path and create missing sections; raise UserError if the path is invalid."""
     here: Any = tree
     for number, step in enumerate(key_path):
         _check_step(here, step, key_path[:number])
@@ -58,7 +58,7 @@ def _check_step(here: object, step: str | int, parent: KeyPath) -> None:
 
 
 def rebase_paths(base: Path, name: str, value: object) -> Any:
-    """Rewrite relative paths from the current folder so that they are relative to the config's folder."""
+    """Rewrite paths that are relative to the current folder so that they are relative to the config's folder."""
     if base == Path():
         return value
     if isinstance(value, dict):
@@ -80,10 +80,10 @@ def _is_path(name: str, value: str) -> bool:
 
 
 def relative_path(value: str | Path, base: Path) -> str:
-    """Return a path relative to a folder; absolute if they are on different drives."""
+    """Return a path relative to a folder, or an absolute path if they are on different drives."""
     try:
         return os.path.relpath(value, base)
-    except ValueError:  # another drive, on Windows
+    except ValueError:  # a different drive on Windows
         return str(Path(value).absolute())
 
 
@@ -92,7 +92,7 @@ MAPPING_ORIGIN = "the config"
 
 
 def read_mapping(mapping: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[KeyPath, str]]:
-    """Copy a mapping into plain dictionaries and lists, with origins; raise UserError for keys that are not text."""
+    """Return a mapping as plain dictionaries and lists, and its origins; raise UserError for keys that are not text."""
     origins: dict[KeyPath, str] = {}
     return _plain(mapping, (), origins), origins
 
@@ -116,7 +116,7 @@ def _plain(value: object, key_path: KeyPath, origins: dict[KeyPath, str]) -> Any
 
 FILE_NAME = "tunewell.yaml"
 FLAGS = {"model": "model", "data": "data.sources", "out": "corpus", "seed": "seed"}
-"""Flags and the keys they set; every other key is set with `--set`."""
+"""Flags and the keys that they set. Every other key is set with `--set`."""
 
 
 @dataclass(frozen=True)
@@ -125,23 +125,23 @@ class LoadedConfig:
 
     config: Config
     base: Path
-    """The folder that relative paths in the config are relative to."""
+    """The folder from which relative paths in the config are resolved."""
     file: Path | None
     origins: Mapping[str, str]
-    """Dotted key to `tunewell.yaml line 3`, `--model` or `--set KEY=VALUE`; keys left at their default are absent."""
+    """Dotted key -> `tunewell.yaml line 3`, `--model` or `--set KEY=VALUE`. Keys with their default are absent."""
 
     def origin(self, key: str) -> str:
-        """Return where a key was set: at the key itself, at a section around it, or `default`."""
+        """Return where a key or the section that contains it was set, or `default`."""
         key_path = parse_key(key)
         keys = (format_key(key_path[:length]) for length in range(len(key_path), 0, -1))
         return next((self.origins[name] for name in keys if name in self.origins), "default")
 
     def path(self, text: str) -> Path:
-        """Return the absolute or base-relative path of a local path in the config; `~` is the home folder."""
+        """Resolve a local path of the config relative to `base`; `~` is the home folder."""
         return self.base / Path(text).expanduser()
 
     def seen(self, name: str) -> str:
-        """Name a model as it can be found from here: a path where it is one, otherwise as it is."""
+        """Return the resolved path of a local model; return any other name unchanged."""
         path = self.path(name)
         return str(path) if path.exists() else name
 
@@ -157,13 +157,13 @@ ConfigLike = LoadedConfig | Mapping[str, Any] | str | Path | None
 
 
 def to_loaded_config(config: ConfigLike, sets: Sequence[str] = (), **flags: Any) -> LoadedConfig:
-    """Return a loaded config as it is, or load it from a file, a mapping, or `tunewell.yaml` in the current folder."""
+    """Load a config from a file, a mapping or `tunewell.yaml` in the current folder; return a loaded one unchanged."""
     if isinstance(config, LoadedConfig):
         return config
     if isinstance(config, str):
         config = Path(config) if config else None
-    if not isinstance(cast(object, config), Path | Mapping | None):  # callers may not check their types
-        raise UserError(f"a config is a file or a mapping, not {type(config).__name__}", fix="pass its path or a dict")
+    if not isinstance(cast(object, config), Path | Mapping | None):  # callers may pass other types
+        raise UserError(f"a config is a file or a mapping, not {type(config).__name__}", fix="pass a path or a dict")
     return load_config(config, sets, **flags)
 
 
@@ -179,9 +179,9 @@ def load_config(
 ) -> LoadedConfig:
     """Load `path`, or `tunewell.yaml` in the current folder if it exists, and apply flags and `--set`.
 
-    A mapping is read like a file in the current folder. Without `has_file` no file is read. The last `--set` of a key
-    wins. Relative paths in the file are relative to the file, others to the current folder. Raises UserError with every
-    problem found.
+    A mapping is treated like a file in the current folder. If `has_file` is False, no file is read. The last `--set` of
+    a key takes precedence. Paths in the file are relative to the file, other paths to the current folder. Raises
+    UserError with all problems.
     """
     file = _find(path) if has_file and not isinstance(path, Mapping) else None
     draft = _Draft(base=file.parent if file else Path())
@@ -214,7 +214,7 @@ def load_config(
 
 @dataclass
 class _Draft:
-    """A config while it is loaded."""
+    """A config that is being loaded."""
 
     base: Path
     tree: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -222,7 +222,7 @@ class _Draft:
     problems: list[Problem] = field(default_factory=list[Problem])
 
     def origin(self, key_path: KeyPath) -> str:
-        """Return where a key path was set: there, else at the first value inside, else at a section around it."""
+        """Return where a key path was set: the key itself, the first value inside it, or the section around it."""
         inside = (inner for inner in self.origins if inner[: len(key_path)] == key_path)
         around = (key_path[:length] for length in range(len(key_path) - 1, -1, -1))
         paths = (key_path, *inside, *around)
@@ -236,7 +236,7 @@ def _find(path: Path | None) -> Path | None:
             return Path(FILE_NAME)
         if other.exists():
             raise UserError(
-                f"there is a `{other}` here, but no `{FILE_NAME}`", fix=f"rename it, or use `--config {other}`"
+                f"there is a `{other}` here, but no `{FILE_NAME}`", fix=f"rename the file, or use `--config {other}`"
             )
         return None
     if path.is_dir():
@@ -253,7 +253,7 @@ def _read_file(draft: _Draft, file: Path) -> None:
         with file.open("rb") as opened:
             raw = opened.read(MAX_BYTES + 1)
         if len(raw) > MAX_BYTES:
-            raise UserError(f"the config has over {count(MAX_BYTES)} bytes; a few hundred are usual", where=str(file))
+            raise UserError(f"the config has over {count(MAX_BYTES)} bytes; usually it has hundreds", where=str(file))
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
@@ -298,7 +298,7 @@ def _section(tree: object, key_path: KeyPath) -> dict[Any, Any]:
 
 
 def _expand(tree: dict[str, Any]) -> None:
-    """Remove empty sections and expand short sources, so that `--set` can address the keys inside."""
+    """Remove empty sections and expand the short forms of sources, so that `--set` can address their keys."""
     for name in [key.name for key in all_keys().values() if key.is_section]:
         *parents, last = name.split(".")
         group = _section(tree, tuple(parents))
@@ -338,7 +338,7 @@ def _in_file_order(problems: list[Problem], draft: _Draft) -> list[Problem]:
 
 
 def _known_part(location: KeyPath, *, is_unknown: bool) -> KeyPath:
-    """Remove what pydantic appends to a key path, like the member of a union that it tried."""
+    """Remove the parts that pydantic appends to a key path, like the union member that it tried."""
     if is_unknown:
         return location
     while location and dotted_name(location) not in all_keys():
@@ -349,13 +349,13 @@ def _known_part(location: KeyPath, *, is_unknown: bool) -> KeyPath:
 def _problem(key_path: KeyPath, detail: Any, where: str) -> Problem:
     name = format_key(key_path)
     if detail["type"] == "extra_forbidden":
-        if dotted_name(key_path) in all_keys():  # a dotted key in the file
+        if dotted_name(key_path) in all_keys():  # the file contains a dotted key
             outer, _, inner = name.rpartition(".")
             return Problem(f"unknown key `{name}`", where, f"write `{inner}` inside `{outer}`")
         fix = did_you_mean(nearest_keys(dotted_name(key_path)), "`tunewell explain` lists every key")
         return Problem(f"unknown key `{name}`", where, fix)
     if detail["type"] == "missing":
-        return Problem(f"`{name}` is missing", where, f"it takes {all_keys()[dotted_name(key_path)].takes}")
+        return Problem(f"`{name}` is missing", where, f"set it to {all_keys()[dotted_name(key_path)].takes}")
     if detail["type"] == "value_error":
         return Problem(f"`{name}` {detail['ctx']['error']}", where)
     value = detail["input"]

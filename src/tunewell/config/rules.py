@@ -1,4 +1,4 @@
-"""Config sections for recovery (`healing`), `export` and the thresholds of the `verdict`."""
+"""Config sections for automatic recovery (`healing`), for `export` and for the thresholds of the `verdict`."""
 
 import re
 from typing import Annotated, Any
@@ -13,26 +13,27 @@ class Healing(Section):
     """Automatic recovery: what happens when a run fails or diverges, and how often."""
 
     on: Bool = True
-    """Recover automatically. `false`: problems are only logged and shown; updates with NaN or infinity are skipped all
-    the same."""
+    """Recover automatically. `false`: problems are only logged and shown, but updates with NaN or infinity are still
+    skipped."""
     quiet_steps: Annotated[Int, Field(ge=1)] = 16
-    """Number of good steps after which a problem counts as solved: the next one starts with the mildest remedy
-    again."""
+    """Number of steps without a problem after which the last problem counts as solved. The next problem then starts
+    with the mildest remedy again."""
     max_rewinds: Annotated[Int, Field(ge=0)] = 4
     """How often a run goes back to a checkpoint before it stops. Each time it changes something: it leaves out the
     documents at fault, halves the learning rate, trains in fp32, or moves to the CPU."""
     max_left_out: Annotated[Float, Field(ge=0, le=1)] = 0.05
-    """Maximum share of the documents (or eight of them, if that is more) that may be left out because they alone cause
-    NaN or infinity. If there are more, the cause is something else."""
+    """Maximum share of the documents (but at least eight documents) that may be left out because they alone cause NaN
+    or infinity. If there are more, the cause is something else."""
     spike_factor: Annotated[Float, Field(gt=1)] = 10.0
-    """Skip an update whose gradient norm is this many times the median of the last 128 steps, if it is also far outside
-    their spread and over twice their maximum. In recorded runs spikes began at 20 times, hard batches ended at 3."""
+    """Skip an update if its gradient norm is this many times the median of the last 128 steps, far outside their spread
+    and over twice their maximum. In recorded runs, spikes were at least 20 times the median and hard batches at most
+    3 times."""
     change_precision: Bool = True
-    """Switch to fp32 if values keep overflowing in 16 bits."""
+    """Switch to fp32 if values repeatedly overflow in a 16-bit precision."""
     restarts: Annotated[Int, Field(ge=0)] = 3
     """Number of automatic restarts after a kill, crash or hang at the same step."""
     hang_seconds: Annotated[Float, Field(gt=0)] = 60.0
-    """A run counts as hung after this many seconds without progress, and at least three times the duration of a
+    """Number of seconds without progress after which a run counts as hung; at least three times the duration of a
     step."""
 
 
@@ -47,7 +48,7 @@ class Export(Section):
     precision: MergedPrecision = "bf16"
     """Precision of the merged weights. The adapter is merged in fp32."""
     gguf: tuple[GgufFormat, ...] = ("q8_0",)
-    """Types of the GGUF files, one file each. Small models lose most at few bits."""
+    """Types of the GGUF files, one file for each type. Small models lose the most quality at low bit widths."""
 
 
 class VerdictRules(Section):
@@ -64,28 +65,29 @@ class VerdictRules(Section):
     batch_size: Annotated[Int, Field(ge=1)] | Auto = "auto"
     """Number of questions answered at once. `auto`: as many as fit into 8,192 tokens."""
     metrics: tuple[str, ...] = ()
-    """Metric functions of yours, each `file.py:function`: `fn(question, answer, reference)` returns a number, and the
-    report shows the mean for the base and the tuned model. They run with your rights and do not change the verdict."""
+    """Your own metric functions, each as `file.py:function`: `fn(question, answer, reference)` returns a number. The
+    report shows the mean for the base and the tuned model. The functions run with your permissions and do not change
+    the verdict."""
     min_gain: Annotated[Float, Field(ge=0, lt=1)] = 0.05
-    """The held-out loss must be lower than that of the base model by this share. Less is WEAK; no gain at all is FAIL,
-    because then the model learned nothing that holds for new rows."""
+    """The held-out loss must be lower than that of the base model by this share. A smaller gain is WEAK. No gain is
+    FAIL, because the model learned nothing that generalises to new rows."""
     min_right: Annotated[Float, Field(ge=0, le=1)] = 0.5
     """Share of the questions with a short expected answer that must be answered correctly. Less is WEAK: the model is
     wrong more often than right."""
     max_faults: Annotated[Float, Field(ge=0, le=1)] = 0.1
-    """Maximum share of answers that are empty, loop, echo the question or never end. More is WEAK, half of the answers
-    is FAIL."""
+    """Maximum share of answers that are empty, loop, echo the question or never end. A larger share is WEAK; half of
+    the answers or more is FAIL."""
     max_rise: Annotated[Float, Field(ge=0)] = 0.15
-    """Overfitting: share by which the held-out loss may rise above its minimum while the training loss falls. More is
-    WEAK: from then on the model was memorising."""
+    """Overfitting: share by which the held-out loss may rise above its minimum while the training loss falls. A larger
+    rise is WEAK, because the model memorises the training rows."""
     max_forgetting: Annotated[Float, Field(ge=0)] = 0.5
-    """Forgetting: share by which the loss on everyday text may rise above that of the base model. More is WEAK, a
-    doubled loss is FAIL: a model that has forgotten everyday language is no use for new questions."""
+    """Forgetting: share by which the loss on everyday text may rise above that of the base model. A larger rise is
+    WEAK; a doubled loss is FAIL, because such a model cannot answer new questions."""
 
     @field_validator("metrics", mode="before")
     @classmethod
     def _name_files_and_functions(cls, value: Any) -> Any:
         for reference in (value := [value] if isinstance(value, str) else value) or ():
             if not isinstance(reference, str) or not re.fullmatch(r".+\.py:[^\W\d]\w*", reference):
-                raise ValueError(f"must name a file and a function in it, like `metrics.py:exact`, not {reference!r}")
+                raise ValueError(f"must be a file and a function in it, like `metrics.py:exact`, not {reference!r}")
         return value

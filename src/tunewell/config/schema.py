@@ -1,7 +1,7 @@
 """The config schema: type, range, default and meaning of every key of `tunewell.yaml`.
 
-The YAML file, `--set KEY=VALUE`, `tunewell explain KEY`, the reference and the JSON Schema for editors are made from
-it. Numbers are strict: the text `"5"`, `yes` and `true` are errors where a number is expected.
+The YAML file and `--set KEY=VALUE` are validated with this schema. `tunewell explain KEY`, the reference and the JSON
+Schema for editors are generated from it. Numbers are strict: the text `"5"`, `yes` and `true` are not numbers.
 """
 
 import re
@@ -38,7 +38,7 @@ _OTHER_NAMES = {
     "run": "output_dir",
 }
 ALIASES = {alias: key for key, aliases in _OTHER_NAMES.items() for alias in aliases.split()}
-"""Names of our keys in other tools; accepted at the top level of the file and in the section of the key."""
+"""Names of these keys in other tools, accepted at the top level of the file and in the section of the key."""
 
 
 def as_sources(value: object) -> Any:
@@ -63,9 +63,9 @@ class SourceConfig(Section):
     """A file, a folder or a glob, relative to the config file. As a plain string it may end in a limit:
     `rows.jsonl#500`."""
     format: Format = "auto"
-    """Format of the rows. `auto`: detected from the column names and printed."""
+    """Format of the rows. `auto`: detected from the column names; the detected format is printed."""
     columns: dict[str, str] = {}  # noqa: RUF012  pydantic copies it
-    """Column names of your rows, e.g. `{question: Frage, answer: Antwort}`: our name first, yours second."""
+    """Column names of your rows, e.g. `{question: Frage, answer: Antwort}`: the standard name, then yours."""
     map: str | None = None
     """Your Python function that changes or drops a row: `file.py:function`. It runs with your permissions."""
     map_batch: Annotated[Int, Field(ge=1)] | None = None
@@ -82,7 +82,7 @@ class SourceConfig(Section):
     learn_roles: tuple[Role, ...] | None = None
     """Roles whose turns are supervised in this source, instead of `template.learn_roles`."""
     system: str | None = None
-    """System message for conversations of this source that have none."""
+    """System message for conversations of this source that have no system message."""
     text_rows: Literal["line", "paragraph", "file"] = "line"
     """How a `.txt` file is split into rows: `line`: one per line; `paragraph`: at empty lines; `file`: not at all."""
     encoding: Text = "auto"
@@ -98,7 +98,7 @@ class SourceConfig(Section):
     @classmethod
     def _require_file_and_function(cls, value: str | None) -> str | None:
         if value is not None and not re.fullmatch(r".+\.py:[^\W\d]\w*", value):
-            raise ValueError(f"must name a file and a function in it, like `rows.py:convert`, not {value!r}")
+            raise ValueError(f"must be a file and a function in it, like `rows.py:convert`, not {value!r}")
         return value
 
     @field_validator("encoding")
@@ -108,7 +108,7 @@ class SourceConfig(Section):
             "".encode("utf-8" if value == "auto" else value)
         except (LookupError, ValueError):
             raise ValueError(
-                f"must be `auto` or an encoding Python knows, like `utf-8` or `cp1252`, not {value!r}"
+                f"must be `auto` or an encoding of Python, like `utf-8` or `cp1252`, not {value!r}"
             ) from None
         return value
 
@@ -123,21 +123,21 @@ class Clean(Section):
     """Which rows are dropped. Every dropped row is counted and listed in `dropped.jsonl`."""
 
     exact_duplicate: Literal["drop", "keep"] = "drop"
-    """A row whose conversation equals an earlier one."""
+    """What to do with a row whose conversation equals an earlier one."""
     answer_in_held_out: Literal["drop", "keep"] = "drop"
-    """A training row whose question is also a held-out question. If it is kept, the held-out loss and score are too
-    good."""
+    """What to do with a training row whose question is also a held-out question. If such rows are kept, the held-out
+    loss and score are too good."""
     bad_rows: Literal["drop", "error"] = "drop"
-    """A row that cannot be parsed or is not a conversation: drop it, or stop with an error."""
+    """What to do with a row that cannot be parsed or is not a conversation: drop it, or stop with an error."""
     bad_text: Literal["drop", "replace", "error"] = "drop"
-    """A row with invalid text (NUL, lone surrogate, wrong encoding): drop it, replace the characters by U+FFFD, or stop
-    with an error."""
+    """What to do with a row with invalid text (NUL, lone surrogate, wrong encoding): drop it, replace the characters
+    with U+FFFD, or stop with an error."""
     max_row_bytes: Annotated[Int, Field(ge=1)] = 4 * 1024 * 1024
     """Maximum size of a row in bytes; larger rows are dropped as `too_large`. 4,194,304 is 4 MiB."""
     max_nesting: Annotated[Int, Field(ge=1, le=500)] = 64
     """Maximum nesting depth of a row; deeper rows are dropped as `too_large`."""
     min_reply_chars: Annotated[Int, Field(ge=0)] = 0
-    """Minimum number of characters in all replies of a row; others are dropped as `too_short`. 0: no minimum."""
+    """Minimum number of characters in all replies of a row; shorter rows are dropped as `too_short`. 0: no minimum."""
     drop_urls: Bool = False
     """Drop rows that contain a web address (`has_url`)."""
 
@@ -148,8 +148,8 @@ class Data(Section):
     sources: tuple[SourceConfig, ...] = ()
     """Sources of rows: one path, a list of paths, or a list of sections with the keys below."""
     held_out: Annotated[Float, Field(ge=0, lt=0.5)] | Text = 0.05
-    """Share of the rows kept for testing and never trained on. A hash of the question chooses them, so the same rows
-    are held out when rows are added. Or a file of held-out rows, read like the first source."""
+    """Share of the rows that are reserved for testing and never trained on, or a file of held-out rows, read like the
+    first source. A hash of the question chooses the share, so the same rows stay held out when rows are added."""
     max_repeats: Annotated[Int, Field(ge=1)] = 4
     """Maximum number of copies of a document that are made to reach the `share` of its source."""
     clean: Clean = Clean()
@@ -234,9 +234,9 @@ class MethodSettings(Section):
     targets: Literal["all-linear"] | tuple[Text, ...] = "all-linear"
     """Linear layers with an adapter: `all-linear` (without the output head), or names like `[q_proj, v_proj]`."""
     layers: Literal["all"] | tuple[Annotated[Int, Field(ge=0)], ...] = "all"
-    """Decoder layers with an adapter, counted from 0, or `all`."""
+    """Decoder layers that get an adapter, counted from 0, or `all`."""
     modules_to_save: tuple[Text, ...] = ()
-    """Modules that are trained in full and saved with the adapter, e.g. `[embed_tokens, lm_head]`."""
+    """Modules that are fully fine-tuned and saved with the adapter, e.g. `[embed_tokens, lm_head]`."""
 
 
 class Train(Section):
@@ -249,12 +249,11 @@ class Train(Section):
     learning_rate: Annotated[Float, Field(gt=0, le=1)] = 2e-4
     """Peak learning rate, reached at the end of the warm-up."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Learning rate schedule after the warm-up: it falls along a cosine or a line to `min_rate_share`, or stays
-    constant."""
+    """Learning rate schedule after the warm-up: cosine or linear decay to `min_rate_share`, or constant."""
     min_rate_share: Annotated[Float, Field(ge=0, le=1)] = 0.0
     """Final learning rate as a share of the peak."""
     warmup: Annotated[Float, Field(ge=0)] = 0.03
-    """Warm-up: below 1 a share of all steps, from 1 on a number of steps."""
+    """Warm-up. A value below 1 is a share of all steps; a value of 1 or more is a number of steps."""
     optimizer: OptimizerName = Field(default="adamw", description=OneOf(OPTIMIZERS).doc())
     weight_decay: Annotated[Float, Field(ge=0, lt=1)] = 0.0
     """Weight decay; not applied to norms and biases."""
@@ -263,7 +262,7 @@ class Train(Section):
     adam_beta2: Annotated[Float, Field(ge=0, lt=1)] = 0.999
     """Adam beta2: decay of the running mean of the squared gradients."""
     adam_epsilon: Annotated[Float, Field(gt=0)] = 1e-8
-    """Adam epsilon: added to the denominator, so that it is never zero."""
+    """Adam epsilon: added to the denominator to avoid division by zero."""
     max_grad_norm: Annotated[Float, Field(gt=0)] | None = 1.0
     """Gradient clipping: a gradient with a larger norm is scaled down to this norm. `null`: no clipping."""
     batch_tokens: Annotated[Int, Field(ge=1)] | Auto = "auto"
@@ -272,18 +271,19 @@ class Train(Section):
     batch_documents: Annotated[Int, Field(ge=1)] | None = None
     """Documents per optimizer step, instead of `batch_tokens`."""
     micro_batch_tokens: Annotated[Int, Field(ge=1)] | Auto = "auto"
-    """Tokens per forward pass. A step is split into as many micro-batches as necessary (gradient accumulation); the
-    result is the same."""
+    """Tokens per forward pass. A step is split into as many micro-batches as necessary (gradient accumulation), with
+    the same result."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Precision of the forward and backward pass. `auto`: bf16 if the hardware supports it, else fp32. fp16 uses loss
     scaling. Trainable parameters are always stored in fp32."""
     attention: Literal["auto", "sdpa", "flash"] = "auto"
-    """Attention kernel for packed sequences: `sdpa` runs on every device, `flash` on CUDA devices since Ampere."""
+    """Attention kernel for packed sequences. `sdpa` runs on every device, `flash` on CUDA GPUs since Ampere."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Use `torch.compile` on CUDA. `auto`: when the remaining steps make up for the compile time; the first step never
-    waits."""
+    """Use `torch.compile` on CUDA. `auto`: compile when the remaining steps make up for the compile time. The first
+    step never waits."""
     recompute: Bool = False
-    """Gradient checkpointing: recompute activations in the backward pass. Less memory, about a third slower."""
+    """Gradient checkpointing: recompute activations in the backward pass. It needs less memory and is about a third
+    slower."""
     threads: Annotated[Int, Field(ge=1)] | Auto = "auto"
     """CPU threads. `auto`: measured at the start, because more threads can be slower on a busy machine."""
 
@@ -309,7 +309,7 @@ class Checkpoints(Section):
     every_steps: Annotated[Int, Field(ge=1)] | Auto = "auto"
     """Steps between two checkpoints. `auto`: at every evaluation, and at least every 10 steps."""
     keep: Annotated[Int, Field(ge=1)] = 2
-    """Number of latest checkpoints to keep, at least two. The one with the best held-out loss is kept in addition."""
+    """Number of latest checkpoints to keep, at least two. The checkpoint with the best held-out loss is also kept."""
 
 
 class Config(Section):
@@ -319,7 +319,7 @@ class Config(Section):
     """The base model: a folder, a hub id, a `.gguf` file, a SentencePiece `.model` file, `package:NAME` (inside an
     installed Python package), or `preset:NAME` (a new model with random weights and the tokenizer of `tokenizer`)."""
     tokenizer: Text | None = None
-    """The tokenizer, if it is not that of the model: a folder, a `tokenizer.json`, a SentencePiece `.model`."""
+    """The tokenizer, if it is not that of the model: a folder, a `tokenizer.json` or a SentencePiece `.model` file."""
     corpus: Text = "corpus"
     """Output folder of `tunewell prepare`."""
     run: Text = "run"

@@ -1,8 +1,8 @@
 """Read YAML strictly: YAML 1.2 numbers, no duplicate keys, no tags, and the line of every value.
 
 Scalars follow YAML 1.2: `true` and `false` are the only booleans (`yes`, `no`, `on` and `off` are text), `1e-4` is a
-number, `2025-01-01` is text, `0o17` is octal and `017` is 17. Errors: tags (`!x`, `!!python/...`), duplicate keys,
-merge keys (`<<`), a second document, and aliases that expand to too many values. Every problem has its line.
+number, `2025-01-01` is text, `0o17` is octal and `017` is 17. The reader reports these errors with their line: tags
+(`!x`, `!!python/...`), duplicate keys, merge keys (`<<`), a second document, aliases that expand to too many values.
 """
 
 import re
@@ -21,7 +21,7 @@ KeyPath = tuple[str | int, ...]
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 32
 MAX_VALUES = 100_000
-"""Values in one file, aliases expanded: a few nested aliases can stand for billions."""
+"""Maximum number of values in one file after aliases are expanded: a few nested aliases can expand to billions."""
 _NUM_SHOWN = 5
 
 _INT = re.compile(r"[-+]?\d+|0o[0-7]+|0x[0-9a-fA-F]+", re.ASCII)
@@ -39,10 +39,10 @@ _SYNTAX_FIXES = {
     "\\t": "indent with spaces, not with tabs",
     "mapping values are not allowed": "put quotes around text that contains `: `, and check the indentation",
     "escape": "in double quotes a backslash starts an escape; use single quotes around Windows paths",
-    "another document": "keep one config in a file",
+    "another document": "write one config per file",
     "values once": "write the values out",
 }
-"""Part of PyYAML's message -> what to do about it."""
+"""Part of PyYAML's message -> the fix."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Problem:
 
 
 def raise_problems(problems: Sequence[Problem]) -> None:
-    """Raise one UserError with the first 5 problems and the number of the others; return if there are none."""
+    """Raise one UserError with the first 5 problems and the number of the others; return if `problems` is empty."""
     if not problems:
         return
     if len(problems) == 1:
@@ -76,7 +76,7 @@ class YamlDocument:
     lines: dict[KeyPath, int] = field(default_factory=dict[KeyPath, int])
     problems: list[Problem] = field(default_factory=list[Problem])
     is_complete: bool = False
-    """Whether it was read to its end: False after a syntax error."""
+    """Whether the whole text was read: False after a syntax error."""
 
     def add_problem(self, what: str, where: str, fix: str | None = None) -> None:
         """Add a problem to the list."""
@@ -131,12 +131,12 @@ def parse_scalar(text: str) -> Any:
     return float(text) if _FLOAT.fullmatch(text) else text
 
 
-_TOO_DEEP = f"lists and groups are nested more than {MAX_DEPTH} deep"
+_TOO_DEEP = f"lists and mappings are nested more than {MAX_DEPTH} deep"
 _PLAIN, _QUOTED = "plain", "quoted"
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes with the tag `plain` or `quoted` and builds values from them."""
+    """A YAML loader that composes nodes with the tag `plain` or `quoted` and builds values from them."""
 
     def __init__(self, text: str, name: str, document: YamlDocument) -> None:
         super().__init__(text)
@@ -171,7 +171,7 @@ class _Loader(yaml.SafeLoader):
             text = self._text(node)
             return parse_scalar(text) if node.tag == _PLAIN else text
         if node in self._open:
-            raise yaml.MarkedYAMLError(problem="the alias of a value stands inside it", problem_mark=node.start_mark)
+            raise yaml.MarkedYAMLError(problem="a value contains an alias of itself", problem_mark=node.start_mark)
         self._open.append(node)
         if isinstance(node, yaml.SequenceNode):
             value: Any = [self.build(item, (*path, index)) for index, item in enumerate(node.value)]
@@ -186,7 +186,7 @@ class _Loader(yaml.SafeLoader):
         for key_node, value_node in node.value:
             mark = key_node.start_mark
             if not isinstance(key_node, yaml.ScalarNode):
-                raise yaml.MarkedYAMLError(problem="a list or a group is used as a key", problem_mark=mark)
+                raise yaml.MarkedYAMLError(problem="a list or a mapping is used as a key", problem_mark=mark)
             key = self._text(key_node)
             if key == "<<" and key_node.tag == _PLAIN:
                 self._add_problem("merge keys (`<<`) are not supported", mark, "write the keys out")
@@ -198,7 +198,7 @@ class _Loader(yaml.SafeLoader):
         return value
 
     def _text(self, node: yaml.ScalarNode) -> str:
-        # PyYAML reads the two escapes of one JSON character, "\ud83d\ude00", as two surrogates.
+        # PyYAML reads a JSON surrogate pair, "\ud83d\ude00", as two separate surrogates.
         text = str(node.value)
         joined = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         if joined.count("\ufffd") > text.count("\ufffd"):
