@@ -112,7 +112,7 @@ def test_the_number_of_values_is_limited():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: &a [*a]", "stands inside it"),
+        ("a: &a [*a]", "contains an alias of itself"),
         ("a: *b", "undefined alias"),
         ("base: &b {x: 1}\na:\n  <<: *b\n", "merge keys"),
         ("a: 1\n---\nb: 2\n", "another document"),
