@@ -31,14 +31,14 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 
 test: setup ## the default tests; also those on shared data, if it is beside the checkout
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(DURATIONS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(DURATIONS)
 	@if [ -d "$(SHARED)/data" ]; then $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "shared and not slow and not gpu"; \
 	 else echo "no $(SHARED)/data: tests marked 'shared' are skipped"; fi
 
-test-all: setup ## every test: the default ones with all property-test examples, then the slow ones
+test-all: setup ## every test: the default ones with all property-test examples, then the slow ones and every fault
 	TUNEWELL_TESTS=all $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(DURATIONS)
-	@if [ -d "$(SHARED)/data" ]; then $(BIN)/python -m pytest -m "(slow or shared) and not gpu"; \
-	 else $(BIN)/python -m pytest -m "slow and not gpu and not shared"; fi
+	@if [ -d "$(SHARED)/data" ]; then $(BIN)/python -m pytest -m "(slow or shared or faults) and not gpu"; \
+	 else $(BIN)/python -m pytest -m "(slow or faults) and not gpu and not shared"; fi
 
 test-old: setup ## the default tests with the oldest transformers, and HealthCallback with an older one; in separate venvs
 	@test -x $(OLD)/bin/python || $(PYTHON) -m venv $(OLD)

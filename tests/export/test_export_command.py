@@ -142,6 +142,7 @@ def test_two_exports_to_one_place_do_not_meet_and_a_dead_one_is_cleared(tmp_path
     assert names(tmp_path) == {".out.tunewell-mine"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_a_request_to_end_cleans_up(tmp_path: Path) -> None:
     """What was left behind looked finished, and was proven when asked."""
@@ -293,6 +294,7 @@ def test_the_library_takes_what_the_command_takes(model: Path, tmp_path: Path) -
     assert done.parity.is_ok
 
 
+@pytest.mark.slow
 def test_the_package_of_the_same_name_does_not_replace_the_function() -> None:
     """After `tunewell.train`, which imports `tunewell.export.preflight`, `tunewell.export` was a module."""
     code = "import tunewell.export.options, tunewell; assert callable(tunewell.export), tunewell.export"

@@ -309,6 +309,7 @@ def test_a_window_that_llama_cpp_does_not_honour_is_said(tmp_path):
     assert "the last 5 tokens" in write_gguf(folder, tmp_path / "m.gguf", kind="f16").notes[0]
 
 
+@pytest.mark.slow
 def test_memory_stays_at_some_rows_of_the_largest_tensor(tmp_path):
     """A table of 200 MB in fp32, written in parts: the peak may grow by the pages of the file and little more."""
     code = """

@@ -285,7 +285,9 @@ def test_a_rate_that_is_far_too_high_is_lowered_or_ends_the_run(
     assert_sound(run)
 
 
-@pytest.mark.parametrize("rate", [1e-5, 1e-4, 1e-3])
+@pytest.mark.parametrize(
+    "rate", [pytest.param(1e-5, marks=pytest.mark.faults), 1e-4, pytest.param(1e-3, marks=pytest.mark.faults)]
+)
 def test_a_healthy_run_raises_nothing(tmp_path: Path, rate: float) -> None:
     """Dropout on, several epochs, from hardly learning to learning by heart: nothing above a note, nothing changed."""
     config = {"method": {"rank": 4, "dropout": 0.2}}
@@ -303,7 +305,9 @@ def test_healing_switched_off_goes_on_and_saves_nothing_bad(tmp_path: Path) -> N
     assert_sound(run)
 
 
-@pytest.mark.parametrize("at", [5, 11, 17])
+@pytest.mark.parametrize(
+    "at", [pytest.param(5, marks=pytest.mark.faults), 11, pytest.param(17, marks=pytest.mark.faults)]
+)
 def test_a_healed_run_that_is_resumed_ends_as_if_it_had_not_been_stopped(tmp_path: Path, at: int) -> None:
     """What was left out stays left out, from the same step on; what was halved stays halved."""
 

@@ -125,6 +125,7 @@ def kill_at_random_moments(preparer: Preparer, folder: Path, *, rows: int, momen
     assert seen["killed"] >= 4, seen
 
 
+@pytest.mark.faults
 def test_kill_9_at_random_moments_never_breaks_a_corpus(preparer, tmp_path):
     """Power buttons, out-of-memory killers and closed laptops choose their own moment."""
     kill_at_random_moments(preparer, tmp_path, rows=3_000, moments=10, seconds=16)

@@ -404,6 +404,7 @@ def test_a_real_run_goes_on_where_it_died(project: Path, record_property: Any, k
         assert "in before_step" in (project / "run" / "stacks.txt").read_text()
 
 
+@pytest.mark.faults
 def test_a_run_whose_supervisor_is_killed_saves_and_leaves(project: Path) -> None:
     """Whoever ends the command with kill -9 means the run."""
     line = [sys.executable, "-m", "tunewell", "train", "--set", "train.max_steps=5000"]

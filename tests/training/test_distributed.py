@@ -88,6 +88,7 @@ def _run(tmp_path: Path, size: int) -> dict:
     return torch.load(out, weights_only=False)
 
 
+@pytest.mark.slow
 def test_two_processes_make_the_steps_of_one(tmp_path: Path) -> None:
     """The second step has one document, so one of the two has nothing to do in it."""
     alone, together = _run(tmp_path, 1), _run(tmp_path, 2)

@@ -135,6 +135,7 @@ def test_the_code_of_a_whole_model_loads_it(project: Path) -> None:
     assert all(torch.equal(value, saved[name]) for name, value in names["model"].named_parameters())
 
 
+@pytest.mark.slow
 def test_what_no_other_program_loads_is_used_and_repeated_by_commands_that_work(
     project: Path, tiny_model: Path
 ) -> None:
@@ -166,6 +167,7 @@ def test_an_adapter_on_nothing_is_exported_as_a_whole_model(project: Path) -> No
     assert [own.kind for own in done.artefacts] == ["merged"] and done.parity.is_ok
 
 
+@pytest.mark.slow
 def test_an_adapter_on_pickled_weights_is_exported_where_these_may_be_read(project: Path, tiny_model: Path) -> None:
     """Its proof, in a process of its own, might not read them."""
     _write_model(project / "base", tiny_model)
