@@ -339,7 +339,7 @@ def test_a_file_damaged_between_finding_and_loading_is_still_found_out(start):
     assert newest is not None
     path = newest.path / FILES[0]
     path.write_bytes(path.read_bytes()[:-1] + b"\0")
-    with pytest.raises(DamagedCheckpoint, match="has other bytes than it was saved with"):
+    with pytest.raises(DamagedCheckpoint, match="does not match the hash in the manifest"):
         checkpoints.load(newest)
 
 

@@ -17,7 +17,7 @@ def test_lines_that_find_no_room_wait_and_are_written_in_order_when_there_is_som
         log.sync()
     assert [event["step"] for event in read_events(path)] == list(range(1, 1 + room // len('{"step": 1}\n')))
     assert path.read_bytes().count(b"\n") == room // len('{"step": 1}\n')
-    assert told == ["`events.jsonl` cannot be written (No space left on device); its lines are kept"]
+    assert told == ["`events.jsonl` cannot be written (No space left on device); its lines are buffered"]
     log.append({"step": 6})
     assert [event["step"] for event in read_events(path)] == [1, 2, 3, 4, 5, 6]
 

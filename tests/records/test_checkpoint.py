@@ -85,7 +85,7 @@ def test_a_checkpoint_of_a_newer_version_is_not_called_damaged(folder):
     (folder / "manifest.json").write_text(
         json.dumps({"format": "tunewell-checkpoint", "format_version": 9, "sha256": ""})
     )
-    with pytest.raises(UserError, match="newer tunewell") as caught:
+    with pytest.raises(UserError, match="newer version of tunewell") as caught:
         read_manifest(folder)
     assert not isinstance(caught.value, DamagedCheckpoint)
 

@@ -96,7 +96,7 @@ def test_bytes_that_are_no_text_are_damage(tmp_path):
 def test_somebody_elses_manifest_is_not_ours(tmp_path, raw):
     """`manifest.json` is a common name."""
     (tmp_path / MANIFEST).write_text(json.dumps(raw))
-    with pytest.raises(UserError, match="is not a manifest of tunewell") as caught:
+    with pytest.raises(UserError, match="is not a tunewell manifest") as caught:
         read_manifest(tmp_path)
     assert not isinstance(caught.value, DamagedManifest)
 
@@ -104,7 +104,7 @@ def test_somebody_elses_manifest_is_not_ours(tmp_path, raw):
 def test_a_manifest_of_a_newer_format_asks_for_a_newer_tunewell(manifest, tmp_path):
     """Reading it by the old rules would be guessing."""
     (tmp_path / MANIFEST).write_text(json.dumps(manifest.model_dump(mode="json") | {"format_version": 2}))
-    with pytest.raises(UserError, match="newer tunewell") as caught:
+    with pytest.raises(UserError, match="newer version of tunewell") as caught:
         read_manifest(tmp_path)
     assert not isinstance(caught.value, DamagedManifest)
     assert caught.value.fix == "pip install --upgrade tunewell"

@@ -53,5 +53,5 @@ def test_a_damaged_outcome_is_said_to_be_damaged(tmp_path, text):
 def test_an_outcome_of_the_future_is_not_guessed_at(tmp_path):
     """Its words may mean something else."""
     (tmp_path / "outcome.json").write_text('{"format_version": 99}')
-    with pytest.raises(UserError, match="newer tunewell"):
+    with pytest.raises(UserError, match="newer version of tunewell"):
         read_record(tmp_path / "outcome.json", Outcome)

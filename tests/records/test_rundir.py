@@ -46,7 +46,7 @@ def test_a_folder_that_holds_a_run_is_refused_with_the_two_ways_out(tmp_path):
     """A second run in the folder of the first mixes their checkpoints."""
     with RunDir.begin(tmp_path / "run") as run:
         run.write("plan.json", "{}")
-    with pytest.raises(UserError, match="already holds a run") as caught:
+    with pytest.raises(UserError, match="already contains a run") as caught:
         RunDir.begin(tmp_path / "run")
     assert "--resume" in (caught.value.fix or "") and "--out" in (caught.value.fix or "")
     RunDir.reopen(tmp_path / "run").close()

@@ -1,4 +1,4 @@
-"""The base class of records, and reading a record from its JSON file."""
+"""The base class of records, and a function that reads a record from its JSON file."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from tunewell.core.errors import UserError
 
 
 class Record(BaseModel):
-    """Base class of a record: frozen; the keys of a later version are ignored."""
+    """The base class of records. Records are immutable; unknown keys, written by a later version, are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
 
@@ -26,11 +26,12 @@ R = TypeVar("R", bound=Record)
 
 
 def read_record(path: Path, kind: type[R]) -> R:
-    """Read a record with a `format_version`; raise UserError if it is damaged or of a newer version."""
+    """Read a record with a `format_version`; raise UserError if it is damaged or has a newer version."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         if raw.get("format_version", 0) > kind.model_fields["format_version"].default:
-            raise UserError(f"`{path}` was made by a newer tunewell", fix="pip install --upgrade tunewell")
+            what = f"`{path}` was created by a newer version of tunewell"
+            raise UserError(what, fix="pip install --upgrade tunewell")
         return kind.model_validate(raw)
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"`{path}` is damaged", where=str(error).splitlines()[0]) from error

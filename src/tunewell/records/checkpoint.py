@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: read it, write it, and verify the files of the checkpoint.
+"""Read and write the manifest of a checkpoint, and verify the files of the checkpoint.
 
 checkpoints/step-000123/   adapter_model.safetensors  optimizer.safetensors  state.json ...   manifest.json, last
 """
@@ -37,9 +37,9 @@ class CheckpointManifest(Record):
     step: int
     """Finished optimizer steps."""
     best_step: int | None
-    """The step with the best held-out loss so far, this one included; None before the first evaluation."""
+    """The step with the best held-out loss up to this step, or None before the first evaluation."""
     files: dict[str, FileRecord]
-    """Every other file of the folder, by relative path."""
+    """All other files of the folder, by relative path."""
     identity: dict[str, Any]
     """Settings that must be equal on resume."""
     progress: dict[str, Any]
@@ -47,18 +47,18 @@ class CheckpointManifest(Record):
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the folder name of a step's checkpoint."""
+    """Return the folder name of the checkpoint of a step."""
     return f"step-{step:06d}"
 
 
 def checkpoint_step(name: str) -> int | None:
-    """Return the step in the name of a checkpoint folder; None for any other name."""
+    """Return the step in the name of a checkpoint folder, or None for any other name."""
     found = _NAME.fullmatch(name)
     return int(found[1]) if found else None
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Return the steps that have a checkpoint, damaged or not, the highest first."""
+    """Return the steps that have a checkpoint, damaged or not, in descending order."""
     if not folder.is_dir():
         return []
     steps = (checkpoint_step(entry.name) for entry in folder.iterdir())
@@ -66,14 +66,14 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def is_inside(name: str) -> bool:
-    """Return True if a file name stays inside the checkpoint folder on every system and is not the manifest."""
+    """Return True if a file name is inside the checkpoint folder on every system and is not the manifest."""
     parts = PurePosixPath(name).parts
     is_plain = "/".join(parts) == name and not set(name) & set("\\:\0") and not {"..", "/"} & set(parts)
     return bool(parts) and is_plain and name != MANIFEST
 
 
 def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
-    """Write the manifest with its hash and without secrets; it is the last file of a checkpoint."""
+    """Write the manifest with its hash and without secrets. It must be the last file that is written."""
     record = manifest.model_dump()
     for key in ("identity", "progress"):  # not `files`: names and hashes must not be redacted
         record[key] = plain(record[key])
@@ -87,7 +87,8 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         record = json.loads(data)
         del record["sha256"]
         if record["format"] == FORMAT and record["format_version"] > FORMAT_VERSION:
-            raise UserError(f"`{folder.name}` was made by a newer tunewell", fix="pip install --upgrade tunewell")
+            what = f"`{folder.name}` was created by a newer version of tunewell"
+            raise UserError(what, fix="pip install --upgrade tunewell")
         if data != _sealed(record):
             raise ValueError("sha256")
         manifest = CheckpointManifest.model_validate(record)
@@ -99,7 +100,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
 
 
 def verify(folder: Path) -> CheckpointManifest:
-    """Compare every file of a checkpoint with its manifest; raise DamagedCheckpoint for the first that differs."""
+    """Compare every file of a checkpoint with its manifest; raise DamagedCheckpoint for the first difference."""
     manifest = read_manifest(folder)
     for name, expected in manifest.files.items():
         try:
@@ -114,23 +115,23 @@ def verify(folder: Path) -> CheckpointManifest:
 
 
 def read_file(folder: Path, name: str, expected: FileRecord) -> bytes:
-    """Return the bytes of a file; raise DamagedCheckpoint if they changed since they were saved."""
+    """Return the bytes of a file; raise DamagedCheckpoint if the file has changed since it was saved."""
     data = _read(folder, name)
     _require_equal(expected, len(data), hashlib.sha256(data).hexdigest(), folder=folder, name=name)
     return data
 
 
 def _sealed(record: dict[str, Any]) -> bytes:
-    """Return a manifest with its hash; equal manifests give equal bytes, so that every change is detected."""
+    """Return a manifest with its hash as bytes. Equal manifests give equal bytes, so every change is detected."""
     text = stable_json(record | {"sha256": sha256_text(stable_json(record))})
     return text.encode("utf-8", "backslashreplace")
 
 
 def _require_equal(expected: FileRecord, size: int, digest: str, *, folder: Path, name: str) -> None:
     if size != expected.bytes:
-        raise _damaged(folder, name, f"has {count(size, 'byte')} instead of {count(expected.bytes)}")
+        raise _damaged(folder, name, f"has {count(size, 'byte')}; expected {count(expected.bytes)}")
     if digest != expected.sha256:
-        raise _damaged(folder, name, "has other bytes than it was saved with")
+        raise _damaged(folder, name, "does not match the hash in the manifest")
 
 
 def _read(folder: Path, name: str) -> bytes:

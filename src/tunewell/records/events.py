@@ -1,4 +1,4 @@
-"""Event logs: one JSON object per line, written at once, truncated on resume, read without a torn last line.
+"""Event logs: one JSON object per line, written immediately, truncated on resume, read without a partial last line.
 
 {"step": 1, "loss": 2.31, "grad_norm": 0.9, ...}
 {"step": 2, "loss": "nan", "grad_norm": "inf", ...}      strings, because JSON has no NaN
@@ -23,22 +23,22 @@ _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 class EventLog:
     """An append-only log that a crash can truncate but not corrupt: each event is one line and one write.
 
-    With `on_trouble`, a failed write (a full disk) is reported once, and its events are kept and written later. Without
-    it the OSError is raised. Secrets are redacted.
+    If `on_trouble` is set, a failed write (a full disk) is reported once, and its events are written later.
+    Otherwise the OSError is raised. Secrets are redacted.
     """
 
     def __init__(self, path: Path, *, on_trouble: Callable[[str], None] | None = None) -> None:
         self.path = path
         self._on_trouble = on_trouble
         self._waiting = b""
-        self._guard = threading.Lock()  # the thread that saves checkpoints logs too
+        self._guard = threading.Lock()  # the thread that saves checkpoints also logs
         self._handle = self._open()
         written = path.read_bytes()
-        if written and not written.endswith(b"\n"):  # a torn line: the next event starts on a new one
+        if written and not written.endswith(b"\n"):  # after a partial line, the next event starts on a new line
             os.ftruncate(self._handle, written.rfind(b"\n") + 1)
 
     def append(self, event: dict[str, Any]) -> None:
-        """Write an event; it survives a crash of the process, and a power failure after the next `sync`."""
+        """Write an event. It survives a crash of the process and, after the next `sync`, a power failure."""
         line = json.dumps(plain(event), ensure_ascii=False, allow_nan=False)
         # A lone surrogate cannot be encoded as UTF-8; its escape is valid JSON.
         data = line.encode("utf-8", "backslashreplace") + b"\n"
@@ -47,7 +47,7 @@ class EventLog:
                 self._write(self._waiting + data)
                 self._waiting = b""
             except OSError as error:
-                self._report(error, "cannot be written ({}); its lines are kept")
+                self._report(error, "cannot be written ({}); its lines are buffered")
                 self._waiting += data
 
     def sync(self) -> None:
@@ -58,7 +58,7 @@ class EventLog:
                 self._waiting = b""
                 os.fsync(self._handle)
             except OSError as error:
-                self._report(error, "cannot be flushed to the disk ({})")
+                self._report(error, "cannot be flushed to disk ({})")
 
     def _report(self, error: OSError, message: str) -> None:
         if self._on_trouble is None:
@@ -67,7 +67,7 @@ class EventLog:
             self._on_trouble(f"`{self.path.name}` {message.format(error.strerror)}")
 
     def truncate_to(self, step: int) -> int:
-        """Delete the lines of later steps and damaged lines, which are reported; return the number of deleted lines.
+        """Delete damaged lines and the lines of later steps; return their number. Damaged lines are reported.
 
         A line without a `step` belongs to the step of the previous line.
         """
@@ -114,14 +114,14 @@ class EventLog:
         try:
             write_all(self._handle, data)
         except OSError:
-            os.ftruncate(self._handle, before)  # part of the line may be on disk; remove it
+            os.ftruncate(self._handle, before)  # remove a partly written line
             raise
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return every event but a truncated last one; raise UserError if there is no file, or other damage."""
+    """Return all events except a truncated last one; raise UserError if the file is missing or damaged."""
     if not path.is_file():
-        raise UserError(f"there is no `{path.name}`", where=f"looked for `{path}`")
+        raise UserError(f"there is no `{path.name}`", where=f"expected `{path}`")
     events = [_parse(line) for line in path.read_bytes().split(b"\n")[:-1]]
     if None in events[:-1]:
         raise UserError(f"line {events.index(None) + 1:,} of `{path.name}` is damaged", where=str(path))
@@ -129,7 +129,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def last_step(path: Path) -> int | None:
-    """Return the number of the last `step` event, without torn and damaged lines; None if there is none."""
+    """Return the number of the last intact `step` event, or None if there is no such event."""
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
     except OSError:
@@ -140,7 +140,7 @@ def last_step(path: Path) -> int | None:
 
 
 def as_number(value: float | str) -> float:
-    """Return a number of an event: `"nan"`, `"inf"` and `"-inf"` are numbers; other texts raise ValueError."""
+    """Convert an event's value to a float, including `"nan"`, `"inf"` and `"-inf"`; raise ValueError for other text."""
     if not isinstance(value, str):
         return value
     if value not in _NOT_FINITE:
@@ -158,7 +158,7 @@ def with_numbers(value: object) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return a copy of a value for JSON: without secrets, NaN and infinity as strings, keys as text."""
+    """Return a copy of a value for JSON: secrets redacted, NaN and infinity as strings, keys as text."""
     return _finite(redact(value))
 
 

@@ -1,4 +1,4 @@
-"""`manifest.json` of a corpus: its types, reading and writing."""
+"""Read and write `manifest.json`, the description of a corpus."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ class TokenCounts(Record):
 
 
 class PackingRecord(Record):
-    """Number and fill of the sequences."""
+    """The number of sequences and how full they are."""
 
     context_length: int
     because: str
@@ -79,7 +79,7 @@ class ShardRecord(Record):
 
 
 class SplitRecord(Record):
-    """One split and its shards; `documents` counts pieces and repeats too."""
+    """One split and its shards. `documents` includes pieces and repeats."""
 
     documents: int
     sequences: int
@@ -89,7 +89,7 @@ class SplitRecord(Record):
 
 
 class TokenizerRecord(Record):
-    """The tokenizer of the ids."""
+    """The tokenizer that produced the token ids."""
 
     source: str
     kind: str
@@ -107,7 +107,7 @@ class TemplateRecord(Record):
     learn_from: str
     learn_roles: list[str]
     date: str | None = None
-    """The date that the template was given, if it asks."""
+    """The date passed to the template, if the template uses the current date."""
     end_of_turn: str = ""
 
 
@@ -118,9 +118,9 @@ class Manifest(Record):
     format_version: int = FORMAT_VERSION
     made_by: str
     inputs_sha256: str
-    """Hash of rows, settings, tokenizer and template: equal inputs need no second `prepare`."""
+    """Hash of rows, settings, tokenizer and template. If it is unchanged, `prepare` does not rebuild the corpus."""
     corpus_sha256: str
-    """Hash of all shards: the order of training depends on it."""
+    """Hash of all shards. The training order depends on it."""
     rows_read: int
     rows_in: int
     documents: int
@@ -149,17 +149,18 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a corpus; raise UserError if there is none, DamagedManifest if it is damaged."""
+    """Read the manifest of a corpus; raise UserError if it is missing, DamagedManifest if it is damaged."""
     path = folder / MANIFEST
     if not path.is_file():
         what = f"`{folder}` is not a finished corpus" if folder.is_dir() else f"there is no corpus `{folder}`"
-        raise UserError(what, where=f"looked for `{path}`", fix="run `tunewell prepare`")
+        raise UserError(what, where=f"expected `{path}`", fix="run `tunewell prepare`")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         record = cast(dict[str, Any], raw) if isinstance(raw, dict) else {}
         is_ours = record.get("format") == FORMAT
         if is_ours and record.get("format_version", 0) > FORMAT_VERSION:
-            raise UserError(f"`{folder}` was made by a newer tunewell", fix="pip install --upgrade tunewell")
+            what = f"`{folder}` was created by a newer version of tunewell"
+            raise UserError(what, fix="pip install --upgrade tunewell")
         if is_ours:
             return Manifest.model_validate(record)
     except (ValueError, TypeError) as error:
@@ -168,4 +169,4 @@ def read_manifest(folder: Path) -> Manifest:
             where=f"{path}: {str(error).splitlines()[0]}",
             fix="run `tunewell prepare` again; it rebuilds the corpus",
         ) from error
-    raise UserError(f"`{path}` is not a manifest of tunewell", fix="give a folder that `tunewell prepare` wrote")
+    raise UserError(f"`{path}` is not a tunewell manifest", fix="give the output folder of `tunewell prepare`")

@@ -29,9 +29,9 @@ class Outcome(Record):
     format_version: int = 1
     made_by: str
     status: Status
-    """`finished`: all steps or early stopping; `interrupted`: by a signal; `stopped`: by health; `failed`: an error."""
+    """`finished`: all steps or early stopping; `interrupted`: signal; `stopped`: health rule; `failed`: error."""
     reason: str
-    """One sentence."""
+    """The reason in one sentence."""
     steps: int
     """Finished optimizer steps, including those before a resume."""
     planned_steps: int
@@ -53,9 +53,9 @@ class Outcome(Record):
     healing: list[str] = Field(default_factory=list)
     """Problems, remedies and their cost, one line each; `healing.jsonl` has the numbers."""
     advice: list[str] = Field(default_factory=list)
-    """What to change next time."""
+    """Changes to the config that are recommended for the next run."""
     notes: list[str] = Field(default_factory=list)
-    """Warnings: checkpoints that could not be saved, damage that was ignored."""
+    """Warnings, such as checkpoints that could not be saved or damage that was ignored."""
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:

@@ -1,4 +1,4 @@
-"""`parity.json` and `proof.json`: the proof that an export equals the trained model."""
+"""`proof.json` and `parity.json`: the reference for verifying an export, and the result of the verification."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,7 +15,7 @@ PARITY = "parity.json"
 PROOF = "proof.json"
 REFERENCE = "proof.safetensors"
 PROOF_FILES = (REFERENCE, "README.md")
-"""Files beside the artefacts that are hashed too."""
+"""Other files in the export folder that are also hashed."""
 _Settings = Annotated[dict[str, Any], BeforeValidator(with_numbers)]
 
 
@@ -30,7 +30,7 @@ class Artefact(Record):
     """A folder or a file, relative to the export folder."""
     num_bytes: int
     sha256s: dict[str, str]
-    """Hash of each of its files, by path relative to the export folder."""
+    """Hashes of the files of the artefact, by path relative to the export folder."""
 
     @property
     def name(self) -> str:
@@ -38,13 +38,13 @@ class Artefact(Record):
 
 
 class Probe(Record):
-    """A conversation as the training renders and tokenizes it."""
+    """A test conversation, rendered and tokenized as in training."""
 
     messages: list[dict[str, str]]
     text: str
     ids: list[int]
     is_long: bool = False
-    """Longer than the sliding window of the model, or than the context it was first trained for."""
+    """Whether this is the long probe, which is meant to exceed the sliding window or original context length."""
 
 
 class Question(Record):
@@ -58,30 +58,30 @@ class Question(Record):
 
 
 class ModelFacts(Record):
-    """Settings and vocabulary of the trained model, and the tensors whose sketches are in `proof.safetensors`."""
+    """Settings, vocabulary and tensor shapes of the trained model. The tensor sketches are in `proof.safetensors`."""
 
     config: _Settings
     """The values of `config.json`, with all defaults."""
     generation: _Settings
     """The values of `generation_config.json`."""
     special_tokens: dict[str, str]
-    """Text of `eos_token`, `pad_token` and so on."""
+    """Texts of the special tokens: `eos_token`, `pad_token` and others."""
     special_ids: dict[str, int]
-    """Ids of `eos`, `pad` and so on."""
+    """Ids of the special tokens: `eos`, `pad` and others."""
     max_length: int | None
-    """Texts with their tokens, according to the tokenizer."""
+    """Maximum length of a text in tokens, according to the tokenizer."""
     vocabulary: dict[str, str]
-    """Hashes of its tokens and of its merges."""
+    """Hashes of the tokens and the merges of the vocabulary."""
     shapes: dict[str, list[int]]
     """Shape of every tensor after merging."""
     twins: dict[str, str]
-    """Tied tensors: second name to first name."""
+    """Tied tensors: the second name -> the first name."""
     license: str | None = None
     """License of the base model, as in a Modelfile."""
 
 
 class Proof(Record):
-    """The reference of an export: how the trained model tokenizes, computes and answers."""
+    """The reference for verifying an export: token ids, settings and answers of the trained model."""
 
     format: str = "tunewell-proof"
     format_version: int = 1
@@ -92,18 +92,18 @@ class Proof(Record):
     stop_ids: list[int]
     bos_id: int | None = None
     added_tokens: list[str] = Field(default_factory=list)
-    """Tokens of the template that the base does not have; its embeddings are extended before the adapter is applied."""
+    """Template tokens missing in the base model. Its embeddings are extended before the adapter is applied."""
     date: str | None = None
-    """The fixed date for a template that asks for today's date; None if it does not ask."""
+    """The fixed date for a template that uses the current date, or None if the template does not."""
     probes: list[Probe]
     num_positions: int
-    """Number of last positions of each probe whose logits are in `proof.safetensors`."""
+    """Number of final positions of each probe for which `proof.safetensors` contains the logits."""
     questions: list[Question]
     model: ModelFacts | None = None
-    """None in exports of older versions; then this part is not compared."""
+    """None in exports from older versions of tunewell; this part is then not compared."""
     artefacts: list[Artefact]
     sha256s: dict[str, str] = Field(default_factory=dict)
-    """Hashes of the files that belong to no artefact."""
+    """Hashes of the files that are not part of an artefact."""
     notes: list[str] = Field(default_factory=list)
 
 
@@ -115,7 +115,7 @@ class Check(Record):
     words: str
     figures: dict[str, Any] = Field(default_factory=dict)
     bound: str = ""
-    """The allowed difference, and why."""
+    """The allowed difference and the reason for it."""
 
 
 class Link(Record):
@@ -131,7 +131,7 @@ class Link(Record):
 
 
 class Parity(Record):
-    """The result for all artefacts."""
+    """The verification result for all artefacts."""
 
     format: str = FORMAT
     format_version: int = 1
@@ -149,8 +149,8 @@ def write_record(path: Path, record: Parity | Proof) -> None:
 
 
 def read_proof(folder: Path) -> Proof:
-    """Read the reference of an export; raise UserError if the folder is not an export of tunewell."""
+    """Read the reference of an export; raise UserError if the folder is not a tunewell export."""
     path = folder / PROOF
     if not path.is_file():
-        raise UserError(f"`{folder}` is not an export: it has no `{PROOF}`", fix="run `tunewell export RUN`")
+        raise UserError(f"`{folder}` is not an export: `{PROOF}` is missing", fix="run `tunewell export RUN`")
     return read_record(path, Proof)

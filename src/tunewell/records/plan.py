@@ -1,4 +1,4 @@
-"""`plan.json`: what a run will do, each value with its reason."""
+"""`plan.json`: the settings of a run, each with its reason."""
 
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -22,7 +22,7 @@ class Chosen(Record, Generic[T]):
 
 
 class Plan(Record):
-    """The plan of a run, without secrets: a path with a secret is redacted and no longer valid when it is read."""
+    """The plan of a run. Secrets are redacted, so a path that contains a secret cannot be used after reading."""
 
     format: str = "tunewell-plan"
     format_version: int = 1
@@ -47,10 +47,10 @@ class Plan(Record):
     warmup_steps: Chosen[int]
     num_steps: Chosen[int]
     epochs: Chosen[float]
-    """The number of epochs that `num_steps` amounts to."""
+    """The number of epochs that `num_steps` corresponds to."""
     batch_tokens: Chosen[int | None]
     batch_documents: Chosen[int | None]
-    """One of the two limits a step; the other is None."""
+    """One of these two values limits a step; the other is None."""
     micro_batch_tokens: Chosen[int]
     compile: Chosen[Literal["auto", "on", "off"]]
     evaluate_every: Chosen[int]
@@ -63,8 +63,8 @@ def write_plan(folder: Path, plan: Plan) -> None:
 
 
 def read_plan(folder: Path) -> Plan:
-    """Read a run's plan; raise UserError when there is none or it cannot be read."""
+    """Read the plan of a run; raise UserError if it is missing or cannot be read."""
     path = folder / PLAN
     if not path.is_file():
-        raise UserError(f"there is no plan in `{folder}`", where=f"looked for `{path}`", fix="run `tunewell train`")
+        raise UserError(f"there is no plan in `{folder}`", where=f"expected `{path}`", fix="run `tunewell train`")
     return read_record(path, Plan)

@@ -19,16 +19,16 @@ Fault = Literal["empty", "ends_at_once", "loops", "echo", "no_stop", "other_lang
 
 
 class Reason(Record):
-    """One problem of a model: its numbers, an example, and what to do about it."""
+    """One problem of a model, with its numbers, an example and the next step."""
 
     code: str
     """A term of the glossary: `answers_nothing`, `over_fitted`, ..."""
     level: Literal["WEAK", "FAIL"]
     what: str
-    """One sentence with the numbers in it."""
+    """One sentence that describes the problem, with its numbers."""
     example: str | None = None
     next: str
-    """What to do next: a command or a key of the config."""
+    """The next step for the user: a command or a config key."""
 
 
 class EvaluatedModel(Record):
@@ -38,16 +38,16 @@ class EvaluatedModel(Record):
     kind: Literal["run", "adapter", "model"]
     path: str | None = None
     base: str | None = None
-    """The base model; None if there is none to compare with."""
+    """The base model, or None if there is no base model to compare with."""
     step: int | None = None
-    """The evaluated checkpoint of a run."""
+    """The step of the evaluated checkpoint, if the model is a run."""
     because: str = ""
-    """Why this checkpoint."""
+    """The reason for choosing this checkpoint."""
     method: str = ""
 
 
 class LossPair(Record):
-    """The mean loss per supervised token before and after training. Not finite: the strings `nan`, `inf`."""
+    """The mean loss per supervised token before and after training; stored as `nan` or `inf` if it is not finite."""
 
     name: str
     documents: int
@@ -67,7 +67,7 @@ class Answer(Record):
     contains: bool = False
     f1: float = 0.0
     right: bool | None = False
-    """None if the reference is too long for an answer to be simply right or wrong."""
+    """Whether the answer is right, or None if the reference is too long to decide this."""
     faults: list[Fault] = Field(default_factory=list[Fault])
 
 
@@ -88,27 +88,27 @@ class AnswerCounts(Record):
 
     asked: int
     judged: int
-    """Questions with a reference short enough for an answer to be right or wrong."""
+    """Number of questions whose reference is short enough to decide whether an answer is right."""
     exact: int
     contains: int
     right: int
     f1: float
-    """The mean over all questions."""
+    """Mean F1 over all questions."""
     faults: dict[str, int]
 
 
 class LogitChange(Record):
-    """How far the logits of the tuned model are from its base's, on some held-out prompts."""
+    """The difference between the logits of the tuned model and its base model, on some held-out prompts."""
 
     largest: float
-    """Largest difference of a logit."""
+    """Largest absolute difference of a single logit."""
     prompts: int
     same_first_token: int
-    """Prompts on which both have the same most likely first token."""
+    """Number of prompts for which both models have the same most likely first token."""
 
 
 class Curve(Record):
-    """The losses of a training, as logged: (step, loss)."""
+    """The logged losses of a training run as pairs (step, loss)."""
 
     train: list[tuple[int, float]] = Field(default_factory=list[tuple[int, float]])
     held_out: list[tuple[int, float]] = Field(default_factory=list[tuple[int, float]])
@@ -116,7 +116,7 @@ class Curve(Record):
 
 
 class RowCounts(Record):
-    """What became of the rows: trained on, held out, or dropped by reason."""
+    """The number of rows trained on, held out, and dropped by reason."""
 
     rows: int
     documents: int
@@ -128,20 +128,20 @@ class RowCounts(Record):
 
 
 class MetricResult(Record):
-    """A metric function of the user, averaged over the held-out questions."""
+    """The result of a user-defined metric function, averaged over the held-out questions."""
 
     base: float | None = None
     tuned: float | None = None
     """None if no answer could be scored."""
     questions: int
     failed: int = 0
-    """Answers on which the function failed; the mean leaves them out."""
+    """Number of answers for which the function failed. They are excluded from the mean."""
     error: str | None = None
     """The first failure: `FILE row N: ERROR`."""
 
 
 class Report(Record):
-    """Everything about an evaluation; the HTML page and the Markdown are made of it alone."""
+    """All results of an evaluation. The HTML page and the Markdown are generated from this record alone."""
 
     format: str = "tunewell-report"
     format_version: int = 1
@@ -151,7 +151,7 @@ class Report(Record):
     summary: str
     """One sentence with the main reason and numbers."""
     reasons: list[Reason] = Field(default_factory=list[Reason])
-    """The worst first; empty if the verdict is PASS."""
+    """The reasons, most severe first; empty if the verdict is PASS."""
     subject: EvaluatedModel
     data: str
     """The evaluated rows: the held-out rows of a corpus, or a file."""
@@ -163,29 +163,29 @@ class Report(Record):
     tuned_tally: AnswerCounts | None = None
     exchanges: list[AnsweredQuestion] = Field(default_factory=list[AnsweredQuestion])
     metrics: dict[str, MetricResult] = Field(default_factory=dict)
-    """Metric functions of the user, by name."""
+    """Results of user-defined metric functions, by name."""
     change: LogitChange | None = None
     bad_weights: dict[str, int] = Field(default_factory=dict)
-    """Tensors with values that are not finite, and their number."""
+    """Names of tensors with values that are not finite, and the number of such values."""
     thresholds: dict[str, Chosen[Any]] = Field(default_factory=dict)
     answer_tokens: Chosen[int] | None = None
     """Length limit of an answer."""
     curve: Curve = Curve()
     ledger: RowCounts | None = None
     plan: dict[str, Chosen[Any]] = Field(default_factory=dict)
-    """The settings of the training, each with its reason."""
+    """The settings of the training run, each with its reason."""
     machine: dict[str, str] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
     hashes: dict[str, str] = Field(default_factory=dict)
     repeat: list[str] = Field(default_factory=list)
     """Commands that repeat the training and the evaluation."""
     seconds: dict[str, float] = Field(default_factory=dict)
-    """By stage."""
+    """Duration of each stage."""
     lm_eval: dict[str, Any] = Field(default_factory=dict)
     healing: list[str] = Field(default_factory=list)
-    """Problems during training, what was done about them and the cost, one per line."""
+    """Problems during training, their remedies and the time lost, one per line."""
     advice: list[str] = Field(default_factory=list)
-    """What to change so that the next run avoids them."""
+    """Changes to the config that would avoid these problems in the next run."""
     notes: list[str] = Field(default_factory=list)
     next: str = ""
 
@@ -193,7 +193,7 @@ class Report(Record):
 def write_report(folder: Path, report: Report) -> None:
     """Write the report atomically, without secrets."""
     text = stable_json(plain(report.model_dump(mode="python")))
-    # Rows and file names may hold lone surrogates, which UTF-8 cannot encode.
+    # Rows and file names may contain lone surrogates, which UTF-8 cannot encode.
     write_atomic(folder / REPORT, text.encode("utf-8", "replace").decode())
 
 

@@ -1,4 +1,4 @@
-"""The run folder: the paths of its files, and a lock for one process at a time."""
+"""The run folder: the paths of its files, and a lock that allows only one process at a time."""
 
 import os
 from contextlib import suppress
@@ -13,9 +13,9 @@ from tunewell.records.plan import PLAN
 
 _LOCK = ".lock"
 RUN_CONFIG = "config.yaml"
-"""The settings with which a run was last started."""
+"""The file with the settings of the last start of a run."""
 DOCUMENTS = "documents.tsv"
-"""A short hash of every training document."""
+"""The file with a short hash of every training document."""
 _FIRST_FILES = (PLAN, RUN_CONFIG, DOCUMENTS, "events.jsonl", "samples.jsonl", HEALING)
 """Files that a run writes before its first step."""
 _NOT_OURS = frozenset({_LOCK, ".DS_Store"})
@@ -24,8 +24,8 @@ _NOT_OURS = frozenset({_LOCK, ".DS_Store"})
 class RunDir:
     """A run folder, locked by this process from `begin` or `reopen` until `close`.
 
-    A new run that ends with a UserError before `keep` leaves no files, so that the corrected command can use the
-    folder. After any other error the files stay.
+    If a new run ends with a UserError before `keep` is called, its files are deleted, so that the corrected command can
+    use the folder. After any other error, the files stay.
     """
 
     def __init__(self, path: Path, lock: FolderLock) -> None:
@@ -36,12 +36,12 @@ class RunDir:
 
     @classmethod
     def begin(cls, path: Path, *, corpus: Path | None = None) -> "RunDir":
-        """Create and lock the folder of a new run; raise UserError if it holds more than the corpus of the run."""
+        """Create and lock the folder of a new run; raise UserError if it contains anything but the run's corpus."""
         if path.exists() and not path.is_dir():
             raise UserError(f"`{path}` is a file", fix="choose another folder with `--out`")
         known = _NOT_OURS | _parts_within(path, corpus)
         if path.is_dir() and not (path / _LOCK).exists():
-            _require_empty(path, known)  # before a lock file is created among files of others
+            _require_empty(path, known)  # check before a lock file is created among other files
         is_ours = not path.exists()
         run = cls._hold(path)
         try:
@@ -54,7 +54,7 @@ class RunDir:
 
     @classmethod
     def reopen(cls, path: Path) -> "RunDir":
-        """Lock the folder of a run to resume it; raise UserError if it holds no run, or is in use."""
+        """Lock the folder of a run to resume it; raise UserError if it contains no run or is in use."""
         cls.require_run(path)
         return cls._hold(path)
 
@@ -63,7 +63,7 @@ class RunDir:
         """Raise UserError if there is no run to resume."""
         if not (path / PLAN).is_file():
             what = f"there is no run in `{path}` to resume" if path.is_dir() else f"there is no run `{path}`"
-            raise UserError(what, where=f"looked for `{path / PLAN}`", fix="start a new run without `--resume`")
+            raise UserError(what, where=f"expected `{path / PLAN}`", fix="start a new run without `--resume`")
 
     @classmethod
     def _hold(cls, path: Path) -> "RunDir":
@@ -78,7 +78,7 @@ class RunDir:
         except OSError as error:
             raise UserError(
                 f"the folder `{path}` cannot be written: {error.strerror}",
-                fix="make it writable, or choose another folder with `--out`",
+                fix="make the folder writable, or choose another folder with `--out`",
             ) from error
         return cls(path, lock)
 
@@ -87,7 +87,7 @@ class RunDir:
         write_atomic(self.path / name, redact(text))
 
     def keep(self) -> None:
-        """Keep the folder from now on, however the run ends; called before the first step."""
+        """Keep the files from now on, however the run ends. Called before the first step."""
         self._is_kept = True
 
     def close(self) -> None:
@@ -103,11 +103,11 @@ class RunDir:
         self.close()
 
     def _remove_files(self) -> None:
-        """Delete the first files by name: the folder may hold a corpus."""
+        """Delete the first files of the run by name, because the folder may contain a corpus."""
         for name in _FIRST_FILES:
             with suppress(OSError):
                 (self.path / name).unlink()
-        with suppress(OSError):  # not empty: keep it
+        with suppress(OSError):  # the folder is not empty
             (self.path / "checkpoints").rmdir()
         with suppress(OSError):
             if self._is_ours and [entry.name for entry in self.path.iterdir()] == [_LOCK]:
@@ -116,7 +116,7 @@ class RunDir:
 
 
 def _parts_within(path: Path, corpus: Path | None) -> frozenset[str]:
-    """Return the names that `prepare` leaves in the run folder if the corpus is inside it; else nothing."""
+    """Return the names that `prepare` creates in the run folder if the corpus is inside it, else an empty set."""
     run, target = path.absolute(), (corpus or path).absolute()
     return frozenset({target.relative_to(run).parts[0], ".tunewell"}) if run in target.parents else frozenset()
 
@@ -128,11 +128,11 @@ def _require_empty(path: Path, known: frozenset[str]) -> None:
     has_run = PLAN in names
     more = f" and {count(len(names) - 5)} more" if len(names) > 5 else ""
     raise UserError(
-        f"`{path}` already holds a run" if has_run else f"the folder `{path}` is not empty",
+        f"`{path}` already contains a run" if has_run else f"the folder `{path}` is not empty",
         where=", ".join(names[:5]) + more,
-        fix="resume it with `--resume`, or choose another folder with `--out`"
+        fix="resume the run with `--resume`, or choose another folder with `--out`"
         if has_run
-        else "choose another folder with `--out` (`--resume` needs a run, and there is none)",
+        else "choose another folder with `--out` (the folder contains no run that `--resume` could continue)",
     )
 
 
