@@ -1,4 +1,4 @@
-"""Choose what a run computes with: device, precision, attention, threads, compilation, each with its reason."""
+"""Choose device, precision, attention, threads and compilation of a run, each with its reason."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,14 +14,14 @@ from tunewell.records.plan import Chosen
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """What a plan is made from: the config, the corpus, the machine and the size of the model."""
+    """The inputs of a plan: the config, the corpus, the device and the size of the model."""
 
     loaded: LoadedConfig
     manifest: Manifest
     device: DeviceFacts
     num_parameters: int | None
     threads: Chosen[int] | None = None
-    """The measured number; None on a GPU, or if `train.threads` is set."""
+    """The measured number of threads, or None on a GPU or if `train.threads` is set."""
 
     @property
     def config(self) -> Config:
@@ -30,7 +30,7 @@ class PlanInputs:
 
     @property
     def split(self) -> SplitRecord:
-        """Return the record of the training documents; raise UserError if there are none."""
+        """Return the record of the training documents; raise UserError if there are no training documents."""
         split = self.manifest.splits.get("train")
         if split is None or not split.documents:
             raise UserError(
@@ -41,14 +41,14 @@ class PlanInputs:
         return split
 
     def is_set(self, key: str) -> bool:
-        """Whether the user set this key, even to its default."""
+        """Return True if the user set this key, even to its default."""
         group, _, name = key.rpartition(".")
-        # Not `LoadedConfig.origin`: for a key that is not set it names the line of the group around it.
+        # `LoadedConfig.origin` cannot be used: for a key that is not set, it returns the line of its section.
         section = getattr(self.config, group) if group else self.config
         return name in section.model_fields_set
 
     def why(self, key: str) -> str:
-        """Return where a value comes from: `set in tunewell.yaml line 12`, `set by --set seed=1` or `the default`."""
+        """Return the origin of a value: `set in tunewell.yaml line 12`, `set by --set seed=1` or `the default`."""
         if not self.is_set(key):
             return "the default"
         origin = self.loaded.origin(key)
@@ -57,7 +57,7 @@ class PlanInputs:
         return f"set by `{origin}`" if origin.startswith("--") else f"set in {origin}"
 
     def where(self, key: str) -> str:
-        """Return the place where a key is set, for an error about it."""
+        """Return where a key is set, for an error message."""
         return self.why(key).removeprefix("set in ").removeprefix("set by ")
 
 
@@ -67,7 +67,7 @@ Compile = Literal["auto", "on", "off"]
 
 
 def choose_device(inputs: PlanInputs) -> Chosen[str]:
-    """Return the device, with the reason."""
+    """Return the device with the reason for it."""
     device = inputs.device
     size = f", {size_bytes(device.memory_bytes)}" if device.memory_bytes else ""
     if inputs.config.device != "auto":
@@ -77,7 +77,7 @@ def choose_device(inputs: PlanInputs) -> Chosen[str]:
 
 
 def choose_precision(inputs: PlanInputs) -> Chosen[Precision]:
-    """Choose the precision; raise UserError if the device would emulate it, or if it is not tested there."""
+    """Choose the precision; raise UserError if the device would have to emulate it or is not tested with it."""
     device, setting = inputs.device, inputs.config.train.precision
     if setting == "auto":
         return _automatic_precision(inputs)
@@ -113,7 +113,7 @@ def _automatic_precision(inputs: PlanInputs) -> Chosen[Precision]:
 
 
 def choose_attention(inputs: PlanInputs, precision: Precision) -> Chosen[Attention]:
-    """Choose the attention; raise UserError if the flash kernel is asked for and cannot run."""
+    """Choose the attention kernel; raise UserError if `flash` is requested and cannot run."""
     device, setting = inputs.device, inputs.config.train.attention
     if device.kind != "cuda":
         obstacle = f"the flash kernel runs on CUDA only, and this is {device.label}"
@@ -133,7 +133,7 @@ def choose_attention(inputs: PlanInputs, precision: Precision) -> Chosen[Attenti
 
 
 def choose_threads(inputs: PlanInputs) -> Chosen[int]:
-    """Return the number that is set or was measured; on a GPU all cores, since the CPU computes little."""
+    """Return the configured or measured number of threads, or all cores if the run uses a GPU."""
     setting, cores = inputs.config.train.threads, num_cores()
     if setting != "auto":
         return Chosen[int](value=setting, because=f"{inputs.why('train.threads')}; {count(cores, 'core')} available")
@@ -143,7 +143,7 @@ def choose_threads(inputs: PlanInputs) -> Chosen[int]:
 
 
 def choose_compile(inputs: PlanInputs, attention: Attention) -> Chosen[Compile]:
-    """Choose whether to compile the layers; raise UserError if that is asked for and impossible."""
+    """Choose whether to compile the layers; raise UserError if compilation is requested and not possible."""
     setting, obstacle = inputs.config.train.compile, None
     if inputs.device.kind != "cuda":
         obstacle = f"layers are compiled for CUDA only, and this run is on {inputs.device.label}"

@@ -1,7 +1,7 @@
 """Plan a run: choose batch size, steps, warm-up, evaluation and checkpoint intervals, each with its reason.
 
 batch = choose_batch(inputs)                   tokens or documents per optimizer step
-... the data order counts the steps ...        exactly: the number depends on the permutation of each epoch
+... the data order counts the steps ...        their number depends on the permutation of each epoch
 plan  = plan_training(inputs, batch=batch, num_steps=95, epochs=5.0)
 """
 
@@ -30,14 +30,14 @@ from tunewell.planning.compute import (
 from tunewell.records.plan import Chosen, Plan
 
 _STEPS_PER_EPOCH = 40
-"""The 40 reworded questions of the example, 5 epochs, 3 seeds, SmolLM2-135M on an H200 (2026-11-15): steps of 512
-tokens, 19 an epoch, gave 34 to 35 right; steps of 256, 38 an epoch, gave 38 to 39, with less forgotten."""
+"""Measured on the 40 reworded questions of the example (5 epochs, 3 seeds, SmolLM2-135M, H200, 2026-11-15): 19 steps of
+512 tokens per epoch gave 34 to 35 right answers; 38 steps of 256 tokens gave 38 to 39 and less forgetting."""
 _BATCH_UNIT = 128
 _BATCH_LIMITS = (256, 16_384)
 _EVALUATIONS = 10
 _MIN_SAVE_STEPS = 10
 _SHORT_RUN = 10
-"""Below it a warm-up of some percent is less than a step; it is rounded, not rounded up."""
+"""In shorter runs, a warm-up of a few percent is less than one step. It is rounded to the nearest step, not up."""
 _LARGE_MODEL = 3_000_000_000
 
 Schedule = Literal["cosine", "linear", "constant"]
@@ -46,7 +46,7 @@ _Limit = Chosen[int | None]
 
 @dataclass(frozen=True)
 class Batch:
-    """The size of an optimizer step: tokens or documents; the other is None."""
+    """The size of an optimizer step, as a limit on tokens or on documents; the other limit is None."""
 
     tokens: _Limit
     documents: _Limit
@@ -59,7 +59,7 @@ def plan_run(
     *,
     measure_threads: Callable[[Sequence[tuple[int, int, int]]], Chosen[int]],
 ) -> tuple[Plan, DataOrder]:
-    """Plan a run and order its documents; `measure_threads` measures products (rows, inner, columns) on a CPU."""
+    """Plan a run and the order of its documents. `measure_threads` times matrix products (rows, inner, columns)."""
     config = loaded.config
     assert config.model is not None
     facts = read_facts(loaded.seen(config.model))
@@ -179,7 +179,7 @@ def _warmup_steps(inputs: PlanInputs, num_steps: int) -> Chosen[int]:
         if steps >= num_steps > 1:
             because += f"; the run has only {count(num_steps, 'step')}, so the learning rate never reaches its peak"
         return Chosen[int](value=steps, because=because)
-    # Rounded first, since 0.07 * 100 is a little over 7.
+    # Round before taking the ceiling, because 0.07 * 100 is slightly more than 7.
     exact = round(warmup * num_steps, 9)
     steps = math.ceil(exact) if num_steps >= _SHORT_RUN else round(exact)
     return Chosen[int](value=steps, because=f"{warmup * 100:g}% of {count(num_steps, 'step')}, {because}")
@@ -229,7 +229,7 @@ def _save_every(inputs: PlanInputs, num_steps: int, evaluate_every: int) -> Chos
     setting = inputs.config.checkpoints.every_steps
     if setting != "auto":
         return Chosen[int](value=setting, because=inputs.why("checkpoints.every_steps"))
-    # A multiple, so that every checkpoint has a held-out loss.
+    # A multiple of the evaluation interval, so that every checkpoint has a held-out loss.
     every = evaluate_every * math.ceil(_MIN_SAVE_STEPS / evaluate_every)
     if every >= num_steps:
         return Chosen[int](value=num_steps, because=f"a run of {count(num_steps, 'step')} is saved once, at the end")
@@ -258,7 +258,7 @@ _RATES = ((500_000_000, 1e-3), (2_000_000_000, 5e-4))
 
 
 def starting_point(num_rows: int, num_parameters: int | None) -> StartingPoint:
-    """Return the values for a first run; the safest ones if the size of the model is unknown."""
+    """Return the values for a first run. If the size of the model is unknown, they are the safest ones."""
     epochs = next((epochs for limit, epochs in _EPOCHS if num_rows < limit), 1)
     rank = next((rank for limit, rank in _RANKS if num_rows < limit), 64)
     rate = next((rate for limit, rate in _RATES if (num_parameters or limit) < limit), 2e-4)
