@@ -1,8 +1,8 @@
-"""Keep freed memory in the process, in huge pages: each training step frees and allocates the same gigabyte again.
+"""Keep freed memory in the process, in huge pages, because each training step allocates the same gigabyte again.
 
-By default glibc returns large blocks to the system as soon as they are freed, and the system hands them out again page
-by page, each zeroed first. On two cores that took a sixth of a step of a 135 M model (2026-11-15, glibc 2.36). Results
-do not change.
+By default, glibc returns large blocks to the system as soon as they are freed, and the system zeroes each page when it
+is allocated again. On two cores this took a sixth of a step of a 135 M model (2026-11-15, glibc 2.36). Results do not
+change.
 """
 
 import ctypes
@@ -16,11 +16,11 @@ _RESERVED_BYTES = 8 * 2**30
 
 
 def keep_freed_memory(free_bytes: int | None) -> bool:
-    """Configure glibc's allocator for training on a CPU; return False if the C library is another one.
+    """Configure glibc's allocator for training on a CPU; return False if the C library is not glibc.
 
-    This changes the whole process and cannot be undone. Call it from the command line's own process only, never when
-    tunewell is imported as a library. Address space is reserved at once, at most half of `free_bytes`; memory is taken
-    when it is used.
+    This affects the whole process and cannot be undone. Call it only from the process of the command line, never when
+    tunewell is imported as a library. Address space, at most half of `free_bytes`, is reserved immediately; memory is
+    allocated when it is used.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -34,7 +34,7 @@ def keep_freed_memory(free_bytes: int | None) -> bool:
 
 
 def _use_large_pages(library: ctypes.CDLL, num_bytes: int) -> None:
-    """Grow the heap once and ask for huge pages in it; the kernel may ignore the request."""
+    """Grow the heap once and request huge pages for it; the kernel may ignore the request."""
     library.sbrk.restype = library.malloc.restype = ctypes.c_void_p
     library.malloc.argtypes, library.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
     library.sbrk.argtypes = [ctypes.c_ssize_t]

@@ -18,7 +18,7 @@ _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """A device to compute on; None where the system does not say."""
+    """The properties of a device. Values that the system does not report are None."""
 
     kind: Literal["cpu", "cuda", "mps"]
     name: str
@@ -28,27 +28,27 @@ class DeviceFacts:
     memory_bytes: int | None
     free_bytes: int | None
     has_bf16: bool
-    """Whether it has bf16 units. torch accepts bf16 everywhere; a CPU without the units is 50 times slower."""
+    """Whether the device has bf16 units. torch accepts bf16 everywhere, but a CPU without them is 50 times slower."""
     has_flash: bool
-    """Whether it runs torch's flash attention for variable lengths."""
+    """Whether the device supports torch's variable-length flash attention."""
 
 
 def cpu_facts() -> DeviceFacts:
-    """Return this machine's CPU as a device to train on."""
+    """Return the facts of the CPU of this machine."""
     total, free = _ram()
     has_bf16 = has_real_bf16(_read(Path("/proc/cpuinfo")))
     return DeviceFacts("cpu", "cpu", cpu_label(), total, free, has_bf16=has_bf16, has_flash=False)
 
 
 def num_cores() -> int:
-    """Return the number of cores this process may run on, which can be fewer than the machine has."""
+    """Return the number of cores that this process may run on. The machine can have more cores."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those packages that are installed."""
+    """Return the versions of the packages that are installed."""
     found: dict[str, str] = {}
     for name in packages:
         with suppress(PackageNotFoundError):
@@ -57,19 +57,19 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def has_real_bf16(cpuinfo: str) -> bool:
-    """Whether the text of `/proc/cpuinfo` lists bf16 units."""
+    """Return True if the text of `/proc/cpuinfo` lists bf16 units."""
     flags = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
     return flags is not None and not _BF16_FLAGS.isdisjoint(flags[1].split())
 
 
 def cpu_label() -> str:
-    """Return the CPU's product name, or the nearest description of it."""
+    """Return the product name of the CPU, or the best available description."""
     named = re.search(r"^model name\s*:\s*(\S.*)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
     return named[1].strip() if named else platform.processor() or platform.machine() or "CPU"
 
 
 def usable_cores(cgroup: Path = _CGROUP) -> int:
-    """Return the cores this process may keep busy: its affinity, or its container's quota if that is less."""
+    """Return the number of usable cores: the CPU affinity of this process, or the container's quota if it is lower."""
     quota, _, period = _read(cgroup / "cpu.max").strip().partition(" ")
     if not (quota.isdigit() and period.isdigit() and int(period)):
         return num_cores()
@@ -77,7 +77,7 @@ def usable_cores(cgroup: Path = _CGROUP) -> int:
 
 
 def physical_cores(cpuinfo: str | None = None) -> int | None:
-    """Return the number of physical cores, without hyper-threads; None if the system does not say."""
+    """Return the number of physical cores, without hyper-threads, or None if the system does not report it."""
     text = _read(Path("/proc/cpuinfo")) if cpuinfo is None else cpuinfo
     sockets = re.findall(r"^physical id\s*:\s*(\d+)$", text, re.MULTILINE)
     cores = re.findall(r"^core id\s*:\s*(\d+)$", text, re.MULTILINE)
@@ -85,20 +85,20 @@ def physical_cores(cpuinfo: str | None = None) -> int | None:
 
 
 def peak_memory_bytes() -> int | None:
-    """Return the peak memory of this process so far; None on Windows."""
-    # Not getrusage: Linux keeps its peak over exec, so it would include the parent's memory.
+    """Return the peak memory of this process so far, or None on Windows."""
+    # getrusage is not used on Linux: its peak survives exec, so it would include the memory of the parent process.
     if peak := re.search(r"^VmHWM:\s*(\d+) kB$", _read(Path("/proc/self/status")), re.MULTILINE):
         return int(peak[1]) * 1024
     if sys.platform == "win32":
         return None
     import resource
 
-    # In bytes on macOS, in KiB elsewhere.
+    # ru_maxrss is in bytes on macOS and in KiB elsewhere.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _ram(cgroup: Path = _CGROUP) -> tuple[int | None, int | None]:
-    """Return total and free bytes: the container's if it has less than the machine."""
+    """Return total and free memory in bytes, of the container if it has less than the machine."""
     lines = re.findall(r"^(\w+):\s*(\d+) kB$", _read(Path("/proc/meminfo")), re.MULTILINE)
     known = {name: int(kib) * 1024 for name, kib in lines}
     total, free = known.get("MemTotal", _pages("SC_PHYS_PAGES")), known.get("MemAvailable")
@@ -118,7 +118,7 @@ def _pages(name: str) -> int | None:
 
 
 def _read(path: Path) -> str:
-    """Return the text of a system file; empty if there is none."""
+    """Return the text of a system file, or an empty text if the file does not exist."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

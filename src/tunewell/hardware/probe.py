@@ -1,4 +1,4 @@
-"""Find the device to compute on (CPU, CUDA, MPS) and its memory in use, as torch sees them."""
+"""Find the compute device (CPU, CUDA, MPS) and its memory with torch."""
 
 import re
 
@@ -11,7 +11,7 @@ _AMPERE = (8, 0)
 
 
 def probe_device(name: str) -> DeviceFacts:
-    """Return the facts of a device; `auto` is the best one, and `cuda` torch's current GPU. Raise UserError if none."""
+    """Return a device's facts (`auto`: the best device, `cuda`: torch's current GPU); raise UserError if not found."""
     available = _available_devices()
     asked = name
     if name == "auto":
@@ -32,7 +32,7 @@ def probe_device(name: str) -> DeviceFacts:
 
 
 def _available_devices() -> list[str]:
-    """Return the names of this machine's devices, the best first."""
+    """Return the names of the devices of this machine, best first."""
     cuda = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     return [*cuda, *(["mps"] if torch.backends.mps.is_available() else []), "cpu"]
 
@@ -40,7 +40,7 @@ def _available_devices() -> list[str]:
 def _cuda_facts(name: str) -> DeviceFacts:
     capability = torch.cuda.get_device_capability(name)
     free, total = torch.cuda.mem_get_info(name)
-    # ROCm also calls itself CUDA, but its capability numbers differ and the varlen kernel is untested there.
+    # torch also reports ROCm as CUDA, but its capability numbers differ and the varlen kernel is untested there.
     is_amd = torch.version.hip is not None
     return DeviceFacts(
         kind="cuda",
@@ -56,5 +56,5 @@ def _cuda_facts(name: str) -> DeviceFacts:
 def _mps_facts() -> DeviceFacts:
     total = torch.mps.recommended_max_memory()
     free = max(0, total - torch.mps.driver_allocated_memory())
-    # fp32 until bf16 was compared with it on such a machine.
+    # bf16 is off until it has been compared with fp32 on such a machine.
     return DeviceFacts("mps", "mps", "Apple GPU", total, free, has_bf16=False, has_flash=False)

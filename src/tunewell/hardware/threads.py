@@ -1,4 +1,4 @@
-"""Measure how many CPU threads are fastest now: on a busy machine more threads can be slower."""
+"""Measure which number of CPU threads is fastest; on a busy machine, more threads can be slower."""
 
 import statistics
 import time
@@ -15,7 +15,7 @@ from tunewell.records.plan import Chosen
 Shape = tuple[int, int, int]
 _ROUNDS = 5
 _PASS_FLOPS = 1e9
-"""Work of one pass over the shapes: about 10 ms on two cores, so that a window holds several."""
+"""Number of operations in one pass over all shapes: about 10 ms on two cores, so that a window has several passes."""
 _MIN_ROWS = 32
 _NEAR_ENOUGH = 0.95
 _SECONDS = 1.0
@@ -35,7 +35,7 @@ class _Product(NamedTuple):
 def measure_threads(
     shapes: Sequence[Shape], *, candidates: Sequence[int] | None = None, seconds: float = _SECONDS
 ) -> Chosen[int]:
-    """Multiply fp32 matrices (rows, inner, columns) for about `seconds`; return the fastest number of threads."""
+    """Time products of fp32 matrices (rows, inner, columns) for `seconds`; return the fastest number of threads."""
     counts = sorted(set(candidates or thread_candidates(usable_cores(), physical_cores())))
     if len(counts) == 1:
         return Chosen[int](value=counts[0], because=f"{count(counts[0], 'core')} available")
@@ -45,7 +45,7 @@ def measure_threads(
 
 @contextmanager
 def torch_threads(num_threads: int | None) -> Iterator[None]:
-    """Compute with this many torch threads, then restore the previous number; None changes nothing."""
+    """Set the number of torch threads and restore the previous number on exit; None changes nothing."""
     before = torch.get_num_threads()
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -57,7 +57,7 @@ def torch_threads(num_threads: int | None) -> Iterator[None]:
 
 
 def thread_candidates(num_cores: int, num_physical: int | None) -> list[int]:
-    """Return the numbers of threads to measure: all up to four cores; above, one, half, physical cores and all."""
+    """Return the thread counts to measure: each one up to four cores, otherwise one, half, physical and all cores."""
     if num_cores <= 4:
         return list(range(1, num_cores + 1))
     physical = min(num_physical or num_cores, num_cores)
@@ -65,7 +65,7 @@ def thread_candidates(num_cores: int, num_physical: int | None) -> list[int]:
 
 
 def _products(shapes: Sequence[Shape]) -> list[_Product]:
-    """Return the matrices, with fewer rows so that a pass over all shapes is short."""
+    """Return the matrices, with the number of rows reduced so that a pass over all shapes is short."""
     distinct = list(dict.fromkeys(shapes))
     share = min(1.0, _PASS_FLOPS / sum(2.0 * rows * inner * columns for rows, inner, columns in distinct))
     kept = [(min(rows, max(_MIN_ROWS, int(rows * share))), inner, columns) for rows, inner, columns in distinct]
@@ -73,14 +73,14 @@ def _products(shapes: Sequence[Shape]) -> list[_Product]:
 
 
 def _rates(products: list[_Product], counts: Sequence[int], seconds: float) -> dict[int, float]:
-    """Return FLOP/s by number of threads, measured in turns, so that other load affects all alike."""
+    """Return FLOP/s by number of threads, measured in turns so that other load affects all of them equally."""
     window = seconds / (len(counts) * _ROUNDS)
     deadline = time.perf_counter() + seconds
     rates: dict[int, list[float]] = {threads: [] for threads in counts}
     for _ in range(_ROUNDS):
         for threads in counts:
             torch.set_num_threads(threads)
-            _multiply(products[0])  # wakes the threads
+            _multiply(products[0])  # starts the threads
             rates[threads].append(_rate_in_window(products, window))
         if time.perf_counter() > deadline:
             break
@@ -103,7 +103,7 @@ def _multiply(product: _Product) -> None:
 
 
 def fastest(rates: dict[int, float]) -> Chosen[int]:
-    """Choose from FLOP/s by number of threads: the fewest that are within 5% of the best."""
+    """Choose the smallest number of threads whose FLOP/s are within 5% of the best."""
     best = max(rates.values())
     chosen = min(threads for threads, rate in rates.items() if rate >= _NEAR_ENOUGH * best)
     others = [f"{threads} gave {rates[threads] / 1e9:,.3g}" for threads in rates if threads != chosen]
