@@ -1,5 +1,5 @@
-"""Diagnosis: parse training logs, ours or another trainer's, for the health rules.
+"""Diagnosis: parse the training logs of tunewell and other trainers for the health rules.
 
-Owns the formats of training logs. It imports no torch and runs nothing. The rules themselves are in
-`training/health.py` and `training/log_rules.py`. Start with `readers.py`: `read_log` and `read_run`.
+This package knows the formats of training logs. It does not import torch and executes nothing. The rules are in
+`training/health.py` and `training/log_rules.py`. Start with `read_log` and `read_run` in `readers.py`.
 """

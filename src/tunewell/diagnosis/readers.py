@@ -1,12 +1,12 @@
 """Parse training logs of any trainer into step metrics: `trainer_state.json`, printed lines, tables.
 
     {"log_history": [...], "context": {...}}            trainer_state.json of Hugging Face's trainers
-    {'loss': 1.47, 'grad_norm': 10.5, 'epoch': 0.01}    lines that they print
+    {'loss': 1.47, 'grad_norm': 10.5, 'epoch': 0.01}    lines printed by Hugging Face's trainers
     Step | Training Loss | Validation Loss              tables in notebooks: a header, then rows of numbers
     lm loss: 2.117E+00 | grad norm: 0.150               Megatron
     steps 488/2000 avr_loss=nan                         other lines with named numbers
 
-Lines without a named number are ignored. Nothing is executed, and parsing takes linear time.
+Lines without a named number are ignored. No code in a log is executed, and parsing takes linear time.
 """
 
 import json
@@ -21,7 +21,7 @@ from typing import Any, cast
 from tunewell.records.events import as_number, read_events, with_numbers
 from tunewell.training.health import RunContext, StepMetrics
 
-# Facts about the run beside its metrics: device, precision, vocabulary size.
+# Facts about the run other than its metrics: device, precision, vocabulary size.
 
 _APPLE = re.compile(
     r"\bmps\b(?!['\"]?(?: is)?(?: available)?['\"]?\s*[:=]\s*(?:false|no\b))|Apple (?:silicon|GPU|M[1-9])"
@@ -40,7 +40,7 @@ _PRECISIONS = (
     ("fp32", re.compile(r"\b(?:fp32|float32)\b", re.I)),
 )
 _VOCABULARY = re.compile(r"vocab(?:ulary)?[_ ]?size['\"]?\s{0,24}[:=]?\s{0,24}(\d[\d,]*)", re.I)
-# Speech models always have a new head; models from scratch have only new weights.
+# Speech models always have a new head, and models trained from scratch have only new weights.
 _FROM_SCRATCH = re.compile(r"from scratch|\blm loss\b|consumed samples|\bctc\b|\bwer\b|wav2vec", re.I)
 
 
@@ -57,7 +57,7 @@ def find_context(text: str) -> RunContext:
     )
 
 
-# Names that trainers use for the same metric, and the spelling of numbers.
+# The names that trainers use for the same metric, and the formats of numbers.
 
 # Each `_` also matches a space, a slash or nothing.
 _SYNONYMS = {
@@ -75,18 +75,18 @@ _NAMES = {word.replace("_", ""): key for key, words in _SYNONYMS.items() for wor
 NAME = "|".join(
     word.replace("_", "[ _/]?") for word in sorted(" ".join(_SYNONYMS.values()).split(), key=len, reverse=True)
 )
-# Atomic: 12ab must not match as 1. 0,52 is a decimal comma.
+# The group is atomic, so that 12ab does not match as 1. The comma in 0,52 is a decimal comma.
 NUMBER = r"(?>[-+]?(?:nan|inf(?:inity)?|(?!0,\d)\d+(?:,\d{3})*(?:\.\d*)?(?:e[-+]?\d+)?|\.\d+(?:e[-+]?\d+)?))"
 
 
 def field_of(name: str) -> str:
-    """Return our name of a metric; an unknown name is returned as it is, in lower case."""
+    """Return tunewell's name of a metric; an unknown name is returned in lower case."""
     name = name.strip().lower().removeprefix("train/")
     return _NAMES.get(re.sub("[ _/]", "", name), name)
 
 
 def number_of(value: Any) -> float | None:
-    """Convert a value to a number; return None if it is not one."""
+    """Convert a value to a number; return None if it is not a number."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -95,7 +95,7 @@ def number_of(value: Any) -> float | None:
         return None
 
 
-# Tables: a header with a step and a loss, then rows; also pasted as HTML or one cell per line.
+# Tables: a header with a step and a loss, then rows. They may also be pasted as HTML or with one cell per line.
 
 _NO_VALUE = {"", "-", "no log", "none", "n/a"}
 _SPACED = re.compile(r"(?:train(?:ing)?|val(?:id(?:ation)?)?|eval|test) loss|learning rate|grad norm|no log|\S+", re.I)
@@ -111,7 +111,7 @@ _OBJECT = re.compile(r"\{[^{}]{1,2000}\}")
 
 
 def join_lines(text: str) -> str:
-    """Put an object, or a table row that was pasted one cell per line, on one line."""
+    """Join objects, and table rows that were pasted with one cell per line, into single lines."""
     text = _OBJECT.sub(lambda found: " ".join(found[0].split()), text)
     if "<td" in text.lower():
         for pattern, replacement in _HTML:
@@ -127,7 +127,7 @@ def join_lines(text: str) -> str:
 
 @dataclass
 class Table:
-    """A table whose header was found: its columns and their separator."""
+    """The columns of a table and their separator, as found in its header."""
 
     columns: list[str]
     separator: str
@@ -135,7 +135,7 @@ class Table:
 
     @classmethod
     def from_header(cls, line: str) -> "Table | None":
-        """Parse a header: it names a step or an epoch and a loss, each as a whole cell. Return None otherwise."""
+        """Parse a header. Return None unless it has cells for a loss and for a step or an epoch."""
         if "loss" not in line.lower():
             return None
         separator = next((mark for mark in "|\t," if mark in line), " ")
@@ -146,7 +146,7 @@ class Table:
         return cls(columns, separator) if is_header else None
 
     def row(self, line: str) -> dict[str, Any] | None:
-        """Parse a row; return None if the line is not one."""
+        """Parse a row; return None if the line is not a row of this table."""
         cells = _cells(line, self.separator)
         if self.separator == " ":
             cells = cells[len(cells) - len(self.columns) :] if len(cells) == len(self.columns) + 1 else cells
@@ -163,7 +163,7 @@ class Table:
             number_of(cell) is not None for cell in found.values()
         ):
             return None
-        # A row with a held-out loss repeats the last logged training loss until there is a new one.
+        # A row with a held-out loss repeats the last training loss until a new one is logged.
         if "held_out_loss" in found and found.get("loss") == self.last_loss:
             found.pop("loss", None)
         self.last_loss = found.get("loss", self.last_loss)
@@ -183,7 +183,7 @@ _PAIR = re.compile(
     re.IGNORECASE,
 )
 _ASSIGNS_ZERO = re.compile(r"\s*[\w.]+\s*=\s*0(?:\.0*)?\s*(?:#.*)?")
-"""A line of source code that was pasted with the log."""
+"""Matches a line of source code that was pasted with the log."""
 _OVERFLOW = re.compile(
     r"non-?finite grad|found (?:nan|inf)|overflow!? *(?:rank|skipping)|skipping (?:the )?(?:optimizer )?step", re.I
 )
@@ -208,7 +208,7 @@ class TrainingLog:
 
 
 def read_log(text: str) -> TrainingLog:
-    """Parse the log of any trainer; a log without numbers has no steps."""
+    """Parse the log of any trainer. A log without numbers gives no steps."""
     text = _COLOUR.sub("", text)
     rest = text
     entries: list[dict[str, Any]] = []
@@ -221,13 +221,13 @@ def read_log(text: str) -> TrainingLog:
     if not steps and len(unnamed := _ALONE.findall(text)) > 1:
         steps = list(_to_metrics({"loss": value} for value in unnamed))
     if not steps:
-        # The log has only the mean of the whole run. It is 0 if a finished run was resumed, and then means nothing.
+        # The log has only the mean loss of the whole run. It is 0 and meaningless if a finished run was resumed.
         steps = [step for step in _to_metrics(entries) if step.loss != 0.0]
     return TrainingLog(_correct_norms(steps, is_frozen=bool(_NOTHING_TRAINABLE.search(text))), find_context(text))
 
 
 def read_run(folder: Path) -> TrainingLog:
-    """Read the steps and evaluations of a run folder, ours or one that `HealthCallback` wrote."""
+    """Read the steps and evaluations of a run folder of tunewell or of `HealthCallback`."""
     path = folder / "plan.json"
     plan: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     steps: list[StepMetrics] = []
@@ -279,7 +279,7 @@ def _lines(text: str) -> Iterator[dict[str, Any]]:
             continue
         if _BAR.search(line):
             if found == drawn:
-                continue  # a progress bar repeats the last loss until there is a new one
+                continue  # a progress bar repeats the last loss until a new one is logged
             drawn = dict(found)
         if _REWARDED.search(line):
             found["reward"] = True
@@ -289,7 +289,7 @@ def _lines(text: str) -> Iterator[dict[str, Any]]:
 
 
 def _to_metrics(entries: Iterable[dict[str, Any]]) -> Iterator[StepMetrics]:
-    """Convert entries to metrics; entries without a step are counted."""
+    """Convert entries to metrics; entries without a step are numbered consecutively."""
     step = 0
     for raw in entries:
         entry: dict[str, Any] = {}
@@ -298,7 +298,7 @@ def _to_metrics(entries: Iterable[dict[str, Any]]) -> Iterator[StepMetrics]:
         numbers: dict[str, Any] = {
             key: number_of(entry.get(key)) for key in ("loss", "grad_norm", "learning_rate", "scale")
         }
-        # In GRPO and other reward training the loss is 0 by construction, and equal rewards give no gradient.
+        # In GRPO and other reward-based training, the loss is 0 by construction, and equal rewards give no gradient.
         if numbers["loss"] == 0.0 and any(_REWARDED.search(key) for key in entry):
             numbers |= {"loss": None, "grad_norm": numbers["grad_norm"] or None}
         held_out, at = number_of(entry.get("held_out_loss")), number_of(entry.get("step"))
