@@ -1,6 +1,6 @@
-"""The `Method` interface: what a training method trains, saves, restores and merges.
+"""The `Method` interface: how a training method selects, saves, restores and merges parameters.
 
-A method is a class in a module of this package and one line in `config/extensions.py`:
+To add a method, write a class in a module of this package and add one line to `config/extensions.py`:
 
     method = METHODS.load("lora").apply(model, settings, seed=0)     # wraps layers, marks parameters as trainable
     tensors, texts = method.files(base_model="...")                  # written to every checkpoint
@@ -26,19 +26,19 @@ from tunewell.models.load import not_finite_names
 
 
 class MethodFiles(NamedTuple):
-    """The files in which a method saves what it trained."""
+    """The files in which a method saves its trained weights."""
 
     tensors: dict[str, dict[str, Tensor]]
-    """By file name; safetensors."""
+    """File name -> tensor name -> tensor, saved as safetensors."""
     texts: dict[str, str]
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the tensors."""
+        """The total size of the tensors in bytes."""
         return sum(tensor.nbytes for tensors in self.tensors.values() for tensor in tensors.values())
 
     def write(self, folder: Path) -> None:
-        """Write the files to a folder that exists."""
+        """Write the files to an existing folder."""
         for name, tensors in self.tensors.items():
             save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name)
         for name, text in self.texts.items():
@@ -51,12 +51,12 @@ class Method(ABC):
     def __init__(self, model: PreTrainedModel, notes: list[str]) -> None:
         self.model = model
         self.notes = notes
-        """For the user, e.g. about layers that stay frozen."""
+        """Notes for the user, for example about layers that stay frozen."""
 
     @classmethod
     @abstractmethod
     def load_dtype(cls, precision: torch.dtype) -> torch.dtype:
-        """Return the dtype to load the model in, for a run that computes in `precision`."""
+        """Return the dtype in which to load the model for a run in `precision`."""
 
     @classmethod
     @abstractmethod
@@ -69,28 +69,28 @@ class Method(ABC):
         text_prefix: str = "",
         has_new_tokens: bool = False,
     ) -> Self:
-        """Prepare a loaded model for training; afterwards its trainable parameters require gradients, in fp32.
+        """Prepare a loaded model for training: the trainable parameters are in fp32 and require gradients.
 
-        `text_prefix` is the path of the model in the multimodal one it is the text part of. `has_new_tokens` means
-        that the embedding has rows which were never trained. Raises UserError if the settings do not fit the model.
+        `text_prefix` is the path of the text part within a multimodal model. `has_new_tokens` means that the embedding
+        has rows that were never trained. Raises UserError if the settings do not fit the model.
         """
 
     @classmethod
     def identity(cls, settings: MethodSettings) -> dict[str, Any]:
-        """Return the settings that must be the same when a run is resumed."""
+        """Return the settings that must not change on resume."""
         return {}
 
     @abstractmethod
     def files(self, base_model: str | None) -> MethodFiles:
-        """Return the trained weights and their settings; `base_model` names the model they were trained from."""
+        """Return the trained weights and their settings. `base_model` is the name of the base model."""
 
     @abstractmethod
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Copy the tensors of `files` back into the model; raise UserError if they do not fit."""
+        """Restore the model from the tensors of `files`. Raise UserError if they do not fit."""
 
     @torch.no_grad()
     def reset(self, weights: Mapping[str, Tensor]) -> None:
-        """Return to the state before the first step; `weights` are the loaded model's own, by name."""
+        """Reset the model to its state before the first step. `weights` are the initial weights by name."""
         for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
             initial = weights.get(name.replace(".base_layer.", "."))
             if initial is not None:
@@ -98,50 +98,50 @@ class Method(ABC):
 
 
 class AdapterLayer(nn.Module, ABC):
-    """A frozen layer with trained weights beside it. Subclasses keep the frozen layer in `base_layer`."""
+    """A frozen layer with additional trained weights. Subclasses store the frozen layer in `base_layer`."""
 
     base_layer: Any
     is_enabled = True
-    """Whether the trained weights take part in the computation."""
+    """Whether the forward pass uses the trained weights."""
 
     def cast(self, dtype: torch.dtype | None) -> None:
-        """Keep copies of the trained weights in a precision, so that decoding does not convert them for each token.
+        """Cache the trained weights in a dtype, so that decoding does not convert them for each token.
 
-        None drops the copies. The weights do not change in between. By default nothing is kept.
+        None clears the cache. The weights must not change while they are cached. The default does nothing.
         """
 
     @abstractmethod
     def merged(self) -> nn.Module:
-        """Return a plain layer that computes the same; the frozen layer's weight is changed in place, in fp32."""
+        """Return an equivalent plain layer. The weight of the frozen layer is changed in place, in fp32."""
 
     @abstractmethod
     def weight_change(self, rows: slice) -> Tensor:
-        """Return what merging adds to these rows of the weight, in float64 on the CPU.
+        """Return the change that merging makes to these rows of the weight, in float64 on the CPU.
 
-        It proves `merged` right, so it must not share code with it.
+        It is used to verify `merged`, so it must not share code with it.
         """
 
     @abstractmethod
     def change_direction(self) -> Tensor | None:
-        """Return the input whose output changes most, a unit vector in float64 on the CPU; None if nothing changes."""
+        """Return the unit input vector (float64, CPU) with the largest change in output, or None if nothing changes."""
 
 
 class AdapterMethod(Method):
-    """A method that trains an adapter beside a frozen model, made of `AdapterLayer`s."""
+    """A method that trains an adapter for a frozen model, made of `AdapterLayer` modules."""
 
     @classmethod
     @abstractmethod
     def reads(cls, config: Mapping[str, Any]) -> bool:
-        """Return True if `load` reads the adapters that have this `adapter_config.json`."""
+        """Return True if `load` supports adapters with this `adapter_config.json`."""
 
     @classmethod
     @abstractmethod
     def load(cls, model: PreTrainedModel, folder: Path, *, text_prefix: str = "") -> Self:
-        """Put a saved adapter on a model; raise UserError if it does not fit."""
+        """Load a saved adapter into a model. Raise UserError if it does not fit."""
 
     @property
     def has_base(self) -> bool:
-        """Whether the model computes exactly as its base model while the adapter is disabled."""
+        """Whether disabling the adapter gives exactly the base model."""
         return True
 
     @contextmanager
@@ -158,14 +158,14 @@ class AdapterMethod(Method):
 
     @torch.no_grad()
     def merge(self) -> int:
-        """Add the adapter to the model's weights, which must be in fp32; return the number of merged layers."""
+        """Merge the adapter into the model's weights, which must be in fp32. Return the number of merged layers."""
         layers = adapter_layers(self.model)
         for name, layer in layers.items():
             self.model.set_submodule(name, layer.merged())
         self.model.requires_grad_(False)
         if broken := not_finite_names(self.model):
             raise UserError(
-                f"{len(broken)} weights of the merged model are not finite, the first is `{broken[0]}`",
+                f"{len(broken)} weights of the merged model are not finite; the first is `{broken[0]}`",
                 fix="check the run: `tunewell validate RUN`",
             )
         return len(layers)
@@ -178,7 +178,7 @@ def adapter_layers(model: nn.Module) -> dict[str, AdapterLayer]:
 
 @contextmanager
 def weights_cast(model: PreTrainedModel) -> Iterator[None]:
-    """Keep the trained weights of adapters in the model's precision inside a `with` block."""
+    """Cache the trained weights of adapters in the model's dtype inside a `with` block."""
     layers = adapter_layers(model).values()
     for layer in layers:
         layer.cast(model.dtype)
@@ -190,12 +190,12 @@ def weights_cast(model: PreTrainedModel) -> Iterator[None]:
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters by name; a tied parameter is listed once."""
+    """Return the trainable parameters by name. A tied parameter is listed once."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def load_adapter(model: PreTrainedModel, folder: Path, *, text_prefix: str = "") -> AdapterMethod:
-    """Put a saved adapter on a model, by the method that reads it; raise UserError if none does."""
+    """Load a saved adapter into a model. Raise UserError if no method supports its type."""
     name = adapter_method(folder)
     if name is None:
         raise UserError(
@@ -207,7 +207,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, text_prefix: str = "")
 
 
 def adapter_method(folder: Path) -> str | None:
-    """Return the name of the method that reads an adapter; None if none does."""
+    """Return the name of the method that supports an adapter, or None."""
     config = read_adapter_config(folder)
     return next((name for name in _adapter_methods() if METHODS.load(name).reads(config)), None)
 

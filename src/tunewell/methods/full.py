@@ -14,11 +14,11 @@ _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
 
 
 class Full(Method):
-    """Trains every weight; a checkpoint is a whole model that transformers loads."""
+    """Full fine-tuning of every weight. A checkpoint is a complete model that transformers can load."""
 
     @classmethod
     def load_dtype(cls, precision: torch.dtype) -> torch.dtype:
-        """Return fp32: 16-bit weights would round small updates away."""
+        """Return fp32, because small updates would be lost to rounding in 16-bit weights."""
         return torch.float32
 
     @classmethod
@@ -45,12 +45,12 @@ class Full(Method):
         """Copy the saved weights into the model."""
         saved, parameters = tensors[_WEIGHTS], dict(self.model.named_parameters())
         for name, tensor in self._tensors().items():
-            # Checkpoints of earlier versions lack the buffers.
+            # Checkpoints of earlier versions have no buffers.
             if name in saved or name in parameters:
                 tensor.copy_(saved[name])
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return every weight once, and the buffers that are saved with a model: the bias of a router."""
+        """Return every weight once, and the persistent buffers, such as the bias of a router."""
         saved = self.model.state_dict().keys()
         buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
         return {name: tensor.detach() for name, tensor in [*self.model.named_parameters(), *buffers.items()]}

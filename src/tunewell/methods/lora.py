@@ -1,4 +1,4 @@
-"""LoRA: low-rank matrices beside frozen linear layers, and whole modules trained in fp32 beside a 16-bit model."""
+"""LoRA: low-rank adapters for frozen linear layers, and fully fine-tuned modules (`modules_to_save`)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,7 +44,7 @@ from tunewell.methods.targets import (
 
 
 class Lora(AdapterMethod):
-    """Trains low-rank matrices, in fp32, beside frozen linear layers; saves them in PEFT's format."""
+    """LoRA in fp32 on frozen linear layers, saved in PEFT's format."""
 
     def __init__(self, model: PreTrainedModel, notes: list[str], spec: AdapterSpec) -> None:
         super().__init__(model, notes)
@@ -53,7 +53,7 @@ class Lora(AdapterMethod):
 
     @classmethod
     def load_dtype(cls, precision: torch.dtype) -> torch.dtype:
-        """Return the precision itself: frozen weights need no more."""
+        """Return the precision of the run, because frozen weights need no more."""
         return precision
 
     @classmethod
@@ -71,7 +71,7 @@ class Lora(AdapterMethod):
         text_prefix: str = "",
         has_new_tokens: bool = False,
     ) -> Self:
-        """Freeze a model and put new matrices beside its linear layers."""
+        """Freeze a model and add new low-rank matrices to its linear layers."""
         if has_new_tokens:
             settings = with_embeddings(settings, model)
         selection = select_layers(model, settings)
@@ -93,7 +93,7 @@ class Lora(AdapterMethod):
 
     @classmethod
     def load(cls, model: PreTrainedModel, folder: Path, *, text_prefix: str = "") -> Self:
-        """Put an adapter that PEFT or tunewell wrote on a model; raise UserError if our LoRA cannot compute it."""
+        """Load an adapter written by PEFT or tunewell into a model. Raise UserError if it is not supported."""
         config, where = read_adapter_config(folder), str(folder / ADAPTER_WEIGHTS)
         require_supported_settings(config, folder / ADAPTER_CONFIG)
         tensors = {text_part_name(name): tensor for name, tensor in load_file(folder / ADAPTER_WEIGHTS).items()}
@@ -114,7 +114,7 @@ class Lora(AdapterMethod):
 
     @property
     def has_base(self) -> bool:
-        """Whether only matrices were trained: modules trained in full stay changed while the adapter is disabled."""
+        """Whether only low-rank matrices were trained. Disabling the adapter does not restore `modules_to_save`."""
         return not self.spec.modules_to_save
 
     def files(self, base_model: str | None) -> MethodFiles:
@@ -126,12 +126,12 @@ class Lora(AdapterMethod):
         self._copy_in(tensors[ADAPTER_WEIGHTS], where="checkpoint")
 
     def reset(self, weights: Mapping[str, Tensor]) -> None:
-        """Return to the loaded weights and the adapter's first matrices."""
+        """Reset the model to its initial weights and the adapter to its initial matrices."""
         super().reset(weights)
         self._copy_in(self._initial, where="initial adapter")
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the adapter's tensors under PEFT's names; a tied head and embedding are listed twice, as in PEFT."""
+        """Return the adapter's tensors by PEFT's names. A tied head and embedding are both listed, as in PEFT."""
         prefix = self.spec.text_prefix
         tensors = {
             peft_name(name, prefix): parameter.detach()
@@ -146,7 +146,7 @@ class Lora(AdapterMethod):
 
     @torch.no_grad()
     def _copy_in(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
-        """Copy tensors under PEFT's names into the adapter; none may be missing, unexpected or of another shape."""
+        """Copy tensors by PEFT's names into the adapter. Raise UserError if names or shapes differ."""
         parameters = {peft_name(name): parameter for name, parameter in trainable_parameters(self.model).items()}
         saved = {text_part_name(name): tensor for name, tensor in tensors.items()}
         tied = [peft_name(f"{name}.weight") for name in tied_names(self.model)]
@@ -157,8 +157,8 @@ class Lora(AdapterMethod):
         wrong += [name for name in parameters.keys() & saved.keys() if parameters[name].shape != saved[name].shape]
         if wrong:
             raise UserError(
-                f"the adapter does not fit this model: {len(wrong)} of its tensors are missing, unexpected or of "
-                f"another shape, the first is `{wrong[0]}`",
+                f"the adapter does not fit this model: {len(wrong)} of its tensors are missing, unexpected or of a "
+                f"different shape; the first is `{wrong[0]}`",
                 where=where,
             )
         for name, parameter in parameters.items():
@@ -178,7 +178,7 @@ def _saved_selection(
     selected += match_parameters(linears, config.get("target_parameters") or (), where)
     full_names = tuple(config.get("modules_to_save") or ())
     names = [name for name, _ in model.named_modules() if name]
-    # PEFT also saves the embedding and the head of a resized vocabulary, without mentioning it in the settings.
+    # PEFT also saves the embedding and the head of a resized vocabulary, which its config does not list.
     saved = (*match_full_modules(names, full_names, tensors), *saved_embeddings(model, tensors))
     full_modules = add_tied(model, drop_nested(saved))
     return Selection(
@@ -191,7 +191,7 @@ def _saved_selection(
 
 
 def _require_tied(model: PreTrainedModel, tensors: dict[str, Tensor], *, is_tied: bool, where: str) -> None:
-    """Raise UserError if an adapter has different weights for a head and an embedding that this model ties."""
+    """Raise UserError if an adapter has different weights for tied embeddings (head and embedding)."""
     tables = [table for name in tied_names(model) if (table := tensors.get(peft_name(f"{name}.weight"))) is not None]
     if not tables or (len(tables) == 1 and is_tied):
         return
@@ -220,14 +220,14 @@ def _wrap_layers(model: PreTrainedModel, selection: Selection, text_prefix: str,
 
 
 def _train_in_full(model: PreTrainedModel, name: str) -> None:
-    """Make a module trainable in fp32; a tied head and embedding stay tied."""
+    """Make a module trainable in fp32. A tied head and embedding stay tied."""
     module = model.get_submodule(name)
     is_tied = name in tied_names(model)
-    # Read before the conversion: of two tied modules the first converts the weight for both.
+    # Read the dtype before the conversion, because converting one tied module converts the shared weight.
     dtype = next(module.parameters()).dtype
     if dtype != torch.float32 and not isinstance(module, nn.Embedding | nn.Linear):
         raise UserError(
-            f"`{name}` cannot be trained in full beside a 16-bit model: only embeddings and linear layers can",
+            f"`{name}` cannot be fully fine-tuned in a 16-bit model: only embeddings and linear layers can",
             fix="remove it from `method.modules_to_save`, or set `train.precision: fp32`",
         )
     for part in [model.get_input_embeddings(), model.get_output_embeddings()] if is_tied else [module]:
@@ -242,10 +242,10 @@ def _train_in_full(model: PreTrainedModel, name: str) -> None:
 
 
 class LoraLinear(AdapterLayer):
-    """A frozen linear layer and its low-rank matrices: y = W x + scale * B A x.
+    """A frozen linear layer with low-rank matrices: y = W x + scale * B A x.
 
-    The frozen layer may be any module with `weight`, `bias`, `in_features` and `out_features`. If its forward is not
-    that of `nn.Linear`, as in a quantised layer, it is called; if it is, the sum is computed in one pass.
+    The frozen layer may be any module with `weight`, `bias`, `in_features` and `out_features`. If it has its own
+    `forward`, as a quantised layer does, that is called. For a plain `nn.Linear`, the sum is computed in one pass.
     """
 
     def __init__(self, base: nn.Linear, *, rank: int, scale: float, dropout: float) -> None:
@@ -269,7 +269,7 @@ class LoraLinear(AdapterLayer):
 
     @property
     def weight(self) -> Tensor:
-        """Return the frozen weight: some models read its dtype."""
+        """The frozen weight. Some models read its dtype."""
         return self.base_layer.weight
 
     @property
@@ -277,7 +277,7 @@ class LoraLinear(AdapterLayer):
         return self.base_layer.bias
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Initialise as PEFT does: A uniform like a linear layer's weight, B zero, so the output is unchanged."""
+        """Initialise as PEFT does: A uniform, as for a linear layer, and B zero, so that the output is unchanged."""
         bound = self.in_features**-0.5
         initial = torch.rand(self.lora_A.shape, generator=generator) * (2 * bound) - bound
         with torch.no_grad():
@@ -297,14 +297,14 @@ class LoraLinear(AdapterLayer):
         return _LowRank.apply(x.flatten(0, -2), self.scale, weight, bias, a, b).unflatten(0, x.shape[:-1])
 
     def cast(self, dtype: torch.dtype | None) -> None:
-        """Keep copies of the matrices in the model's precision, for decoding; None drops them."""
+        """Cache the matrices in the model's dtype for decoding. None clears the cache."""
         self._cast = None if dtype is None else (self.lora_A.detach().to(dtype), self.lora_B.detach().to(dtype))
 
     def merged(self) -> nn.Module:
-        """Return the frozen layer with W + scale * B A as its weight; in 16 bits the sum would be rounded away."""
+        """Return the frozen layer with the weight W + scale * B A, in fp32 to avoid rounding errors."""
         base = self.base_layer
         if base.weight.dtype != torch.float32:
-            raise TypeError(f"merging needs a weight in fp32, not in {base.weight.dtype}")
+            raise TypeError(f"merging needs a weight in fp32, not {base.weight.dtype}")
         base.weight.add_(self.lora_B @ self.lora_A, alpha=self.scale)
         return base
 
@@ -325,11 +325,11 @@ class LoraLinear(AdapterLayer):
 
 
 class _LowRank(torch.autograd.Function):
-    """The same sum with the low-rank part added in place: one pass less over the output and over the gradient.
+    """LoRA with the low-rank part added in place, which saves one pass over the output and over the gradient.
 
-    No gradient is computed for W, and none for x unless a layer below is trained.
+    No gradient is computed for W. The gradient for x is computed only if an earlier layer is trained.
 
-    T tokens, K inputs, N outputs, R rank
+    Shapes: T tokens, K inputs, N outputs, R rank.
     """
 
     @staticmethod
@@ -347,14 +347,14 @@ class _LowRank(torch.autograd.Function):
         x_TK, xa_TR, w_NK, a_RK, b_NR = ctx.saved_tensors
         zero = x_TK.new_zeros(())
         dxa_TR = torch.addmm(zero, dy_TN, b_NR, beta=0, alpha=ctx.scale)
-        # Transposed: a product with so few columns is two to five times slower than one with so few rows.
+        # Transposed, because a product with so few columns is two to five times slower than one with so few rows.
         db_NR = torch.addmm(zero, xa_TR.T, dy_TN, beta=0, alpha=ctx.scale).T
         dx_TK = (dy_TN @ w_NK).addmm_(dxa_TR, a_RK) if ctx.needs_input_grad[0] else None
         return dx_TK, None, None, None, dxa_TR.T @ x_TK, db_NR
 
 
 class Fp32Embedding(nn.Embedding):
-    """An embedding trained in fp32; its output has the model's precision."""
+    """An embedding with fp32 weights and outputs in the model's precision."""
 
     output_dtype: torch.dtype = torch.float32
 
@@ -363,7 +363,7 @@ class Fp32Embedding(nn.Embedding):
 
 
 class Fp32Linear(nn.Linear):
-    """A linear layer trained in fp32; it computes in the precision of its input."""
+    """A linear layer with fp32 weights that computes in the precision of its input."""
 
     def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(input.dtype)

@@ -1,4 +1,4 @@
-"""PEFT's adapter format: `adapter_config.json`, which layers it selects, and the names of its tensors."""
+"""PEFT's adapter format: `adapter_config.json`, the layers that it selects, and the tensor names."""
 
 import json
 import re
@@ -17,7 +17,7 @@ ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.j
 _PREFIX, _MODEL = "base_model.model.", "model."
 _LAYER = re.compile(r"\.(?:layers|h|blocks|block)\.(\d+)\.")
 _EXPERT_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-"""In a model with stacked experts, PEFT takes layers of these names for the experts themselves."""
+"""In a model with stacked experts, PEFT treats layers with these names as experts."""
 _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
     "bias": ("none", None),
@@ -34,35 +34,35 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "arrow_config": (None,),
     "kasa_config": (None,),
     "monteclora_config": (None,),
-    # The others change the base weights when the adapter is loaded: PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA.
+    # Other values change the base weights when the adapter is loaded: PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
-"""PEFT settings that change what an adapter computes, and the values for which our LoRA computes the same."""
+"""PEFT settings that change an adapter's output, with the values that our LoRA supports."""
 
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """The settings of a LoRA adapter as `adapter_config.json` stores them."""
+    """The settings of a LoRA adapter, as stored in `adapter_config.json`."""
 
     rank: int
     alpha: float
     dropout: float
     rslora: bool
     targets: tuple[str, ...]
-    """Last names of the adapted linear layers; full paths if those names would match other layers too."""
+    """Last names of the adapted linear layers, or full paths if the names would also match other layers."""
     layers: tuple[int, ...] | None
     modules_to_save: tuple[str, ...]
     is_tied: bool = False
     parameters: tuple[str, ...] = ()
-    """Weights of further linear layers, by path: layers that PEFT would take for experts if they were targets."""
+    """Paths of weights of linear layers that PEFT would treat as experts if they were listed as targets."""
     full_modules: tuple[str, ...] = ()
-    """Paths, in the trained model, of the modules that are trained in full."""
+    """Paths of the fully fine-tuned modules in the trained model."""
     text_prefix: str = ""
-    """Path of the model in what `AutoModelForCausalLM` loads, if it is the text part of a multimodal model."""
+    """Path of the text part within a multimodal model loaded by `AutoModelForCausalLM`; otherwise empty."""
 
     @property
     def scale(self) -> float:
-        """Return the factor of the adapter's output."""
+        """The factor of the adapter's output."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
@@ -87,7 +87,7 @@ def adapter_config(spec: AdapterSpec, base_model: str | None) -> str:
         "base_model_name_or_path": base_model,
         "r": spec.rank,
         "lora_alpha": spec.alpha,
-        # PEFT rejects a dropout together with `target_parameters`. It matters only for further training.
+        # PEFT rejects dropout together with `target_parameters`. The value matters only for further training.
         "lora_dropout": 0.0 if spec.parameters else spec.dropout,
         "use_rslora": spec.rslora,
         "target_modules": sorted(spec.targets),
@@ -105,15 +105,15 @@ def adapter_config(spec: AdapterSpec, base_model: str | None) -> str:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Read `adapter_config.json`; raise UserError if there is none."""
+    """Read `adapter_config.json`. Raise UserError if the file is missing."""
     path = folder / ADAPTER_CONFIG
     if not path.is_file():
-        raise UserError(f"`{folder}` does not hold an adapter", where=f"looked for `{path}`")
+        raise UserError(f"`{folder}` does not contain an adapter", where=f"`{path}` not found")
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def require_supported_settings(config: dict[str, Any], path: Path) -> None:
-    """Raise UserError if an adapter uses a PEFT setting that our LoRA does not compute."""
+    """Raise UserError if an adapter uses a PEFT setting that our LoRA does not support."""
     for key, supported in _SUPPORTED_VALUES.items():
         if config.get(key, supported[0]) not in supported:
             raise UserError(
@@ -124,7 +124,7 @@ def require_supported_settings(config: dict[str, Any], path: Path) -> None:
 
 
 def peft_targets(model: nn.Module, selection: Selection, text_prefix: str) -> dict[str, Any]:
-    """Return the target settings with which PEFT selects these layers and no others, as `AdapterSpec` fields."""
+    """Return target settings that make PEFT select exactly these layers, as `AdapterSpec` fields."""
     names = [name for name, _ in model.named_modules() if name]
     has_experts = bool(stacked_experts(model))
     as_parameters = [name for name in selection.linears if has_experts and last_name(name) in _EXPERT_NAMES]
@@ -145,7 +145,7 @@ def peft_targets(model: nn.Module, selection: Selection, text_prefix: str) -> di
 
 
 def _modules_to_save(names: Collection[str], selection: Selection, text_prefix: str) -> tuple[str, ...]:
-    """Return the shortest names that select the full modules; PEFT matches every path that ends in the same letters."""
+    """Return the shortest names that select exactly the full modules. PEFT matches every path with that ending."""
     last_names = tuple(dict.fromkeys(last_name(name) for name in selection.full_modules))
     for suffixes in () if text_prefix else (selection.full_names, last_names):
         if {name for name in names if name.endswith(suffixes)} == set(selection.full_modules):
@@ -154,7 +154,7 @@ def _modules_to_save(names: Collection[str], selection: Selection, text_prefix: 
 
 
 def match_parameters(names: Iterable[str], parameters: Sequence[str], where: str) -> tuple[str, ...]:
-    """Return the linear layers whose weights `target_parameters` names; raise UserError for other parameters."""
+    """Return the linear layers listed in `target_parameters`. Raise UserError for other parameters."""
     found = []
     for parameter in parameters:
         matched = [name for name in names if any(is_named(f"{path}.weight", parameter) for path in _paths(name))]
@@ -167,7 +167,7 @@ def match_parameters(names: Iterable[str], parameters: Sequence[str], where: str
 
 
 def match_targets(names: Iterable[str], targets: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the layers that `target_modules` selects, written for the text part or for the multimodal model."""
+    """Return the layers that `target_modules` selects, by their path in the text part or in the multimodal model."""
     if targets == "all-linear":
         return tuple(names)
     if isinstance(targets, str):
@@ -178,8 +178,8 @@ def match_targets(names: Iterable[str], targets: str | Sequence[str]) -> tuple[s
 def match_full_modules(names: Iterable[str], suffixes: Sequence[str], tensors: Collection[str]) -> tuple[str, ...]:
     """Return the modules that `modules_to_save` selects.
 
-    PEFT compares letters, not whole names. A module that only ends in the same letters counts if its weights are in the
-    adapter's file.
+    PEFT compares path endings, not whole names. A module that matches only part of a name is included if its weights
+    are in the adapter file.
     """
     found = []
     for name in names:
@@ -191,7 +191,7 @@ def match_full_modules(names: Iterable[str], suffixes: Sequence[str], tensors: C
 
 
 def saved_embeddings(model: PreTrainedModel, tensors: Collection[str]) -> tuple[str, ...]:
-    """Return the paths of the embedding and the head if an adapter's file holds them."""
+    """Return the paths of the embedding and the head if they are in an adapter file."""
     return tuple(name for name in table_names(model) if f"{_PREFIX}{name}.weight" in tensors)
 
 
@@ -202,24 +202,24 @@ def table_names(model: PreTrainedModel) -> list[str]:
 
 
 def stacked_experts(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters that hold the matrices of several experts in one tensor, by name."""
+    """Return by name the parameters that store the matrices of several experts in one tensor."""
     convolutions = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Conv1d)}
     return {name: tensor for name, tensor in model.named_parameters() if tensor.dim() == 3 and name not in convolutions}
 
 
 def peft_name(name: str, text_prefix: str = "") -> str:
-    """Return PEFT's name of a tensor."""
+    """Return PEFT's name for a tensor."""
     return _PREFIX + re.sub(r"\.(lora_[AB])$", r".\1.weight", multimodal_path(name, text_prefix))
 
 
 def text_part_name(name: str) -> str:
-    """Return PEFT's name of a tensor in the text part, given its name in the multimodal model."""
+    """Convert PEFT's name of a tensor in a multimodal model to its name in the text part."""
     prefix = _PREFIX + TEXT_PREFIX
     return _PREFIX + _MODEL + name.removeprefix(prefix) if name.startswith(prefix) else name
 
 
 def multimodal_path(name: str, text_prefix: str) -> str:
-    """Return the path in the multimodal model of a module of its text part; unchanged without a prefix."""
+    """Convert the path of a module in the text part to its path in the multimodal model."""
     return text_prefix + name.removeprefix(_MODEL) if text_prefix and name.startswith(_MODEL) else name
 
 
@@ -229,17 +229,17 @@ def _paths(name: str) -> tuple[str, str]:
 
 
 def is_named(path: str, name: str) -> bool:
-    """Whether `target_modules` with this name selects a path: the name is the last part of it, or several."""
+    """Return whether a name in `target_modules` selects a path: it equals the path or its last parts."""
     return path == name or path.endswith(f".{name}")
 
 
 def is_within(path: str, modules: Iterable[str]) -> bool:
-    """Whether a module is one of these modules, or inside one of them."""
+    """Return whether a path is one of these modules or is inside one of them."""
     return any(path == module or path.startswith(f"{module}.") for module in modules)
 
 
 def layer_index(path: str) -> int | None:
-    """Return the index of the decoder layer that a module belongs to."""
+    """Return the index of the decoder layer of a module, or None if it is outside the layers."""
     found = _LAYER.search(f".{path}.")
     return int(found[1]) if found else None
 
@@ -250,7 +250,7 @@ def last_name(path: str) -> str:
 
 
 def tied_names(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return the paths of the embedding and the head if they share one weight, else nothing."""
+    """Return the paths of the embedding and the head if they are tied, otherwise an empty tuple."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or getattr(head, "weight", None) is not getattr(embedding, "weight", 0):
         return ()

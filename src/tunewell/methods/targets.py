@@ -1,4 +1,4 @@
-"""Which layers an adapter trains: select them by the names in `method.targets`, `layers` and `modules_to_save`."""
+"""Select the layers that an adapter trains (`method.targets`, `method.layers`, `method.modules_to_save`)."""
 
 import difflib
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ from tunewell.methods.peft_format import (
 
 
 def select_layers(model: PreTrainedModel, settings: MethodSettings) -> Selection:
-    """Select the layers that the settings name; raise UserError for names the model does not have, or conflicts."""
+    """Select the layers listed in the settings. Raise UserError for unknown names and conflicts."""
     linears = linear_layers(model)
     is_all = settings.targets == "all-linear"
     selected = tuple(linears) if is_all else _match(linears, settings.targets, "linear layer")
@@ -34,7 +34,7 @@ def select_layers(model: PreTrainedModel, settings: MethodSettings) -> Selection
         matched = [name for name in selected if is_named(name, target)]
         if matched and all(is_within(name, full_modules) for name in matched):
             raise UserError(
-                f"`{target}` cannot both get an adapter and be trained in full",
+                f"`{target}` cannot both get an adapter and be fully fine-tuned",
                 where="`method.targets` and `method.modules_to_save`",
                 fix=f"remove `{target}` from one of them",
             )
@@ -68,19 +68,19 @@ def _full_modules(model: PreTrainedModel, settings: MethodSettings) -> tuple[str
 
 
 def with_embeddings(settings: MethodSettings, model: PreTrainedModel) -> MethodSettings:
-    """Return settings that also train the embedding and the head in full: rows of new tokens were never trained."""
+    """Return settings that also fine-tune the embedding and the head, because rows of new tokens are untrained."""
     names = [last_name(name) for name in table_names(model)]
     return settings.model_copy(update={"modules_to_save": tuple(dict.fromkeys([*settings.modules_to_save, *names]))})
 
 
 def expert_notes(model: PreTrainedModel, settings: MethodSettings) -> list[str]:
-    """Return a note if the targets name routed experts, which stay frozen because they are stacked in one tensor."""
+    """Return a note if the targets include routed experts, which stay frozen because they share one tensor."""
     experts = stacked_experts(model)
     names = {last_name(name.removesuffix(".weight")) for name in experts}
     is_named_by = settings.targets == "all-linear" or {"gate_proj", "up_proj", *names} & set(settings.targets)
     if not experts or not is_named_by:
         return []
-    # Without the layer: `mlp.experts.down_proj`.
+    # Names without the layer index, for example `mlp.experts.down_proj`.
     frozen = sorted({name.split(f".{layer_index(name)}.", 1)[-1] for name in experts})
     share = sum(tensor.numel() for tensor in experts.values()) / sum(tensor.numel() for tensor in model.parameters())
     return [
@@ -90,7 +90,7 @@ def expert_notes(model: PreTrainedModel, settings: MethodSettings) -> list[str]:
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return the linear layers by path, without the head and without routers."""
+    """Return the linear layers by path, except the head and routers."""
     head = model.get_output_embeddings()
     # The router of PhiMoE is a subclass of `nn.Linear` and returns three tensors.
     return {
@@ -101,12 +101,12 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
 
 
 def drop_nested(modules: tuple[str, ...]) -> tuple[str, ...]:
-    """Drop modules that are inside others: they are trained with those."""
+    """Remove modules that are inside other modules, because they are trained with them."""
     return tuple(name for name in modules if not is_within(name, (other for other in modules if other != name)))
 
 
 def add_tied(model: PreTrainedModel, modules: tuple[str, ...]) -> tuple[str, ...]:
-    """Add the head to the embedding, and the embedding to the head, if they share one weight."""
+    """Add the tied embedding and head if `modules` includes one of them."""
     tied = tied_names(model)
     return tuple(dict.fromkeys([*modules, *tied])) if set(tied) & set(modules) else modules
 
@@ -119,11 +119,11 @@ def last_names(paths: Iterable[str]) -> list[str]:
 def _require_layers(linears: Iterable[str], layers: Iterable[int]) -> None:
     known = sorted({index for name in linears if (index := layer_index(name)) is not None})
     if missing := [index for index in layers if index not in known]:
-        has = f"its layers are {known[0]} to {known[-1]}" if known else "its layers have no numbers"
+        has = f"the model's layers are {known[0]} to {known[-1]}" if known else "the model's layers have no numbers"
         raise UserError(
             f"the model has no layer {', '.join(map(str, missing))}",
             where=f"`method.layers` {list(layers)}",
-            fix=f"{has}, and its linear layers: {', '.join(last_names(linears))}",
+            fix=f"{has}, and its linear layers are: {', '.join(last_names(linears))}",
         )
 
 
@@ -134,6 +134,6 @@ def _match(paths: Iterable[str], names: Iterable[str], kind: str) -> tuple[str, 
             close = difflib.get_close_matches(name, last_names(known), n=1)
             hint = f"did you mean `{close[0]}`? " if close else ""
             raise UserError(
-                f"the model has no {kind} `{name}`", fix=f"{hint}it has: {', '.join(last_names(known)[:20])}"
+                f"the model has no {kind} `{name}`", fix=f"{hint}the model has: {', '.join(last_names(known)[:20])}"
             )
     return tuple(path for path in known if any(is_named(path, name) for name in names))
