@@ -204,7 +204,7 @@ def test_the_stretched_positions_of_llama_3_are_read_from_their_table(tmp_path, 
     torch.testing.assert_close(loaded.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
     torch.testing.assert_close(logits(loaded, IDS), logits(model, IDS))
     odd = write_gguf(tmp_path / "odd.gguf", model, kind="llama", settings=sizes, rope_freqs__weight=table[::-1].copy())
-    with pytest.raises(UserError, match=r"`rope_freqs.weight` is not Llama 3's rope scaling"):
+    with pytest.raises(UserError, match=r"`rope_freqs.weight` does not match Llama 3's rope scaling"):
         load_model(order(odd, tiny_model))
 
 
@@ -239,7 +239,7 @@ def test_settings_that_change_nothing_are_no_reason(tmp_path, tiny_model):
 def test_a_tensor_that_would_be_passed_over_is_refused(tmp_path, tiny_model):
     model = tiny("llama", vocab_size=500, **KINDS["llama"])
     path = write_gguf(tmp_path / "m.gguf", model, kind="llama", blk__0__attn_sinks__weight=np.ones(4, np.float32))
-    with pytest.raises(UserError, match=r"1 of its tensors are unknown: `blk.0.attn_sinks.weight`"):
+    with pytest.raises(UserError, match=r"1 of the tensors are unknown: `blk.0.attn_sinks.weight`"):
         load_model(order(path, tiny_model))
 
 
@@ -310,7 +310,7 @@ def test_a_cut_file_and_a_part_and_a_vocabulary_are_sentences(tmp_path, tiny_mod
 
 def test_an_architecture_nobody_reads_is_a_sentence(tmp_path, tiny_model):
     path = write_gguf(tmp_path / "m.gguf", tiny("llama", vocab_size=500, **KINDS["llama"]), kind="xverse")
-    with pytest.raises(UserError, match="transformers cannot read it"):
+    with pytest.raises(UserError, match="transformers cannot read the file"):
         load_model(order(path, tiny_model))
 
 

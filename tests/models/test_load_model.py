@@ -99,7 +99,7 @@ def test_a_weight_too_many_is_said(folder, tiny_model):
     weights = load_file(folder / "model.safetensors") | {"score.weight": torch.zeros(3)}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     notes = load_model(order(folder, tiny_model)).notes
-    assert notes == ["1 weights in its files are not used: `score.weight`"]
+    assert notes == ["1 weights in the model's files are not used: `score.weight`"]
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "no config", "broken config", "unknown kind", "own code"])
@@ -156,7 +156,7 @@ def test_a_nan_in_the_weights_is_named(folder, tiny_model):
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"][3] = float("nan")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"`model.norm.weight` holds a NaN"):
+    with pytest.raises(UserError, match=r"`model.norm.weight` contains NaN"):
         load_model(order(folder, tiny_model))
 
 
@@ -242,7 +242,7 @@ def test_the_text_part_of_gemma_3n_is_loaded(tmp_path, tiny_model):
     save_file(weights | towers, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
     loaded = load_model(order(tmp_path / "m", tiny_model))
     assert type(loaded.model).__name__ == "Gemma3nForCausalLM"
-    assert "2 weights in its files are not used" in loaded.notes[0]
+    assert "2 weights in the model's files are not used" in loaded.notes[0]
     assert torch.equal(logits(loaded.model, IDS), logits(text, IDS))
     loaded.model.save_pretrained(tmp_path / "saved")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), IDS), logits(text, IDS))

@@ -52,7 +52,7 @@ def test_a_parameter_on_another_device_is_named():
 
 def test_positions_in_16_bits_are_refused():
     """`model.to(bfloat16)` casts the rotary frequencies too, and long documents lose their order."""
-    with pytest.raises(RuntimeError, match=r"inv_freq` is in bfloat16, too coarse"):
+    with pytest.raises(RuntimeError, match=r"inv_freq` is in bfloat16, which is not precise enough"):
         verify_placement(frozen().to(torch.bfloat16), device=CPU, dtype=torch.bfloat16)
 
 
@@ -61,7 +61,7 @@ def test_positions_in_16_bits_are_refused():
 def test_one_number_that_is_none_is_found(number, dtype):
     model = frozen(dtype=dtype)
     model.model.layers[3].self_attn.k_proj.weight.data[1, 5] = number
-    with pytest.raises(UserError, match=r"`model.layers.3.self_attn.k_proj.weight` holds a NaN or an infinity \(1 in"):
+    with pytest.raises(UserError, match=r"`model.layers.3.self_attn.k_proj.weight` contains NaN or infinity \(1 in"):
         verify_placement(model, device=CPU, dtype=dtype)
 
 

@@ -1,14 +1,14 @@
-"""Causal attention on a CPU as matrix products over blocks of queries: faster than torch's kernel up to 512 tokens.
+"""Causal attention for the CPU, in blocks of queries. It is faster than torch's kernel up to 512 tokens.
 
     keys       p p | a a a a b b b b       the shared prefix, then a document's own tokens
-    block a        | x . . .               a block of queries takes the keys up to its own end and no later ones;
+    block a        | x . . .               a block of queries uses only the keys up to its own end;
     block b        | x x x x x . . .       only the last square needs a mask
 
-The attention weights are saved for the backward pass if keys are few, and recomputed behind a long prefix: saved, they
-would outgrow everything else.
+With few keys, the attention weights are saved for the backward pass. With a long prefix they are recomputed, because
+they would take more memory than all other activations.
 
-Shapes: T tokens, K keys with the prefix repeated for each document, H query heads, G key and value heads, D head size,
-B documents times heads, L queries of a block.
+Shapes: T tokens, K keys (with the prefix repeated for each document), H query heads, G key and value heads, D head
+size, B documents times heads, L queries of a block.
 """
 
 from collections.abc import Iterator
@@ -21,15 +21,15 @@ from torch import Tensor
 
 Runs = tuple[tuple[int, int], ...]
 MAX_LENGTH = 512
-"""Above it torch's kernel is faster; the shared prefix does not count."""
+"""Above this length torch's kernel is faster. The shared prefix does not count."""
 _BLOCK = 192
-# The saved weights of a document with 512 keys take about a quarter of what its layers save anyway.
+# With 512 keys, the saved weights add about a quarter to the memory of the other activations.
 _MAX_SAVED_KEYS = 512
 _MAX_BLOCK_BYTES = 64 * 2**20
 
 
 def causal_attention(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, *, runs: Runs, prefix: int, scale: float) -> Tensor:
-    """Attend within documents in fp32, to [T, H, D]; with a prefix, the first run is the beginning of all others."""
+    """Attend within documents in fp32 and return [T, H, D]. With a prefix, the first run is the shared prefix."""
     out_THD = _CausalProducts.apply(q_HTD, k_GTD, v_GTD, _make_layout(runs, prefix), scale)
     assert isinstance(out_THD, Tensor)
     return out_THD
@@ -41,17 +41,17 @@ class _Run:
 
     first_token: int
     first_key: int
-    """Where each document has the prefix before its own keys."""
+    """Index of the first key, in keys that repeat the prefix before each document."""
     number: int
     length: int
     num_keys: int
 
     def of_queries(self, x_HTD: Tensor) -> Tensor:
-        """Return their queries as [number * heads, length, D]; a single document is not copied."""
+        """Return the queries of the run as [number * heads, length, D]. A single document is not copied."""
         return self._cut(x_HTD, self.first_token, self.length)
 
     def of_keys(self, x_HKD: Tensor) -> Tensor:
-        """Return their keys as [number * heads, keys, D]."""
+        """Return the keys of the run as [number * heads, keys, D]."""
         return self._cut(x_HKD, self.first_key, self.num_keys)
 
     def _cut(self, x_HTD: Tensor, start: int, length: int) -> Tensor:
@@ -59,7 +59,7 @@ class _Run:
         return x_HTD if self.number == 1 else x_HTD.unflatten(1, (-1, length)).transpose(0, 1).flatten(0, 1)
 
     def blocks(self, heads: int) -> Iterator[tuple[slice, slice]]:
-        """Yield blocks of queries of about equal size, the last first, each with the keys it sees."""
+        """Yield blocks of queries of about equal size, in reverse order, each with the keys it attends to."""
         most = min(_BLOCK, max(16, _MAX_BLOCK_BYTES // (4 * self.number * heads * self.num_keys)))
         size = -(-self.length // -(-self.length // most))
         for start in reversed(range(0, self.length, size)):
@@ -67,7 +67,7 @@ class _Run:
             yield slice(start, end), slice(0, self.num_keys - self.length + end)
 
     def put(self, into_THD: Tensor, rows: slice, x_BLD: Tensor) -> None:
-        """Write some rows of every document to their place in the output."""
+        """Write some rows of every document to the output."""
         end = self.first_token + self.number * self.length
         target = into_THD[self.first_token : end].unflatten(0, (self.number, self.length))
         target[:, rows] = x_BLD.unflatten(0, (self.number, -1)).transpose(1, 2)
@@ -80,7 +80,7 @@ class _Layout:
 
     @cached_property
     def key_tokens(self) -> Tensor:
-        """Return the token of each key."""
+        """The token index of each key."""
         prefix = torch.arange(self.prefix, device="cpu")
         parts = []
         for run in self.runs:
@@ -89,7 +89,7 @@ class _Layout:
         return torch.cat(parts)
 
     def keys(self, x_GTD: Tensor, heads: int) -> Tensor:
-        """Return the keys of each query head, the prefix before every document's own keys: [H, K, D]."""
+        """Return the keys of each query head as [H, K, D], with the prefix before every document's own keys."""
         if self.prefix:
             x_GTD = x_GTD.index_select(1, self.key_tokens)
         groups, num_keys, size = x_GTD.shape
@@ -119,7 +119,7 @@ class _CausalProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, layout: _Layout, scale: float) -> Tensor:
         heads, tokens, _ = q_HTD.shape
-        # Transposed in memory, not as a view: products of this size take a third less time.
+        # Transposed in memory, not as a view, which makes products of this size a third faster.
         kt_HDK, v_HKD = _transposed(layout.keys(k_GTD, heads)), layout.keys(v_GTD, heads)
         out_THD, saved = q_HTD.new_empty(tokens, heads, v_GTD.shape[2]), []
         for run in layout.runs:
@@ -155,10 +155,10 @@ class _CausalProducts(torch.autograd.Function):
                 more_k = torch.baddbmm(zero, d_scores.transpose(1, 2), q[:, rows], beta=0, alpha=scale)
                 more_v = torch.bmm(probs.transpose(1, 2), dy[:, rows])
                 if dk is zero:
-                    # The last block comes first and sees all keys.
+                    # The last block is processed first and attends to all keys.
                     dk, dv = more_k, more_v
                 else:
-                    # Added afterwards: a product into a part of a matrix runs head by head.
+                    # Added separately, because a product into part of a matrix runs head by head.
                     dk[:, keys].add_(more_k)
                     dv[:, keys].add_(more_v)
             for into, part in ((dk_HKD, dk), (dv_HKD, dv)):
@@ -180,5 +180,5 @@ def _attention_probs(q_BLD: Tensor, kt_BDK: Tensor, scale: float) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _causal_mask() -> Tensor:
-    """Return minus infinity wherever a key comes after a query, else zero."""
+    """Return the additive causal mask: minus infinity where a key is after the query, otherwise zero."""
     return torch.full((_BLOCK, _BLOCK), float("-inf"), dtype=torch.float32, device="cpu").triu_(1)

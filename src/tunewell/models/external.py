@@ -1,4 +1,4 @@
-"""Read checkpoints of other training code: find the weights, rename them, and check that none is lost."""
+"""Read checkpoints of other training code: find the weights, rename them, and check that none is missing."""
 
 import pickle  # noqa: TID251  only the class of the error that torch raises; nothing is unpickled by us
 import re
@@ -16,16 +16,17 @@ from tunewell.core.errors import UserError
 from tunewell.models.facts import KeyMap, key_map_path
 from tunewell.models.pretrained import first_names
 
-# Where training scripts put the weights beside the optimizer's state, most common first.
+# Keys under which training scripts store the weights next to the optimizer state, most common first.
 _WEIGHT_ENTRIES = ("model", "state_dict", "model_state_dict", "module", "model_state")
 # Prefixes added by torch.compile and by torch's data parallelism.
 _WRAPPERS = ("_orig_mod.", "module.")
 
 
 def read_external_weights(path: Path, key_map: KeyMap, *, allow_pickle: bool) -> dict[str, Tensor]:
-    """Read the weights of a `.pt`, `.pth`, `.bin` or `.safetensors` file, under the names transformers uses.
+    """Read the weights of a `.pt`, `.pth`, `.bin` or `.safetensors` file, renamed to transformers' names.
 
-    A file made by `torch.save` is read only if `allow_pickle` is set, and then tensors only: its code never runs.
+    A file written by `torch.save` (pickle) is read only if `allow_pickle` is set. Only tensors are loaded; code in the
+    file is never run.
     """
     raw = _read_safetensors(path) if path.suffix == ".safetensors" else _unpickle(path, allow_pickle)
     weights = _strip_wrappers(_weights_in(raw, key_map, path))
@@ -41,7 +42,7 @@ def read_external_weights(path: Path, key_map: KeyMap, *, allow_pickle: bool) ->
 
 
 def fit_weights(weights: dict[str, Tensor], model: PreTrainedModel, path: Path) -> None:
-    """Add tied weights and check that the weights are exactly the model's; raise UserError with the differences."""
+    """Add tied weights, and raise UserError if names or shapes differ from those of the model."""
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for target, origin in model.all_tied_weights_keys.items():
         if origin in weights and not torch.equal(weights.setdefault(target, weights[origin]), weights[origin]):
@@ -63,9 +64,9 @@ def fit_weights(weights: dict[str, Tensor], model: PreTrainedModel, path: Path) 
 
 
 def split_rotary_pairs(weights: dict[str, Tensor], config: PreTrainedConfig) -> dict[str, Tensor]:
-    """Reorder the rows of queries and keys from neighbouring rotary pairs to halves, as transformers has them.
+    """Reorder the rows of queries and keys from interleaved rotary pairs to halves, as in transformers.
 
-    neighbours  a0 b0 a1 b1 a2 b2        halves  a0 a1 a2 b0 b1 b2
+    interleaved  a0 b0 a1 b1 a2 b2       halves  a0 a1 a2 b0 b1 b2
     """
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return {
@@ -79,19 +80,19 @@ def split_rotary_pairs(weights: dict[str, Tensor], config: PreTrainedConfig) -> 
 def _unpickle(path: Path, allow_pickle: bool) -> Any:
     if not allow_pickle:
         raise UserError(
-            f"`{path.name}` was made by `torch.save`, a format that can contain code",
+            f"`{path.name}` was written by `torch.save`, a format that can contain code (pickle)",
             where=str(path),
-            fix="convert it to safetensors, or add `--allow-pickle`: only tensors are read then",
+            fix="convert the file to safetensors, or add `--allow-pickle`, which loads only tensors",
         )
     try:
-        # Files from before 2020 are not archives and cannot be memory-mapped.
+        # Files from before 2020 are not zip archives and cannot be memory-mapped.
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         why = str(error).strip().splitlines()
         raise UserError(
-            f"`{path.name}` cannot be read without running code in it, or is damaged: {why[0] if why else 'it ends'}",
+            f"`{path.name}` cannot be read without running code in it, or is damaged: {why[0] if why else 'empty'}",
             where=str(path),
-            fix="save only the model's `state_dict()` in the code that wrote it",
+            fix="save only the model's `state_dict()` in the code that writes the file",
         ) from None
 
 
@@ -111,9 +112,9 @@ def _weights_in(raw: Any, key_map: KeyMap, path: Path) -> dict[str, Tensor]:
     inside = ", ".join(f"`{key}`" for key in list(raw)[:10]) if isinstance(raw, dict) else type(raw).__name__
     named = f" under `{key_map.weights}`" if key_map.weights else ""
     raise UserError(
-        f"`{path.name}` holds no weights{named}; it has {inside}",
+        f"`{path.name}` contains no weights{named}; the file contains {inside}",
         where=str(path),
-        fix=f"name the entry that holds them as `weights` in `{key_map_path(path).name}`",
+        fix=f"set `weights` in `{key_map_path(path).name}` to the key that contains the weights",
     )
 
 
@@ -125,4 +126,4 @@ def _strip_wrappers(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _fix(path: Path) -> str:
-    return f"rename or drop entries in `{key_map_path(path).name}` beside the checkpoint (`rename`, `drop`)"
+    return f"rename or drop entries in `{key_map_path(path).name}` next to the checkpoint (`rename`, `drop`)"

@@ -1,4 +1,4 @@
-"""Facts about a model from its small files, without torch: sizes, context limit, parameters, weight fingerprint."""
+"""Facts about a model, read without torch: sizes, context limit, number of parameters, weight fingerprint."""
 
 import hashlib
 import json
@@ -13,14 +13,14 @@ from tunewell.core.gguf import read_metadata, read_tensor_table
 from tunewell.core.model_files import WEIGHT_SUFFIXES, ModelFiles, locate
 from tunewell.core.presets import PREFIX, find_preset, is_preset
 
-# Key maps: a small JSON file beside a checkpoint from other code that renames its weights.
+# A key map is a small JSON file next to a checkpoint of other training code. It renames the weights.
 
 _KEYS = ("model", "weights", "rename", "drop", "interleaved_rotary")
 
 
 @dataclass(frozen=True)
 class KeyMap:
-    """Renames the entries of a checkpoint to the names transformers uses."""
+    """A mapping from the names in a checkpoint to transformers' names."""
 
     model: str | None = None
     weights: str | None = None
@@ -29,7 +29,7 @@ class KeyMap:
     interleaved_rotary: bool = False
 
     def name_of(self, key: str) -> str | None:
-        """Return the new name of an entry; None if it is dropped."""
+        """Return the new name of an entry, or None if the entry is dropped."""
         if any(re.search(pattern, key) for pattern in self.drop):
             return None
         for pattern, replacement in self.rename:
@@ -43,7 +43,7 @@ def key_map_path(checkpoint: Path) -> Path:
 
 
 def find_key_map(checkpoint: Path) -> KeyMap:
-    """Read the key map beside a checkpoint; return an empty one if there is none."""
+    """Read the key map of a checkpoint. Return an empty key map if the file does not exist."""
     path = key_map_path(checkpoint)
     if not path.is_file():
         return KeyMap()
@@ -60,49 +60,49 @@ _FIX = f"a key map is a JSON object with some of {', '.join(f'`{key}`' for key i
 
 def _key_map(raw: Any) -> KeyMap:
     if not isinstance(raw, dict):
-        raise ValueError("it is not a JSON object")
+        raise ValueError("the file is not a JSON object")
     if unknown := sorted(raw.keys() - set(_KEYS)):
-        raise ValueError(f"it has the unknown key `{unknown[0]}`")
+        raise ValueError(f"unknown key `{unknown[0]}`")
     rename, drop = raw.get("rename", {}), raw.get("drop", [])
     texts = [raw.get("model") or "", raw.get("weights") or "", *drop]
     if not isinstance(rename, dict) or not isinstance(drop, list):
-        raise ValueError("`rename` is an object and `drop` a list")
+        raise ValueError("`rename` must be an object and `drop` a list")
     texts += [*rename, *rename.values()]
     if not all(isinstance(text, str) for text in texts) or type(raw.get("interleaved_rotary", False)) is not bool:
-        raise ValueError("names and patterns are strings, and `interleaved_rotary` is true or false")
+        raise ValueError("names and patterns must be strings, and `interleaved_rotary` true or false")
     for pattern in [*rename, *drop]:
         re.compile(pattern)
     if raw.get("model") and not is_preset(raw["model"]):
         raise ValueError(
-            "`model` must be a preset, like `preset:tiny-23m`; for another shape, put a config.json beside it"
+            "`model` must be a preset, like `preset:tiny-23m`; for another shape, put a config.json in this folder"
         )
     return KeyMap(
         raw.get("model"), raw.get("weights"), tuple(rename.items()), tuple(drop), raw.get("interleaved_rotary", False)
     )
 
 
-# Attention with separate q, k, v and o, a gated feed-forward block, two norms a layer.
+# Attention with separate q, k, v and o, a gated feed-forward block, and two norms per layer.
 _LLAMA_SHAPED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length")
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model's name and sizes; None where its files do not say, or no formula applies."""
+    """The name and sizes of a model. Unknown values are None."""
 
     name: str
     architecture: str | None
     context_limit: int | None
     """The longest supported sequence, after rope scaling."""
     vocab_size: int | None
-    """Rows of the embedding, which may exceed the tokenizer's vocabulary."""
+    """Number of rows of the embedding, which may exceed the tokenizer's vocabulary."""
     hidden_size: int | None
     num_parameters: int | None
-    """None for a preset too: its embedding has as many rows as the tokenizer has tokens."""
+    """None for a preset, because the size of its embedding depends on the tokenizer."""
 
 
 def read_facts(model: str | Path) -> ModelFacts:
-    """Read a model's facts from its `config.json` or its GGUF file; all None for a tokenizer alone."""
+    """Read a model's facts from its `config.json` or GGUF file. For a tokenizer without a model, all are None."""
     if is_preset(str(model)):
         return _from_preset(str(model), str(model).removeprefix(PREFIX))
     files = locate(model)
@@ -124,7 +124,7 @@ def _from_preset(shape: str, name: str) -> ModelFacts:
 
 def _from_config(files: ModelFiles, config: dict[str, Any]) -> ModelFacts:
     nested = config.get("text_config")
-    # A multimodal model has its language model's sizes one level down.
+    # In a multimodal model, the sizes of the language model are in `text_config`.
     text = config | nested if isinstance(nested, dict) else config
     architectures = config.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else config.get("model_type")
@@ -145,7 +145,7 @@ def _from_gguf(path: Path) -> ModelFacts:
     tokens = metadata.get("tokenizer.ggml.tokens") or []
     vocab_size = _count(own, "vocab_size") or len(tokens) or None
     return ModelFacts(
-        # Not the file's own `general.name`: converters leave their training folder's name there.
+        # Not `general.name` from the file, because converters store the name of a training folder there.
         name=path.stem,
         architecture=architecture if isinstance(architecture, str) else None,
         context_limit=_count(own, "context_length"),
@@ -157,7 +157,7 @@ def _from_gguf(path: Path) -> ModelFacts:
 
 
 def _tensor_parameters(path: Path) -> int | None:
-    """Count the numbers in the tensors of a GGUF file, without the table of rope frequencies."""
+    """Return the number of parameters in a GGUF file, without the rope frequency table."""
     return sum(math.prod(entry.shape) for entry in read_tensor_table(path) if "rope_freqs" not in entry.name) or None
 
 
@@ -170,9 +170,9 @@ def _config_parameters(config: dict[str, Any]) -> int | None:
     if kind not in _LLAMA_SHAPED or has_odd_biases or not (heads and hidden and vocab and layers and feed_forward):
         return None
     kv_heads = _count(config, "num_key_value_heads") or heads
-    # transformers gives Qwen3 heads of 128 unless told otherwise, whatever the hidden size.
+    # In transformers, the default head size of Qwen3 is 128 for any hidden size.
     head_size = _count(config, "head_dim") or (128 if kind == "qwen3" else hidden // heads)
-    # qwen2 adds three biases to a layer, and qwen3 two norms.
+    # qwen2 has three additional biases per layer, and qwen3 two additional norms.
     extra = {"qwen2": (heads + 2 * kv_heads) * head_size, "qwen3": 2 * head_size}.get(kind, 0)
     layer = 2 * hidden * head_size * (heads + kv_heads) + 3 * hidden * feed_forward + 2 * hidden + extra
     tables = vocab * hidden * (1 if config.get("tie_word_embeddings", False) else 2)
@@ -180,7 +180,7 @@ def _config_parameters(config: dict[str, Any]) -> int | None:
 
 
 def _count(values: dict[str, Any], *keys: str) -> int | None:
-    """Return the first positive integer among the keys."""
+    """Return the first value of these keys that is a positive integer, or None."""
     found = (values.get(key) for key in keys)
     return next((value for value in found if type(value) is int and value > 0), None)
 
@@ -198,14 +198,14 @@ _WHOLE_BYTES = 16 << 20
 """Files up to this size are hashed completely."""
 _NUM_BLOCKS = 1024
 _BLOCK_BYTES = 4096
-"""In a 5 GB file one block every 5 MB: every matrix of such a model contains one."""
+"""A 5 GB file has one block every 5 MB, so every matrix of the model contains a block."""
 
 
 def fingerprint_weights(model: str) -> str | None:
-    """Return a hash of a model's weight files; None for a preset, which has none.
+    """Return a hash of a model's weight files, or None for a preset, which has no weight files.
 
-    It covers sizes and evenly spread blocks, not names, folders or times, so a copy has the same fingerprint. The files
-    are those that `load_model` reads; they must be on this machine.
+    It covers file sizes and evenly spread blocks, not names, folders or times, so a copy has the same fingerprint. It
+    reads the same files as `load_model`, which must be on this machine.
     """
     files = [] if is_preset(model) else _weight_files(model)
     if not files:

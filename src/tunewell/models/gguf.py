@@ -1,4 +1,4 @@
-"""Read a model's config and dequantised weights from a GGUF file; raise UserError if anything would be ignored."""
+"""Load a GGUF file: read its config and dequantise its weights. Unknown metadata and tensors are errors."""
 
 import math
 import re
@@ -42,13 +42,13 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-# Numbers dequantised at once: the package takes 16 rows at a time, which is slow for short rows.
+# Values dequantised at once. The `gguf` package processes 16 rows at a time, which is slow for short rows.
 _NUMBERS_AT_ONCE = 1 << 20
 _GROUP_ROWS = 16
 
 
 def read_gguf_weights(path: Path, config: PreTrainedConfig) -> dict[str, Tensor]:
-    """Return the weights of a GGUF file in fp32, under transformers' names; raise UserError if one is unknown."""
+    """Return the weights of a GGUF file in fp32 by transformers' names. Raise UserError for an unknown tensor."""
     import_optional("gguf", extra="train", purpose="reading the weights of a GGUF file")
     entries = [entry for entry in read_tensor_table(path) if entry.name != ROPE_TABLE]
     if config.model_type not in LLAMA_NAMED:
@@ -56,9 +56,9 @@ def read_gguf_weights(path: Path, config: PreTrainedConfig) -> dict[str, Tensor]
     names = {entry.name: _name_of(entry.name) for entry in entries}
     if unknown := [name for name, known in names.items() if known is None]:
         listed = ", ".join(f"`{name}`" for name in unknown[:5])
-        raise unusable(path, f"{len(unknown):,} of its tensors are unknown: {listed}")
+        raise unusable(path, f"{len(unknown):,} of the tensors are unknown: {listed}")
     weights = {str(names[entry.name]): _dequantise(path, entry) for entry in entries}
-    # Only files of this architecture have neighbouring rotary pairs.
+    # Only files of this architecture have interleaved rotary pairs.
     weights = split_rotary_pairs(weights, config) if config.model_type == "llama" else weights
     if config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
@@ -71,7 +71,7 @@ def read_tensor(path: Path, name: str) -> Tensor:
 
 
 def unusable(path: Path, why: str) -> UserError:
-    """Return the error for a file that cannot be used."""
+    """Return a UserError that says why a file cannot be used."""
     fix = "use the original model's folder or hub id instead of this file"
     return UserError(f"the weights of `{path.name}` cannot be used: {why}", where=str(path), fix=fix)
 
@@ -87,7 +87,7 @@ def _name_of(name: str) -> str | None:
 
 
 def quantization_of(path: Path) -> str | None:
-    """Return the quantization of most weights, such as `Q4_1`; None for a file that stores 16 or 32-bit numbers."""
+    """Return the quantisation type of most weights, such as `Q4_1`, or None for 16-bit and 32-bit files."""
     from gguf import GGMLQuantizationType
 
     sizes: dict[int, int] = {}
@@ -110,7 +110,7 @@ def _dequantise(path: Path, entry: TensorEntry) -> Tensor:
         raise UserError(f"`{path.name}` is truncated: `{entry.name}` ends after the end of the file", where=str(path))
     data = np.memmap(path, np.uint8, "r", offset=entry.offset, shape=(num_blocks, block_bytes))
     try:
-        # Blocks are independent, so the rows given to the package may have any length.
+        # Blocks are independent, so rows of any length can be passed to the package.
         at_once = max(1, _NUMBERS_AT_ONCE // block_numbers // _GROUP_ROWS)
         whole = num_blocks // at_once * at_once
         parts = [data[:whole].reshape(-1, at_once * block_bytes), data[whole:].reshape(1, -1)]
@@ -121,8 +121,8 @@ def _dequantise(path: Path, entry: TensorEntry) -> Tensor:
 
 
 def _by_transformers(path: Path, config: PreTrainedConfig, entries: list[TensorEntry]) -> dict[str, Tensor]:
-    """Read the weights with transformers, which skips unknown tensors; raise UserError if it skipped any."""
-    # transformers' GGUF reader draws a progress bar on stderr that no setting turns off.
+    """Read the weights with transformers. Raise UserError if it skips unknown tensors."""
+    # transformers' GGUF reader prints a progress bar to stderr that cannot be turned off.
     with quiet(), redirect_stderr(StringIO()):
         model = AutoModelForCausalLM.from_pretrained(
             path.parent,
@@ -136,12 +136,12 @@ def _by_transformers(path: Path, config: PreTrainedConfig, entries: list[TensorE
     in_file = sum(math.prod(entry.shape) for entry in entries)
     in_model = sum(parameter.numel() for parameter in model.parameters())
     if in_file != in_model:
-        raise unusable(path, f"it holds {in_file:,} numbers, but transformers reads {in_model:,}")
+        raise unusable(path, f"the file has {in_file:,} values, but transformers reads {in_model:,}")
     return model.state_dict()
 
 
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
-# Metadata keys that change no computation.
+# Metadata keys that do not affect the computation.
 _HARMLESS = frozenset(
     {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length"}
 )
@@ -157,12 +157,12 @@ _MUST_MATCH = {
 
 
 def read_gguf_config(path: Path) -> PreTrainedConfig:
-    """Read a model's config from a GGUF file; raise UserError if some of it would be ignored."""
+    """Read a model's config from a GGUF file. Raise UserError if some metadata would be ignored."""
     if _PART.search(path.name):
-        raise unusable(path, "it is one part of a split file")
+        raise unusable(path, "the file is one part of a split file")
     metadata, names = read_metadata(path), {entry.name for entry in read_tensor_table(path)}
     if not names:
-        raise UserError(f"`{path.name}` holds a vocabulary but no weights", where=str(path))
+        raise UserError(f"`{path.name}` contains a vocabulary but no weights", where=str(path))
     kind = str(metadata.get("general.architecture"))
     config = _config_of(metadata, names) if kind in LLAMA_NAMED else _config_by_transformers(path)
     _require_known_metadata(path, kind, metadata, config)
@@ -172,7 +172,7 @@ def read_gguf_config(path: Path) -> PreTrainedConfig:
 
 
 def _config_of(metadata: dict[str, Any], names: set[str]) -> PreTrainedConfig:
-    """Build the config without transformers' reader, which takes seconds for a vocabulary."""
+    """Build the config without transformers' reader, which takes seconds to read the vocabulary."""
     kind = metadata["general.architecture"]
     keys = {f"{kind}.{key}": name for key, name in GGUF_CONFIG_MAPPING[kind].items()}
     keys |= {f"tokenizer.{key}": name for key, name in GGUF_CONFIG_MAPPING["tokenizer"].items()}
@@ -190,28 +190,28 @@ def _config_by_transformers(path: Path) -> PreTrainedConfig:
         with quiet(), redirect_stderr(StringIO()):
             config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
     except (ImportError, KeyError, NotImplementedError, ValueError) as error:
-        raise unusable(path, f"transformers cannot read it: {error}") from error
+        raise unusable(path, f"transformers cannot read the file: {error}") from error
     config.__dict__.pop("quantization_config", None)
     return config
 
 
 def _require_known_metadata(path: Path, kind: str, metadata: dict[str, Any], config: PreTrainedConfig) -> None:
-    """Raise UserError for metadata that transformers would ignore silently."""
+    """Raise UserError for metadata that transformers would silently ignore."""
     known = GGUF_CONFIG_MAPPING.get(kind) or GGUF_CONFIG_MAPPING.get(config.model_type) or {}
     own = {key.removeprefix(f"{kind}."): value for key, value in metadata.items() if key.startswith(f"{kind}.")}
     scaling = own.pop("rope.scaling.type", "none")
     if scaling != "none":
-        raise unusable(path, f"its rope scaling `{scaling}` is not supported in GGUF files")
+        raise unusable(path, f"rope scaling `{scaling}` is not supported in GGUF files")
     own.pop("rope.scaling.factor", None)
     for key, value in own.items():
         name = _MUST_MATCH.get(key)
         if known.get(key) is not None or key in _HARMLESS or (key == "attention.causal" and value is True):
             continue
         if name is None:
-            raise unusable(path, f"its key `{kind}.{key}` ({value!r:.60}) is unknown")
+            raise unusable(path, f"the key `{kind}.{key}` ({value!r:.60}) is unknown")
         if not _matches(config, name, value):
             used = getattr(config, name, None)
-            raise unusable(path, f"it sets `{kind}.{key}` to {value!r:.60}, but transformers would use {used}")
+            raise unusable(path, f"the file sets `{kind}.{key}` to {value!r:.60}, but transformers would use {used}")
 
 
 def _matches(config: PreTrainedConfig, name: str, value: Any) -> bool:
@@ -227,10 +227,10 @@ def _matches(config: PreTrainedConfig, name: str, value: Any) -> bool:
 
 
 def _apply_rope_table(path: Path, config: PreTrainedConfig) -> None:
-    """Set Llama 3's rope scaling, which GGUF files hold as a table that transformers ignores.
+    """Set Llama 3's rope scaling, which GGUF files store as a table that transformers ignores.
 
-    The table divides each frequency. Its largest value is the factor; the other parameters are the same in every
-    Llama 3. Raises UserError for a table that these parameters do not reproduce.
+    The table divides each frequency. Its largest value is the factor; the other parameters are the same in all Llama 3
+    models. Raises UserError if these parameters do not reproduce the table.
     """
     table = read_tensor(path, ROPE_TABLE)
     base = config.rope_parameters["rope_theta"]
@@ -246,4 +246,4 @@ def _apply_rope_table(path: Path, config: PreTrainedConfig) -> None:
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     expected = base ** (-torch.arange(0, size, 2, dtype=torch.float32) / size) / table
     if scaled.shape != expected.shape or not torch.allclose(scaled, expected, rtol=1e-4, atol=0):
-        raise unusable(path, f"its table `{ROPE_TABLE}` is not Llama 3's rope scaling")
+        raise unusable(path, f"the table `{ROPE_TABLE}` does not match Llama 3's rope scaling")

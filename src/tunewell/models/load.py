@@ -1,4 +1,4 @@
-"""Load a model from a folder, the hub, a GGUF file, a preset or other code's checkpoint; every weight is checked."""
+"""Load a model from a folder, the hub, a GGUF file, a preset or another checkpoint, and check every weight."""
 
 import json
 from collections.abc import Iterator
@@ -27,11 +27,11 @@ _SHOWN = 5
 
 
 def verify_placement(model: nn.Module, *, device: torch.device, dtype: torch.dtype) -> None:
-    """Check every parameter and buffer: on `device`, frozen in `dtype`, trainable in fp32, all finite.
+    """Check that all tensors are on `device` and finite, frozen ones in `dtype`, and trainable ones in fp32.
 
-    Buffers, and modules that the model's class keeps in fp32, may be in fp32 too. Integer buffers may have any dtype:
-    a quantised layer keeps its packed weight in one. Raises RuntimeError for a wrong device or dtype, and UserError for
-    a NaN or an infinity.
+    Buffers, and modules that the model's class keeps in fp32, may also be in fp32. Integer buffers may have any dtype,
+    because a quantised layer stores its packed weight in one. Raises RuntimeError for a wrong device or dtype, and
+    UserError for NaN or infinity.
     """
     wrong = [*_on_wrong_device(model, device), *_in_wrong_dtype(model, dtype)]
     if wrong:
@@ -40,23 +40,23 @@ def verify_placement(model: nn.Module, *, device: torch.device, dtype: torch.dty
             f"but {_listed(wrong)}"
         )
     if broken := not_finite_names(model):
-        listed = _listed([f"`{name}` holds a NaN or an infinity" for name in broken])
+        listed = _listed([f"`{name}` contains NaN or infinity" for name in broken])
         raise UserError(
             f"the model's weights are damaged: {listed}",
-            fix="download the model again; a run that diverged may have written this one",
+            fix="download the model again; these weights may come from a run that diverged",
         )
 
 
 def not_finite_names(model: nn.Module) -> list[str]:
-    """Return the names of parameters and buffers that hold a NaN or an infinity."""
+    """Return the names of parameters and buffers that contain NaN or infinity."""
     tensors = [(name, tensor) for name, tensor in _tensors(model) if tensor.is_floating_point() and tensor.numel()]
-    # Read back at once: on a GPU each read waits for the work before it.
+    # Read all results together, because each read from a GPU waits for earlier work.
     are_finite = torch.stack([_is_finite(tensor) for _, tensor in tensors]).tolist() if tensors else []
     return [name for (name, _), is_finite in zip(tensors, are_finite, strict=True) if not is_finite]
 
 
 def _is_finite(tensor: Tensor) -> Tensor:
-    # The minimum and maximum keep any NaN or infinity, and need no mask as large as the tensor.
+    # The minimum and maximum propagate NaN and infinity, and need no mask as large as the tensor.
     low, high = torch.aminmax(tensor.detach())
     return torch.isfinite(low) & torch.isfinite(high)
 
@@ -70,7 +70,7 @@ def _on_wrong_device(model: nn.Module, device: torch.device) -> Iterator[str]:
 
 
 def _in_wrong_dtype(model: nn.Module, dtype: torch.dtype) -> Iterator[str]:
-    # Name parts of modules that the model's classes keep in fp32 in every precision.
+    # Name parts of modules that the model's classes always keep in fp32.
     attributes = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     kept = {part for module in model.modules() for name in attributes for part in getattr(module, name, None) or ()}
     for name, parameter in model.named_parameters():
@@ -82,7 +82,7 @@ def _in_wrong_dtype(model: nn.Module, dtype: torch.dtype) -> Iterator[str]:
         if buffer.is_floating_point() and buffer.dtype not in (dtype, torch.float32):
             yield f"`{name}` is in {_short(buffer.dtype)}"
         elif "inv_freq" in name and buffer.dtype != torch.float32:
-            yield f"`{name}` is in {_short(buffer.dtype)}, too coarse for positions"
+            yield f"`{name}` is in {_short(buffer.dtype)}, which is not precise enough for positions"
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -106,12 +106,12 @@ class Vocabulary:
     size: int
     """The highest id plus one."""
     special_ids: dict[str, int]
-    """Of `bos_token`, `eos_token` and `pad_token`, if present."""
+    """Token ids of `bos_token`, `eos_token` and `pad_token`, if present."""
     new_ids: list[int]
 
 
 def read_vocabulary(folder: Path, added_tokens: tuple[str, ...] = ()) -> Vocabulary:
-    """Read the token ids of a tokenizer folder that `prepare` wrote."""
+    """Read the token ids of a tokenizer folder written by `prepare`."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise UserError("tokenizer.json is missing", where=str(folder), fix="run `tunewell prepare` again")
@@ -126,22 +126,22 @@ def read_vocabulary(folder: Path, added_tokens: tuple[str, ...] = ()) -> Vocabul
 
 
 def fit_vocabulary(model: PreTrainedModel, vocabulary: Vocabulary, source: str) -> bool:
-    """Resize the embedding and the head for tokens that were added to the tokenizer; return True if needed.
+    """Resize the embedding and the head for tokens added to the tokenizer. Return True if they were resized.
 
-    New rows start as the mean of the old ones. Raises UserError if the tokenizer has other ids that the model lacks:
-    then it is not this model's tokenizer.
+    New rows are initialised with the mean of the old rows. Raises UserError if the tokenizer has other ids that the
+    model does not have, because it is then not the tokenizer of this model.
     """
     num_rows = len(_weight(model.get_input_embeddings()))
     num_unknown = vocabulary.size - num_rows - sum(number >= num_rows for number in vocabulary.new_ids)
     if num_unknown > 0:
         raise UserError(
-            f"the corpus was made with a tokenizer of {vocabulary.size:,} ids, but `{source}` has {num_rows:,}",
-            fix="run `tunewell prepare` with this model, or train the model the corpus was made for",
+            f"the corpus was prepared with a tokenizer of {vocabulary.size:,} ids, but `{source}` has {num_rows:,}",
+            fix="run `tunewell prepare` with this model, or train the model for which the corpus was prepared",
         )
     if vocabulary.size <= num_rows:
         return False
     means = [_weight(table).float().mean(0) for table in _tables(model)]
-    # transformers initialises the rows randomly before ours replace them; the generator is left as it was.
+    # transformers first initialises the new rows randomly; `fork_rng` leaves the random generator unchanged.
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model.resize_token_embeddings(vocabulary.size, mean_resizing=False)
         for table, mean in zip(_tables(model), means, strict=True):
@@ -154,7 +154,7 @@ def fit_vocabulary(model: PreTrainedModel, vocabulary: Vocabulary, source: str) 
 
 
 def _tables(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the embedding, and the head if it is not tied to it."""
+    """Return the embedding, and the head unless they are tied."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or _weight(head) is _weight(embedding):
         return [embedding]
@@ -169,34 +169,34 @@ def _weight(table: nn.Module) -> Tensor:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Which model to load, and how."""
+    """The model to load, and the options for loading it."""
 
     model: str
-    """A folder, a hub id, a `.gguf` file, `package:NAME`, `preset:NAME`, or a checkpoint of other code."""
+    """A folder, a hub id, a `.gguf` file, `package:NAME`, `preset:NAME`, or a checkpoint of other training code."""
     tokenizer_folder: Path
-    """The tokenizer the corpus was made with."""
+    """The folder of the tokenizer with which the corpus was prepared."""
     device: torch.device
     dtype: torch.dtype
     attention: str = packed_attention.SDPA
     added_tokens: tuple[str, ...] = ()
-    """Tokens that were added to the tokenizer for the chat template."""
+    """Tokens added to the tokenizer for the chat template."""
     longest_document: int = 0
     seed: int = 0
-    """Seed of a preset's random weights."""
+    """Seed for the random weights of a preset."""
     is_packed: bool = True
-    """Whether it will run over packed documents, which not every model supports."""
+    """Whether the model will run on packed documents, which not every model supports."""
     is_whole: bool = False
-    """Whether to load a multimodal model as `AutoModelForCausalLM` does, and not its text part only."""
+    """Whether to load a complete multimodal model, as `AutoModelForCausalLM` does, instead of only its text part."""
     allow_pickle: bool = False
 
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of `from_pretrained`."""
-        # On a GPU each weight goes straight to the device, not through main memory.
+        # On a GPU, each weight is loaded directly to the device, not through main memory.
         device_map = {} if self.device.type == "cpu" else {"device_map": {"": self.device}}
         return {"dtype": self.dtype, "attn_implementation": self.attention, **device_map}
 
     def check(self, config: PreTrainedConfig) -> list[str]:
-        """Raise UserError if the model cannot be trained on packed documents; return notes if it can."""
+        """Return notes about training on packed documents. Raise UserError if the model does not support it."""
         if not self.is_packed:
             return []
         return require_supported(config, longest_document=self.longest_document, attention=self.attention)
@@ -209,13 +209,13 @@ class LoadedModel:
     model: PreTrainedModel
     notes: list[str] = field(default_factory=list)
     new_token_ids: list[int] = field(default_factory=list)
-    """Ids of the tokens that were added to the tokenizer; their embeddings are untrained."""
+    """Ids of the tokens added to the tokenizer. Their embeddings are untrained."""
     text_prefix: str = ""
-    """Its path in what `AutoModelForCausalLM` loads, if it is the text part of a multimodal model."""
+    """Path of the text part within a multimodal model loaded by `AutoModelForCausalLM`; otherwise empty."""
 
 
 def load_model(options: LoadOptions) -> LoadedModel:
-    """Load a model and verify its weights, device, dtype and vocabulary; raise UserError if it cannot be used."""
+    """Load a model and verify its weights, device, dtype and vocabulary. Raise UserError if it cannot be used."""
     packed_attention.register()
     vocabulary = read_vocabulary(options.tokenizer_folder, options.added_tokens)
     with quiet():
@@ -227,7 +227,7 @@ def load_model(options: LoadOptions) -> LoadedModel:
             f"{number} new token{'' if number == 1 else 's'}: embedding and head now have {vocabulary.size:,} rows; "
             "new rows start as the mean of the others"
         )
-    # Documents are never padded, so the padding token (in SmolLM2 the end of every turn) is trained like any other.
+    # Documents are never padded, so the padding token (in SmolLM2 the end of a turn) is trained like any other.
     embedding: Any = model.get_input_embeddings()
     embedding.padding_idx = None
     model.eval().requires_grad_(False)
@@ -261,7 +261,7 @@ def _from_preset(options: LoadOptions, vocabulary: Vocabulary) -> tuple[PreTrain
     preset = find_preset(options.model)
     config = LlamaConfig(**llama_settings(preset, vocabulary.size, vocabulary.special_ids))
     notes = options.check(config)
-    # On the CPU in fp32 for every device, so that a seed gives the same model everywhere.
+    # Always initialise on the CPU in fp32, so that a seed gives the same model on every device.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(options.seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=options.attention)
@@ -276,7 +276,7 @@ def _from_gguf(path: Path, options: LoadOptions) -> tuple[PreTrainedModel, list[
     notes = options.check(config)
     model = from_tensors(config, read_gguf_weights(path, config), source=options.model, arguments=options.arguments())
     if name := quantization_of(path):
-        notes.append(f"`{path.name}` is compressed ({name}); it was unpacked")
+        notes.append(f"`{path.name}` is quantised ({name}); its weights were dequantised")
     return model, notes
 
 
@@ -309,5 +309,5 @@ def _from_transformers(source: str, options: LoadOptions) -> tuple[PreTrainedMod
     )
     if unused:
         what = f"only the text part of `{config.model_type}` is trained; " if part is not None else ""
-        notes.append(f"{what}{len(unused):,} weights in its files are not used: {first_names(unused)}")
+        notes.append(f"{what}{len(unused):,} weights in the model's files are not used: {first_names(unused)}")
     return model, notes, "" if part is None else part.text_prefix

@@ -1,7 +1,8 @@
-"""The loss of the supervised tokens and its gradient, computed in chunks so that all logits are never in memory.
+"""Cross-entropy loss of the supervised tokens and its gradient, in chunks, so that the logits fit in memory.
 
-The head is applied to supervised positions only, some rows at a time. The gradient is computed in the forward pass,
-while the logits exist, so nothing is computed twice: two matrix products for a frozen head, three for a trained one.
+The head is applied only to supervised positions, some rows at a time. The gradient is computed in the forward pass,
+while the logits are in memory, so nothing is computed twice. A chunk takes two matrix products for a frozen head and
+three for a trained one.
 
 Shapes: R rows (supervised positions), H hidden size, V vocabulary.
 """
@@ -14,35 +15,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Logits of one chunk, in fp32, stay below this: 256 rows of a 49k vocabulary on a CPU, 2,048 on a GPU.
+# Maximum size of the fp32 logits of one chunk: 256 rows of a 49k vocabulary on a CPU, 2,048 on a GPU.
 _CPU_BYTES, _GPU_BYTES = 64 * 2**20, 512 * 2**20
 COMPILED_ROWS = 2048
-"""Rows of a chunk if the loss is compiled, for this one shape."""
+"""Rows per chunk if the loss is compiled. It is compiled only for this shape."""
 LossAndGrad = Callable[[Tensor, Tensor, float | None], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What a model does to its logits after the matrix product."""
+    """The scale and softcap that a model applies to its logits."""
 
     softcap: float | None = None
     scale: float = 1.0
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Scale the logits, then cap them."""
+        """Apply the scale, then the softcap."""
         logits = logits * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
 def chunk_rows(vocab_size: int, device: torch.device) -> int:
-    """Return the number of rows of logits, in fp32, that are in memory at once."""
+    """Return the number of rows of logits computed at once."""
     budget = _GPU_BYTES if device.type == "cuda" else _CPU_BYTES
     rows = max(64, budget // (4 * vocab_size))
     return 1 << (rows.bit_length() - 1)
 
 
 def loss_and_grad(logits_RV: Tensor, targets_R: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of rows and its gradient by the logits, which are overwritten; -100 is no target."""
+    """Return the summed loss and its gradient with respect to the logits, in place. Targets of -100 are ignored."""
     z_RV = logits_RV.float()
     tanh_RV = None if softcap is None else torch.tanh(z_RV / softcap)
     if tanh_RV is not None and softcap is not None:
@@ -50,7 +51,7 @@ def loss_and_grad(logits_RV: Tensor, targets_R: Tensor, softcap: float | None) -
     keep_R1 = (targets_R != -100)[:, None]
     target_R1 = targets_R.clamp_min(0)[:, None]
     max_R1, target_logit_R1 = z_RV.amax(-1, keepdim=True), z_RV.gather(-1, target_R1)
-    # In place from here on: a pass over the logits is the main cost, and one over new memory costs more.
+    # In place from here on: passes over the logits are the main cost, and passes over new memory cost more.
     dz_RV = z_RV.sub_(max_R1).exp_()
     sum_R1 = dz_RV.sum(-1, keepdim=True)
     total = ((max_R1 - target_logit_R1 + sum_R1.log()) * keep_R1).sum()
@@ -61,7 +62,7 @@ def loss_and_grad(logits_RV: Tensor, targets_R: Tensor, softcap: float | None) -
 
 
 def loss_and_grad_fused(logits_RV: Tensor, targets_R: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Compute the same in a form that a compiler fuses into two passes; nothing in fp32 is written to memory."""
+    """Compute `loss_and_grad` in a form that torch.compile fuses into two passes, without fp32 values in memory."""
     z_RV = logits_RV.float()
     tanh_RV = None if softcap is None else torch.tanh(z_RV / softcap)
     if tanh_RV is not None and softcap is not None:
@@ -134,9 +135,9 @@ def supervised_loss(
     head: HeadShape | None = None,
     fused_loss: LossAndGrad | None = None,
 ) -> Tensor:
-    """Return the loss of rows of hidden states, summed.
+    """Return the summed loss of rows of hidden states.
 
-    `fused_loss` is a compiled `loss_and_grad_fused`; the number of rows must then be a multiple of COMPILED_ROWS.
+    `fused_loss` is a compiled `loss_and_grad_fused`. It requires a number of rows that is a multiple of COMPILED_ROWS.
     """
     rows = chunk_rows(weight_VH.shape[0], hidden_RH.device) if fused_loss is None else COMPILED_ROWS
     options = _Options(rows, head or HeadShape(), fused_loss or loss_and_grad)

@@ -1,4 +1,4 @@
-"""The forward pass over packed documents: hidden states, and the loss of the supervised tokens."""
+"""The forward pass on packed documents: hidden states, and the loss of the supervised tokens."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,23 +21,23 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class PackedModel:
-    """A model with a forward pass and a loss over packed documents, in a given precision."""
+    """A model with a forward pass and a loss for packed documents, in a given precision."""
 
     model: PreTrainedModel
     precision: str
     longest: int
     head: HeadShape = field(default_factory=HeadShape)
     shape: FixedShape | None = None
-    """The shape the layers were compiled for; None if they were not."""
+    """The shape for which the layers were compiled; None if they are not compiled."""
     uses_graphs: bool = False
-    """Whether the compiled layers replay CUDA graphs; each replay overwrites the outputs of the one before."""
+    """Whether the compiled layers replay CUDA graphs. Each replay overwrites the outputs of the previous one."""
     may_compile: bool = True
     may_use_graphs: bool = True
-    """False once memory was short: graphs keep theirs between steps."""
+    """False after an out-of-memory error, because CUDA graphs hold memory between steps."""
     heartbeat: Callable[[], None] = lambda: None
-    """Called before every forward pass, so that a supervisor sees the run is alive."""
+    """Called before every forward pass, so that a supervisor can see that the run is alive."""
     fused_loss: LossAndGrad | None = None
-    """A compiled `loss_and_grad_fused`, once the layers are compiled."""
+    """A compiled `loss_and_grad_fused`, if the layers are compiled."""
 
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
@@ -47,11 +47,11 @@ class PackedModel:
         self.has_dropout = _uses_dropout(self.model)
         is_all_fp32 = all(parameter.dtype == torch.float32 for parameter in self.model.parameters())
         self._is_uncompiled = False
-        # A frozen model is loaded in its precision; one trained in full stays in fp32 and is cast in the forward pass.
+        # A frozen model is loaded in the run's precision; a fully fine-tuned one stays in fp32 and uses autocast.
         self._autocast_dtype = _AUTOCAST.get(self.precision) if is_all_fp32 else None
 
     def loss_sum(self, batch: MicroBatch) -> Tensor:
-        """Return the loss summed over a micro-batch's supervised tokens."""
+        """Return the loss summed over the supervised tokens of a micro-batch."""
         hidden_TH = self.hidden(batch)
         rows, targets = batch.rows, batch.targets
         if self.fused_loss is not None:
@@ -68,7 +68,7 @@ class PackedModel:
         )
 
     def hidden(self, batch: MicroBatch) -> Tensor:
-        """Return the last hidden states, [T, H]; padding, if any, comes last."""
+        """Return the last hidden states as [T, H]. Any padding is at the end."""
         self.heartbeat()
         num_documents, stance = None, self.stance(batch)
         if self.shape is not None and self._is_compiled_for(batch):
@@ -100,8 +100,8 @@ class PackedModel:
     def stance(self, batch: MicroBatch) -> Any:
         """Return a context that runs the layers uncompiled if the batch does not fit the compiled shape.
 
-        Compiling again for a shape that may come once would cost more than it saves. The context must cover the
-        backward pass too, in which gradient checkpointing runs layers again.
+        Recompiling for a shape that may occur only once would cost more than it saves. The context must also cover the
+        backward pass, in which gradient checkpointing runs layers again.
         """
         is_compiled = self.shape is None or self._is_compiled_for(batch)
         return nullcontext() if is_compiled else torch.compiler.set_stance("force_eager")
@@ -111,12 +111,12 @@ class PackedModel:
 
     @property
     def _is_sharing(self) -> bool:
-        """Whether a prefix that documents share is computed once; with dropout each document draws its own."""
+        """Whether a shared prefix is computed only once. With dropout, each document needs its own mask."""
         return self.device.type == "cpu" and not self.is_flash and not (self.has_dropout and self.model.training)
 
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
-        """Run the layers uncompiled and unpadded inside a `with` block: compiled layers skip hooks and pad batches."""
+        """Run the layers uncompiled inside a `with` block, because compiled layers skip hooks and pad batches."""
         before, self._is_uncompiled = self._is_uncompiled, True
         fused_loss, self.fused_loss = self.fused_loss, None
         try:
@@ -125,7 +125,7 @@ class PackedModel:
             self._is_uncompiled, self.fused_loss = before, fused_loss
 
     def uncompile(self) -> None:
-        """Drop the compiled layers; they can be compiled again."""
+        """Discard the compiled code of the layers. They can be compiled again."""
         for module in self.model.modules():
             module._compiled_call_impl = None
         self.shape = self.fused_loss = None
@@ -134,13 +134,13 @@ class PackedModel:
             torch.compiler.reset()  # frees the memory of the graphs
 
     def drop_graphs(self) -> None:
-        """Free the memory of CUDA graphs, and record no more of them."""
+        """Free the memory of CUDA graphs, and do not use them again."""
         if self.uses_graphs:
             self.uncompile()
             self.may_use_graphs = False
 
     def autocast(self) -> Any:
-        """Return an autocast context for a model whose weights are in fp32."""
+        """Return an autocast context if the weights are in fp32 and the run is in 16 bits."""
         if self._autocast_dtype is None:
             return nullcontext()
         return torch.autocast(self.device.type, self._autocast_dtype)
@@ -160,8 +160,8 @@ class PackedModel:
         return torch.cat(losses).double().cpu().numpy() if losses else np.zeros(0)
 
     def _select(self, hidden_TH: Tensor, rows: npt.NDArray[np.int64]) -> Tensor:
-        """Return some rows in the precision of the head."""
-        # Not by indexing: the gradient of an index sorts its rows first.
+        """Return the selected rows in the precision of the head."""
+        # `index_select` instead of indexing, because the gradient of indexing sorts the rows first.
         return torch.index_select(hidden_TH, 0, self._tensor(rows)).to(self._autocast_dtype or hidden_TH.dtype)
 
     def _tensor(self, values: np.ndarray) -> Tensor:
@@ -172,10 +172,10 @@ class PackedModel:
 
 
 def _uses_dropout(model: PreTrainedModel) -> bool:
-    """Whether the model has dropout anywhere."""
+    """Return whether the model has dropout in any layer."""
     settings = model.config.get_text_config().to_dict()
     rates = [value for name, value in settings.items() if "dropout" in name or name.endswith("pdrop")]
     for module in model.modules():
-        # Adapter layers store their rate as a number.
+        # Adapter layers store their dropout rate as a number.
         rates.append(module.p if isinstance(module, nn.Dropout) else getattr(module, "dropout", 0.0))
     return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)

@@ -1,4 +1,4 @@
-"""Build models with transformers from files or tensors; raise an error for missing or unexpected weights."""
+"""Build models with transformers from files or tensors. Missing or unexpected weights are errors."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ _SHOWN = 5
 
 
 def read_config(source: str, *, is_local: bool) -> PreTrainedConfig:
-    """Read a model's config; code that comes with a model is never run."""
+    """Read a model's config. Code in the model folder is never run."""
     try:
         return AutoConfig.from_pretrained(source, local_files_only=is_local, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
@@ -25,18 +25,18 @@ def read_config(source: str, *, is_local: bool) -> PreTrainedConfig:
 
 
 def require_safe_folder(folder: Path, *, allow_pickle: bool) -> None:
-    """Raise UserError if a folder holds an adapter, or weights in a format that can contain code."""
+    """Raise UserError if a folder contains an adapter, or weights in a format that can contain code (pickle)."""
     if (folder / "adapter_config.json").is_file():
         raise UserError(
             "this is an adapter, not a model",
             where=str(folder),
-            fix=f"name the model it was made for, or merge the two: `tunewell export {folder} --to merged --out NEW`",
+            fix=f"use the adapter's base model, or merge the two: `tunewell export {folder} --to merged --out NEW`",
         )
     if not allow_pickle and not any(folder.glob("*.safetensors*")):
         raise UserError(
             "the weights are in `.bin` files, a format that can contain code",
             where=str(folder),
-            fix="convert them to safetensors, or add `--allow-pickle`: only tensors are read then",
+            fix="convert them to safetensors, or add `--allow-pickle`, which loads only tensors",
         )
 
 
@@ -49,8 +49,8 @@ def from_files(
     is_local: bool,
     arguments: dict[str, Any],
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load a folder or a hub id, or its text part; also return the names of weights in its files that are not used."""
-    # A text part is built twice; only the second build goes to the device.
+    """Load a model, or its text part, from a folder or the hub. Also return the names of unused weights."""
+    # A text part is built twice; only the second build is moved to the device.
     first = arguments if part is None else {key: value for key, value in arguments.items() if key != "device_map"}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -69,7 +69,7 @@ def from_files(
     model, found = loaded
     _require_complete(found, source)
     if part is not None:
-        # transformers would undo the renaming when it saves; a new model is saved under the text part's own names.
+        # transformers would undo the renaming on save; a new model is saved with the names of the text part.
         model = from_tensors(part.config, model.state_dict(), source=source, arguments=arguments)
     return model, sorted(found["unexpected_keys"])
 
@@ -91,13 +91,13 @@ def from_tensors(
 
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build a model on the meta device, for its names and shapes."""
+    """Build a model on the meta device, to get its weight names and shapes."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
 
 def first_names(names: list[str]) -> str:
-    """Return the first names as text."""
+    """Return the first few names as text."""
     return ", ".join(f"`{name}`" for name in names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 

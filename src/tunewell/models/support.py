@@ -1,4 +1,4 @@
-"""Which architectures can be trained on packed documents, and what their heads compute; others raise UserError."""
+"""Supported architectures: check that a model can be trained on packed documents, and read its head's settings."""
 
 import json
 from collections.abc import Iterator
@@ -19,16 +19,16 @@ from tunewell.models.attention import FLASH, stock_attention
 from tunewell.models.loss import HeadShape
 
 _SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
-# Rotary frequencies that depend on the longest text in a batch once it exceeds a length.
+# Rope types with frequencies that depend on the longest document in a batch above some length.
 _LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 # Prefixes of the sub-configs of multimodal models.
 _MODALITIES = ("vision", "audio", "image", "speech", "video", "vq", "text")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _FIX = "use another model"
 TEXT_PREFIX = "model.language_model."
-"""Path of the text part in a multimodal model that transformers loaded."""
+"""Path of the text part in a multimodal model loaded by transformers."""
 _PROBE_TOKENS = 8
-# Relative to the largest logit. Both sides compute the same numbers, so only rounding differs.
+# Relative to the largest logit. Both sides compute the same values, so only rounding differs.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 
@@ -38,14 +38,14 @@ class TextPart:
 
     config: PreTrainedConfig
     key_mapping: dict[str, str]
-    """Regular expressions from the names in the multimodal model's files to those of the text part."""
+    """Regular expressions that map names in the multimodal model's files to names in the text part."""
     text_prefix: str
-    """Its path in what `AutoModelForCausalLM` loads; empty if that is the text part itself."""
+    """Path of the text part in the model that `AutoModelForCausalLM` loads; empty if it loads the text part."""
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Let transformers log errors only inside a `with` block."""
+    """Silence transformers' warnings and progress bars inside a `with` block."""
     verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -58,11 +58,11 @@ def quiet() -> Iterator[None]:
 
 
 def require_supported(config: PreTrainedConfig, *, longest_document: int, attention: str = "") -> list[str]:
-    """Raise UserError with the reason if a model cannot be trained on packed documents; return notes if it can."""
+    """Return notes about a model. Raise UserError with the reason if it cannot be trained on packed documents."""
     if getattr(config, "quantization_config", None) is not None:
         settings: Any = config.quantization_config
         method = (settings if isinstance(settings, dict) else settings.to_dict()).get("quant_method", "unknown method")
-        raise _not_supported(config, f"its weights are quantised ({method})", "use the model it was quantised from")
+        raise _not_supported(config, f"the weights are quantised ({method})", "use the unquantised model")
     for reason, kinds in _table()["refused"].items():
         if config.model_type in kinds:
             raise _not_supported(config, reason)
@@ -71,19 +71,19 @@ def require_supported(config: PreTrainedConfig, *, longest_document: int, attent
     _require_packable(text)
     _require_positions(text, longest_document)
     if attention == FLASH and getattr(text, "attn_logit_softcapping", None) is not None:
-        raise _not_supported(text, "the flash kernel has no softcap on attention", "set `train.attention: sdpa`")
+        raise _not_supported(text, "the flash kernel does not support attention softcap", "set `train.attention: sdpa`")
     if attention == FLASH and (getattr(text, "attention_dropout", 0.0) or 0.0) > 0:
-        raise _not_supported(text, "the flash kernel has no attention dropout", "set `train.attention: sdpa`")
+        raise _not_supported(text, "the flash kernel does not support attention dropout", "set `train.attention: sdpa`")
     return _notes(text)
 
 
 def is_verified(config: PreTrainedConfig) -> bool:
-    """Whether the tests compare this architecture with transformers."""
+    """Return whether the tests compare this architecture with transformers."""
     return config.model_type in _table()["verified"]
 
 
 def text_part(config: PreTrainedConfig) -> TextPart | None:
-    """Return the text part of a multimodal model; None for a plain model. Raise UserError if it is not supported."""
+    """Return the text part of a multimodal model, or None for a text model. Raise UserError if it is unsupported."""
     modalities = [name.removesuffix("_config") for name in config.sub_configs if name.startswith(_MODALITIES)]
     if config.model_type in _table()["text_parts"]:
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -92,12 +92,12 @@ def text_part(config: PreTrainedConfig) -> TextPart | None:
     if modalities:
         known = ", ".join(f"`{name}`" for name in _table()["text_parts"])
         kinds = ", ".join(modalities)
-        raise _not_supported(config, f"it is multimodal ({kinds}); the text part can be trained for {known} only")
+        raise _not_supported(config, f"the model is multimodal ({kinds}); only the text part of {known} is supported")
     return None
 
 
 def text_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Return a model's weights under all their names; of a multimodal model those of its text part."""
+    """Return the weights of a model, or of its text part if it is multimodal. Tied weights have all their names."""
     weights = dict(model.named_parameters(remove_duplicate=False))
     if not any(name.startswith(TEXT_PREFIX) for name in weights):
         return weights
@@ -107,11 +107,11 @@ def text_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 
 def head_shape(model: PreTrainedModel) -> HeadShape:
-    """Return what a model does to its logits; raise UserError if its own logits of a few tokens differ from that."""
+    """Return the scale and softcap of a model's head. Raise UserError if they do not reproduce its logits."""
     module = model.get_output_embeddings()
     weight = getattr(module, "weight", None)
     if not isinstance(module, nn.Module) or not isinstance(weight, Tensor) or weight.dim() != 2:
-        raise _not_supported(model.config, "its head is not a single matrix")
+        raise _not_supported(model.config, "the head is not a single matrix")
     config = model.config.get_text_config()
     cap = getattr(config, "final_logit_softcapping", None)
     shape = HeadShape(None if cap is None else float(cap), _scale(config))
@@ -121,18 +121,18 @@ def head_shape(model: PreTrainedModel) -> HeadShape:
 
 def _require_packable(config: PreTrainedConfig) -> None:
     if getattr(config, "is_encoder_decoder", False):
-        raise _not_supported(config, "it is an encoder-decoder model")
+        raise _not_supported(config, "encoder-decoder models cannot be trained")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _not_supported(config, "transformers has no causal language model of this type")
     if getattr(config, "alibi", False):
-        raise _not_supported(config, "it uses ALiBi position biases")
+        raise _not_supported(config, "the model uses ALiBi position biases")
     if not getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_supports_attention_backend", False):
-        raise _not_supported(config, "its attention cannot be replaced, so packed documents would see each other")
+        raise _not_supported(config, "the attention cannot be replaced, so packed documents would attend to each other")
     if getattr(config, "use_bidirectional_attention", None):
-        raise _not_supported(config, "its attention is bidirectional (`use_bidirectional_attention`)")
+        raise _not_supported(config, "the attention is bidirectional (`use_bidirectional_attention`)")
     if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - _SUPPORTED_LAYERS):
         listed = ", ".join(f"`{name}`" for name in unknown)
-        raise _not_supported(config, f"its layers of type {listed} cannot keep packed documents apart")
+        raise _not_supported(config, f"layers of type {listed} cannot keep packed documents apart")
 
 
 def _require_positions(config: PreTrainedConfig, longest_document: int) -> None:
@@ -140,7 +140,7 @@ def _require_positions(config: PreTrainedConfig, longest_document: int) -> None:
     if config.model_type in _table()["learned_positions"] and limit is not None and longest_document > limit:
         raise _not_supported(
             config,
-            f"it has {limit:,} positions, and the longest document has {longest_document:,} tokens",
+            f"the model has {limit:,} positions, but the longest document has {longest_document:,} tokens",
             f"set `packing.context_length` to {limit} and run `tunewell prepare` again",
         )
     for rope in _rope_parameters(config):
@@ -149,14 +149,14 @@ def _require_positions(config: PreTrainedConfig, longest_document: int) -> None:
         if rope.get("rope_type") in _LENGTH_DEPENDENT and longest_document > first:
             raise _not_supported(
                 config,
-                f"above {first:,} tokens its positions (`{rope['rope_type']}`) depend on the longest document in a "
+                f"above {first:,} tokens, the positions (`{rope['rope_type']}`) depend on the longest document in a "
                 f"batch, and the longest document has {longest_document:,}",
                 f"set `packing.context_length` to {first} and run `tunewell prepare` again",
             )
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Return the parameters of rotary positions: one set, or one per layer type."""
+    """Return the rope parameters: one set, or one set per layer type."""
     rules = getattr(config, "rope_parameters", None) or {}
     return [rules] if "rope_type" in rules else [rule for rule in rules.values() if isinstance(rule, dict)]
 
@@ -164,16 +164,16 @@ def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
 def _notes(config: PreTrainedConfig) -> list[str]:
     notes = []
     if any((getattr(config, name, None) or 0) > 1 for name in _EXPERTS):
-        notes.append("this model has experts; the load-balancing loss is not part of training")
+        notes.append("this is a mixture-of-experts model; it is trained without the load-balancing loss")
     if not is_verified(config):
         notes.append(
-            f"tunewell is not tested with `{config.model_type}`; it is compared with transformers before the first step"
+            f"tunewell is not tested with `{config.model_type}`; it is checked against transformers before step 1"
         )
     return notes
 
 
 def _scale(config: PreTrainedConfig) -> float:
-    """Return the factor of the logits: Granite and MiniCPM divide by their setting, HyperCLOVA X multiplies."""
+    """Return the factor of the logits. Granite and MiniCPM divide by their setting; HyperCLOVA X multiplies."""
     scaling = getattr(config, "logits_scaling", None)
     if scaling is not None:
         return float(scaling) if config.model_type == "hyperclovax" else 1 / float(scaling)
@@ -199,7 +199,7 @@ def _check_head(model: PreTrainedModel, head: nn.Module, weight: Tensor, shape: 
         or computed.shape != expected.shape
         or not bool(((computed - expected).abs() <= tolerance).all())
     ):
-        raise _not_supported(model.config, "its head computes more than a matrix product, a scale and a softcap")
+        raise _not_supported(model.config, "the head computes more than a matrix product, a scale and a softcap")
 
 
 def _not_supported(config: PreTrainedConfig, why: str, fix: str = _FIX) -> UserError:
