@@ -411,7 +411,7 @@ def test_an_adapter_in_the_place_of_a_model_is_refused_with_the_way_to_one(
 
 def test_nothing_to_train_on_is_said_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="nothing to train on") as refused:
+    with pytest.raises(UserError, match="no training data") as refused:
         tunewell.train()
     assert "tunewell init" in str(refused.value.fix) and not list(tmp_path.iterdir())
 

@@ -1,5 +1,5 @@
-"""A training run as a folder: its config, supervisor, heartbeat, resume, result and README; resolving it to a model.
+"""Runs: the run folder with its config, plan, result and README; supervision, resume, and loading a run as a model.
 
-Knows training, but neither evaluation nor export. Start with `config.py` (how a run is started), `folder.py` (what it
-writes first) and `result.py` (what it returns); `supervisor.py` restarts it when it dies.
+It depends on training, but not on evaluation or export. Start with `config.py` (how a run is started), `folder.py`
+(what it writes first) and `result.py` (what it returns). `supervisor.py` restarts a run that crashes or hangs.
 """

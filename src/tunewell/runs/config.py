@@ -1,4 +1,4 @@
-"""The config of a run: check it, write it into the run folder, load it for `--resume`, build the resume command."""
+"""The config of a run: check it, write it to the run folder, load it for `--resume`, and build the resume command."""
 
 import json
 import os
@@ -21,39 +21,39 @@ from tunewell.records.manifest import MANIFEST
 from tunewell.records.plan import PLAN
 from tunewell.records.rundir import RUN_CONFIG, RunDir
 
-# Options of one `train` call that are not part of the config: resuming, the command line, process-wide settings.
+# Options of one `train` call that are not part of the config: resume, command line, process-wide settings.
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How to start or resume a training. The defaults are those of a library call."""
+    """Options to start or resume a run. The defaults are those of a library call."""
 
     is_resuming: bool = False
     allowed_changes: Sequence[str] = ()
-    """Settings that may differ from the checkpoint on resume: the names after `--allow-change`."""
+    """Settings that may differ from the checkpoint on resume (the values of `--allow-change`)."""
     allow_pickle: bool = False
     argv: Sequence[str] | None = None
-    """The arguments after `tunewell train`, as typed; None in a library call."""
+    """The command-line arguments after `tunewell train`; None in a library call."""
     supervisor_fds: str | None = None
     """File descriptors opened by the supervisor, `READ,WRITE,STACKS`; None without a supervisor."""
     owns_process: bool = False
-    """True on the command line: the run may then set signal handlers, the number of threads and the allocator."""
+    """True on the command line. The run may then set signal handlers, the number of threads and the allocator."""
     faults: str | None = None
-    """Faults to inject in tests of tunewell, for example `nan@gradients:step=7`."""
+    """Faults to inject in tests, for example `nan@gradients:step=7`."""
     allow_faults: bool = False
 
 
 REPEAT_FIRST_COMMAND = "repeat the command that started the run and add `--resume`"
 _ADAPTER_CONFIG = "adapter_config.json"
 _FLAGS_OF_ONE_START = {"--resume": 0, "--allow-change": 1, "--worker": 1, "--supervised": 1}
-"""Flags that a later resume must not repeat, and how many values each takes."""
+"""Flags that a later resume must not repeat -> number of values of each flag."""
 
 
 def load_for_run(given: ConfigLike, sets: Sequence[str] = (), *, is_resuming: bool, **flags: Any) -> LoadedConfig:
-    """Load the config to train with.
+    """Load the config for training.
 
-    On resume, if neither a config nor a model is given and the current folder has no `tunewell.yaml`, the config in the
-    run folder is used.
+    The config in the run folder is used on resume if no config or model is given and the current folder has no
+    `tunewell.yaml`.
     """
     sets = [sets] if isinstance(sets, str) else sets
     is_unnamed = given is None or given == ""
@@ -71,9 +71,9 @@ def load_for_run(given: ConfigLike, sets: Sequence[str] = (), *, is_resuming: bo
 
 
 def _saved_config(sets: Sequence[str]) -> dict[str, Any] | None:
-    """Read the config in the run folder, with paths relative to the current folder; None if there is none.
+    """Return the config in the run folder, with paths relative to the current folder, or None if it does not exist.
 
-    None also if the current folder has a config file, which takes precedence.
+    Also return None if the current folder has a config file, which takes precedence.
     """
     current = load_config(sets=[text for text in sets if _key(text) == ("run",)])
     folder = current.path(current.config.run)
@@ -86,7 +86,7 @@ def _saved_config(sets: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _key(text: str) -> tuple[str | int, ...]:
-    """Return the key that a `--set KEY=VALUE` sets; empty if it cannot be parsed, which `load_config` reports."""
+    """Return the key of a `--set KEY=VALUE`. Return () if it cannot be parsed; `load_config` reports the error."""
     try:
         return resolve_alias(parse_key(text.partition("=")[0].strip()))
     except UserError:
@@ -94,7 +94,7 @@ def _key(text: str) -> tuple[str | int, ...]:
 
 
 def require_training_data(loaded: LoadedConfig, *, is_resuming: bool) -> None:
-    """Raise UserError if the config names no data or no model, or names an adapter or a run as the model."""
+    """Raise UserError if the config has no data or no model, or if the model is an adapter or a run."""
     config = loaded.config
     fix = "run `tunewell init DATA --model MODEL` first, or add `--data` and `--model` to the command"
     if is_resuming and config.model is None:
@@ -102,24 +102,24 @@ def require_training_data(loaded: LoadedConfig, *, is_resuming: bool) -> None:
         fix = REPEAT_FIRST_COMMAND
     if not config.data.sources and not (loaded.path(config.corpus) / MANIFEST).is_file():
         raise UserError(
-            f"there is nothing to train on: the config names no data, and there is no corpus `{config.corpus}`", fix=fix
+            f"no training data: `data.sources` is not set, and the corpus `{config.corpus}` does not exist", fix=fix
         )
     if config.model is None:
-        raise UserError("the config names no model", fix=fix)
+        raise UserError("`model` is not set in the config", fix=fix)
     path = loaded.path(config.model)
     for name, kind in ((_ADAPTER_CONFIG, "an adapter"), (PLAN, "a run")):
         if (path / name).is_file():
             export = f"tunewell export {shlex.quote(str(path))} --to merged --out NEW"
             raise UserError(
-                f"`{config.model}` is {kind}; training needs a whole model",
+                f"`{config.model}` is {kind}; training needs a complete model",
                 where=loaded.origin("model"),
                 fix=f"merge it with `{export}`, then train `NEW/merged`",
             )
 
 
 def dump_config(loaded: LoadedConfig, argv: Sequence[str] | None = None) -> str:
-    """Return the set keys as YAML below the command line, with paths relative to the run folder, without secrets."""
-    # The run folder may be a link: relative paths must start from the real folder.
+    """Return the keys that were set as YAML, without secrets. Paths are relative to the run folder."""
+    # The run folder may be a symbolic link; relative paths must start from the real folder.
     run_folder = loaded.path(loaded.config.run).resolve()
     config = _with_paths(loaded, lambda path: relative_path(loaded.path(path), run_folder))
     text = yaml.dump(redact(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
@@ -130,7 +130,7 @@ def dump_config(loaded: LoadedConfig, argv: Sequence[str] | None = None) -> str:
 
 
 def _with_paths(loaded: LoadedConfig, respell: Callable[[str], str]) -> dict[str, Any]:
-    """Return every key that was set, and `corpus`, with relative paths respelled; without `run`."""
+    """Return every key that was set, and `corpus`, but not `run`. Relative paths are converted by `respell`."""
     config = loaded.config.model_dump(mode="json", exclude_unset=True, exclude={"run"})
 
     def respelled(path: str) -> str:
@@ -157,7 +157,7 @@ def _with_paths(loaded: LoadedConfig, respell: Callable[[str], str]) -> dict[str
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes YAML that our reader reads back unchanged: text like `1e5`, which it would read as a number, is quoted."""
+    """Writes YAML that our reader reads back unchanged. Text that looks like a number, such as `1e5`, is quoted."""
 
 
 def _quoted_if_needed(dumper: _Dumper, text: str) -> yaml.ScalarNode:
@@ -170,8 +170,8 @@ _Dumper.add_representer(str, _quoted_if_needed)
 def resume_command(loaded: LoadedConfig, options: RunOptions) -> str:
     """Return the command that resumes this run from the current folder.
 
-    If the run folder holds everything, the command names only the folder. Otherwise it repeats the first command line
-    or, after a library call, names the config in the run folder.
+    If the run folder has the complete config, the command contains only the folder. Otherwise it repeats the first
+    command line or, after a library call, contains the path of the config in the run folder.
     """
     words = ["tunewell", "train", "--resume"]
     pickle = ["--allow-pickle"] if options.allow_pickle else []
@@ -194,7 +194,7 @@ def _is_complete_in_folder(loaded: LoadedConfig) -> bool:
 
 
 def _repeatable(argv: Sequence[str]) -> list[str]:
-    """Return the arguments without the flags that belong to one start of the run."""
+    """Return the arguments without the flags that apply to only one start of the run."""
     kept: list[str] = []
     num_values = 0
     for word in argv:

@@ -1,4 +1,4 @@
-"""The run folder: open it on every rank, write plan, config and document hashes, compare the documents on resume."""
+"""The run folder: open it on every rank, write plan, config and document hashes, and restore a run on resume."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -26,18 +26,18 @@ from tunewell.training.saved_checkpoints import compare_identity, find_newest
 
 _NUM_NAMED = 3
 _DocumentKey = tuple[str, int, int]
-"""Source, row, and the number of the document among those of its row."""
+"""Source, row, and index of the document within its row."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The run folder as one rank sees it."""
+    """The run folder, as used by one rank."""
 
     path: Path
     working_path: Path
-    """Where this rank writes: the run folder on rank 0, a temporary folder on every other rank."""
+    """The folder that this rank writes to: the run folder on rank 0, a temporary folder on other ranks."""
     run_dir: RunDir | None
-    """Holds the lock of the run folder; None on other ranks than 0."""
+    """Holds the lock on the run folder; None on ranks other than 0."""
 
     def write_plan(self, loaded: LoadedConfig, plan: Plan, corpus: Corpus, *, argv: Sequence[str] | None) -> None:
         """Write the plan, the config and the hash of every document."""
@@ -56,17 +56,17 @@ class RunFolder:
                 self.run_dir.write(RUN_CONFIG, text)
 
     def keep(self) -> None:
-        """Keep the folder from now on, however the run ends: the first step is about to be taken."""
+        """Keep the folder even if the run fails from now on. Called before the first step."""
         if self.run_dir is not None:
             self.run_dir.keep()
 
 
 @contextmanager
 def open_run_folder(loaded: LoadedConfig, world: World, *, is_resuming: bool) -> Iterator[RunFolder]:
-    """Create or reopen the run folder on rank 0; yield it on every rank.
+    """Create or reopen the run folder on rank 0, and yield it on every rank.
 
-    Raises UserError on all ranks if the folder cannot be used, or if a rank dies inside the `with` block. A new folder
-    is removed again if the run is refused before its first step.
+    Raises UserError on all ranks if the folder cannot be used, or if a rank exits inside the `with` block. A new folder
+    is removed if the run fails with a UserError before its first step.
     """
     path, fix = loaded.path(loaded.config.run), "restart all processes"
     with world.explaining_lost_ranks(fix), ExitStack() as stack:
@@ -78,13 +78,13 @@ def open_run_folder(loaded: LoadedConfig, world: World, *, is_resuming: bool) ->
             else:
                 working_path = Path(stack.enter_context(TemporaryDirectory(prefix="tunewell-process-")))
                 folder = RunFolder(path, working_path, None)
-        # Inside the RunDir, which removes a new folder on UserError: a lost rank must be one by then.
+        # Entered after the RunDir, which removes a new folder on UserError, so that a lost rank is a UserError there.
         stack.enter_context(world.explaining_lost_ranks(fix))
         yield folder
 
 
 def require_same_documents(folder: Path, corpus: Corpus) -> None:
-    """Raise UserError: the documents differ from those at the start of the run. Count and name the changed rows."""
+    """Raise a UserError that lists the documents added, removed or changed since the start of the run."""
     before, now = _read_document_hashes(folder), dict(_document_hashes(corpus))
     added = [key for key in now if key not in before]
     removed = [key for key in before if key not in now]
@@ -123,21 +123,21 @@ def _read_document_hashes(folder: Path) -> dict[_DocumentKey, str]:
     return {(name, int(row), int(number)): digest for name, row, number, digest in fields}
 
 
-# Resume a run from its newest valid checkpoint, with its first plan, after checking that nothing relevant changed.
+# Resume a run from its newest valid checkpoint, after checking that no setting has changed.
 
 _MEASURED = ("threads", "micro_batch_tokens", "compile")
-"""Settings that a run measures on its machine and keeps on resume."""
+"""Settings that a run chooses by measurement and keeps on resume."""
 
 
 def require_known_changes(allowed: Sequence[str], *, is_resuming: bool) -> None:
-    """Raise UserError if a name after `--allow-change` is unknown, or if the run is not being resumed."""
+    """Raise UserError if `--allow-change` has an unknown name or is used without `--resume`."""
     names = sorted(CHANGE_NAMES | set(_MEASURED))
     for name in allowed:
         if name not in names:
             close = get_close_matches(name, names, n=1)
             guess = f"did you mean `{close[0]}`? " if close else ""
             raise UserError(
-                f"`{name}` is not a setting whose change can be allowed",
+                f"`{name}` cannot be changed when a run is resumed",
                 where=f"--allow-change {name}",
                 fix=f"{guess}known names: {', '.join(names)}",
             )
@@ -150,7 +150,7 @@ def require_known_changes(allowed: Sequence[str], *, is_resuming: bool) -> None:
 
 
 def keep_measured_settings(folder: Path, plan: Plan, allowed: Sequence[str], recorder: MetricsRecorder) -> Plan:
-    """Return the plan with the `auto` settings that were measured at the run's start; new ones would change results."""
+    """Return the plan with the measured settings of the first start, because new values would change the result."""
     before, settings = read_plan(folder), plan.config["train"]
     measured = [name for name in _MEASURED if settings[name] == "auto"]
     kept = {name: getattr(before, name) for name in measured if name not in allowed}
@@ -161,7 +161,7 @@ def keep_measured_settings(folder: Path, plan: Plan, allowed: Sequence[str], rec
 
 
 def restore_run(run: Run, folder: Path, allowed: Sequence[str], *, recorder: MetricsRecorder, corpus: Corpus) -> bool:
-    """Restore a run from its newest valid checkpoint; return True if its plan must be written again."""
+    """Restore a run from its newest valid checkpoint. Return True if the plan must be written again."""
     saved = find_newest(folder / "checkpoints", on_trouble=recorder.note)
     if saved is None:
         recorder.note("there is no valid checkpoint yet: the run starts from step 0")
@@ -189,8 +189,8 @@ def restore_run(run: Run, folder: Path, allowed: Sequence[str], *, recorder: Met
 def _comparable(
     before: dict[str, Any], now: dict[str, Any], allowed: set[str]
 ) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
-    """Return both identities and the allowed changes, adjusted so that equal weights count as the same model."""
-    before = {"optimizer": "adamw"} | before  # the only optimizer of 0.1.0, which did not record it
+    """Return both identities and the allowed changes, adjusted so that a model with equal weights is unchanged."""
+    before = {"optimizer": "adamw"} | before  # version 0.1.0 had only this optimizer and did not record it
     if "weights" not in before:  # a checkpoint without a fingerprint of the weights
         return before, {name: value for name, value in now.items() if name != "weights"}, allowed
     if before["weights"] is not None and before["weights"] == now["weights"]:

@@ -1,8 +1,8 @@
-"""The heartbeat of a supervised run: what the run sends through a pipe, and how the supervisor detects a hang.
+"""The heartbeat of a supervised run: the messages it sends through a pipe, and how the supervisor detects a hang.
 
 run -> supervisor   "step 1.203" after each step, "stage" when other work begins, "alive" at most once a second,
                     "ended 0" with the exit code before printing, "printed" before exiting
-supervisor -> run   nothing: the lifeline pipe closes when the supervisor dies, and the run then saves and exits
+supervisor -> run   no messages; the lifeline pipe closes when the supervisor dies, and the run then saves and exits
 """
 
 import contextlib
@@ -20,17 +20,17 @@ from tunewell.training.events import Evaluated, Event, StepTaken
 _MIN_BEAT_SECONDS = 1.0
 _STEP_FACTOR = 3.0
 _STAGE_FACTOR = 20.0
-"""Other work may be silent this many times longer than a step: saving, evaluation, compilation."""
+"""Saving, evaluation and compilation may be silent this many times longer than a step."""
 _NUM_STEPS_KEPT = 32
 
 
 @dataclass
 class HeartbeatMonitor:
-    """Reads the heartbeat of a run for its supervisor, and decides when the run hangs."""
+    """Reads the heartbeat of a run for its supervisor, and detects when the run hangs."""
 
     hang_seconds: float
     exit_code: int | None = None
-    """The exit code that the run reported before printing its result; None before."""
+    """The exit code that the run sent before printing its result; None until then."""
     last_beat: float = field(default_factory=time.monotonic)
     step_seconds: list[float] = field(default_factory=list)
     is_in_stage: bool = True
@@ -38,7 +38,7 @@ class HeartbeatMonitor:
     _partial_line: bytes = b""
 
     def read(self, heartbeat: int) -> bool:
-        """Read everything from a non-blocking pipe; return False if the run closed it."""
+        """Read all data from a non-blocking pipe. Return False if the run has closed it."""
         try:
             while data := os.read(heartbeat, 65_536):
                 self.feed(data)
@@ -47,7 +47,7 @@ class HeartbeatMonitor:
         return False
 
     def feed(self, data: bytes) -> None:
-        """Take bytes of the heartbeat; the last line may be incomplete."""
+        """Process bytes of the heartbeat. The last line may be incomplete."""
         self.reset_timer()
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for line in lines:
@@ -59,12 +59,12 @@ class HeartbeatMonitor:
                 self.step_seconds = [*self.step_seconds[-_NUM_STEPS_KEPT:], float(line[5:])]
 
     def reset_timer(self) -> None:
-        """Count the seconds of silence from now on."""
+        """Restart the timer that measures the silence."""
         self.last_beat = time.monotonic()
 
     @property
     def patience(self) -> float | None:
-        """Seconds of silence after which the run counts as hung; None before the first step and while it prints."""
+        """Seconds of silence after which the run counts as hung; None before the first step and during printing."""
         if not self.step_seconds or self.is_printing:
             return None
         wait = self.hang_seconds + _STEP_FACTOR * median(self.step_seconds)
@@ -72,7 +72,7 @@ class HeartbeatMonitor:
 
     @property
     def is_overdue(self) -> bool:
-        """True if the run has been silent for too long."""
+        """Whether the run has been silent for too long."""
         return self.patience is not None and time.monotonic() - self.last_beat > self.patience
 
 
@@ -80,7 +80,7 @@ class Heartbeat:
     """A listener that sends the heartbeat of this run to its supervisor."""
 
     def __init__(self, fds: str) -> None:
-        """Take the supervisor's `READ,WRITE,STACKS`; watch for its death, and dump all stacks on SIGUSR2."""
+        """Use the descriptors `READ,WRITE,STACKS`: stop if the supervisor dies, and dump all stacks on SIGUSR2."""
         read, self._write, stacks = _parse_fds(fds)
         self._sent_at = 0.0
         threading.Thread(target=_stop_without_supervisor, args=(read,), daemon=True, name="lifeline").start()
@@ -96,7 +96,7 @@ class Heartbeat:
                 self._send(b"alive\n")
 
     def beat(self) -> None:
-        """Report that the run is computing; at most once a second."""
+        """Report that the run is alive, at most once a second."""
         now = time.monotonic()
         if now - self._sent_at >= _MIN_BEAT_SECONDS:
             self._send(b"alive\n")
@@ -107,7 +107,7 @@ class Heartbeat:
 
 
 def send_to_supervisor(fds: str, line: str) -> None:
-    """Send `ended CODE`: a closed terminal is then no crash. Send `printed`: silence is then a hang again."""
+    """Send `ended CODE` (a closed terminal is then not a crash) or `printed` (silence is then a hang again)."""
     _write(_parse_fds(fds)[1], f"{line}\n".encode())
 
 

@@ -1,4 +1,4 @@
-"""Draw the loss curve of a run as SVG, for `loss.svg` and for the report page; smooth it for every display."""
+"""Draw the loss curve of a run as SVG, for `loss.svg` and the report page, and smooth it for every display."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,28 +14,28 @@ from tunewell.core.units import count
 from tunewell.records.report import Curve
 
 Points = Sequence[tuple[int, float]]
-"""(step, loss) in the order of the steps; a loss may be nan or infinite."""
+"""(step, loss) pairs in order of steps. A loss may be NaN or infinite."""
 
 _MARGIN_LEFT, _MARGIN_RIGHT, _MARGIN_TOP, _MARGIN_BOTTOM = 52.0, 18.0, 10.0, 40.0
 _LOG_RATIO = 20.0
-"""Highest over lowest loss from which a logarithmic scale is used: a linear one would show only the first steps."""
+"""From this ratio of highest to lowest loss, a log scale is used. A linear one would show only the first steps."""
 _CEILING_FACTOR = 1.5
 _LARGEST = 1e100
-"""Far beyond fp32; the sum of a few such values would overflow."""
+"""Larger losses, far beyond fp32, are not drawn, because sums of them could overflow."""
 
 
-# Smoothing and cutting, shared by the terminal, `loss.svg` and the report page.
+# Smoothing and clipping, shared by the terminal, `loss.svg` and the report page.
 
 
 def smoothing_window(num_points: int) -> int:
-    """Return the number of steps to average over: about a twentieth of all, odd, at most 501; 1 below 40 steps."""
+    """Return the number of steps to average: odd, about 5% of all steps, at most 501, and 1 below 40 steps."""
     return min(num_points // 20, 500) | 1
 
 
 def smooth(points: Points) -> list[tuple[int, float]]:
-    """Average each loss with its neighbours inside the smoothing window; a loss that is not finite becomes nan.
+    """Return the moving average of the losses over the smoothing window. A non-finite loss becomes NaN.
 
-    Towards both ends the window narrows to about a quarter, so that the curve begins and ends where the losses do.
+    The window narrows to about a quarter at both ends, so that the curve starts and ends near the actual losses.
     """
     if not points:
         return []
@@ -46,7 +46,7 @@ def smooth(points: Points) -> list[tuple[int, float]]:
 
 
 def moving_average(values: npt.NDArray[np.float64], window: int) -> npt.NDArray[np.float64]:
-    """Average each finite value with its finite neighbours; values that are not finite become nan."""
+    """Average each finite value with its finite neighbours. Non-finite values become NaN."""
     known, half = np.isfinite(values), window // 2
     sums = np.convolve(np.where(known, values, 0.0), np.ones(window), mode="same")
     numbers = np.convolve(known.astype(float), np.ones(window), mode="same")
@@ -70,9 +70,10 @@ def drawable(points: Points) -> list[tuple[int, float]]:
 
 
 def ceiling(train: Points, held_out: Points) -> float | None:
-    """Return the loss at which a curve is cut, or None if nothing is high enough to be cut.
+    """Return the loss at which a curve is clipped, or None if no loss is high enough to be clipped.
 
-    One spike must not flatten the rest: the limit is 1.5 times the highest of the first values and the 98th percentile.
+    A single spike must not flatten the rest, so the limit is 1.5 times the maximum of the first losses and the 98th
+    percentile.
     """
     curves = [known for points in (train, held_out) if (known := drawable(points))]
     if not curves:
@@ -88,7 +89,7 @@ def cut(points: Points, limit: float | None) -> list[tuple[int, float]]:
 
 
 def format_loss(value: float) -> str:
-    """Format a loss with four decimals; a value that is not finite in words."""
+    """Format a loss with four decimals, or in words if it is not finite."""
     if math.isnan(value):
         return "not a number"
     if not math.isfinite(value):
@@ -99,7 +100,7 @@ def format_loss(value: float) -> str:
 # Axes: map a step or a loss to a coordinate, with ticks at round numbers.
 
 _Axis = tuple[Callable[[float], float], list[float]]
-"""A function from a number to its coordinate, and the numbers that get a tick."""
+"""A function from a value to its coordinate, and the values of the ticks."""
 
 
 def _linear(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
@@ -107,7 +108,7 @@ def _linear(low: float, high: float, start: float, end: float) -> Callable[[floa
 
 
 def _step_axis(steps: list[int], left: float, right: float) -> _Axis:
-    """Map steps from left to right; a single step is in the middle."""
+    """Map steps from left to right. A single step is in the middle."""
     low, high = min(steps), max(steps)
     if low == high:
         return lambda _: (left + right) / 2, [low]
@@ -115,16 +116,16 @@ def _step_axis(steps: list[int], left: float, right: float) -> _Axis:
 
 
 def _linear_axis(values: list[float], bottom: float, top: float) -> _Axis:
-    """Map losses from the bottom up; equal differences have equal heights."""
+    """Map losses to heights on a linear scale."""
     low, high = min(values), max(values)
     padding = (high - low) * 0.06 or abs(high) * 0.5 or 1.0
-    # Start at zero where that costs little space: heights can then be compared by eye.
+    # Start at zero if that costs little space, so that heights can be compared by eye.
     low, high = 0.0 if 0 <= low < 0.4 * high else low - padding, high + padding
     return _linear(low, high, bottom, top), _round_numbers(low, high)
 
 
 def _log_axis(values: list[float], bottom: float, top: float) -> _Axis:
-    """Map losses from the bottom up; equal ratios have equal heights. Losses of 0 and below are at the bottom."""
+    """Map losses to heights on a log scale. Losses of 0 and below are at the bottom."""
     logs = [_log10(value) for value in values if value > 0]
     low, high = min(logs) - 0.06, max(logs) + 0.06
     every = max(math.ceil((high - low) / 6), 1)
@@ -140,7 +141,7 @@ def _log10(value: float) -> float:
 
 
 def _round_numbers(low: float, high: float, *, whole: bool = False) -> list[float]:
-    """List the multiples of 1, 2 or 5 times a power of ten between two numbers, about five of them."""
+    """Return about five round numbers between two values: multiples of 1, 2 or 5 times a power of ten."""
     rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     stride = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.99)
@@ -150,7 +151,7 @@ def _round_numbers(low: float, high: float, *, whole: bool = False) -> list[floa
 
 
 class LossPlot:
-    """A loss curve, sorted by step and cut above its ceiling: its SVG shapes, legend and texts."""
+    """The SVG shapes, legend and texts of a loss curve, sorted by step and clipped at its ceiling."""
 
     def __init__(self, curve: Curve) -> None:
         self._train, self._held_out = (sorted(points, key=_first) for points in (curve.train, curve.held_out))
@@ -163,18 +164,18 @@ class LossPlot:
         self._window = smoothing_window(len(self._train))
         positive = [value for _, value in cut(self._known, self._limit) if value > 0]
         self.is_log = bool(positive) and max(positive) / _LOG_RATIO >= min(positive)
-        """Whether the losses span enough for a logarithmic scale."""
+        """Whether a logarithmic scale is used, because the losses span a large range."""
 
     @property
     def description(self) -> str:
-        """What the curve shows, for screen readers."""
+        """A description of the curve for screen readers."""
         parts = [_describe("Training loss", self._train), _describe("Held-out loss", self._held_out)]
         parts.append(f"The best held-out loss is {self._best_text}." if self._best_text else "")
         return " ".join(part for part in parts if part)
 
     @property
     def remarks(self) -> list[str]:
-        """What the curve cannot show."""
+        """Remarks about losses that the curve cannot show: non-finite, clipped or zero."""
         remarks = []
         for name, points in (("training loss", self._train), ("held-out loss", self._held_out)):
             if bad := [step for step, value in points if not can_draw(value)]:
@@ -191,7 +192,7 @@ class LossPlot:
 
     @property
     def legend(self) -> list[tuple[str, str]]:
-        """The legend entries: an SVG key of 26 by 14 units, and its text."""
+        """The legend entries: an SVG symbol of 26 by 14 units, and its text."""
         raw, strong = '<path class="raw" d="M2 7H24"/>', '<path class="smooth" d="M2 7H24"/>'
         dot, ring = '<circle class="dot" cx="13" cy="7" r="3"/>', '<circle class="ring" cx="13" cy="7" r="5.8"/>'
         entries = []
@@ -207,7 +208,7 @@ class LossPlot:
         return entries
 
     def shapes(self, width: int, height: int) -> str:
-        """Return axes, lines and points as SVG elements; "" if no loss is finite. Classes give them their colours."""
+        """Return axes, lines and points as SVG elements, or "" if no loss is finite. CSS classes set the colours."""
         if not self._known:
             return ""
         left, right, bottom = _MARGIN_LEFT, width - _MARGIN_RIGHT, height - _MARGIN_BOTTOM
@@ -234,7 +235,7 @@ class LossPlot:
         lines.append(("evaluation", _path(held_out, x, y)))
         parts += [f'<path class="{name}" d="{path}"/>' for name, path in lines if path]
         dots = [(_tenth(x(step)), _tenth(y(value))) for step, value in drawable(held_out)]
-        # One dot for each three units of width, so that a thousand evaluations do not overlap.
+        # At most one dot per three units of width, so that many evaluations do not overlap.
         dots = {round(across / 3): (across, down) for across, down in dots}.values()
         parts += [f'<circle class="dot" cx="{across:g}" cy="{down:g}" r="3.6"/>' for across, down in dots]
         for step, value in cut([self._best] if self._best else [], self._limit):
@@ -253,7 +254,7 @@ def _describe(name: str, points: Points) -> str:
 
 
 def _path(points: Points, x: Callable[[float], float], y: Callable[[float], float]) -> str:
-    """Return an SVG path through the lowest and highest point of each unit of width, broken where one is not finite."""
+    """Return an SVG path through the extremes of each unit of width, with gaps at non-finite points."""
     columns: dict[int, list[tuple[float, float]]] = {}
     for step, value in points:
         columns.setdefault(round(x(step)), []).append((x(step), value))
@@ -296,7 +297,7 @@ text{fill:#575e66;font-size:12px}
 _SVG_WIDTH, _PLOT_HEIGHT = 900, 400
 _HEADER_HEIGHT, _LINE_HEIGHT = 64, 22
 _CHAR_WIDTH = 6.6
-"""Mean width of a character at 12 px, rounded up: legend entries must not touch."""
+"""Mean width of a character at 12 px, rounded up so that legend entries do not touch."""
 _DOCUMENT = """\
 <svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" \
 viewBox="0 0 {width} {height}" role="img" aria-labelledby="title description">
@@ -314,7 +315,7 @@ viewBox="0 0 {width} {height}" role="img" aria-labelledby="title description">
 
 
 def write_loss_svg(path: Path, curve: Curve, *, title: str) -> None:
-    """Write the curve as a complete SVG file, atomically."""
+    """Write the curve to an SVG file, atomically."""
     write_atomic(path, loss_svg(curve, title=title))
 
 
@@ -326,7 +327,7 @@ def loss_svg(curve: Curve, *, title: str) -> str:
     return _DOCUMENT.format(
         width=_SVG_WIDTH,
         height=height,
-        # XML allows neither control characters nor lone surrogates, which a folder name may hold.
+        # A folder name may contain control characters and lone surrogates, which XML does not allow.
         name=escape("".join(letter if letter.isprintable() else "?" for letter in title)),
         description=plot.description,
         style=_STYLE,
@@ -338,7 +339,7 @@ def loss_svg(curve: Curve, *, title: str) -> str:
 
 
 def _below_plot(plot: LossPlot) -> tuple[list[str], int]:
-    """Lay out the legend, wrapped, and the remarks; return them with the height of the whole picture."""
+    """Return the wrapped legend and the remarks as SVG, and the height of the whole picture."""
     x, y, parts = _MARGIN_LEFT, _HEADER_HEIGHT + _PLOT_HEIGHT + 10.0, []
     for key, text in plot.legend:
         width = 34 + _CHAR_WIDTH * len(text) + 24

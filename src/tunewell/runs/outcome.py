@@ -1,4 +1,4 @@
-"""Write what a run leaves in its folder: `outcome.json`, the loss curve `loss.svg` and the page `README.md`."""
+"""Write the result files of a run: `outcome.json`, the loss curve `loss.svg` and the page `README.md`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ The second command writes a complete model to `export/merged`, which transformer
 
 
 def write_run_files(run: Run, result: TrainResult, plan: Plan, corpus: Corpus, *, allow_pickle: bool) -> None:
-    """Write `loss.svg`, `outcome.json` and `README.md`; a file that cannot be written becomes a note."""
+    """Write `loss.svg`, `outcome.json` and `README.md`. Add a note for a file that cannot be written."""
     if result.losses:
         path = result.run / "loss.svg"
         curve = Curve(train=result.losses, held_out=result.held_out, best_step=result.best_step)
@@ -41,7 +41,7 @@ def write_run_files(run: Run, result: TrainResult, plan: Plan, corpus: Corpus, *
             write_loss_svg(path, curve, title=redact(Path(plan.model).name))
             result.artefacts.append((str(path), "the loss curve"))
         except (UserError, OSError) as error:
-            # The checkpoints are saved; a missing picture does not make the run a failure.
+            # The checkpoints are saved, so a missing picture does not fail the run.
             result.notes.append(f"could not write the loss curve: {error}")
     try:
         write_outcome(result.run, _outcome(result, plan))
@@ -78,13 +78,13 @@ def _outcome(result: TrainResult, plan: Plan) -> Outcome:
 
 
 def _in_folder(path: str, run: Path) -> str:
-    """Return a path as seen from the run folder."""
+    """Return a path relative to the run folder."""
     return Path(path).relative_to(run).as_posix() if Path(path).is_relative_to(run) else path
 
 
 @dataclass(frozen=True)
 class _Readme:
-    """The page in the run folder: the result, how to use the model, the reason for each setting, how to repeat it."""
+    """The README of a run: the result, how to use the model, the reason for each setting, how to repeat the run."""
 
     result: TrainResult
     plan: Plan
@@ -94,7 +94,7 @@ class _Readme:
     allow_pickle: bool
 
     def lines(self) -> list[str]:
-        """Return the lines of the page; every command on it works in the run folder."""
+        """Return the lines of the page. Every command on the page works in the run folder."""
         result, plan, manifest = self.result, self.plan, self.manifest
         return [
             f"# A run of {plan.made_by}",
@@ -171,7 +171,7 @@ class _Readme:
 
 
 def _reason_for_tunewell(model: str) -> str | None:
-    """Return why only tunewell can load a model; None if transformers can."""
+    """Return why only tunewell can load a model, or None if transformers can load it."""
     if is_preset(model):
         return f"`{model}` is created from random weights and has no files"
     if model.startswith("package:") or Path(model).suffix in WEIGHT_SUFFIXES:

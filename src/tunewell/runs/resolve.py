@@ -34,10 +34,10 @@ def resolve_model(
     template: str | None = None,
     sets: Sequence[str] = (),
 ) -> ModelRef:
-    """Resolve a run, an adapter or a model; None means the run of the config in the current folder.
+    """Resolve a path or name to a run, an adapter or a model. None is the run of the config in the current folder.
 
-    `checkpoint` is `best`, `last` or a step. `base` names the base model of an adapter or a tuned model, if the files
-    beside it do not. Raises UserError if there is nothing to load.
+    `checkpoint` is `best`, `last` or a step. `base` is the base model of an adapter or a fine-tuned model, if its files
+    do not name it. Raises UserError if the model is not found.
     """
     if path_or_name is None:
         path_or_name = _current_run()
@@ -137,21 +137,21 @@ def _checkpoint_at(folder: Path, wanted: str) -> tuple[Saved, str]:
 
 
 def _with_corpus_tokenizer(loaded: LoadedConfig, plan: Plan, notes: list[str]) -> tuple[LoadedConfig, tuple[str, ...]]:
-    """Return the config with the corpus's tokenizer, and its added tokens, if the corpus still fits the run."""
+    """Return the config with the tokenizer of the corpus, and the added tokens, if the corpus still fits the run."""
     folder = loaded.path(loaded.config.corpus)
     if not (folder / MANIFEST).is_file():
         notes.append(f"the corpus `{loaded.config.corpus}` is missing; the model's own tokenizer and template are used")
         return loaded, ()
     tokenizer = read_manifest(folder).tokenizer
     if tokenizer.sha256 != plan.tokenizer_sha256:
-        notes.append("the corpus was prepared again with another tokenizer; the model's own is used")
+        notes.append("the corpus was prepared again with another tokenizer; the model's own tokenizer is used")
         return loaded, ()
     config = loaded.config.model_copy(update={"tokenizer": str(folder / "tokenizer")})
     return replace(loaded, config=config), tuple(tokenizer.added_by_us)
 
 
 def _require_base_name(run: Path, notes: list[str], *, is_adapter: bool) -> None:
-    """Raise UserError for an adapter whose base model's name was redacted; add a note for a whole model."""
+    """Raise UserError for an adapter with a redacted base model name. Only add a note for a complete model."""
     what = "the name of the base model contains a secret, so it was not saved with the run"
     fix = "name it with `--base MODEL`"
     if is_adapter:
@@ -181,7 +181,7 @@ def _resolve_adapter(folder: Path, base: str | None, template: str | None, sets:
 
 
 def _added_tokens(folder: Path, base: str) -> tuple[str, ...]:
-    """Return the tokens that an adapter adds to its base model: those with embedding rows in the adapter."""
+    """Return the tokens that an adapter adds to its base model, that is, tokens with new embedding rows."""
     try:
         with safe_open(folder / ADAPTER_WEIGHTS, "np") as file:
             shapes = [file.get_slice(name).get_shape() for name in file.keys() if ".lora_" not in name]  # noqa: SIM118
@@ -194,7 +194,7 @@ def _added_tokens(folder: Path, base: str) -> tuple[str, ...]:
 
 
 def _model_config(model: str, template: str | None, sets: Sequence[str], *, tokenizer: str | None) -> LoadedConfig:
-    """Return a config that names only the model; a config file in the current folder is ignored."""
+    """Return a config for a model without a run. A config file in the current folder is ignored."""
     named = {"tokenizer": tokenizer, "template.name": template}
     flags = [f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
     return load_config(None, [*flags, *sets], model=model, has_file=False)

@@ -48,9 +48,9 @@ class TrainResult:
     notes: list[str] = field(default_factory=list)
     signal: str | None = None
     changes: list[str] = field(default_factory=list)
-    """Differences from the checkpoint on resume that `--allow-change` allowed."""
+    """Settings changed on resume with `--allow-change`, one line each."""
     healing: list[HealingEntry] = field(default_factory=list)
-    """Faults and their remedies, since the first start of the run."""
+    """Faults and remedies since the first start of the run."""
     advice: list[str] = field(default_factory=list)
     validation: Validation | None = None
 
@@ -109,7 +109,7 @@ class TrainResult:
 
 
 class MetricsRecorder:
-    """A listener that records losses, notes and stage times, and passes every event on."""
+    """A listener that records losses, notes and stage times, and forwards every event."""
 
     def __init__(self, *listeners: Listener) -> None:
         self._listeners = listeners
@@ -119,17 +119,17 @@ class MetricsRecorder:
         self.changes: list[str] = []
         self.healing: list[HealingEntry] = []
         self.seconds: dict[str, float] = {}
-        """Seconds of each stage before the first step."""
+        """Seconds spent in each stage before the first step."""
         self._started = time.perf_counter()
 
     @property
     def total_seconds(self) -> float:
-        """Seconds since the start of this process's part of the run."""
+        """Seconds since this process started the run."""
         return time.perf_counter() - self._started
 
     @contextmanager
     def stage(self, name: str, message: str = "") -> Iterator[None]:
-        """Report the start of a stage, and add the seconds spent inside to its time."""
+        """Report the start of a stage, and measure the time spent in the `with` block."""
         if message:
             self(Progress(message))
         started = time.perf_counter()
@@ -140,7 +140,7 @@ class MetricsRecorder:
 
     def __call__(self, event: Event) -> None:
         match event:
-            case StepTaken(step=step, loss=loss) if event.supervised_tokens:  # without one, a step has no loss
+            case StepTaken(step=step, loss=loss) if event.supervised_tokens:  # otherwise it has no loss
                 self.losses.append((step, loss))
             case Evaluated(step=step, loss=loss):
                 self.held_out.append((step, loss))
@@ -162,7 +162,7 @@ class MetricsRecorder:
 def make_result(
     loaded: LoadedConfig, run: Run, ending: Ending, *, recorder: MetricsRecorder, first_tokens: int, options: RunOptions
 ) -> TrainResult:
-    """Return the result of a run; `first_tokens` were trained on before this process started."""
+    """Return the result of a run. `first_tokens` is the number of tokens trained on before this process started."""
     folder = run.checkpoints.folder
     seconds = run.seconds["train"]
     tokens = run.progress.tokens - first_tokens
@@ -206,7 +206,7 @@ def _next_command(loaded: LoadedConfig, ending: Ending, run: Path, options: RunO
 
 
 def healing_summary(entries: Sequence[HealingEntry]) -> list[str]:
-    """Return a line for each of the first faults and warnings, and a line with their total cost."""
+    """Return one line for each of the first faults and warnings, and a line with the total cost."""
     shown = [entry for entry in entries if entry.severity != "note" or entry.action != "none"]
     lines = [f"step {count(entry.step)}: {entry.words}" for entry in shown[:_NUM_SHOWN]]
     if len(shown) > _NUM_SHOWN:
@@ -230,7 +230,7 @@ def _cost(entries: Sequence[HealingEntry]) -> str:
 
 
 def advice(entries: Sequence[HealingEntry]) -> list[str]:
-    """Return the settings to change so that the next run needs no healing."""
+    """Return the settings to change so that the next run does not have the same problems."""
     found: list[str] = []
     if limits := [entry.micro_batch_tokens for entry in entries if entry.micro_batch_tokens is not None]:
         found.append(f"set `train.micro_batch_tokens: {limits[-1]}`: larger micro-batches ran out of memory")
@@ -241,14 +241,16 @@ def advice(entries: Sequence[HealingEntry]) -> list[str]:
     if precisions := [entry.precision for entry in entries if entry.precision is not None]:
         found.append(f"set `train.precision: {precisions[-1]}`: values overflowed in 16 bits")
     if any(entry.device for entry in entries):
-        found.append("set `device: cpu`: values were not finite on the GPU only")
+        found.append("set `device: cpu`: values were NaN or infinite on the GPU only")
     if rows := [row for entry in entries if entry.documents for row in entry.numbers.get("rows", [])]:
-        found.append(f"check {', '.join(dict.fromkeys(rows[:3]))}: left out, because they made values not finite")
+        found.append(f"check {', '.join(dict.fromkeys(rows[:3]))}: left out, because they caused NaN or infinity")
     names = {entry.name for entry in entries}
     if "overfitting" in names:
         found.append("reduce `train.epochs`, or set `evaluate.patience: 2`; the best checkpoint is kept")
     if "initial-loss-implausible" in names:
-        found.append("check that the weights are complete and the tokenizer fits the model: the first loss was absurd")
+        found.append(
+            "check that the weights are complete and the tokenizer fits the model: the first loss was too high"
+        )
     if "killed" in names:
         found.append("close other programs or reduce `train.micro_batch_tokens`: the system killed the run")
     return found

@@ -1,7 +1,7 @@
-"""Supervise a training run from a parent process: restart it when it is killed, crashes or hangs.
+"""Supervise a training run from a parent process, and restart it if it is killed, crashes or hangs.
 
 tunewell train                    the supervisor: no torch, no lock, a few megabytes
-  tunewell train --worker FDS     the run; restarted with `--resume` after it died
+  tunewell train --worker FDS     the run; restarted with `--resume` if it dies
 """
 
 import contextlib
@@ -26,32 +26,32 @@ from tunewell.records.plan import read_plan
 from tunewell.runs.heartbeat import HeartbeatMonitor
 
 STACKS = "stacks.txt"
-"""The stack of every thread of a run that hung."""
+"""The file with the stacks of all threads of a run that hung."""
 EXIT_MACHINE = 1
 _EXIT_PIPE = 141
 _FINAL_CODES = frozenset({0, 2, 3, 4, 130, _EXIT_PIPE, 143})
-"""Exit codes that a run chooses itself: success, user error, WEAK, stopped by health, SIGINT, closed pipe, SIGTERM."""
+"""Exit codes that need no restart: success, user error, WEAK, stopped by health, SIGINT, closed pipe, SIGTERM."""
 _FORWARDED = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
 _NO_PROGRESS_FACTOR = 2
-"""A run may die this many times more often without a new checkpoint than at one step, before it is given up."""
+"""Restarts without a new checkpoint are limited to this many times the restarts at one step."""
 _STACK_DUMP_SECONDS = 2.0
 _POLL_SECONDS = 0.2
 _PAUSE_SECONDS = 5.0
-"""A poll that took this much longer means that the supervisor itself was paused: docker pause, a scheduler."""
+"""A poll longer than this means that the supervisor itself was paused, by `docker pause` or a scheduler."""
 
 CommandLine = Callable[[bool, str], Sequence[str]]
 """Builds the child's command line from `is_restart` and the file descriptors it inherits."""
 
 
 def can_supervise() -> bool:
-    """Return True if a run can be supervised here: not under torchrun, in a debugger or on Windows."""
+    """Return whether a run can be supervised here: not under torchrun, in a debugger or on Windows."""
     return os.name == "posix" and int(os.environ.get("WORLD_SIZE", "1")) <= 1 and sys.gettrace() is None
 
 
 def supervise(command_line: CommandLine, *, folder: Path, rules: Healing, report: Callable[[str], None]) -> int:
-    """Run a training command until it ends by itself; restart it if it dies. Return its exit code.
+    """Run a training command, restart it if it dies, and return its exit code.
 
-    A run is not restarted if a signal asked it to stop or if it died before its first step. `rules.restarts` limits the
+    A run is not restarted after a signal to stop, or if it dies before its first step. `rules.restarts` limits the
     restarts at one step; twice as many are allowed without a new checkpoint.
     """
     budget = _RestartBudget(folder, rules.restarts)
@@ -87,7 +87,7 @@ def supervise(command_line: CommandLine, *, folder: Path, rules: Healing, report
 
 
 def _how_it_died(code: int, *, has_hung: bool) -> tuple[str, str]:
-    """Return how a run died: a name for `healing.jsonl` and a phrase for people."""
+    """Return how a run died: a name for `healing.jsonl` and a phrase for messages."""
     if has_hung:
         return "hung", "stopped responding and was killed"
     if code == -signal.SIGKILL:
@@ -98,7 +98,7 @@ def _how_it_died(code: int, *, has_hung: bool) -> tuple[str, str]:
 
 
 class _RestartBudget:
-    """Counts how often a run died at each step, and how often without a new checkpoint."""
+    """A count of how often a run died at each step, and how often without a new checkpoint."""
 
     def __init__(self, folder: Path, restarts: int) -> None:
         self._folder = folder
@@ -108,7 +108,7 @@ class _RestartBudget:
         self._newest = max(saved_steps(folder / "checkpoints"), default=-1)
 
     def add(self, step: int) -> tuple[int, str]:
-        """Count a death at a step; return the deaths at that step, and the reason to give up or an empty string."""
+        """Add a death at a step. Return the deaths at that step, and the reason not to restart or an empty string."""
         num_deaths = self._deaths_by_step[step] = self._deaths_by_step.get(step, 0) + 1
         newest = max(saved_steps(self._folder / "checkpoints"), default=-1)
         self._num_without_checkpoint = 1 if newest > self._newest else self._num_without_checkpoint + 1
@@ -123,7 +123,7 @@ class _RestartBudget:
 def _run_child(
     command_line: CommandLine, *, is_restart: bool, rules: Healing, folder: Path, signals: "_SignalForwarder"
 ) -> tuple[int, bool]:
-    """Start the run and wait for it; kill it if it hangs. Return its exit code and whether it hung."""
+    """Start the run, wait for it, and kill it if it hangs. Return its exit code and whether it hung."""
     lifeline_read, lifeline_write = os.pipe()
     heartbeat_read, heartbeat_write = os.pipe()
     os.set_blocking(heartbeat_read, False)
@@ -134,7 +134,7 @@ def _run_child(
             child = subprocess.Popen(
                 command_line(is_restart, ",".join(map(str, inherited))),
                 pass_fds=inherited,
-                # Its own process group: Ctrl-C in a terminal then reaches the supervisor only, which forwards it once.
+                # A separate process group: Ctrl-C in a terminal reaches only the supervisor, which forwards it once.
                 # A background group that reads from the terminal is stopped, so the child gets stdin only from a pipe.
                 process_group=0,
                 stdin=subprocess.DEVNULL if os.isatty(0) else None,
@@ -147,7 +147,7 @@ def _run_child(
                 _dump_stacks_and_kill(child)
                 stacks.seek(0)
                 (folder / STACKS).write_bytes(stacks.read())
-            if monitor.exit_code is not None:  # the run was done; printing its result or exiting may have failed
+            if monitor.exit_code is not None:  # the run had finished; printing or exiting may have failed
                 return monitor.exit_code, False
             return _EXIT_PIPE if child.returncode == -signal.SIGPIPE else child.returncode, has_hung
     finally:
@@ -156,7 +156,7 @@ def _run_child(
 
 
 def _wait(child: "subprocess.Popen[Any]", monitor: HeartbeatMonitor, heartbeat: int) -> bool:
-    """Wait until the child exits or hangs; return True if it hangs."""
+    """Wait until the child exits or hangs. Return True if it hangs."""
     polled_at = time.monotonic()
     while child.poll() is None:
         has_data = bool(select.select([heartbeat], [], [], _POLL_SECONDS)[0])
@@ -173,7 +173,7 @@ def _wait(child: "subprocess.Popen[Any]", monitor: HeartbeatMonitor, heartbeat: 
 
 
 def _dump_stacks_and_kill(child: "subprocess.Popen[Any]") -> None:
-    """Let a hung child write the stacks of its threads, then kill its process group."""
+    """Make a hung child dump the stacks of its threads, then kill its process group."""
     with contextlib.suppress(OSError):
         child.send_signal(signal.SIGUSR2)
     time.sleep(_STACK_DUMP_SECONDS)
@@ -183,11 +183,11 @@ def _dump_stacks_and_kill(child: "subprocess.Popen[Any]") -> None:
 
 
 class _SignalForwarder:
-    """Forwards signals to the child, and remembers a request to stop that arrives between two children."""
+    """Forwards signals to the child, and stores a stop request that arrives between two children."""
 
     def __init__(self) -> None:
         self.exit_code: int | None = None
-        """The exit code of the command after a request to stop; None before."""
+        """The exit code of the command after a stop request; None before."""
         self._requested: int | None = None
         self._child: subprocess.Popen[Any] | None = None
         self._monitor: HeartbeatMonitor | None = None
@@ -198,10 +198,10 @@ class _SignalForwarder:
         handlers[signal.SIGTSTP] = self._on_pause
         for number, handler in handlers.items():
             # An ignored signal stays ignored: `nohup` ignores SIGHUP. SIGINT is the exception: shells start background
-            # jobs with SIGINT ignored, and whoever sends one to this process means the run.
+            # jobs with SIGINT ignored, but a SIGINT sent to this process is meant for the run.
             if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, handler)
-        # Inherited by the child: under `stty tostop` a background group would be stopped when it prints.
+        # Inherited by the child. Under `stty tostop`, a background group would be stopped when it prints.
         self._previous[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
         return self
 
@@ -249,7 +249,7 @@ class _SignalForwarder:
 
 
 def _halved_micro_batch(folder: Path) -> int | None:
-    """Return half of the current micro-batch tokens for a run on a CPU, whose memory is the system's; else None."""
+    """Return half of the current micro-batch tokens for a run on a CPU, which uses system memory; otherwise None."""
     plan = read_plan(folder)
     if plan.device.value != "cpu":
         return None
