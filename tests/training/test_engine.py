@@ -11,8 +11,10 @@ import torch
 from tiny_runs import Remembering, make_run
 
 from tunewell.records.events import read_events
+from tunewell.records.plan import read_plan
 from tunewell.training import checkpoints
 from tunewell.training.engine import train
+from tunewell.training.evaluate import limit_evaluations
 from tunewell.training.events import StepTaken
 from tunewell.training.run import Run, resume, state_of
 
@@ -198,3 +200,31 @@ def test_the_loss_curve_of_a_tiny_run_is_the_one_that_was_recorded(tmp_path: Pat
     train(again)
     assert isinstance(again.listener, Remembering)
     assert [event.loss for event in again.listener.steps] == losses
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "training", "every"),
+    [(20.0, 40.0, 20), (20.0, 400.0, 4), (0.1, 0.2, 4), (90.0, 1.0, 100)],
+    ids=["half of the time", "a tenth is allowed", "too short to matter", "not beyond the end"],
+)
+def test_evaluations_take_a_tenth_of_the_training_time(
+    tmp_path: Path, evaluation: float, training: float, every: int
+) -> None:
+    """The interval follows what the evaluation at step 0 and the steps before the next one took."""
+    run = make_run(tmp_path, plan={"num_steps": 100})
+    limit_evaluations(run)
+    assert run.plan.evaluate_every.value == 4, "nothing is measured yet"
+    run.progress.step, run.seconds = 4, {"train": training, "look": evaluation, "save": 0.0}
+    limit_evaluations(run)
+    assert run.plan.evaluate_every.value == every
+    if every != 4:
+        assert "10% of the training time" in run.plan.evaluate_every.because
+        assert read_plan(tmp_path).evaluate_every == run.plan.evaluate_every
+        assert "evaluated every" in run.listener.notes[-1]
+
+
+def test_an_interval_in_the_config_is_never_changed(tmp_path: Path) -> None:
+    run = make_run(tmp_path, config={"evaluate": {"every_steps": 4}}, plan={"num_steps": 100})
+    run.progress.step, run.seconds = 4, {"train": 1.0, "look": 90.0, "save": 0.0}
+    limit_evaluations(run)
+    assert run.plan.evaluate_every.value == 4

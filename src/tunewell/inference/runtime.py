@@ -20,14 +20,14 @@ from tunewell.hardware.threads import measure_threads, torch_threads
 from tunewell.inference.decoder import GREEDY, Decoding, Generated, context_limit
 from tunewell.inference.generate import generate
 from tunewell.inference.stream import Ended, TokenStream, stream_tokens
-from tunewell.models.attention import stock_attention
+from tunewell.models.attention import fastest_attention, stock_attention
 from tunewell.models.loss import HeadShape
 from tunewell.models.packed_forward import PackedModel
 from tunewell.models.support import head_shape, quiet
 
 _THREADS_SECONDS, _MAX_MEASURED_WEIGHTS = 0.3, 64_000_000
-_BATCH_TOKENS = 4096
-"""Tokens of one forward pass: enough to fill a GPU, few enough for a laptop's memory."""
+_BATCH_TOKENS, _GPU_BATCH_TOKENS = 4096, 16_384
+"""Tokens of one forward pass on a CPU and on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class TorchRuntime:
         self, split: TokenizedDocuments, *, most: int | None, progress: ProgressListener = silent
     ) -> DocumentLosses:
         """Return the losses of some documents, several of them packed into one forward pass."""
-        with torch_threads(self.num_threads):
+        with torch_threads(self.num_threads), fastest_attention(self.model):
             self._head = self._head or self._head_shape(split.arrays(0)[0].tolist())
             longest = int(split.index["length"].max())
             packed = PackedModel(self.model, self._precision, longest, head=self._head)
@@ -182,7 +182,8 @@ def measure_losses(
     sums, tokens = np.zeros(len(chosen)), np.zeros(len(chosen), dtype=np.int64)
     packed.model.eval()
     num_done = 0
-    for group in micro_batches(chosen, lengths, _BATCH_TOKENS):
+    batch_tokens = _GPU_BATCH_TOKENS if packed.device.type == "cuda" else _BATCH_TOKENS
+    for group in micro_batches(chosen, lengths, batch_tokens):
         batch = make_batch(split, group)
         losses = packed.token_losses(batch)
         # The document of the batch that each supervised token belongs to.

@@ -229,3 +229,25 @@ def stock_attention(model: PreTrainedModel) -> Iterator[None]:
             yield
     finally:
         model.set_attn_implementation(before)
+
+
+@contextmanager
+def fastest_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Use the flash kernel for packed documents inside a `with` block, if it can run this model without training it."""
+    before: Any = model.config._attn_implementation
+    is_flash = (
+        before == SDPA
+        and model.device.type == "cuda"
+        and model.dtype in (torch.bfloat16, torch.float16)
+        and torch.cuda.get_device_capability(model.device) >= (8, 0)
+        and getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is None
+        # Multi-head latent attention has values of another size than its keys.
+        and getattr(model.config.get_text_config(), "kv_lora_rank", None) is None
+    )
+    if is_flash:
+        model.set_attn_implementation(FLASH)
+    try:
+        yield
+    finally:
+        if is_flash:
+            model.set_attn_implementation(before)

@@ -9,7 +9,7 @@ from tunewell.core.progress import Progress
 from tunewell.core.units import count
 from tunewell.data.batches import make_batch, micro_batches
 from tunewell.training.compile import Compiler
-from tunewell.training.evaluate import evaluate, is_evaluation_due
+from tunewell.training.evaluate import evaluate, is_evaluation_due, limit_evaluations
 from tunewell.training.events import Note, StepTaken
 from tunewell.training.healing import Healer
 from tunewell.training.memory import OomLadder, OutOfMemory, peak_memory
@@ -88,7 +88,8 @@ class _Loop:
     def what_is_due(self) -> tuple[bool, bool]:
         """Return whether to evaluate and whether to save after this step."""
         step, is_last = self.run.progress.step, self.run.progress.step == self.plan.num_steps.value
-        is_evaluating = not self.is_interrupted and (is_last or step % self.plan.evaluate_every.value == 0)
+        limit_evaluations(self.run)
+        is_evaluating = not self.is_interrupted and (is_last or step % self.run.plan.evaluate_every.value == 0)
         return is_evaluating, is_last or self.is_interrupted or step % self.plan.save_every.value == 0
 
     def take_step(self) -> None:

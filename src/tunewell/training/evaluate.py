@@ -11,7 +11,8 @@ import torch
 from tunewell.core.progress import Progress
 from tunewell.core.units import count
 from tunewell.data.batches import TokenizedDocuments, make_batch, micro_batches, spread_evenly
-from tunewell.training.events import Evaluated, Sample
+from tunewell.records.plan import Chosen, write_plan
+from tunewell.training.events import Evaluated, Note, Sample
 from tunewell.training.healing import Healer
 from tunewell.training.memory import OutOfMemory, free_memory, is_out_of_memory
 from tunewell.training.run import Run
@@ -19,6 +20,9 @@ from tunewell.training.step import TrainableModel
 
 _TO_COMPARE = 8
 """Number of prompts compared to find their common prefix and suffix."""
+_EVALUATION_SHARE = 0.1
+_MIN_EVALUATION_SECONDS = 5.0
+"""Evaluations that take less than this in a whole run are never reduced."""
 _ANSWER_TOKENS = (8192, 1024, 1)
 """Batch sizes for answers, in tokens, tried in this order. The last one means one question at a time."""
 
@@ -37,6 +41,31 @@ def is_evaluation_due(run: Run) -> bool:
     progress, plan = run.progress, run.plan
     is_time = progress.step % plan.evaluate_every.value == 0 or progress.step == plan.num_steps.value
     return progress.last_look < 0 or (is_time and progress.last_look != progress.step)
+
+
+def limit_evaluations(run: Run) -> None:
+    """Evaluate less often if evaluations would take more than a tenth of the training time.
+
+    This is decided once, when the first evaluation after step 0 is due: by then the cost of the one at step 0 and of a
+    step are known. The new interval is recorded in the plan, so that a resumed run uses it too.
+    """
+    plan, seconds, every = run.plan, run.seconds, run.plan.evaluate_every.value
+    is_first = run.progress.step == every and seconds["look"] > 0
+    if run.config.evaluate.every_steps != "auto" or not is_first:
+        return
+    is_costly = seconds["look"] * (plan.num_steps.value // every) > _MIN_EVALUATION_SECONDS
+    factor = math.ceil(seconds["look"] / (_EVALUATION_SHARE * seconds["train"])) if is_costly else 1
+    factor = run.learner.world.max(factor)
+    if factor > 1:
+        because = (
+            f"an evaluation takes {seconds['look']:.1f} s, a step {seconds['train'] / every:.2f} s: evaluating takes "
+            f"at most {_EVALUATION_SHARE:.0%} of the training time"
+        )
+        chosen = Chosen[int](value=min(every * factor, plan.num_steps.value), because=because)
+        run.plan = plan.model_copy(update={"evaluate_every": chosen})
+        if run.learner.world.is_first:
+            write_plan(run.checkpoints.folder.parent, run.plan)
+        run.listener(Note(f"the model is evaluated every {count(chosen.value, 'step')}: {because}"))
 
 
 def evaluate(run: Run, healer: Healer) -> bool:
