@@ -1,4 +1,4 @@
-"""Hold a conversation with an opened model: messages, streamed answers, a context limit, saving as training rows."""
+"""A conversation with a loaded model: messages, streamed answers, the context limit, and saving as training rows."""
 
 import json
 import math
@@ -23,12 +23,12 @@ _MAX_SEED = 2**63 - 1
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """Sampling settings of a conversation; raises UserError for invalid values."""
+    """The sampling settings of a conversation. Invalid values raise UserError."""
 
     temperature: float = 0.0
     """0 is greedy decoding."""
     length: int = 512
-    """Maximum tokens of an answer."""
+    """Maximum number of tokens in an answer."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -49,30 +49,30 @@ class Answer:
 
     text: str = ""
     ended: Literal["end", "length", "context", "stopped"] = "stopped"
-    """A stop token, the maximum length, a full context, or the user."""
+    """What ended the answer: a stop token, the maximum length, a full context, or the user."""
     num_tokens: int = 0
     num_prompt_tokens: int = 0
     num_dropped: int = 0
-    """Messages that no longer fit into the context and were left out of the prompt."""
+    """Number of old messages left out of the prompt because they no longer fit in the context."""
     seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of the answer per second; the time includes reading the prompt."""
+        """Tokens of the answer per second. The time includes processing the prompt."""
         return self.num_tokens / self.seconds if self.seconds > 0 else 0.0
 
 
 @dataclass
 class Chat:
-    """A conversation; one answer at a time."""
+    """A conversation with one model, one answer at a time."""
 
     model: ChatModel
     system: str | None = None
     options: ChatOptions = field(default_factory=ChatOptions)
     messages: list[Message] = field(default_factory=list)
-    """Questions and answers in turn, without the system prompt."""
+    """Alternating questions and answers, without the system prompt."""
     answer: Answer = field(default_factory=Answer)
-    """The last answer; complete when its stream has ended."""
+    """The last answer. It is complete when its stream has ended."""
     base_answer: Answer | None = None
     _prompt: list[int] = field(default_factory=list)
     _unfinished: set[int] = field(default_factory=set)
@@ -83,24 +83,24 @@ class Chat:
 
     @property
     def context(self) -> int:
-        """Tokens of a prompt and its answer together."""
+        """The maximum number of tokens of a prompt and its answer together."""
         return self.model.runtime.context_length
 
     def set_system(self, text: str | None) -> None:
-        """Set the system prompt for the next answers; None or an empty text removes it."""
+        """Set the system prompt for the next answers. None or an empty text removes it."""
         if text and self.model.masker is None:
             raise UserError("the model has no chat template, so it cannot take a system prompt")
         self.system = text or None
 
     def set_options(self, **changes: Any) -> None:
-        """Change sampling settings for the next answers; raise UserError, and change nothing, if one is invalid."""
+        """Change sampling settings for the next answers. Raise UserError, without a change, if a value is invalid."""
         self.options = replace(self.options, **changes)
 
     def reply(self, text: str) -> Generator[str, None, None]:
-        """Send a message; yield the answer's text as it is generated, and add both to the conversation.
+        """Send a message, yield the text of the answer as it is generated, and add both to the conversation.
 
-        Closing the iterator stops the answer and keeps the text so far. Raises UserError, and adds nothing, if the
-        message does not fit into the context.
+        Closing the iterator stops the answer and keeps the text so far. Raises UserError, without adding the message,
+        if the message does not fit in the context.
         """
         question = {"role": "user", "content": text}
         self._prompt, num_dropped = self._fitting_prompt([*self.messages, question])
@@ -108,14 +108,14 @@ class Chat:
         return self._recorded(question)
 
     def base_reply(self) -> Generator[str, None, None]:
-        """Yield the base model's answer to the same prompt; it is not added to the conversation."""
+        """Yield the base model's answer to the last prompt. The answer is not added to the conversation."""
         if not self.model.has_base:
             raise UserError("the base model is unknown", fix="name it with `--base MODEL`")
         self.base_answer = Answer(num_dropped=self.answer.num_dropped)
         return self._from_base(self.base_answer)
 
     def undo(self) -> bool:
-        """Remove the last question and its answer; return False if the conversation is empty."""
+        """Remove the last question and its answer. Return False if the conversation is empty."""
         if not self.messages:
             return False
         self._unfinished.discard(len(self.messages) - 1)
@@ -131,10 +131,10 @@ class Chat:
         self._saved = None
 
     def save(self, path: Path) -> int:
-        """Append the conversation as a training row to a file that `prepare` reads; return its number of answers.
+        """Append the conversation as a training row to a file that `prepare` reads. Return the number of answers.
 
-        Saving again replaces the row. Answers that did not end by themselves get weight 0, so that a model trained on
-        the row does not learn to stop in the middle. Empty answers are left out with their questions.
+        Saving again replaces the row. Answers that did not end with a stop token get weight 0, so that a model trained
+        on the row does not learn to stop in the middle. Empty answers are left out with their questions.
         """
         row, num_answers = self._row()
         if not num_answers:
@@ -142,7 +142,7 @@ class Chat:
         try:
             old = path.read_bytes() if path.exists() else b""
             if self._saved is not None and self._saved[0] == path.resolve():
-                # Remove only our own row: others may have appended to the file since.
+                # Remove only our own row, because others may have appended to the file since then.
                 old = old.replace(self._saved[1], b"", 1)
             old += b"\n" if old and not old.endswith(b"\n") else b""
             line = json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
@@ -168,7 +168,7 @@ class Chat:
         return {"messages": messages}, num_answers
 
     def _fitting_prompt(self, messages: list[Message]) -> tuple[list[int], int]:
-        """Return the prompt and the number of old messages dropped so that an answer fits behind it."""
+        """Return the prompt and the number of old messages left out so that an answer fits in the context."""
         num_free = self.context - min(self.options.length, self.context // 4)
         ids: list[int] = []
         for first in range(0, len(messages), 2):
@@ -219,7 +219,7 @@ class Chat:
 
     def _decoded(self, tokens: Iterator[int], answer: Answer) -> Iterator[str]:
         decoder = StreamDecoder(self.model.tokenizer.backend)
-        # White space that the template writes before an answer but leaves to the model: the template adds it again.
+        # White space before an answer that the model generates; the template adds it again in the next prompt.
         lead = self.model.masker.frame.leading_space if self.model.masker else ""
         for token in tokens:
             answer.num_tokens += 1

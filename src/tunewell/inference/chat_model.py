@@ -29,27 +29,27 @@ from tunewell.models.load import LoadedModel, LoadOptions, load_model
 from tunewell.records.manifest import MANIFEST, read_manifest
 from tunewell.records.plan import Plan
 
-# A resolved reference to a run, an adapter or a model: everything needed to load it.
+# A resolved reference to a run, an adapter or a model, with everything needed to load it.
 
 
 @dataclass(frozen=True)
 class ModelRef:
-    """A run's checkpoint, an adapter or a model, found on disk or named by a hub id."""
+    """A reference to a checkpoint of a run, an adapter or a model, on disk or on the hub."""
 
     name: str
-    """The name shown to people."""
+    """The name shown to the user."""
     kind: Literal["run", "adapter", "model"]
     path: Path | None
     """The folder of the run or adapter, or the model's path; None for a hub id."""
     model: str
-    """The model to load first: the base of an adapter, or the model itself."""
+    """The model to load first: the base model of an adapter, or the model itself."""
     adapter: Path | None
     base: str | None
-    """The base model it was trained from; None if unknown."""
+    """The base model; None if unknown."""
     loaded: LoadedConfig
-    """The config it was trained with; for an adapter or a model, a config that names only the model."""
+    """The config of the run. For an adapter or a model, a config in which only the model is set."""
     added_tokens: tuple[str, ...] = ()
-    """Tokens that the corpus's tokenizer has in addition to the model's."""
+    """Tokens that were added to the model's tokenizer for the corpus."""
     plan: Plan | None = None
     step: int | None = None
     because: str = ""
@@ -58,7 +58,7 @@ class ModelRef:
 
     @property
     def corpus(self) -> Path | None:
-        """The run's corpus; None if this is not a run or the corpus was deleted."""
+        """The corpus of the run; None if this is not a run or the corpus was deleted."""
         folder = self.loaded.path(self.loaded.config.corpus)
         return folder if self.kind == "run" and (folder / MANIFEST).is_file() else None
 
@@ -85,12 +85,12 @@ _DEQUANTISED = "the weights were dequantised, and transformers runs the model"
 
 @dataclass
 class ChatModel:
-    """An opened model in eval mode, with its adapter, and what is needed to prompt it."""
+    """A loaded model in eval mode, with its adapter, tokenizer, chat template and stop tokens."""
 
     ref: ModelRef
     tokenizer: LoadedTokenizer
     masker: Masker | None
-    """Renders the chat template; None if the model has no chat template and only continues text."""
+    """Renders the chat template; None if the model has no chat template and can only continue text."""
     encoder: Encoder
     device: DeviceFacts
     precision: str
@@ -98,40 +98,40 @@ class ChatModel:
     notes: list[str] = field(default_factory=list)
     adapter: AdapterMethod | None = None
     computed_by: str = ""
-    """The program that computes, if it is not torch."""
+    """The program that runs the model, if it is not torch."""
     num_threads: int | None = None
-    """CPU threads that compute; None on a GPU."""
+    """Number of CPU threads; None on a GPU."""
     _runtime: Runtime | None = None
     _base: Runtime | None = None
     """The base model, if it was loaded separately."""
 
     @property
     def runtime(self) -> Runtime:
-        """The runtime that computes; raises RuntimeError after `unload`."""
+        """The runtime of the model. Raises RuntimeError after `unload`."""
         if self._runtime is None:
             raise RuntimeError(f"the weights of `{self.ref.name}` are not loaded")
         return self._runtime
 
     @property
     def model(self) -> PreTrainedModel:
-        """The transformers model, for code that reads or changes weights; raises RuntimeError under llama.cpp."""
+        """The transformers model, for code that reads or changes weights. Raises RuntimeError with llama.cpp."""
         if not isinstance(self.runtime, TorchRuntime):
             raise RuntimeError(f"`{self.ref.name}` is not loaded in torch")
         return self.runtime.model
 
     @property
     def can_disable_adapter(self) -> bool:
-        """True if the base model's answers can be computed by disabling the adapter."""
+        """Whether disabling the adapter gives the base model."""
         return self.adapter is not None and self.adapter.has_base
 
     @property
     def has_base(self) -> bool:
-        """True if `base_runtime` can be used."""
+        """Whether `base_runtime` can be used."""
         return self.can_disable_adapter or self._base is not None
 
     @contextmanager
     def base_runtime(self) -> Iterator[Runtime]:
-        """Yield the runtime of the base model; requires `has_base`."""
+        """Yield the runtime of the base model. Requires `has_base`."""
         if self._base is not None:
             yield self._base
             return
@@ -140,12 +140,12 @@ class ChatModel:
             yield self.runtime
 
     def unload(self) -> None:
-        """Free the weights, so that another model has memory; everything else stays usable."""
+        """Free the memory of the weights. Everything else stays usable."""
         self.runtime.close()
         self._runtime = None
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of tokens, special tokens included."""
+        """Return the text of tokens, including special tokens."""
         return self.tokenizer.backend.decode(ids, skip_special_tokens=False)
 
 
@@ -158,10 +158,10 @@ def open_chat_model(
     allow_pickle: bool = False,
     backend: Backend = "packed",
 ) -> ChatModel:
-    """Load a model with its tokenizer and template; raise UserError if it cannot be loaded.
+    """Load a model with its tokenizer and chat template. Raise UserError if it cannot be loaded.
 
-    `precision` is that of the training run by default. `with_base` also loads the base model, unless disabling the
-    adapter gives the same answers.
+    The default `precision` is that of the training run. `with_base` also loads the base model, unless disabling the
+    adapter gives the base model.
     """
     text = TextPipeline.load(ref.loaded)
     if backend == "llama_cpp":
@@ -177,7 +177,7 @@ def open_chat_model(
 
 
 def open_without_weights(ref: ModelRef, *, device: str = "auto") -> ChatModel:
-    """Return everything but the weights, for a model whose weights cannot be loaded."""
+    """Return a chat model without weights, for a model with weights that cannot be loaded."""
     return _describe(ref, TextPipeline.load(ref.loaded), device=device, precision=None)
 
 
@@ -204,7 +204,7 @@ _Load = Callable[[str], LoadedModel]
 def _weights_loader(
     chat_model: ChatModel, text: TextPipeline, *, allow_pickle: bool, is_packed: bool
 ) -> Iterator[_Load]:
-    """Yield a function that loads weights by name, in the precision and on the device of the chat model."""
+    """Yield a function that loads a model by name, in the precision and on the device of the chat model."""
     with tempfile.TemporaryDirectory(prefix="tunewell-tokenizer-") as folder:
         text.save(Path(folder))
 
@@ -237,7 +237,7 @@ def _with_torch(chat_model: ChatModel, load: _Load, *, with_base: bool) -> ChatM
     num_threads = fastest_threads(tuple(weight.shape) for weight in model.parameters()) if is_cpu else None
     notes = [*chat_model.notes, *found.notes]
     if (reason := why_not_decoded(model, 1)) is not None:
-        notes.append(f"transformers' `generate` answers, which is slower: {reason}")
+        notes.append(f"answers are generated by transformers, which is slower: {reason}")
     opened = replace(
         chat_model,
         adapter=adapter,
@@ -252,7 +252,7 @@ def _with_torch(chat_model: ChatModel, load: _Load, *, with_base: bool) -> ChatM
 
 
 def _with_llama_cpp(chat_model: ChatModel, llama: LlamaRuntime, text: TextPipeline, *, load: _Load | None) -> ChatModel:
-    """Return the chat model on llama.cpp; `load` loads the base model in torch if llama.cpp cannot."""
+    """Return the chat model with llama.cpp as its runtime. `load` loads a base model that llama.cpp cannot run."""
     base: Runtime | None = None
     if load is not None and chat_model.ref.base is not None:
         base = open_in_llama_cpp(chat_model.ref.base_ref(), text, device="cpu")[0]
@@ -268,15 +268,15 @@ def _with_llama_cpp(chat_model: ChatModel, llama: LlamaRuntime, text: TextPipeli
 
 
 def open_in_llama_cpp(ref: ModelRef, text: TextPipeline, *, device: str) -> tuple[LlamaRuntime | None, list[str]]:
-    """Open a `.gguf` file in llama.cpp; return None if torch must run it, with notes that say why.
+    """Open a `.gguf` file in llama.cpp. Return None, with notes that give the reason, if torch must run it.
 
-    Raises UserError for a file that llama.cpp rejects: every program built on llama.cpp would reject it too.
+    Raises UserError if llama.cpp rejects the file, because every program based on llama.cpp would reject it too.
     """
     path = Path(ref.model).expanduser()
     if ref.kind != "model" or not (_is_gguf(path) and _is_gguf(ref.path)) or device not in ("auto", "cpu"):
         return None, []
     if added := [*ref.added_tokens, *text.tokenizer.added_by_us]:
-        return None, [f"the chat template needs the token `{added[0]}`, which the file lacks; {_DEQUANTISED}"]
+        return None, [f"the chat template needs the token `{added[0]}`, which is not in the file; {_DEQUANTISED}"]
     try:
         library = find_llama()
     except UserError as error:
@@ -301,17 +301,17 @@ def _is_gguf(path: Path | None) -> bool:
 
 
 def _default_precision(ref: ModelRef, facts: DeviceFacts) -> str:
-    """Return the precision of the training run if this kind of device has it, else what `train` would choose."""
+    """Return the precision of the run if it used this kind of device, otherwise bf16 on a GPU that has it, or fp32."""
     if ref.plan is not None and ref.plan.device.value.partition(":")[0] == facts.kind:
         return ref.plan.precision.value
     return "bf16" if facts.kind == "cuda" and facts.has_bf16 else "fp32"
 
 
 def _stop_ids(chat_model: ChatModel) -> list[int]:
-    """Return the stop tokens that the tokenizer, the chat template and the corpus name."""
+    """Return the stop tokens of the tokenizer, the chat template and the corpus."""
     tokenizer, masker, corpus = chat_model.tokenizer, chat_model.masker, chat_model.ref.corpus
     ends = (masker.frame.end_marker, *masker.frame.ends) if masker is not None else ()
-    # A source may have its own template, with another end of turn.
+    # A source may have its own template, with a different end-of-turn token.
     others = corpus_stop_ids(tokenizer, read_manifest(corpus)) if corpus is not None else ()
     return sorted({*stop_token_ids(tokenizer, ends), *others})
 

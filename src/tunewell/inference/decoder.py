@@ -1,12 +1,12 @@
-"""Decode several prompts at once: a KV cache with a fixed number of slots, the attention that reads it, and the steps.
+"""Batched decoding with a static KV cache: a fixed number of slots, and the attention that reads them.
 
-    slot 0    a a a a a . . . .      the tokens of one prompt and its answer, `capacity` at most
-    slot 1    b b b . . . . . .      `lengths` is how many are there: [5, 3]
+    slot 0    a a a a a . . . .      the tokens of one prompt and its answer, at most `capacity`
+    slot 1    b b b . . . . . .      `lengths` is the number of tokens in each slot: [5, 3]
 
-Prompts enter packed end to end, as in training (`models/attention.py`); then every slot gains one token per step. All
-tensors keep their shape and address, so a step can be recorded as a CUDA graph. The attention is registered with
-transformers under our own name; a model passes it the cache through its keyword arguments, and transformers' own cache
-is not used.
+Prompts are packed into one row, as in training (`models/attention.py`). Then each step appends one token to every slot.
+All tensors keep their shape and address, so a step can be recorded as a CUDA graph. The attention is registered with
+transformers under our own name and receives the cache through the model's keyword arguments. transformers' own cache is
+not used.
 
 Shapes: S slots, M capacity, T tokens, V vocabulary, H query heads, G key and value heads, D head size.
 """
@@ -36,7 +36,7 @@ CACHED = "tunewell_cached"
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _FLASH_HEAD_SIZE = 256
 MIN_GRAPH_STEPS = 16
-"""A graph takes about as long to record as this many steps."""
+"""Recording a CUDA graph takes about as long as this many steps."""
 
 
 @dataclass(frozen=True)
@@ -44,35 +44,35 @@ class Generated:
     """The generated tokens of one answer."""
 
     ids: list[int]
-    """Without the stop token."""
+    """Token ids, without the stop token."""
     ended: bool
-    """True if the model produced a stop token before the limit."""
+    """Whether the model produced a stop token before the limit."""
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """Sampling settings, and the size of a batch."""
+    """Sampling settings and batch size."""
 
     temperature: float = 0.0
     """0 is greedy decoding."""
     top_p: float = 1.0
-    """Sample from the most probable tokens that together have this probability."""
+    """Nucleus sampling: sample from the most probable tokens with this total probability."""
     seed: int = 0
     batch_tokens: int | None = None
-    """Most tokens of the prompts and answers that are decoded together; None chooses by the free memory."""
+    """Maximum tokens of prompts and answers decoded together; None chooses by free memory."""
 
 
 GREEDY = Decoding()
 
 
 def context_limit(model: PreTrainedModel) -> int:
-    """Return the model's context length in tokens; a huge number if its config sets none."""
+    """Return the model's context length in tokens, or a huge number if its config does not set one."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 62
 
 
 @contextmanager
 def decoding_mode(model: PreTrainedModel) -> Iterator[None]:
-    """Prepare a model for `Decoder` inside a `with` block: eval mode, our attention, adapters in its precision."""
+    """Prepare a model for `Decoder` inside a `with` block: eval mode, cached attention, adapters in its dtype."""
     was_training = model.training
     model.eval()
     try:
@@ -83,7 +83,7 @@ def decoding_mode(model: PreTrainedModel) -> Iterator[None]:
 
 
 def why_not_decoded(model: PreTrainedModel, longest: int) -> str | None:
-    """Return why `Decoder` cannot run texts of so many tokens; None if it can."""
+    """Return why `Decoder` cannot run texts of `longest` tokens, or None if it can."""
     try:
         require_supported(model.config, longest_document=longest)
     except UserError as error:
@@ -95,13 +95,13 @@ def why_not_decoded(model: PreTrainedModel, longest: int) -> str | None:
 
 _CHECKED: WeakKeyDictionary[PreTrainedModel, str | None] = WeakKeyDictionary()
 _PROBE = (7, 3)
-"""Tokens of a prompt and steps after it, by which an unknown architecture is compared with transformers."""
+"""Prompt tokens and steps used to compare an untested architecture with transformers."""
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
 
 
 @torch.no_grad()
 def _difference(model: PreTrainedModel) -> str | None:
-    """Compare the decoder with transformers on a few tokens; return the difference if it is more than rounding."""
+    """Compare the decoder with transformers on a few tokens. Return a message if they differ by more than rounding."""
     size, num_steps = _PROBE
     table: Any = model.get_input_embeddings().weight
     ids = torch.linspace(0, len(table) - 1, size + num_steps).long().tolist()
@@ -128,7 +128,7 @@ def _difference(model: PreTrainedModel) -> str | None:
 
 
 class Sampler:
-    """Chooses the next tokens: the most probable ones, or samples from a random generator of its own."""
+    """Chooses the next tokens, greedily or by sampling with its own random generator."""
 
     def __init__(self, decoding: Decoding) -> None:
         self._decoding = decoding
@@ -139,7 +139,7 @@ class Sampler:
         return self._decoding.temperature <= 0
 
     def __call__(self, logits_SV: Tensor) -> Tensor:
-        """Return a token per row of logits."""
+        """Return one token per row of logits."""
         if self.is_greedy:
             return logits_SV.argmax(-1)
         self._generator = self._generator or torch.Generator(logits_SV.device).manual_seed(self._decoding.seed)
@@ -150,7 +150,7 @@ class Sampler:
 
 
 class Decoder:
-    """The slots of a model: prompts enter, and each step appends a token to every slot.
+    """Decodes the prompts in the slots of a KV cache. Each step appends one token to every slot.
 
     Every call must be inside `decoding_mode(model)`.
     """
@@ -159,18 +159,18 @@ class Decoder:
         self.model, self.device = model, model.device
         self.cache = KVCache(num_slots, capacity, self.device)
         self.tokens = torch.zeros(num_slots, dtype=torch.long, device=self.device)
-        """The last token of each slot; it is not in the cache yet."""
+        """The last token of each slot, which is not in the cache yet."""
         self._sample = Sampler(decoding)
         self._graph: torch.cuda.CUDAGraph | None = None
         self.logits = torch.zeros(0, device=self.device)
-        """Of the last step, [slots, vocabulary]."""
+        """Logits of the last step, [slots, vocabulary]."""
         self._graph_logits = self.logits
         self._may_record = self.device.type == "cuda"
         self._keeps_some = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.no_grad()
     def add(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
-        """Put prompts into slots and compute the first token of each answer; `logits` are those of these slots."""
+        """Add prompts to slots and compute the first token of each answer. `logits` has one row per prompt."""
         batch = _packed(prompts)
         shared = share_prefix(batch, longest=MAX_LENGTH) if self.device.type == "cpu" else None
         lengths = np.asarray(batch.lengths)
@@ -205,7 +205,7 @@ class Decoder:
 
     @torch.no_grad()
     def record(self) -> None:
-        """Record a step as a CUDA graph, if the model allows it; a step then costs no time of the host."""
+        """Record a step as a CUDA graph, if the model allows it, so that the host does not launch each kernel."""
         if not self._may_record:
             return
         self._may_record = False
@@ -213,16 +213,16 @@ class Decoder:
         stream, graph = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            # The first pass outside of a graph chooses kernels. It stores what the next step stores again.
+            # The first pass, outside the graph, selects kernels. The next step stores the same keys and values again.
             self._step_logits()
-            # Other threads may copy a checkpoint meanwhile.
+            # Other threads may be copying a checkpoint.
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 self._graph_logits = self._step_logits()
                 if self._sample.is_greedy:
                     self.tokens.copy_(self._sample(self._graph_logits))
             except RuntimeError as error:
-                # Some models, such as those with experts, wait for the GPU within a step.
+                # Some models, such as mixture-of-experts models, wait for the GPU within a step.
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 is_recorded = False
@@ -235,11 +235,11 @@ class Decoder:
         self._graph = graph if is_recorded else None
 
     def show(self, visible: int) -> None:
-        """Let attention read so many tokens of each slot; a recorded step reads all, as its shapes are fixed."""
+        """Set how many tokens of each slot attention reads. A recorded step reads all, because its shapes are fixed."""
         self.cache.visible = self.cache.capacity if self._graph is not None else min(visible, self.cache.capacity)
 
     def keep(self, slots: Sequence[int]) -> None:
-        """Keep some of the slots, in this order."""
+        """Keep only these slots, in this order."""
         at = self._tensor(np.asarray(slots))
         self.cache, self.tokens, self._graph = self.cache.select(at), self.tokens[at], None
 
@@ -279,7 +279,7 @@ class KVCache:
         self.num_slots, self.capacity = num_slots, capacity
         self.lengths = torch.zeros(num_slots, dtype=torch.long, device=device)
         self.visible = capacity
-        """Tokens of a slot that attention reads, at least the longest slot and the new token. Fixed in a graph."""
+        """Tokens per slot that attention reads: at least the longest slot and the new token. Fixed in a CUDA graph."""
         self._layers: dict[nn.Module, tuple[Tensor, Tensor]] = {}
         self._rows: Tensor | None = None
         self._sources: Tensor | None = None
@@ -290,7 +290,7 @@ class KVCache:
         self._rows, self._sources = rows, sources
 
     def begin_step(self) -> None:
-        """Store the next forward pass as one token per slot, after the last."""
+        """Store one token per slot in the next forward pass, after the last token."""
         self._rows, self._sources = self._starts + self.lengths, None
 
     @property
@@ -298,10 +298,10 @@ class KVCache:
         return self._sources is None
 
     def store(self, layer: nn.Module, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values of a layer; return all of them: [S * M, G, D]."""
+        """Store new keys and values of a layer, and return all keys and values as [S * M, G, D]."""
         if layer not in self._layers:
             shapes = [(self.num_slots * self.capacity, *x.shape[1:]) for x in (k_TGD, v_TGD)]
-            # Zeros: attention multiplies values beyond a slot's length by zero, and nan times zero is nan.
+            # Zeros, because attention multiplies values beyond a slot's length by zero, and NaN times zero is NaN.
             self._layers[layer] = (k_TGD.new_zeros(shapes[0]), v_TGD.new_zeros(shapes[1]))
         stored = self._layers[layer]
         assert self._rows is not None
@@ -310,7 +310,7 @@ class KVCache:
         return stored
 
     def select(self, slots: Tensor) -> "KVCache":
-        """Return a cache with some of the slots."""
+        """Return a cache with only these slots."""
         fewer = KVCache(len(slots), self.capacity, self.lengths.device)
         fewer.lengths.copy_(self.lengths[slots])
         for layer, (keys, values) in self._layers.items():
@@ -322,7 +322,7 @@ class KVCache:
 def cached_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Store the new keys and values, and attend to those of the same slot: transformers' attention interface."""
+    """Store new keys and values and attend within each slot, as a function of transformers' attention interface."""
     cache: KVCache | None = options.pop("kv_cache", None)
     if cache is None:
         raise NotImplementedError("this model does not pass our KV cache to its attention")
@@ -336,7 +336,7 @@ def cached_attention(
         if options.get(name) is not None:
             raise NotImplementedError(f"this model's attention has `{name}`")
     if attention_mask is not None:
-        raise NotImplementedError("this model makes its own attention mask")
+        raise NotImplementedError("this model creates its own attention mask")
     keys, values = cache.store(module, key[:, :, 0], value[:, :, 0])
     scaling, window = options.get("scaling"), options.get("sliding_window")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -357,7 +357,7 @@ def _can_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def _attend_flash(
     q_SHD: Tensor, keys: Tensor, values: Tensor, cache: KVCache, *, scale: float, window: int | None
 ) -> Tensor:
-    """Attend by torch's flash kernel, which reads only the used part of a slot; heads may share keys."""
+    """Attend with torch's flash kernel, which reads only the used part of a slot and supports grouped heads."""
     slots = torch.arange(cache.num_slots + 1, device=q_SHD.device, dtype=torch.int32)
     out, *_ = torch.ops.aten._flash_attention_forward(
         q_SHD.contiguous(),
@@ -388,7 +388,7 @@ def _attend_masked(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Attend with a mask over the slots. The query heads of one key head are its queries, so no key is repeated."""
+    """Attend with a mask over the slots. Query heads that share a key head are grouped, so no key is repeated."""
     shape = (cache.num_slots, cache.capacity)
     k_SGMD, v_SGMD = (x.unflatten(0, shape)[:, : cache.visible].transpose(1, 2) for x in (keys, values))
     q_SGLD = q_SHD.unflatten(1, (k_SGMD.shape[1], -1))
@@ -407,7 +407,7 @@ def _attend_masked(
 
 @contextmanager
 def cached_attention_of(model: PreTrainedModel) -> Iterator[None]:
-    """Use the attention of this module inside a `with` block, uncompiled."""
+    """Use `cached_attention` inside a `with` block, uncompiled."""
     AttentionInterface.register(CACHED, cached_attention)
     before: Any = model.config._attn_implementation
     model.set_attn_implementation(CACHED)

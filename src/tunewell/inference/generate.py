@@ -1,7 +1,7 @@
-"""Generate answers to prompts in batches; batching does not change an answer.
+"""Generate answers to prompts in batches (continuous batching). Batching does not change an answer.
 
-A slot of the decoder whose answer is complete takes the next prompt. On a GPU the host looks at the tokens every few
-steps, so it does not wait for the GPU.
+When an answer is complete, its slot in the decoder takes the next prompt. On a GPU, the host reads the tokens only
+every few steps, so that it rarely waits for the GPU.
 """
 
 from collections import deque
@@ -28,14 +28,14 @@ from tunewell.inference.transformers_generate import generate_with_transformers
 from tunewell.records.manifest import Manifest
 
 _PROMPT_TOKENS = 8192
-"""Tokens of prompts in one forward pass."""
+"""Maximum prompt tokens in one forward pass."""
 _MAX_GPU_SLOTS, _MAX_CPU_SLOTS = 256, 32
 _CPU_TOKENS = 32768
-"""Tokens of all caches on a CPU: larger batches gain nothing there."""
+"""Maximum tokens of all slots on a CPU, where larger batches are not faster."""
 _MEMORY_SHARE = 0.5
-"""Of the GPU memory that is free, the part that a cache may take."""
+"""Share of the free GPU memory that the KV cache may use."""
 _READ_EVERY = 8
-"""Steps on a GPU after which the host reads the tokens."""
+"""On a GPU, the host reads the tokens after this many steps."""
 
 
 def corpus_stop_ids(tokenizer: LoadedTokenizer, manifest: Manifest) -> list[int]:
@@ -44,13 +44,13 @@ def corpus_stop_ids(tokenizer: LoadedTokenizer, manifest: Manifest) -> list[int]
 
 
 def stop_token_ids(tokenizer: LoadedTokenizer, ends: Iterable[str]) -> list[int]:
-    """Return the ids of the EOS token and of those ends of a turn that are single tokens."""
+    """Return the ids of the EOS token and of those end-of-turn markers that are single tokens."""
     texts = {*ends, tokenizer.special_tokens.get("eos_token", "")} - {""}
     return sorted({number for text in texts if (number := tokenizer.backend.token_to_id(text)) is not None})
 
 
 def shared_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return how many items two sequences have in common at their start."""
+    """Return the length of the common prefix of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))
 
@@ -64,10 +64,10 @@ def generate(
     decoding: Decoding = GREEDY,
     before_token: Callable[[], None] = lambda: None,
 ) -> list[Generated]:
-    """Return one answer per prompt, in the same order; restore the model's train or eval mode.
+    """Return one answer per prompt, in the same order. The model's train or eval mode is restored.
 
-    The model's own `generation_config` is ignored, so that sampling settings cannot hide what the model learned.
-    `before_token` is called before each token; an exception that it raises stops the generation.
+    The model's `generation_config` is ignored, so that its sampling settings cannot hide what the model learned.
+    `before_token` is called before each token; it may raise an exception to stop the generation.
     """
     limits = [max(0, min(max_new_tokens, context_limit(model) - len(prompt))) for prompt in prompts]
     longest = max((len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)), default=0)
@@ -89,7 +89,7 @@ def generate(
 
 @dataclass
 class _Answer:
-    """An answer that is being written."""
+    """An answer that is being generated."""
 
     index: int
     limit: int
@@ -119,7 +119,7 @@ def decode(
     decoding: Decoding = GREEDY,
     before_token: Callable[[], None] = lambda: None,
 ) -> list[tuple[list[int], bool]]:
-    """Return an answer per prompt, without its stop token, and whether it ended before its limit of new tokens."""
+    """Return one answer per prompt, without the stop token, and whether a stop token ended it before its limit."""
     answers = [_Answer(index, limit) for index, limit in enumerate(limits)]
     num_slots = _num_slots(model, max(map(sum, zip(map(len, prompts), limits, strict=True)), default=0), decoding)
     while unfinished := [answer for answer in answers if not answer.is_complete]:
@@ -145,7 +145,7 @@ def _decode(
     decoding: Decoding,
     before_token: Callable[[], None],
 ) -> None:
-    """Complete the answers, `num_slots` at a time."""
+    """Generate the answers, `num_slots` at a time."""
     waiting = deque(sorted(answers, key=lambda answer: len(prompts[answer.index])))
     capacity = max(len(prompts[answer.index]) + answer.limit for answer in waiting)
     slots: list[_Answer | None] = [None] * min(len(waiting), num_slots)
@@ -175,7 +175,7 @@ def _decode(
 
 
 def _num_slots(model: PreTrainedModel, capacity: int, decoding: Decoding) -> int:
-    """Return how many answers are decoded together: by the memory of their caches, and by the setting."""
+    """Return how many answers are decoded together, limited by the memory of the KV cache and by `batch_tokens`."""
     if model.device.type == "cuda":
         config = model.config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -198,7 +198,7 @@ def _fill(
     prompts: Sequence[Sequence[int]],
     stops: Collection[int],
 ) -> None:
-    """Put waiting prompts into free slots, as many as one forward pass takes, and take their first tokens."""
+    """Add as many waiting prompts to free slots as fit in one forward pass, and take their first tokens."""
     chosen: list[int] = []
     num_tokens = 0
     for slot in [slot for slot, answer in enumerate(slots) if answer is None]:
@@ -212,7 +212,7 @@ def _fill(
 
 
 def _take(slots: list[_Answer | None], chosen: Sequence[int], written: Tensor, stops: Collection[int]) -> None:
-    """Append the tokens of some steps, [steps, slots], to the answers of some slots; free slots with complete ones."""
+    """Append the tokens [steps, slots] to the answers in the chosen slots, and free the slots of complete answers."""
     for tokens in written.tolist():
         for slot in chosen:
             if (answer := slots[slot]) is not None:

@@ -1,8 +1,8 @@
-"""Build the token ids of a chat prompt: a conversation rendered by its template, up to where the reply begins.
+"""Build the token ids of a chat prompt: a conversation rendered with the chat template, up to the next reply.
 
-The ids equal those that a training document has before its first supervised token. Message text stays text, even if it
-spells a marker: the conversation is rendered a second time with all message text redacted, and only the markers of that
-rendering become control ids.
+The ids are the same as those before the first supervised token of a training document. Message text stays text, even if
+it contains a marker: the conversation is rendered a second time with all message text redacted, and only the markers in
+that rendering become special tokens.
 
     real      <|im_start|>user\\nsay <|im_end|> please<|im_end|>\\n<|im_start|>assistant\\n
     redacted  <|im_start|>user\\n### ########## ######<|im_end|>\\n<|im_start|>assistant\\n
@@ -27,7 +27,7 @@ from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
 def prompt_ids(
     masker: Masker, encoder: Encoder, messages: Sequence[Message], tools: Sequence[Any] | None = None
 ) -> list[int]:
-    """Return the prompt ids for the next reply; raise UserError if the template fails or a marker is ambiguous.
+    """Return the prompt ids for the next reply. Raise UserError if the template fails or a marker is ambiguous.
 
     A message has `role` and `content` (text), and any other field that the template reads.
     """
@@ -48,7 +48,7 @@ def prompt_ids(
 
 
 def text_ids(encoder: Encoder, text: str) -> list[int]:
-    """Return the ids of a text to continue, for a model without a template: with bos token, without eos token."""
+    """Return the ids of a text to continue, for a model without a template, with BOS but without EOS."""
     ids = _encode(encoder, PlannedDocument(None, [text]))
     eos = encoder.tokenizer.special_tokens.get("eos_token")
     return ids[:-1] if eos in encoder.tokenizer.added else ids
@@ -67,14 +67,14 @@ def _template_markers(
             continue
         if placeholders.is_equal_outside_redactions(text, redacted_text):
             return [found.span() for found in marker.finditer(redacted_text)]
-    # The template rewrites the messages. That matters only if a message contains a marker.
+    # The template rewrites the messages, which matters only if a message contains a marker.
     for value in _texts_in([conversation.messages, conversation.tools]):
         if found := marker.search(value):
             raise UserError(
                 f"a message contains `{found.group()}`, and the template `{template.name}` rewrites messages: "
                 "its markers cannot be distinguished from message text",
                 where=repr(value[max(0, found.start() - 20) : found.end() + 20]),
-                fix="remove it from the message",
+                fix="remove the marker from the message",
             )
     return [found.span() for found in marker.finditer(text)]
 
@@ -92,7 +92,7 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 def _split_at(text: str, marks: list[Span]) -> tuple[Plan, list[str]]:
-    """Split a text at its markers; other text of the template is encoded like message text."""
+    """Split a text at its markers. Other text of the template is encoded like message text."""
     ends = dict(marks)
     edges = sorted({0, len(text), *(edge for mark in marks for edge in mark)})
     pieces: list[Piece] = []
@@ -109,7 +109,7 @@ def _split_at(text: str, marks: list[Span]) -> tuple[Plan, list[str]]:
 def _encode(encoder: Encoder, layout: PlannedDocument) -> list[int]:
     encoded = encoder.encode([layout])
     failure = encoded.failed.get(0)
-    # A prompt has nothing to supervise. Only text that cannot be encoded is an error.
+    # A prompt has no supervised tokens. Only text that cannot be encoded is an error.
     if isinstance(failure, Rejected) and failure.reason != "nothing_to_learn":
         raise UserError(f"this text cannot be encoded: {failure.detail}")
     return encoded.tokens.tolist()

@@ -1,4 +1,4 @@
-"""Stream the answer to one prompt token by token, and decode the tokens to text as they arrive."""
+"""Stream the answer to one prompt token by token, and decode the tokens to text."""
 
 import inspect
 import re
@@ -27,12 +27,12 @@ Ended = Literal["end", "length", "context"]
 
 
 class TokenStream(Iterator[int]):
-    """The tokens of one answer, without the stop token; each is computed on demand. Close it to stop early."""
+    """The tokens of one answer, without the stop token, computed on demand. Close the stream to stop early."""
 
     def __init__(self, tokens: Iterator[int | Ended]) -> None:
         self._tokens = tokens
         self.ended: Ended | None = None
-        """None while the stream is open, and after it was closed early."""
+        """Why the answer ended; None while the stream is open or if it was closed early."""
 
     def __next__(self) -> int:
         if self.ended is None:
@@ -44,7 +44,7 @@ class TokenStream(Iterator[int]):
         raise StopIteration
 
     def close(self) -> None:
-        """Stop and restore the model's mode; closing twice is allowed."""
+        """Stop, and restore the model's mode. Closing twice is allowed."""
         self._tokens.close()  # type: ignore[attr-defined]
 
 
@@ -60,10 +60,10 @@ def stream_tokens(
     stop_ids: Collection[int],
     decoding: Decoding = GREEDY,
 ) -> TokenStream:
-    """Stream the answer to a prompt: the same tokens as `generate` returns, computed on demand.
+    """Stream the answer to a prompt, computed on demand. The tokens are the same as those from `generate`.
 
-    The model's own `generation_config` is ignored. Until the stream ends or is closed, the model is in eval mode and
-    uses another attention than in training.
+    The model's `generation_config` is ignored. Until the stream ends or is closed, the model is in eval mode and uses
+    a different attention implementation than in training.
     """
     if not prompt_ids:
         raise ValueError("a prompt has no tokens")
@@ -82,7 +82,7 @@ def _tokens(
 
 
 def _decoder_logits(model: PreTrainedModel, capacity: int) -> Callable[[Sequence[int]], torch.Tensor]:
-    """Return the function for `sample_tokens`; its first call takes the prompt, every other one token."""
+    """Return `next_logits` for `sample_tokens`. The first call takes the prompt, later calls take one token."""
     decoder = Decoder(model, num_slots=1, capacity=capacity)
     num_cached = 0
 
@@ -103,9 +103,9 @@ def _decoder_logits(model: PreTrainedModel, capacity: int) -> Callable[[Sequence
 
 
 def _stock_logits(model: PreTrainedModel) -> Callable[[Sequence[int]], torch.Tensor]:
-    """Do the same with transformers' own cache."""
+    """Return `next_logits` for `sample_tokens`, with transformers' own KV cache."""
     cache: Any = None
-    # Only the last row of logits is needed; the head over a whole prompt is most of the work of a small model.
+    # Only the last row of logits is needed; in a small model, most of the work is the head over the whole prompt.
     keep: Any = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
     @torch.no_grad()
@@ -139,9 +139,9 @@ def sample_tokens(
     max_new: int,
     num_free: int,
 ) -> Iterator[int | Ended]:
-    """Yield the tokens of an answer, then why it ended; `num_free` is the room in the context.
+    """Yield the tokens of an answer, then why it ended. `num_free` is the number of free tokens in the context.
 
-    `next_logits` appends tokens to the KV cache and returns the logits [1, V] of the token after them.
+    `next_logits` appends tokens to the KV cache and returns the logits [1, V] for the next token.
     """
     sample = Sampler(decoding)
     pending = prompt
@@ -156,28 +156,28 @@ def sample_tokens(
 
 
 class StreamDecoder:
-    """Decodes tokens to text as they arrive; the pieces joined are the text of all tokens.
+    """Decodes tokens to text as they arrive. The returned pieces, concatenated, are the text of all tokens.
 
-    Text that may still change is held back: the first bytes of a character, and a run of byte tokens, which decode
-    only when the run is complete.
+    Text that may still change is held back: incomplete characters, and a run of byte tokens, which can be decoded only
+    when the run is complete.
     """
 
     def __init__(self, backend: Any) -> None:
-        """Take the tokenizer of the `tokenizers` library, `LoadedTokenizer.backend`."""
+        """Decode with a tokenizer of the `tokenizers` library (`LoadedTokenizer.backend`)."""
         self._backend = backend
         self._ids: list[int] = []
         self.text = ""
         """The text returned so far."""
 
     def add(self, token: int) -> str:
-        """Add a token; return the text that is now final, which may be empty."""
+        """Add a token, and return the text that is now final, which may be empty."""
         self._ids.append(token)
         if _BYTE_TOKEN.fullmatch(self._backend.id_to_token(token) or ""):
             return ""
         return self._new_text(self._decoded().rstrip(_REPLACEMENT_CHARACTER))
 
     def finish(self) -> str:
-        """Return the text that was held back."""
+        """Return the text that is still held back."""
         return self._new_text(self._decoded())
 
     def _decoded(self) -> str:

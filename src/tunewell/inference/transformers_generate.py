@@ -1,4 +1,4 @@
-"""Answers by transformers' own `generate`: for architectures that our decoder cannot run, and to check it."""
+"""Generate answers with transformers' own `generate`, for architectures that our decoder does not support."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from tunewell.models.attention import stock_attention
 from tunewell.models.support import quiet
 
 _BATCH_TOKENS = 8192
-"""Tokens of a batch when its answers are complete, padding included."""
+"""Tokens of a batch with complete answers, including padding."""
 
 
 def generate_with_transformers(
@@ -25,10 +25,10 @@ def generate_with_transformers(
     decoding: Decoding = GREEDY,
     before_token: Callable[[], None] = lambda: None,
 ) -> list[Generated]:
-    """Return one answer per prompt, in the same order; restore the model's train or eval mode."""
+    """Return one answer per prompt, in the same order. The model's train or eval mode is restored."""
     if not all(prompts):
         raise ValueError("a prompt has no tokens")
-    # A prompt that fills the whole context keeps this empty answer.
+    # A prompt that fills the context keeps this empty answer.
     answers = [Generated([], False)] * len(prompts)
     batch_tokens = decoding.batch_tokens or _BATCH_TOKENS
     was_training = model.training
@@ -48,7 +48,7 @@ def generate_with_transformers(
 def _batches(
     prompts: Sequence[Sequence[int]], max_new_tokens: int, limit: int, batch_tokens: int
 ) -> Iterator[tuple[list[int], int]]:
-    """Yield groups of prompts of similar length, each with the number of new tokens; one near the limit is alone."""
+    """Yield groups of prompts of similar length and their number of new tokens. Prompts near the limit are single."""
     group: list[int] = []
     for index in sorted(range(len(prompts)), key=lambda index: len(prompts[index])):
         length = len(prompts[index]) + max_new_tokens
@@ -83,7 +83,7 @@ def _answer(
 
 
 class _BeforeToken(StoppingCriteria):
-    """Calls a function before each token, which may raise; never stops by itself."""
+    """Calls a function before each token, which may raise. It never stops the generation itself."""
 
     def __init__(self, before_token: Callable[[], None]) -> None:
         self._before_token = before_token
@@ -122,7 +122,7 @@ def _default_generation_config(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed the generator and restore it afterwards: sampling during training must not change the training."""
+    """Seed the random generator and restore it afterwards, so that sampling does not affect training."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         yield

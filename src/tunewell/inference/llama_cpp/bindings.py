@@ -1,6 +1,6 @@
-"""ctypes bindings to a llama.cpp library: functions found by name, struct layouts checked before the first call.
+"""ctypes bindings to a llama.cpp library. Struct layouts are checked before the first call.
 
-docs/decisions/0031-llama-cpp-abi.md says why, and what is assumed about the ABI.
+docs/decisions/0031-llama-cpp-abi.md explains the reasons and the assumptions about the ABI.
 """
 
 import atexit
@@ -15,11 +15,11 @@ from types import SimpleNamespace
 from typing import Any
 
 CPU_ONLY = (c_void_p * 1)()
-"""An empty, null-terminated list of GPU devices; it must outlive every model opened with it."""
+"""An empty, null-terminated list of GPU devices. It must outlive every model opened with it."""
 
 
 class Parameters(ctypes.Structure):
-    """A parameter struct of any version: 1,024 bytes, more than every known one, so that no layout is declared."""
+    """A parameter struct of any version: 1,024 bytes, larger than every known version, without a declared layout."""
 
     _fields_ = [("int64s", c_int64 * 128)]
 
@@ -30,7 +30,7 @@ class Parameters(ctypes.Structure):
 
 
 class Batch(ctypes.Structure):
-    """`llama_batch`: the tokens of one `llama_decode`. Null pointers mean the default: one sequence, number 0."""
+    """`llama_batch`: the tokens of one `llama_decode` call. Null pointers mean the default: one sequence, number 0."""
 
     _fields_ = [
         ("n_tokens", c_int32),
@@ -73,7 +73,7 @@ _NEEDED: dict[str, tuple[Any, list[Any]]] = {
     "llama_tokenize": (c_int32, [_VOCABULARY, c_char_p, c_int32, POINTER(c_int32), c_int32, c_bool, c_bool]),
     "llama_token_to_piece": (c_int32, [_VOCABULARY, c_int32, c_char_p, c_int32, c_int32, c_bool]),
 }
-# Some packages do not export these; the code that uses them has a fallback.
+# Some packages do not export these functions; the code that uses them has a fallback.
 _OPTIONAL: dict[str, tuple[Any, list[Any]]] = {
     "llama_version": (c_char_p, []),
     "ggml_backend_dev_count": (c_size_t, []),
@@ -85,18 +85,18 @@ _MAX_LOG_LINES = 500
 
 
 class UnusableLibrary(Exception):
-    """Why a library cannot be used; the text continues a sentence that begins with the library's name."""
+    """A library cannot be used. The message continues a sentence that starts with the library's name."""
 
 
 class LibraryLog:
-    """The log of a library: kept in memory, never printed."""
+    """The log of a library, stored in memory and never printed."""
 
     def __init__(self) -> None:
         self.lines: deque[tuple[int, str]] = deque(maxlen=_MAX_LOG_LINES)
         self.num_lines = 0
 
     def add(self, level: int, text: bytes | None, _data: object) -> None:
-        """Add a message; llama.cpp calls this from any of its threads."""
+        """Add a message. llama.cpp calls this from any of its threads."""
         message = (text or b"").decode("utf-8", "replace")
         if level == _LEVEL_CONTINUED and self.lines:
             first_level, start = self.lines.pop()
@@ -106,17 +106,17 @@ class LibraryLog:
         self.num_lines += 1
 
     def last(self, *, since: int, most: int = 4) -> list[str]:
-        """Return the last lines after line `since`: the errors if there are any, else all levels."""
+        """Return the last lines after line `since`: only errors if there are any, otherwise all levels."""
         new = list(self.lines)[-(self.num_lines - since) :] if self.num_lines > since else []
         errors = [line for line in new if line[0] == _LEVEL_ERROR]
         return [text.strip() for _, text in (errors or new) if text.strip(" .\n")][-most:]
 
 
 class Bindings:
-    """A loaded and checked library; `api` holds its functions."""
+    """A loaded and checked library. `api` contains its functions."""
 
     def __init__(self, path: Path) -> None:
-        """Load a library; raise UnusableLibrary if it is not llama.cpp or its structs have an unknown layout."""
+        """Load a library. Raise UnusableLibrary if it is not llama.cpp or its structs have an unknown layout."""
         self.path = path
         handles = _load(path)
         found = {name: _bind(handles, name, signature) for name, signature in (_NEEDED | _OPTIONAL).items()}
@@ -124,31 +124,31 @@ class Bindings:
             raise UnusableLibrary(f"has no `{missing[0]}`" + (f" and {len(missing) - 1} more" if missing[1:] else ""))
         self.api: Any = SimpleNamespace(**found)
         self.log = LibraryLog()
-        # Keep a reference: C calls it until the process ends, and libraries are never unloaded.
+        # Keep a reference, because C calls it until the process ends; libraries are never unloaded.
         self._callback = _LOG_FUNCTION(self.log.add)
         self.capture_log()
         atexit.register(self.api.llama_log_set, _LOG_FUNCTION(), None)
         self.model_parameters()
         self.context_parameters(context=512, batch=512)
         self.api.llama_backend_init()
-        # Some builds keep the code for each CPU type in separate files beside the library.
+        # Some builds have the code for each CPU type in separate files next to the library.
         if self.has_all("ggml_backend_dev_count", "ggml_backend_load_all_from_path"):
             if self.api.ggml_backend_dev_count() == 0:
                 self.api.ggml_backend_load_all_from_path(os.fsencode(path.parent))
             if self.api.ggml_backend_dev_count() == 0:
-                raise UnusableLibrary("has no backend for this CPU beside it")
+                raise UnusableLibrary("has no backend for this CPU in its folder")
 
     @property
     def version(self) -> str:
-        """The version of llama.cpp; empty if it does not report one, as older builds."""
+        """The version of llama.cpp; empty for older builds, which do not report it."""
         return self.api.llama_version().decode() if self.has_all("llama_version") else ""
 
     def has_all(self, *names: str) -> bool:
-        """Return True if the library exports all of these functions."""
+        """Return whether the library exports all of these functions."""
         return all(getattr(self.api, name) is not None for name in names)
 
     def model_parameters(self) -> Parameters:
-        """Return the parameters of a model on the CPU.
+        """Return the parameters for a model on the CPU.
 
         pointer to devices  pointer to overrides  n_gpu_layers         split_mode
         0 0                 0 0                   -1, 0, 99 or 999     1
@@ -162,10 +162,11 @@ class Bindings:
         return parameters
 
     def context_parameters(self, *, context: int, batch: int) -> Parameters:
-        """Return the parameters of a context that computes in fp32 and holds `context` tokens of one sequence.
+        """Return the parameters for a context of `context` tokens that computes in fp32.
 
-        The default KV cache is fp16 and flash attention accumulates in it; the error would hide what a proof looks for.
-        The field positions differ between versions, so they are found by their default values:
+        The default KV cache is fp16 and flash attention accumulates in it; the rounding error would hide differences
+        that an export verification must find. The field positions differ between versions, so they are found by their
+        default values:
 
             n_ctx n_batch n_ubatch n_seq_max ... rope pooling attention flash  8 numbers  2 pointers  type_k type_v
             512   2048    512      1             -1   -1      -1        -1     ...        0 0         1      1
@@ -183,12 +184,12 @@ class Bindings:
         return parameters
 
     def capture_log(self) -> None:
-        """Direct the log here, also after another user of the library in this process redirected it."""
+        """Redirect the log to this object, in case another user of the library in this process has redirected it."""
         self.api.llama_log_set(self._callback, None)
 
 
 def _load(path: Path) -> list[ctypes.CDLL]:
-    """Load a library; on Windows also the ggml libraries beside it, because symbols are looked up per file."""
+    """Load a library. On Windows, also load the ggml libraries in its folder, because symbols are found per file."""
     if struct.calcsize("P") != 8 or sys.byteorder != "little":
         raise UnusableLibrary("needs a 64-bit little-endian machine")
     beside = sorted(path.parent.glob("ggml*.dll")) if os.name == "nt" else []

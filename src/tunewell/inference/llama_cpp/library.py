@@ -1,4 +1,4 @@
-"""Find a llama.cpp library on this machine and load it: installed packages first, then the system's libraries."""
+"""Find and load a llama.cpp library: in installed Python packages first, then in the system's libraries."""
 
 import ctypes.util
 import importlib.util
@@ -14,23 +14,23 @@ from tunewell.inference.llama_cpp.bindings import Bindings, UnusableLibrary
 from tunewell.inference.llama_cpp.model import LlamaModel
 
 VARIABLE = "TUNEWELL_LLAMA_CPP"
-"""Environment variable with the path of a library or its folder, for users who built llama.cpp themselves."""
+"""Environment variable with the path of a library or its folder, for users who build llama.cpp themselves."""
 
 _NAMES = ("libllama.so", "libllama.dylib", "llama.dll", "libllama.so.*", "libllama.*.dylib", "libllama.v*.so")
-# llama.cpp linked into a Python extension module, which exports its symbols except on Windows.
+# Python extension modules that contain llama.cpp and export its symbols, except on Windows.
 _MODULES = ("xllamacpp*.so",)
 _PACKAGES = (("xllamacpp", _MODULES), ("llama_cpp", ("lib/*llama.*",)), ("llama_cpp_py_sync", _NAMES))
 
 
 class Candidate(NamedTuple):
-    """A file that may be a llama.cpp library, and where it comes from."""
+    """A file that may be a llama.cpp library, and its origin."""
 
     path: Path
     origin: str
 
 
 def named_candidate(named: Path | None) -> Candidate | None:
-    """Return the library that the caller or the environment variable names; None if neither does."""
+    """Return the library given by the caller or the environment variable, or None if neither is set."""
     text = str(named) if named is not None else os.environ.get(VARIABLE)
     if not text:
         return None
@@ -42,13 +42,13 @@ def named_candidate(named: Path | None) -> Candidate | None:
         raise UserError(
             "no llama.cpp library at the given path",
             where=f"{origin}: {text}",
-            fix="name a `libllama` file or its folder",
+            fix="give the path of a `libllama` file or its folder",
         )
     return Candidate(path, origin)
 
 
 def installed_candidates() -> Iterator[Candidate]:
-    """Yield the libraries of installed packages, then the system's; packages are located, not imported."""
+    """Yield the libraries of installed packages, then those of the system. Packages are not imported."""
     for package, names in _PACKAGES:
         spec = importlib.util.find_spec(package)
         for folder in (spec.submodule_search_locations or []) if spec else []:
@@ -59,7 +59,7 @@ def installed_candidates() -> Iterator[Candidate]:
 
 
 def _files(folder: Path, names: tuple[str, ...]) -> Iterator[Path]:
-    """Yield one file per pattern: the shortest name."""
+    """Yield one file per pattern: the one with the shortest name."""
     for name in names:
         if found := sorted(folder.glob(name), key=lambda file: (len(file.name), file.name)):
             yield found[0]
@@ -67,33 +67,33 @@ def _files(folder: Path, names: tuple[str, ...]) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class LlamaLibrary:
-    """A loaded llama.cpp library; it stays loaded until the process ends."""
+    """A loaded llama.cpp library. It stays loaded until the process ends."""
 
     bindings: Bindings
     origin: str
-    """Where it was found: a package, the system's libraries, or a path that the user named."""
+    """Where the library was found: a package, the system's libraries, or a path given by the user."""
 
     def open(self, path: Path, *, context: int, threads: int | None = None) -> LlamaModel:
-        """Open a GGUF file with a context of `context` tokens; the default is one thread per physical core.
+        """Open a GGUF file with a context of `context` tokens. The default is one thread per physical core.
 
-        Raises UserError for a file that is missing, damaged or truncated, or whose architecture this build lacks.
+        Raises UserError if the file is missing, damaged or truncated, or if this build lacks its architecture.
         """
         return LlamaModel(self.bindings, path, context=context, threads=threads)
 
 
 def find_llama(path: Path | None = None) -> LlamaLibrary:
-    """Load llama.cpp from the given path or TUNEWELL_LLAMA_CPP, else from an installed package, else from the system.
+    """Load llama.cpp from the given path, TUNEWELL_LLAMA_CPP, an installed package or the system, in this order.
 
-    Raises UserError if none is found, with what was tried, or if the named one cannot be used.
+    Raises UserError, which lists the libraries tried, if none can be used, or if the given library cannot be used.
     """
     if named := named_candidate(path):
         try:
             return LlamaLibrary(_load_once(named.path), named.origin)
         except UnusableLibrary as problem:
             raise UserError(
-                f"the named llama.cpp library {problem}",
+                f"the given llama.cpp library {problem}",
                 where=f"{named.path} ({named.origin})",
-                fix='name another library, or name none and run `pip install "tunewell[export]"`',
+                fix='give the path of another library, or no path and run `pip install "tunewell[export]"`',
             ) from None
     tried = []
     for candidate in installed_candidates():
@@ -104,11 +104,11 @@ def find_llama(path: Path | None = None) -> LlamaLibrary:
     raise UserError(
         "no usable llama.cpp library was found",
         where="; ".join(tried) or f"searched {', '.join(name for name, _ in _PACKAGES)} and the system's libraries",
-        fix=f'pip install "tunewell[export]", or name a `libllama` file with {VARIABLE}',
+        fix=f'pip install "tunewell[export]", or set {VARIABLE} to the path of a `libllama` file',
     )
 
 
 @cache
 def _load_once(path: Path) -> Bindings:
-    """Load each library once: a process has only one log callback."""
+    """Load each library only once, because a process has only one log callback."""
     return Bindings(path)

@@ -1,4 +1,4 @@
-"""A GGUF file opened in llama.cpp on the CPU: its metadata, its tokenizer, its logits and its answers in fp32."""
+"""A GGUF file opened in llama.cpp on the CPU: metadata, tokenizer, logits and answers, computed in fp32."""
 
 import os
 import weakref
@@ -21,21 +21,21 @@ from tunewell.inference.llama_cpp.bindings import Batch, Bindings
 from tunewell.inference.stream import Ended, TokenStream, sample_tokens
 
 _BATCH = 512
-"""Tokens per `llama_decode`: logits of 512 positions take 300 MB in the largest vocabularies."""
+"""Tokens per `llama_decode`. The logits of 512 positions take up to 300 MB, depending on the vocabulary."""
 _TO_THE_END = -1
-# Values on which llama.cpp 0.6 aborts the process instead of reporting an error; found by damaging each field in turn.
+# llama.cpp 0.6 aborts the process on values outside these bounds. They were found by damaging each field in turn.
 _MAX_LAYERS = 512
 _BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 
 class LlamaModel:
-    """An opened model with one context, which holds one text at a time; not thread-safe.
+    """An open model with one context for one text at a time. It is not thread-safe.
 
     Close it, or use it in a `with` block.
     """
 
     def __init__(self, bindings: Bindings, path: Path, *, context: int, threads: int | None = None) -> None:
-        """Open a file with a context of `context` tokens; raise UserError if llama.cpp rejects it."""
+        """Open a file with a context of `context` tokens. Raise UserError if llama.cpp rejects it."""
         if context < 1 or (threads is not None and threads < 1):
             raise ValueError("context and threads must be at least 1")
         require_safe_file(path)
@@ -60,7 +60,7 @@ class LlamaModel:
             self.close()
             raise
         self._memory = self._api.llama_get_memory(self._context)
-        # One per physical core, as in llama.cpp: its threads spin while they wait for each other.
+        # One thread per physical core, as in llama.cpp, because its threads spin while they wait for each other.
         num_threads = threads or min(physical_cores() or usable_cores(), usable_cores())
         self._api.llama_set_n_threads(self._context, num_threads, num_threads)
 
@@ -77,7 +77,7 @@ class LlamaModel:
         return opened
 
     def close(self) -> None:
-        """Free the memory; closing twice is allowed."""
+        """Free the memory. Closing twice is allowed."""
         self._free()
 
     def __enter__(self) -> Self:
@@ -90,30 +90,30 @@ class LlamaModel:
 
     @property
     def trained_context(self) -> int:
-        """The context length that the model was trained with, in tokens; `context` may be longer."""
+        """The context length in tokens with which the model was trained. `context` may be longer."""
         return self._api.llama_model_n_ctx_train(self._open_model())
 
     @property
     def bos(self) -> int | None:
-        """The BOS token; llama.cpp assumes one if the file names none. `tokenize` adds it only if `adds_bos`."""
+        """The BOS token. llama.cpp assumes one if the file has none. `tokenize` adds it only if `adds_bos` is True."""
         found = self._api.llama_vocab_bos(self._open_vocabulary())
         return None if found < 0 else found
 
     @property
     def adds_bos(self) -> bool:
-        """True if `tokenize` adds the BOS token, which duplicates one that a chat template wrote."""
+        """Whether `tokenize` adds the BOS token, which duplicates a BOS token from the chat template."""
         return self._api.llama_vocab_get_add_bos(self._open_vocabulary())
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
-        """Every token at which llama.cpp's own programs stop generating."""
+        """The tokens at which llama.cpp's own programs stop generation."""
         is_end, vocabulary = self._api.llama_vocab_is_eog, self._open_vocabulary()
         return frozenset(number for number in range(self.vocab_size) if is_end(vocabulary, number))
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Return the tokens of a text, computed by llama.cpp.
+        """Return the tokens of a text, as tokenized by llama.cpp.
 
-        `add_special` adds BOS and EOS as the file says; `parse_special` reads `<|im_end|>` as one token.
+        `add_special` adds BOS and EOS if the file requires them. `parse_special` parses `<|im_end|>` as one token.
         """
         data, size = text.encode(), len(text.encode()) + 8
         while True:
@@ -126,7 +126,7 @@ class LlamaModel:
             size = -num
 
     def piece(self, token: int) -> bytes:
-        """Return the bytes of one token, special tokens included; a character may span several tokens."""
+        """Return the bytes of one token, which may be a special token. A character may span several tokens."""
         self._require_tokens([token])
         size = 64
         while True:
@@ -139,7 +139,7 @@ class LlamaModel:
     # Logits and answers.
 
     def logit_blocks(self, ids: Sequence[int]) -> Iterator[np.ndarray]:
-        """Yield the logits after every token of a text, from an empty KV cache: blocks [512, V] in fp32."""
+        """Yield the logits after every token of a text as fp32 blocks [512, V], starting with an empty KV cache."""
         self._require_tokens(ids)
         self._require_fits(ids)
         text_number = self._begin_text(num_kept=0)
@@ -148,7 +148,7 @@ class LlamaModel:
             yield self._forward(ids[start : start + _BATCH], all_logits=True).copy()
 
     def last_logits(self, ids: Sequence[int], number: int) -> np.ndarray:
-        """Return the logits of the last `number` positions of a text; a long text is computed in blocks."""
+        """Return the logits of the last `number` positions of a text. A long text is computed in blocks."""
         rows = np.empty((0, self.vocab_size), np.float32)
         for block in self.logit_blocks(ids):
             rows = np.concatenate([rows, block[-number:]])[-number:]
@@ -157,9 +157,9 @@ class LlamaModel:
     def generate(
         self, ids: Sequence[int], *, max_new_tokens: int, stop_ids: Collection[int], decoding: Decoding = GREEDY
     ) -> TokenStream:
-        """Stream a continuation of a text; each token is computed on demand.
+        """Stream a continuation of a text. Each token is computed on demand.
 
-        A prefix shared with the previous text stays in the KV cache, so a conversation is read once.
+        A prefix shared with the previous text stays in the KV cache, so a conversation is processed only once.
         """
         if not ids:
             raise ValueError("a prompt has no tokens")
@@ -171,7 +171,7 @@ class LlamaModel:
         self, ids: list[int], max_new_tokens: int, stops: Collection[int], decoding: Decoding
     ) -> Iterator[int | Ended]:
         num_free = self.context - len(ids)
-        # The last token is always computed again: its logits choose the first new token.
+        # The last token is always computed again, because its logits choose the first new token.
         text_number = self._begin_text(num_kept=min(shared_prefix_length(self._cached, ids), len(ids) - 1))
 
         def next_logits(pending: Sequence[int]) -> torch.Tensor:
@@ -182,14 +182,14 @@ class LlamaModel:
         yield from sample_tokens(next_logits, pending, decoding, stops, max_new=max_new_tokens, num_free=num_free)
 
     def _append(self, ids: Sequence[int]) -> np.ndarray:
-        """Append any number of tokens to the KV cache; return the logits of the last one."""
+        """Append any number of tokens to the KV cache, and return the logits of the last one."""
         last_start = (len(ids) - 1) // _BATCH * _BATCH
         for start in range(0, last_start, _BATCH):
             self._forward(ids[start : start + _BATCH])
         return self._forward(ids[last_start:])
 
     def _begin_text(self, *, num_kept: int) -> int:
-        """Drop all but the first tokens of the KV cache; streams of earlier texts become invalid."""
+        """Remove all but the first `num_kept` tokens from the KV cache. Streams of earlier texts become invalid."""
         self._open_model()
         self._text_number += 1
         if not num_kept or not self._api.llama_memory_seq_rm(self._memory, 0, num_kept, _TO_THE_END):
@@ -199,7 +199,7 @@ class LlamaModel:
         return self._text_number
 
     def _forward(self, ids: Sequence[int], *, all_logits: bool = False) -> np.ndarray:
-        """Append tokens to the KV cache; return the logits of all of them or of the last, in llama.cpp's memory."""
+        """Append tokens to the KV cache. Return the logits of all or of the last one, in llama.cpp's memory."""
         num, start = len(ids), len(self._cached)
         has_logits = np.full(num, all_logits, np.int8)
         has_logits[-1] = 1
@@ -242,7 +242,7 @@ class LlamaModel:
 
     def _require_current(self, text_number: int) -> None:
         if text_number != self._text_number:
-            raise RuntimeError("the model has begun another text: one context holds one text at a time")
+            raise RuntimeError("the model has started another text: one context holds one text at a time")
         self._open_model()
 
     def _rejected(self, what: str) -> UserError:
@@ -255,23 +255,23 @@ class LlamaModel:
 
 
 def _free_all(handles: list[tuple[Callable[[Any], None], Any]]) -> None:
-    """Free in reverse order: a context uses its model until it is freed."""
+    """Free in reverse order, because a context uses its model until it is freed."""
     while handles:
         free, handle = handles.pop()
         free(handle)
 
 
 def require_safe_file(path: Path) -> None:
-    """Raise UserError for a damaged file, and for one on which llama.cpp would abort the process."""
+    """Raise UserError if a file is damaged or would make llama.cpp abort the process."""
     meta = read_metadata(path)
     for problem in _problems(meta, num_tensors=tensor_count(path)):
         raise UserError(f"`{path.name}` {problem}", where=str(path), fix="convert the model again")
 
 
 def _problems(meta: dict[str, Any], *, num_tensors: int) -> Iterator[str]:
-    """Yield each problem as the end of a sentence that begins with the file's name."""
+    """Yield each problem as the end of a sentence that starts with the file's name."""
     if num_tensors == 0:
-        yield "has no tensors: it holds only a vocabulary"
+        yield "has no tensors, only a vocabulary"
     family = meta.get("general.architecture")
     layers = meta.get(f"{family}.block_count")
     if isinstance(layers, int) and not 1 <= layers <= _MAX_LAYERS:
@@ -286,7 +286,7 @@ def _problems(meta: dict[str, Any], *, num_tensors: int) -> Iterator[str]:
     tokens = meta.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list):
         return
-    # C strings end at the first NUL; llama.cpp renames empty ones.
+    # C strings end at the first NUL, and llama.cpp renames empty tokens.
     counts = Counter(text for token in tokens if (text := str(token).split("\0", 1)[0]))
     repeated, num = counts.most_common(1)[0] if counts else ("", 0)
     if num > 1:

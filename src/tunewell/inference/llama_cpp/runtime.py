@@ -1,4 +1,4 @@
-"""Run a GGUF file in llama.cpp for chat and evaluation: answers, losses and logits of the file itself."""
+"""Run a GGUF file in llama.cpp for chat and evaluation: answers, losses and logits."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -22,16 +22,16 @@ from tunewell.inference.stream import Ended, TokenStream
 from tunewell.models.gguf import read_tensor
 
 _FIRST_CONTEXT = 1024
-"""Grows on demand: a KV cache for the model's whole context may take more memory than its weights."""
+"""The context grows on demand, because a KV cache for the full context may need more memory than the weights."""
 _NUM_PROBED = 256
 _PRECISIONS = {"f32": "fp32", "f16": "fp16"}
 
 
 class LlamaRuntime:
-    """A GGUF file in llama.cpp on the CPU; implements `Runtime`. Not thread-safe."""
+    """A GGUF file in llama.cpp on the CPU. It implements `Runtime` and is not thread-safe."""
 
     def __init__(self, library: LlamaLibrary, path: Path) -> None:
-        """Open a file; raise UserError if llama.cpp rejects it."""
+        """Open a file. Raise UserError if llama.cpp rejects it."""
         self.path = path
         self.computed_by = " ".join(filter(None, ("llama.cpp", library.bindings.version, f"({library.origin})")))
         # llama.cpp's threads spin while they wait for each other.
@@ -39,12 +39,12 @@ class LlamaRuntime:
         self._library = library
         self._model = self._open(_FIRST_CONTEXT)
         self.context_length = self._model.trained_context
-        """Tokens of a prompt and its answer together."""
+        """The maximum number of tokens of a prompt and its answer together."""
         self.vocab_size = self._model.vocab_size
 
     @property
     def stored_as(self) -> str:
-        """The type in which most weights are stored and multiplied."""
+        """The data type of most weights."""
         gguf = import_optional("gguf", extra="export", purpose="reading a GGUF file")
         sizes: Counter[int] = Counter()
         for entry in read_tensor_table(self.path):
@@ -55,7 +55,7 @@ class LlamaRuntime:
     def stream(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int, stop_ids: Collection[int], decoding: Decoding = GREEDY
     ) -> TokenStream:
-        """Stream the answer to a prompt; the KV cache keeps the prefix shared with the previous prompt."""
+        """Stream the answer to a prompt. A prefix shared with the previous prompt stays in the KV cache."""
         if not prompt_ids:
             raise ValueError("a prompt has no tokens")
         return TokenStream(self._tokens(prompt_ids, max_new_tokens, stop_ids, decoding))
@@ -68,7 +68,7 @@ class LlamaRuntime:
         stop_ids: Sequence[int],
         batch_size: int | None = None,
     ) -> list[Generated]:
-        """Return greedy answers, one prompt after the other; `batch_size` has no effect."""
+        """Return greedy answers, one prompt after the other. `batch_size` has no effect."""
         found = []
         for prompt in prompts:
             answer = self.stream(prompt, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
@@ -93,10 +93,10 @@ class LlamaRuntime:
         return DocumentLosses(chosen, sums, tokens)
 
     def nonfinite_weights(self) -> dict[str, int]:
-        """Return the number of nan and infinite values by tensor.
+        """Return the number of NaN and infinite values by tensor.
 
-        The tensors are read only if some logits are nan or plus infinity: every weight of the layers and the head
-        affects them. A logit of minus infinity is allowed; it means that a token is never chosen.
+        The tensors are read only if a logit is NaN or plus infinity, because every weight of the layers and the head
+        affects the logits. A logit of minus infinity is allowed; it means that a token is never chosen.
         """
         number = min(_NUM_PROBED, self.context_length, self.vocab_size)
         probe = np.unique(np.linspace(0, self.vocab_size - 1, number).astype(int)).tolist()
@@ -106,17 +106,17 @@ class LlamaRuntime:
         return (self._nonfinite_tensors() or {"logits": num_bad}) if num_bad else {}
 
     def close(self) -> None:
-        """Free the memory; closing twice is allowed."""
+        """Free the memory. Closing twice is allowed."""
         self._model.close()
 
     def _open(self, context: int) -> LlamaModel:
         return self._library.open(self.path, context=context, threads=self.num_threads)
 
     def _with_context(self, num_tokens: int) -> LlamaModel:
-        """Return the model with a context of at least `num_tokens`: the next power of two, within the model's limit."""
+        """Return the model with a context of at least `num_tokens`, reopening it with a larger one if needed."""
         if num_tokens > self._model.context:
             size = 1 << (num_tokens - 1).bit_length()
-            # Open first, then close: if memory is short, the smaller one stays. The weights are mapped only once.
+            # Open before closing, so that the smaller one stays if memory runs out. The weights are mapped only once.
             larger = self._open(max(num_tokens, min(size, self.context_length)))
             self._model.close()
             self._model = larger
@@ -137,10 +137,10 @@ class LlamaRuntime:
         yield "context" if num_free < max_new_tokens else "length"
 
     def _document_losses(self, ids: npt.NDArray[np.int32], labels: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
-        """Return the loss of every supervised token; tokens after the last one are not computed.
+        """Return the loss of every supervised token. Tokens after the last supervised one are not computed.
 
         ids     a  b  c  d  e
-        labels  -  -  c  d  -        <- the loss of c is in the logits after b
+        labels  -  -  c  d  -        <- the loss of c is computed from the logits after b
         """
         targets_T = labels[1:]
         supervised = np.flatnonzero(targets_T != -100)
