@@ -1,4 +1,4 @@
-"""The interface of an opened model (answers, losses, logits), and its implementation in torch."""
+"""The `Runtime` interface of a loaded model (answers, losses, logits), and its implementation in torch."""
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -37,26 +37,26 @@ class DocumentLosses:
     documents: npt.NDArray[np.int64]
     sums: npt.NDArray[np.float64]
     tokens: npt.NDArray[np.int64]
-    """Supervised tokens of each document."""
+    """Number of supervised tokens in each document."""
 
     def mean(self, chosen: npt.NDArray[np.bool_] | None = None) -> float:
-        """Return the mean per supervised token of all documents, or of the chosen ones."""
+        """Return the mean loss per supervised token of all documents, or of the chosen ones."""
         sums, tokens = (self.sums, self.tokens) if chosen is None else (self.sums[chosen], self.tokens[chosen])
         return float(sums.sum() / tokens.sum()) if tokens.sum() else math.nan
 
 
 class Runtime(Protocol):
-    """An opened model. It works on one request at a time: close a stream before the next call."""
+    """A loaded model. It handles one request at a time, so a stream must be closed before the next call."""
 
     @property
     def context_length(self) -> int:
-        """Tokens of a prompt and its answer together."""
+        """The maximum number of tokens of a prompt and its answer together."""
         ...
 
     def stream(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int, stop_ids: Collection[int], decoding: Decoding = GREEDY
     ) -> TokenStream:
-        """Stream the answer to a prompt; each token is computed on demand."""
+        """Stream the answer to a prompt. Each token is computed on demand."""
         ...
 
     def generate(
@@ -67,11 +67,11 @@ class Runtime(Protocol):
         stop_ids: Sequence[int],
         batch_size: int | None = None,
     ) -> list[Generated]:
-        """Return greedy answers; each prompt gets the tokens it would get alone."""
+        """Return greedy answers. Batching does not change an answer."""
         ...
 
     def next_logits(self, prompts: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
-        """Return the logits after the last token of each prompt: [prompts, vocabulary]."""
+        """Return the logits after the last token of each prompt as [prompts, vocabulary]."""
         ...
 
     def losses(
@@ -81,19 +81,19 @@ class Runtime(Protocol):
         ...
 
     def nonfinite_weights(self) -> dict[str, int]:
-        """Return the number of nan and infinite values by tensor; finite tensors are left out."""
+        """Return the number of NaN and infinite values by tensor. Finite tensors are left out."""
         ...
 
     def close(self) -> None:
-        """Free memory that Python does not free by itself; closing twice is allowed."""
+        """Free memory that Python does not free automatically. Closing twice is allowed."""
         ...
 
 
 class TorchRuntime:
-    """A transformers model computed by torch."""
+    """A transformers model that runs in torch."""
 
     def __init__(self, model: PreTrainedModel, precision: str, *, num_threads: int | None = None) -> None:
-        """Wrap a model; `num_threads` is set in torch only during a call."""
+        """Wrap a model. `num_threads` is set in torch only during a call."""
         self.model = model
         self.num_threads = num_threads
         self._precision = precision
@@ -101,13 +101,13 @@ class TorchRuntime:
 
     @property
     def context_length(self) -> int:
-        """Tokens of a prompt and its answer together; a huge number if the model sets none."""
+        """The maximum number of tokens of a prompt and its answer together; a huge number if the model sets none."""
         return context_limit(self.model)
 
     def stream(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int, stop_ids: Collection[int], decoding: Decoding = GREEDY
     ) -> TokenStream:
-        """Stream the answer to a prompt: the tokens that `transformers.generate` would return."""
+        """Stream the answer to a prompt. The tokens are the same as those from `generate`."""
         stream = stream_tokens(
             self.model, prompt_ids, max_new_tokens=max_new_tokens, stop_ids=stop_ids, decoding=decoding
         )
@@ -121,14 +121,14 @@ class TorchRuntime:
         stop_ids: Sequence[int],
         batch_size: int | None = None,
     ) -> list[Generated]:
-        """Return greedy answers, computed in batches of `batch_size` or of a fixed number of tokens."""
+        """Return greedy answers, in batches of about `batch_size` prompts or of a size chosen by free memory."""
         longest = max((len(prompt) for prompt in prompts), default=0) + max_new_tokens
         decoding = GREEDY if batch_size is None else Decoding(batch_tokens=batch_size * longest)
         with torch_threads(self.num_threads):
             return generate(self.model, prompts, max_new_tokens=max_new_tokens, stop_ids=stop_ids, decoding=decoding)
 
     def next_logits(self, prompts: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
-        """Return the logits after the last token of each prompt; prompts are not batched."""
+        """Return the logits after the last token of each prompt. Prompts are not batched."""
         with torch_threads(self.num_threads):
             return np.concatenate(last_logits(self.model, prompts))
 
@@ -143,14 +143,14 @@ class TorchRuntime:
             return measure_losses(packed, split, most=most, progress=progress)
 
     def nonfinite_weights(self) -> dict[str, int]:
-        """Return the number of nan and infinite values by parameter."""
+        """Return the number of NaN and infinite values by parameter."""
         return _nonfinite(self.model.named_parameters())
 
     def close(self) -> None:
-        """Do nothing: torch frees the weights with the last reference to the model."""
+        """Do nothing, because torch frees the weights with the last reference to the model."""
 
     def _with_threads(self, stream: TokenStream) -> Iterator[int | Ended]:
-        """Yield from a stream; set the number of threads only while a token is computed."""
+        """Yield the tokens of a stream, with the number of threads set only while a token is computed."""
         try:
             while True:
                 with torch_threads(self.num_threads):
@@ -167,7 +167,7 @@ class TorchRuntime:
         try:
             return head_shape(self.model)
         except UserError:
-            # An overflowing head cannot be recognised; its losses, which are not finite, will show it.
+            # A head that overflows cannot be checked; its non-finite losses will reveal the problem.
             if np.isfinite(last_logits(self.model, [prompt])).all():
                 raise
             return HeadShape()
@@ -176,7 +176,7 @@ class TorchRuntime:
 def measure_losses(
     packed: PackedModel, split: TokenizedDocuments, *, most: int | None, progress: ProgressListener = silent
 ) -> DocumentLosses:
-    """Return the losses of at most `most` documents, spread evenly over the split; packing does not change a loss."""
+    """Return the losses of at most `most` documents, spread evenly over the split. Packing does not change a loss."""
     chosen = spread_evenly(len(split), most)
     lengths = np.asarray(split.index["length"], dtype=np.int64)
     sums, tokens = np.zeros(len(chosen)), np.zeros(len(chosen), dtype=np.int64)
@@ -186,7 +186,7 @@ def measure_losses(
     for group in micro_batches(chosen, lengths, batch_tokens):
         batch = make_batch(split, group)
         losses = packed.token_losses(batch)
-        # The document of the batch that each supervised token belongs to.
+        # The index of the document in the batch for each supervised token.
         owners = np.searchsorted(np.cumsum(batch.lengths), batch.rows, side="right")
         indices = np.searchsorted(chosen, group)
         sums[indices] = np.bincount(owners, weights=losses, minlength=len(group))
@@ -212,14 +212,14 @@ def last_logits(
 
 
 def nonfinite_weights_in(folder: Path) -> dict[str, int]:
-    """Count them in the safetensors files of a model that cannot be loaded; empty if the folder has none."""
+    """Count NaN and infinite values in the safetensors files of a model that cannot be loaded."""
     counts: dict[str, int] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as opened:
                 counts |= _nonfinite((name, opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118
         except (SafetensorError, OSError):
-            return {}  # a damaged file; loading it reports the damage better
+            return {}  # a damaged file; loading it gives a better error
     return counts
 
 
@@ -229,9 +229,9 @@ def _nonfinite(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
 
 
 def fastest_threads(shapes: Iterable[tuple[int, ...]]) -> int:
-    """Measure the fastest number of CPU threads for one token at a time, with weights of these shapes.
+    """Return the fastest number of CPU threads, measured on one token at a time with weights of these shapes.
 
-    On a busy machine, two threads that wait for each other were ten times slower than one (two cores, load 5).
+    On a busy machine (two cores, load 5), two threads waiting for each other were ten times slower than one.
     """
     matrices = {shape for shape in shapes if len(shape) == 2 and math.prod(shape) < _MAX_MEASURED_WEIGHTS}
     products = [(1, inner, columns) for columns, inner in sorted(matrices)]
@@ -242,7 +242,7 @@ class TextDocuments:
     """Plain texts as documents: every token but the first is supervised."""
 
     def __init__(self, rows: Sequence[Sequence[int]], *, longest: int) -> None:
-        """Take tokenized texts; cut each to `longest` tokens, the model's context."""
+        """Wrap tokenized texts, each truncated to `longest` tokens, the model's context."""
         self._rows = [np.asarray(row[:longest], dtype=np.int32) for row in rows if len(row) > 1]
 
     def __len__(self) -> int:
@@ -256,6 +256,6 @@ class TextDocuments:
 
     @cached_property
     def index(self) -> dict[str, Any]:
-        """The lengths in tokens, as a corpus has them."""
+        """The lengths in tokens, in the format of a corpus index."""
         lengths = np.array([len(row) for row in self._rows], dtype=np.int64)
         return {"length": lengths, "supervised": lengths - 1}

@@ -1,18 +1,18 @@
-"""Packed attention: documents laid end to end in one row, without padding; no token sees another document.
+"""Packed attention: several documents in one row without padding. No token attends to another document.
 
     tokens    a a a a b b c c c c c        one row of T tokens
     bounds    0       4   6         11     where documents begin and end
-    runs      (1, 4) (1, 2) (1, 5)         consecutive documents of equal length: how many, how long
+    runs      (1, 4) (1, 2) (1, 5)         consecutive documents of equal length: (number, length)
 
-Two implementations are registered with transformers under our own names, without patching it. `tunewell_documents`
-attends once per run of equal lengths, on any device. `tunewell_varlen` calls torch's kernel for variable lengths on
-CUDA. Both receive the layout through the model's keyword arguments.
+Two implementations are registered with transformers under our own names, without patching. `tunewell_documents` calls
+torch's SDPA once per run of equal lengths, on any device. `tunewell_varlen` calls torch's variable-length flash kernel
+on CUDA. Both receive the layout through the model's keyword arguments.
 
-Documents with the same first tokens, such as a system prompt, may share them as the first run:
+Documents that start with the same tokens, such as a system prompt, may share them as the first run:
 
     tokens    s s s a a a a b b c c c c c  `packed_prefix` = 3, runs (1, 3) (1, 4) (1, 2) (1, 5)
 
-Every later document sees the shared prefix as its own beginning.
+Every later document attends to the shared prefix as if it were its own start.
 
 Shapes: T tokens, N documents, L tokens per document, K keys, H query heads, G key and value heads, D head size.
 """
@@ -31,13 +31,13 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from tunewell.models.cpu_attention import MAX_LENGTH, Runs, causal_attention
 
-# Without "sdpa" or "flash" in the names: transformers takes those words for its own backends.
+# The names must not contain "sdpa" or "flash", which transformers treats as its own backends.
 SDPA, FLASH = "tunewell_documents", "tunewell_varlen"
 _HAS_GQA_SWITCH = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def runs_of(lengths: Sequence[int]) -> Runs:
-    """Group consecutive documents of equal length: how many, how long."""
+    """Group consecutive documents of equal length into (number, length) pairs."""
     runs: list[tuple[int, int]] = []
     for length in lengths:
         if runs and runs[-1][1] == length:
@@ -50,9 +50,9 @@ def runs_of(lengths: Sequence[int]) -> Runs:
 def packed_sdpa(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attend within each document, and to the prefix that all share: transformers' attention interface.
+    """Attend within each document and to the shared prefix, with the signature of transformers' attention interface.
 
-    On a CPU short documents take `causal_attention`, everything else takes torch's attention, run by run.
+    On a CPU, short documents use `causal_attention`. All other cases use torch's SDPA, run by run.
     """
     runs, prefix = options.get("packed_runs"), options.get("packed_prefix", 0)
     _require_packed(attention_mask, runs, options)
@@ -60,7 +60,7 @@ def packed_sdpa(
     q_HTD, k_GTD, v_GTD = query[0], key[0], value[0]
     scores = _Scores.read(q_HTD, options)
     is_short = prefix > 0 or max(length for _, length in runs) <= MAX_LENGTH
-    # All three: under autocast a model rotates queries and keys in fp32 but multiplies in 16 bits.
+    # Check all three: under autocast, queries and keys are rotated in fp32, but values are in 16 bits.
     is_fp32 = query.dtype == key.dtype == value.dtype == torch.float32
     if query.device.type == "cpu" and is_fp32 and is_short and scores.is_plain:
         out_THD = causal_attention(q_HTD, k_GTD, v_GTD, runs=runs, prefix=prefix, scale=scores.scale)
@@ -71,7 +71,7 @@ def packed_sdpa(
 
 @dataclass(frozen=True)
 class _Scores:
-    """How a model turns products of queries and keys into attention weights."""
+    """The settings with which a model computes attention weights from queries and keys."""
 
     scale: float
     dropout: float
@@ -80,25 +80,25 @@ class _Scores:
 
     @classmethod
     def read(cls, q_HTD: Tensor, options: dict[str, Any]) -> "_Scores":
-        """Read them from the keyword arguments of transformers' attention interface."""
+        """Read the settings from the keyword arguments of transformers' attention interface."""
         scaling = options.get("scaling")
         scale = q_HTD.shape[-1] ** -0.5 if scaling is None else scaling
         return cls(scale, options.get("dropout", 0.0), options.get("sliding_window"), options.get("softcap"))
 
     @property
     def is_plain(self) -> bool:
-        """Whether the weights are a causal softmax and nothing else."""
+        """Whether the weights are a plain causal softmax, without window, softcap or dropout."""
         return self.window is None and self.softcap is None and not self.dropout
 
 
 def _attend_by_run(
     q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, *, runs: Runs, has_prefix: bool, scores: _Scores
 ) -> Tensor:
-    """Attend run by run, documents of equal length in one call; return [T, H, D]."""
+    """Attend run by run, with one call for documents of equal length. Return [T, H, D]."""
     prefix: tuple[Tensor, Tensor] | None = None
     parts = []
     sizes = [number * length for number, length in runs]
-    # Split once, not sliced run by run: the gradient of a slice is as large as the whole tensor.
+    # Split once instead of slicing for each run, because the gradient of a slice is as large as the whole tensor.
     pieces = zip(*(x.split(sizes, 1) for x in (q_HTD, k_GTD, v_GTD)), strict=True)
     for (number, length), piece in zip(runs, pieces, strict=True):
         # [H, N * L, D] -> [N, H, L, D], without copying
@@ -115,7 +115,7 @@ def _attend_by_run(
 
 
 def _attend(q_NHLD: Tensor, k_NGKD: Tensor, v_NGKD: Tensor, scores: _Scores) -> Tensor:
-    """Attend within documents of one length, whose queries are the last of their keys; return [N, L, H, D]."""
+    """Attend within documents of one length. The queries belong to the last L keys. Return [N, L, H, D]."""
     (heads, length, _), num_keys = q_NHLD.shape[1:], k_NGKD.shape[2]
     window = scores.window if scores.window is not None and scores.window < num_keys else None
     if scores.softcap is not None:
@@ -138,7 +138,7 @@ def _attend(q_NHLD: Tensor, k_NGKD: Tensor, v_NGKD: Tensor, scores: _Scores) -> 
 def _attend_softcapped(
     q_NHLD: Tensor, k_NGKD: Tensor, v_NGKD: Tensor, mask: Tensor, *, scale: float, softcap: float
 ) -> Tensor:
-    """Attend with a softcap on the scores, which torch's kernels lack; return [N, L, H, D]."""
+    """Attend with a softcap on the scores, which torch's kernels do not support. Return [N, L, H, D]."""
     groups = q_NHLD.shape[1] // k_NGKD.shape[1]
     k_NHKD, v_NHKD = k_NGKD.repeat_interleave(groups, 1), v_NGKD.repeat_interleave(groups, 1)
     s_NHLK = torch.tanh(q_NHLD @ k_NHKD.transpose(2, 3) * scale / softcap) * softcap
@@ -147,7 +147,7 @@ def _attend_softcapped(
 
 
 def _band_mask(length: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Return True where a query sees a key: no later one, and none before the window."""
+    """Return the causal sliding-window mask, which is True where a query attends to a key."""
     position = torch.arange(num_keys, device=device)
     distance = position[num_keys - length :, None] - position[None, :]
     return (distance >= 0) & (distance < (window or num_keys))
@@ -167,16 +167,16 @@ def packed_flash(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within each document by torch's flash kernel for variable lengths: transformers' attention interface."""
+    """Attend within each document with torch's variable-length flash kernel (transformers' attention interface)."""
     _require_packed(attention_mask, packed_bounds, others)
     if softcap is not None:
-        raise NotImplementedError("the flash kernel has no softcap: set `train.attention: sdpa`")
+        raise NotImplementedError("the flash kernel does not support softcap: set `train.attention: sdpa`")
     if dropout:
-        raise NotImplementedError("the flash kernel has no dropout: set `train.attention: sdpa`")
+        raise NotImplementedError("the flash kernel does not support dropout: set `train.attention: sdpa`")
     assert packed_bounds is not None
-    # Models in fp32 rotate in fp32, which leaves queries and keys wider than the kernel accepts.
+    # Models with fp32 weights rotate queries and keys in fp32, which the kernel does not accept.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype).contiguous() for x in (query, key, value))
-    # The kernel counts the keys before a query; a window in transformers counts the query's own key too.
+    # The kernel's window counts only the keys before a query; transformers' window includes the query's own key.
     left = -1 if sliding_window is None or sliding_window >= packed_longest else sliding_window - 1
     more: Any = {"enable_gqa": q.shape[1] != k.shape[1]} if _HAS_GQA_SWITCH else {}
     out = varlen_attn(
@@ -196,22 +196,22 @@ def packed_flash(
 
 
 def _require_packed(mask: Tensor | None, layout: Any, options: dict[str, Any]) -> None:
-    """Raise NotImplementedError if a model's attention needs what packed attention does not compute."""
+    """Raise NotImplementedError if a model's attention needs a feature that packed attention does not support."""
     if layout is None:
         raise NotImplementedError("this model does not pass the layout of packed documents to its attention")
     if mask is not None:
-        raise NotImplementedError("this model makes its own attention mask, which packed attention cannot apply")
+        raise NotImplementedError("this model creates its own attention mask, which packed attention cannot apply")
     if options.get("s_aux") is not None:
-        raise NotImplementedError("this model has attention sinks, which packed attention does not compute")
+        raise NotImplementedError("this model has attention sinks, which packed attention does not support")
     if options.get("position_bias") is not None:
-        raise NotImplementedError("this model adds a position bias, which packed attention does not compute")
+        raise NotImplementedError("this model adds a position bias, which packed attention does not support")
 
 
 def register() -> None:
-    """Register both implementations with transformers; calling it twice is harmless.
+    """Register both implementations with transformers. Calling it twice is harmless.
 
-    No mask function is registered: transformers then makes no mask and does not search for packed documents, which
-    would wait for the device.
+    No mask function is registered, so that transformers creates no mask and does not check for packed documents, which
+    would wait for the GPU.
     """
     for name, function in ((SDPA, packed_sdpa), (FLASH, packed_flash)):
         AttentionInterface.register(name, function)
@@ -219,9 +219,9 @@ def register() -> None:
 
 @contextmanager
 def stock_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Use transformers' own attention, uncompiled: for generation, and to check ours against it."""
+    """Use transformers' own attention, uncompiled, for generation and to check our attention."""
     before: Any = model.config._attn_implementation
-    # transformers' sdpa has no softcap, and some versions ignore the setting silently.
+    # transformers' sdpa does not support softcap, and some versions silently ignore it.
     has_softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     model.set_attn_implementation("sdpa" if model._supports_sdpa and not has_softcap else "eager")
     try:
@@ -233,7 +233,7 @@ def stock_attention(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def fastest_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Use the flash kernel for packed documents inside a `with` block, if it can run this model without training it."""
+    """Use the flash kernel for packed documents inside a `with` block, if it supports this model."""
     before: Any = model.config._attn_implementation
     is_flash = (
         before == SDPA
@@ -241,7 +241,7 @@ def fastest_attention(model: PreTrainedModel) -> Iterator[None]:
         and model.dtype in (torch.bfloat16, torch.float16)
         and torch.cuda.get_device_capability(model.device) >= (8, 0)
         and getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is None
-        # Multi-head latent attention has values of another size than its keys.
+        # In multi-head latent attention, values and keys have different sizes.
         and getattr(model.config.get_text_config(), "kv_lora_rank", None) is None
     )
     if is_flash:
