@@ -262,7 +262,7 @@ def test_an_export_that_is_not_proven_leaves_nothing_that_looks_finished(
 ) -> None:
     """Here the merge forgets the adapter, and nobody looks before the files are written."""
     monkeypatch.setattr(LoraLinear, "merged", lambda self: self.base_layer)
-    with pytest.raises(UserError, match="not the trained model"):
+    with pytest.raises(UserError, match="differ from the trained model"):
         exported(whole / "adapter", tmp_path / "out", to=("gguf",), gguf=("q8_0",))
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr("tunewell.workflows.export.check_merge", lambda *_: None)

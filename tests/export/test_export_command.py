@@ -75,7 +75,7 @@ def test_a_second_export_adds_to_the_first_and_leaves_what_is_not_its_own(model:
 
 def test_an_export_of_another_model_is_not_mixed_in(model: Path, out: Path) -> None:
     """Beside an adapter of one checkpoint, merged weights of another would both look proven."""
-    with pytest.raises(UserError, match="of another model") as caught:
+    with pytest.raises(UserError, match="of a different model") as caught:
         exported(model / "other", out, to=("merged",))
     assert "--to adapter" in str(caught.value) and kinds(out) == ["adapter fp32"] and verify(out).is_ok
     assert exported(model / "other", out, to=("adapter",)).parity.is_ok
@@ -97,7 +97,7 @@ def test_what_would_be_lost_is_refused_before_anything_is_loaded(out: Path) -> N
     (out / "adapter" / "README.md").write_text("# My own words\n")
     with pytest.raises(UserError, match=r"README\.md.* was changed"):
         _find(out, "adapter")
-    with pytest.raises(UserError, match="changed since it was exported"):
+    with pytest.raises(UserError, match="changed after it was exported"):
         _find(out, "gguf", gguf="f16")
     (out / "proof.json").unlink()
     with pytest.raises(UserError, match="is not an export"):
@@ -228,14 +228,14 @@ def test_without_llama_cpp_a_gguf_cannot_be_tried(
 def test_the_error_of_the_proving_process_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["process", str(tmp_path)])
     monkeypatch.setattr(process.subprocess, "run", lambda *_, **__: types.SimpleNamespace(returncode=process.main()))
-    with pytest.raises(UserError, match=r"could not be proven: .* is not an export") as caught:
+    with pytest.raises(UserError, match=r"could not be verified: .* is not an export") as caught:
         process.prove_in_new_process(tmp_path)
     assert "tunewell export" in str(caught.value.fix) and "exited with code 2" in str(caught.value.where)
 
 
 def test_a_proving_process_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process.subprocess, "run", lambda *_, **__: types.SimpleNamespace(returncode=-9))
-    with pytest.raises(UserError, match="could not be proven") as caught:
+    with pytest.raises(UserError, match="could not be verified") as caught:
         process.prove_in_new_process(tmp_path)
     assert "exited with code -9" in str(caught.value.where)
 

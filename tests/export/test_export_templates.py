@@ -85,7 +85,7 @@ def test_a_template_with_a_clock_is_proven_on_the_day_of_training_and_keeps_its_
     done = exported(adapter, tmp_path / "out", **EVERYTHING, sets=("template.date=2024-03-31",))
     assert done.parity.is_ok, done.parity
     assert read_proof(tmp_path / "out").date == "2024-03-31"
-    assert any("writes today's date; training and the proof used 2024-03-31" in note for note in done.notes)
+    assert any("writes today's date; training and verification used 2024-03-31" in note for note in done.notes)
     assert any("stays at 2024-03-31" in note for note in done.notes)
     text = (tmp_path / "out" / "ollama" / "Modelfile").read_text()
     assert "Today: 31 Mar 2024" in text and "# the date in the text stays at 2024-03-31" in text

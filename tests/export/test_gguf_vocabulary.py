@@ -228,7 +228,7 @@ def test_a_sentencepiece_model_gives_its_own_ids_in_llama_cpp(tmp_path, pieces):
         assert [text for text in TEXTS if theirs.encode(text) != llama.encode(text)] == []
     assert different(tmp_path / "m.gguf", pieces, TEXTS, with_bos=True) == []
     starts_with_space = theirs.encode_as_pieces("a")[0].startswith("▁")
-    assert any("before the first text only" in note for note in facts.notes) == starts_with_space
+    assert any("to the first text only" in note for note in facts.notes) == starts_with_space
 
 
 def test_scores_made_from_merges_join_pieces_in_the_same_order(tmp_path, pieces):
@@ -313,11 +313,11 @@ def refused(folder: Path, words: str) -> None:
 @pytest.mark.parametrize(
     ("pre_tokenizer", "words"),
     [
-        (byte_level(split(r"\w+|\s+")), r"its split pattern is `\\w\+"),
+        (byte_level(split(r"\w+|\s+")), r"the split pattern is `\\w\+"),
         (byte_level(pre_tokenizers.Punctuation()), "`Punctuation` is not supported"),
         (byte_level(split(r"\p{N}{1,3}", "removed", True)), "`Split` is not supported"),
-        (byte_level(), "its split pattern is nothing"),
-        (pre_tokenizers.ByteLevel(add_prefix_space=True), "adds a space before the text"),
+        (byte_level(), "the split pattern is empty"),
+        (pre_tokenizers.ByteLevel(add_prefix_space=True), "space is added before the text"),
         (pre_tokenizers.Sequence([byte_level(), pre_tokenizers.Whitespace()]), "last step is `Whitespace`"),
     ],
 )

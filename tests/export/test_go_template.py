@@ -210,7 +210,7 @@ def test_the_first_token_is_written_once_by_ollama_or_by_the_template(ollama):
 
 
 def test_a_first_token_that_only_the_gguf_writes_is_noted():
-    assert any("begins every prompt with `<s>`" in note for note in model_of(SMOLLM2).go.notes)
+    assert any("adds `<s>` to every prompt" in note for note in model_of(SMOLLM2).go.notes)
     assert not any("<s>" in note for note in Model(SMOLLM2, adds_bos=False).go.notes)
 
 

@@ -252,10 +252,10 @@ def _whole(name: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
     [
         (_whole("artefacts", lambda _: []), "no artefacts"),
         (_whole("questions", lambda _: []), "no questions"),
-        (_whole("probes", lambda own: own[:-1]), "instead of 20"),
+        (_whole("probes", lambda own: own[:-1]), "expected 20"),
         (lambda out: (out / "README.md").unlink(), "`README.md` is missing"),
-        (lambda out: (out / "merged" / "special_tokens_map.json").write_text("{}"), "does not belong to it"),
-        (lambda out: (out / "merged" / "model.safetensors.index.json").write_text("{}"), "does not belong to it"),
+        (lambda out: (out / "merged" / "special_tokens_map.json").write_text("{}"), "does not belong"),
+        (lambda out: (out / "merged" / "model.safetensors.index.json").write_text("{}"), "does not belong"),
     ],
 )
 def test_a_folder_that_lacks_something_to_prove_is_not_proven(

@@ -1,6 +1,6 @@
-"""Exports of trained models: files for PEFT, transformers, llama.cpp and Ollama, each proven to be the trained model.
+"""Export: write a trained model for PEFT, transformers, llama.cpp and Ollama, and verify every file against the model.
 
-Owns the export targets, the GGUF writer, Ollama's templates and the proof. It knows nothing of training and of screens.
-Start with `targets/base.py` (the protocol of a target), `staging.py` (the output folder) and `prove.py` (the proof);
-`workflows/export.py` puts them together.
+Contains the export targets, the GGUF writer, the Ollama template converter and the verification. Training and terminal
+output belong to other packages. Start with `targets/base.py` (the target protocol), `staging.py` (the output folder)
+and `prove.py` (the verification). `workflows/export.py` runs them in order.
 """

@@ -1,4 +1,4 @@
-"""The model card of an export (README.md), and the licence of the base model that it names."""
+"""The model card of an export (README.md), and the licence of the base model."""
 
 import json
 import re
@@ -23,7 +23,7 @@ from tunewell.records.report import Report, read_report
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What the model card states."""
+    """The contents of a model card."""
 
     name: str
     base: str | None
@@ -38,7 +38,7 @@ class CardFacts:
 
 
 def collect_card_facts(ref: ModelRef, model: ChatModel) -> CardFacts:
-    """Collect base model, licence, data, plan and verdict, as far as they are known."""
+    """Collect the base model, licence, data, plan and verdict; unknown facts are None."""
     manifest = read_manifest(ref.corpus) if ref.corpus is not None else None
     return CardFacts(
         name=ref.path.resolve().name if ref.path is not None else ref.name,
@@ -55,9 +55,9 @@ def collect_card_facts(ref: ModelRef, model: ChatModel) -> CardFacts:
 
 
 def model_card(facts: CardFacts, *, library: str | None = None, example: str | None = None) -> str:
-    """Return the README of an exported folder, with the front matter that model hubs read.
+    """Return the README of an export folder, with the YAML front matter that model hubs read.
 
-    `library` is the hub's name of the library that loads the folder, `example` the Python code that does so.
+    `library` is the hub's `library_name` for the folder. `example` is Python code that loads it.
     """
     lines = [_front_matter(facts, library), f"# {facts.name}", ""]
     base = f"`{facts.base}`" if facts.base else "random weights"
@@ -68,7 +68,7 @@ def model_card(facts: CardFacts, *, library: str | None = None, example: str | N
         lines += [f"Licence of the base model: {facts.license}.", ""]
     if facts.report is not None:
         lines += [f"**{facts.report.verdict}**: {facts.report.summary}", ""]
-    lines += ["`parity.json` proves that these files are the trained model: token ids, logits, answers, tensors.", ""]
+    lines += ["`parity.json` contains the comparison with the trained model: token ids, logits, answers, tensors.", ""]
     if example is not None:
         lines += ["```python", example, "```", ""]
     if facts.plan is not None:
@@ -84,7 +84,7 @@ def model_card(facts: CardFacts, *, library: str | None = None, example: str | N
 
 
 def _front_matter(facts: CardFacts, library: str | None) -> str:
-    """Write the header with JSON values, which are valid YAML: no name can break out of it."""
+    """Return the YAML front matter; values are written as JSON, so that no name can break the YAML syntax."""
     header: dict[str, Any] = {
         "base_model": facts.base,
         "license": facts.license,
@@ -99,7 +99,7 @@ def _read_report(run: Path) -> Report | None:
     try:
         return read_report(run)
     except (OSError, UserError):
-        return None  # not evaluated yet, or by a later version
+        return None  # not evaluated yet, or evaluated by a newer version of tunewell
 
 
 # The licence of a base model, from its GGUF metadata, model card, config or LICENSE file.
@@ -121,13 +121,13 @@ _SPDX_IDS = (
     (r"llama 2 community license", "llama2"),
     (r"gemma terms of use", "gemma"),
 )
-"""The first lines of known licences, with the names that model hubs use."""
+"""Patterns that identify a licence text, with the licence name that model hubs use."""
 
 
 def read_license(model: str) -> str | None:
-    """Return the licence's short name, e.g. `apache-2.0`; None if the model does not state one.
+    """Return the short name of a model's licence, e.g. `apache-2.0`, or None if no licence is stated.
 
-    A LICENSE file that is not recognised gives `other`.
+    Return `other` for a LICENSE file that is not recognised.
     """
     try:
         files = locate(model)
@@ -139,7 +139,7 @@ def read_license(model: str) -> str | None:
 
 
 def _find_file(files: ModelFiles, name: str) -> Path | None:
-    """Return a file beside the model's small files; from the hub, download it if it is not in the cache."""
+    """Return the path of a file in the model's folder; for a hub model, download the file if it is not cached."""
     beside = next((path.parent for path in (*files.small.values(), files.sentencepiece, files.gguf) if path), None)
     if beside is not None and (beside / name).is_file():
         return beside / name
@@ -162,7 +162,7 @@ def _from_hub(repository: str, name: str) -> Path | None:
 
 
 def _from_card(path: Path | None) -> str | None:
-    """Read the front matter of a model card; `license: other` is spelled out in `license_name`."""
+    """Read the licence from a model card's front matter; for `license: other`, return `license_name` if it is set."""
     from huggingface_hub import metadata_load
 
     try:

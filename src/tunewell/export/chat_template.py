@@ -1,4 +1,4 @@
-"""The chat template that is saved with an export: it renders the same text as in training, in any program."""
+"""The chat template saved with an export, which renders the same text as in training."""
 
 import json
 import keyword
@@ -12,7 +12,8 @@ from typing import Any
 from tunewell.core.errors import UserError
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
 
-# No two share a day of the month, a month, a year or a weekday. So at least one differs from any day in all four.
+# No two of these dates share a day of the month, a month, a year or a weekday. A given date shares each of these four
+# parts with at most one of them, so at least one of the five differs in all parts.
 _OTHER_DAYS = (Day(2001, 2, 4), Day(2002, 3, 5), Day(2004, 5, 7), Day(2008, 6, 9), Day(2011, 7, 14))
 _DECLARATION = re.compile(r"\A\s*\{#-?\s*markers:.*?(?:-#\}|#\}\n?)", re.DOTALL)
 _REPLY = "an answer"
@@ -21,24 +22,24 @@ _MAX_CHARS = 60
 
 @dataclass(frozen=True)
 class SavedTemplate:
-    """A chat template as it is written to files."""
+    """A chat template as written to the exported files."""
 
     source: str
     date: str | None
-    """The date of training, if the template asks for today's date."""
+    """The date used in training, if the template reads the current date."""
     notes: tuple[str, ...]
 
 
 def saved_template(
     template: ChatTemplate, *, arguments: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> SavedTemplate:
-    """Return the template with the arguments of training set inside. Its clock is left running."""
+    """Return the template with the template arguments of training set inside; it still reads the current date."""
     used = {name: value for name, value in arguments.items() if name in template.variables and _is_readable(name)}
     source, notes = bake(template.source, used), []
     if used:
         notes.append(
-            f"the chat template contains the arguments of training ({_format_arguments(used)}); values that callers "
-            "pass for them have no effect"
+            f"the chat template contains the template arguments of training ({_format_arguments(used)}); other values "
+            "passed by callers have no effect"
         )
     missing = missing_generation_prompt(lambda messages, asks: template.render(messages, add_generation_prompt=asks))
     if missing:
@@ -49,35 +50,35 @@ def saved_template(
     if template.uses_clock:
         dates = (template.date, another_day(template.date))
         if _renders_differ(*(ChatTemplate(source, special_tokens=special_tokens, date=date) for date in dates)):
-            notes.append(f"the chat template writes today's date; training and the proof used {template.date} instead")
+            notes.append(f"the chat template writes today's date; training and verification used {template.date}")
     return SavedTemplate(source, template.date if template.uses_clock else None, tuple(notes))
 
 
 def bake(source: str, arguments: Mapping[str, Any]) -> str:
-    """Set arguments at the top of a template. They override what callers pass: llama.cpp's server passes its own.
+    """Set arguments at the top of a template. They override the caller's values, such as those of llama.cpp's server.
 
-    The declaration of the template's markers stays first, where it is searched for.
+    The declaration of the template's markers stays first, because it is read from the beginning of the file.
     """
     if not arguments:
         return source
     declared = _DECLARATION.match(source)
     head, rest = (declared.group(), source[declared.end() :]) if declared else ("", source)
     *others, last = [f"set {name} = {_literal(value, name)}" for name, value in arguments.items()]
-    # Jinja drops the line end after a block, and spaces before a block at the start of a line. With a line end here the
-    # rest renders as if nothing preceded it. White space that the declaration strips is stripped here as well.
+    # Jinja removes the newline after a block, and spaces before a block at the start of a line. With a newline here,
+    # the rest renders as if nothing preceded it. If the declaration strips white space after it, so does this block.
     end = "-%}" if head.endswith("-#}") else "%}\n"
     return head + "".join(f"{{%- {one} -%}}" for one in others) + f"{{%- {last} {end}" + rest
 
 
 def missing_generation_prompt(render: Callable[[list[dict[str, str]], bool], str]) -> str:
-    """Return what a template writes before a reply but not as its generation prompt; empty if nothing is missing.
+    """Return the text before a reply that is missing from the generation prompt, or "" if nothing is missing.
 
         prompt    <|im_start|>user\\nHello<|im_end|>\\n
         answered  <|im_start|>user\\nHello<|im_end|>\\n<|im_start|>assistant\\nan answer<|im_end|>\\n
                                                          ^^^^^^^^^^^^^^^^^^^^^^  missing
 
-    A template may ignore `add_generation_prompt`: in `[INST] Hello [/INST]` the end of the question begins the reply.
-    Many templates leave white space to the model; that does not count.
+    Some templates need no generation prompt: in `[INST] Hello [/INST]`, the end of the question starts the reply.
+    Missing white space is ignored, because many templates let the model generate it.
     """
     question = [{"role": "user", "content": "Hello"}]
     try:
@@ -92,7 +93,7 @@ def missing_generation_prompt(render: Callable[[list[dict[str, str]], bool], str
 
 
 def another_day(date: str) -> str:
-    """Return a date with another day, month, year and weekday."""
+    """Return a date with a different day, month, year and weekday."""
     parts = _date_parts(Day.fromisoformat(date))
     return next(day for day in _OTHER_DAYS if not parts & _date_parts(day)).isoformat()
 
@@ -102,7 +103,7 @@ def _date_parts(day: Day) -> set[tuple[str, int]]:
 
 
 def _is_readable(name: str) -> bool:
-    """Return True if a template can read an argument of this name."""
+    """Return True if the name is a valid variable name in a template."""
     return name.isidentifier() and not keyword.iskeyword(name)
 
 

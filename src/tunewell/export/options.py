@@ -20,13 +20,13 @@ _NOT_IN_OLLAMA_NAME = re.compile(r"[^a-z0-9._-]+")
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What to export. Every option has a default."""
+    """The options of an export. Every option has a default."""
 
     to: Sequence[str] | str | None = ()
-    """Names of export targets, as a list or separated by commas. Default: `export.to` of the config; else `gguf` if
-    GGUF types are named; else `adapter`, or `merged` where there is no adapter."""
+    """Names of export targets, as a list or separated by commas. Default: `export.to` of the config. If that is empty:
+    `gguf` if `gguf` is set, otherwise `adapter`, or `merged` for a model without an adapter."""
     out: str | Path | None = None
-    """Folder to write. Default: `export` in the run's folder."""
+    """Output folder. Default: `export` in the run's folder."""
     precision: str | None = None
     """Precision of merged weights: `bf16`, `fp16` or `fp32`."""
     gguf: Sequence[str] | str | None = ()
@@ -34,7 +34,7 @@ class ExportOptions:
     checkpoint: str | int = "best"
     """`best`, `last` or a step."""
     base: str | Path | None = None
-    """The base model, if the adapter does not name it."""
+    """Base model of the adapter, if the adapter's config does not name it."""
     name: str | None = None
     """Name of the model in Ollama."""
     sets: Sequence[str] | str = ()
@@ -64,7 +64,7 @@ class ExportOptions:
         )
 
     def resolved(self, ref: "ModelRef") -> "ExportOptions":
-        """Fill in the defaults from the model and its config."""
+        """Return the options with the defaults of the model and its config filled in."""
         settings = ref.loaded.config.export
         has_usable_adapter = ref.adapter is not None and not (ref.base and is_preset(ref.base))
         default = ("gguf",) if self.gguf else ("adapter",) if has_usable_adapter else ("merged",)
@@ -83,12 +83,12 @@ class ExportOptions:
 
 
 def is_ollama_name(name: str) -> bool:
-    """Return True if Ollama accepts this name, with its namespace and tag, and a shell needs no quotes around it."""
+    """Return True if Ollama accepts the name, with namespace and tag, and a shell needs no quotes around it."""
     return _OLLAMA_NAME.fullmatch(name) is not None
 
 
 def ollama_name(text: str) -> str:
-    """Turn any text into a valid Ollama model name: `Mein Lauf ü#1` becomes `mein-lauf-u-1`."""
+    """Convert any text to a valid Ollama model name: `Mein Lauf ü#1` becomes `mein-lauf-u-1`."""
     ascii_text = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode().lower()
     return _NOT_IN_OLLAMA_NAME.sub("-", ascii_text).strip("-._")[:60] or "model"
 

@@ -1,4 +1,4 @@
-"""Check before training or loading that a model can be exported to the targets of `export.to` or `--to`."""
+"""Check, before training or loading a model, that it can be exported to the targets of `export.to` or `--to`."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -29,7 +29,7 @@ _OTHER_TARGETS = "export `merged` or `gguf`"
 
 
 def require_exportable(loaded: LoadedConfig) -> None:
-    """Raise UserError if a config's model can not be exported to its `export.to`. Reads the model's small files."""
+    """Raise UserError if the model of a config cannot be exported to its `export.to`; no weights are loaded."""
     config = loaded.config
     if not config.export.to:
         return
@@ -49,19 +49,19 @@ def require_exportable(loaded: LoadedConfig) -> None:
 
 
 def require_adapter(targets: Iterable[ExportTarget], ref: ModelRef) -> None:
-    """Raise UserError if a target needs an adapter, and the model has none that others could load."""
+    """Raise UserError if a target needs an adapter and the model has none that other programs could load."""
     for target in targets:
         if target.requires.adapter and ref.adapter is None:
-            raise UserError("there is no adapter: the whole model was trained", fix=_OTHER_TARGETS)
+            raise UserError("the model has no adapter: it was fully fine-tuned", fix=_OTHER_TARGETS)
         if target.requires.adapter and ref.base is not None and is_preset(ref.base):
             raise UserError(
-                f"the adapter would be useless alone: its base `{ref.base}` has random weights that nobody else has",
+                f"the adapter cannot be used alone: no other program has the random weights of its base `{ref.base}`",
                 fix=_OTHER_TARGETS,
             )
 
 
 def require_tools(targets: Iterable[ExportTarget]) -> None:
-    """Raise UserError, with the command that installs it, if a package or llama.cpp is missing."""
+    """Raise UserError with the install command if a package or llama.cpp is missing."""
     for target in targets:
         for package in target.requires.packages:
             import_optional(package, extra="export", purpose=f"the export target `{target.name}`")
@@ -73,12 +73,12 @@ def require_tools(targets: Iterable[ExportTarget]) -> None:
 def preflight_facts(
     text: TextPipeline, masker: Masker | None, arguments: Mapping[str, Any], read_config: Any
 ) -> PreflightFacts:
-    """Collect the small files that targets check; raise UserError for a model without a chat template."""
+    """Collect the tokenizer, template and config that targets check; raise UserError if there is no chat template."""
     if masker is None:
         raise UserError(
-            "this model has no chat template, so an export of it cannot be proven",
+            "this model has no chat template, so its export cannot be verified",
             where="`export.to` or `--to`",
-            fix="choose one, e.g. `--set template.name=chatml`, or leave the export out",
+            fix="choose a template, e.g. `--set template.name=chatml`, or do not export",
         )
     special_tokens = text.tokenizer.special_tokens
     template = saved_template(masker.template, arguments=arguments, special_tokens=special_tokens)
@@ -86,7 +86,7 @@ def preflight_facts(
 
 
 def _with_corpus_tokenizer(loaded: LoadedConfig) -> LoadedConfig:
-    """Use the corpus's tokenizer if the config names no sources: that is the one to be exported."""
+    """Return the config with the corpus's tokenizer, which is the one exported, if the config has no sources."""
     folder = loaded.path(loaded.config.corpus)
     if loaded.config.data.sources or not (folder / MANIFEST).is_file():
         return loaded
@@ -94,7 +94,7 @@ def _with_corpus_tokenizer(loaded: LoadedConfig) -> LoadedConfig:
 
 
 def _read_config(text: TextPipeline) -> dict[str, Any]:
-    """Return the config that the model will have when it is loaded, from its small files."""
+    """Return the `config.json` that the loaded model will have, without loading its weights."""
     model, path = text.model, Path(text.model).expanduser()
     vocab_size = text.tokenizer.vocab_size
     if is_preset(model):

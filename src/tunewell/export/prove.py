@@ -1,6 +1,6 @@
-"""Prove an export from its files alone, in a new process: load each artefact as its users will, and compare it.
+"""Verify an export from its files alone: load each artefact as users do, and compare it with the trained model.
 
-A new process cannot use anything in the memory of the process that wrote the files:
+The verification runs in a new process, which cannot use anything in the memory of the process that wrote the files:
 
 parent  prove_in_new_process(folder)            reads parity.json, or raises the error in proof-error.json
 child   python -m tunewell.export.prove FOLDER [--allow-pickle]
@@ -45,10 +45,10 @@ _PACKAGES = ("torch", "transformers", "peft", "gguf", "xllamacpp")
 def prove_export(
     folder: Path, *, base: str | None = None, allow_pickle: bool = False, progress: ProgressListener = silent
 ) -> Parity:
-    """Compare every artefact of an export with the trained model; nothing is written.
+    """Compare every artefact of an export with the trained model; no files are written.
 
-    `base` is the base model of an adapter, if it has moved. Raises UserError if the proof cannot be made: a missing
-    package or base model does not count against the export.
+    `base` is the new location of an adapter's base model, if it has moved. Raises UserError if the verification cannot
+    run, e.g. because a package or the base model is missing.
     """
     proof = read_proof(folder)
     reference = Reference.load(folder / REFERENCE, proof.model)
@@ -56,7 +56,7 @@ def prove_export(
     context = ProofContext(folder, proof, reference, progress, base, allow_pickle)
     links = _check_export(folder, proof, reference)
     for artefact in proof.artefacts:
-        stage = f"proving {artefact.name}"
+        stage = f"verifying {artefact.name}"
         progress(Progress(stage))
         links.append(_prove_artefact(artefact, replace(context, progress=with_stage(progress, stage))))
     return Parity(
@@ -70,28 +70,28 @@ def prove_export(
 
 
 def _prove_artefact(artefact: Artefact, context: ProofContext) -> Link:
-    """Prove one artefact. An error while it is loaded is a failed check."""
+    """Verify one artefact; an error while loading it is a failed check."""
     checks = [check_files(context.folder, artefact)]
     if checks[0].is_ok:
         try:
             checks += load_target(artefact.kind).prove(artefact, context)
         except ProofUnavailable:
             raise
-        except Exception as error:  # noqa: BLE001  the proof of one artefact must not end the proof of the others
+        except Exception as error:  # noqa: BLE001  a failure of one artefact must not stop the verification of the others
             first_line = (str(error).splitlines() or [""])[0]
             what = error.what if isinstance(error, UserError) else f"{type(error).__name__}: {first_line}"
-            checks.append(Check(name="files", is_ok=False, words=f"it cannot be loaded: {what}"))
+            checks.append(Check(name="files", is_ok=False, words=f"the artefact cannot be loaded: {what}"))
     return Link(artefact=artefact.name, path=artefact.path, checks=checks)
 
 
 def _check_export(folder: Path, proof: Proof, reference: Reference) -> list[Link]:
-    """Check the export as a whole: an export with nothing to compare is not proven."""
+    """Check the export as a whole: an export with nothing to compare is not verified."""
     problems = damaged_files(folder, proof.sha256s)
     problems += [
         f"`{PROOF}` lists no {name}" for name in ("artefacts", "probes", "questions") if not getattr(proof, name)
     ]
     if len(reference.logits) != len(proof.probes):
-        problems.append(f"`{REFERENCE}` has logits of {len(reference.logits)} probes instead of {len(proof.probes)}")
+        problems.append(f"`{REFERENCE}` has logits of {len(reference.logits)} probes; expected {len(proof.probes)}")
     if not problems:
         return []
     return [Link(artefact="export", path=".", checks=[Check(name="files", is_ok=False, words="; ".join(problems))])]
@@ -104,7 +104,7 @@ _EXIT_ERROR = 2
 
 
 def prove_in_new_process(folder: Path, *, allow_pickle: bool = False) -> Parity:
-    """Prove an export and write its `parity.json`; raise UserError if the proof cannot be made."""
+    """Verify an export and write its `parity.json`; raise UserError if the verification cannot run."""
     flags = ["--allow-pickle"] if allow_pickle else []
     command = [sys.executable, "-m", __name__, str(folder), *flags]
     ended = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
@@ -112,14 +112,14 @@ def prove_in_new_process(folder: Path, *, allow_pickle: bool = False) -> Parity:
         return Parity.model_validate_json((folder / PARITY).read_text(encoding="utf-8"))
     error = json.loads((folder / _ERROR).read_text(encoding="utf-8")) if (folder / _ERROR).is_file() else {}
     raise UserError(
-        ": ".join(["the export could not be proven", *([error["what"]] if error else [])]),
+        ": ".join(["the export could not be verified", *([error["what"]] if error else [])]),
         where=error.get("where") or f"`{shlex.join(command[1:])}` exited with code {ended.returncode}",
         fix=error.get("fix"),
     )
 
 
 def main() -> int:
-    """Prove the export named on the command line."""
+    """Verify the export named on the command line."""
     parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name if __spec__ else __name__}")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--allow-pickle", action="store_true")

@@ -1,4 +1,4 @@
-"""The output folder of an export: extend an earlier export, require disk space, stage the new files, publish them."""
+"""The output folder of an export: find an earlier export, check disk space, stage new files, and publish them."""
 
 import json
 import shutil
@@ -23,17 +23,17 @@ from tunewell.export.proof.reference import Reference
 from tunewell.export.targets.base import ExportContext, ExportTarget, load_target
 from tunewell.records.parity import FORMAT, PARITY, PROOF, REFERENCE, Artefact, Parity, Proof, read_proof, write_record
 
-# An earlier export in the output folder: what is kept, what is replaced, what must not be lost.
+# An earlier export in the output folder: decide which artefacts are kept or replaced, and protect the user's files.
 
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".gguf"})
 _OTHER_FOLDER = "choose another folder with `--out`"
 _NORM_TOLERANCE = 1e-5
-"""Row norms are computed in fp64 and stored in fp32."""
+"""Tolerance for row norms, which are computed in fp64 and stored in fp32."""
 
 
 @dataclass(frozen=True)
 class ExistingExport:
-    """An export in the output folder, split into what stays and what is replaced."""
+    """An earlier export in the output folder, with its kept and its replaced artefacts."""
 
     folder: Path
     proof: Proof
@@ -42,16 +42,16 @@ class ExistingExport:
 
     @property
     def notes(self) -> list[str]:
-        """What was replaced and what was kept."""
+        """Notes for the user on the replaced and the kept artefacts."""
         notes = []
         if self.replaced:
             notes.append(f"replaced {_names(self.replaced)} in `{self.folder}`")
         if self.kept:
-            notes.append(f"kept {_names(self.kept)} in `{self.folder}`, and proved it again")
+            notes.append(f"kept {_names(self.kept)} in `{self.folder}` and verified it again")
         return notes
 
     def require_same_model(self, proof: Proof, reference: Reference) -> None:
-        """Raise UserError if a kept artefact was exported from another model than the present one."""
+        """Raise UserError if the kept artefacts were exported from a different model."""
         if not self.kept:
             return
         old = Reference.load(self.folder / REFERENCE, self.proof.model)
@@ -59,12 +59,12 @@ class ExistingExport:
         if not (has_same_text and _has_same_tensors(old, reference)):
             kinds = dict.fromkeys(artefact.kind for artefact in self.proof.artefacts)
             raise UserError(
-                f"`{self.folder}` has {_names(self.kept)} of another model, or of another version of tunewell",
+                f"`{self.folder}` has {_names(self.kept)} of a different model, or of a different version of tunewell",
                 fix=f"export everything again with `--to {','.join(kinds)}`, or {_OTHER_FOLDER}",
             )
 
     def copy_kept(self, folder: Path) -> None:
-        """Link, or copy, the kept artefacts into the staging folder: they are proven together with the new ones."""
+        """Link or copy the kept artefacts to the staging folder, where they are verified with the new ones."""
         for name in (name for artefact in self.kept for name in artefact.sha256s):
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -72,9 +72,9 @@ class ExistingExport:
 
 
 def find_existing(out: Path, targets: Sequence[ExportTarget], options: ExportOptions) -> ExistingExport | None:
-    """Read the export in the output folder; None if there is none.
+    """Return the export in the output folder, or None if the folder is missing or empty.
 
-    Raises UserError if the new export would overwrite files that are not an export's, or were edited since.
+    Raises UserError if the new export would overwrite files that do not belong to an export or were edited.
     """
     if not out.exists() or (out.is_dir() and not any(not path.name.startswith(".") for path in out.iterdir())):
         return None
@@ -89,7 +89,8 @@ def find_existing(out: Path, targets: Sequence[ExportTarget], options: ExportOpt
     ]
     kept = [artefact for artefact in proof.artefacts if artefact not in replaced]
     known = {name for artefact in proof.artefacts for name in artefact.sha256s}
-    # A folder is loaded as a whole, so it must not contain other files. Files with one format each may have neighbours.
+    # Loaders read all files of a folder, so it must not contain other files. A GGUF file is loaded alone, so other
+    # files in its folder do no harm.
     _require_no_other_files(out, [name for name in formats if not formats[name]], known)
     _require_unedited(out, proof.sha256s)
     for artefact in replaced:
@@ -102,8 +103,8 @@ def find_existing(out: Path, targets: Sequence[ExportTarget], options: ExportOpt
 def _require_kept_valid(out: Path, artefact: Artefact, replaced: Sequence[Artefact]) -> None:
     if not (check := check_files(out, artefact)).is_ok:
         raise UserError(
-            f"{artefact.name} in `{out}` changed since it was exported: {check.words}",
-            fix=f"export it again too with `--to {artefact.kind},...`, or {_OTHER_FOLDER}",
+            f"{artefact.name} in `{out}` was changed after it was exported: {check.words}",
+            fix=f"export it again with `--to {artefact.kind},...`, or {_OTHER_FOLDER}",
         )
     sources = load_target(artefact.kind).requires.targets
     replaced_hashes = {sha for own in replaced if own.kind in sources for sha in own.sha256s.values()}
@@ -122,18 +123,19 @@ def _require_no_other_files(out: Path, folders: Iterable[str], known: set[str]) 
             relative = path.relative_to(out)
             if relative.as_posix() not in known and not any(part.startswith(".") for part in relative.parts):
                 raise UserError(
-                    f"`{path}` is in the way: it does not belong to an export", fix=f"move it, or {_OTHER_FOLDER}"
+                    f"`{path}` is in the way: the file does not belong to an export",
+                    fix=f"move the file, or {_OTHER_FOLDER}",
                 )
 
 
 def _require_unedited(out: Path, sha256s: dict[str, str]) -> None:
-    """Raise UserError if a text file was edited. Weights that differ are damaged, and may be replaced."""
+    """Raise UserError if a text file was edited. Changed weight files count as damaged and may be replaced."""
     for name, sha in sha256s.items():
         path = out / name
         if path.suffix not in _WEIGHT_SUFFIXES and path.is_file() and sha256_file(path) != sha:
             raise UserError(
-                f"`{path}` was changed since it was exported, and would be replaced",
-                fix=f"move it, or {_OTHER_FOLDER}",
+                f"`{path}` was changed after it was exported, and would be overwritten",
+                fix=f"move the file, or {_OTHER_FOLDER}",
             )
 
 
@@ -151,7 +153,7 @@ def _names(artefacts: Iterable[Artefact]) -> str:
     return ", ".join(artefact.name for artefact in artefacts)
 
 
-# Staging: the export is written in a hidden folder and published whole.
+# Staging: the export is written to a hidden folder and published when it is complete.
 
 _LOCK = "tunewell-export.lock"
 _SHARED_FILES = (PARITY, PROOF, REFERENCE, "README.md")
@@ -161,19 +163,19 @@ _SIGNALS = ("SIGTERM", "SIGHUP")
 
 @dataclass(frozen=True)
 class Staging:
-    """Folders on the same disk as the export; they are removed at the end."""
+    """The temporary folders of an export, on the same disk as the output folder."""
 
     folder: Path
     """The new export."""
     replaced: Path
-    """Old files, until all new ones have their final names."""
+    """Replaced files, kept until all new files have their final names."""
 
 
 @contextmanager
 def open_staging(out: Path) -> Iterator[Staging]:
-    """Yield a staging folder on the same disk as `out`; remove it at the end, on SIGTERM too.
+    """Yield staging folders on the same disk as `out`; remove them at the end, also on SIGTERM.
 
-    Raises UserError if nothing can be written there, or if another process is exporting to the same folder.
+    Raises UserError if the disk is not writable, or if another process is exporting to the same folder.
     """
     with _exit_on_signals(), _report_full_disk(out):
         hidden = _make_hidden_folder(out)
@@ -192,9 +194,10 @@ def open_staging(out: Path) -> Iterator[Staging]:
 
 
 def publish(staging: Staging, out: Path, existing: ExistingExport | None) -> None:
-    """Move a finished export to its final folder: with one rename if there is none, else file by file, proof last.
+    """Move a finished export to the output folder.
 
-    If a move fails, all moves are undone. Files that do not belong to an export are never moved.
+    A new folder is renamed at once. In an existing folder, files are moved one by one, `parity.json` and `proof.json`
+    last. If a move fails, all moves are undone. Files that do not belong to an export are never moved.
     """
     _set_permissions(staging.folder)
     sync_folder(staging.folder)
@@ -211,8 +214,8 @@ def publish(staging: Staging, out: Path, existing: ExistingExport | None) -> Non
     for name in new:
         if name not in old and (out / name).exists():
             raise UserError(
-                f"`{out / name}` is in the way: it does not belong to this export",
-                fix="move it, or choose another folder with `--out`",
+                f"`{out / name}` is in the way: the file does not belong to this export",
+                fix="move the file, or choose another folder with `--out`",
             )
     moves: list[tuple[Path, Path]] = []
     try:
@@ -229,7 +232,7 @@ def publish(staging: Staging, out: Path, existing: ExistingExport | None) -> Non
 
 
 def write_failed_parity(out: Path, parity: Parity) -> Path:
-    """Write the parity of an export that was not proven beside `out`; overwrite only a file of an earlier failure."""
+    """Write the parity of a failed export beside `out`; overwrite only the file of an earlier failure."""
     number, path = 1, _failed_path(out)
     while path.exists() and not _is_parity(path):
         number += 1
@@ -239,7 +242,7 @@ def write_failed_parity(out: Path, parity: Parity) -> Path:
 
 
 def remove_failed_parity(out: Path) -> None:
-    """Remove the file of an earlier failure once an export is proven."""
+    """Remove the parity file of an earlier failure."""
     if _is_parity(_failed_path(out)):
         _failed_path(out).unlink()
 
@@ -262,7 +265,7 @@ def _move(source: Path, target: Path, moves: list[tuple[Path, Path]]) -> None:
 
 
 def _set_permissions(folder: Path) -> None:
-    """Set the user's default permissions on every file: some libraries write files that only the owner can read."""
+    """Set default permissions on every file, because some libraries write files that only the owner can read."""
     mode = (folder / PROOF).stat().st_mode & 0o777
     for path in folder.rglob("*"):
         if path.is_file() and path.stat().st_nlink == 1:
@@ -274,7 +277,7 @@ def _hidden_prefix(out: Path) -> str:
 
 
 def _make_hidden_folder(out: Path) -> Path:
-    """Make a hidden folder beside the export, or inside it if it exists: it may be a mount point."""
+    """Create a hidden folder beside the output folder, or inside it if it exists and so may be a mount point."""
     parent = out if out.is_dir() else out.parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -286,7 +289,7 @@ def _make_hidden_folder(out: Path) -> Path:
 
 
 def _remove_abandoned(out: Path, hidden: Path) -> None:
-    """Remove staging folders of killed exports; raise UserError if one is still running."""
+    """Remove staging folders of killed exports; raise UserError if another export is still running."""
     for parent in (out.parent, out):
         for other in sorted(parent.glob(f"{_hidden_prefix(out)}*")) if parent.is_dir() else []:
             if other != hidden and (other / _LOCK).is_file():
@@ -296,7 +299,7 @@ def _remove_abandoned(out: Path, hidden: Path) -> None:
 
 @contextmanager
 def _report_full_disk(out: Path) -> Iterator[None]:
-    """Turn the OSError of a full disk into a UserError."""
+    """Convert the OSError of a full disk to a UserError."""
     try:
         yield
     except OSError as error:
@@ -309,7 +312,7 @@ def _report_full_disk(out: Path) -> Iterator[None]:
 
 @contextmanager
 def _exit_on_signals() -> Iterator[None]:
-    """Exit through the `finally` blocks on SIGTERM and SIGHUP. Only the main thread receives signals."""
+    """Run the `finally` blocks on SIGTERM and SIGHUP; do nothing outside of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -331,21 +334,21 @@ def _exit(number: int, frame: FrameType | None) -> NoReturn:
 # Disk space.
 
 _OTHER_FILES_BYTES = 64 << 20
-"""Tokenizers, model cards and the reference of the proof."""
+"""Allowance for tokenizers, model cards and the reference of the verification."""
 
 
 @dataclass(frozen=True)
 class DiskSpace:
-    """The bytes an export needs, and the bytes that are free."""
+    """The disk space that an export needs, and the free space."""
 
     written: dict[str, int]
-    """By artefact name."""
+    """Bytes by artefact name."""
     temporary_bytes: int
     free_bytes: int
 
     @property
     def needed_bytes(self) -> int:
-        """The most bytes that exist at once."""
+        """The peak disk usage."""
         return sum(self.written.values()) + self.temporary_bytes + _OTHER_FILES_BYTES
 
     def __str__(self) -> str:
@@ -364,7 +367,7 @@ class DiskSpace:
 
 
 def estimate_disk_space(targets: Iterable[ExportTarget], context: ExportContext) -> DiskSpace:
-    """Add up what the targets will write."""
+    """Return the disk space that all targets need together."""
     uses = [target.disk_use(context) for target in targets]
     written = {name: size for use in uses for name, size in use.written.items()}
     temporary = max((use.temporary_bytes for use in uses), default=0)

@@ -1,5 +1,5 @@
-"""The GGUF writer: a model folder in transformers format becomes one file that llama.cpp loads.
+"""The GGUF writer: convert a model folder in transformers format to one file for llama.cpp.
 
-`architecture` reads `config.json`, `tokenizer` the vocabulary, `weights` the tensors; `quantize` chooses types of fewer
-bits, and `write` writes the file. It knows nothing of adapters and of the proof. Start with `write.py`.
+`architecture` converts `config.json`, `tokenizer` the vocabulary and `weights` the tensors. `quantize` chooses the
+tensor types, and `write` writes the file. Adapters must be merged first. Start with `write.py`.
 """

@@ -19,7 +19,7 @@ from tunewell.core.errors import UserError
 # Constants of llama.cpp: every fourth layer of SmolLM3 has no RoPE, every sixth layer of Gemma 3 has full attention.
 _NO_ROPE_STEP = 4
 _FULL_ATTENTION_STEP = 6
-# llama.cpp scales the attention of Gemma 3 differently in models with this many layers (the one of 27 B).
+# llama.cpp scales the attention of Gemma 3 differently in the 27B model, which it recognises by its number of layers.
 _LAYERS_OF_27B = 62
 
 FieldValue = int | float | str | bool | list[bool]
@@ -38,7 +38,7 @@ class Settings:
     """Tensor names of the language model in a multimodal model; empty for a text model."""
     config: PreTrainedConfig
     notes: tuple[str, ...]
-    """What llama.cpp computes differently, for the user."""
+    """Notes for the user on what llama.cpp computes differently."""
 
     @property
     def gguf_name(self) -> str:
@@ -48,12 +48,12 @@ class Settings:
 
 @cache
 def llama_cpp_facts() -> dict[str, Any]:
-    """Return the table of what llama.cpp supports and assumes."""
+    """Return the table of architectures and settings that llama.cpp supports and assumes."""
     return json.loads(files("tunewell.export.gguf").joinpath("llama_cpp.json").read_text(encoding="utf-8"))
 
 
 def read_settings(config: dict[str, Any]) -> Settings:
-    """Fill in a config's defaults; raise UserError for an architecture or setting that llama.cpp does not support."""
+    """Read a config with its defaults; raise UserError for settings that llama.cpp does not support."""
     table = llama_cpp_facts()
     kind = str(config.get("model_type"))
     text_part = table["text_parts"].get(kind)
@@ -103,7 +103,7 @@ def _notes(settings: Settings) -> Iterator[str]:
     window = ignored_window(settings)
     if window is not None and window < settings.values["max_position_embeddings"]:
         yield (
-            f"llama.cpp ignores the sliding window and attends to more than the last {window:,} tokens: answers to "
+            f"llama.cpp ignores the sliding window and attends to more than the last {window:,} tokens, so answers to "
             "longer texts differ"
         )
     if settings.text_part:
@@ -114,11 +114,11 @@ def _fill_defaults(model_type: str, config: dict[str, Any]) -> PreTrainedConfig:
     try:
         return CONFIG_MAPPING[model_type].from_dict({k: v for k, v in config.items() if k != "model_type"})
     except (KeyError, TypeError, ValueError, StrictDataclassError) as error:
-        raise UserError(f"the settings cannot be read: {error}", where="config.json") from error
+        raise UserError(f"config.json cannot be read: {error}", where="config.json") from error
 
 
 def _rope_parameters(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the RoPE parameters of layers with full attention, and of layers with a sliding window."""
+    """Return the RoPE parameters of full-attention layers and of sliding-window layers."""
     rope = values.get("rope_parameters") or {}
     return rope.get("full_attention", rope), rope.get("sliding_attention", {})
 
@@ -147,11 +147,11 @@ def _setting_problems(values: dict[str, Any], spec: dict[str, Any]) -> list[str]
 
 
 def _layer_problems(model_type: str, values: dict[str, Any]) -> list[str]:
-    """Check the settings that llama.cpp derives from the number of layers."""
+    """Return the problems with settings that llama.cpp derives from the number of layers."""
     num_layers = values["num_hidden_layers"]
     if model_type == "smollm3":
         assumed = [int((index + 1) % _NO_ROPE_STEP != 0) for index in range(num_layers)]
-        return [] if values["no_rope_layers"] == assumed else ["`no_rope_layers` is not every fourth layer"]
+        return [] if values["no_rope_layers"] == assumed else ["`no_rope_layers` must be every fourth layer"]
     if model_type == "gemma3_text":
         is_large = num_layers == _LAYERS_OF_27B
         assumed = values["hidden_size"] // values["num_attention_heads"] if is_large else values["head_dim"]
@@ -181,7 +181,7 @@ def _rope_problems(rope: dict[str, Any], sliding_rope: dict[str, Any], supported
 
 
 def metadata_fields(settings: Settings) -> dict[str, FieldValue]:
-    """Return the architecture's metadata by full key; integers are written as uint32."""
+    """Return the architecture's metadata fields by full key; integers are written as uint32."""
     table = llama_cpp_facts()
     fields: dict[str, FieldValue] = {}
     for group in settings.spec["fields"]:
@@ -194,7 +194,7 @@ def metadata_fields(settings: Settings) -> dict[str, FieldValue]:
 
 
 def rope_tables(settings: Settings) -> dict[str, np.ndarray]:
-    """Return the tensors of RoPE scaling that metadata cannot express."""
+    """Return the RoPE scaling tensors, for RoPE types that metadata fields cannot express."""
     rope, size = settings.rope, settings.values["rotary_dim"]
     if rope.get("rope_type") == "llama3":
         unscaled = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
@@ -205,7 +205,7 @@ def rope_tables(settings: Settings) -> dict[str, np.ndarray]:
         for name, table in tables.items():
             if table.shape != (size // 2,):
                 raise UserError(
-                    f"`{name}_factor` has {len(table)} numbers instead of {size // 2}",
+                    f"`{name}_factor` has {len(table)} values; expected {size // 2}",
                     where="rope_parameters in config.json",
                 )
         return {f"rope_factors_{name}.weight": table for name, table in tables.items()}
@@ -223,11 +223,11 @@ def _rope_scaling_fields(settings: Settings) -> dict[str, FieldValue]:
             if rope.get(name) is not None:
                 fields[f"rope.scaling.yarn_{name}"] = float(rope[name])
     if settings.model_type == "phi3":
-        # Phi 3 has these fields with or without RoPE scaling. A window of 0 is how llama.cpp recognises Phi 4.
+        # Phi 3 has these fields with or without RoPE scaling. llama.cpp recognises Phi 4 by a window of 0.
         fields["rope.scaling.original_context_length"] = _original_context_length(settings)
         fields["attention.sliding_window"] = settings.values.get("sliding_window") or 0
     if kind == "longrope":
-        # llama.cpp takes the rest from the tensors of `rope_tables`.
+        # llama.cpp reads the other parameters from the tensors of `rope_tables`.
         fields["rope.scaling.attn_factor"] = _longrope_attention_factor(settings)
     return fields
 
@@ -247,7 +247,7 @@ def _longrope_attention_factor(settings: Settings) -> float:
 
 
 def _sliding_window_fields(settings: Settings) -> dict[str, FieldValue]:
-    """Return which layers use the sliding window, unless it is the pattern that llama.cpp assumes."""
+    """Return the layers that use the sliding window, or {} if they follow the pattern that llama.cpp assumes."""
     layer_types = settings.values.get("layer_types")
     if not settings.spec.get("sliding_windows") or not layer_types:
         return {}

@@ -12,7 +12,7 @@ from tunewell.export.gguf.architecture import llama_cpp_facts
 from tunewell.inference.llama_cpp.library import find_llama
 
 _LAYER = re.compile(r"blk\.(\d+)\.")
-# Families in which a model of 80 layers has 70 billion parameters.
+# Families in which a model with 80 layers has 70 billion parameters.
 _FAMILIES_OF_70B = frozenset({"llama", "qwen2", "olmo", "deci"})
 
 Shape = tuple[int, ...]
@@ -22,18 +22,19 @@ class _Preference(NamedTuple):
     type: str
     fallback: str
     block_type: str
-    """The fallback is used if the rows are not a multiple of this type's block size."""
+    """The fallback is used if the row width is not a multiple of this type's block size."""
 
 
 def is_mixture(kind: str) -> bool:
-    """Return True if llama.cpp stores the tensors of this kind in different types, e.g. `q4_k_m`."""
+    """Return True if a file of this kind stores its tensors in different types, e.g. `q4_k_m`."""
     return kind in _facts()["kinds"]
 
 
 def choose_types(shapes: Mapping[str, Shape], meta: Mapping[str, Any], kind: str) -> tuple[dict[str, str], int]:
-    """Choose the type of each tensor of a file that is stored as `kind`: more bits for the tensors that lose most.
+    """Return the type of each tensor in a file of this `kind`, and the number of tensors that use a larger type.
 
-    Also return the number of tensors in a larger type, because their rows are not a multiple of the block size.
+    Tensors that lose the most precision get more bits. A larger type is needed if the row width is not a multiple of
+    the block size.
     """
     preferences = _prefer_types(shapes, meta, _facts()["kinds"][kind])
     types = {name: _fitting_type(shapes[name][-1], preference) for name, preference in preferences.items()}
@@ -48,7 +49,7 @@ def quantize_rows(numbers: np.ndarray, ggml_type: Any) -> np.ndarray:
     bindings = find_llama().bindings
     if not bindings.has_all("ggml_quantize_chunk"):
         raise UserError(
-            "this llama.cpp library cannot quantise",
+            "this build of llama.cpp cannot quantise weights",
             where=str(bindings.path),
             fix='run `pip install "tunewell[export]"`, or export `q8_0` or `f16`',
         )
@@ -64,7 +65,7 @@ def _facts() -> dict[str, Any]:
 
 
 def _prefer_types(shapes: Mapping[str, Shape], meta: Mapping[str, Any], kind: dict[str, Any]) -> dict[str, _Preference]:
-    """Return the preferred type of each tensor that is quantised."""
+    """Return the preferred type and the fallback of each quantised tensor."""
     facts = _facts()
     names = [name for name in sorted(shapes, key=_layer_order) if _is_quantized(name, shapes[name])]
     values = [name for name in names if _is_value(name)]
@@ -87,13 +88,13 @@ def _prefer_types(shapes: Mapping[str, Shape], meta: Mapping[str, Any], kind: di
 
 
 def _layer_order(name: str) -> tuple[int, str]:
-    """Return the key that sorts tensors by layer, then by name; tensors outside of layers come first."""
+    """Return a sort key that orders tensors by layer, then by name; tensors outside of layers come first."""
     found = _LAYER.match(name)
     return (int(found[1]) if found else -1, name)
 
 
 def _is_quantized(name: str, shape: Shape) -> bool:
-    """Return True for a matrix that may lose precision."""
+    """Return True if a tensor is a matrix that llama.cpp quantises."""
     # As in ggml, a trailing dimension of 1 does not count.
     is_matrix = len(shape) >= 2 and math.prod(shape[:-1]) > 1
     is_excluded = any(part in name for part in _facts()["not_quantized"])
@@ -105,7 +106,7 @@ def _is_value(name: str) -> bool:
 
 
 def _is_sensitive(layer: int, num_layers: int) -> bool:
-    """Return True for the first and last eighth of the layers, and every third between."""
+    """Return True for the first and the last eighth of the layers, and for every third layer between them."""
     eighth = num_layers // 8
     return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
 
@@ -118,7 +119,7 @@ def _is_70b(meta: Mapping[str, Any], num_layers: int) -> bool:
 
 
 def _fitting_type(width: int, preference: _Preference) -> str:
-    """Return the first type whose block size divides the width of a row."""
+    """Return the first of the preferred type and its fallbacks whose block size divides the row width."""
     import gguf
 
     def fits(name: str) -> bool:

@@ -34,11 +34,11 @@ _NEVER_STRIPPING = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
 @dataclass(frozen=True)
 class TokenTable:
-    """The tokens of a vocabulary by id, with the merges or scores that join them."""
+    """The tokens of a vocabulary by id, with BPE merges or SentencePiece scores."""
 
     model: Literal["gpt2", "llama"]
     pre_tokenizer: str
-    """Name in llama.cpp."""
+    """Name of the pre-tokenizer in llama.cpp."""
     texts: list[str]
     types: list[int]
     merges: list[str] | None = None
@@ -53,29 +53,29 @@ class GgufVocabulary:
 
     tokens: TokenTable
     special_ids: dict[str, int]
-    """`bos`, `eos`, `eot` and so on, as far as they exist."""
+    """Ids of the existing special tokens: `bos`, `eos`, `eot` and so on."""
     adds_bos: bool
-    """To every text, unless the template wrote it."""
+    """Whether llama.cpp adds the BOS token to every text that does not begin with it."""
     adds_eos: bool
     strips_spaces: bool
-    """Whether special tokens strip the spaces after them as in Phi 3."""
+    """Whether special tokens strip the spaces after them, as in Phi 3."""
     chat_template: str | None
     notes: tuple[str, ...]
-    """What llama.cpp does differently, for the user."""
+    """Notes for the user on what llama.cpp does differently."""
 
 
 def read_vocabulary(folder: Path, *, num_rows: int, config: dict[str, Any]) -> GgufVocabulary:
-    """Convert a folder's tokenizer for a model with `num_rows` embeddings; raise UserError if ids would differ."""
+    """Convert the tokenizer of a model with `num_rows` embeddings; raise UserError if token ids would differ."""
     tokenizer = load_tokenizer(folder)
     if tokenizer.vocab_size > num_rows:
         raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size:,} ids, but the model's embedding has only {num_rows:,} rows",
+            f"the tokenizer has {tokenizer.vocab_size:,} tokens, but the model's embedding has only {num_rows:,} rows",
             where=str(folder),
             fix="use the tokenizer of this model, or resize the embedding for the added tokens",
         )
     tokens = _read_tokens(tokenizer, folder, num_rows)
     if len(set(tokens.texts)) != len(tokens.texts):
-        raise _not_convertible("the vocabulary contains a token twice, which llama.cpp does not load", str(folder))
+        raise _not_convertible("the vocabulary contains a token twice, which llama.cpp rejects", str(folder))
     eos = tokenizer.backend.token_to_id(tokenizer.special_tokens.get("eos_token", ""))
     strips_spaces, strip_notes = _find_space_stripping(tokenizer, tokens)
     adds_bos, bos_notes = _find_adds_bos(tokenizer)
@@ -102,7 +102,7 @@ def _read_tokens(tokenizer: LoadedTokenizer, folder: Path, num_rows: int) -> Tok
 
 
 def _special_ids(tokenizer: LoadedTokenizer, config: dict[str, Any], num_rows: int) -> dict[str, int]:
-    """Return the ids of special tokens, from the tokenizer or else from the model's config."""
+    """Return the ids of the special tokens, from the tokenizer or from the model's config."""
     found: dict[str, int] = {}
     for name in _SPECIAL_TOKENS:
         number = tokenizer.backend.token_to_id(tokenizer.special_tokens.get(f"{name}_token", ""))
@@ -115,22 +115,22 @@ def _special_ids(tokenizer: LoadedTokenizer, config: dict[str, Any], num_rows: i
 
 
 def _end_of_turn(tokenizer: LoadedTokenizer) -> int | None:
-    """Return the id that ends a reply in the chat template; None without a template or such a token."""
+    """Return the id of the token that ends a reply in the chat template, or None if there is no template or token."""
     if tokenizer.chat_template is None:
         return None
     try:
         template = ChatTemplate(tokenizer.chat_template, special_tokens=tokenizer.special_tokens)
         return tokenizer.backend.token_to_id(probe_reply_frame(template, tokenizer.added).end_marker)
     except (UserError, TemplateFailed):
-        # It may not be a chat model, and is exported anyway.
+        # The model may not be a chat model; it is exported anyway.
         return None
 
 
 def _find_adds_bos(tokenizer: LoadedTokenizer) -> tuple[bool, list[str]]:
-    """Return whether llama.cpp must add the BOS token: only if conversations begin with it.
+    """Return whether llama.cpp must add the BOS token, with notes. It must if conversations begin with it.
 
-    The tokenizer's own rule is for plain text. llama.cpp has one rule for plain text and conversations, and a model
-    whose template omits the token was trained without it.
+    The tokenizer's setting applies to plain text only. llama.cpp has one setting for plain text and conversations. If
+    the chat template omits the token, the model was trained without it.
     """
     bos = tokenizer.special_tokens.get("bos_token")
     if not tokenizer.adds_bos or not bos or tokenizer.chat_template is None:
@@ -146,21 +146,21 @@ def _find_adds_bos(tokenizer: LoadedTokenizer) -> tuple[bool, list[str]]:
 
 
 def _find_space_stripping(tokenizer: LoadedTokenizer, tokens: TokenTable) -> tuple[bool, list[str]]:
-    """Return whether special tokens strip the spaces after them as in Phi 3, the only case llama.cpp has."""
+    """Return whether special tokens strip the spaces after them as in Phi 3, the only case that llama.cpp supports."""
     stripping = {text for text, facts in tokenizer.added.items() if facts.rstrip}
     special = {text for text, kind in zip(tokens.texts, tokens.types, strict=True) if kind in _SPECIAL_TYPES}
     if stripping and stripping == (special | {"</s>"}) - _NEVER_STRIPPING and set(tokens.texts) >= _NEVER_STRIPPING:
         return True, []
     unsupported = sorted(stripping | {text for text, facts in tokenizer.added.items() if facts.lstrip})
-    return False, [f"`{unsupported[0]}` strips the spaces around it; in llama.cpp it does not"] if unsupported else []
+    return False, [f"`{unsupported[0]}` strips the spaces around it, but not in llama.cpp"] if unsupported else []
 
 
 # Tokens: text and type of each id, with merges or scores.
 
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
-# Some tokenizers do not declare these as special; llama.cpp would then parse them in user text.
+# Some tokenizers do not declare these tokens as special. llama.cpp would then parse them in user text.
 _LOOKS_SPECIAL = re.compile(r"<\|.*\|>|<｜.*｜>|<unused.*>|<pad>|<mask>|<2mass>|\[@BOS@\]", re.DOTALL)
-# Values of llama.cpp's converter; no merge ever produces such a token.
+# Scores that llama.cpp's converter uses for tokens that no merge produces.
 _ADDED_SCORE, _UNUSED_SCORE = -1000.0, -10000.0
 
 
@@ -179,7 +179,7 @@ def _sentencepiece_tokens(
 ) -> TokenTable:
     """Return the tokens of a SentencePiece tokenizer, with a score for each.
 
-    The scores are those of the `.model` file, if it has the same pieces, else they are derived from the merges.
+    The scores come from the `.model` file if it has the same pieces. Otherwise they are derived from the merges.
     """
     prefix, notes = _find_space_prefix(pipeline)
     texts, types = _texts_and_types(tokenizer, num_rows)
@@ -199,7 +199,7 @@ def _sentencepiece_tokens(
 
 
 def _texts_and_types(tokenizer: LoadedTokenizer, num_rows: int) -> tuple[list[str], list[int]]:
-    """Return text and type of every id; embedding rows without a token get unused tokens."""
+    """Return the text and type of every id; embedding rows without a token get an unused token."""
     by_id = {number: token for token, number in tokenizer.backend.get_vocab(with_added_tokens=True).items()}
     tokens, types = [], []
     for number in range(num_rows):
@@ -212,7 +212,7 @@ def _texts_and_types(tokenizer: LoadedTokenizer, num_rows: int) -> tuple[list[st
         elif facts.special or _LOOKS_SPECIAL.fullmatch(token):
             kind = CONTROL
         else:
-            # llama.cpp searches for these before it replaces spaces.
+            # llama.cpp searches for these tokens before it replaces spaces.
             token, kind = token.replace(_SPACE, " "), USER_DEFINED
         tokens.append(token)
         types.append(kind)
@@ -230,10 +230,10 @@ def _merges(pipeline: dict[str, Any]) -> list[tuple[str, str]]:
     return [(pair[0], pair[1]) for pair in pairs]
 
 
-# Byte-level vocabularies: llama.cpp has a fixed list of pre-tokenizers; others are rejected.
+# Byte-level vocabularies: llama.cpp has a fixed list of pre-tokenizers. Tokenizers with other ones are rejected.
 
 _DIGITS = {True: r"\p{N}", False: r"\p{N}+"}
-# A pattern with this ending leaves no gaps, so keeping its matches keeps everything.
+# A pattern with this ending matches the whole text without gaps, so removing the text between matches removes nothing.
 _GAPLESS_ENDING = r"\s+"
 
 
@@ -242,7 +242,7 @@ def _facts() -> dict[str, Any]:
 
 
 def _find_pre_tokenizer(pipeline: dict[str, Any], backend: Tokenizer) -> tuple[str, list[str]]:
-    """Return llama.cpp's name of a pre-tokenizer, and notes on where it is only an approximation."""
+    """Return llama.cpp's name of a pre-tokenizer, and notes on differences from the tokenizer."""
     notes = _normalizer_notes(pipeline["normalizer"])
     patterns = [_normalize_spelling(pattern) for pattern in _patterns(pipeline["pre_tokenizer"])]
     splits, is_approximate = _find_splits(patterns)
@@ -260,17 +260,17 @@ def _normalizer_notes(normalizer: dict[str, Any] | None) -> list[str]:
     steps = _steps(normalizer, "normalizers")
     others = [step["type"] for step in steps if step["type"] != "NFC"]
     if others:
-        raise _unsupported(f"it uses the normalizer `{others[0]}`")
+        raise _unsupported(f"the normalizer `{others[0]}` is not supported")
     return ["llama.cpp does not normalise text to NFC; the tokenizer does"] if steps else []
 
 
 def _patterns(pre_tokenizer: dict[str, Any] | None) -> list[str]:
-    """Return the split patterns in the order in which they are applied."""
+    """Return the split patterns in the order they are applied."""
     *splits, last = _steps(pre_tokenizer, "pretokenizers") or [{"type": "nothing"}]
     if last["type"] != "ByteLevel":
-        raise _unsupported(f"its last step is `{last['type']}`")
+        raise _unsupported(f"the last step is `{last['type']}`, not `ByteLevel`")
     if last.get("add_prefix_space"):
-        raise _unsupported("it adds a space before the text (`add_prefix_space`)")
+        raise _unsupported("a space is added before the text (`add_prefix_space`)")
     patterns = [_pattern(step) for step in splits]
     return [*patterns, load_table("pretokenizers")["splits"]["gpt2"][0]] if last.get("use_regex", True) else patterns
 
@@ -284,7 +284,7 @@ def _pattern(step: dict[str, Any]) -> str:
             return pattern
         if behaviour == ("Removed", True) and pattern.endswith(_GAPLESS_ENDING):
             return pattern
-    raise _unsupported(f"its step `{step['type']}` is not supported")
+    raise _unsupported(f"the step `{step['type']}` is not supported")
 
 
 def _normalize_spelling(pattern: str) -> str:
@@ -299,8 +299,8 @@ def _find_splits(patterns: list[str]) -> tuple[str, bool]:
             return name, False
     approximate = _facts()["approximate"].get(patterns[0]) if len(patterns) == 1 else None
     if approximate is None:
-        shown = " then ".join(f"`{pattern[:60]}`" for pattern in patterns) or "nothing"
-        raise _unsupported(f"its split pattern is {shown}")
+        shown = " then ".join(f"`{pattern[:60]}`" for pattern in patterns) or "empty"
+        raise _unsupported(f"the split pattern is {shown}")
     return approximate, True
 
 
@@ -315,27 +315,27 @@ def _merges_make_every_token(pipeline: dict[str, Any], backend: Tokenizer) -> bo
 
 
 def _unsupported(why: str) -> UserError:
-    return _not_convertible(f"llama.cpp does not have this tokenizer's pre-tokenizer: {why}")
+    return _not_convertible(f"llama.cpp does not support this tokenizer's pre-tokenizer: {why}")
 
 
 def _not_convertible(what: str, where: str = "tokenizer.json") -> UserError:
     return UserError(what, where=where, fix="export the model as `adapter` or `merged`")
 
 
-# SentencePiece vocabularies: a score for each piece, and the treatment of spaces.
+# SentencePiece vocabularies: a score for each piece, and the handling of spaces.
 
 _SPACE = "▁"
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
 _PREPEND = {"type": "Prepend", "prepend": _SPACE}
-# A split that changes no ids: no token crosses it.
+# A split that does not change the token ids, because no token crosses it.
 _HARMLESS_SPLIT = f"{_SPACE}*[^{_SPACE}]+|{_SPACE}+"
 _FIRST_TEXT_ONLY = (
-    "llama.cpp adds a space to the text after every special token, the tokenizer before the first text only"
+    "llama.cpp adds a space to the text after every special token; the tokenizer adds it to the first text only"
 )
 
 
 def _find_space_prefix(pipeline: dict[str, Any]) -> tuple[bool, list[str]]:
-    """Return whether text gets a leading space, and notes on what llama.cpp does differently."""
+    """Return whether a leading space is added to text, and notes on what llama.cpp does differently."""
     steps = _steps(pipeline["normalizer"], "normalizers")
     splits = [step for step in _steps(pipeline["pre_tokenizer"], "pretokenizers") if not _is_harmless(step)]
     if not splits and steps == [_PREPEND, _REPLACE]:
@@ -352,11 +352,11 @@ def _find_space_prefix(pipeline: dict[str, Any]) -> tuple[bool, list[str]]:
 
 
 def _derive_scores(vocabulary: dict[str, int], merges: list[tuple[str, str]], types: list[int]) -> dict[str, float]:
-    """Return scores with which llama.cpp merges pieces in the order of the merges.
+    """Return scores that make llama.cpp merge pieces in the order of the merges.
 
     llama.cpp merges any two pieces that form a third, the best score first. So every split of a piece into two pieces
-    must be among the merges, else UserError. User-defined symbols are found in text before any merge, so merges of
-    them are ignored.
+    must be among the merges; raise UserError otherwise. User-defined symbols are found before any merge, so their
+    merges are ignored.
     """
     known_merges = set(merges)
     pieces = {piece for piece, number in vocabulary.items() if types[number] == NORMAL}
@@ -366,7 +366,7 @@ def _derive_scores(vocabulary: dict[str, int], merges: list[tuple[str, str]], ty
         if missing is not None:
             raise _not_convertible(
                 f"the merges are not those of a SentencePiece model: llama.cpp would merge {missing[0]!r} and "
-                f"{missing[1]!r}, the tokenizer does not"
+                f"{missing[1]!r}, but the tokenizer does not"
             )
     ranks_of: dict[str, list[int]] = {}
     for rank, (left, right) in enumerate(merges):
@@ -375,7 +375,7 @@ def _derive_scores(vocabulary: dict[str, int], merges: list[tuple[str, str]], ty
     scores: dict[str, float] = {}
     end, group = -1, 0
     for piece, ranks in sorted(ranks_of.items(), key=lambda item: item[1][0]):
-        # Pieces whose merges overlap in rank share a score.
+        # Pieces with overlapping merge ranks share a score.
         group += ranks[0] > end
         end = max(end, ranks[-1])
         scores[piece] = float(1 - group)

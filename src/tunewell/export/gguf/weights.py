@@ -29,19 +29,19 @@ _BUFFERS = re.compile(r"\.rotary_emb\.inv_freq$|\.(masked_bias|attn\.bias)$")
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """One tensor of a GGUF file: its source tensors, and how they are converted."""
+    """One tensor of a GGUF file, with its source tensors and their conversion."""
 
     name: str
-    """In llama.cpp."""
+    """Name in llama.cpp."""
     sources: tuple[str, ...]
     """Names in transformers."""
     shape: tuple[int, ...]
     is_stacked: bool = False
-    """The sources, one for each head, become the rows of one tensor."""
+    """Whether the sources, one for each head, become the rows of one tensor."""
     is_interleaved: bool = False
-    """Rows of queries and keys are reordered: rotary pairs become neighbours."""
+    """Whether the rows of queries and keys are reordered so that rotary pairs are adjacent."""
     is_norm_plus_one: bool = False
-    """A norm is stored with 1 added."""
+    """Whether 1 is added to the weights of a norm."""
 
 
 class WeightFiles:
@@ -59,11 +59,11 @@ class WeightFiles:
                 self._locations[new_name] = (path, name)
 
     def names(self) -> set[str]:
-        """Return the tensor names that transformers uses in a text model."""
+        """Return the tensor names, as transformers uses them in a text model."""
         return set(self._locations)
 
     def drop(self, names: set[str]) -> None:
-        """Leave out tensors that do not belong to the model."""
+        """Exclude tensors from the export."""
         for name in names:
             del self._locations[name]
 
@@ -97,7 +97,7 @@ def open_weights(folder: Path, settings: Settings) -> WeightFiles:
     if is_tied and _HEAD in weights.names():
         if not torch.equal(weights.read(_HEAD), weights.read(_EMBEDDING)):
             raise UserError(
-                "config.json says that embedding and head are tied, but the files contain two different tensors",
+                "config.json declares tied embeddings, but the embedding and the head are different tensors",
                 where=str(folder),
                 fix="set `tie_word_embeddings` to false in config.json if the head was trained separately",
             )
@@ -123,7 +123,7 @@ def open_weights(folder: Path, settings: Settings) -> WeightFiles:
 
 
 def name_tensors(weights: WeightFiles, settings: Settings) -> list[NamedTensor]:
-    """Return the tensors of a GGUF file under llama.cpp's names, in the order of the layers."""
+    """Return the tensors of a GGUF file with their names in llama.cpp, in layer order."""
     gguf = import_optional("gguf", extra="export", purpose="writing a GGUF file")
     architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == settings.gguf_name)
     name_map = gguf.get_tensor_name_map(architecture, settings.values["num_hidden_layers"])
@@ -193,22 +193,22 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _natural_order(name: str) -> list[tuple[int, str]]:
-    """Return a sort key with which `layers.10` follows `layers.9`."""
+    """Return a sort key that orders `layers.10` after `layers.9`."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 # Encoding.
 
-# The largest fp16 number, and the steps of Q8_0 from 0 to the largest number of a block.
+# The largest fp16 value, and the steps of Q8_0 between 0 and the largest value of a block.
 _MAX_FP16, _Q8_STEPS = 65504.0, 127
-# Numbers converted at once: 4 MiB in fp32.
+# Values converted at once: 4 MiB in fp32.
 _NUMBERS_AT_ONCE = 1 << 20
 _PYTHON_TYPES = frozenset({"F32", "F16", "BF16", "Q8_0"})
 """Types that the `gguf` package encodes; llama.cpp encodes the others."""
 
 
 def storage_type(name: str, shape: tuple[int, ...], kind: str) -> str:
-    """Return the ggml type of a tensor: F32 for norms and vectors, F16 if rows are not a multiple of a block."""
+    """Return the ggml type of a tensor: F32 for norms and vectors, F16 if the block size does not divide the rows."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     if len(shape) < 2 or name.endswith("_norm.weight") or not name.endswith(".weight"):
@@ -219,10 +219,10 @@ def storage_type(name: str, shape: tuple[int, ...], kind: str) -> str:
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is loaded when GGUFWriter writes it; has the part of the array interface that it calls."""
+    """A tensor loaded when GGUFWriter writes it, with the part of the array interface that GGUFWriter needs."""
 
     source: str
-    """Name in transformers, for errors."""
+    """Name in transformers, for error messages."""
     shape: tuple[int, ...]
     ggml_type: Any
     load: Callable[[], Tensor]
@@ -235,7 +235,7 @@ class LazyTensor:
         return math.prod(quant_shape_to_byte_shape(self.shape, self.ggml_type))
 
     def tofile(self, file: IO[bytes]) -> None:
-        """Encode and write some rows at a time; raise UserError for a number that is not finite or does not fit."""
+        """Encode and write a few rows at a time; raise UserError for a value that is not finite or out of range."""
         from gguf.quants import quantize
 
         values = self.load()
@@ -247,7 +247,7 @@ class LazyTensor:
             self._require_range(part)
             if self.ggml_type.name not in _PYTHON_TYPES:
                 return quantize_rows(part, self.ggml_type).tobytes()
-            # Rows are whole blocks, so one long row gives the same result; `gguf` would process only 16 rows at once.
+            # Rows are whole blocks, so one long row has the same result; `gguf` would process only 16 rows at once.
             return quantize(part.reshape(1, -1), self.ggml_type).tobytes()
 
         with ThreadPoolExecutor(num_cores()) as pool:
@@ -260,12 +260,13 @@ class LazyTensor:
         largest = float(np.abs(part).max(initial=0.0))
         if not math.isfinite(largest):
             raise UserError(
-                f"the tensor `{self.source}` is not finite: it contains NaN or infinity",
-                fix="the model is broken: export an earlier checkpoint",
+                f"the tensor `{self.source}` contains NaN or infinity",
+                fix="export an earlier checkpoint",
             )
         limit = {"F16": _MAX_FP16, "Q8_0": _MAX_FP16 * _Q8_STEPS}.get(self.ggml_type.name, math.inf)
         if largest > limit:
             raise UserError(
-                f"the tensor `{self.source}` contains {largest:,.0f}, beyond the {limit:,.0f} of {self.ggml_type.name}",
-                fix="export it as bf16 or f32",
+                f"the tensor `{self.source}` contains {largest:,.0f}; the maximum of {self.ggml_type.name} is "
+                f"{limit:,.0f}",
+                fix="export the model as bf16 or f32",
             )

@@ -30,21 +30,21 @@ from tunewell.export.gguf.weights import (
     storage_type,
 )
 
-# Upper bounds for the header: 1 MiB of names, fields and padding, and for each token its length, type, score and merge.
+# Upper bounds for the header: 1 MiB for names, fields and padding; per token its length, type, score and merge.
 _HEADER_BYTES, _TOKEN_BYTES = 1 << 20, 64
 
 
 @dataclass(frozen=True)
 class GgufPlan:
-    """What a file contains."""
+    """The contents of a GGUF file before it is written."""
 
     settings: Settings
     vocabulary: GgufVocabulary
     tensors: dict[str, LazyTensor]
     num_bytes: int
-    """Upper bound for the whole file."""
+    """Upper bound for the file size."""
     notes: tuple[str, ...]
-    """What llama.cpp computes differently from transformers, and which tensors are larger than usual."""
+    """Notes for the user on what llama.cpp computes differently, and on tensors that are larger than usual."""
 
 
 def write_gguf(
@@ -56,9 +56,9 @@ def write_gguf(
     license: str | None = None,
     progress: ProgressListener = silent,
 ) -> GgufPlan:
-    """Convert a Hugging Face model folder to a GGUF file; a file at `target` is replaced once the new one is complete.
+    """Convert a Hugging Face model folder to a GGUF file; replace `target` only when the new file is complete.
 
-    Raises UserError for a model or tokenizer that llama.cpp would read differently, for numbers that are not finite,
+    Raises UserError for a model or tokenizer that llama.cpp would read differently, for values that are not finite,
     and for a full disk.
     """
     plan = plan_file(model_folder, kind)
@@ -80,7 +80,7 @@ def write_gguf(
 
 
 def plan_file(folder: Path, kind: str) -> GgufPlan:
-    """Plan a file without writing it; raise UserError for a model that cannot be converted."""
+    """Return the plan of a GGUF file without writing it; raise UserError for a model that cannot be converted."""
     import_optional("gguf", extra="export", purpose="writing a GGUF file")
     config = locate(folder).read_object("config.json")
     if not config:
@@ -94,15 +94,15 @@ def plan_file(folder: Path, kind: str) -> GgufPlan:
     notes = [*settings.notes, *vocabulary.notes]
     if num_fallbacks:
         notes.append(
-            f"{kind}: {count(num_fallbacks, 'tensor')} could not be stored in so few bits and use more, so the file is "
-            "larger than usual"
+            f"{kind}: {count(num_fallbacks, 'tensor')} could not be stored in this type and use more bits, so the file "
+            "is larger than usual"
         )
     total_bytes = sum(tensor.nbytes for tensor in tensors.values()) + header_bytes
     return GgufPlan(settings, vocabulary, tensors, total_bytes, tuple(notes))
 
 
 def _plan_tensors(weights: WeightFiles, settings: Settings, kind: str) -> tuple[dict[str, LazyTensor], int]:
-    """Return every tensor of the file by its name in llama.cpp, and the number of those that are larger than usual."""
+    """Return the tensors of the file by their names in llama.cpp, and the number that are larger than usual."""
     from gguf import GGMLQuantizationType
 
     loads: dict[str, tuple[str, tuple[int, ...], Callable[[], torch.Tensor]]] = {
@@ -167,10 +167,10 @@ def _add_card(writer: Any, plan: GgufPlan, name: str, license: str | None) -> No
 
 
 def _adjust_name(name: str, *, strips_spaces: bool) -> str:
-    """Keep `phi-3` in the names of models whose special tokens strip spaces, and out of all others.
+    """Add `phi-3` to the name of a model whose special tokens strip spaces; remove it from other names.
 
-    llama.cpp recognises the rule by this part of the name alone, and does not load a file with such a name but without
-    the tokens of Phi 3.
+    llama.cpp enables space stripping by this part of the name alone. It does not load a file with such a name if the
+    tokens of Phi 3 are missing.
     """
     if strips_spaces:
         return name if _PHI_3.search(name) else f"{name} (phi-3)"
@@ -178,7 +178,7 @@ def _adjust_name(name: str, *, strips_spaces: bool) -> str:
 
 
 def _add_fields(writer: Any, fields: dict[str, FieldValue]) -> None:
-    """Write the fields of an architecture; llama.cpp expects unsigned integers."""
+    """Write the metadata fields of an architecture; llama.cpp expects unsigned integers."""
     from gguf import GGUFValueType
 
     for key, value in fields.items():
@@ -187,7 +187,7 @@ def _add_fields(writer: Any, fields: dict[str, FieldValue]) -> None:
 
 
 def _add_vocabulary(writer: Any, vocabulary: GgufVocabulary) -> None:
-    """Write the tokenizer. Whether BOS and EOS are added is always stated, because defaults differ."""
+    """Write the tokenizer. The settings for adding BOS and EOS are always written, because defaults differ."""
     tokens = vocabulary.tokens
     writer.add_tokenizer_model(tokens.model)
     writer.add_tokenizer_pre(tokens.pre_tokenizer)

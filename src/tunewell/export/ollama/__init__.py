@@ -1,6 +1,6 @@
-"""Ollama: a Modelfile whose Go template is derived from the model's Jinja chat template.
+"""Ollama Modelfiles, with a Go template derived from the model's Jinja chat template.
 
-`probes` renders conversations of markers, `layout` learns rules from the text between them and writes Go, `template`
-compares the rules with the original, `modelfile` writes the file. No template is known by name. Start with
+`probes` renders test conversations, `layout` learns rules from the rendered text and writes them in Go, `template`
+compares the rules with the original, and `modelfile` writes the file. There is no list of known templates. Start with
 `template.py`.
 """

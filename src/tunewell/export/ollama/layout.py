@@ -1,8 +1,8 @@
-r"""Describe a chat template as rules that depend on the messages before, and write these rules as a Go template.
+r"""Describe a chat template as rules that depend on the messages before, and write the rules as a Go template.
 
-A layout has a small decision tree for each role: what to write before the content of a message, and at the end the
-generation prompt. The rules are learned from rendered probes. `Layout.render` renders them in Python, to compare them
-with the original; `write_go` writes them for Ollama.
+A layout has a small decision tree for each role, which returns the text to write before a message's content. One more
+tree returns the generation prompt. The rules are learned from rendered probes. `Layout.render` renders them in Python
+for a comparison with the original, and `write_go` writes them for Ollama.
 
     <|im_start|>system\n CONTENT | <|im_end|>\n<|im_start|>user\n CONTENT | <|im_end|>\n<|im_start|>assistant\n
     -- rule for `system` ------- | ------ rule for `user` --------------- | ---------- rule for `end` ----------
@@ -18,18 +18,18 @@ from tunewell.inference.generate import shared_prefix_length
 Message = Mapping[str, str]
 Roles = tuple[str, ...]
 Render = Callable[[list[dict[str, str]], bool], str]
-"""Takes messages and `add_generation_prompt`; raises `TemplateFailed` if the template rejects the messages."""
+"""Function of messages and `add_generation_prompt`; raises `TemplateFailed` if the template rejects the messages."""
 
 
 @dataclass(frozen=True)
 class ContentSlot:
-    """The content of a message in rendered text: of the current one, or of the first system message."""
+    """The place of a message's content in rendered text: the current message, or the first system message."""
 
     source: Literal["message", "system"]
     left_strip: str = ""
-    """The characters stripped from the start."""
+    """Characters stripped from the start of the content."""
     right_strip: str = ""
-    """The characters stripped from the end."""
+    """Characters stripped from the end of the content."""
 
     def strip(self, content: str) -> str:
         """Return the content as the template writes it."""
@@ -42,12 +42,12 @@ Segments = tuple[str | ContentSlot, ...]
 
 @dataclass(frozen=True)
 class Position:
-    """A position in a conversation: everything that a rule may depend on."""
+    """A position in a conversation, with everything that a rule may depend on."""
 
     role: str
-    """The role of the message; `end` after the last one."""
+    """The role of the message, or `end` after the last message."""
     previous_role: str
-    """Empty at the beginning."""
+    """The role of the previous message, empty for the first message."""
     has_system: bool
     """Whether the conversation began with a system message."""
     has_user: bool
@@ -55,12 +55,12 @@ class Position:
     has_assistant: bool
     """Whether there is an earlier assistant message."""
     num_remaining: int
-    """Messages from here on, including this one."""
+    """Number of messages from here on, including this one."""
 
 
 @dataclass(frozen=True)
 class Condition:
-    """A question about a position, in Python and in Go."""
+    """A yes/no test of a position, in Python and in Go."""
 
     holds: Callable[[Position], bool]
     go: str
@@ -80,20 +80,20 @@ Rule = Segments | Branch
 
 @dataclass(frozen=True)
 class Layout:
-    """How a template renders conversations."""
+    """The rules by which a template renders conversations."""
 
     rules: Mapping[str, Rule]
-    """By role, and `end` for the generation prompt."""
+    """The rule of each role; `end` is the rule of the generation prompt."""
     system_placement: Literal["inline", "moved", "dropped"] = "inline"
-    """Where the first system message goes: before the next message, to a slot in another message's rule (the last
-    question, for example), or nowhere because the template rejects it."""
+    """Position of the first system message: before the next message (`inline`), inside another message such as the
+    last question (`moved`), or left out because the template rejects it (`dropped`)."""
     skips_empty_system: bool = False
-    """Whether an empty first system message counts as none."""
+    """Whether an empty first system message is ignored."""
     shows_later_system: bool = False
-    """Whether system messages after the first message are rendered; if not, they are dropped."""
+    """Whether system messages after the first message are rendered; otherwise they are left out."""
 
     def render(self, messages: Sequence[Message]) -> str:
-        """Render a conversation up to the beginning of the reply, or the end of an unfinished last reply."""
+        """Render a conversation up to the start of the reply, or to the end of an unfinished last reply."""
         is_moved = self.system_placement == "moved" and messages[0]["role"] == "system"
         system = messages[0]["content"] if is_moved else ""
         texts = []
@@ -106,7 +106,7 @@ class Layout:
         return "".join(texts)
 
     def positions(self, messages: Sequence[Message]) -> Iterator[tuple[Position, str]]:
-        """Yield the position and content of each rendered message, then `end` if a reply is due."""
+        """Yield the position and content of each rendered message, then `end` if the next turn is a reply."""
         previous_role, has_system = "", False
         seen: set[str] = set()
 
@@ -131,13 +131,13 @@ class Layout:
 
 
 def follow_rule(rule: Rule, position: Position) -> Segments:
-    """Return the segments that a rule gives at a position."""
+    """Return the segments that a rule produces at a position."""
     while isinstance(rule, Branch):
         rule = rule.yes if rule.condition.holds(position) else rule.no
     return rule
 
 
-# Learning: a small decision tree for each role, from observed positions.
+# Learning: build a small decision tree for each role from observed positions.
 
 _CONDITIONS = (
     Condition(lambda position: position.previous_role == "assistant", 'eq $left "assistant"'),
@@ -150,12 +150,12 @@ _CONDITIONS = (
     Condition(lambda position: position.has_user, "$has_asked"),
     Condition(lambda position: position.has_assistant, "$has_replied"),
 )
-"""Of conditions that split equally well, the first is used."""
+"""Conditions for the decision trees; if several split equally well, the first is used."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What a template wrote at one position of a conversation."""
+    """The text that a template rendered at one position of a conversation."""
 
     position: Position
     segments: Segments
@@ -163,7 +163,7 @@ class Observation:
 
 
 class NoExactLayout(Exception):
-    """No layout renders exactly what the template renders; `conversation` shows why."""
+    """Raised if no layout renders exactly what the template renders; `conversation` is a counterexample."""
 
     def __init__(self, reason: str, conversation: Sequence[Message]) -> None:
         super().__init__(reason)
@@ -172,7 +172,7 @@ class NoExactLayout(Exception):
 
 
 def learn_rules(observations: Sequence[Observation]) -> dict[str, Rule]:
-    """Learn a rule for each role; raise `NoExactLayout` if equal positions have different texts."""
+    """Learn a rule for each role; raise `NoExactLayout` if the same position was rendered differently."""
     roles = dict.fromkeys(one.position.role for one in observations)
     return {role: _learn_rule([one for one in observations if one.position.role == role]) for role in roles}
 
@@ -200,7 +200,7 @@ def _num_texts(observations: Sequence[Observation]) -> int:
 
 
 # Go syntax. Ollama executes a template with Go's `text/template`: strings are bytes, `slice` cuts them, `eq` compares
-# with several texts, `len` is the only arithmetic. A template can call itself, which strips white space:
+# with several strings, and `len` is the only arithmetic. White space is stripped by a template that calls itself:
 #
 #     {{ define "lead1" }}{{ if eq (printf "%.1s" .) " " "\n" }}   if the text begins with one of these,
 #     {{ template "lead1" (slice . (len (printf "%.1s" .))) }}     call it again without that character
@@ -214,12 +214,12 @@ _UPDATES = {
     "assistant": '{{ $left = "assistant" }}{{ $has_replied = true }}',
 }
 _UNSAFE = re.compile(r'\{{2,}|\{\Z|"{3,}|[^\x20-\x7e\n\t]+')
-"""Text that may have to be a Go string: the start of an action, three quotes (they end a value in a Modelfile), and
-characters outside of ASCII (a Modelfile loses those that Go does not call printable)."""
+"""Text that may have to be written as a Go string: the start of an action, three quotes (which end a value in a
+Modelfile), and non-ASCII characters (Ollama drops those that are not printable in Go)."""
 _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 StripTemplates = dict[tuple[str, str], str]
-"""A number for each pair of (left, right) characters to strip."""
+"""The number of the Go template that strips a pair of (left, right) characters."""
 
 
 def write_go(layout: Layout) -> str:
@@ -236,7 +236,7 @@ def write_go(layout: Layout) -> str:
 
 
 def go_string(text: str) -> str:
-    """Return a text as a Go string in ASCII."""
+    """Return a text as a Go string literal in ASCII."""
     return '"' + "".join(map(_go_character, text)) + '"'
 
 
@@ -250,7 +250,7 @@ def _go_character(character: str) -> str:
 
 
 def _turns(layout: Layout, strips: StripTemplates) -> Iterator[tuple[str, str]]:
-    """Yield a Go condition and a body for each kind of message that is rendered."""
+    """Yield the Go condition and the body for each kind of rendered message."""
     is_system = 'eq .Role "system"'
     is_first_system = f"and ({is_system}) (not $i)" + (" .Content" if layout.skips_empty_system else "")
     if layout.system_placement == "moved":
@@ -281,7 +281,7 @@ def _write_rule(rule: Rule, strips: StripTemplates) -> str:
 
 
 def _write_head(rule: Rule, strips: StripTemplates) -> tuple[str, Segments]:
-    """Write a rule without the segments that all its branches end with; return these, to be written once."""
+    """Return a rule in Go without the segments at the end of all its branches, and these shared segments."""
     if not isinstance(rule, Branch):
         return "", rule
     (yes, yes_tail), (no, no_tail) = (_write_head(side, strips) for side in (rule.yes, rule.no))
@@ -347,7 +347,7 @@ def _write_slot(slot: ContentSlot, strips: StripTemplates) -> str:
 
 
 def _strip_definitions(strips: StripTemplates) -> Iterator[str]:
-    """Yield the templates that strip characters from both ends of a text."""
+    """Yield the Go templates that strip characters from both ends of a text."""
     for (left, right), name in strips.items():
         if left:
             rest = f'{{{{ template "trail{name}" . }}}}' if right else "{{ . }}"
@@ -362,9 +362,9 @@ def _strip_definitions(strips: StripTemplates) -> Iterator[str]:
 
 
 def _strip_right(name: str, characters: str) -> str:
-    """Write a branch that removes the last character if it is one of these.
+    """Return Go code that removes the last character of a text if it is one of `characters`.
 
-    Go cannot count characters from the end, so there is one branch for each number of bytes.
+    Go cannot index characters from the end, so there is one branch for each number of bytes.
     """
     by_size: dict[int, list[str]] = {}
     for character in characters:

@@ -1,8 +1,8 @@
-"""Write an Ollama Modelfile, so that Ollama reads back every text exactly.
+"""Write an Ollama Modelfile from which Ollama reads every text unchanged.
 
 Ollama reads a value up to the end of the line. A value that begins with three quotes ends at the next line that ends
-with three quotes. There are no escapes, and Ollama drops characters that Go does not call printable. Texts that cannot
-be written this way are rejected.
+with three quotes. There are no escapes, and Ollama drops characters that are not printable in Go. Texts that cannot be
+written this way are rejected.
 """
 
 import re
@@ -40,7 +40,7 @@ def derive_modelfile(
     config: Mapping[str, Any],
     license: str | None,
 ) -> tuple[str, OllamaTemplate]:
-    """Derive the Modelfile of a GGUF file, and its template, from the model's chat template, tokenizer and config."""
+    """Return the Modelfile of a GGUF file and its template, derived from the chat template, tokenizer and config."""
     derived = derive_template(template, tokenizer=tokenizer, adds_bos=gguf_adds_bos(gguf), date=date)
     text_config = {**(config.get("text_config") or {}), **config}
     context_length = min(text_config.get("max_position_embeddings") or _MAX_CONTEXT, _MAX_CONTEXT)
@@ -49,9 +49,10 @@ def derive_modelfile(
 
 
 def derive_template(source: str, *, tokenizer: LoadedTokenizer, adds_bos: bool, date: str | None) -> OllamaTemplate:
-    """Derive Ollama's template from a Jinja template; raise UserError if that is impossible or nothing ends a reply.
+    """Derive Ollama's template from a Jinja template; raise UserError if it cannot be converted or has no end of turn.
 
-    `date` is the date of training, which the derived text keeps: Ollama's templates have no clock.
+    `date` is the date used in training. It is written into the template, because Ollama's templates cannot read the
+    current date.
     """
     special = tokenizer.special_tokens
     fixed: dict[str, Any] = {"date": date} if date is not None else {}
@@ -61,7 +62,7 @@ def derive_template(source: str, *, tokenizer: LoadedTokenizer, adds_bos: bool, 
     if missing := missing_generation_prompt(render):
         raise UserError(
             "the chat template has no generation prompt, so Ollama could not request a reply",
-            where=f"it writes {missing[-60:]!r} before a reply, but nothing with `add_generation_prompt`",
+            where=f"the template writes {missing[-60:]!r} before a reply, but not with `add_generation_prompt`",
             fix="train with a template that has a generation prompt (`template.name`), or export without `ollama`",
         )
     go = derive_go_template(
@@ -75,23 +76,23 @@ def derive_template(source: str, *, tokenizer: LoadedTokenizer, adds_bos: bool, 
     stops = stop_texts(go, control_tokens=tokenizer.added)
     if not stops:
         raise UserError(
-            "the chat template writes nothing at the end of a reply, so Ollama would not stop",
+            "the chat template writes no text at the end of a reply, so Ollama would not stop",
             fix="export `gguf`, or train with a template that ends turns",
         )
     return OllamaTemplate(go, stops)
 
 
 def gguf_adds_bos(gguf: Path) -> bool:
-    """Return True if llama.cpp adds the BOS token, according to the file's metadata."""
+    """Return True if the file's metadata makes llama.cpp add the BOS token."""
     return bool(read_metadata(gguf).get("tokenizer.ggml.add_bos_token", False))
 
 
 def modelfile(
     gguf_name: str, template: GoTemplate, *, stops: Sequence[str], context_length: int, license: str | None = None
 ) -> str:
-    """Return the Modelfile for a GGUF file in the same folder; raise UserError for what a Modelfile cannot express.
+    """Return the Modelfile for a GGUF file in the same folder; raise UserError for text that it cannot contain.
 
-    The template's notes become comments. Decoding is greedy, as in the proof.
+    The template's notes become comments. Decoding is greedy, as in the verification.
     """
     lines = ["# Read by `ollama create NAME -f Modelfile`, in this folder."]
     lines += [f"# {' '.join(note.split())}" for note in template.notes]
@@ -108,7 +109,7 @@ def modelfile(
 def _quote(text: str, what: str) -> str:
     if lost := [character for character in text if not _is_preserved(character)]:
         raise UserError(f"{what} contains {lost[0]!r}, which Ollama drops from a Modelfile", fix="remove it")
-    # Three quotes before a line end close the value, wherever they are.
+    # Three quotes at the end of any line close the value.
     if early := _ENDS_EARLY.search(text):
         where = repr(text[max(0, early.start() - 40) : early.end()])
         raise UserError(

@@ -1,4 +1,4 @@
-"""Probe a chat template: render messages of markers, split the text at them; conversations for comparisons."""
+"""Probe a chat template by rendering marker messages and splitting the text at them; generate test conversations."""
 
 import itertools
 import random
@@ -12,19 +12,19 @@ from tunewell.data.templates.chat_template import TemplateFailed
 from tunewell.export.ollama.layout import ContentSlot, Layout, NoExactLayout, Observation, Render, Roles, Segments
 
 SPACES = "".join(character for character in map(chr, range(0x3001)) if character.isspace())
-"""Everything that Python, and so Jinja's `trim`, calls white space; all of it is below U+3001."""
+"""All characters that Python, and so Jinja's `trim`, treats as white space; all are below U+3001."""
 
-# Upper and lower case, quotes, and characters that JSON and HTML escape: editing content changes a marker.
+# Markers contain upper and lower case, quotes, and characters that JSON and HTML escape, so that any edit shows.
 _OPEN, _CLOSE = "Qz", "vXw'\"\\&<"
 _MARKER = re.compile(f"{_OPEN}([0-9]+){re.escape(_CLOSE)}")
 
 SystemPlacement = Literal["inline", "moved"]
 Parts = tuple[str, ...]
-"""A text split at its markers: text, number, text, number, ..., text."""
+"""A text split at its markers: text, marker number, text, marker number, ..., text."""
 
 
 class ProbeResult(NamedTuple):
-    """What a template writes for one sequence of roles."""
+    """The output of a template for one sequence of roles."""
 
     observations: list[Observation]
     closing: str | None
@@ -32,24 +32,27 @@ class ProbeResult(NamedTuple):
 
 
 class Prober:
-    """Probes a template with sequences of roles, each once."""
+    """Probes a template with sequences of roles; each sequence is rendered once."""
 
     def __init__(self, render: Render) -> None:
         self._render = render
         self.probe = cache(self._probe)
 
     def render(self, messages: Sequence[dict[str, str]]) -> str | None:
-        """Render a conversation, with a generation prompt unless it ends with a reply; None if it is rejected."""
+        """Render a conversation, with a generation prompt unless it ends with a reply.
+
+        Return None if the template rejects it.
+        """
         try:
             return self._render(list(messages), messages[-1]["role"] != "assistant")
         except TemplateFailed:
             return None
 
     def _probe(self, roles: Roles, placement: SystemPlacement) -> ProbeResult | None:
-        """Observe every position of a conversation with these roles; None if the template rejects it.
+        """Observe every position of a conversation with these roles, or return None if the template rejects it.
 
-        Raises `NoExactLayout` if content is changed by more than stripping white space, or if the first system message
-        is elsewhere than `inline` says.
+        Raises `NoExactLayout` if the template changes content by more than stripping white space, or if the first
+        system message is not at its `placement`.
         """
         is_moved = placement == "moved" and roles[0] == "system"
         parts = self._split(roles, is_moved=is_moved)
@@ -73,17 +76,17 @@ class Prober:
         return ProbeResult(observations, parts[-1])
 
     def _find_stripped(self, roles: Roles, parts: Parts, *, is_moved: bool) -> list[tuple[str, str]]:
-        """Find the white space stripped from both ends of each marker: render the markers between two spaces."""
+        """Return the white space stripped from both ends of each marker, found by rendering spaces around markers."""
         num_markers = len(parts) // 2
         lefts, rights = [""] * num_markers, [""] * num_markers
         for space in SPACES:
             spaced_parts = self._split(roles, space, space, is_moved=is_moved)
             if spaced_parts is None or spaced_parts[1::2] != parts[1::2]:
                 raise NoExactLayout(
-                    f"it rejects or moves text next to {space!r}", marked_conversation(roles, space, space)
+                    f"the template rejects or moves text next to {space!r}", marked_conversation(roles, space, space)
                 )
             for gap, (bare, spaced) in enumerate(zip(parts[::2], spaced_parts[::2], strict=True)):
-                # The text between two markers may keep the space after the first and the space before the second.
+                # The text between two markers may contain the space after the first and the space before the second.
                 # No marker precedes the first text, and none follows the last.
                 candidates = [
                     (right, left)
@@ -98,7 +101,7 @@ class Prober:
                     )
                 right, left = candidates[0]
                 if len(candidates) > 1:
-                    # The text consists of this space only: render it with a space on the left side alone.
+                    # The text consists of this space only: render the markers with a space on the left side only.
                     left_only = self._split(roles, space, "", is_moved=is_moved)
                     right, left = ("", space) if left_only and left_only[2 * gap] != bare else (space, "")
                 if gap and not right:
@@ -108,7 +111,7 @@ class Prober:
         return list(zip(lefts, rights, strict=True))
 
     def _split(self, roles: Roles, left: str = "", right: str = "", *, is_moved: bool) -> Parts | None:
-        """Render markers and split the text at them; each must occur once, in order."""
+        """Render markers and split the text at them; each marker must occur once, in order."""
         messages = marked_conversation(roles, left, right)
         text = self.render(messages)
         if text is None:
@@ -119,21 +122,21 @@ class Prober:
         if found != expected:
             lost = [index for index in expected if index not in found]
             reason = (
-                f"it changes or drops the text of the {roles[lost[0]]} message"
+                f"the template changes or drops the text of the {roles[lost[0]]} message"
                 if lost
-                else "it repeats or reorders the messages"
+                else "the template repeats or reorders the messages"
             )
             raise NoExactLayout(reason, messages)
         return parts
 
 
 def marked_conversation(roles: Sequence[str], left: str = "", right: str = "") -> list[dict[str, str]]:
-    """Return a conversation whose contents are markers, with texts on both sides of each."""
+    """Return a conversation of marker messages, with the given text on both sides of each marker."""
     return [{"role": role, "content": f"{left}{_OPEN}{index}{_CLOSE}{right}"} for index, role in enumerate(roles)]
 
 
 def _group_by_message(segments: Sequence[str | ContentSlot]) -> Iterator[Segments]:
-    """Yield the segments up to each message's content, then those at the end."""
+    """Yield the segments up to and including each message's content, then the segments after the last message."""
     group: list[str | ContentSlot] = []
     for segment in segments:
         group += [segment] if segment != "" else []
@@ -143,7 +146,7 @@ def _group_by_message(segments: Sequence[str | ContentSlot]) -> Iterator[Segment
     yield tuple(group)
 
 
-# Conversations: sequences of roles that Ollama passes to a template, and content that is easily damaged.
+# Conversations: sequences of roles that Ollama passes to a template, and contents that templates often change.
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,7 @@ class RoleGroup:
     name: str
     sequences: tuple[Roles, ...]
     fallback: str
-    """What a Go template does with them if the original rejects them; Ollama itself rejects nothing."""
+    """What the Go template does with these sequences if the original rejects them; Ollama itself rejects nothing."""
 
 
 def _with_and_without_system(*sequences: Roles) -> tuple[Roles, ...]:
@@ -161,7 +164,7 @@ def _with_and_without_system(*sequences: Roles) -> tuple[Roles, ...]:
 
 
 QUESTIONS: tuple[Roles, ...] = tuple(("user", *("assistant", "user") * num_later) for num_later in range(4))
-"""One to four questions with the replies between them: what every layout must render."""
+"""One to four questions with the replies between them, which every layout must render."""
 UNFINISHED = RoleGroup(
     "a reply to be continued",
     _with_and_without_system(*(sequence[:-1] for sequence in QUESTIONS[1:])),
@@ -209,29 +212,29 @@ _CONTENTS = (
 # fmt: on
 
 _MAX_MESSAGES = 80
-"""Messages in the longest conversations: what a template does differently later than that goes unnoticed."""
+"""Messages in the longest test conversations; differences that appear later are not detected."""
 
 
 def awkward_text(draw: random.Random) -> str:
-    """Draw content that is easily damaged, sometimes with white space around it."""
+    """Return random content that templates often change, sometimes with white space around it."""
     left, right = (draw.choice(("", "", "", " ", "\n", "\n\n", " \n", draw.choice(SPACES))) for _ in range(2))
     return left + draw.choice(_CONTENTS) + right
 
 
 def awkward_conversation(roles: Sequence[str], draw: random.Random) -> list[dict[str, str]]:
-    """Return a conversation with content that is easily damaged."""
+    """Return a conversation with random contents that templates often change."""
     return [{"role": role, "content": awkward_text(draw)} for role in roles]
 
 
 def fill_role(roles: Sequence[str], role: str, content: str) -> list[dict[str, str]]:
-    """Return a conversation in which all messages of one role have this content."""
+    """Return a conversation in which all messages of one role have the given content."""
     return [
         {"role": each, "content": content if each == role else f"words {index}"} for index, each in enumerate(roles)
     ]
 
 
 def is_covered(roles: Roles, groups: Collection[RoleGroup], *, has_system: bool) -> bool:
-    """Return True if a sequence consists of alternating questions and replies, and of what these groups allow."""
+    """Return True if a sequence has only alternating questions and replies, and features that these groups allow."""
     begins_with_system, rest = roles[0] == "system", roles[int(roles[0] == "system") :]
     needed = {
         SYSTEM_ALONE: not rest,
@@ -253,7 +256,7 @@ def short_sequences(groups: Collection[RoleGroup], *, has_system: bool) -> Itera
 
 
 def random_sequence(draw: random.Random, groups: Collection[RoleGroup], *, has_system: bool) -> Roles:
-    """Draw a sequence of roles; many are longer than those that layouts are learned from."""
+    """Return a random sequence of roles; many are longer than the sequences that layouts are learned from."""
     while True:
         roles = ["system"] if has_system and draw.random() < 0.5 else []
         roles.append("assistant" if REPLY_FIRST in groups and draw.random() < 0.3 else "user")
@@ -275,7 +278,7 @@ _LITERAL = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""", re.DOTALL
 
 
 def string_literals(source: str) -> Iterator[str]:
-    """Yield the string literals of a Jinja template, each once."""
+    """Yield the distinct string literals of a Jinja template."""
     found = (match[1] or match[2] for tag in _TAG.findall(source) for match in _LITERAL.finditer(tag))
     for text in dict.fromkeys(text.replace("\\n", "\n") for text in found if text):
         if not text.isspace():

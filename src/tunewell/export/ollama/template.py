@@ -2,8 +2,8 @@
 
     render markers -> split at markers -> learn rules -> compare with the original on hundreds of conversations -> Go
 
-No template is known by name. The result renders byte for byte what the original renders; differences are listed in the
-notes; a template without an exact counterpart is rejected with the conversation that shows why.
+There is no list of known templates. The result renders the same bytes as the original; known differences are listed in
+the notes. A template without an exact counterpart is rejected, with a conversation that shows the difference.
 """
 
 import json
@@ -44,7 +44,7 @@ from tunewell.export.ollama.probes import (
 )
 
 _NUM_RANDOM = 100
-"""Random conversations for each comparison, besides all short sequences of roles; about 30 ms for most templates."""
+"""Random conversations per comparison, in addition to all short sequences of roles; about 30 ms for most templates."""
 _MAX_LISTED = 5
 
 
@@ -55,11 +55,11 @@ class GoTemplate:
     text: str
     """The value of TEMPLATE in a Modelfile."""
     closing: str
-    """The text after a finished reply at the end of a conversation; empty if the original does not write one."""
+    """The text after a finished reply at the end of a conversation; empty if the original writes none."""
     next_question: str
     """The text between a reply and the next question."""
     num_checked: int
-    """Conversations on which this template and the original rendered the same bytes."""
+    """Number of conversations that this template and the original rendered identically."""
     notes: tuple[str, ...] = ()
     """Differences from the original."""
 
@@ -75,16 +75,16 @@ def derive_go_template(
 ) -> GoTemplate:
     """Derive Ollama's template from a rendering function; raise UserError if there is no exact counterpart.
 
-    With `adds_bos` (metadata of the GGUF file) Ollama puts `bos` before every prompt, so the template omits it. String
-    literals in `source` are tested as content. `render_another_day` shows whether the text contains the date; `date`
-    is the day that `render` uses.
+    With `adds_bos` (metadata of the GGUF file), Ollama adds `bos` to every prompt, so the template omits it. String
+    literals in `source` are tested as content. `render` uses the day `date`; a difference from `render_another_day`
+    shows that the text contains the date.
     """
     notes: list[str] = []
     if adds_bos and bos:
         has_bos = _begins_with_bos(bos, render)
         original = OriginalTemplate(_without_bos(bos, render, has_bos=has_bos))
         if not has_bos:
-            notes.append(f"the GGUF begins every prompt with `{bos}`; the model's template does not")
+            notes.append(f"the GGUF file adds `{bos}` to every prompt; the model's template does not")
     else:
         original = OriginalTemplate(render)
     try:
@@ -112,43 +112,43 @@ def derive_go_template(
 
 
 def stop_texts(template: GoTemplate, *, control_tokens: Collection[str]) -> tuple[str, ...]:
-    """Return the texts that end a reply or begin another turn, in their order after a reply.
+    """Return the texts that end a reply or begin another turn, in the order in which they follow a reply.
 
     These are the control tokens between a reply and the next question, because a reply never contains them. If there
-    are none, it is the text after a reply itself. Empty if the template writes nothing after a reply.
+    are no control tokens, it is the whole text after a reply. Empty if the template writes nothing after a reply.
 
         Yes. <|eot_id|><|start_header_id|>user<|end_header_id|>\\n\\n     three control tokens
-        Yes. \\n\\n### Instruction:\\n                                      none: the text up to its last line end
+        Yes. \\n\\n### Instruction:\\n                                      none: the text without its last newline
     """
     following = template.closing + template.next_question
-    # Longest first, so that a token is not found inside another.
+    # Longest first, so that a token is not found inside a longer one.
     tokens = sorted((token for token in control_tokens if token.strip()), key=len, reverse=True)
     if tokens and (found := re.findall("|".join(map(re.escape, tokens)), following)):
         return tuple(dict.fromkeys(found))
     for text in (template.closing, template.next_question):
         if text.strip():
-            # A final line end may be one token with the text after it, and would then never match.
+            # A final newline may share a token with the text after it, and would then never match.
             return (text.rstrip(),)
     return ()
 
 
 class OriginalTemplate:
-    """The model's chat template, with which layouts are compared byte by byte."""
+    """The model's chat template, against which layouts are compared byte by byte."""
 
     def __init__(self, render: Render) -> None:
         self._prober = Prober(render)
         self.closing: str | None = None
         """The text after a finished reply at the end of a conversation; None until it is known."""
         self.num_same = 0
-        """Conversations on which a layout rendered the same bytes."""
+        """Number of conversations that a layout rendered identically."""
 
     def observe(self, sequences: Sequence[Roles], placement: SystemPlacement) -> list[Observation]:
-        """Probe the template with these roles; empty if it rejects them all."""
+        """Return the template's output for these sequences; empty if the template rejects all of them."""
         results = [result for roles in sequences if (result := self._prober.probe(roles, placement))]
         return [observation for result in results for observation in result.observations]
 
     def find_closing(self, sequences: Sequence[Roles], placement: SystemPlacement) -> None:
-        """Find the text after a finished reply; raise `NoExactLayout` if it varies."""
+        """Set `closing` to the text after a finished reply; raise `NoExactLayout` if the text varies."""
         results = [result for roles in sequences if (result := self._prober.probe(roles, placement))]
         different = next((result for result in results if result.closing != results[0].closing), None)
         if different:
@@ -158,7 +158,7 @@ class OriginalTemplate:
     def require_match(self, layout: Layout, groups: Collection[RoleGroup]) -> None:
         """Compare a layout with the template on new conversations; raise `NoExactLayout` at the first difference.
 
-        The template may reject some, except for alternating questions and replies.
+        The template may reject conversations other than alternating questions and replies.
         """
         draw = random.Random(len(groups))
         has_system = layout.system_placement != "dropped"
@@ -168,14 +168,14 @@ class OriginalTemplate:
             messages = awkward_conversation(roles, draw)
             expected = self._render_open(messages)
             if expected is None and not groups:
-                raise NoExactLayout("it rejects some conversations of alternating questions and replies", messages)
+                raise NoExactLayout("the template rejects some alternating questions and replies", messages)
             if expected is not None and layout.render(messages) != expected:
                 raise NoExactLayout("the rendered text depends on more than the order of the messages", messages)
             num_same += expected is not None
         self.num_same += num_same
 
     def matches(self, layout: Layout, conversations: Sequence[list[dict[str, str]]]) -> bool:
-        """Return True if a layout renders these as the template does, apart from those that it rejects."""
+        """Return True if a layout and the template render these identically; rejected conversations are skipped."""
         try:
             texts = [self._prober.render(messages) for messages in conversations]
         except NoExactLayout:
@@ -197,7 +197,7 @@ class OriginalTemplate:
 
 
 def _learn_layout(original: OriginalTemplate, notes: list[str]) -> Layout:
-    """Learn alternating questions and replies, which must be exact, then every other group that can be exact."""
+    """Learn alternating questions and replies, which must be exact, then every other group that is exact."""
     try:
         layout, observations = _learn_questions(original, "inline")
     except NoExactLayout:
@@ -224,7 +224,7 @@ def _learn_questions(original: OriginalTemplate, placement: SystemPlacement) -> 
     plain = original.observe(QUESTIONS, placement)
     if not plain:
         conversation = fill_role(QUESTIONS[0], "user", "Hello")
-        raise NoExactLayout("it rejects every conversation of questions and replies", conversation)
+        raise NoExactLayout("the template rejects every conversation of questions and replies", conversation)
     with_system = original.observe([("system", *roles) for roles in QUESTIONS], placement)
     layout = Layout(learn_rules(plain + with_system), system_placement=placement if with_system else "dropped")
     empty = [fill_role(("system", *roles), "system", "") for roles in QUESTIONS]
@@ -238,7 +238,7 @@ def _learn_questions(original: OriginalTemplate, placement: SystemPlacement) -> 
 def _extend_layout(
     original: OriginalTemplate, layout: Layout, observations: list[Observation], groups: Sequence[RoleGroup]
 ) -> tuple[Layout, list[Observation]]:
-    """Learn the last of these groups too; return no observations if the template rejects it."""
+    """Extend a layout by the last of these groups; return no observations if the template rejects the group."""
     group = groups[-1]
     placement: SystemPlacement = "moved" if layout.system_placement == "moved" else "inline"
     has_system = layout.system_placement != "dropped"
@@ -278,7 +278,7 @@ def _find_differences(original: OriginalTemplate, layout: Layout, source: str | 
 
 
 def _is_ordinary(original: OriginalTemplate, layout: Layout, text: str) -> bool:
-    """Return True if messages that contain this text are rendered like others."""
+    """Return True if messages that contain this text are rendered like other messages."""
     roles = QUESTIONS[1] if layout.system_placement == "dropped" else ("system", *QUESTIONS[1])
     contents = (text, f"a{text}b", f"{text}b", f"a\n{text}\n\nb")
     conversations = [fill_role(roles, role, content) for role in dict.fromkeys(roles) for content in contents]
@@ -300,7 +300,7 @@ def _begins_with_bos(bos: str, render: Render) -> bool:
 
 
 def _without_bos(bos: str, render: Render, *, has_bos: bool) -> Render:
-    """Return a rendering function that removes the BOS token; all texts must begin with it, or none."""
+    """Return a rendering function that removes the BOS token; either all texts must begin with it, or none."""
 
     def render_without(messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
         text = render(messages, add_generation_prompt)

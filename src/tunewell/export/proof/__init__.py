@@ -1,5 +1,5 @@
-"""The proof that files are the trained model: a reference made before the export, and checks of the files against it.
+"""Verification of an export: record the trained model before the export, and compare the files with this reference.
 
-`reference` records the trained model, `checks` compares text and logits, `tensors` the weights; `transformers` and
-`gguf` load the artefacts. It does not know the export targets. Start with `checks.py`.
+`reference` records the trained model, `checks` compares text and logits, and `tensors` compares weights. `transformers`
+and `gguf` load the artefacts. The export targets call this package, not the other way round. Start with `checks.py`.
 """

@@ -1,4 +1,4 @@
-"""The checks of a proof: files, token ids, logits, answers, stop ids, chat template, settings and vocabulary."""
+"""The checks of a verification: files, token ids, logits, answers, stop ids, chat template, settings and vocabulary."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ from tunewell.records.parity import Artefact, Check, ModelFacts, Probe, Proof
 Logits = npt.NDArray[np.float32]
 MAX_SHOWN = 3
 _MAX_CHARS = 40
-# Keys that a library writes about itself, or about one file's number format.
+# Keys in which a library records its own version, or the number format of one file.
 _IGNORED_KEYS = frozenset(
     {"transformers_version", "dtype", "torch_dtype", "_name_or_path", "name_or_path", "architectures"}
     | {"_from_model_config", "_attn_implementation", "_attn_implementation_autoset", "_commit_hash"}
@@ -37,7 +37,7 @@ _SPACE_SYMBOL = "▁"
 
 @cache
 def bounds() -> dict[str, dict[str, Any]]:
-    """Return how far the logits of each artefact and the tensors of each number format may differ, with the reason."""
+    """Return the allowed differences of logits by artefact and of tensors by number format, with the reasons."""
     return json.loads(files("tunewell.export.proof").joinpath("bounds.json").read_text(encoding="utf-8"))
 
 
@@ -45,7 +45,7 @@ def bounds() -> dict[str, dict[str, Any]]:
 
 
 def check_files(folder: Path, artefact: Artefact) -> Check:
-    """Check that every file of an artefact is unchanged, and that no other file is among them."""
+    """Check that every file of an artefact is unchanged, and that its folder contains no other files."""
     problems = [*damaged_files(folder, artefact.sha256s), *_other_files(folder, artefact)]
     message = "; ".join(problems[:MAX_SHOWN]) or f"{count(len(artefact.sha256s), 'file')} unchanged"
     return Check(name="files", is_ok=not problems, words=message)
@@ -59,62 +59,61 @@ def damaged_files(folder: Path, sha256s: Mapping[str, str]) -> list[str]:
 
 
 def _other_files(folder: Path, artefact: Artefact) -> list[str]:
-    """Return a message for each file in an artefact's folder that is not its own: a loader might read it."""
+    """Return a message for each file in an artefact's folder that does not belong to it; a loader might read it."""
     own_folder = folder / artefact.path
     if not own_folder.is_dir():
         return []
     names = (path.relative_to(folder).as_posix() for path in sorted(own_folder.rglob("*")) if path.is_file())
-    # No loader reads hidden files; systems and repositories write them.
+    # No loader reads hidden files; operating systems and git create them.
     visible = (name for name in names if not any(part.startswith(".") for part in Path(name).parts))
-    return [f"`{name}` does not belong to it" for name in visible if name not in artefact.sha256s]
+    return [f"`{name}` does not belong to the artefact" for name in visible if name not in artefact.sha256s]
 
 
 # Text.
 
 
 def check_template(proof: Proof, source: str | None, special_tokens: Mapping[str, str]) -> Check:
-    """Render a file's chat template on the date of training: every probe must give the text of training."""
+    """Check that a chat template, on the date of training, renders every probe as in training."""
     if source is None:
-        return Check(name="template", is_ok=False, words="it has no chat template")
+        return Check(name="template", is_ok=False, words="the artefact has no chat template")
     date: dict[str, Any] = {"date": proof.date} if proof.date else {}
     try:
         template = ChatTemplate(source, special_tokens=special_tokens, **date)
         texts = [template.render(probe.messages, None, add_generation_prompt=True) for probe in proof.probes]
     except TemplateFailed as failure:
-        return Check(name="template", is_ok=False, words=f"its chat template cannot be used: {failure}")
+        return Check(name="template", is_ok=False, words=f"the chat template cannot be rendered: {failure}")
     wrong = [(probe, text) for probe, text in zip(proof.probes, texts, strict=True) if text != probe.text]
     total = count(len(texts), "conversation")
-    message = f"its chat template renders {total} as in training"
+    message = f"the chat template renders {total} as in training"
     if wrong:
         probe, text = wrong[0]
         start = max(0, shared_prefix_length(probe.text, text) - 10)
         message = (
-            f"its chat template renders {shorten(text[start:])} instead of {shorten(probe.text[start:])}; "
+            f"the chat template renders {shorten(text[start:])}; training rendered {shorten(probe.text[start:])}; "
             f"{len(wrong)} of {total} differ"
         )
     return Check(name="template", is_ok=not wrong, words=message)
 
 
 def check_ids(proof: Proof, tokenize: Callable[[Probe], Sequence[int]], *, library: str) -> Check:
-    """Check that a library's tokenizer gives the token ids of training for every probe."""
+    """Check that a library's tokenizer produces the same token ids as in training for every probe."""
     wrong = []
     for probe in proof.probes:
         ids = list(tokenize(probe))
         if ids != probe.ids:
             at = shared_prefix_length(ids, probe.ids)
             expected, found = probe.ids[at : at + 3], ids[at : at + 3]
-            wrong.append(f"at token {at} of {shorten(probe.text)} training has {expected}, {library} {found}")
+            wrong.append(f"at token {at} of {shorten(probe.text)}, {library} has {found}; training had {expected}")
     total = count(len(proof.probes), "conversation")
-    message = (
-        f"{wrong[0]}; {len(wrong)} of {total} differ" if wrong else f"{library} gives the ids of training for {total}"
-    )
+    message = f"{wrong[0]}; {len(wrong)} of {total} differ" if wrong else f"{library} tokenizes {total} as in training"
     return Check(name="token ids", is_ok=not wrong, words=message, figures={"wrong": len(wrong)})
 
 
 def check_answers(proof: Proof, answers: Sequence[Sequence[int]], *, is_exact: bool) -> Check:
-    """Compare greedy answers token by token. If weights are rounded, the result is only reported.
+    """Compare greedy answers token by token. If the weights are rounded, the result is only reported.
 
-    Even with exact weights, a near tie can go the other way, so half of the answers must be the same.
+    With exact weights, half of the answers must be identical. Not all must be: near ties can still be decided
+    differently.
     """
     pairs = zip(proof.questions, answers, strict=True)
     same = [list(answer) == question.answer for question, answer in pairs]
@@ -129,16 +128,16 @@ def check_answers(proof: Proof, answers: Sequence[Sequence[int]], *, is_exact: b
 
 
 def check_stop(proof: Proof, stop_ids: Sequence[int], ended: Sequence[bool], *, is_list: bool = True) -> Check:
-    """Check that an artefact stops at the ids that end a reply in training.
+    """Check that an artefact stops at the token ids that end a reply in training.
 
-    Without `is_list` only the first id is required: a GGUF file names the ends of a turn and of a text, and no more.
+    Without `is_list`, only the first id is required: a GGUF file has no list, only an end of turn and an end of text.
     """
     missing = [number for number in proof.stop_ids[: None if is_list else 1] if number not in stop_ids]
     should_end = [own for question, own in zip(proof.questions, ended, strict=True) if question.ended]
     if missing:
-        message = f"it does not stop at id {missing[0]}, which ends a reply in training"
+        message = f"the artefact does not stop at token id {missing[0]}, which ends a reply in training"
     elif should_end and not any(should_end):
-        message = f"none of {count(len(should_end), 'answer')} ends, but all did in the trained model"
+        message = f"none of {count(len(should_end), 'answer')} ends, but all ended with the trained model"
     else:
         stop = proof.stop_ids[0] if proof.stop_ids else "none"
         tested = f"{sum(should_end)} of {len(should_end)} answers end" if should_end else "not tested: no answer ended"
@@ -153,30 +152,31 @@ def check_stop(proof: Proof, stop_ids: Sequence[int], ended: Sequence[bool], *, 
 
 @dataclass(frozen=True)
 class LogitDifference:
-    """How far two models are apart on the same tokens."""
+    """The difference between the logits of two models on the same tokens."""
 
     positions: int
     largest: float
-    """Largest difference of two logits. Each row is shifted to mean 0, because a constant changes no probability."""
+    """Largest difference of two logits. Each row is shifted to mean 0, because a constant does not change
+    probabilities."""
     mean: float
     same_top: float
-    """Share of positions with the same most likely token."""
+    """Share of positions at which both models have the same most likely token."""
     near_ties: int
-    """Positions with another most likely token that the reference rates almost as high."""
+    """Number of positions at which the most likely tokens differ but are almost equally likely in the reference."""
     kl: float
     """Mean Kullback-Leibler divergence from the reference, in nats."""
 
     @property
     def wrong_tops(self) -> int:
-        """Positions at which a clearly most likely token lost."""
+        """Number of positions at which the most likely tokens differ and are not a near tie."""
         return round(self.positions * (1 - self.same_top)) - self.near_ties
 
 
 def compare_logits(reference: Sequence[Logits], found: Sequence[Logits], *, tie: float) -> LogitDifference:
     """Compare logits [positions, vocabulary] of several texts; columns that pad a vocabulary are ignored.
 
-    Two tokens are a near tie if the reference rates them closer than `tie` standard deviations of its logits there.
-    The found logits do not decide that: the worse they are, the more ties they would have.
+    Two tokens are a near tie if their reference logits differ by less than `tie` standard deviations of the logits at
+    that position. The found logits are not used for this: the worse they are, the more ties they would have.
     """
     width = min(rows.shape[1] for rows in (*reference, *found))
     expected, got = (np.concatenate([part[:, :width] for part in own]).astype(np.float64) for own in (reference, found))
@@ -201,7 +201,7 @@ def compare_logits(reference: Sequence[Logits], found: Sequence[Logits], *, tie:
 
 
 def check_logits(name: str, reference: Sequence[Logits], found: Sequence[Logits]) -> Check:
-    """Compare logits with those of the trained model, within the bound of the artefact `name`, e.g. `gguf q8_0`."""
+    """Check that logits are within the bound of the artefact `name`, e.g. `gguf q8_0`, of the trained model's."""
     bound = bounds()["logits"][name]
     difference = compare_logits(reference, found, tie=bound["tie"])
     is_ok = (
@@ -229,40 +229,40 @@ def _log_sum_exp(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return top + np.log(np.exp(logits - top).sum(axis=1, keepdims=True))
 
 
-# Settings beside the weights.
+# Settings stored beside the weights.
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as a JSON file stores them, without keys that differ between files of the same model."""
+    """Return settings as stored in a JSON file, without keys that differ between files of the same model."""
     relevant = {key: value for key, value in settings.items() if key not in _IGNORED_KEYS}
     return json.loads(json.dumps(relevant, sort_keys=True, default=str))
 
 
 def check_settings(path: Path, tokenizer: Any, facts: ModelFacts, *, config: Any, generation: Any) -> Check:
-    """Compare a folder's settings, as transformers reads them, with the model's; an adapter has no `config`."""
+    """Compare a folder's settings, as read by transformers, with the model's; `config` is None for an adapter."""
     problems = _differences("generation_config.json", plain_settings(generation.to_dict()), facts.generation)
     if config is not None:
         problems += _differences("config.json", plain_settings(config.to_dict()), facts.config)
     written = json.loads((path / _TOKENIZER_CONFIG).read_text(encoding="utf-8"))
     for name in (f"{own}_token" for own in _SPECIAL_TOKENS):
-        # If a model has none, some tokenizer classes add their own.
+        # If a model has no such token, some tokenizer classes add their own.
         expected = facts.special_tokens.get(name)
         found = written.get(name) if expected is None else getattr(tokenizer, name, None)
         if found != expected:
-            problems.append(f"the tokenizer's `{name}` is {found!r} instead of {expected!r}")
+            problems.append(f"the tokenizer's `{name}` is {found!r}; expected {expected!r}")
     if written.get("model_max_length") != facts.max_length:
-        problems.append(f"`model_max_length` is {written.get('model_max_length')} instead of {facts.max_length}")
+        problems.append(f"`model_max_length` is {written.get('model_max_length')}; expected {facts.max_length}")
     if (path / _TEMPLATE_FILE).is_file() and "chat_template" in written:
         problems.append(
-            f"`{_TOKENIZER_CONFIG}` has a chat template besides `{_TEMPLATE_FILE}`; programs differ in which they use"
+            f"both `{_TOKENIZER_CONFIG}` and `{_TEMPLATE_FILE}` have a chat template; programs differ in which they use"
         )
-    message = "; ".join(problems[:MAX_SHOWN]) or "settings, stop ids and special tokens are the model's"
+    message = "; ".join(problems[:MAX_SHOWN]) or "settings, stop ids and special tokens match the model's"
     return Check(name="settings", is_ok=not problems, words=message, figures={"wrong": len(problems)})
 
 
 def _differences(file_name: str, found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return [
-        f"`{key}` in `{file_name}` is {shorten(found.get(key))} instead of {shorten(expected.get(key))}"
+        f"`{key}` in `{file_name}` is {shorten(found.get(key))}; expected {shorten(expected.get(key))}"
         for key in sorted({*found, *expected})
         if found.get(key) != expected.get(key)
     ]
@@ -272,7 +272,7 @@ def _differences(file_name: str, found: dict[str, Any], expected: dict[str, Any]
 
 
 def vocabulary_digest(tokenizer: LoadedTokenizer) -> dict[str, str]:
-    """Hash a tokenizer's tokens with their ids, and its merges if it has any."""
+    """Return hashes of a tokenizer's tokens with their ids, and of its merges if it has any."""
     vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)
     merges = orjson.loads(tokenizer.backend.to_str())["model"].get("merges")
     digest = {"words": _hash_tokens((number, token) for token, number in vocabulary.items())}
@@ -282,7 +282,7 @@ def vocabulary_digest(tokenizer: LoadedTokenizer) -> dict[str, str]:
 
 
 def gguf_vocabulary_digest(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Hash the tokens and merges in the metadata of a GGUF file; unused rows are skipped."""
+    """Return hashes of the tokens and merges in the metadata of a GGUF file; unused tokens are skipped."""
     tokens, types = (fields.get(f"tokenizer.ggml.{name}") or [] for name in ("tokens", "token_type"))
     pairs = zip(tokens, types, strict=False)
     digest = {"words": _hash_tokens((number, token) for number, (token, kind) in enumerate(pairs) if kind != UNUSED)}
@@ -304,6 +304,6 @@ def _hash(lines: Iterable[str]) -> str:
 
 
 def shorten(value: Any) -> str:
-    """Return the repr of a value, cut to 40 characters."""
+    """Return the repr of a value, truncated to 40 characters."""
     text = repr(value)
     return text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."

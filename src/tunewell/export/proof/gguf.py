@@ -1,4 +1,4 @@
-"""Prove a GGUF file: its metadata, each of its tensors, and what llama.cpp computes with it."""
+"""Verify a GGUF file: its metadata, each tensor, and the output of llama.cpp."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,18 +38,18 @@ _SPECIAL_ID_FIELDS = {
     "bos": "bos_token_id",
     "eos": "eos_token_id",
     "unk": "unknown_token_id",
-    "sep": "seperator_token_id",  # the spelling of GGUF
+    "sep": "seperator_token_id",  # misspelled in GGUF
     "pad": "padding_token_id",
     "mask": "mask_token_id",
 }
 _SPARE_TOKENS = 64
 _SMALL_FILE_BYTES = 64 * 2**20
 _PYTHON_TYPES = frozenset({"Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1"})
-"""Types that the `gguf` package can quantise by itself."""
+"""Types that the `gguf` package can quantise without llama.cpp."""
 
 
 def prove_gguf(artefact: Artefact, context: ProofContext) -> list[Check]:
-    """Read a file with the `gguf` package, then load it in llama.cpp."""
+    """Read a file with the `gguf` package, load it in llama.cpp, and compare it with the trained model."""
     path, proof, reference = context.folder / artefact.path, context.proof, context.reference
     file_checks = []
     window = None
@@ -62,7 +62,7 @@ def prove_gguf(artefact: Artefact, context: ProofContext) -> list[Check]:
         ]
     tokenizer = load_tokenizer(path)
     file_checks.append(check_template(proof, tokenizer.chat_template, tokenizer.special_tokens))
-    # If llama.cpp ignores the sliding window, it computes texts beyond it differently. The export has a note on that.
+    # If llama.cpp ignores the sliding window, it computes longer texts differently. The export has a note on this.
     pairs = [
         (probe, logits)
         for probe, logits in zip(proof.probes, reference.logits, strict=True)
@@ -80,7 +80,7 @@ def prove_gguf(artefact: Artefact, context: ProofContext) -> list[Check]:
         answer_ids = [list(answer) for answer in answers]
         ended = [answer.ended == "end" for answer in answers]
         ids_check = check_ids(proof, lambda probe: _tokenize(model, probe), library="llama.cpp")
-    # Each long probe has its own context: a longer context makes some models compute short texts differently.
+    # Each long probe has its own context, because a longer context makes some models compute short texts differently.
     for probe in (probe for probe, _ in pairs if probe.is_long):
         with _open_model(path, len(probe.ids)) as model:
             found += _last_logits(model, [probe], proof.num_positions, context.progress)
@@ -98,7 +98,7 @@ def prove_gguf(artefact: Artefact, context: ProofContext) -> list[Check]:
 
 
 def check_gguf_fields(path: Path, settings: Settings, facts: ModelFacts, stop_ids: Sequence[int]) -> Check:
-    """Compare a file's metadata, special tokens and vocabulary with the model's."""
+    """Compare the metadata, special tokens and vocabulary of a file with the model's."""
     found = read_metadata(path)
     expected: dict[str, Any] = {"general.architecture": settings.gguf_name, **metadata_fields(settings)}
     for name, field in _SPECIAL_ID_FIELDS.items():
@@ -108,7 +108,7 @@ def check_gguf_fields(path: Path, settings: Settings, facts: ModelFacts, stop_id
     if facts.license:
         expected["general.license"] = facts.license
     problems = [
-        f"`{key}` is {shorten(found.get(key))} instead of {shorten(value)}"
+        f"`{key}` is {shorten(found.get(key))}; expected {shorten(value)}"
         for key, value in expected.items()
         if not _is_same(found.get(key), value)
     ]
@@ -121,8 +121,8 @@ def check_gguf_fields(path: Path, settings: Settings, facts: ModelFacts, stop_id
         problems.append(f"`tokenizer.ggml.eot_token_id` is {end_of_turn}, which does not end a reply in training")
     for part, digest in gguf_vocabulary_digest(found).items():
         if facts.vocabulary.get(part) not in (None, digest):
-            problems.append(f"its {part} are not those of the tokenizer")
-    message = "; ".join(problems[:MAX_SHOWN]) or f"{len(expected)} fields and the vocabulary are the model's"
+            problems.append(f"the {part} of the vocabulary differ from the tokenizer's")
+    message = "; ".join(problems[:MAX_SHOWN]) or f"{len(expected)} fields and the vocabulary match the model's"
     figures = {"fields": len(expected), "wrong": len(problems)}
     return Check(name="settings", is_ok=not problems, words=message, figures=figures)
 
@@ -130,7 +130,7 @@ def check_gguf_fields(path: Path, settings: Settings, facts: ModelFacts, stop_id
 def check_gguf_tensors(
     path: Path, settings: Settings, sketches: Mapping[str, Sketch], rounded: Mapping[str, Rows]
 ) -> Check:
-    """Dequantise a file tensor by tensor with the `gguf` package, and compare each with the trained one."""
+    """Dequantise every tensor of a file with the `gguf` package, and compare it with the trained tensor."""
     expected = _expected_tensors(settings, sketches, rounded)
     names = [entry.name for entry in read_tensor_table(path)]
     return check_tensors(
@@ -143,12 +143,12 @@ def check_gguf_tensors(
 def quantized_sketches(
     files: Iterable[Path], model: PreTrainedModel, settings: Settings, sketches: Mapping[str, Sketch]
 ) -> dict[str, Rows]:
-    """Quantise the merged weights as these files do, and return the sketch rows by `type/tensor`.
+    """Quantise the merged weights to the types of these files, and return the sketch rows by `type/tensor`.
 
-    The writer of the files is not used. Types that neither the `gguf` package nor llama.cpp's library can quantise are
-    left out.
+    This does not use the GGUF writer, so it can detect bugs in it. Types that neither the `gguf` package nor llama.cpp
+    can quantise are left out.
     """
-    gguf = import_optional("gguf", extra="export", purpose="proving a GGUF file")
+    gguf = import_optional("gguf", extra="export", purpose="verifying a GGUF file")
     sources = {
         tensor.name: tensor.sources[0]
         for tensor in name_tensors(_SketchedWeights(sketches, settings), settings)
@@ -168,7 +168,7 @@ def quantized_sketches(
 
 
 class _SketchedWeights(WeightFiles):
-    """The trained tensors as the GGUF writer sees them, with names and shapes but without values."""
+    """The names and shapes of the trained tensors, in the form that the GGUF writer reads, without values."""
 
     def __init__(self, sketches: Mapping[str, Sketch], settings: Settings) -> None:
         self.sketches: dict[str, Sketch] = {}
@@ -188,7 +188,7 @@ class _SketchedWeights(WeightFiles):
 def _expected_tensors(
     settings: Settings, sketches: Mapping[str, Sketch], rounded: Mapping[str, Rows]
 ) -> dict[str, tuple[Sketch, dict[str, Rows]]]:
-    """Return the sketch of each tensor of a file in llama.cpp's names and row order, and its rounded rows by type."""
+    """Return the sketch and the rounded rows of each tensor, with llama.cpp's names and row order."""
     weights = _SketchedWeights(sketches, settings)
     expected: dict[str, tuple[Sketch, dict[str, Rows]]] = {
         name: (sketch(torch.from_numpy(np.asarray(table))), {}) for name, table in rope_tables(settings).items()
@@ -207,7 +207,7 @@ def _stored_sketch(weights: _SketchedWeights, tensor: NamedTensor, settings: Set
     sources = [weights.sketches[name] for name in tensor.sources]
     own = sources[0]
     if tensor.is_stacked:
-        # Norms of single heads: every value is a row, so their rows follow each other.
+        # Norms of single heads: every value is a row, so the rows are concatenated.
         rows = np.concatenate([source.rows for source in sources])
         own = Sketch((len(rows),), rows, np.abs(rows[:, 0]))
     if tensor.is_interleaved:
@@ -216,13 +216,13 @@ def _stored_sketch(weights: _SketchedWeights, tensor: NamedTensor, settings: Set
 
 
 def _interleave(rows: Rows, settings: Settings) -> Rows:
-    """Reorder the rows of queries and keys: llama.cpp stores rotary pairs as neighbours."""
+    """Reorder the rows of queries and keys as in llama.cpp, which stores rotary pairs in adjacent rows."""
     half = settings.values["head_dim"] // 2
     return rows.reshape(-1, 2, half, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def _compare_file(path: Path, expected: Mapping[str, tuple[Sketch, dict[str, Rows]]]) -> Iterator[Compared]:
-    gguf = import_optional("gguf", extra="export", purpose="proving a GGUF file")
+    gguf = import_optional("gguf", extra="export", purpose="verifying a GGUF file")
     from gguf.quants import dequantize
 
     for tensor in gguf.GGUFReader(path).tensors:
@@ -241,7 +241,7 @@ def _is_same(found: Any, expected: Any) -> bool:
 
 
 def _open_model(path: Path, num_tokens: int) -> LlamaModel:
-    # In a small model threads wait for each other longer than they compute.
+    # With a small model, threads spend more time waiting for each other than computing.
     threads = 1 if path.stat().st_size < _SMALL_FILE_BYTES else None
     return find_llama().open(path, context=num_tokens + _SPARE_TOKENS, threads=threads)
 
@@ -249,7 +249,7 @@ def _open_model(path: Path, num_tokens: int) -> LlamaModel:
 def _tokenize(model: LlamaModel, probe: Probe) -> list[int]:
     text = probe.text
     if model.adds_bos and model.bos is not None:
-        # llama.cpp adds the BOS token; its programs first remove one that the template wrote.
+        # llama.cpp adds the BOS token; its programs first remove the one that the template wrote.
         text = text.removeprefix(model.piece(model.bos).decode("utf-8", "replace"))
     return model.tokenize(text, add_special=True, parse_special=True)
 
@@ -263,7 +263,7 @@ def _last_logits(model: LlamaModel, probes: Sequence[Probe], number: int, progre
 
 
 def _find_rounding(kind: str) -> Rounding | None:
-    """Return a function that quantises and dequantises rows; None if nothing here can do it for this type."""
+    """Return a function that quantises and dequantises rows, or None if no library supports this type."""
     import gguf
     from gguf.quants import dequantize, quantize
 

@@ -1,4 +1,4 @@
-"""The reference of a proof: how the trained model tokenizes, computes and answers, and a sketch of every tensor."""
+"""The reference of a verification: token ids, logits and answers of the trained model, and a sketch of every tensor."""
 
 import json
 from collections.abc import Sequence
@@ -41,23 +41,23 @@ _MAX_QUESTIONS = 8
 _MAX_LOGIT_BYTES = 64 * 2**20
 _MAX_POSITIONS = 8
 _PROBE, _ROUNDED = "probe-", "rounded/"
-# Every artefact reads the long probe in fp32: at 2,560 tokens a model of 4 B takes minutes on a CPU.
+# Every artefact computes the long probe in fp32. With 2,560 tokens, a 4B model takes minutes on a CPU.
 _LONG_TOKENS, _MAX_LONG_TOKENS, _TOKENS_BEYOND = 512, 2_560, 64
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The numbers that an export is compared with: `proof.safetensors`."""
+    """The arrays with which an export is compared; the contents of `proof.safetensors`."""
 
     logits: list[Logits]
-    """Of each probe's last positions."""
+    """Logits of each probe's last positions."""
     sketches: dict[str, Sketch]
-    """Of each tensor after the merge. Empty in exports of early versions."""
+    """Sketch of each tensor after the merge; empty in exports of early versions."""
     rounded: dict[str, Rows] = field(default_factory=dict)
     """Sketch rows of trained tensors rounded to a GGUF type, by `type/tensor`."""
 
     def save(self, path: Path) -> None:
-        """Write all numbers into one safetensors file."""
+        """Write all arrays to one safetensors file."""
         logits = {f"{_PROBE}{index:02d}": np.ascontiguousarray(rows) for index, rows in enumerate(self.logits)}
         rounded = {_ROUNDED + name: rows.astype(np.float32) for name, rows in self.rounded.items()}
         save_file(logits | as_arrays(self.sketches) | rounded, path)
@@ -75,7 +75,7 @@ class Reference:
                 {name.removeprefix(_ROUNDED): rows.astype(np.float64) for name, rows in rounded.items()},
             )
         except FileNotFoundError:
-            raise UserError(f"`{path}` is missing, so there is nothing to compare with") from None
+            raise UserError(f"`{path}` is missing, so the export cannot be compared with the trained model") from None
         except (SafetensorError, KeyError, ValueError) as error:
             raise UserError(
                 f"`{path}` is damaged", where=str(error).splitlines()[0], fix="export again with `tunewell export`"
@@ -83,7 +83,7 @@ class Reference:
 
 
 def make_reference(model: ChatModel, *, answer_tokens: int, progress: ProgressListener) -> tuple[Proof, Reference]:
-    """Record the trained model before anything is merged or written; the artefacts are added to the proof later."""
+    """Record the trained model before it is merged or exported; `complete_proof` adds the artefacts later."""
     probes, notes = _make_probes(model, answer_tokens)
     num_positions = _num_positions(len(probes), model.model.config.get_text_config().vocab_size)
     logits = last_logits(
@@ -122,7 +122,7 @@ def make_reference(model: ChatModel, *, answer_tokens: int, progress: ProgressLi
 
 
 def check_merge(model: ChatModel, proof: Proof, reference: Reference) -> None:
-    """Raise UserError if the merged weights are not the trained model. Later, rounding would hide the difference."""
+    """Raise UserError if the merged weights differ from the trained model; later, rounding would hide a difference."""
     prompts = [probe.ids for probe in proof.probes]
     logits = last_logits(model.model, prompts, number=proof.num_positions)
     weights = dict(model.model.named_parameters())
@@ -133,7 +133,7 @@ def check_merge(model: ChatModel, proof: Proof, reference: Reference) -> None:
     for check in checks:
         if not check.is_ok:
             raise UserError(
-                f"the merged weights are not the trained model: {check.words}",
+                f"the merged weights differ from the trained model: {check.words}",
                 where=f"allowed: {check.bound}",
                 fix="this is a bug in tunewell; the adapter itself can be exported",
             )
@@ -142,7 +142,7 @@ def check_merge(model: ChatModel, proof: Proof, reference: Reference) -> None:
 def complete_proof(
     proof: Proof, folder: Path, artefacts: Sequence[Artefact], *, notes: Sequence[str], license: str | None
 ) -> Proof:
-    """Add the artefacts and the hashes of the files in a folder to a proof."""
+    """Return a copy of the proof record with the artefacts, notes, licence and file hashes of an export."""
     assert proof.model is not None
     return proof.model_copy(
         update={
@@ -155,7 +155,7 @@ def complete_proof(
 
 
 def find_stop_ids(model: ChatModel) -> list[int]:
-    """Return the ids that end a reply, the template's end of turn first."""
+    """Return the token ids that end a reply, the template's end-of-turn token first."""
     assert model.masker is not None
     marker = model.masker.frame.end_marker
     end_of_turn = model.tokenizer.backend.token_to_id(marker) if marker else None
@@ -163,15 +163,15 @@ def find_stop_ids(model: ChatModel) -> list[int]:
 
 
 def probe_messages() -> list[list[dict[str, str]]]:
-    """Return the conversations that every export is tested with: system prompts, turns, scripts, spaces, digits."""
+    """Return the test conversations of every export: system prompts, several turns, scripts, spaces and digits."""
     lines = files("tunewell.export.proof").joinpath("probes.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["messages"] for line in lines]
 
 
 def long_probe_length(config: PreTrainedConfig, answer_tokens: int = ANSWER_TOKENS) -> tuple[int, str | None]:
-    """Return the length of the long probe in tokens, and a note on what it does not reach.
+    """Return the length of the long probe in tokens, and a note if it is too short for this model.
 
-    Models compute differently beyond a sliding window, and beyond the context length before RoPE scaling.
+    Models compute differently beyond a sliding window, and beyond the original context length with RoPE scaling.
     """
     text: Any = config.get_text_config()
     max_length = getattr(text, "max_position_embeddings", None) or _MAX_LONG_TOKENS
@@ -183,12 +183,12 @@ def long_probe_length(config: PreTrainedConfig, answer_tokens: int = ANSWER_TOKE
     last = max((limit for limit in limits if limit and limit < max_length), default=0)
     enough = max(_LONG_TOKENS, last + _TOKENS_BEYOND if last else 0)
     length = min(enough, _MAX_LONG_TOKENS, max_length - answer_tokens)
-    note = f"not tested beyond {length:,} tokens, but this model computes differently from {last:,} tokens on"
+    note = f"not tested beyond {length:,} tokens, but this model computes differently beyond {last:,} tokens"
     return length, note if length <= last else None
 
 
 def _make_probes(model: ChatModel, answer_tokens: int) -> tuple[list[Probe], list[str]]:
-    """Render the probes as training does. A conversation that the template rejects is left out."""
+    """Return the probes, rendered as in training, with notes; conversations that the template rejects are left out."""
     probes = [probe for messages in probe_messages() if (probe := _make_probe(model, messages)) is not None]
     if not probes:
         raise UserError(
@@ -199,7 +199,7 @@ def _make_probes(model: ChatModel, answer_tokens: int) -> tuple[list[Probe], lis
     if (long := _make_long_probe(model, probes, length)) is not None:
         return [*probes, long], [note] if note else []
     longest = max(len(probe.ids) for probe in probes)
-    return probes, [f"not tested beyond {longest} tokens: the model's context is hardly longer"]
+    return probes, [f"not tested beyond {longest} tokens: the model's context length is not much longer"]
 
 
 def _make_probe(model: ChatModel, messages: list[dict[str, str]]) -> Probe | None:
@@ -212,7 +212,7 @@ def _make_probe(model: ChatModel, messages: list[dict[str, str]]) -> Probe | Non
 
 
 def _make_long_probe(model: ChatModel, probes: Sequence[Probe], length: int) -> Probe | None:
-    """Repeat the questions of all probes in one message, up to `length` tokens; None if that is not longer."""
+    """Return a probe that repeats all questions up to `length` tokens, or None if it is not the longest probe."""
     texts = [message["content"] for probe in probes for message in probe.messages if message["role"] == "user"]
     longest = None
     for num_lines in range(1, length):
@@ -227,12 +227,12 @@ def _make_long_probe(model: ChatModel, probes: Sequence[Probe], length: int) -> 
 
 
 def _num_positions(num_probes: int, vocab_size: int) -> int:
-    """Return how many positions of each probe are kept, so that all logits are a few megabytes."""
+    """Return the number of positions to store for each probe, so that the logits take 64 MiB at most in total."""
     return int(min(_MAX_POSITIONS, max(1, _MAX_LOGIT_BYTES // max(1, num_probes * vocab_size * 4))))
 
 
 def _held_out_prompts(model: ChatModel) -> list[list[int]]:
-    """Return held-out questions of the run, if its corpus still exists."""
+    """Return held-out questions of the run as token ids, or an empty list if its corpus is unknown."""
     if model.ref.corpus is None:
         return []
     held_out = open_corpus(model.ref.corpus).held_out
@@ -244,7 +244,7 @@ def _model_facts(
 ) -> ModelFacts:
     generation = deepcopy(model.model.generation_config)
     assert generation is not None
-    # Replies end as in training, whatever the base model's settings say. Nothing is padded.
+    # Replies end as in training, whatever the base model's settings are. There is no padding.
     generation.eos_token_id, generation.pad_token_id = stop_ids or None, None
     special = model.tokenizer.special_tokens
     special_ids = {name: model.tokenizer.backend.token_to_id(text) for name, text in special.items() if text}
@@ -261,25 +261,26 @@ def _model_facts(
 
 
 class ProofUnavailable(UserError):
-    """The proof cannot be made because something outside of the export is missing. It does not count against it."""
+    """Raised if the verification cannot run because something outside of the export is missing; not a failed check."""
 
 
 @dataclass(frozen=True)
 class ProofContext:
-    """One export, as it is on disk."""
+    """An export on disk, with its reference and the options of the verification."""
 
     folder: Path
     proof: Proof
     reference: Reference
     progress: ProgressListener
     base: str | None = None
-    """The base model of an adapter, if it has moved since the export."""
+    """New location of the adapter's base model, if it has moved since the export."""
     allow_pickle: bool = False
 
     @property
     def answer_tokens(self) -> int:
-        """Return how many tokens the trained model could generate for each question.
+        """The limit on generated tokens per question.
 
-        An answer that did not end has exactly that many. If all ended, one token more than the longest shows the same.
+        An answer that did not end has exactly as many tokens as the limit in the reference. If all answers ended, one
+        token more than the longest is enough to repeat them.
         """
         return max((len(question.answer) + question.ended for question in self.proof.questions), default=1)

@@ -1,9 +1,9 @@
-"""Compare every tensor of an artefact with the trained one by random-sign sketches, within its rounding error.
+"""Compare every tensor of an artefact with the trained tensor by random-sign sketches, within the rounding error.
 
-A sketch is a few numbers for each row of a tensor. They measure how far any other tensor is from it.
+A sketch is a few values for each row of a tensor, from which the distance to any other tensor can be estimated.
 
 The product of a difference d with a vector of random signs has mean 0 and variance |d|^2. So a few products per row
-measure |d| without a second copy of the weights:
+estimate |d| without a second copy of the weights:
 
     tensor [R, C] @ signs [C, 4]  ->  rows [R, 4]        (row - other row) . sign  ~  |row - other row|
 """
@@ -28,7 +28,7 @@ from tunewell.records.parity import Check
 
 Rows = npt.NDArray[np.float64]
 Rounding = Callable[[Tensor], Tensor]
-"""Stores rows in a file's format and reads them back."""
+"""Function that converts rows to a file's number format and back."""
 NUM_SIGNS = 4
 _SEED = 20_261_115
 _NUMBERS_AT_ONCE = 1 << 22
@@ -37,20 +37,20 @@ _ROWS, _LENGTHS, _CHANGE, _DIRECTION = "rows/", "lengths/", "change/", "directio
 
 @dataclass(frozen=True)
 class Sketch:
-    """The sketch of one tensor. In a tensor of one dimension every number is a row."""
+    """The sketch of one tensor. In a one-dimensional tensor, every value is a row."""
 
     shape: tuple[int, ...]
     rows: Rows
-    """[R, signs], plus one column if there is a direction. [R, 1] with the values themselves for one dimension."""
+    """[R, NUM_SIGNS], plus one column if there is a direction. For a one-dimensional tensor, its values: [R, 1]."""
     lengths: Rows
     """Euclidean norm of each row: [R]."""
     direction: Rows | None = None
-    """The direction in which training changed the rows most, with the norm of a sign vector: [C]."""
+    """The direction in which training changed the rows most, scaled to the norm of a sign vector: [C]."""
     change: Rows | None = None
-    """What training added to the last column of `rows`: [R, 1]."""
+    """The change of the last column of `rows` by training: [R, 1]."""
 
     def map_rows(self, change: Callable[[Rows], Rows]) -> "Sketch":
-        """Return the sketch after a permutation of the rows, or an operation on the values of one dimension."""
+        """Return the sketch after a permutation of rows, or after an operation on the values of a 1-D tensor."""
         rows = change(self.rows)
         lengths = np.abs(rows[:, 0]) if len(self.shape) < 2 else change(self.lengths[:, None])[:, 0]
         added = None if self.change is None else change(self.change)
@@ -58,7 +58,7 @@ class Sketch:
 
 
 def sketch(tensor: Tensor, direction: Rows | None = None, *, rounding: Rounding | None = None) -> Sketch:
-    """Sketch a tensor in fp64, some rows at a time; with `rounding`, sketch the rounded tensor."""
+    """Return the sketch of a tensor, or of the rounded tensor if `rounding` is given; computed in fp64."""
     shape = tuple(tensor.shape)
     rows = tensor.detach().reshape(-1, shape[-1] if len(shape) > 1 else 1)
     if len(shape) < 2:
@@ -79,10 +79,10 @@ def sketch(tensor: Tensor, direction: Rows | None = None, *, rounding: Rounding 
 
 @torch.no_grad()
 def sketch_model(model: PreTrainedModel) -> tuple[dict[str, Sketch], dict[str, str]]:
-    """Sketch every weight as it will be after the merge; also return the other names of tied weights.
+    """Return the sketch of every weight after the merge, and the other names of tied weights.
 
-    The sketch of an adapter is added to the sketch of its layer. The weights are not merged, so that a bug in merging
-    cannot hide here.
+    The sketch of an adapter is added to the sketch of its layer. The weights themselves are not merged, so a bug in
+    merging does not affect the sketches.
     """
     adapted = {f"{name}.weight": layer for name, layer in adapter_layers(model).items()}
     sketches: dict[str, Sketch] = {}
@@ -98,7 +98,7 @@ def sketch_model(model: PreTrainedModel) -> tuple[dict[str, Sketch], dict[str, s
 
 
 def as_arrays(sketches: Mapping[str, Sketch]) -> dict[str, npt.NDArray[np.float32]]:
-    """Return the numbers of sketches under the names they have in a safetensors file."""
+    """Return the arrays of sketches by their names in a safetensors file."""
     arrays = {}
     for name, own in sketches.items():
         arrays[_ROWS + name] = own.rows.astype(np.float32)
@@ -111,7 +111,7 @@ def as_arrays(sketches: Mapping[str, Sketch]) -> dict[str, npt.NDArray[np.float3
 
 
 def from_arrays(arrays: Mapping[str, npt.NDArray[np.float32]], shapes: Mapping[str, list[int]]) -> dict[str, Sketch]:
-    """Return the sketches in the arrays of a file; raise KeyError if one is missing."""
+    """Return the sketches from the arrays of a file; raise KeyError if one is missing."""
     sketches = {}
     for name, shape in shapes.items():
         rows = arrays[_ROWS + name].astype(np.float64)
@@ -124,7 +124,7 @@ def from_arrays(arrays: Mapping[str, npt.NDArray[np.float32]], shapes: Mapping[s
 
 
 def _sketch_merged(weight: Tensor, layer: AdapterLayer) -> Sketch:
-    """Sketch the merged weight: the products of the frozen weight plus those of its change; norms of the sums."""
+    """Return the sketch of a merged weight: the sum of the products of the frozen weight and of its change."""
     direction = _largest_direction(layer)
     base = sketch(weight, direction)
     signs = _sign_vectors(base.shape[-1])
@@ -142,16 +142,17 @@ def _sketch_merged(weight: Tensor, layer: AdapterLayer) -> Sketch:
 
 
 def _largest_direction(layer: AdapterLayer) -> Rows | None:
-    """Return the input that merging changes most, with the norm of a sign vector; None if nothing changes.
+    """Return the input direction that the adapter changes most, scaled to the norm of a sign vector, or None.
 
-    It is rounded to fp32, as the file stores it, so that later products are the same.
+    None means that the adapter changes nothing. The direction is rounded to fp32, as in the file, so that later
+    products are the same.
     """
     direction = layer.change_direction()
     return None if direction is None else (direction * len(direction) ** 0.5).float().double().numpy()
 
 
 def _named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight under its name after the merge; tied weights come under each of their names."""
+    """Yield every weight with its name after the merge; tied weights are yielded once for each name."""
     for name, weight in model.named_parameters(remove_duplicate=False):
         if name.endswith((".lora_A", ".lora_B")):
             continue
@@ -160,7 +161,7 @@ def _named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 @cache
 def _sign_vectors(width: int) -> Rows:
-    """Draw the sign vectors. They never change: PCG64 guarantees its stream of raw bits."""
+    """Return the sign vectors. They never change, because PCG64 guarantees its stream of raw bits."""
     words = np.random.PCG64([_SEED, width]).random_raw(-(-width * NUM_SIGNS // 64))
     bits = np.unpackbits(np.asarray(words, "<u8").view(np.uint8))[: width * NUM_SIGNS]
     return (bits.reshape(width, NUM_SIGNS) * 2.0 - 1.0).astype(np.float64)
@@ -168,20 +169,20 @@ def _sign_vectors(width: int) -> Rows:
 
 # Comparison.
 
-# How the constants work together. Let r be a type's bound on |error| / |tensor| (`bounds.json`, about twice what
-# weights usually have) and N the number of products in the sketch, R rows by NUM_SIGNS.
+# The constants of the comparison. Let r be a type's bound on |error| / |tensor| (`bounds.json`, about twice the usual
+# value) and N the number of products in the sketch: R rows times NUM_SIGNS.
 #
-# 1. whole tensor  |error| <= r |tensor|. The sketch measures |error| with a relative deviation of 1/sqrt(2N), so four
-#                  of these are added.
-# 2. each row      a product is normal with deviation |row error| <= r |row|. Up to _MAX_DEVIATIONS = 6 are allowed:
-#                  of 10 million rows one is expected beyond 5.4 by chance. _FLOOR adds 1% of the mean row norm, because
-#                  blocks that span a nearly empty row and others have the step of the others.
-# 3. format        what a type rounds is known exactly (`Compared.rounded`), up to the version of the arithmetic:
-#                  _OTHER_VERSION = 30% of bound 1 is allowed, far below the error of other weights.
-# 4. scale         a regression of the found rows on the expected ones. Its doubt is 6 deviations of the residual, plus
-#                  _BIAS = 10% of r: rounding to the nearest is unbiased except for the smallest numbers.
-# 5. change        a regression of the found change on the trained change (see _Changes): _STRENGTH = 3% plus 6
-#                  deviations of the residual. It is reported only where the doubt is below _REPORTED = 25%.
+# 1. whole tensor  |error| <= r |tensor|. The sketch estimates |error| with a relative standard deviation of 1/sqrt(2N),
+#                  so four standard deviations are added.
+# 2. each row      A product is normally distributed with standard deviation |row error| <= r |row|. Up to
+#                  _MAX_DEVIATIONS = 6 are allowed: of 10 million rows, one is expected beyond 5.4 by chance. _FLOOR
+#                  adds 1% of the mean row norm, because a nearly empty row may share a block and its step with others.
+# 3. format        The rounded tensor is known exactly (`Compared.rounded`), except for differences between versions of
+#                  the library: _OTHER_VERSION = 30% of bound 1 is allowed, far below the error of different weights.
+# 4. scale         A regression of the found rows on the expected rows. Its uncertainty is 6 standard deviations of the
+#                  residual, plus _BIAS = 10% of r: rounding to nearest is unbiased except for the smallest values.
+# 5. change        A regression of the found change on the trained change (see _Changes): _STRENGTH = 3% plus 6 standard
+#                  deviations of the residual. It is reported only if the uncertainty is below _REPORTED = 25%.
 _MAX_DEVIATIONS = 6
 _FLOOR = 0.01
 _OTHER_VERSION = 0.3
@@ -190,13 +191,13 @@ _STRENGTH = 0.03
 _REPORTED = 0.25
 _MAX_SHOWN = 3
 UNBLOCKED_TYPES = frozenset({"F32", "F16", "BF16"})
-"""Types that round number by number, and not in blocks."""
+"""Types that round each value separately, not in blocks."""
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One tensor of an artefact beside the trained one."""
+    """A tensor of an artefact, paired with the trained tensor."""
 
     name: str
     kind: str
@@ -204,25 +205,25 @@ class Compared:
     trained: Sketch
     found: Sketch
     rounded: Rows | None = None
-    """Rows of the sketch of the trained tensor after rounding to this format, if that was computed."""
+    """Sketch rows of the trained tensor after rounding to this format, if they were computed."""
 
     @property
     def expected_rows(self) -> Rows | None:
-        """The rows that a correct file has up to unbiased rounding; None if they are unknown."""
+        """The rows of a correct file, apart from unbiased rounding; None if they are unknown."""
         return self.trained.rows if self.kind in UNBLOCKED_TYPES else self.rounded
 
 
 def compare_weights(
     weights: Mapping[str, torch.Tensor], trained: Mapping[str, Sketch], kind: str
 ) -> Iterator[Compared]:
-    """Pair the weights of a loaded model with the trained ones of the same name."""
+    """Yield the weights of a loaded model, paired with the trained weights of the same name."""
     for name, own in trained.items():
         if name in weights:
             yield Compared(name, kind, own, sketch(weights[name], own.direction))
 
 
 def check_tensors(pairs: Iterable[Compared], *, missing: Iterable[str], unknown: Iterable[str]) -> Check:
-    """Check that every tensor is present, is the trained one, and contains the full change of training."""
+    """Check that every tensor is present, matches the trained tensor, and contains the full change by training."""
     problems = [f"`{name}` is missing" for name in missing]
     problems += [f"`{name}` is not a tensor of the model" for name in unknown]
     changes = _Changes()
@@ -246,7 +247,7 @@ def check_tensors(pairs: Iterable[Compared], *, missing: Iterable[str], unknown:
     ranges = ", ".join(f"{kind} within {error:.1e}" for kind, error in errors.items())
     message = f"{count(num_tensors, 'tensor')}: {ranges} of the trained weights"
     if strength is not None:
-        message += f"; {strength:.1%} of the change of training is present"
+        message += f"; {strength:.1%} of the change by training is present"
     if problems:
         more = f"; {len(problems)} in all" if len(problems) > _MAX_SHOWN else ""
         message = "; ".join(problems[:_MAX_SHOWN]) + more
@@ -257,13 +258,13 @@ def check_tensors(pairs: Iterable[Compared], *, missing: Iterable[str], unknown:
 
 
 def _find_problem(pair: Compared) -> str | None:
-    """Return what is wrong with a tensor; None if it is the trained one. The steps are numbered as above."""
+    """Return the problem with a tensor, or None if it matches the trained tensor. Steps are numbered as above."""
     trained, found, name = pair.trained, pair.found, pair.name
     bound = bounds()["tensors"].get(pair.kind)
     if bound is None:
-        return f"`{name}` is stored as {pair.kind}, a format without a known bound"
+        return f"`{name}` is stored as {pair.kind}, which has no known error bound"
     if trained.rows.shape != found.rows.shape:
-        return f"`{name}` has the shape {found.shape} instead of {trained.shape}"
+        return f"`{name}` has the shape {found.shape}; expected {trained.shape}"
     if not np.isfinite(found.rows).all():
         return f"`{name}` contains NaN or infinity"
     error = (found.rows - trained.rows)[:, :NUM_SIGNS]
@@ -277,7 +278,7 @@ def _find_problem(pair: Compared) -> str | None:
     if _norm(error) > allowed:
         off = _norm(error) / norm if norm else math.inf
         return f"`{name}` differs by {off:.2%} of its norm; {pair.kind} rounds by at most {relative:.2%}"
-    # 2. each row; in one dimension a row is a number, and its error itself is bounded
+    # 2. each row; in a one-dimensional tensor a row is a single value, and its error itself is bounded
     deviations = _MAX_DEVIATIONS if width > 1 else 1
     per_row = deviations * (relative * (trained.lengths + _FLOOR * norm / math.sqrt(num_rows)) + smallest)
     beyond = np.abs(error).max(axis=1) > per_row
@@ -300,10 +301,10 @@ def _find_problem(pair: Compared) -> str | None:
 
 
 class _Changes:
-    """Measures which share of the adapter is in the file: in all, in each layer, in each kind of tensor.
+    """The share of the adapter's change that is present in a file: in total, by layer, and by kind of tensor.
 
-    An adapter changes a tensor by less than rounding does. Along the direction of its largest change, over all rows of
-    many tensors, the share is still known to a percent.
+    An adapter changes a tensor by less than rounding does. But along the direction of its largest change, over all rows
+    of many tensors, the share can be measured to a percent.
     """
 
     def __init__(self) -> None:
@@ -311,32 +312,32 @@ class _Changes:
         self._reported: Rows = np.zeros(5)
 
     def add(self, pair: Compared) -> None:
-        """Add a tensor, if training changed it."""
+        """Add a tensor to the measurement, if training changed it."""
         change = pair.trained.change
         if change is None or not change.any():
             return
         self._reported = self._reported + _sums(change, pair.found.rows - pair.trained.rows)
-        # Rounding in blocks can undo a change if the base was quantised to the same grid. So the trained tensor rounded
-        # the same way is expected, and not the trained tensor.
+        # Rounding in blocks can undo a change if the base was quantised to the same grid. So the file is compared with
+        # the trained tensor after the same rounding.
         if pair.expected_rows is not None:
             for group in self._groups(pair.name):
                 self._sums[group] = self._sums.get(group, 0) + _sums(change, pair.found.rows - pair.expected_rows)
 
     @property
     def strength(self) -> float | None:
-        """The share of the change in the file; None if rounding hides it, or if training added nothing."""
+        """The share of the change that is present; None if rounding hides it, or if training changed nothing."""
         if not self._reported[1]:
             return None
         off, doubt = _regress(self._reported)
         return 1 + off if doubt < _REPORTED else None
 
     def problems(self) -> list[str]:
-        """Return a message for each group with another share than a correctly rounded file."""
+        """Return a message for each group whose share differs from that of a correctly rounded file."""
         found = []
         for group, sums in self._sums.items():
             off, doubt = _regress(sums)
             if abs(off) > _STRENGTH + doubt:
-                found.append(f"{1 + off:.0%} of the change of training is present{f' in {group}' if group else ''}")
+                found.append(f"{1 + off:.0%} of the change by training is present{f' in {group}' if group else ''}")
         return found
 
     @staticmethod
@@ -347,17 +348,17 @@ class _Changes:
 
 
 def _sums(change: Rows, error: Rows) -> Rows:
-    """Return the sums that `_regress` needs; those of several tensors can be added."""
+    """Return the sums that `_regress` needs; the sums of several tensors can be added."""
     error = error[:, -1:]
     terms = (change * error, change**2, change**2 * error**2, change**3 * error, change**4)
     return np.array([term.sum() for term in terms])
 
 
 def _regress(sums: Rows) -> tuple[float, float]:
-    """Regress the error on the change: return the slope, and how far rounding alone could move it from 0."""
+    """Regress the error on the change; return the slope and its uncertainty due to rounding."""
     product, square, mixed, skew, fourth = sums
     slope = product / square
-    # The residual's variance: the error without the part that the change explains.
+    # The variance of the residual: the error without the part that is explained by the change.
     residual = max(0.0, mixed - 2 * slope * skew + slope**2 * fourth)
     return float(slope), float(_MAX_DEVIATIONS * math.sqrt(residual) / square)
 

@@ -1,4 +1,4 @@
-"""Prove a folder that transformers or PEFT loads: tokenizer, logits, answers, settings and every tensor."""
+"""Verify a folder for transformers or PEFT: tokenizer, logits, answers, settings and every tensor."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ _TENSOR_TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 
 
 def prove_merged(artefact: Artefact, context: ProofContext) -> list[Check]:
-    """Load a model folder with transformers, as its users will, and compare it with the trained model."""
+    """Load a model folder with transformers, as users do, and compare it with the trained model."""
     from transformers import AutoModelForCausalLM
 
     with quiet():
@@ -34,7 +34,7 @@ def prove_merged(artefact: Artefact, context: ProofContext) -> list[Check]:
 
 
 def prove_adapter(artefact: Artefact, context: ProofContext) -> list[Check]:
-    """Load an adapter with PEFT on its base model, as its users will, and compare it with the trained model."""
+    """Load an adapter with PEFT on its base model, as users do, and compare it with the trained model."""
     from peft import PeftModel
 
     path = context.folder / artefact.path
@@ -47,13 +47,13 @@ def prove_adapter(artefact: Artefact, context: ProofContext) -> list[Check]:
 
 
 def _prove_model(model: Any, artefact: Artefact, context: ProofContext, *, config: Any) -> list[Check]:
-    """Compare token ids, logits, answers, stop ids and settings; an adapter folder has no `config`."""
+    """Compare token ids, logits, answers, stop ids and settings; `config` is None for an adapter."""
     from transformers import AutoTokenizer, GenerationConfig
 
     path, proof = context.folder / artefact.path, context.proof
     model.eval()
     if broken := not_finite_names(model):
-        message = f"`{broken[0]}` contains NaN or infinity; {len(broken)} tensors in all"
+        message = f"`{broken[0]}` contains NaN or infinity; {len(broken)} tensors in total"
         return [Check(name="finite", is_ok=False, words=message)]
     with quiet():
         tokenizer: Any = AutoTokenizer.from_pretrained(path)
@@ -86,7 +86,7 @@ def _prove_model(model: Any, artefact: Artefact, context: ProofContext, *, confi
 
 
 def _prove_tensors(model: Any, artefact: Artefact, context: ProofContext) -> list[Check]:
-    """Compare every weight, under all its names, with the sketches of the trained model."""
+    """Compare every weight, including tied weights, with the sketches of the trained model."""
     facts: ModelFacts | None = context.proof.model
     if facts is None:
         return []
@@ -103,7 +103,7 @@ def _prove_tensors(model: Any, artefact: Artefact, context: ProofContext) -> lis
 
 
 def _load_base(folder: Path, context: ProofContext) -> Any:
-    """Load the base model of an adapter in fp32, as PEFT's users do; a GGUF file is dequantised."""
+    """Load the base model of an adapter in fp32, as users of PEFT do; a GGUF file is dequantised."""
     written = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     name = context.base or written.get("base_model_name_or_path") or context.proof.base
     if name is None:
@@ -122,23 +122,23 @@ def _load_base(folder: Path, context: ProofContext) -> Any:
     try:
         return load_model(options).model
     except (UserError, OSError, ValueError, ImportError) as error:
-        # The first line of a message of transformers may be empty.
+        # The first line of an error message from transformers may be empty.
         what, *rest = str(getattr(error, "what", error)).strip().splitlines() or [""]
         fixes = [error.fix] if isinstance(error, UserError) and error.fix else []
         raise ProofUnavailable(
             f"the adapter's base model cannot be loaded: {what}",
             where=getattr(error, "where", None) or " ".join(rest) or str(name),
-            fix="; or ".join([*fixes, "name its present location with `--base MODEL`"]),
+            fix="; or ".join([*fixes, "name its current location with `--base MODEL`"]),
         ) from error
 
 
-# The clock of chat templates. This is one of the patches of other libraries that CONTRIBUTING.md lists: transformers
-# accepts no clock from its callers.
+# The clock of chat templates. This is one of the patches of other libraries listed in CONTRIBUTING.md: transformers has
+# no argument for the current date.
 
 
 @contextmanager
 def clock_at(date: str | None) -> Iterator[None]:
-    """Freeze the clock of chat templates that transformers renders at midnight of a day; None leaves it running."""
+    """Set the clock of chat templates in transformers to midnight of a day; None keeps the system clock."""
     if date is None:
         yield
         return
@@ -154,7 +154,7 @@ def clock_at(date: str | None) -> Iterator[None]:
 
 
 class _FrozenDatetime:
-    """Replaces `datetime` in transformers, which calls nothing but `now`."""
+    """A replacement for `datetime` in transformers, which calls only `now`."""
 
     def __init__(self, date: str) -> None:
         self._midnight = datetime.combine(Day.fromisoformat(date), time())

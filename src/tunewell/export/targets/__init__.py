@@ -1,5 +1,5 @@
 """Export targets: one module for each value of `export.to` and `--to`.
 
-Each target says what it requires, estimates its size, writes its files and proves them. Start with `base.py`, which
-holds the protocol; `merged.py` is the shortest example. Targets are registered in `config/extensions.py`.
+Each target declares its requirements, estimates its size, writes its files and verifies them. Start with `base.py`,
+which defines the protocol; `merged.py` is the shortest example. Targets are registered in `config/extensions.py`.
 """

@@ -18,7 +18,7 @@ tokenizer = AutoTokenizer.from_pretrained("adapter")"""
 
 
 class AdapterTarget(ExportTarget):
-    """Writes a folder that `PeftModel.from_pretrained` loads on the base model."""
+    """The export target for a folder that `PeftModel.from_pretrained` loads on the base model."""
 
     name: ClassVar = "adapter"
     requires: ClassVar = Requirements(packages=("peft",), adapter=True)
@@ -29,15 +29,16 @@ class AdapterTarget(ExportTarget):
         return DiskUse({self.name: context.model.adapter.files(None).num_bytes})
 
     def write(self, context: ExportContext) -> list[Artefact]:
-        """Write the adapter's tensors under the names that PEFT expects."""
+        """Write the adapter's tensors with the names that PEFT expects, and the tokenizer and settings."""
         adapter, folder = context.model.adapter, context.staging_dir / self.name
         assert adapter is not None
         context.progress(Progress("writing the adapter"))
         folder.mkdir()
         base = context.model.ref.base
-        # PEFT resolves a relative path from its own working directory.
+        # PEFT resolves a relative path from the working directory of its process.
         base_path = str(Path(base).resolve()) if base and Path(base).exists() else base
-        # Not copied from the run: earlier versions, and PEFT itself, wrote names that PEFT does not always find.
+        # The files of the run are not copied: earlier versions, and PEFT itself, wrote names that PEFT does not always
+        # find.
         adapter.files(base_path).write(folder)
         context.text.tokenizer.save(folder, context.template.source)
         context.generation_config().save_pretrained(folder)
@@ -45,5 +46,5 @@ class AdapterTarget(ExportTarget):
         return [context.artefact(self.name, "fp32", folder)]
 
     def prove(self, artefact: Artefact, context: ProofContext) -> list[Check]:
-        """Load the adapter with PEFT on its base model."""
+        """Load the adapter with PEFT on its base model, and compare it with the trained model."""
         return prove_adapter(artefact, context)

@@ -1,10 +1,10 @@
-"""The export target protocol: what a class must implement to add an output format to `tunewell export`.
+"""The export target protocol: the methods a class must implement to add an output format to `tunewell export`.
 
 requires, preflight   before training, and before the model is loaded
 disk_use              before the first byte is written
 write                 into a staging folder; returns the artefacts
 prove                 in a new process, from the files alone
-next_step             after the export got its final name
+next_step             after the export is in its final folder
 """
 
 from abc import ABC, abstractmethod
@@ -29,53 +29,53 @@ from tunewell.records.parity import Artefact, Check
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a target needs besides the trained model."""
+    """The requirements of a target, besides the trained model."""
 
     targets: tuple[str, ...] = ()
-    """Targets whose files it uses; they are written too."""
+    """Other targets whose files this target uses; they are exported too."""
     packages: tuple[str, ...] = ()
     """Python packages of the extra `export`."""
     llama_cpp: bool = False
-    """A build of llama.cpp, to prove the files."""
+    """Whether a build of llama.cpp is needed, to verify the files."""
     adapter: bool = False
-    """A trained adapter, and a base model that its users can load."""
+    """Whether a trained adapter is needed, with a base model that its users can load."""
     merged_weights: bool = False
-    """The adapter merged into the weights. Without it, `write` sees the adapter beside them."""
+    """Whether the adapter is merged into the weights before `write` is called."""
 
 
 @dataclass(frozen=True)
 class PreflightFacts:
-    """The model's small files: known before it is trained, and before its weights are loaded."""
+    """The tokenizer, chat template and config of a model, which can be read without loading its weights."""
 
     tokenizer: LoadedTokenizer
     template: SavedTemplate
     read_config: Callable[[], Mapping[str, Any]]
-    """Returns `config.json` of the text model."""
+    """Function that returns the `config.json` of the text model."""
 
 
 @dataclass(frozen=True)
 class DiskUse:
-    """The bytes that a target writes."""
+    """The disk space that a target needs."""
 
     written: dict[str, int]
-    """By artefact name, e.g. `gguf q8_0`."""
+    """Bytes by artefact name, e.g. `gguf q8_0`."""
     temporary_bytes: int = 0
-    """Files that exist only during the export."""
+    """Size of the files that exist only during the export."""
 
 
 @dataclass(frozen=True)
 class NextStep:
-    """What the user can do with a finished export."""
+    """The next command for the user after a finished export."""
 
     command: str
     notes: tuple[str, ...] = ()
     installed_as: str | None = None
-    """The name under which another program already has the model."""
+    """The model's name in another program, if it is already installed there."""
 
 
 @dataclass
 class ExportContext:
-    """What `write` works with."""
+    """The inputs of `ExportTarget.write`."""
 
     model: ChatModel
     """The trained model in fp32 on the CPU."""
@@ -87,13 +87,13 @@ class ExportContext:
     stop_ids: Sequence[int]
     progress: ProgressListener
     reference: Reference = field(init=False)
-    """What the proof compares with, once it is computed. A target may extend it in `write`."""
+    """The reference for the verification, set once it is computed. A target may extend it in `write`."""
     artefacts: list[Artefact] = field(default_factory=list)
-    """Kept from an earlier export, and written by earlier targets."""
+    """Artefacts kept from an earlier export, or written by earlier targets."""
     notes: list[str] = field(default_factory=list)
 
     def generation_config(self) -> Any:
-        """Return the model's generation settings with the stop ids of training."""
+        """Return the model's generation config with the stop ids of training."""
         settings = self.model.model.generation_config
         assert settings is not None
         settings.eos_token_id = list(self.stop_ids) or None
@@ -101,12 +101,12 @@ class ExportContext:
         return settings
 
     def write_card(self, folder: Path, *, library: str, example: str) -> None:
-        """Write the README of an artefact's folder: `library` loads it, `example` is Python code that does so."""
+        """Write the README of an artefact's folder; `example` is Python code that loads it with `library`."""
         text = model_card(self.card, library=library, example=example)
         (folder / "README.md").write_text(text, encoding="utf-8")
 
     def artefact(self, kind: str, precision: str, path: Path) -> Artefact:
-        """Describe a finished file or folder, with the hash of every file."""
+        """Return the record of a finished file or folder, with the hash of every file."""
         files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
         num_bytes = sum(file.stat().st_size for file in files)
         self.progress(Progress(f"wrote {path.name}, {size_bytes(num_bytes)}"))
@@ -123,15 +123,15 @@ class ExportTarget(ABC):
     """One output format of `tunewell export`."""
 
     name: ClassVar[str]
-    """As in `export.to`; the artefact's folder in the export has the same name."""
+    """Name in `export.to`, and of the artefact's folder in the export."""
     requires: ClassVar[Requirements] = Requirements()
 
     def formats(self, options: ExportOptions) -> tuple[str, ...]:
-        """Return the formats to write, one artefact each; empty for a target that is one folder."""
+        """Return the formats to write, one artefact each; empty for a target that writes a single folder."""
         return ()
 
     def preflight(self, facts: PreflightFacts) -> None:  # noqa: B027  most targets accept every model
-        """Raise UserError if this model can never be exported to this target."""
+        """Raise UserError if the model cannot be exported to this target."""
 
     @abstractmethod
     def disk_use(self, context: ExportContext) -> DiskUse:
@@ -150,11 +150,11 @@ class ExportTarget(ABC):
         """
 
     def is_exact(self, precision: str) -> bool:
-        """Return True if the stored weights are those of training, without rounding; "" uses another target's files."""
+        """Return True if weights are stored without rounding; "" is a target that uses another target's files."""
         return precision in ("", "fp32", "f32")
 
     def next_step(self, folder: Path, artefacts: Sequence[Artefact], options: ExportOptions) -> NextStep | None:
-        """Return what to do with the published export; None if `tunewell verify` is the only suggestion."""
+        """Return the next command for the published export, or None if it is only `tunewell verify`."""
         return None
 
 
@@ -164,7 +164,7 @@ def load_target(name: str) -> ExportTarget:
 
 
 def load_targets(names: Iterable[str]) -> list[ExportTarget]:
-    """Return these targets and the ones they require, in the order in which they are written."""
+    """Return these targets and the targets they require, in the order they are written."""
     found: dict[str, ExportTarget] = {}
     pending = list(names)
     while pending:

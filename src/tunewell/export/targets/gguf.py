@@ -23,8 +23,8 @@ _BITS_PER_WEIGHT = {
     "f16": 16.0,
     "bf16": 16.0,
     "q8_0": 8.5,
-    # The mixtures store some tensors in more bits than their name says, in small models many. Measured on
-    # SmolLM2-135M: 8.2, 6.7 and 6.3 bits for each weight.
+    # The mixtures store some tensors in more bits than their name says; in small models these are many. Measured on
+    # SmolLM2-135M: 8.2, 6.7 and 6.3 bits per weight.
     "q6_k": 8.3,
     "q5_k_m": 6.7,
     "q4_k_m": 6.3,
@@ -32,7 +32,7 @@ _BITS_PER_WEIGHT = {
 
 
 class GgufTarget(ExportTarget):
-    """Writes one GGUF file for each format."""
+    """The export target for GGUF files, one for each format."""
 
     name: ClassVar = "gguf"
     requires: ClassVar = Requirements(packages=("gguf",), llama_cpp=True, merged_weights=True)
@@ -42,18 +42,18 @@ class GgufTarget(ExportTarget):
         return tuple(options.gguf or ())
 
     def preflight(self, facts: PreflightFacts) -> None:
-        """Require an architecture and a tokenizer that llama.cpp has."""
+        """Raise UserError if llama.cpp does not support the architecture or the tokenizer."""
         read_settings(dict(facts.read_config()))
         adds_bos(facts)
 
     def disk_use(self, context: ExportContext) -> DiskUse:
-        """Return the size of each file, and of the fp32 model they are made from."""
+        """Return the size of each file, and of the temporary fp32 model from which they are converted."""
         weights = num_weights(context)
         written = {f"{self.name} {name}": gguf_bytes(weights, name) for name in self.formats(context.options)}
         return DiskUse(written, temporary_bytes=gguf_bytes(weights, "f32"))
 
     def write(self, context: ExportContext) -> list[Artefact]:
-        """Convert the merged weights in fp32, so that they are rounded once."""
+        """Convert the merged fp32 weights, so that they are rounded only once."""
         folder = context.staging_dir / self.name
         folder.mkdir(exist_ok=True)
         artefacts = []
@@ -74,7 +74,7 @@ class GgufTarget(ExportTarget):
                 )
                 context.notes += [note for note in written.notes if note not in context.notes]
                 artefacts.append(context.artefact(self.name, name, path))
-        context.progress(Progress("rounding the trained tensors for the proof"))
+        context.progress(Progress("rounding the trained tensors for the verification"))
         files = [own.path for own in (*context.artefacts, *artefacts) if own.kind == self.name]
         model = context.model.model
         rounded = quantized_sketches(
@@ -87,11 +87,11 @@ class GgufTarget(ExportTarget):
         return artefacts
 
     def prove(self, artefact: Artefact, context: ProofContext) -> list[Check]:
-        """Read the file with the `gguf` package, then load it in llama.cpp."""
+        """Read the file with the `gguf` package, load it in llama.cpp, and compare it with the trained model."""
         return prove_gguf(artefact, context)
 
     def next_step(self, folder: Path, artefacts: Sequence[Artefact], options: ExportOptions) -> NextStep:
-        """Suggest a chat with the first file."""
+        """Return the command that starts a chat with the first file."""
         return NextStep(shlex.join(["tunewell", "chat", str(folder / artefacts[0].path)]))
 
 
@@ -101,10 +101,10 @@ def gguf_bytes(weights: int, name: str) -> int:
 
 
 def adds_bos(facts: PreflightFacts) -> bool:
-    """Return True if llama.cpp must add the BOS token; raise UserError if it would tokenize differently."""
+    """Return True if llama.cpp must add the BOS token; raise UserError if llama.cpp would tokenize differently."""
     config = dict(facts.read_config())
     settings = config | (config.get("text_config") or {})
-    # Loading the model adds rows for tokens that only the template has.
+    # Loading the model adds embedding rows for tokens that only the template uses.
     num_rows = max(settings.get("vocab_size") or 0, facts.tokenizer.vocab_size)
     with tempfile.TemporaryDirectory(prefix="tunewell-tokenizer-") as folder:
         facts.tokenizer.save(Path(folder), facts.template.source)
@@ -112,6 +112,6 @@ def adds_bos(facts: PreflightFacts) -> bool:
 
 
 def _file_name(name: str) -> str:
-    """Turn a model name into a file name that every file system and Ollama accept."""
+    """Convert a model name to a file name that every file system and Ollama accept."""
     text = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name)
     return "-".join(part for part in text.split("-") if part)[:60] or "model"

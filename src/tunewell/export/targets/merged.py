@@ -21,7 +21,7 @@ tokenizer = AutoTokenizer.from_pretrained("merged")"""
 
 
 class MergedTarget(ExportTarget):
-    """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads."""
+    """The export target for a folder that `AutoModelForCausalLM.from_pretrained` loads."""
 
     name: ClassVar = "merged"
     requires: ClassVar = Requirements(merged_weights=True)
@@ -40,12 +40,12 @@ class MergedTarget(ExportTarget):
         return [context.artefact(self.name, precision, folder)]
 
     def prove(self, artefact: Artefact, context: ProofContext) -> list[Check]:
-        """Load the folder with transformers."""
+        """Load the folder with transformers, and compare it with the trained model."""
         return prove_merged(artefact, context)
 
 
 def num_weights(context: ExportContext) -> int:
-    """Count the model's parameters, those of the adapter included."""
+    """Return the number of parameters, including those of the adapter."""
     return sum(parameter.numel() for parameter in context.model.model.parameters())
 
 
@@ -66,7 +66,7 @@ def write_model(context: ExportContext, folder: Path, precision: str) -> None:
 
 
 def _without_tied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Drop the second name of tied tensors: loading ties them again."""
+    """Return the tensors without the second names of tied tensors, which are tied again on loading."""
     seen: set[tuple[int, torch.Size]] = set()
     unique = {}
     for name, tensor in tensors.items():

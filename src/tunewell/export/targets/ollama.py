@@ -1,4 +1,4 @@
-"""Export target `ollama`: a GGUF file with a Modelfile whose template, stops and context come from the model."""
+"""Export target `ollama`: a GGUF file and a Modelfile with the model's template, stop texts and context length."""
 
 import os
 import shlex
@@ -24,18 +24,18 @@ from tunewell.records.parity import Artefact, Check, Proof
 
 
 class OllamaTarget(ExportTarget):
-    """Writes a Modelfile beside the last GGUF file."""
+    """The export target for a Modelfile with the last of the exported GGUF files."""
 
     name: ClassVar = "ollama"
     requires: ClassVar = Requirements(targets=(GgufTarget.name,), merged_weights=True)
 
     def preflight(self, facts: PreflightFacts) -> None:
-        """Require a chat template that can be written in Go's syntax."""
+        """Raise UserError if the chat template cannot be converted to a Go template."""
         template = facts.template
         derive_template(template.source, tokenizer=facts.tokenizer, adds_bos=adds_bos(facts), date=template.date)
 
     def disk_use(self, context: ExportContext) -> DiskUse:
-        """Return the size of the GGUF file, unless it can be a hard link."""
+        """Return the size of the GGUF file, or nothing if it can be a hard link."""
         if _has_hard_links(context.staging_dir):
             return DiskUse({})
         format_name = GgufTarget().formats(context.options)[-1]
@@ -62,7 +62,7 @@ class OllamaTarget(ExportTarget):
         return [context.artefact(self.name, "", folder)]
 
     def prove(self, artefact: Artefact, context: ProofContext) -> list[Check]:
-        """Derive the Modelfile again from the GGUF file it names."""
+        """Derive the Modelfile again from its GGUF file, and compare the two."""
         try:
             return [check_modelfile(context.folder, artefact, context.proof)]
         except (UserError, UnicodeDecodeError) as error:
@@ -70,7 +70,7 @@ class OllamaTarget(ExportTarget):
             return [Check(name="template", is_ok=False, words=message)]
 
     def next_step(self, folder: Path, artefacts: Sequence[Artefact], options: ExportOptions) -> NextStep:
-        """Call `ollama create` if the program is installed, else suggest it."""
+        """Run `ollama create` if Ollama is installed; otherwise return it as the next command."""
         name = str(options.name)
         create = ["ollama", "create", name, "-f", "Modelfile"]
         command = f"cd {shlex.quote(str(folder / self.name))} && {shlex.join(create)} && ollama run {name}"
@@ -84,7 +84,7 @@ class OllamaTarget(ExportTarget):
 
 
 def _has_hard_links(folder: Path) -> bool:
-    """Return True if the file system has hard links: the GGUF file then needs no space of its own."""
+    """Return True if the file system supports hard links; the GGUF file then needs no additional space."""
     one, other = folder / ".one", folder / ".other"
     try:
         one.touch()
@@ -97,13 +97,13 @@ def _has_hard_links(folder: Path) -> bool:
     return True
 
 
-# The proof: derive the Modelfile again from the GGUF file that it names, and compare every line.
+# The verification: derive the Modelfile again from its GGUF file, and compare every line.
 
 _FROM = "FROM ./"
 
 
 def check_modelfile(folder: Path, artefact: Artefact, proof: Proof) -> Check:
-    """Check that Ollama gets a proven GGUF file, renders every probe as in training, and stops where training does."""
+    """Check that a Modelfile names a verified GGUF file, renders every probe as in training, and has the stop texts."""
     text = (folder / artefact.path / "Modelfile").read_text(encoding="utf-8")
     named = [line.removeprefix(_FROM) for line in text.splitlines() if line.startswith(_FROM)]
     file = f"{artefact.path}/{named[0]}" if len(named) == 1 else ""
@@ -111,7 +111,7 @@ def check_modelfile(folder: Path, artefact: Artefact, proof: Proof) -> Check:
         return _failed("the Modelfile does not name a GGUF file of this export")
     others = (own for own in proof.artefacts if own.kind != artefact.kind)
     if artefact.sha256s[file] not in {sha for own in others for sha in own.sha256s.values()}:
-        return _failed(f"`{file}` is not one of the proven GGUF files")
+        return _failed(f"`{file}` is not one of the verified GGUF files")
     tokenizer = load_tokenizer(folder / file)
     rendered = check_template(proof, tokenizer.chat_template, tokenizer.special_tokens)
     if not rendered.is_ok or tokenizer.chat_template is None:
@@ -127,11 +127,11 @@ def check_modelfile(folder: Path, artefact: Artefact, proof: Proof) -> Check:
             license=proof.model.license,
         )
         if difference := _first_difference(text, expected):
-            return _failed(f"the Modelfile does not follow from the model's own template: {difference}")
+            return _failed(f"the Modelfile differs from the one derived from the model: {difference}")
     else:
         template = derive_template(source, tokenizer=tokenizer, adds_bos=gguf_adds_bos(folder / file), date=date)
         if f'TEMPLATE """{template.go.text}"""\n' not in text:
-            return _failed("the template in the Modelfile is not the model's own")
+            return _failed("the template in the Modelfile differs from the one derived from the model")
     message = f"renders {template.go.num_checked} conversations exactly as the model's own template"
     return Check(name="template", is_ok=True, words=f"{message}; stops at {', '.join(template.stops)}")
 
@@ -141,9 +141,9 @@ def _failed(message: str) -> Check:
 
 
 def _first_difference(text: str, expected: str) -> str | None:
-    """Return the first line that differs. Comments before the first command may."""
+    """Return the first line that differs, or None; comments before the first command are ignored."""
     found, own = (one.partition("\nFROM ")[2].splitlines() for one in (text, expected))
     for line, other in zip_longest(found, own):
         if line != other:
-            return f"{line!r} instead of {other!r}"
+            return f"found {line!r}, expected {other!r}"
     return None
