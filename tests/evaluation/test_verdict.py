@@ -278,16 +278,16 @@ def test_too_few_rows_say_how_many_to_hold_out():
     one = replace(HEALTHY, held_out=loss(2.0, 0.1, 1), questions=[asked(GOOD)], num_rows=40, model_path="run")
     verdict = decide_verdict(one, RULES)
     assert verdict.level == "WEAK" and verdict.summary == (
-        "Cannot tell: only 1 question was held out, at least 2 are needed."
+        "Cannot tell: only 1 question was held out; at least 2 are needed."
     )
     assert verdict.reasons[0].next == (
-        "Keep more rows for testing: set `data.held_out: 0.25` in tunewell.yaml (about 10 of your 40 rows), or name a "
-        "separate test file there. Then run `tunewell train --out run2`."
+        "Hold out more rows: set `data.held_out: 0.25` in tunewell.yaml (about 10 of your 40 rows), or set it to a "
+        "separate test file. Then run `tunewell train --out run2`."
     )
     large = decide_verdict(replace(one, num_rows=4000), RULES).reasons[0].next
     assert "`data.held_out: 0.05` in tunewell.yaml (about 200 of your 4,000 rows)" in large
     file = decide_verdict(replace(one, test_file="held.jsonl"), RULES).reasons[0].next
-    assert file == "Name a test file with more rows: `tunewell validate run --data FILE`."
+    assert file == "Use a test file with more rows: `tunewell validate run --data FILE`."
 
 
 def test_answers_further_from_long_references_than_the_bases_are_seen():

@@ -245,7 +245,7 @@ def test_nan_in_an_adapter_and_in_its_base_are_told(lora: TrainResult, base: Pat
     save_file(tensors, tmp_path / "a" / "adapter_model.safetensors", metadata={"format": "pt"})
     report = judged(tmp_path / "a", data=held_out, out=tmp_path / "report").report
     assert report.reasons[0].code == "weights_not_finite" and list(report.bad_weights.values()) == [2]
-    assert "every number would be meaningless" in " ".join(report.notes) and report.held_out is None
+    assert "nothing else was measured" in " ".join(report.notes) and report.held_out is None
 
 
 def test_a_threshold_changes_the_verdict(lora: TrainResult, tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_a_run_whose_corpus_is_gone_or_another_is_not_judged_on_it(lora: TrainRe
     copy = shutil.copytree(lora.run, tmp_path / "run")
     held_out = write_jsonl(tmp_path / "held.jsonl", HELD_OUT)
     sets = [f"corpus={tmp_path / 'away'}"]
-    with pytest.raises(UserError, match="does not exist any more"):
+    with pytest.raises(UserError, match="no longer exists"):
         judged(copy, sets=sets)
     report = judged(copy, sets=sets, data=held_out).report
     assert report.verdict == "PASS" and any("is missing" in note for note in report.notes)

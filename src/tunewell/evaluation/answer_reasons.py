@@ -17,16 +17,16 @@ from tunewell.evaluation.measurements import (
 from tunewell.records.report import AnsweredQuestion, Reason
 
 HALF = 0.5
-"""Share of faulty answers that is FAIL: a reader meets more bad answers than good ones."""
+"""Share of faulty answers from which the verdict is FAIL."""
 MIN_FAULTY = 2
-"""Faulty answers needed for a reason, unless `verdict.max_faults` is 0: a single one may be an accident."""
+"""Minimum number of faulty answers for a reason, unless `verdict.max_faults` is 0: a single one may be chance."""
 CHANCE = 0.05
-"""The base counts as better if chance would explain as many lost questions with less than this probability."""
+"""Significance level of the sign test that compares the answers of the two models."""
 
 
 @dataclass(frozen=True)
 class _FaultKind:
-    """A reason that covers one or more faults."""
+    """The reason code and the advice for one or more faults."""
 
     code: str
     faults: tuple[str, ...]
@@ -51,7 +51,7 @@ _KINDS = (
         "control_tokens",
         ("control_tokens",),
         "contain control tokens or continue as the user",
-        "Run {inspect} and check that the end of each turn is supervised. Ask with the chat template of the training "
+        "Run {inspect} and check that the end of each turn is supervised. Use the chat template of the training "
         "(`template.name`).",
     ),
     _FaultKind(
@@ -77,7 +77,7 @@ _KINDS = (
 
 
 def faulty_answers(measured: Measurements, rules: VerdictRules) -> Iterator[Reason]:
-    """Yield a reason for each kind of fault that is too frequent, or for the most frequent if only their sum is."""
+    """Yield a reason for each kind of fault that is too frequent, or for the most frequent if only the total is."""
     questions, asked = measured.questions, len(measured.questions)
     total = sum(bool(question.tuned.faults) for question in questions)
     if not _is_too_many(total, asked, rules):
@@ -88,7 +88,7 @@ def faulty_answers(measured: Measurements, rules: VerdictRules) -> Iterator[Reas
         number = len(found)
         if not _is_too_many(number, asked, rules) and found is not most_frequent:
             continue
-        # If no kind alone makes half of the answers faulty but all together do, the most frequent one is FAIL.
+        # If no single kind affects half of the answers but all kinds together do, the most frequent kind is a FAIL.
         fails = number >= HALF * asked or (total >= HALF * asked and found is most_frequent)
         others = f", {count(total)} with other faults included" if total > number else ""
         is_softened = asked < FEW_QUESTIONS and number >= HALF * asked
@@ -104,7 +104,7 @@ def faulty_answers(measured: Measurements, rules: VerdictRules) -> Iterator[Reas
 
 
 def few_right(measured: Measurements, rules: VerdictRules) -> Iterator[Reason]:
-    """Yield a reason if too few questions with a short reference are answered right."""
+    """Yield a reason if too few questions with a short reference are answered correctly."""
     asked, right = count_right(measured)
     if asked and right < rules.min_right * asked:
         wrong = next((question for question in measured.short_questions if not question.tuned.right), None)
@@ -116,13 +116,13 @@ def few_right(measured: Measurements, rules: VerdictRules) -> Iterator[Reason]:
             f"{'is' if right == 1 else 'are'} answered right ({percent(right / asked, 0)}; "
             f"minimum: {percent(rules.min_right, 0)}).",
             example=quote_answer(wrong, with_reference=True) if wrong else None,
-            next=f"Add rows that ask the same in other words, or train longer ({longer}). If replies may be worded "
-            "freely, set `verdict.min_right: 0`.",
+            next=f"Add rows with the same questions in other words, or train longer ({longer}). If replies may be "
+            "worded freely, set `verdict.min_right: 0`.",
         )
 
 
 def answers_improved(measured: Measurements) -> bool:
-    """Return whether significantly more questions are answered right than by the base model."""
+    """Return True if the tuned model answers significantly more questions correctly than the base model."""
     lost, won = _lost_and_won(measured)
     return _is_significant(len(won), len(lost))
 
@@ -141,14 +141,14 @@ def no_better_than_base(measured: Measurements) -> Iterator[Reason]:
 
 
 def count_right(measured: Measurements, *, of_base: bool = False) -> tuple[int, int]:
-    """Return the number of questions that can be right or wrong, and of right answers."""
+    """Return the number of questions with a short reference, and the number of right answers to them."""
     answers = [question.base if of_base else question.tuned for question in measured.short_questions]
     present = [answer for answer in answers if answer is not None]
     return len(present), sum(bool(answer.right) for answer in present)
 
 
 def _lost_and_won(measured: Measurements) -> tuple[list[AnsweredQuestion], list[AnsweredQuestion]]:
-    """Return the questions that only the base model answers right, and those that only the tuned model does."""
+    """Return the questions that only the base model answers correctly, and those that only the tuned model does."""
     pairs = [(question, question.base) for question in measured.questions if question.base is not None]
     lost = [question for question, base in pairs if base.right and not question.tuned.right]
     return lost, [question for question, base in pairs if question.tuned.right and not base.right]
@@ -174,7 +174,7 @@ def _is_too_many(number: int, asked: int, rules: VerdictRules) -> bool:
 
 
 def _is_significant(worse: int, better: int) -> bool:
-    """Sign test: return whether chance would make so many of the differing questions worse with less than 5%."""
+    """Return True if a sign test finds more worse than better questions at the 5% level."""
     differ = worse + better
     ways = sum(math.comb(differ, number) for number in range(worse, differ + 1))
     return worse > better and ways < CHANCE * 2**differ

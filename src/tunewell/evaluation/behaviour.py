@@ -1,4 +1,4 @@
-"""Detect faulty answers: empty, looping, echoing, in the wrong language, with control tokens, or without an end."""
+"""Detect faulty answers: empty, looping, echoing, wrong language, control tokens, or no stop."""
 
 import re
 import unicodedata
@@ -13,15 +13,15 @@ from tunewell.evaluation.matching import split_words
 from tunewell.records.report import Fault
 
 _MIN_ECHO = 6
-"""Shortest question, in words, that counts as echoed: "What is the capital of" has five."""
+"""Minimum length, in words, of a question that counts as echoed; "What is the capital of" has five."""
 _MAX_ECHO = 30
-"""Words of a long question that make an echo. A shorter question must be repeated in full: "Two white socks cost 25
-cents more" may begin both the question and its solution."""
+"""Number of repeated words that count as an echo of a long question. A shorter question must be repeated in full: "Two
+white socks cost 25 cents more" may begin both the question and its solution."""
 _LABEL_WORDS = 2
-"""Words that may precede an echo, such as "Question:"."""
+"""Maximum number of words before an echo, such as "Question:"."""
 
 _MARKER = re.compile(
-    # A marker in quotes is only mentioned.
+    # A marker in quotes is part of the text, not a control token.
     r"(?<![`\"'“‘«])(?:<\|[A-Za-z_][\w ]{0,40}\|>"
     r"|<｜[^｜\n]{1,40}｜>"
     r"|</?(?:start|end)_of_turn>"
@@ -54,14 +54,14 @@ class Sample:
     """The user's text, without the chat template."""
     reference: str = ""
     control_texts: Sequence[str] = ()
-    """Text of each control token among the ids; empty if it decodes to nothing."""
+    """Text of each control token in `ids`; empty for a token without text."""
 
 
 def find_faults(answer: Sample) -> list[Fault]:
-    """Return the faults of an answer, the worst first; whether it is true is not checked."""
+    """Return the faults of an answer, the worst first; correctness is not checked."""
     text = answer.text.strip(" \t\r\n\u200b\ufeff")
     if not answer.ids and not text:
-        # A prompt that fills the context gives neither tokens nor a stop, which is not a fault of the model.
+        # A prompt that fills the context produces neither tokens nor a stop, which is not a fault of the model.
         return ["ends_at_once"] if answer.ended else []
     loops = is_loop(answer.text, ids=answer.ids, ended=answer.ended, reference=answer.reference)
     found: dict[Fault, bool] = {
@@ -88,7 +88,7 @@ def _has_control_tokens(answer: Sample) -> bool:
 
 
 def _goes_on_as_the_user(text: str) -> bool:
-    """Return whether a dialogue follows an answer that did not begin as one.
+    """Return True if an answer continues with a dialogue but does not begin as one.
 
     It costs $5.          <- the answer
     User: And in winter?  <- the model continues as the user
@@ -99,7 +99,7 @@ def _goes_on_as_the_user(text: str) -> bool:
     if user is None or user.start() == 0:
         return False
     num_turns = len(_USER.findall(text)) + len(_ASSISTANT.findall(text))
-    # "Human:" is never another heading; a form or a log may have one line that begins with "User:".
+    # "Human:" is always a turn of a dialogue; a form or a log may have one line that begins with "User:".
     return "Human" in user[0] or (num_turns >= 2 and not _ASSISTANT.match(text))
 
 
@@ -111,7 +111,7 @@ def _echoes(answer: Sample) -> bool:
 
 def _begins_with(text: str, question: list[str]) -> bool:
     needed = min(len(question), _MAX_ECHO)
-    # Six characters of Chinese are three words.
+    # Six Chinese characters are about three words.
     is_long_enough = len("".join(question[:needed])) >= 3 * _MIN_ECHO or needed == _MAX_ECHO
     if needed < _MIN_ECHO or not is_long_enough:
         return False
@@ -128,33 +128,33 @@ def _is_in_another_language(answer: Sample) -> bool:
     script, reference_script = detect_script(answer.text), detect_script(answer.reference)
     # A name or a formula may use the script of the reference, whatever the question's script is.
     expected_script = reference_script if script == reference_script else detect_script(expected)
-    # Another script is a fault even if neither language is certain: Cyrillic instead of Latin.
+    # A different script is a fault even if neither language is certain, e.g. Cyrillic instead of Latin.
     pairs = ((script, expected_script), (detect_language(answer.text), detect_language(expected)))
     return any(found is not None and due is not None and found != due for found, due in pairs)
 
 
-# Loops: an answer that repeats one unit over and over.
+# Loops: answers that repeat one unit many times.
 
 _TIMES = 4
-"""Repetitions that make a loop: three are emphasis."""
+"""Number of repetitions that count as a loop; three may be emphasis."""
 _PHRASE = 3
-"""Shortest phrase, in words: no sensible answer repeats a phrase four times in a row and then stops."""
+"""Minimum length of a phrase in words; a phrase repeated four times is a loop even in an answer that stopped."""
 _TIMES_SHORT = 8
-"""Repetitions for one or two words in an answer that stopped: "blue" eight times is a loop."""
+"""Repetitions of one or two words that count as a loop in an answer that stopped, e.g. "blue" eight times."""
 _TIMES_ANY = 20
-"""Repetitions after which even laughter is a loop."""
+"""Repetitions of a syllable, such as laughter, that count as a loop."""
 _SYLLABLE = 3
-"""Most letters of a unit that may be laughter or part of a song: ha, la, na."""
+"""Maximum number of letters of a syllable, which may be laughter or part of a song: ha, la, na."""
 _MIN_TAIL = 8
-"""Repeated words at the end of an answer that was cut off: fewer may be a coincidence."""
+"""Repeated words that count as a loop at the end of an answer that was cut off; fewer may be a coincidence."""
 _MIN_TAIL_IDS = 20
-"""Repeated tokens at the end, likewise: the rule below a table header has fewer."""
+"""Repeated tokens that count as a loop at the end of such an answer; the line below a table header has fewer."""
 _MIN_CHARACTERS = 40
-"""Equal characters in a row that no answer needs; horizontal rules and numbers are ignored."""
+"""Minimum length of a run of repeated characters that counts as a loop; horizontal rules and numbers are ignored."""
 _MIN_WORDS = 40
-"""Words needed to measure the share of new ones."""
+"""Minimum number of words for measuring the share of distinct 4-grams."""
 _MIN_NEW = 0.25
-"""Share of distinct 4-grams required in an answer that was cut off; prose is near 1, lists of similar sentences are
+"""Minimum share of distinct 4-grams in an answer that was cut off; prose is near 1, lists of similar sentences are
 above 0.5."""
 _COUNTER = re.compile(r"^\s*(?:\(?\d{1,4}[.):]|[-*•])\s+", re.MULTILINE)
 _CHARACTERS = re.compile(r"([^\d\s]{1,4}?)\1+|(\s)\2+")
@@ -175,10 +175,10 @@ class Repetition:
 
 
 def is_loop(text: str, *, ids: Sequence[int], ended: bool, reference: str) -> bool:
-    """Return whether an answer loops and its reference does not."""
+    """Return True if an answer loops and its reference does not."""
     words = split_words(_COUNTER.sub("", text))
     longest = _longest_repetition(words)
-    # The search is quadratic: only the beginning of a much longer reference is used.
+    # The search is quadratic, so only the beginning of a much longer reference is used.
     expected = _longest_repetition(split_words(_COUNTER.sub("", reference))[: max(200, 2 * len(words))])
     if expected and longest and expected.times >= 3 and 2 * expected.times >= longest.times:
         return False
@@ -195,14 +195,14 @@ def is_loop(text: str, *, ids: Sequence[int], ended: bool, reference: str) -> bo
 
 
 def _is_mostly(words: list[str], run: Repetition | None) -> bool:
-    """Return whether most of an answer that stopped is one repeated unit, and not one that people repeat."""
+    """Return True if most of a completed answer is one repeated unit, unless people also repeat such units."""
     if run is None or 2 * (run.end - run.begin) <= len(words):
         return False
     unit = words[run.begin : run.begin + run.period]
-    # Zeros in a matrix, ticks in a table.
+    # Zeros in a matrix or ticks in a table are not a loop.
     if not any(letter.isalpha() for word in unit for letter in word):
         return False
-    # A unit of two words may be one word twice: its distinct letters count.
+    # A unit of two words may be the same word twice, so only distinct words are counted.
     is_syllable = sum(map(len, set(unit))) <= _SYLLABLE
     if len(unit) >= _PHRASE and len(set(unit)) > 1:
         return run.times >= _TIMES
@@ -224,7 +224,7 @@ def _has_few_new_words(words: list[str]) -> bool:
 
 
 def _final_repetition(items: Sequence[Hashable]) -> Repetition | None:
-    """Return the longest repetition at the very end; its last unit may be cut off."""
+    """Return the longest repetition at the end of the items; its last unit may be cut off."""
     best: Repetition | None = None
     for period in range(1, len(items) // _TIMES + 1):
         begin = len(items) - period
@@ -237,7 +237,7 @@ def _final_repetition(items: Sequence[Hashable]) -> Repetition | None:
 
 
 def _longest_repetition(items: Sequence[Hashable]) -> Repetition | None:
-    """Return the longest repetition of at least three units, anywhere."""
+    """Return the longest repetition of at least three units, at any position."""
     best: Repetition | None = None
     for period in range(1, len(items) // 3 + 1):
         differs = [-1, *(at for at in range(len(items) - period) if items[at] != items[at + period])]
@@ -249,29 +249,29 @@ def _longest_repetition(items: Sequence[Hashable]) -> Repetition | None:
     return best
 
 
-# Language detection: None unless certain, because a false alarm is worse than none.
+# Language detection: the result is None unless it is certain, because a false alarm is worse than a missed fault.
 
 _MIN_LETTERS = 12
-"""Letters of a script needed to detect it: a name or a term may have a few."""
+"""Minimum number of letters for detecting a script; a name or a term may have a few."""
 _MIN_HAN = 10
-"""Han characters without Kana that make a text Chinese: names and titles in Japanese are shorter."""
+"""Minimum number of Han characters without Kana in a Chinese text; Japanese names and titles are shorter."""
 _MIN_SHARE = 0.8
-"""Share of the letters that must belong to one script: texts quote words of other scripts."""
+"""Minimum share of letters in one script; texts quote words of other scripts."""
 _MIN_PROSE_SHARE = 0.12
-"""Share of the words that must be function words of the language. Prose has a third to a half; lists of names and
+"""Minimum share of words that are function words of the language. Prose has a third to a half; lists of names and
 terms have few."""
 _MIN_DIFFERENT = 4
-"""Distinct function words needed: names contain two or three, `de la Cruz y Vega`."""
+"""Minimum number of distinct function words; names contain two or three, e.g. `de la Cruz y Vega`."""
 _MIN_DISTINCTIVE = 2
-"""Distinct words needed that the next best language does not have: similar languages share most of theirs."""
+"""Minimum number of distinct function words that another language does not have; similar languages share most."""
 _MIN_LEAD = 3
-"""Factor by which those must outnumber the words of the other language: a text in two languages counts as neither."""
+"""Factor by which those must outnumber the words that only the other language has; a mixed text has no language."""
 
 _DISTINCTIVE_LETTERS = {
     "CYRILLIC": {"uk": "іїєґ", "ru": "ыэё", "sr": "ђћџљњј"},
     "ARABIC": {"ur": "ٹڈڑےں", "fa": "پچژگ", "ar": "ةىإأ"},
 }
-"""Letters that only one language of a script has."""
+"""Letters that only one of the languages with this script uses."""
 _HINDI = re.compile(r"(?<!\w)(है|हैं|में|के|की|का|और|नहीं)(?!\w)")
 _MARATHI = re.compile(r"(?<!\w)(आहे|आहेत|आणि|नाही)(?!\w)")
 _NOT_PROSE = re.compile(r"```.*?(```|\Z)|`[^`\n]*`|https?://\S+|\S+@\S+", re.DOTALL)
@@ -281,7 +281,7 @@ _SENTENCE_START = re.compile(r"(?:^|[.!?:\n\"“„«»(¿¡–—-])\W*$")
 
 
 def detect_language(text: str) -> str | None:
-    """Return the language code of a text, the script if one language dominates it (`GREEK`), or None if in doubt."""
+    """Return the language code of a text, or the script if it identifies the language (`GREEK`); None if uncertain."""
     prose = _NOT_PROSE.sub(" ", text)
     script = detect_script(prose)
     if script == "LATIN":
@@ -301,11 +301,11 @@ def detect_language(text: str) -> str | None:
 
 
 def detect_script(text: str) -> str | None:
-    """Return the script of nearly all letters of a text, with Han and Kana both as `CJK`; None if there is none."""
+    """Return the script of nearly all letters, with Han and Kana both as `CJK`, or None if no script dominates."""
     scripts = Counter(_script(letter) for letter in text if letter.isalpha())
     scripts["CJK"] += scripts.pop("HIRAGANA", 0) + scripts.pop("KATAKANA", 0)
     script, letters = scripts.most_common(1)[0]
-    # A character of Han, Kana or Hangul carries as much as several letters.
+    # A Han, Kana or Hangul character carries as much information as several letters.
     enough = _MIN_LETTERS / 3 if script in ("CJK", "HANGUL") else _MIN_LETTERS
     return script if letters >= enough and letters >= _MIN_SHARE * scripts.total() else None
 
@@ -340,7 +340,7 @@ def _by_function_words(text: str) -> str | None:
 
 
 def _plain_words(line: str) -> list[str]:
-    """Return the words that identify a language, without names: capitals inside a sentence (`Las Vegas`)."""
+    """Return the lower-case words of a line, without names, i.e. capitalised words inside a sentence (`Las Vegas`)."""
     return [
         found[0].lower()
         for found in _WORD.finditer(line.replace("’", "'"))

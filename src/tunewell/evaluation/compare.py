@@ -1,4 +1,4 @@
-"""Compare two reports: which metrics and answers changed, and which settings and data differ."""
+"""Compare two reports: changed metrics and answers, and differences in settings and data."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -13,7 +13,7 @@ _HIGHER_IS_BETTER = ("right", "F1")
 
 @dataclass(frozen=True)
 class MetricPair:
-    """One metric of both runs; None if a run does not have it."""
+    """The values of one metric in both runs; None if a run does not have the metric."""
 
     name: str
     other: float | None
@@ -49,24 +49,24 @@ class Comparison:
     this: str
     other: str
     verdicts: tuple[str, str]
-    """Of the other run, then of this one."""
+    """Verdict of the other run, then of this run."""
     figures: list[MetricPair]
     num_both: int
-    """Questions asked in both runs."""
+    """Number of questions asked in both runs."""
     became_right: int
     became_wrong: int
     changed: list[AnswerChange] = field(default_factory=list)
-    """At most a hundred; answers that became right or wrong come first."""
+    """At most 100 answers; those that became right or wrong come first."""
     config: list[Difference] = field(default_factory=list)
     data: list[Difference] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object that `validate --against --json` adds."""
+        """Return the object that `validate --against --json` adds to its output."""
         return plain(asdict(self))
 
 
 def compare(this: Report, other: Report, *, configs: tuple[Mapping[str, Any], Mapping[str, Any]]) -> Comparison:
-    """Compare two reports; `configs` are their configs, this one's first."""
+    """Compare two reports; `configs` are the configs of this run and of the other run."""
     before = {question.question: question for question in other.exchanges}
     pairs = [(before[question.question], question) for question in this.exchanges if question.question in before]
     became_right = [pair for pair in pairs if pair[1].tuned.right and not pair[0].tuned.right]
@@ -88,7 +88,7 @@ def compare(this: Report, other: Report, *, configs: tuple[Mapping[str, Any], Ma
 
 
 def differences(this: Mapping[str, Any], other: Mapping[str, Any]) -> list[Difference]:
-    """Return the entries that differ; a missing one is shown as `nothing`."""
+    """Return the entries that differ; a missing entry is shown as `nothing`."""
     names = [name for name in sorted(this.keys() | other.keys()) if this.get(name) != other.get(name)]
     return [Difference(name, _shown(other.get(name)), _shown(this.get(name))) for name in names]
 

@@ -13,32 +13,32 @@ from tunewell.evaluation.measurements import FEW_QUESTIONS, Measurements, short_
 from tunewell.records.report import LossPair, Reason
 
 SAME_LOGITS = 1e-4
-"""Largest difference of a logit that is rounding: a logit of 20 in fp32 is exact to 2e-6, and the shortest training
-moves logits by hundredths."""
+"""Largest logit difference that can be a rounding error: a logit of 20 in fp32 is exact to 2e-6, and even a short
+training changes logits by hundredths."""
 TINY_LOSS = 0.1
-"""Held-out loss of a base model with nothing left to learn: each right token has a probability of 0.9."""
+"""Held-out loss below which a model has nothing left to learn: the right tokens have a probability of 0.9."""
 KNEW_SHARE = 0.7
-"""Share of ln(vocabulary) below which the base's loss on everyday text shows knowledge that can be forgotten; an
-untrained model is at 1."""
+"""Forgetting is checked if the base model's loss on everyday text is below this share of ln(vocabulary size), the
+loss of an untrained model."""
 USUAL_VOCABULARY = 32_000
-"""Used if the vocabulary size is unknown."""
+"""Assumed vocabulary size if it is unknown."""
 DOUBLED = 2.0
-"""Factor on the everyday loss from which forgetting is FAIL, unless `verdict.max_forgetting` allows more."""
+"""Factor of the everyday loss from which forgetting is a FAIL, unless `verdict.max_forgetting` allows more."""
 FELL_SHARE = 0.1
-"""Share of its first value below which a training loss counts as near zero."""
+"""A training loss below this share of its first value counts as near zero."""
 FELL_TO = 0.1
-"""Training loss that counts as near zero whatever the first value was: the rows are memorised."""
+"""A training loss below this value counts as near zero whatever its first value was: the rows are memorised."""
 MIN_RISE = 0.1
-"""Rise of the held-out loss, in nats, that is more than noise however low the minimum was."""
+"""Minimum rise of the held-out loss, in nats, that is more than noise."""
 MIN_ROWS = 2
-"""Held-out rows needed for a verdict: a single one may be the easy one."""
+"""Minimum number of held-out rows for a verdict; a single row may be unusually easy."""
 GOOD_NUM_ROWS = 10
-"""Held-out rows that advice aims at."""
+"""Number of held-out rows that the advice recommends."""
 _SHARES = (0.05, 0.1, 0.2, 0.25)
 
 
 def weights_not_finite(measured: Measurements) -> Iterator[Reason]:
-    """Yield a reason if weights are not finite."""
+    """Yield a reason if weights are NaN or infinite."""
     if measured.bad_weights:
         values = sum(measured.bad_weights.values())
         names = [f"{shorten(name)} ({count(number)})" for name, number in measured.bad_weights.items()]
@@ -55,7 +55,7 @@ def weights_not_finite(measured: Measurements) -> Iterator[Reason]:
 
 
 def loss_not_finite(measured: Measurements) -> Iterator[Reason]:
-    """Yield a reason if losses or logits are not finite."""
+    """Yield a reason if losses or logits are NaN or infinite."""
     pairs = [pair for pair in (measured.held_out, *measured.by_source, measured.everyday) if pair is not None]
     bad = [pair.name for pair in pairs if not math.isfinite(pair.tuned)]
     if measured.change is not None and math.isnan(measured.change.largest):
@@ -74,7 +74,7 @@ def loss_not_finite(measured: Measurements) -> Iterator[Reason]:
 
 
 def nothing_changed(measured: Measurements) -> Iterator[Reason]:
-    """Yield a reason if the model equals its base."""
+    """Yield a reason if the model is identical to its base model."""
     change = measured.change
     if change is not None and change.prompts > 0 and change.largest <= SAME_LOGITS:
         cause = "the adapter is empty or was not applied" if measured.is_adapter else "training changed nothing"
@@ -91,7 +91,7 @@ def nothing_changed(measured: Measurements) -> Iterator[Reason]:
 
 
 def over_fitted_or_not_learned(measured: Measurements, rules: VerdictRules) -> Iterator[Reason]:
-    """Yield reasons for overfitting, or for a held-out loss that is not lower, or hardly lower, than the base's."""
+    """Yield reasons for overfitting, and for a held-out loss that is not clearly lower than the base model's."""
     is_worse = measured.held_out is not None and measured.base_loss is not None and not _is_lower(measured.held_out)
     over_fitted = _over_fitted(measured, rules, is_worse=is_worse)
     if over_fitted is not None:
@@ -129,12 +129,12 @@ def over_fitted_or_not_learned(measured: Measurements, rules: VerdictRules) -> I
             what=f"The held-out loss fell as a whole, but not on {count(len(sources), 'source')}: "
             f"`{shorten(worst.name)}` {short_loss(worst.base or 0.0)} -> {short_loss(worst.tuned)} "
             f"on {count(worst.documents, 'row')}.",
-            next=f"Look at its rows with {measured.inspect_command}, or give it a larger `share` in `data.sources`.",
+            next=f"Inspect its rows with {measured.inspect_command}, or set a larger `share` for it in `data.sources`.",
         )
 
 
 def forgets(measured: Measurements, rules: VerdictRules) -> Iterator[Reason]:
-    """Yield a reason if the loss on everyday text rose and the base model knew such text."""
+    """Yield a reason if the loss on everyday text rose, unless the base model did not know such text either."""
     pair = measured.everyday
     if pair is None or pair.base is None:
         return
@@ -153,7 +153,7 @@ def forgets(measured: Measurements, rules: VerdictRules) -> Iterator[Reason]:
 
 
 def not_enough_evidence(measured: Measurements) -> Iterator[Reason]:
-    """Yield a reason if there are too few held-out rows, or nothing to compare with."""
+    """Yield a reason if there are too few held-out rows, or no base model to compare with."""
     num_rows = measured.held_out.documents if measured.held_out else 0
     asked = len(measured.short_questions)
     if max(num_rows, asked) < MIN_ROWS:
@@ -162,7 +162,7 @@ def not_enough_evidence(measured: Measurements) -> Iterator[Reason]:
         yield Reason(
             code="not_enough_evidence",
             level="WEAK",
-            what=f"Cannot tell: {held_out}, at least {MIN_ROWS} are needed.",
+            what=f"Cannot tell: {held_out}; at least {MIN_ROWS} are needed.",
             next=_hold_out_more(measured),
         )
     elif measured.base_loss is None and asked < MIN_ROWS:
@@ -179,19 +179,19 @@ def not_enough_evidence(measured: Measurements) -> Iterator[Reason]:
 def _hold_out_more(measured: Measurements) -> str:
     path = shlex.quote(measured.model_path)
     if measured.test_file is not None:
-        return f"Name a test file with more rows: `tunewell validate {path} --data FILE`."
+        return f"Use a test file with more rows: `tunewell validate {path} --data FILE`."
     known = [share for share in _SHARES if measured.num_rows and share * measured.num_rows >= GOOD_NUM_ROWS]
     share = known[0] if known else _SHARES[-1]
     rows = measured.num_rows
     about = f" (about {count(max(MIN_ROWS, round(share * rows)))} of your {count(rows, 'row')})" if rows else ""
     return (
-        f"Keep more rows for testing: set `data.held_out: {share:g}` in tunewell.yaml{about}, or name a separate test "
-        f"file there. Then run `tunewell train --out {shlex.quote(measured.model_path.rstrip('/') + '2')}`."
+        f"Hold out more rows: set `data.held_out: {share:g}` in tunewell.yaml{about}, or set it to a separate test "
+        f"file. Then run `tunewell train --out {shlex.quote(measured.model_path.rstrip('/') + '2')}`."
     )
 
 
 def _level(measured: Measurements, number: int) -> Literal["WEAK", "FAIL"]:
-    """Return FAIL for a higher loss, or WEAK if the answers improved: the references are then worded differently."""
+    """Return FAIL for a higher loss, or WEAK if the answers improved and so are only worded differently."""
     return "WEAK" if answers_improved(measured) else soften("FAIL", number)
 
 
@@ -204,7 +204,7 @@ def _over_fitted(measured: Measurements, rules: VerdictRules, *, is_worse: bool)
     evaluations = [(loss, step) for step, loss in measured.held_out_curve if math.isfinite(loss)]
     if len(train) < 2 or len(evaluations) < 2:
         return None
-    # Single steps are noisy: the first few and the last tenth are averaged.
+    # Single steps are noisy, so up to three steps at the start and up to ten at the end are averaged.
     window = max(1, min(10, len(train) // 10))
     first, last = fmean(train[: min(3, window)]), fmean(train[-window:])
     (lowest, best), (final, final_step) = min(evaluations), evaluations[-1]

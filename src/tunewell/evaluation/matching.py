@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 SHORT_WORDS = 30
-"""Longest reference, in words, for which an answer counts as right or wrong: one or two sentences with a fact. Longer
-references can be worded well in many ways; only F1 and the loss measure those."""
+"""Maximum number of words in a reference for which an answer counts as right or wrong: one or two sentences with a
+fact. Longer references can be worded in many ways, so only F1 and the loss are measured."""
 
 _INVISIBLE = dict.fromkeys(map(ord, "\u200b\u2060\ufeff\u00ad"))
 _ONE_SPELLING = str.maketrans({"’": "'", "‘": "'", "ʼ": "'", "−": "-", "‐": "-", "–": "-", "—": " ", "―": " "})
@@ -18,7 +18,7 @@ _SPACELESS_LETTER = re.compile(f"[{_SPACELESS}\U00020000-\U0003ffff]")
 _INNER_SPACE = re.compile(f"(?<=[{_SPACELESS}])\\s+(?=[{_SPACELESS}])")
 _UNIT_SPACE = re.compile(r"(?<=\d)\s+(?=[%‰°])|(?<=[$€£¥])\s+(?=\d)")
 _MEANINGFUL = "%‰#&@"
-"""Punctuation by Unicode category that is part of a word: 5%, C#, R&D."""
+"""Characters of the Unicode category punctuation that are part of a word: 5%, C#, R&D."""
 _POLAR = re.compile(
     "yes|no|true|false|ja|nein|nee|nej|oui|non|sí|si|sim|não|vrai|faux|wahr|falsch|verdadero|falso|tak|nie|да|нет"
 )
@@ -27,18 +27,18 @@ _CLAUSE_END = re.compile(r"[.,;:!?()\[\]\n。，、！？；：]+")
 
 @dataclass(frozen=True)
 class Match:
-    """Result of comparing an answer with its reference."""
+    """The result of comparing an answer with its reference."""
 
     exact: bool
-    """Equal except for case, spacing and the punctuation around words."""
+    """Whether the two are equal except for case, spacing and the punctuation around words."""
     contains: bool
-    """The answer contains the whole reference, on word boundaries: it is right."""
+    """Whether the answer contains the whole reference on word boundaries, and so is right."""
     f1: float
     """Word overlap as in SQuAD v1.1, 0 to 1."""
 
 
 def match(answer: str, reference: str) -> Match:
-    """Compare an answer with its reference; no answer is right if the reference is empty.
+    """Compare an answer with its reference. If the reference is empty, no answer is right.
 
     reference    answer                       exact  contains
     15 January   It is 15 January 2027.              yes
@@ -55,23 +55,23 @@ def match(answer: str, reference: str) -> Match:
 
 
 def is_short_reference(reference: str) -> bool:
-    """Return whether a reference is short enough for answers to count as right or wrong."""
+    """Return True if a reference is short enough for answers to count as right or wrong."""
     text = _normal(reference)
     spaceless = len(_SPACELESS_LETTER.findall(text))
-    # A word of Chinese or Japanese is about two characters.
+    # A Chinese or Japanese word has about two characters.
     words = len(_SPACELESS_LETTER.sub(" ", text).split()) + spaceless / 2
     return 0 < words <= SHORT_WORDS
 
 
 def split_words(text: str) -> list[str]:
-    """Split into words without case and punctuation; in scripts without spaces each character is a word."""
+    """Split text into words without case and punctuation; in scripts without spaces, each character is a word."""
     letters = (" " if _is_punctuation(letter) else letter for letter in _folded(text))
     return _SPACELESS_LETTER.sub(lambda found: f" {found[0]} ", "".join(letters)).split()
 
 
 def _folded(text: str) -> str:
     plain = unicodedata.normalize("NFKC", text.translate(_INVISIBLE)).translate(_ONE_SPELLING)
-    # casefold() can undo the normal form, for example of U+0345.
+    # casefold() can undo the normalisation, for example of U+0345.
     return unicodedata.normalize("NFKC", plain.casefold())
 
 
@@ -89,7 +89,7 @@ def _bare(word: str) -> str:
     while begin < end and _is_around(word[begin]):
         begin += 1
     is_signed = begin > 0 and word[begin - 1] == "-" and word[begin : begin + 1].isdigit()
-    # The dash of a list item stands alone; a dash after a bracket or a quote is a sign as well.
+    # The dash of a list item is separated by a space; a dash after a bracket or a quote is a sign.
     return word[begin - is_signed : end]
 
 
@@ -98,10 +98,10 @@ def _is_around(letter: str) -> bool:
 
 
 def _contains(answer: str, found: str, expected: str) -> bool:
-    """Return whether the normalised answer `found` contains the normalised reference `expected`."""
+    """Return True if the normalised answer `found` contains the normalised reference `expected`."""
     first = _first_clause(answer)
     if len(expected) == 1 and expected.isascii() and expected.isalpha():
-        # One letter names a choice: "B", "B) Paris", "The answer is B."; the "a" of "a cat" does not.
+        # A single letter must be a choice: "B", "B) Paris", "The answer is B.", but not the "a" of "a cat".
         named = rf"{expected}|.*\b(is|option|answer|choice) {expected}|(option|answer|choice) {expected}\b.*"
         return re.fullmatch(named, first) is not None
     if _POLAR.fullmatch(expected):
@@ -111,7 +111,7 @@ def _contains(answer: str, found: str, expected: str) -> bool:
 
 
 def _first_clause(answer: str) -> str:
-    """Return the normalised first clause of an answer, which says yes or no; empty if there is none."""
+    """Return the normalised first clause of an answer, which contains a yes or no, or "" for an empty answer."""
     clauses = (_normal(clause) for clause in _CLAUSE_END.split(_folded(answer)))
     return next((clause for clause in clauses if clause), "")
 
@@ -123,7 +123,7 @@ def _stands_alone(text: str, start: int, end: int) -> bool:
 
 
 def _runs_on_before(before: str, first: str, match: str) -> bool:
-    """Return whether the match that begins with `first` is the end of a longer word or number."""
+    """Return True if the match that begins with `first` is the end of a longer word or number."""
     if not before:
         return False
     near, far = before[-1], before[:-1]
@@ -142,7 +142,7 @@ def _runs_on_before(before: str, first: str, match: str) -> bool:
 
 
 def _runs_on_after(after: str, last: str, match: str) -> bool:
-    """Return whether the match that ends with `last` is the beginning of a longer word or number."""
+    """Return True if the match that ends with `last` is the beginning of a longer word or number."""
     if not after or _SPACELESS_LETTER.match(last):
         return False
     near, far = after[0], after[1:]
@@ -170,7 +170,7 @@ def _f1(answer: str, reference: str) -> float:
 
 
 def _squad_words(text: str) -> list[str]:
-    """Split as SQuAD v1.1 does: lower case, no punctuation, no articles; by character in scripts without spaces."""
+    """Split text as SQuAD v1.1 does: lower case, no punctuation or articles; by character in scripts without spaces."""
     # Punctuation is removed before articles, as in the official script.
     bare = "".join(letter for letter in _folded(text) if not _is_punctuation(letter))
     return _SPACELESS_LETTER.sub(lambda found: f" {found[0]} ", re.sub(r"\b(a|an|the)\b", " ", bare)).split()

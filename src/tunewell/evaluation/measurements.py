@@ -11,38 +11,38 @@ from tunewell.evaluation.matching import is_short_reference
 from tunewell.records.report import Answer, AnswerCounts, AnsweredQuestion, LogitChange, LossPair
 
 FEW_QUESTIONS = 5
-"""Questions or rows below which no share of them is a FAIL: of three, one more or less changes everything."""
+"""With fewer questions or rows than this, a share of them is never a FAIL, because one answer changes it too much."""
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """What was measured about a model, and how it was trained; None or empty if unknown."""
+    """The measurements of a model and the settings of its training; unknown values are None or empty."""
 
     bad_weights: Mapping[str, int] = field(default_factory=dict)
-    """Tensors with values that are not finite, and their number."""
+    """Number of NaN or infinite values by tensor name."""
     change: LogitChange | None = None
     held_out: LossPair | None = None
     by_source: Sequence[LossPair] = ()
     everyday: LossPair | None = None
     vocab_size: int | None = None
-    """A model that knows nothing has a loss of ln(vocab_size)."""
+    """Size of the vocabulary; an untrained model has a loss of ln(vocab_size)."""
     train_curve: Sequence[tuple[int, float]] = ()
-    """(step, loss), as logged."""
+    """Pairs of (step, loss) from the training log."""
     held_out_curve: Sequence[tuple[int, float]] = ()
     evaluated_step: int | None = None
     questions: Sequence[AnsweredQuestion] = ()
     is_adapter: bool = False
     learning_rate: float | None = None
-    """Of the training, so that advice can name the next value."""
+    """Learning rate of the training, used in advice."""
     epochs: float | None = None
     corpus: str = "corpus"
-    """Path for commands."""
+    """Path of the corpus, for suggested commands."""
     model_path: str = "run"
-    """Path for commands."""
+    """Path of the model, for suggested commands."""
     num_rows: int | None = None
-    """Rows of the corpus, trained on and held out."""
+    """Number of training rows and held-out rows in the corpus."""
     test_file: str | None = None
-    """File of the evaluated rows; None for the held-out rows of the run."""
+    """File with the evaluated rows, or None for the held-out rows of the run."""
 
     @property
     def base_loss(self) -> float | None:
@@ -52,7 +52,7 @@ class Measurements:
 
     @property
     def short_questions(self) -> list[AnsweredQuestion]:
-        """The questions whose answers can be right or wrong."""
+        """The questions with a short reference, whose answers count as right or wrong."""
         return [question for question in self.questions if is_short_reference(question.reference)]
 
     @property
@@ -62,7 +62,7 @@ class Measurements:
 
 
 def count_answers(answers: Sequence[Answer]) -> AnswerCounts:
-    """Count the answers of one model."""
+    """Return the counts of exact, right and faulty answers of one model, and the mean F1."""
     return AnswerCounts(
         asked=len(answers),
         judged=sum(answer.right is not None for answer in answers),
@@ -75,32 +75,32 @@ def count_answers(answers: Sequence[Answer]) -> AnswerCounts:
 
 
 def soften(level: Literal["WEAK", "FAIL"], num_questions: int) -> Literal["WEAK", "FAIL"]:
-    """Turn a FAIL that rests on very few questions or rows into WEAK."""
+    """Return the level of a reason; a FAIL based on very few questions or rows becomes WEAK."""
     return "WEAK" if num_questions < FEW_QUESTIONS else level
 
 
 def short_loss(loss: float) -> str:
-    """Format a loss with two digits: `2.09`, `0.03`, `0.0052`."""
+    """Format a loss with two decimals, or with two significant digits if it is small: `2.09`, `0.03`, `0.0052`."""
     if not math.isfinite(loss):
         return "not finite"
     return f"{loss:.2f}" if loss >= 0.1 else f"{loss:.2g}" if loss >= 0.0001 else "under 0.0001"
 
 
 def shorten(text: str, max_chars: int = 100) -> str:
-    """Return a text on one line, cut if it is long."""
+    """Return a text on one line, truncated to `max_chars`."""
     line = " ".join(text.split())
     return line if len(line) <= max_chars else line[: max_chars - 3].rstrip() + "..."
 
 
 def quote_answer(question: AnsweredQuestion, *, with_reference: bool = False) -> str:
-    """Return the question, the answer and, if asked for, the reference on one line."""
+    """Return the question, the answer and optionally the reference on one line."""
     answer = f'"{shorten(question.tuned.text)}"' if question.tuned.text.strip() else "(empty)"
     expected = f' (expected: "{shorten(question.reference, 60)}")' if with_reference else ""
     return f'question: "{shorten(question.question)}", answer: {answer}{expected}'
 
 
 def suggest_rate(measured: Measurements, factor: float) -> str:
-    """Return a learning rate to set: with its value if the current one is known."""
+    """Return advice on the learning rate, with a value if the current learning rate is known."""
     fraction = "a third of" if factor < 1 else "three times"
     if measured.learning_rate is None:
         return f"`train.learning_rate` to {fraction} its value"

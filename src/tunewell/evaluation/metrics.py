@@ -1,4 +1,4 @@
-"""Metric functions of the user: `fn(question, answer, reference) -> number`, averaged over the held-out questions."""
+"""User-defined metrics: `fn(question, answer, reference) -> number`, averaged over the held-out questions."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ from tunewell.data.rows.functions import load_row_function
 from tunewell.records.report import Answer, AnsweredQuestion, MetricResult
 
 Metric = Callable[[str, str, str], float | bool]
-"""Called with the question, one answer and the reference; returns a number, or True and False for 1 and 0."""
+"""Function of a question, an answer and a reference that returns a number or a bool."""
 
 
 def load_metrics(references: Sequence[str], *, base: Path) -> dict[str, Metric]:
@@ -27,9 +27,9 @@ def load_metrics(references: Sequence[str], *, base: Path) -> dict[str, Metric]:
 def compute_metrics(
     metrics: Mapping[str, Metric], questions: Sequence[AnsweredQuestion]
 ) -> tuple[dict[str, MetricResult], list[str]]:
-    """Return the mean of each metric for the base and the tuned model, and a note for each that failed.
+    """Return the mean of each metric for the base and the tuned model, and a note for each metric that failed.
 
-    A metric that raises, or returns anything but a finite number, is left out for that answer only.
+    If a metric raises an exception or does not return a finite number, that answer is left out of its mean.
     """
     results, notes = {}, []
     for name, metric in metrics.items():
@@ -46,14 +46,14 @@ def compute_metrics(
 
 
 def _mean(metric: Metric, answers: Sequence[tuple[AnsweredQuestion, Answer]]) -> tuple[float | None, list[str]]:
-    """Return the mean over the answers that could be scored, and `FILE row N: ERROR` for each that could not."""
+    """Return the mean over the scored answers, and an error message `FILE row N: ERROR` for each other answer."""
     values, errors = [], []
     for question, answer in answers:
         try:
             value = metric(question.question, answer.text, question.reference)
             if not isinstance(value, bool | int | float) or not math.isfinite(value):
-                raise TypeError(f"it returned {value!r}, not a finite number")
+                raise TypeError(f"the metric returned {value!r}, not a finite number")
             values.append(float(value))
-        except (Exception, SystemExit) as error:  # noqa: BLE001  the user's function must not cost the verdict
+        except (Exception, SystemExit) as error:  # noqa: BLE001  an error in the user's function must not stop the evaluation
             errors.append(f"{question.source} row {question.row}: {type(error).__name__}: {error}")
     return (math.fsum(values) / len(values) if values else None), errors

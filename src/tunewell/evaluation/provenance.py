@@ -1,4 +1,4 @@
-"""Collect how an evaluated model was trained, from which rows and on which machine."""
+"""Collect the training settings, data, machine and versions of an evaluated model for its report."""
 
 import platform
 import shlex
@@ -25,7 +25,7 @@ _WEIGHT_FILES = ("adapter_model.safetensors", "model.safetensors")
 
 
 def collect_provenance(ref: ModelRef, model: ChatModel) -> dict[str, Any]:
-    """Return the fields of a report that describe the training, its rows and the machine."""
+    """Return the fields of a report that describe the training, its data and the machine."""
     run = ref.path if ref.kind == "run" else None
     healing = read_healing(run) if run else []
     return {
@@ -64,7 +64,7 @@ def _curve(run: Path) -> Curve:
 
 
 def _row_counts(ref: ModelRef) -> RowCounts | None:
-    """Count the rows of the training, whatever the model is evaluated on; None if its corpus is missing or changed."""
+    """Return the row counts of the training corpus, or None if the corpus is missing or has changed."""
     manifest = None if ref.corpus is None else read_manifest(ref.corpus)
     if manifest is None or ref.plan is None or manifest.corpus_sha256 != ref.plan.corpus_sha256:
         return None

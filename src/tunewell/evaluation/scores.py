@@ -1,4 +1,4 @@
-"""Turn the losses, logits and generated tokens of the base and the tuned model into the records of the report."""
+"""Convert the losses, logits and generated tokens of the base and the tuned model to records of the report."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from tunewell.training.evaluate import Question
 
 @dataclass
 class ModelOutputs:
-    """What one model computed during the evaluation."""
+    """The losses, answers and logits of one model in an evaluation."""
 
     held_out: DocumentLosses | None = None
     everyday: DocumentLosses | None = None
@@ -30,7 +30,7 @@ class ModelOutputs:
 def loss_pair(
     name: str, base: DocumentLosses | None, tuned: DocumentLosses | None, selected: Any = None
 ) -> LossPair | None:
-    """Return the mean losses of both models on all or the selected documents; None if nothing was measured."""
+    """Return the mean losses of both models on all or the selected documents, or None if none were measured."""
     if tuned is None or not len(tuned.documents):
         return None
     num_documents = len(tuned.documents) if selected is None else int(selected.sum())
@@ -40,7 +40,7 @@ def loss_pair(
 
 
 def losses_by_source(split: Split | None, base: DocumentLosses | None, tuned: DocumentLosses | None) -> list[LossPair]:
-    """Return the mean losses of each source; empty if there is only one."""
+    """Return the mean losses of each source; empty if there is only one source."""
     if split is None or tuned is None:
         return []
     sources = np.array([split[int(index)].source for index in tuned.documents])
@@ -50,14 +50,15 @@ def losses_by_source(split: Split | None, base: DocumentLosses | None, tuned: Do
 
 
 def logits_change(base: Any, tuned: Any) -> LogitChange | None:
-    """Return how far the tuned model's logits are from its base's; None if one of them is missing."""
+    """Return the difference between the logits of the two models, or None if the logits of one are missing."""
     if base is None or tuned is None:
         return None
-    # One of the two may have more tokens; only shared ones can be compared.
+    # One of the two vocabularies may be larger; only shared tokens can be compared.
     num_shared = min(base.shape[-1], tuned.shape[-1])
     base, tuned = base[:, :num_shared], tuned[:, :num_shared]
     same = int((base.argmax(-1) == tuned.argmax(-1)).sum())
-    # Some models give unused tokens a logit of minus infinity. A broken base is no evidence against the tuned model.
+    # Some models give unused tokens a logit of minus infinity. NaN in the base model does not count against the tuned
+    # model.
     is_known = np.isfinite(base) & np.isfinite(tuned)
     is_broken = bool(np.isnan(tuned).any()) or not is_known.any()
     largest = math.nan if is_broken else float(np.abs(base[is_known] - tuned[is_known]).max())

@@ -1,4 +1,4 @@
-"""Evaluate one model: load it, measure it and its base on the same rows and questions, and make the report."""
+"""Evaluate one model: load it, measure it and its base model on the same rows and questions, and return the report."""
 
 import gc
 import json
@@ -36,15 +36,15 @@ from tunewell.records.plan import Chosen
 from tunewell.records.report import AnsweredQuestion, Report, RowCounts
 from tunewell.training.evaluate import Question, questions_of
 
-# Choose the rows a model is evaluated on: the held-out rows of its run, or rows of another corpus.
+# Choose the evaluation rows: the held-out rows of the run, or rows of another corpus.
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Rows to evaluate a model on."""
+    """The rows on which a model is evaluated."""
 
     split: Split | None
-    """None if there are no rows."""
+    """The rows to evaluate, or None if there are no rows."""
     name: str
     notes: Sequence[str] = ()
     test_file: str | None = None
@@ -52,19 +52,19 @@ class EvaluationSet:
 
 
 def held_out_rows(model: ModelRef) -> EvaluationSet:
-    """Return the held-out rows of a run; raise UserError if there are none that are certainly held out."""
+    """Return the held-out rows of a run; raise UserError if the corpus is missing or has changed since the run."""
     if model.corpus is not None:
         corpus = open_corpus(model.corpus)
         if model.plan is not None and model.plan.corpus_sha256 != corpus.manifest.corpus_sha256:
             raise UserError(
-                "the corpus has changed since the run: its held-out rows may have been trained on",
+                "the corpus has changed since the run: its held-out rows may have been used for training",
                 where=str(corpus.path),
-                fix="validate on a file with `--data`, or put the old corpus back",
+                fix="validate on a file with `--data`, or restore the old corpus",
             )
         return EvaluationSet(_held_out(corpus), "the held-out rows of the run")
     if model.kind == "run":
         raise UserError(
-            f"the corpus `{model.loaded.config.corpus}` of the run does not exist any more",
+            f"the corpus `{model.loaded.config.corpus}` of the run no longer exists",
             fix="validate on a file with `--data`, or build the corpus again with `tunewell prepare`",
         )
     is_log = model.path is not None and model.path.name in ("trainer_state.json", "events.jsonl")
@@ -81,7 +81,7 @@ def rows_of_corpus(path: Path) -> EvaluationSet:
 
 
 def rows_of_file(corpus: Corpus, name: str) -> EvaluationSet:
-    """Return every row of a corpus made from the user's test file; a note counts the rows that were dropped."""
+    """Return every row of a corpus built from the user's test file, with a note on the number of dropped rows."""
     manifest = corpus.manifest
     num_dropped = sum(manifest.dropped.values())
     kinds = ", ".join(f"{number} {kind}" for kind, number in manifest.dropped.items())
@@ -90,7 +90,7 @@ def rows_of_file(corpus: Corpus, name: str) -> EvaluationSet:
 
 
 def shared_rows(model: ModelRef, other: ModelRef) -> tuple[Path | None, list[str]]:
-    """Return the corpus on which two runs can be compared, with notes; None if each needs its own rows."""
+    """Return the corpus on which two runs can be compared, with notes; None if each run needs its own rows."""
     if model.corpus is None:
         return None, []
     manifest = read_manifest(model.corpus)
@@ -109,17 +109,17 @@ def _held_out(corpus: Corpus) -> Split | None:
     return corpus.held_out if len(corpus.held_out) else None
 
 
-# Load the bundled passages of everyday text; their loss shows what a model has forgotten.
+# Everyday text: bundled passages whose loss shows how much a model has forgotten.
 
 
 def everyday_texts() -> list[str]:
-    """Return passages of many kinds, mostly English, some German, French and Spanish; written for tunewell."""
+    """Return text passages of many kinds, mostly in English, some in German, French and Spanish."""
     lines = files("tunewell.evaluation").joinpath("everyday.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["text"] for line in lines]
 
 
 def run_tasks(model: PreTrainedModel, tokenizer_folder: Path, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Return lm-eval's scores by task and metric; raise UserError for an unknown task or one without its data."""
+    """Return lm-eval's scores by task and metric; raise UserError for an unknown task or missing task data."""
     from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]  an extra
     from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
 
@@ -142,13 +142,13 @@ def run_tasks(model: PreTrainedModel, tokenizer_folder: Path, tasks: Sequence[st
 
 
 _NUM_COMPARED = 8
-"""Prompts whose logits are compared with the base model's: training that changes none of them changed nothing."""
+"""Number of prompts whose logits are compared with the base model's, to detect a training without effect."""
 _MIN_ANSWER_TOKENS, _MAX_ANSWER_TOKENS = 32, 512
 
 
 @dataclass(frozen=True)
 class ValidateOptions:
-    """What to evaluate a model on, and how."""
+    """The options of an evaluation."""
 
     data: str | Path | None = None
     """File of rows; by default the held-out rows of the run."""
@@ -164,7 +164,7 @@ class ValidateOptions:
     allow_pickle: bool = False
     lm_eval: Sequence[str] = ()
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    """Name to `fn(question, answer, reference) -> number`, beside those of `verdict.metrics`."""
+    """Metric functions by name, `fn(question, answer, reference) -> number`, in addition to `verdict.metrics`."""
 
 
 class EvaluationSession:
@@ -194,7 +194,7 @@ class EvaluationSession:
         with self._timed("load"):
             model, bad_weights = self._open_and_check()
         if bad_weights:
-            self.notes.append("nothing else was measured: with such weights every number would be meaningless")
+            self.notes.append("nothing else was measured, because the weights are not finite")
             return self._report(model, base, None, bad_weights)
         self._prepare_questions(model)
         tuned = self._measure(model, model.runtime, "tuned")
@@ -211,19 +211,19 @@ class EvaluationSession:
     def _run_tasks(self, model: ChatModel) -> None:
         self.progress(Progress(f"lm-eval: {', '.join(self.options.lm_eval)}"))
         with tempfile.TemporaryDirectory(prefix="tunewell-lm-eval-") as folder:
-            # Saved without a chat template: the tasks are plain text.
+            # The tokenizer is saved without a chat template, because the tasks are plain text.
             model.tokenizer.save(Path(folder), None)
             with torch_threads(model.num_threads):
                 self.lm_eval = run_tasks(model.model, Path(folder), self.options.lm_eval)
 
     def _open(self, ref: ModelRef) -> ChatModel:
         self.progress(Progress(f"loading {ref.name}"))
-        # lm-eval needs a model of transformers.
+        # lm-eval needs a transformers model.
         backend: Backend = "packed" if self.options.lm_eval else "llama_cpp"
         return open_chat_model(ref, device=self.options.device, allow_pickle=self.options.allow_pickle, backend=backend)
 
     def _open_and_check(self) -> tuple[ChatModel, dict[str, int]]:
-        """Load the model; if loading fails because weights are not finite, continue without it."""
+        """Load the model and find weights that are not finite; if these prevent loading, continue without weights."""
         try:
             model = self._open(self.ref)
         except UserError:
@@ -234,7 +234,7 @@ class EvaluationSession:
         return model, model.runtime.nonfinite_weights()
 
     def _measure_separate_base(self, tuned: ChatModel) -> ModelOutputs:
-        """Measure a base model with separate weights, after the tuned model's memory is free."""
+        """Unload the tuned model, then load and measure a base model that has its own weights."""
         tuned.unload()
         gc.collect()
         if torch.cuda.is_available():
@@ -244,8 +244,8 @@ class EvaluationSession:
                 base = self._open(self.ref.base_ref())
         except UserError as error:
             if self.options.base is not None:
-                raise  # the user named it
-            self.notes.append(f"there is no comparison: the base model could not be loaded ({error.what})")
+                raise  # the user passed --base
+            self.notes.append(f"not compared with the base model, because it could not be loaded ({error.what})")
             return ModelOutputs()
         return self._measure(base, base.runtime, "base")
 
@@ -346,7 +346,7 @@ class EvaluationSession:
 
 
 def _training_settings(ref: ModelRef, counts: RowCounts | None) -> dict[str, Any]:
-    """Return the fields of Measurements that advice depends on."""
+    """Return the fields of Measurements that describe the training, for advice."""
     found: dict[str, Any] = {"is_adapter": ref.adapter is not None, "model_path": str(ref.path or ref.name)}
     if ref.plan is not None:
         found |= {"learning_rate": ref.plan.learning_rate.value, "epochs": ref.plan.epochs.value}

@@ -13,26 +13,26 @@ from tunewell.records.report import Level, LossPair, Reason
 REASON_CODES: dict[str, str] = {
     "weights_not_finite": "the weights are not finite",
     "loss_not_finite": "the losses are not finite",
-    "nothing_changed": "it equals its base model",
-    "answers_nothing": "it gives empty answers",
-    "loops": "its answers repeat themselves",
-    "control_tokens": "its answers contain control tokens",
-    "never_stops": "its answers do not stop",
-    "over_fitted": "it memorised its rows",
-    "forgets": "it forgot everyday language",
-    "not_learned": "it learned nothing that helps on held-out rows",
-    "echoes": "it repeats the questions",
-    "other_language": "it answers in the wrong language",
+    "nothing_changed": "the model is identical to its base model",
+    "answers_nothing": "answers are empty",
+    "loops": "answers repeat themselves",
+    "control_tokens": "answers contain control tokens",
+    "never_stops": "answers do not stop",
+    "over_fitted": "the model overfits its training rows",
+    "forgets": "the model forgot everyday language",
+    "not_learned": "the model did not improve on held-out rows",
+    "echoes": "answers repeat the questions",
+    "other_language": "answers are in the wrong language",
     "few_right": "few answers are right",
     "no_better_than_base": "the base model answers better",
-    "little_gain": "it learned little",
+    "little_gain": "the model improved only a little on held-out rows",
     "not_enough_evidence": "cannot tell",
 }
-"""Every code of a reason, causes first, with its short form for the summary."""
+"""All reason codes, causes before effects, with a short text for the summary."""
 _EXPLAIN_ALL = ("weights_not_finite", "loss_not_finite", "nothing_changed")
 _EXPLAIN_WRONG = ("answers_nothing", "loops", "control_tokens")
 _EXPLAINED = ("few_right", "no_better_than_base")
-"""Reasons that are left out because a FAIL of those above explains them."""
+"""Reasons that are left out if there is a FAIL in `_EXPLAIN_WRONG`, which explains them."""
 _THRESHOLDS = ("min_gain", "min_right", "max_faults", "max_rise", "max_forgetting")
 
 
@@ -42,13 +42,13 @@ class Verdict:
 
     level: Level
     summary: str
-    """One sentence with the numbers."""
+    """One sentence with the most important metrics."""
     reasons: list[Reason]
-    """The worst first: FAIL before WEAK, causes before their effects; empty with PASS."""
+    """Reasons for the verdict: FAIL before WEAK, causes before effects; empty for PASS."""
 
 
 def decide_verdict(measured: Measurements, rules: VerdictRules) -> Verdict:
-    """Return FAIL or WEAK if a reason says so, PASS if there is none."""
+    """Return the verdict: the level of the worst reason, or PASS if there are no reasons."""
     found = [
         *loss_reasons.weights_not_finite(measured),
         *loss_reasons.loss_not_finite(measured),
@@ -69,7 +69,7 @@ def decide_verdict(measured: Measurements, rules: VerdictRules) -> Verdict:
 
 
 def thresholds(rules: VerdictRules) -> dict[str, Chosen[Any]]:
-    """Return the thresholds of the config, each with the documentation of its key."""
+    """Return the verdict thresholds of the config, each with the description of its key."""
     return {
         name: Chosen(value=getattr(rules, name), because=" ".join((field.description or "").split()))
         for name, field in VerdictRules.model_fields.items()

@@ -1,4 +1,4 @@
-"""Write the report of an evaluation: `page.py` as HTML, `markdown.py` for pull requests, both from `view.py`.
+"""The report of an evaluation as HTML (`page.py`) and as Markdown for pull requests (`markdown.py`).
 
-Everything here reads only `records.report.Report`; it needs neither a model nor torch.
+Both use `view.py`. This package reads only `records.report.Report` and needs neither a model nor torch.
 """

@@ -1,6 +1,6 @@
-"""Write `report.md`: the report, short enough for a comment on a pull request.
+"""Write `report.md`: a short report for a comment on a pull request.
 
-Texts of models are escaped: they cannot open a table cell, mention a user, add a link or close a block.
+Model output is escaped, so it cannot open a table cell, mention a user, add a link or close a block.
 """
 
 import re
@@ -20,20 +20,20 @@ from tunewell.evaluation.report.view import (
 from tunewell.records.report import Answer, AnsweredQuestion, Reason, Report
 
 _MAX_CELL, _MAX_SENTENCE, _MAX_BLOCK = 160, 600, 800
-"""Characters."""
+"""Maximum lengths in characters."""
 _MAX_REASONS, _MAX_SOURCES, _MAX_COMMANDS, _MAX_NOTES = 6, 10, 20, 6
 _NUM_SELECTED, _NUM_MORE = 4, 6
 
-# In a table, a backslash before a bar is removed before anything else is parsed: the text may keep no backslash.
+# In a table, a backslash before a bar is removed before anything else is parsed, so backslashes become entities.
 _ESCAPES = {**{mark: f"\\{mark}" for mark in "<>|`*_[]#~"}, **{mark: f"&#{ord(mark)};" for mark in "&\\$"}}
-# Sites link names, issues and addresses in the rendered text, where escapes are gone; only a character between its
-# parts keeps `@name` from being linked. U+2060 has no width and does not break lines.
+# Sites link names, issues and addresses in the rendered text, which has no escapes any more. Only an inserted character
+# prevents `@name` from being linked. U+2060 has no width and does not break lines.
 _LINKED = re.compile(r"(?<=[@#!~%$&^:])(?=[\w/])|(?<=www)(?=\.)|(?<=GH)(?=-\d)", re.IGNORECASE)
 _STARTS_BLOCK = re.compile(r"^(\d{1,9}(?=[.)](?:\s|$))|(?=[-+]))(.)")
 
 
 def report_markdown(report: Report) -> str:
-    """Return a report as Markdown; equal reports give equal texts."""
+    """Return a report as Markdown; the output is deterministic."""
     parts = [
         f"## {report.verdict}: {escaped(report.subject.name)}",
         prose(report.summary),
@@ -57,7 +57,7 @@ def escaped(value: object, max_chars: int = _MAX_CELL) -> str:
 
 
 def prose(value: str) -> str:
-    """Return a sentence of ours, with parts between backticks as code."""
+    """Return a sentence of the report as Markdown, with parts between backticks as code."""
     text = shortened(single_line(value), _MAX_SENTENCE)
     parts = enumerate(CODE.split(text))
     written = "".join(f"`{part}`" if index % 2 and part.strip() else _plain(part) for index, part in parts)
@@ -70,7 +70,7 @@ def _cell(value: object, max_chars: int = _MAX_CELL) -> str:
 
 
 def _plain(text: str, limit: int | None = None) -> str:
-    """Escape a text; cut it if it has more than `limit` characters with its escapes."""
+    """Escape a text, and truncate it to `limit` characters, counted with escapes."""
     written = [_ESCAPES.get(mark, mark) for mark in _LINKED.sub("\u2060", text)]
     if limit is None or sum(map(len, written)) <= limit:
         return "".join(written)
@@ -157,7 +157,7 @@ def _repeat(report: Report) -> list[str]:
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]], right: int = 0) -> str:
-    """Return texts as a table; the last `right` columns are numbers."""
+    """Return a Markdown table; the last `right` columns are right-aligned."""
     lines = [" | ".join(head), " | ".join([*["---"] * (len(head) - right), *["---:"] * right])]
     lines += [" | ".join(_cell(cell) for cell in row) for row in rows]
     return "\n".join(f"| {line} |" for line in lines)

@@ -1,6 +1,7 @@
 """Write `report.html`: the report as one self-contained page without scripts or requests.
 
-A content security policy allows only the style, by its hash: texts of a model cannot run or load anything.
+A content security policy allows only the page's own style sheet, by its hash, so model output cannot run or load
+anything.
 """
 
 import base64
@@ -43,11 +44,11 @@ _WIDE, _NARROW = (760, 320), (340, 260)
 _MAX_EVALUATIONS = 40
 _MAX_SCORES = 200
 _LONG_CHARS, _LONG_LINES = 500, 8
-"""Longer texts scroll in their box, which must then be reachable by keyboard."""
+"""Longer texts get a scroll box, which must be reachable by keyboard."""
 
 
 def report_page(report: Report) -> str:
-    """Return a report as an HTML page; equal reports give equal pages."""
+    """Return a report as an HTML page; the output is deterministic."""
     template, style = _template(), _style()
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     return template.render(
@@ -103,7 +104,7 @@ def _style() -> str:
 
 
 def prose(text: str) -> Markup:
-    """Return a sentence of ours as HTML, with parts between backticks as code."""
+    """Return a sentence of the report as HTML, with parts between backticks as code."""
     code, parts = Markup("<code>{}</code>"), enumerate(CODE.split(visible(text)))
     return Markup("").join(code.format(part) if index % 2 else escape(part) for index, part in parts)
 
@@ -165,7 +166,7 @@ def _curve(curve: Curve) -> dict[str, Any]:
 
 
 def _scores(value: Any, path: tuple[str, ...] = ()) -> list[tuple[str, str]]:
-    """Flatten the results of lm-eval, of any shape, into names and values."""
+    """Return the nested results of lm-eval as a flat list of names and values."""
     if isinstance(value, dict) and value and len(path) < 6:
         return [score for key in sorted(value, key=str) for score in _scores(value[key], (*path, str(key)))]
     return [(single_line(" / ".join(path)), setting(value))] if path else []

@@ -1,4 +1,4 @@
-"""Texts, numbers and sorted answers of a report, ready for the HTML page and the Markdown."""
+"""Format the texts, numbers and answers of a report for the HTML page and for Markdown."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from tunewell.core.units import count, percent
 from tunewell.records.report import AnswerCounts, AnsweredQuestion, LossPair, MetricResult, Report
 from tunewell.runs.loss_curve import format_loss
 
-# Texts and numbers: invisible characters are made visible, numbers are formatted for people.
+# Texts and numbers: make invisible characters visible, and format numbers.
 
 EMPTY = "(empty)"
 FAULT_WORDS = {
@@ -23,11 +23,11 @@ FAULT_WORDS = {
     "control_tokens": "control tokens in the text",
 }
 CODE = re.compile("`([^`]*)`")
-"""Code in a sentence; `split` gives text and code in turn."""
+"""Code in a sentence; `split` returns text and code alternately."""
 _MAX_CHARS = 20_000
-"""Characters of one text on a page: a question can be a book, and pages are sent by mail."""
+"""Maximum number of characters of one text, to limit the size of the page."""
 
-# The zero-width joiners (200C, 200D) stay: Persian, Indic scripts and emoji need them.
+# The zero-width joiners (200C, 200D) are not replaced, because Persian, Indic scripts and emoji need them.
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u115f\u1160\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff"
     "\ufff0-\ufffb\ufffe\uffff\ufdd0-\ufdef\ud800-\udfff\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
@@ -35,7 +35,7 @@ _UNSEEN = re.compile(
 
 
 def visible(value: object) -> str:
-    """Return a text with invisible characters spelled out, cut after 20,000 characters.
+    """Return a text with invisible characters as code points, truncated to 20,000 characters.
 
     visible("a\\x00b") = a[U+0000]b       visible("a\\u202eb") = a[U+202E]b       visible("\\ud800") = [U+D800]
     """
@@ -46,22 +46,22 @@ def visible(value: object) -> str:
 
 
 def single_line(value: object) -> str:
-    """Return a text like `visible` on one line, with white space collapsed."""
+    """Return the result of `visible` on one line, with white space collapsed."""
     return " ".join(visible(value).split())
 
 
 def shortened(text: str, max_chars: int) -> str:
-    """Cut a text after `max_chars` characters, with an ellipsis."""
+    """Truncate a text to `max_chars` characters, with an ellipsis."""
     return text if len(text) <= max_chars else text[: max_chars - 1].rstrip() + "\u2026"
 
 
 def loss(value: float | None) -> str:
-    """Format a loss with four decimals; a value that is not finite, or missing, in words."""
+    """Format a loss with four decimals, or return a description if it is missing or not finite."""
     return "not measured" if value is None else format_loss(value)
 
 
 def perplexity(value: float | None) -> str:
-    """Format the perplexity of a loss, e to its power."""
+    """Format the perplexity, i.e. exp(loss), of a loss."""
     if value is None or not math.isfinite(value):
         return loss(value)
     power = math.exp(value) if value < 700 else math.inf
@@ -71,7 +71,7 @@ def perplexity(value: float | None) -> str:
 
 
 def nonfinite_text(value: float) -> str:
-    """Return the words for a number that is not finite; an empty text for a finite one."""
+    """Return a description of a NaN or infinite number, or "" for a finite number."""
     return "" if math.isfinite(value) else format_loss(value)
 
 
@@ -93,14 +93,14 @@ def setting(value: Any) -> str:
 
 
 def declared_order(keys: Any, known: Any) -> list[str]:
-    """Order keys as declared, unknown ones by name, so that equal reports give equal pages."""
+    """Return the keys in their order in `known`, then other keys by name, so that the output is deterministic."""
     order = {name: index for index, name in enumerate(known)}
     return sorted(keys, key=lambda key: (order.get(key, len(order)), key))
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricRow:
-    """One metric of the base and the tuned model, formatted."""
+    """The formatted values of one metric for the base and the tuned model."""
 
     name: str
     hint: str = ""
@@ -108,7 +108,7 @@ class MetricRow:
     tuned: str
     change: str = ""
     shares: tuple[float | None, float] | None = None
-    """Base and tuned as shares of one, if the metric is a share."""
+    """Values of the base and the tuned model between 0 and 1, if the metric is a share."""
 
 
 def key_metrics(report: Report) -> list[MetricRow]:
@@ -138,7 +138,7 @@ def all_metrics(report: Report) -> list[MetricRow]:
 
 
 def source_metrics(report: Report) -> list[tuple[LossPair, MetricRow]]:
-    """Return the held-out losses of every source."""
+    """Return the held-out losses of each source."""
     return [(pair, _loss(single_line(pair.name), pair)) for pair in report.by_source]
 
 
@@ -162,13 +162,13 @@ def _loss_change(pair: LossPair) -> str:
 
 
 def _mean(name: str, base: float | None, tuned: float | None, *, hint: str, style: str) -> MetricRow:
-    """Return the row of a mean, with numbers formatted by `style`."""
+    """Return the row of a mean value; `style` is the number format."""
     numbers = (base, tuned)
     texts = ["not measured" if each is None else nonfinite_text(each) or f"{each:{style}}" for each in numbers]
     change = ""
     if base is not None and tuned is not None and math.isfinite(tuned - base):
         difference = f"{abs(tuned - base):{style}}"
-        # A difference that is shown as 0 is none.
+        # A difference that rounds to 0 is not shown.
         change = f"{difference} {'higher' if tuned > base else 'lower'}" if difference.strip("0.") else ""
     return MetricRow(name=name, hint=hint, base=texts[0], tuned=texts[1], change=change)
 
@@ -185,7 +185,7 @@ def _everyday(name: str, report: Report) -> MetricRow:
     limit = report.thresholds.get("max_forgetting")
     allowed = f" (limit: {percent(limit.value, 0)} worse)" if limit and isinstance(limit.value, float) else ""
     change = row.change.replace("lower", "better").replace("higher", "worse")
-    return replace(row, change=change, hint=f"text it knew before{allowed}")
+    return replace(row, change=change, hint=f"text that the base model knew{allowed}")
 
 
 def _right(base: AnswerCounts | None, tuned: AnswerCounts) -> MetricRow:
@@ -226,16 +226,16 @@ def _of(part: int, whole: int) -> str:
     return f"{count(part)} of {count(whole)}"
 
 
-# Answers: a selection first, then the wrong ones, then the right ones.
+# Answers: a selection, then the other wrong answers, then the other right answers.
 
 _NUM_SELECTED = 6
 _MAX_ANSWERS = 500
-"""Answers on a page; `report.json` has all of them."""
+"""Maximum number of answers on a page; `report.json` has all of them."""
 
 
 @dataclass(frozen=True)
 class SortedAnswers:
-    """The answers of a report in three lists."""
+    """The answers of a report, sorted into three lists."""
 
     selected: list[AnsweredQuestion]
     wrong: list[AnsweredQuestion]
@@ -246,7 +246,7 @@ class SortedAnswers:
 def sorted_answers(
     report: Report, *, num_selected: int = _NUM_SELECTED, max_answers: int = _MAX_ANSWERS
 ) -> SortedAnswers:
-    """Sort the answers; half of the selected ones are wrong and half right, if there are enough of both."""
+    """Sort the answers. Half of the selected answers are wrong and half are right, if there are enough of both."""
     ranked = sorted(report.exchanges, key=_rank)
     wrong = [question for question in ranked if _is_wrong(question)]
     right = [question for question in ranked if not _is_wrong(question)]
@@ -267,7 +267,7 @@ def _is_wrong(question: AnsweredQuestion) -> bool:
 
 
 def _rank(question: AnsweredQuestion) -> tuple[bool, bool, bool, int]:
-    """Sort faulty answers first, then answers that became wrong, then answers that became right."""
+    """Return a sort key: faulty answers first, then wrong answers, then answers that became right or wrong."""
     was_right = question.base is not None and bool(question.base.right)
     has_changed = was_right != bool(question.tuned.right)
     return (not question.tuned.faults, question.tuned.right is not False, not has_changed, question.document)
