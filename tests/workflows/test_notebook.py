@@ -253,7 +253,7 @@ def test_what_came_from_this_machine_must_be_named(
     monkeypatch.setattr(notebook_install, "direct_url", lambda: origin)
     assert main(["notebook"]) == 2
     said = capsys.readouterr().err
-    assert "from a folder or a file" in said and "--package" in said and "git+https://" in said
+    assert "from a local folder or file" in said and "--package" in said and "git+https://" in said
     assert not (project / "train.ipynb").exists()
     assert main(["notebook", "--package", "git+https://example.org/x/tunewell"]) == 0
 
@@ -290,7 +290,7 @@ def test_the_device_of_another_machine_is_not_asked_for(project: Path) -> None:
         ("model: a/b\n", {}, "`data.sources` is not set"),
         (CONFIG, {"data": "ftp://example.org/x.zip"}, "is not `upload`, `drive` or a URL"),
         (CONFIG, {"data": "https://example.org/rows.jsonl"}, "needs 3 files"),
-        (CONFIG.replace("org/small-model", "package:not-there"), {}, "no installed package"),
+        (CONFIG.replace("org/small-model", "package:not-there"), {}, "is not installed"),
     ],
 )
 def test_what_would_fail_in_colab_is_said_here(project: Path, text: str, options: dict[str, Any], words: str) -> None:

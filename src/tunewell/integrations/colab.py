@@ -27,20 +27,20 @@ _NAME_PACKAGE = "set `--package` to `git+https://HOST/OWNER/tunewell@COMMIT`, a 
 
 @dataclass(frozen=True)
 class PortableConfig:
-    """A config for another machine."""
+    """A copy of a config that works on another machine."""
 
     text: str
     config: Config
-    """The parsed text."""
+    """The config parsed from `text`."""
     files: list[str]
-    """Files and folders that the config needs, relative to its folder on the other machine."""
+    """Files and folders that the config needs, relative to the config's folder on the other machine."""
     notes: list[str]
 
 
 def make_portable(loaded: LoadedConfig) -> PortableConfig:
-    """Return a copy of a config for another machine; comments stay, and paths outside its folder move into it.
+    """Return a copy of a config for another machine; paths outside its folder are replaced, comments are preserved.
 
-    Raises UserError for a glob outside the folder, and if the config is invalid without its secrets.
+    Raises UserError for a glob outside the folder, or if the config is invalid without its secrets.
     """
     assert loaded.file is not None
     text = "\n".join(loaded.file.read_text(encoding="utf-8-sig").splitlines()) + "\n"
@@ -49,7 +49,7 @@ def make_portable(loaded: LoadedConfig) -> PortableConfig:
     notes = [f"`{old}` is `{new}` in the notebook" for old, new in renames.items()]
     redacted = redact(text)
     if redacted != text:
-        notes.append("a secret in the config was replaced by `[redacted]`; the notebook does not contain it")
+        notes.append("a secret in the config was replaced by `[redacted]` in the notebook")
     portable = _with_paths(redacted, renames)
     files = list(dict.fromkeys(name for path in paths for name in _as_files(loaded, path, renames)))
     if redact(files) != files:
@@ -62,7 +62,7 @@ def make_portable(loaded: LoadedConfig) -> PortableConfig:
 
 
 def _local_paths(loaded: LoadedConfig) -> list[str]:
-    """Return the local files and folders that the config names."""
+    """Return the local files and folders that the config refers to."""
     config = loaded.config
     paths = [source.path for source in config.data.sources]
     if isinstance(config.data.held_out, str):
@@ -76,7 +76,7 @@ def _local_paths(loaded: LoadedConfig) -> list[str]:
 
 
 def _names_inside(paths: list[str]) -> dict[str, str]:
-    """Return a new name inside the folder for every path outside it."""
+    """Return a new name inside the config's folder for every path outside it."""
     taken = {path for path in paths if not _is_outside(path)}
     renames: dict[str, str] = {}
     for path in paths:
@@ -102,7 +102,7 @@ def _is_outside(path: str) -> bool:
 
 
 def _with_paths(text: str, renames: dict[str, str]) -> str:
-    """Replace paths in the text of a config; everything else stays as it is."""
+    """Replace paths in the text of a config, and leave the rest of the text unchanged."""
     for event in reversed(list(yaml.parse(text, Loader=yaml.SafeLoader)) if renames else []):
         if isinstance(event, yaml.ScalarEvent):
             for old, new in renames.items():
@@ -116,7 +116,7 @@ def _with_paths(text: str, renames: dict[str, str]) -> str:
 
 def _as_files(loaded: LoadedConfig, path: str, renames: dict[str, str]) -> list[str]:
     if globbing.has_magic(path) and not loaded.path(path).exists():
-        # Like data.sources.files: the name of the folder may contain brackets.
+        # As in data.sources.files, the folder's own name may contain brackets.
         found = sorted(globbing.glob(path, root_dir=loaded.base, recursive=True))  # noqa: PTH207
         if not found:
             raise UserError(f"no file matches `{path}`", where=str(loaded.file))
@@ -125,7 +125,7 @@ def _as_files(loaded: LoadedConfig, path: str, renames: dict[str, str]) -> list[
 
 
 def _model_size_note(loaded: LoadedConfig) -> list[str]:
-    """Return a note with the size of a local model, which must be uploaded."""
+    """Return a note with the size of the model if it is local and must be uploaded."""
     name = loaded.config.model
     if not name or not (path := loaded.path(name)).exists():
         return []
@@ -135,34 +135,34 @@ def _model_size_note(loaded: LoadedConfig) -> list[str]:
 
 
 def _parse(text: str) -> Config:
-    """Parse a config's text as the other machine will; raise UserError if it is invalid."""
+    """Parse the text of a config as on the other machine; raise UserError if it is invalid."""
     try:
         return load_config(read_yaml(text, FILE_NAME).value).config
     except UserError as error:
         raise UserError(
             "the config is invalid without its secrets",
             where=error.what,
-            fix="remove them from the config; set tokens in the environment",
+            fix="remove the secrets from the config, and set tokens as environment variables",
         ) from None
 
 
 def requirement(package: str | None, notes: list[str]) -> list[str]:
-    """Return the pip requirement for tunewell, `package` or this version; raise UserError if pip cannot get it."""
+    """Return the pip requirement for tunewell: `package` or this version; raise UserError if pip cannot use it."""
     if package == "none":
         return []
     found = _installed() if package is None else package
     if redact(found) != found:
-        raise UserError("the package URL contains a secret, which everyone could read", where="--package")
+        raise UserError("the package URL contains a secret, which would be visible in the notebook", where="--package")
     if "://" in found:
         return [found if " @ " in found else f"tunewell{_EXTRAS} @ {found}"]
     if found.endswith((".whl", ".tar.gz")):
-        notes.append(f"put `{Path(found).name}` beside the notebook; in Colab, drag it into the file list on the left")
+        notes.append(f"copy `{Path(found).name}` beside the notebook; in Colab, drag it into the file list on the left")
         return [f"../{Path(found).name}{_EXTRAS}"]
     return [found]
 
 
 def model_packages(loaded: LoadedConfig) -> list[str]:
-    """Return the packages that hold the model or the tokenizer, at their installed versions."""
+    """Return pip requirements for the packages that contain the model or the tokenizer, at their installed versions."""
     named = [name for name in (loaded.config.model, loaded.config.tokenizer) if name and name.startswith(PACKAGE)]
     found, modules = [], importlib.metadata.packages_distributions() if named else {}
     for name in dict.fromkeys(name.removeprefix(PACKAGE) for name in named):
@@ -170,14 +170,14 @@ def model_packages(loaded: LoadedConfig) -> list[str]:
             package = importlib.metadata.distribution(modules.get(name.replace("-", "_"), [name])[0])
         except importlib.metadata.PackageNotFoundError:
             raise UserError(
-                f"there is no installed package `{name}`", fix="install it with pip, so that its version is known"
+                f"the package `{name}` is not installed", fix="install it with pip, so that its version is known"
             ) from None
         found.append(f"--no-deps {package.name}=={package.version}")
     return found
 
 
 def _installed() -> str:
-    """Return the requirement for the running tunewell: from an index, or from its URL at its commit."""
+    """Return the pip requirement for the installed tunewell: a version on an index, or a URL with a commit."""
     origin = direct_url()
     if origin is None:
         if "+" in tunewell.__version__:
@@ -186,7 +186,7 @@ def _installed() -> str:
     url = str(origin.get("url", ""))
     if urllib.parse.urlsplit(url).scheme in ("", "file"):
         raise UserError(
-            "tunewell was installed from a folder or a file, which the notebook cannot reach",
+            "tunewell was installed from a local folder or file, which the notebook cannot access",
             where=url or None,
             fix=_NAME_PACKAGE,
         )
@@ -199,7 +199,7 @@ def _installed() -> str:
 
 
 def direct_url() -> dict[str, Any] | None:
-    """Return the installed package's `direct_url.json` (PEP 610); None if it comes from an index."""
+    """Return the `direct_url.json` (PEP 610) of the installed package, or None if it comes from an index."""
     try:
         text = importlib.metadata.distribution("tunewell").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:

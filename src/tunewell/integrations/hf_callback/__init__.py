@@ -1,5 +1,5 @@
-"""HealthCallback for `transformers.Trainer`, TRL and Unsloth: stop at the first update that is not finite.
+"""HealthCallback for `transformers.Trainer`, TRL and Unsloth: stop before the first update that is NaN or infinite.
 
-Uses the health rules of `training` on numbers that hooks record in another trainer. Start with `callback.py`; then
-`signals.py` (hooks, locating a fault) and `logs.py` (`events.jsonl`, `healing.jsonl`).
+Applies the health rules of `training` to losses and gradients that hooks record in another trainer. Start with
+`callback.py`, then `signals.py` (hooks, fault location) and `logs.py` (`events.jsonl`, `healing.jsonl`).
 """

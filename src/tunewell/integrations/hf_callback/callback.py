@@ -3,8 +3,8 @@
     from tunewell import HealthCallback
     trainer = SFTTrainer(..., callbacks=[HealthCallback()])
 
-An update with a loss or gradient that is not finite is skipped, and training stops with the name of the layer and the
-tensor. Other findings, such as a diverging loss, are printed on stderr and logged beside the checkpoints.
+If a loss or gradient is NaN or infinite, the update is skipped, and training stops with the name of the layer and the
+tensor. Other findings, such as a diverging loss, are printed to stderr and logged in the output folder.
 """
 
 import math
@@ -27,23 +27,23 @@ from tunewell.records.healing import ActionName, HealingEntry
 from tunewell.training.health import Finding, HealthMonitor, RunContext, StepMetrics
 
 _SHARE, _NATS = 0.05, 1e-3
-"""Allowed difference between the model's loss and the logged one: logs average micro-batches and are rounded."""
+"""Allowed difference between the model's loss and the logged loss, which averages micro-batches and is rounded."""
 _ROUNDING = 1e-4
 
 
 class TrainedLoss:
-    """Decides which loss is trained on: the model's own, or another one that the trainer logs (DPO, rewards)."""
+    """The loss that is optimised: the model's own, or another loss that the trainer logs (DPO, rewards)."""
 
     def __init__(self, *, finished_steps: int) -> None:
         self.is_own = True
-        """Whether the model's own loss is trained on, as far as is known."""
+        """Whether the model's own loss is optimised, as far as is known."""
         self.is_sure = False
-        """Whether that is certain: gradients flowed through it, or a log line matched it."""
+        """Whether this is certain, because gradients flowed through the loss or a logged loss matched it."""
         self._last_logged = finished_steps
         self._since: list[float] = []
 
     def resolve(self, step: int, raw: float | None, logged: float | None) -> float | None:
-        """Return the loss of a step; `raw` is the model's own, `logged` the mean of the steps since the last log."""
+        """Return the loss of a step from the model's own loss `raw` and the mean `logged` since the last log."""
         if raw is not None:
             self._since.append(raw)
         if logged is None:
@@ -77,7 +77,7 @@ _DEFAULT_ADVICE = "resume from the last checkpoint; if it fails at the same step
 
 
 class HealthStop(RuntimeError):
-    """Raised to stop a training; the message holds the finding, the tensor and the fix."""
+    """Raised to stop a training; the message contains the finding, the tensor and the fix."""
 
     def __init__(self, what: str, *, step: int, place: str | None, log: Path, fix: str) -> None:
         where = f"\n  where: {place}" if place else ""
@@ -93,22 +93,22 @@ def advice(name: str, place: str | None = None) -> str:
 
 
 _ONLY_OWN_LOSS = frozenset({"initial-loss-high", "initial-loss-implausible", "loss-zero-collapse"})
-"""Findings that hold only for the model's own loss: a preference or reward loss may be 0."""
+"""Findings that apply only to the model's own loss; a preference or reward loss may be 0."""
 _FAULT_ONLY_OWN_LOSS = frozenset({"loss-zero-collapse", "lr-too-high", "zero-grad-no-learning"})
-"""Findings that are faults only if the model's own loss is trained on: equal rewards have a gradient of 0."""
+"""Findings that are faults only if the model's own loss is optimised; equal rewards have a gradient of 0."""
 
 _NO_SUPERVISED_TOKEN = (
-    "this step has no supervised token (all labels are -100), so its loss is 0/0: the update was skipped. "
+    "this step has no supervised tokens (all labels are -100), so its loss is 0/0 and the update was skipped. "
     "Rows may have been truncated before their answer"
 )
 
 
 class HealthCallback(TrainerCallback):
-    """Checks every step of a Trainer before its update.
+    """A trainer callback that checks every step before its update.
 
-    With `action="stop"` a fault raises HealthStop from `trainer.train()`. With `"warn"` each kind of fault is printed
-    once, and training continues without updates that are not finite. `events.jsonl` and `healing.jsonl` are written
-    to `folder`, by default the trainer's `output_dir`. Raises UserError for any other action.
+    With `action="stop"`, a fault raises HealthStop from `trainer.train()`. With `"warn"`, each kind of fault is printed
+    once, and training continues; updates that are NaN or infinite are skipped. `events.jsonl` and `healing.jsonl` are
+    written to `folder`, by default the trainer's `output_dir`. Raises UserError for any other action.
     """
 
     def __init__(self, action: Literal["stop", "warn"] = "stop", *, folder: str | Path | None = None) -> None:
@@ -141,7 +141,7 @@ class HealthCallback(TrainerCallback):
         self._pending = self._fault = self._possible_fault = None
         self._reported.clear()
         self._clock = time.perf_counter()
-        # With "warn" the filter stays on: without it one NaN makes the trainer's running sum of losses NaN for good.
+        # With "warn" the filter stays on: without it, a NaN makes the trainer's running sum of losses NaN permanently.
         if args.logging_nan_inf_filter and self._action == "stop":
             args.logging_nan_inf_filter, self._filtered_args = False, args
             self._print("`logging_nan_inf_filter` is turned off, so that a NaN is not logged as a loss of 0")
@@ -179,7 +179,7 @@ class HealthCallback(TrainerCallback):
             self._handle_bad_step(metrics, signals, model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Measure the time, and log the step unless the trainer is about to log it."""
+        """Measure the time and memory of the step, and log it unless the trainer is about to log it."""
         if self._pending is not None:
             seconds = round(time.perf_counter() - self._clock, 6)
             memory = torch.cuda.max_memory_allocated(args.device) if args.device.type == "cuda" else None
@@ -188,7 +188,7 @@ class HealthCallback(TrainerCallback):
                 self._finish()
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: Any = None, **others: Any) -> None:
-        """Complete the step with the loss and gradient norm that the trainer logs."""
+        """Add the loss and gradient norm that the trainer logs to the step, and log it."""
         loss, norm = (_number((logs or {}).get(key)) for key in ("loss", "grad_norm"))
         if self._pending is None or loss is None or self._pending.step != state.global_step:
             return
@@ -197,7 +197,7 @@ class HealthCallback(TrainerCallback):
         self._finish(logged=loss)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, *, metrics: Any = None, **others: Any) -> None:
-        """Check an evaluation."""
+        """Log an evaluation and check its loss."""
         if self._signals is None:
             return
         self._finish()
@@ -212,7 +212,7 @@ class HealthCallback(TrainerCallback):
         self._close()
 
     def _finish(self, logged: float | None = None) -> None:
-        """Log the pending step, and check it unless that was done before its update."""
+        """Log the pending step, and check it unless it was checked before its update."""
         if self._pending is None:
             return
         metrics, self._pending = self._pending, None
@@ -220,7 +220,7 @@ class HealthCallback(TrainerCallback):
         loss = self._loss.resolve(metrics.step, metrics.loss, logged)
         if was_own and not self._loss.is_own:
             self._monitor, self._possible_fault = HealthMonitor(self._monitor.about), None
-            words = "the trainer computes its own loss: from now on, the logged loss is checked instead of the model's"
+            words = "the trainer computes its own loss, so the logged loss is checked from now on, not the model's"
             self._write(Finding("another-loss", "note", metrics.step, words), "none", words)
         if self._is_checked:
             self._logs.step(metrics)
@@ -234,11 +234,11 @@ class HealthCallback(TrainerCallback):
             self._fault = self._fault or self._possible_fault
 
     def _check(self, metrics: StepMetrics, *, is_own: bool = True) -> None:
-        """Report the findings of a step; a fault stops all ranks before the next update."""
+        """Report the findings of a step; after a fault, all ranks stop before the next update."""
         for finding in self._monitor.observe(metrics):
             if not is_own and finding.name in _ONLY_OWN_LOSS:
                 continue
-            # While it is uncertain whether the model's own loss is trained on, these faults are only warnings.
+            # While it is uncertain whether the model's own loss is optimised, these faults are only warnings.
             if finding.name in _FAULT_ONLY_OWN_LOSS and not self._loss.is_sure:
                 self._possible_fault = self._possible_fault or finding
                 finding = replace(finding, severity="warning")
@@ -248,12 +248,12 @@ class HealthCallback(TrainerCallback):
                 self._fault = finding
 
     def _handle_bad_step(self, metrics: StepMetrics, step: StepSignals, model: nn.Module) -> None:
-        """Skip an update that is not finite; a single fp16 overflow is left to the scaler, which skips it too."""
+        """Skip an update that is NaN or infinite; after an fp16 overflow, the gradient scaler skips it."""
         worst = next(iter(self._monitor.observe(metrics)), None) or Finding(
             "nothing-to-learn", "warning", metrics.step, _NO_SUPERVISED_TOKEN
         )
         if metrics.scale is None or step.are_gradients_finite:
-            # Optimizers skip parameters without gradients. A scaler that saw an infinity skips the update itself, and
+            # Optimizers skip parameters without gradients. A scaler that found an infinity skips the update itself, and
             # raises an error if there are no gradients at all.
             for parameter in model.parameters():
                 parameter.grad = None
@@ -268,7 +268,7 @@ class HealthCallback(TrainerCallback):
             self._raise(f"{worst.words}; the update was skipped{remark}", worst, place=place)
 
     def _locate(self, model: nn.Module, *, is_loss_bad: bool) -> tuple[str | None, str]:
-        """Return the first tensor that is not finite, and a remark if it is unknown."""
+        """Return the first tensor that is NaN or infinite, and a remark if it is unknown."""
         signals = self._signals
         if signals is None:
             return None, ""
@@ -278,7 +278,7 @@ class HealthCallback(TrainerCallback):
         return found.place, f"; {found.remark}" if found.remark else ""
 
     def _stop_late(self, finished: int) -> None:
-        """Stop for a fault of the previous step or of another rank."""
+        """Stop because of a fault in the previous step or on another rank."""
         found = self._fault or Finding("fault", "fault", finished, "another rank found a fault")
         self._raise(f"{found.words}; stopped after step {count(finished)}", found)
 
@@ -289,7 +289,7 @@ class HealthCallback(TrainerCallback):
         raise HealthStop(what, step=finding.step, place=place, log=log, fix=fix)
 
     def _write(self, finding: Finding, action: ActionName, words: str, *, place: str | None = None) -> None:
-        """Log a finding and print it unless it is a note; each kind is printed once, loss spikes every time."""
+        """Log a finding, and print it unless it is a note; each kind is printed once, loss spikes every time."""
         self._logs.heal(
             HealingEntry(finding.step, finding.name, finding.severity, action, words, finding.numbers, place=place)
         )
@@ -313,7 +313,7 @@ class HealthCallback(TrainerCallback):
 
 
 def _run_context(args: Any, model: Any) -> RunContext:
-    """Return what is known about a run before its first step."""
+    """Return the facts about a run that are known before its first step."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     is_gpu = args.device.type == "cuda"

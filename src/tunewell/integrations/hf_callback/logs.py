@@ -1,4 +1,4 @@
-"""Write `events.jsonl` and `healing.jsonl` for a training that HealthCallback checks, in the format of a run."""
+"""Write `events.jsonl` and `healing.jsonl` for a training with HealthCallback, in the format of a run."""
 
 import math
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class HealthLog:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._events = EventLog(folder / "events.jsonl", on_trouble=say)
-            self._events.truncate_to(finished_steps)  # a resumed training takes the later steps again
+            self._events.truncate_to(finished_steps)  # a resumed training repeats the later steps
             if finished_steps == 0:
                 self.healing_path.unlink(missing_ok=True)
         except OSError as error:
@@ -35,7 +35,7 @@ class HealthLog:
             raise UserError(f"cannot write to `{folder}` ({error.strerror})", fix=fix) from error
 
     def step(self, metrics: StepMetrics) -> None:
-        """Write a step without its unknown values."""
+        """Write a step; unknown values are left out."""
         known = {key: value for key, value in asdict(metrics).items() if value is not None and key not in _NOT_LOGGED}
         if self._events is not None:
             self._events.append({"kind": "step", **known})

@@ -1,8 +1,8 @@
-"""Record losses and gradient norms of a model with hooks, and locate the first tensor that is not finite.
+"""Record losses and gradient norms of a model with hooks, and locate the first tensor that is NaN or infinite.
 
-forward  -> batch kept by reference, loss kept on the device
-backward -> norm of every gradient before clipping, kept on the device
-read     -> all numbers in one transfer, the only synchronisation with the device
+forward  -> stores a reference to the batch, and the loss on the device
+backward -> stores the norm of every gradient before clipping on the device
+read     -> transfers all values at once, the only synchronisation with the device
 """
 
 import math
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from tunewell.training.bisect import checked_outputs, is_finite, tensors_of
 
 _KEPT_BYTES = 64 * 2**20
-"""Limit for the batches of a step: token ids are small, but images must not fill the device."""
+"""Limit for the stored batches of a step: token ids are small, but images could fill the device memory."""
 _UNCLIPPED_SHARE = 0.999
-"""Share of the clipping norm up to which a gradient was certainly not clipped."""
+"""A gradient norm below this share of the clipping norm was not clipped."""
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a forward call."""
@@ -31,11 +31,11 @@ class StepSignals:
 
     loss: float | None
     grad_norm: float | None
-    """Norm before clipping; not finite if any gradient is not."""
+    """Norm before clipping; NaN or infinite if any gradient is."""
     tokens: int | None
     supervised_tokens: int | None
     is_stop_requested: bool
-    """Whether any rank wants to stop."""
+    """Whether any rank requests a stop."""
 
     @property
     def is_loss_finite(self) -> bool:
@@ -49,10 +49,10 @@ class StepSignals:
 
 
 class SignalRecorder:
-    """Records a model's losses and gradients with hooks; changes nothing, and synchronises only in `read`.
+    """Records a model's losses and gradients with hooks, without changing them; synchronises only in `read`.
 
-    `max_grad_norm` is 0 without clipping. With `is_loss_shared` each rank divides its loss by the tokens of all ranks,
-    so that losses add up.
+    `max_grad_norm` is 0 without clipping. With `is_loss_shared`, each rank divides its loss by the tokens of all ranks,
+    so the losses of the ranks are summed.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class SignalRecorder:
         self._parameters = list(model.named_parameters())
         self._is_paused = self._is_queued = False
         self.is_loss_used = False
-        """Whether gradients flowed through the model's own loss: then it is trained on."""
+        """Whether gradients flowed through the model's own loss, so that this loss is optimised."""
         self.begin()
-        # The compiler must not trace these hooks: they change plain Python objects.
+        # The compiler must not trace these hooks, because they change plain Python objects.
         before: Any = torch.compiler.disable(self._before_forward)
         after: Any = torch.compiler.disable(self._after_forward)
         self._handles = [
@@ -83,14 +83,14 @@ class SignalRecorder:
         self._norms_now: tuple[list[str], Tensor] | None = None
 
     def close(self) -> None:
-        """Remove the hooks and drop the recorded step."""
+        """Remove the hooks and clear the recorded step."""
         for handle in self._handles:
             handle.remove()
         self.begin()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Record nothing inside the `with` block."""
+        """Pause recording inside the `with` block."""
         self._is_paused = True
         try:
             yield
@@ -99,7 +99,7 @@ class SignalRecorder:
 
     @torch.no_grad()
     def read(self, *, scale: float | None, is_stopping: bool) -> StepSignals:
-        """Return the step's numbers with one device synchronisation; `scale` is the loss scale of fp16."""
+        """Return the signals of the step with one device synchronisation; `scale` is the fp16 loss scale."""
         device = self._device
         self._norms_now = self._gradient_norms()
         zero = torch.zeros((), device=device)
@@ -126,14 +126,14 @@ class SignalRecorder:
         )
 
     def bad_gradients(self) -> list[str]:
-        """Return the parameters whose gradients are not finite, in the model's order; empty if unknown."""
+        """Return the parameters with NaN or infinite gradients, in the model's order; empty if they are unknown."""
         bad = _not_finite(self._norms)
-        # Clipping by a norm that is not finite spoils every gradient, and so does the sum over ranks.
+        # Clipping by a NaN or infinite norm makes every gradient NaN, and a sum over ranks spreads NaN to all ranks.
         is_known = self._norms is not None and world_size() == 1
         return bad or (_not_finite(self._norms_now) if is_known else [])
 
     def _norm(self, before: float, now: float, *, scale: float, is_single: bool) -> float | None:
-        """Return the norm before clipping; None if it is unknown, as with several ranks."""
+        """Return the norm before clipping, or None if it is unknown, as with several ranks."""
         if not math.isfinite(before + now):
             return before if not math.isfinite(before) else now
         if self._norms_now is None or not is_single:
@@ -144,14 +144,14 @@ class SignalRecorder:
         return now if is_unclipped else None
 
     def _combined_loss(self) -> Tensor:
-        """Combine the micro-batch losses: a sum if each is divided by the tokens of the step, else a weighted mean."""
+        """Return the sum of the micro-batch losses if each is divided by the tokens of the step, else their mean."""
         losses = torch.stack([loss.to(self._device) for loss in self._losses])
         if self._is_divided:
             return losses.sum()
         if len(self._supervised) != len(self._losses):
             return losses.mean()
         weights = torch.stack([count.to(losses) for count in self._supervised])
-        # The loss of rows without supervised tokens is 0 in some models and NaN in others; it is kept as it is.
+        # The loss of rows without supervised tokens is 0 in some models and NaN in others; it is not changed.
         return (losses * weights).sum() / weights.sum().clamp(min=1) if len(losses) > 1 else losses[0]
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -187,7 +187,7 @@ class SignalRecorder:
         self._at_backward(gradient)
 
     def _at_backward(self, gradient: Tensor) -> None:
-        """Queue a callback for the end of the backward pass: gradients are complete then, and not clipped yet."""
+        """Queue a callback for the end of the backward pass, when gradients are complete but not yet clipped."""
         if not self._is_queued:
             self._is_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)  # pyright: ignore
@@ -198,18 +198,18 @@ class SignalRecorder:
         self._norms = self._gradient_norms()
 
     def _gradient_norms(self) -> tuple[list[str], Tensor] | None:
-        """Return the names and norms of all gradients; None if there are none."""
+        """Return the names and norms of all gradients, or None if there are no gradients."""
         gradients = [(name, _plain(p.grad)) for name, p in self._parameters if p.grad is not None]
         gradients = [(name, gradient) for name, gradient in gradients if gradient.numel()]
         if not gradients:
             return None
-        # In fp32: the norm of many fp16 numbers can overflow fp16.
+        # In fp32, because the norm of many fp16 values can overflow fp16.
         norms = torch._foreach_norm([gradient for _, gradient in gradients], 2, dtype=torch.float32)  # pyright: ignore
         return [name for name, _ in gradients], torch.stack([norm.to(norms[0].device) for norm in norms])
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """Return the loss in a model's output; None if there is none."""
+    """Return the loss in a model's output, or None if the output has no loss."""
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if loss is None and isinstance(output, tuple) and output:
         loss = output[0]
@@ -246,21 +246,21 @@ def world_size() -> int:
 
 @dataclass(frozen=True)
 class Fault:
-    """The first tensor of a step that is not finite."""
+    """The first tensor of a step that is NaN or infinite."""
 
     place: str | None
-    """Kind and name, such as `gradient of `...``; None if unknown."""
+    """Kind and name of the tensor, such as `gradient of `...``; None if unknown."""
     remark: str = ""
-    """Why it is unknown."""
+    """The reason why the tensor is unknown."""
 
 
 def locate_fault(
     model: nn.Module, batches: Sequence[Batch], *, bad_gradients: Sequence[str], is_loss_bad: bool
 ) -> Fault:
-    """Return the first tensor of a step that is not finite; every rank must call this, and all get the same result.
+    """Return the first tensor of a step that is NaN or infinite. All ranks must call this and get the same result.
 
-    `bad_gradients` are the parameters whose gradients are known not to be finite, in the model's order. The model and
-    the random state stay unchanged.
+    `bad_gradients` are the parameters known to have NaN or infinite gradients, in the model's order. The model and the
+    random state are not changed.
     """
     found = _find_here(model, batches, bad_gradients, is_loss_bad=is_loss_bad)
     if world_size() == 1:
@@ -274,10 +274,10 @@ def _find_here(model: nn.Module, batches: Sequence[Batch], bad: Sequence[str], *
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
         if not is_finite(_plain(weight)):
             return Fault(f"weight `{name}`")
-    # If the loss is not finite, no gradient is, so they do not locate the fault.
+    # If the loss is NaN or infinite, so are all gradients, and they do not locate the fault.
     known = Fault(f"gradient of `{bad[-1]}`") if bad and not is_loss_bad else None
     if _is_sharded(model):
-        return known or Fault(None, "a sharded model is not computed again")
+        return known or Fault(None, "the tensor was not located, because the model is sharded")
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     try:
         # The random state is restored afterwards.
@@ -286,8 +286,8 @@ def _find_here(model: nn.Module, batches: Sequence[Batch], bad: Sequence[str], *
                 return Fault(place)
             place = None if known or is_loss_bad else _in_backward(model, batches)
     except RuntimeError as error:  # out of memory, or gradient checkpointing without gradients of single layers
-        return known or Fault(None, f"computing the batch again failed: {str(error).partition(chr(10))[0][:120]}")
-    return known or Fault(place, "" if place else "computed again, the batch was finite")
+        return known or Fault(None, f"recomputing the batch failed: {str(error).partition(chr(10))[0][:120]}")
+    return known or Fault(place, "" if place else "the recomputed batch was finite")
 
 
 def _is_sharded(model: nn.Module) -> bool:
@@ -297,7 +297,7 @@ def _is_sharded(model: nn.Module) -> bool:
 
 
 def _in_forward(model: nn.Module, batches: Sequence[Batch]) -> str | None:
-    """Return the first module, innermost first, whose output is not finite."""
+    """Return the first module, innermost first, with a NaN or infinite output."""
     found: list[str] = []
     with checked_outputs(model, found), torch.no_grad():
         for args, kwargs in batches:
@@ -308,7 +308,7 @@ def _in_forward(model: nn.Module, batches: Sequence[Batch]) -> str | None:
 
 
 def _in_backward(model: nn.Module, batches: Sequence[Batch]) -> str | None:
-    """Return the last parameter whose gradient is not finite: the backward pass starts at the end of the model."""
+    """Return the last parameter with a NaN or infinite gradient, which the backward pass reaches first."""
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     for args, kwargs in batches:
         with torch.enable_grad():

@@ -1,5 +1,5 @@
 """An HTTP server for one model with OpenAI's chat completions API.
 
-Owns routes, request parsing, streaming, the queue and access control. It knows a model only as `queue.ServedModel`.
-Start with `server.py`; then `requests.py`, `queue.py` and `access.py`.
+Contains routes, request parsing, streaming, the queue and access control. The model's interface is
+`queue.ServedModel`. Start with `server.py`, then `requests.py`, `queue.py` and `access.py`.
 """

@@ -1,4 +1,4 @@
-"""Access control of the OpenAI server: listening address, API token, and which web pages may send requests."""
+"""Access control of the OpenAI server: listening address, API token and allowed web origins."""
 
 import hmac
 import ipaddress
@@ -18,17 +18,17 @@ from tunewell.integrations.openai_server.requests import ApiError
 
 TOKEN_VARIABLE = "TUNEWELL_TOKEN"
 _MIN_TOKEN_CHARS = 16
-"""Shorter tokens could be guessed."""
+"""Minimum length of the token; shorter tokens could be guessed."""
 _MAKE_TOKEN = 'python -c "import secrets; print(secrets.token_urlsafe(32))" > token.txt'
 _MAX_CONNECTIONS = 128
-"""A waiting connection holds its request in memory; above the limit clients get a 503."""
+"""Maximum number of connections, each of which stores its request in memory; further clients get a 503."""
 _SHUTDOWN_SECONDS = 5
-"""Time that running answers get when the server stops."""
+"""Grace period for running answers when the server stops."""
 _LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
 
 
 class BrowserGuard:
-    """Rejects requests of web pages: cross-origin requests and DNS rebinding.
+    """Middleware that rejects requests from web pages: cross-origin requests and DNS rebinding.
 
     A page in a browser can send requests to loopback addresses. The browser sends the page's origin in `Origin` and
     the host name of the URL in `Host`.
@@ -40,31 +40,31 @@ class BrowserGuard:
         self._origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or reject it."""
+        """Forward a request to the app, or reject it."""
         error = self._check(Headers(scope=scope)) if scope["type"] == "http" else None
         await (self._app if error is None else error.response())(scope, receive, send)
 
     def _check(self, headers: Headers) -> ApiError | None:
         if self._hosts is not None and _host_name(headers.get("host", "")) not in self._hosts:
-            return ApiError(403, "this server answers requests to `localhost` only", code="host_not_allowed")
+            return ApiError(403, "this server accepts requests to `localhost` only", code="host_not_allowed")
         origin = headers.get("origin")
-        # Some requests of pages, such as those for images, have no `Origin` but this header.
+        # Some requests from pages, such as those for images, have this header instead of `Origin`.
         is_from_page = origin is not None or headers.get("sec-fetch-site", "none") in ("cross-site", "same-site")
         if is_from_page and origin not in self._origins:
-            message = "web pages may not use this server; allow one with `--allow-origin`"
+            message = "requests from this web page are not allowed; allow its origin with `--allow-origin`"
             return ApiError(403, message, code="origin_not_allowed")
         return None
 
 
 class TokenGuard:
-    """Requires the token in every request; it is compared in constant time."""
+    """Middleware that requires the token in every request; tokens are compared in constant time."""
 
     def __init__(self, app: ASGIApp, *, token: str) -> None:
         self._app = app
         self._expected = f"bearer {token}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or reject it."""
+        """Forward a request to the app, or reject it."""
         app = self._app
         if scope["type"] == "http":
             scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
@@ -82,7 +82,7 @@ def check_origin(origin: str) -> str:
 
 
 def _host_name(host: str) -> str | None:
-    """Return the host of a `Host` header without its port; None if the header is invalid."""
+    """Return the host name in a `Host` header without its port, or None if the header is invalid."""
     try:
         return urlsplit(f"//{host}").hostname
     except ValueError:
@@ -95,12 +95,12 @@ class Address:
 
     listener: socket.socket
     host: str
-    """The numeric address it listens on."""
+    """The IP address on which the server listens."""
     port: int
 
     @property
     def is_loopback(self) -> bool:
-        """True if only this machine can connect."""
+        """Whether only this machine can connect."""
         return ipaddress.ip_address(self.host).is_loopback
 
     @property
@@ -112,7 +112,7 @@ class Address:
 
 
 def read_token(file: Path | None) -> str | None:
-    """Return the token from a file or from `TUNEWELL_TOKEN`; None if neither is set. Raises UserError."""
+    """Return the token from a file or from `TUNEWELL_TOKEN`, or None; raise UserError for an invalid token."""
     if file is None:
         where, token = f"the environment variable `{TOKEN_VARIABLE}`", os.environ.get(TOKEN_VARIABLE)
         if token is None:
@@ -132,9 +132,9 @@ def read_token(file: Path | None) -> str | None:
 
 
 def listen(host: str, port: int, *, has_token: bool) -> Address:
-    """Open a port; 0 chooses a free one. Raises UserError for a public address without a token."""
+    """Listen on a port, or on a free port if it is 0; raise UserError for a public address without a token."""
     family, address = _resolve(host, port)
-    # Check and bind the same address: a second lookup of the name could return another one.
+    # The checked address is also the bound address: a second lookup of the name could return a different one.
     if not (has_token or ipaddress.ip_address(address[0]).is_loopback):
         raise UserError(
             f"without a token, anyone on the network could use this model through `{host}`",
@@ -150,16 +150,16 @@ def listen(host: str, port: int, *, has_token: bool) -> Address:
         listener.close()
         raise UserError(
             f"cannot listen on port {port} of `{host}`: {(error.strerror or str(error)).lower()}",
-            fix="choose another port with `--port`; `--port 0` takes a free one",
+            fix="choose another port with `--port`; `--port 0` chooses a free port",
         ) from error
     return Address(listener, address[0], listener.getsockname()[1])
 
 
 def make_server(app: ASGIApp) -> uvicorn.Server:
-    """Return a uvicorn server for the app, to be run on an open socket."""
+    """Return a uvicorn server for the app, which the caller runs on an open socket."""
     config = uvicorn.Config(
         app,
-        # Fixed to the tested implementations, whatever else is installed.
+        # Use the tested implementations, whatever else is installed.
         http="h11",
         loop="asyncio",
         ws="none",
@@ -176,7 +176,7 @@ def make_server(app: ASGIApp) -> uvicorn.Server:
 
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
-    """Return the address of a host, IPv4 if it has one; raise UserError if there is none."""
+    """Return the address of a host, preferably IPv4; raise UserError if the name cannot be resolved."""
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:

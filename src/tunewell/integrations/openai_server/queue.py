@@ -1,4 +1,4 @@
-"""Generate completions one at a time for many clients: a queue in front of one model, first come, first served."""
+"""Generate completions for many clients, one at a time: a first-in, first-out queue for one model."""
 
 import asyncio
 import threading
@@ -15,14 +15,14 @@ from tunewell.inference.stream import StreamDecoder, TokenStream
 
 
 class ServedModel:
-    """A chat model under its name in the API: prompts as in training, answers up to the stop token."""
+    """A chat model with its name in the API; prompts are encoded as in training, answers end at the stop token."""
 
     def __init__(self, model: ChatModel, name: str) -> None:
         """Wrap a model; raise UserError if it has no chat template."""
         if model.masker is None:
             raise UserError(
-                f"`{name}` has no chat template, which serving needs",
-                fix="choose one with `--template`, such as `--template chatml`",
+                f"`{name}` cannot be served, because it has no chat template",
+                fix="choose a template with `--template`, such as `--template chatml`",
             )
         self.name = name
         self.context_length = model.runtime.context_length
@@ -46,7 +46,7 @@ class ServedModel:
 
 
 class Generation:
-    """An answer while it is generated: chunks of text, then the reason why it ended."""
+    """A running generation: the chunks of the answer, then its finish reason."""
 
     def __init__(
         self, prompt_ids: list[int], *, max_new_tokens: int, decoding: Decoding, stops: Sequence[str] = ()
@@ -62,16 +62,16 @@ class Generation:
 
     @property
     def finish_reason(self) -> Literal["stop", "length"]:
-        """Why the answer ended: a stop token or stop string, or the token limit."""
+        """Whether the answer ended at a stop token or stop string, or at the token limit."""
         return "stop" if self._is_stopped or self.num_tokens < self._max_new_tokens else "length"
 
     async def chunks(self) -> AsyncIterator[str]:
-        """Yield the text as it is generated; afterwards `failure` holds the error, if there was one."""
+        """Yield the text while it is generated; afterwards, `failure` is the error or None."""
         while (chunk := await self._chunks.get()) is not None:
             yield chunk
 
     def cancel(self) -> None:
-        """Stop after the current token, or leave the queue, because the client has disconnected."""
+        """Stop after the current token, or remove the generation from the queue."""
         self._is_cancelled.set()
         if self._job is not None:
             self._job.cancel()
@@ -96,7 +96,7 @@ class Generation:
         self._chunks.put_nowait(None)
 
     def _generate(self, model: ServedModel) -> Generator[str]:
-        """Yield one chunk of text for every token; many are empty."""
+        """Yield one chunk of text for every token; chunks may be empty."""
         decoder, text = model.decoder(), StopStringFilter(self._stops)
         tokens = model.generate(self.prompt_ids, max_new_tokens=self._max_new_tokens, decoding=self._decoding)
         with closing(tokens):
@@ -112,7 +112,7 @@ class Generation:
 
 
 class StopStringFilter:
-    """Passes text through up to the first stop string; holds back text that may be the start of one."""
+    """A filter that passes text up to the first stop string, and buffers text that may be the start of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.is_found = False
@@ -120,7 +120,7 @@ class StopStringFilter:
         self._held = ""
 
     def add(self, text: str) -> str:
-        """Return the text that certainly precedes any stop string."""
+        """Add text, and return the buffered text that cannot be part of a stop string."""
         self._held += text
         found = [index for stop in self._stops if (index := self._held.find(stop)) >= 0]
         if found:
@@ -132,11 +132,11 @@ class StopStringFilter:
         return shown
 
     def finish(self) -> str:
-        """Return the text that was held back, at the end of the answer."""
+        """Return the buffered text at the end of the answer."""
         shown, self._held = self._held, ""
         return shown
 
     def _partial_match(self, stop: str) -> int:
-        """Return how many characters at the end of the text are a prefix of the stop string."""
+        """Return the number of characters at the end of the text that are a prefix of the stop string."""
         longest = min(len(stop) - 1, len(self._held))
         return next((size for size in range(longest, 0, -1) if self._held.endswith(stop[:size])), 0)

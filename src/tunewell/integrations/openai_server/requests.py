@@ -1,4 +1,4 @@
-"""Parse a chat completion request; unsupported parameters are errors, never ignored."""
+"""Parse a chat completion request; unsupported parameters are rejected, never ignored."""
 
 import secrets
 from typing import Annotated, Any, Literal
@@ -27,11 +27,11 @@ class ApiError(Exception):
 
 
 DEFAULT_NEW_TOKENS = 1024
-"""Limit if the request has none: enough for an answer, and bounded for a model that never stops."""
+"""Default limit on generated tokens: enough for an answer, but bounded if the model never stops."""
 _MAX_STOPS = 4
-"""OpenAI's limit."""
+"""Maximum number of stop strings, as in OpenAI's API."""
 _MIN_TEMPERATURE = 1e-4
-"""Lower values are greedy: dividing logits by them would overflow."""
+"""Lower temperatures are replaced by greedy decoding, because dividing logits by them would overflow."""
 
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -53,7 +53,7 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }
 """Unsupported parameters that clients send anyway, with the values that have no effect."""
 _CALLER_PARAMETERS = {"user", "safety_identifier", "prompt_cache_key"}
-"""Parameters about the caller, without effect on the answer."""
+"""Parameters that describe the caller and do not affect the answer."""
 
 
 class _Strict(BaseModel):
@@ -61,7 +61,7 @@ class _Strict(BaseModel):
 
 
 def _join_parts(content: Any) -> Any:
-    """Join content parts to one text, as `prepare` does."""
+    """Join text content parts to one text, as `prepare` does."""
     if not isinstance(content, list):
         return content
     for part in content:
@@ -76,7 +76,7 @@ def _as_list(stop: Any) -> Any:
 
 
 class ChatMessage(_Strict):
-    """One message."""
+    """One message of a request."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_join_parts)]
@@ -114,12 +114,12 @@ class ChatRequest(_Strict):
 
     @property
     def max_new_tokens(self) -> int:
-        """Maximum tokens of the answer."""
+        """Maximum number of tokens of the answer."""
         return self.max_completion_tokens or self.max_tokens or DEFAULT_NEW_TOKENS
 
     @property
     def decoding(self) -> Decoding:
-        """Decoding settings; without a seed a random one is used."""
+        """Decoding settings, with a random seed if the request has none."""
         is_greedy = self.temperature < _MIN_TEMPERATURE
         seed = secrets.randbits(63) if self.seed is None else self.seed
         return Decoding(temperature=0.0 if is_greedy else self.temperature, top_p=self.top_p, seed=seed)
@@ -133,7 +133,7 @@ class ChatRequest(_Strict):
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """Parse the body of a request; raise ApiError with the wrong parameter."""
+    """Parse the body of a request; raise ApiError that names the invalid parameter."""
     try:
         tree = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -147,7 +147,7 @@ def read_request(body: bytes) -> ChatRequest:
 
 
 def _effective_parameters(tree: dict[str, Any]) -> dict[str, Any]:
-    """Remove parameters without effect; raise ApiError for unsupported ones."""
+    """Return the parameters that have an effect; raise ApiError for unsupported parameters."""
     parameters = {key: value for key, value in tree.items() if value is not None and key not in _CALLER_PARAMETERS}
     for key in parameters.keys() & _NEUTRAL_VALUES.keys():
         if parameters.pop(key) not in _NEUTRAL_VALUES[key]:
@@ -156,7 +156,7 @@ def _effective_parameters(tree: dict[str, Any]) -> dict[str, Any]:
             raise ApiError(400, message, code="unsupported_parameter", param=key)
     messages = parameters.get("messages")
     if isinstance(messages, list):
-        # Clients send received messages back with empty `refusal`, `annotations` and `tool_calls`.
+        # Clients return received messages with empty `refusal`, `annotations` and `tool_calls`.
         parameters["messages"] = [
             {key: value for key, value in turn.items() if value is not None and value != []}
             if isinstance(turn, dict)

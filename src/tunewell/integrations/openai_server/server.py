@@ -1,4 +1,4 @@
-"""Serve one model over OpenAI's chat completions API: Starlette routes, reply objects from the `openai` package."""
+"""Serve one model with OpenAI's chat completions API, using Starlette and the types of the `openai` package."""
 
 import asyncio
 import time
@@ -33,13 +33,13 @@ from tunewell.integrations.openai_server.queue import Generation, ServedModel
 from tunewell.integrations.openai_server.requests import ApiError, ChatRequest, read_request
 
 MAX_BODY_BYTES = 4 << 20
-"""About a million tokens of text, more than the context of any model."""
+"""Maximum size of a request: about a million tokens of text, more than usual context lengths."""
 
 Finish = Literal["stop", "length"]
 
 
 class ReplyObjects:
-    """Builds the JSON objects of one reply: a whole completion, or the chunks of a stream."""
+    """A factory for the JSON objects of one reply: a complete completion, or the chunks of a stream."""
 
     def __init__(self, model: str) -> None:
         self._shared: dict[str, Any] = {
@@ -55,7 +55,7 @@ class ReplyObjects:
         return _json(ChatCompletion(**self._shared, object="chat.completion", choices=[choice], usage=usage))
 
     def chunk(self, *, finish: Finish | None = None, **delta: Any) -> dict[str, Any]:
-        """Return a chunk of a stream: more of the message, or the finish reason."""
+        """Return a chunk of a stream with a part of the message or the finish reason."""
         return self._chunk([ChunkChoice(index=0, delta=ChoiceDelta(**delta), finish_reason=finish)])
 
     def usage_chunk(self, usage: CompletionUsage) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def _json(value: BaseModel) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class AccessRules:
-    """Who may send requests."""
+    """The rules for accepting requests."""
 
     host: str = "127.0.0.1"
     """Host name of the server, in addition to `localhost`."""
@@ -91,7 +91,7 @@ def build_app(model: ServedModel, *, access: AccessRules) -> Starlette:
         Route("/v1/models/{name:path}", server.model),
         Route("/health", server.health),
     ]
-    # With a token, DNS rebinding is harmless, and behind a proxy the host name is the proxy's: no host check.
+    # The host is not checked if there is a token: DNS rebinding is then harmless, and a proxy sends its own host name.
     guards = [Middleware(BrowserGuard, host=access.host, origins=access.origins, checks_host=access.token is None)]
     if access.origins:
         origins = list(access.origins)
@@ -115,7 +115,7 @@ class _Handlers:
     def __init__(self, model: ServedModel) -> None:
         self._model = model
         self._entry = _json(Model(id=model.name, created=int(time.time()), object="model", owned_by="tunewell"))
-        # One thread each: the encoder is not thread-safe, and prompts must not wait for running answers.
+        # Two pools with one thread each: the encoder is not thread-safe, and prompts must not wait for running answers.
         self._encoding_thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
         self._generation_thread = ThreadPoolExecutor(1, thread_name_prefix="answers")
         self._generations: WeakSet[Generation] = WeakSet()
@@ -124,7 +124,7 @@ class _Handlers:
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
         with self._encoding_thread, self._generation_thread:
             yield
-            # Leaving `with` waits for the threads, so running generations are cancelled first.
+            # Leaving the `with` block waits for the threads, so running generations are cancelled first.
             for generation in list(self._generations):
                 generation.cancel()
 
@@ -151,7 +151,7 @@ class _Handlers:
 
     def _check_name(self, name: str) -> None:
         if name != self._model.name:
-            message = f"there is no model `{name}`; this server has `{self._model.name}`"
+            message = f"unknown model `{name}`; this server has `{self._model.name}`"
             raise ApiError(404, message, code="model_not_found", param="model")
 
     async def _generation(self, body: ChatRequest) -> Generation:
@@ -167,7 +167,7 @@ class _Handlers:
         if num_free <= 0:
             message = (
                 f"the messages have {count(len(prompt_ids))} tokens, which leaves no space for an answer: "
-                f"the model's context is {count(self._model.context_length)} tokens"
+                f"the model's context length is {count(self._model.context_length)} tokens"
             )
             raise ApiError(400, message, code="context_length_exceeded", param="messages")
         limit = min(body.max_new_tokens, num_free)
@@ -175,7 +175,7 @@ class _Handlers:
 
 
 class _Stream(StreamingResponse):
-    """A stream of events that cancels the generation when the client disconnects."""
+    """A streaming response that cancels the generation when the client disconnects."""
 
     def __init__(self, generation: Generation, events: AsyncIterator[bytes]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -249,7 +249,7 @@ async def _read_body(request: Request) -> bytes:
 
 
 def _failed(error: BaseException) -> ApiError:
-    # Details may contain the text of other clients; they are in the server's log.
+    # Details may contain text from other clients, so they are only in the server's log.
     return ApiError(500, f"generation failed ({type(error).__name__})", code="internal_error")
 
 
@@ -260,7 +260,7 @@ async def _api_error_response(_: Request, error: Exception) -> Response:
 
 async def _http_error_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"there is no `{request.method} {request.url.path}`; the base URL ends with `/v1`"
+    message = f"unknown URL `{request.method} {request.url.path}`; the base URL ends with `/v1`"
     response = ApiError(error.status_code, message, code="unknown_url").response()
     response.headers.update(error.headers or {})
     return response
