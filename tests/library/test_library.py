@@ -81,7 +81,7 @@ def test_prepare_takes_lists_datasets_and_data_frames_as_the_same_rows(base: str
 @pytest.mark.parametrize(
     ("data", "what"),
     [
-        ([], "holds no rows"),
+        ([], "contains no rows"),
         ([1, 2], "row 1 of `data` is a int"),
         (42, "cannot be a int"),
         ([{"question": {1, 2}}], "row 1 of `data` cannot be written as JSON"),

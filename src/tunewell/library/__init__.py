@@ -1,6 +1,6 @@
-"""The Python library: what `import tunewell` offers to scripts and notebooks.
+"""The Python library: the public API of `import tunewell` for scripts and notebooks.
 
-Owns the public functions (`train`, `prepare`, `validate`, `export`, `load`), rows given from memory, progress in a
-notebook, and results with an HTML view. The work itself is done by `workflows/`; nothing below imports this
-package. Start with `functions.py`.
+Owns the public functions (`train`, `prepare`, `validate`, `export`, `load`), rows from memory, progress in notebooks,
+and results with an HTML view. The work is done by `workflows/`; no package below imports this one. Start with
+`functions.py`.
 """

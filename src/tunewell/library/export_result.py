@@ -1,15 +1,15 @@
-"""The result of `tunewell.export`; apart from the other results because it imports torch."""
+"""The result of `tunewell.export`. It is separate from the other results because it imports torch."""
 
 from tunewell.library.results import html_table
 from tunewell.workflows.export import Exported
 
 
 class ExportResult(Exported):
-    """The result of `tunewell.export`: the artefacts and their proof."""
+    """The result of `tunewell.export`: the artefacts and their verification."""
 
     @property
     def is_proven(self) -> bool:
-        """Whether every artefact was proven to be the trained model."""
+        """Whether every artefact was verified to match the trained model."""
         return self.parity.is_ok
 
     def __repr__(self) -> str:

@@ -1,8 +1,8 @@
-"""The public functions `train`, `prepare`, `validate` and `export`: one convention for all of them.
+"""The public functions `train`, `prepare`, `validate` and `export`, with one calling convention.
 
-A config is a path or a mapping; keywords win over it. `data` is a path, a list of paths, a list of dicts, a
-`datasets.Dataset` or a pandas DataFrame. `progress=False` is silent; a function receives every event. Workflows that
-need torch are imported when they are called: `prepare` works without it.
+A config is a path or a mapping; keyword arguments override it. `data` is a path, a list of paths, a list of dicts, a
+`datasets.Dataset` or a pandas DataFrame. `progress` is True, False (no output) or a function that receives every event.
+Workflows that need torch are imported when they are called, so that `prepare` works without torch.
 """
 
 import hashlib
@@ -24,15 +24,15 @@ from tunewell.runs.config import RunOptions, load_for_run
 from tunewell.training.events import Evaluated, Event, StepTaken
 from tunewell.workflows.prepare import prepare as run_prepare
 
-# Rows given from memory: a list of dicts, a `datasets.Dataset` or a pandas DataFrame, saved as a JSON lines file.
+# Rows from memory (a list of dicts, a `datasets.Dataset` or a pandas DataFrame) are saved as a JSON lines file.
 
 ROWS_FOLDER = Path(".tunewell") / "rows"
-"""Where rows from memory are saved, from the current folder: a run must find them again when it is resumed."""
+"""The folder for rows from memory, in the current folder, so that a resumed run finds them again."""
 _FIX = "give a path, a list of paths, a list of dicts, a `datasets.Dataset` or a pandas DataFrame"
 
 
 def data_paths(data: Any) -> list[str] | None:
-    """Return the paths that `data` names; rows from memory are saved to a file named after their hash."""
+    """Return the paths in `data`. Rows from memory are saved to a file named by their hash."""
     if data is None:
         return None
     if isinstance(data, str | Path):
@@ -64,7 +64,7 @@ def _save(rows: Iterable[Any]) -> Path:
             file.write(line)
             num_rows = number
         if not num_rows:
-            raise UserError("`data` holds no rows", fix=_FIX)
+            raise UserError("`data` contains no rows", fix=_FIX)
         file.flush()
         path = ROWS_FOLDER / f"{digest.hexdigest()[:16]}.jsonl"
         if not path.is_file():
@@ -82,7 +82,7 @@ def _line(row: Any, number: int) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Replace NaN, which pandas puts into empty cells, by null."""
+    """Replace NaN, which pandas uses for empty cells, with None (JSON null)."""
     if isinstance(value, float) and math.isnan(value):
         return None
     if isinstance(value, Mapping):
@@ -110,11 +110,11 @@ def train(
     allow_changes: Sequence[str] = (),
     allow_pickle: bool = False,
 ) -> TrainResult:
-    """Train a model and validate it; prepare the corpus first if needed.
+    """Train a model and validate it. The corpus is prepared first if needed.
 
-    `out` is the run folder. `sets` are `KEY=VALUE` texts, as `--set` takes them. `allow_changes` names settings that
-    may differ from the run's first start, with `resume`. Raises UserError for what the caller can fix, before the
-    first step; after that, checkpoints stay on disk.
+    `out` is the run folder. `sets` are `KEY=VALUE` strings, as for `--set`. `allow_changes` lists the settings that may
+    have changed since the first start, with `resume`. Raises UserError before the first step for problems that the
+    caller can fix. After the first step, checkpoints stay on disk.
     """
     from tunewell.workflows.train import run_training
 
@@ -143,7 +143,7 @@ def prepare(
     progress: Show = True,
     sets: Sequence[str] = (),
 ) -> PrepareResult:
-    """Turn rows into a corpus; `out` is its folder. A corpus that is up to date is kept."""
+    """Build a corpus from rows, in the folder `out`. An up-to-date corpus is reused."""
     with shown(progress) as show:
         made = run_prepare(
             config, sets=_as_list(sets), model=_text(model), data=data_paths(data), out=out, progress=show
@@ -168,7 +168,7 @@ def validate(
 
 
 def export(model: str | Path | TrainResult | None = None, *, progress: Show = True, **options: Any) -> "ExportResult":
-    """Export a run, an adapter or a model, and prove every artefact.
+    """Export a run, an adapter or a model, and verify every artefact.
 
     `options` are those of the command: `to="gguf,ollama"`, `gguf="q8_0"`, `precision=`, `out=`, `checkpoint=`, ...
     """

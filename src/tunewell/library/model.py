@@ -1,4 +1,4 @@
-"""`tunewell.load`: a trained run, an adapter or a model to chat with and to generate from."""
+"""`tunewell.load`: load a run, an adapter or a model for chat and generation."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from tunewell.runs.resolve import resolve_model
 
 
 class Model:
-    """A loaded model with its tokenizer, its chat template and one running conversation."""
+    """A loaded model with its tokenizer, chat template and one conversation."""
 
     def __init__(self, opened: ChatModel, *, name: str, system: str | None = None) -> None:
         self._opened = opened
@@ -20,11 +20,11 @@ class Model:
         self.name = name
 
     def chat(self, message: str) -> str:
-        """Return the model's reply; the conversation goes on with the next call. `reset()` starts a new one."""
+        """Return the model's reply. The next call continues the conversation; `reset()` starts a new one."""
         return "".join(self._chat.reply(message))
 
     def reset(self, *, system: str | None = None) -> None:
-        """Start a new conversation, with another system prompt if one is given."""
+        """Start a new conversation, with a new system prompt if `system` is given."""
         self._chat.reset()
         if system is not None:
             self._chat.set_system(system)
@@ -40,11 +40,11 @@ class Model:
     def generate(
         self, prompts: str | Sequence[str], *, max_new_tokens: int = 512, temperature: float = 0.0
     ) -> str | list[str]:
-        """Return one reply for each prompt; every prompt is a separate conversation."""
+        """Return one reply for each prompt. Every prompt is a separate conversation."""
         if isinstance(prompts, str):
             return self.generate([prompts], max_new_tokens=max_new_tokens, temperature=temperature)[0]
         if not all(isinstance(prompt, str) for prompt in prompts):
-            raise UserError("`generate` takes a text or a list of texts")
+            raise UserError("`generate` takes a string or a list of strings")
         options = ChatOptions(temperature=temperature, length=max_new_tokens)
         return ["".join(Chat(self._opened, self._chat.system, options).reply(prompt)) for prompt in prompts]
 
@@ -63,8 +63,8 @@ def load(
 ) -> Model:
     """Load a run (by default the one of the config in the current folder), an adapter or a model.
 
-    `checkpoint` is `best` by held-out loss, `last` or a step. `base` names the base model of an adapter where the
-    adapter does not. Raises UserError where there is nothing to load.
+    `checkpoint` is `best` by held-out loss, `last` or a step. `base` is the base model of an adapter that does not name
+    it. Raises UserError if the model is not found.
     """
     path = model.run if isinstance(model, TrainResult) else model
     ref = resolve_model(path, checkpoint=str(checkpoint), base=None if base is None else str(base))

@@ -17,12 +17,12 @@ _UPDATE_SECONDS = 0.5
 _MAX_TABLE_ROWS = 20
 
 Show = bool | Callable[[Any], None]
-"""True: the default for where the code runs. False: silence. A function: called with every event."""
+"""True: the default display for a terminal or notebook. False: no output. A function: called with every event."""
 
 
 @contextmanager
 def shown(progress: Show, *, is_training: bool = False) -> Iterator[Listener]:
-    """Yield the listener for one call; the number of torch threads is as before when the call is over."""
+    """Yield the listener for one call. The number of torch threads is restored after the call."""
     with _same_threads():
         yield from _listeners(progress, is_training=is_training)
 
@@ -46,7 +46,7 @@ def _listeners(progress: Show, *, is_training: bool) -> Iterator[Listener]:
 
 @contextmanager
 def _same_threads() -> Iterator[None]:
-    """Restore the number of torch threads, which training and generation choose by measurement."""
+    """Restore the number of torch threads, which training and generation change."""
     torch = sys.modules.get("torch")
     num_threads = torch.get_num_threads() if torch is not None else None
     try:
@@ -57,14 +57,14 @@ def _same_threads() -> Iterator[None]:
 
 
 def in_notebook() -> bool:
-    """Return True inside a Jupyter kernel (Colab and VS Code included)."""
+    """Return whether the code runs in a Jupyter kernel, including Colab and VS Code."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and "IPKernelApp" in shell.config
 
 
 class NotebookTable:
-    """A listener that draws one table in a notebook's output cell: the stage, then a row for each evaluation."""
+    """A listener that shows a table in a notebook cell: the stage, the last step, and one row per evaluation."""
 
     def __init__(self) -> None:
         self._stage = ""
@@ -89,7 +89,7 @@ class NotebookTable:
         self.update()
 
     def update(self, *, is_final: bool = False) -> None:
-        """Redraw the table."""
+        """Redraw the table if it is due or final."""
         now = time.monotonic()
         if not is_final and now - self._drawn < _UPDATE_SECONDS:
             return

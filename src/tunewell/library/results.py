@@ -1,4 +1,4 @@
-"""Results of library calls: the workflows' results with a short `repr` and an HTML view for notebooks."""
+"""Results of library calls: workflow results with a short `repr` and an HTML view for notebooks."""
 
 from collections.abc import Iterable
 from dataclasses import fields
@@ -80,7 +80,7 @@ class Validation(ValidationRecord):
 
 
 def as_result(kind: type[R], record: Any) -> R:
-    """Return a workflow's result as the library's class, which has the same fields."""
+    """Convert a workflow's result to the library's class, which has the same fields."""
     return kind(**{field.name: getattr(record, field.name) for field in fields(record)})
 
 
