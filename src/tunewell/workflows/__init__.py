@@ -1,5 +1,5 @@
-"""The commands as functions: one file per command, at most 200 lines, wiring only.
+"""Workflows: each command as a function, in one file of at most 200 lines that only wires packages together.
 
-A workflow calls the packages below it in order and contains no logic. If two workflows need the same thing, it
-belongs in a package below. Start with `train.py`.
+A workflow calls the packages below it in order and contains no logic of its own. Code that two workflows need belongs
+in a package below. Start with `train.py`.
 """

@@ -1,4 +1,4 @@
-"""`tunewell export`: write a trained model for other programs, and prove that each file is that model."""
+"""`tunewell export`: write a trained model for other programs, and verify that each file matches the model."""
 
 import shlex
 from collections.abc import Callable
@@ -36,7 +36,7 @@ Announce = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Exported:
-    """The artefacts of an export, and their proof."""
+    """The artefacts of an export and their verification."""
 
     folder: Path
     parity: Parity
@@ -45,7 +45,7 @@ class Exported:
     next_command: str
     exit_code: int = 0
     created: str | None = None
-    """The model's name in Ollama, if it was created there."""
+    """The name of the model in Ollama, if it was created there."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `export --json` prints."""
@@ -70,12 +70,12 @@ def export(
     answer_tokens: int = ANSWER_TOKENS,
     **fields: Any,
 ) -> Exported:
-    """Export a run, an adapter or a model, and prove it before it gets its final name.
+    """Export a run, an adapter or a model, and verify it before it gets its final name.
 
-    `fields` are fields of ExportOptions: `export("run", to="gguf", gguf="q8_0,q4_k_m")`. An export that is already in
-    the folder is extended; only what is exported again is replaced. `announce` is called with the expected sizes before
-    anything is written. Raises UserError for what cannot be exported, and for a proof that cannot be made. An export
-    that is not the trained model is removed; the result then has exit code 4 and names the artefact.
+    `fields` are fields of ExportOptions: `export("run", to="gguf", gguf="q8_0,q4_k_m")`. An existing export in the
+    folder is extended; only artefacts that are exported again are replaced. `announce` is called with the expected
+    sizes before anything is written. Raises UserError if the model cannot be exported or the verification cannot run.
+    An export that does not match the trained model is removed; the result then has exit code 4 and names the artefact.
     """
     options = replace(order or ExportOptions(), **fields).checked()
     base = None if options.base is None else str(options.base)
@@ -88,12 +88,12 @@ def export(
     require_tools([*targets, *(load_target(artefact.kind) for artefact in (existing.kept if existing else []))])
     with open_staging(out) as staging:
         job = _Job(ref, options, targets, existing, progress, announce or (lambda message: progress(Progress(message))))
-        # The model is released before the proof: that needs the memory.
+        # The model is released before the verification, which needs the memory.
         proof, notes = job.write(staging.folder, answer_tokens)
-        progress(Progress("proving in a new process"))
+        progress(Progress("verifying in a new process"))
         parity = prove(staging.folder, allow_pickle=options.allow_pickle)
         if not parity.is_ok:
-            removed = f"removed: the files are not the trained model; see `{write_failed_parity(out, parity)}`"
+            removed = f"removed: the files do not match the trained model; see `{write_failed_parity(out, parity)}`"
             return Exported(out, parity, proof.artefacts, [*notes, *proof.notes, removed], "", EXIT_NOT_PROVEN)
         publish(staging, out, existing)
     remove_failed_parity(out)
@@ -105,7 +105,7 @@ def export(
 
 @dataclass(frozen=True)
 class _Job:
-    """One export: what is written, from which model."""
+    """One export: the model, the options and the targets to write."""
 
     ref: ModelRef
     options: ExportOptions
@@ -115,7 +115,7 @@ class _Job:
     announce: Announce
 
     def write(self, folder: Path, answer_tokens: int) -> tuple[Proof, list[str]]:
-        """Load the model, write all targets and the reference of the proof; return the proof and notes for the user."""
+        """Load the model, and write all targets and the reference for verification. Return the record and notes."""
         self.progress(Progress("loading the trained model"))
         allow_pickle = self.options.allow_pickle
         model = open_chat_model(self.ref, device="cpu", allow_pickle=allow_pickle, precision="fp32", backend="plain")
@@ -153,7 +153,7 @@ class _Job:
         return proof, [*_verdict_notes(card.report), *(self.existing.notes if self.existing else [])]
 
     def _write_targets(self, context: ExportContext, proof: Proof) -> None:
-        """Write the targets that need the adapter apart, merge it, and write the others."""
+        """Write the targets that need the separate adapter, merge the adapter, and write the other targets."""
         is_merged = False
         for target in sorted(self.targets, key=lambda target: target.requires.merged_weights):
             if target.requires.merged_weights and not is_merged:
@@ -166,17 +166,17 @@ class _Job:
 
 
 def _verdict_notes(report: Report | None) -> list[str]:
-    """Warn that a proof says nothing about the quality of a model with a bad verdict."""
+    """Return a warning, if the verdict is bad, that a verified export says nothing about the model's quality."""
     if report is None or report.verdict not in ("FAIL", "WEAK"):
         return []
     return [
-        "the export is faithful to the trained model; whether that model is good is a separate question (verdict: "
+        "the export matches the trained model, but this does not mean that the model is good (verdict: "
         f"{report.verdict}: {report.summary})"
     ]
 
 
 def _next_step(folder: Path, artefacts: list[Artefact], options: ExportOptions) -> NextStep:
-    """Return the suggestion of the last target that has one."""
+    """Return the next step suggested by the last target that has one."""
     for kind in reversed(dict.fromkeys(artefact.kind for artefact in artefacts)):
         step = load_target(kind).next_step(folder, [own for own in artefacts if own.kind == kind], options)
         if step is not None:

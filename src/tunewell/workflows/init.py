@@ -26,12 +26,12 @@ from tunewell.workflows.prepare import temporary_corpus
 _SAMPLE_ROWS = 1000
 _HELD_OUT_NAMES = ("held_out", "heldout", "held-out", "validation", "valid", "val", "eval", "dev")
 _BY_FIT = ("chatml", "llama3", "gemma", "alpaca")
-"""Built-in templates in the order in which they are tried for a model without a template."""
+"""Built-in templates, in the order in which they are tried for a model without a chat template."""
 
 
 @dataclass(frozen=True)
 class InitResult:
-    """What `init` found and wrote."""
+    """The result of `init`: the config it wrote, and the facts behind it."""
 
     path: Path
     text: str
@@ -66,7 +66,7 @@ def init(
     is_overwriting: bool = False,
     progress: ProgressListener = silent,
 ) -> InitResult:
-    """Write `tunewell.yaml` for this data and this model; raise UserError if it exists or no row can be used."""
+    """Write `tunewell.yaml` for this data and model. Raise UserError if the file exists or no row can be used."""
     path = out or Path(FILE_NAME)
     if path.exists() and not is_overwriting:
         raise UserError(f"`{path}` already exists", fix="use `--force` to replace it, or `--out` for another name")
@@ -86,7 +86,7 @@ def init(
 
 
 def _fitting_template(tokenizer: LoadedTokenizer) -> str:
-    """Return `auto` for a model with a template, else a built-in one whose special tokens the tokenizer has."""
+    """Return `auto` for a model with a chat template, otherwise a built-in template that fits the tokenizer."""
     if tokenizer.chat_template:
         return "auto"
     for name in _BY_FIT:
@@ -97,7 +97,7 @@ def _fitting_template(tokenizer: LoadedTokenizer) -> str:
 
 
 def _sample(data: str, model: str, template: str, progress: ProgressListener) -> Manifest:
-    """Prepare the first rows in a temporary folder and return the manifest."""
+    """Prepare the first rows in a temporary folder, and return the manifest."""
     plain, limit = split_limit(data)
     source = {"path": plain, "limit": min(limit or _SAMPLE_ROWS, _SAMPLE_ROWS)}
     values = {
@@ -121,7 +121,7 @@ def _count_rows(files: list[SourceFile]) -> int:
 
 
 def _held_out_beside(files: list[SourceFile]) -> str | None:
-    """Return a file beside the data whose name says that it is for validation."""
+    """Return a file in the folder of the data with a name such as `validation` or `held_out`, or None."""
     if len(files) != 1 or not isinstance(files[0].source, LocalFile):
         return None
     path = files[0].source.path
@@ -134,7 +134,7 @@ def _held_out_beside(files: list[SourceFile]) -> str | None:
 
 
 def _config_text(result: InitResult, data: str, model: str) -> str:
-    """Return the config with the reasons as comments."""
+    """Return the text of the config, with the reasons as comments."""
     sample, start, facts = result.sample, result.start, result.facts
     formats = ", ".join(sorted({name for source in sample.sources for name in source.formats})) or "none"
     dropped = sum(sample.dropped.values())

@@ -38,7 +38,7 @@ class DocumentView:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The manifest of the corpus and the shown documents."""
+    """The result of `inspect`: the manifest of the corpus and some documents."""
 
     path: str
     is_corpus: bool
@@ -70,7 +70,7 @@ def inspect(
     is_held_out: bool = False,
     progress: ProgressListener = silent,
 ) -> Inspection:
-    """Show documents of a corpus or of rows (`path`; None: of the config); raise UserError if there is neither."""
+    """Return documents of a corpus or row file (default: from the config). Raise UserError if there is neither."""
     target = loaded.base / path if path else loaded.path(loaded.config.corpus)
     if (target / MANIFEST).is_file():
         return _inspect_corpus(open_corpus(target), str(path or loaded.config.corpus), True, wanted, is_held_out)

@@ -1,6 +1,6 @@
-"""`tunewell notebook`: write a Colab notebook that trains a config, from the rows to a GGUF file.
+"""`tunewell notebook`: write a Colab notebook that trains with a config, from the rows to a GGUF file.
 
-The text and the code of the cells are in `integrations/notebook.md`; this module selects sections and fills them in.
+The text and the code of the cells are in `integrations/notebook.md`. This module selects sections and fills them in.
 """
 
 import json
@@ -33,13 +33,13 @@ _METADATA: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class NotebookResult:
-    """The written notebook, and the files and packages it needs."""
+    """The written notebook, with the files and packages that it needs."""
 
     path: Path
     config: Path
     num_cells: int
     data: str
-    """How the files get to Colab: `upload`, `drive` or a URL."""
+    """How the files are transferred to Colab: `upload`, `drive` or a URL."""
     files: list[str]
     installs: list[str]
     notes: list[str]
@@ -67,8 +67,8 @@ def notebook(
 ) -> NotebookResult:
     """Write a notebook that uploads the files, trains, tests, exports and downloads the result.
 
-    `data` is `upload`, `drive` or a URL; `package` is what pip installs instead of this version, or `none`. Raises
-    UserError if the notebook exists already, or is certain to fail.
+    `data` is `upload`, `drive` or a URL. `package` is installed by pip instead of this version; `none` installs
+    nothing. Raises UserError if the notebook already exists or is certain to fail.
     """
     path = out or Path("train.ipynb")
     if path.exists() and not is_overwriting:
@@ -129,7 +129,7 @@ def _values(loaded: LoadedConfig, portable: PortableConfig, notes: list[str]) ->
 
 
 def _url_values(data: str, files: list[str]) -> dict[str, str]:
-    """Return the values for a download; raise UserError if the URL is invalid, holds a secret or lacks files."""
+    """Return the values for a download. Raise UserError if the URL is invalid, contains a secret or has too few files."""
     if data in ("upload", "drive"):
         return {}
     parts = urllib.parse.urlsplit(data)
@@ -176,5 +176,5 @@ def _cells(section: str, values: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def _fill(text: str, values: dict[str, str]) -> str:
-    # In one pass: the config may contain double braces.
+    # In one pass, because the config may contain double braces.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: values[found[1]], text).strip("\n")

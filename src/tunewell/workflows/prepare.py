@@ -62,7 +62,7 @@ def prepare(
     out: str | Path | None = None,
     progress: ProgressListener = silent,
 ) -> PrepareResult:
-    """Build the corpus that a config describes; an existing one is kept, or replaced by a complete new one."""
+    """Build the corpus of a config. An up-to-date corpus is reused; an outdated one is replaced atomically."""
     started = time.perf_counter()
     loaded = to_loaded_config(config, sets, model=model, data=data, out=out)
     spec = load_spec(loaded)
@@ -74,7 +74,7 @@ def prepare(
         return PrepareResult(target, manifest, True, time.perf_counter() - started)
     output.require_replaceable()
     with output.locked():
-        # An interrupted publish may have been undone, or another process may have just built it.
+        # An interrupted publish may have been undone, or another process may have just built the corpus.
         current = output.find_current(spec)
         manifest = current or build(spec, out=output.path, work_dir=output.work_dir)
     return PrepareResult(target, manifest, current is not None, time.perf_counter() - started)
@@ -84,14 +84,14 @@ def prepare(
 def temporary_corpus(
     loaded: LoadedConfig, changes: Mapping[str, Any], progress: ProgressListener = silent
 ) -> Iterator[Corpus]:
-    """Yield the corpus of a config with other top-level values; it is deleted at the end."""
+    """Yield a temporary corpus of a config with changed top-level values. It is deleted afterwards."""
     with tempfile.TemporaryDirectory(prefix="tunewell-corpus-") as folder:
         tree = {**loaded.config.model_dump(), **changes, "corpus": str(Path(folder) / "corpus")}
         yield open_corpus(prepare(replace(loaded, config=Config.model_validate(tree)), progress=progress).corpus)
 
 
 def load_spec(loaded: LoadedConfig) -> BuildSpec:
-    """Load the tokenizer and the templates and make the build spec."""
+    """Load the tokenizer and the templates, and return the build spec."""
     require_model_and_data(loaded)
     text = TextPipeline.load(loaded)
     return make_spec(loaded, text, context_limit=read_facts(text.model).context_limit)

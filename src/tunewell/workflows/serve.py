@@ -1,4 +1,4 @@
-"""`tunewell serve`: load one model and serve it over OpenAI's chat API."""
+"""`tunewell serve`: load a model and serve it with an OpenAI-compatible chat API."""
 
 import os
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ _UNENCRYPTED = "connections are not encrypted: use a tunnel or a TLS proxy"
 
 @dataclass(frozen=True)
 class ListenOptions:
-    """Where the server listens and who may connect."""
+    """The address on which the server listens, and who may connect."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     """0 chooses a free port."""
     token_file: Path | None = None
-    """File with the token; without it, `TUNEWELL_TOKEN` is used if set."""
+    """File with the access token. The default is `TUNEWELL_TOKEN`, if it is set."""
     origins: Sequence[str] = ()
     """Web origins that may send requests."""
 
@@ -33,7 +33,7 @@ LOOPBACK = ListenOptions()
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What is served and where; the object that `serve --json` prints."""
+    """The served model and its address; the object that `serve --json` prints."""
 
     url: str
     """Base URL for clients."""
@@ -62,8 +62,8 @@ class Server:
     _listener: socket
 
     def run(self) -> int:
-        """Serve until a signal arrives; return the exit code for it."""
-        # uvicorn handles signals while it runs and raises them again after the last answer.
+        """Serve until a signal arrives, and return its exit code."""
+        # uvicorn handles signals while it runs, and raises them again after the last answer.
         with self._listener, Signals() as signals:
             self._server.run(sockets=[self._listener])
         return signals.exit_code or 0
@@ -77,7 +77,7 @@ def open_server(
     name: str | None = None,
     allow_pickle: bool = False,
 ) -> Server:
-    """Open a port and load the model; first raise UserError for a public address without a token."""
+    """Open a port and load the model. Raise UserError before that for a public address without a token."""
     for module in ("starlette", "uvicorn", "openai"):
         import_optional(module, extra="serve", purpose="serving a model")
     from tunewell.integrations.openai_server.access import check_origin, listen, make_server, read_token
@@ -110,5 +110,5 @@ def open_server(
 
 
 def api_name(subject: ModelRef) -> str:
-    """Return the model's name in the API: the name of its folder, the same for every checkpoint of a run."""
+    """Return the model's name in the API: its folder name, which is the same for every checkpoint of a run."""
     return subject.model if subject.path is None else subject.path.resolve().name

@@ -38,11 +38,11 @@ from tunewell.workflows.prepare import prepare
 from tunewell.workflows.validate import validate
 
 _EXIT_NOT_VALIDATED = 3
-"""Exit code if the validation failed: that of WEAK, because nothing shows that the model is good."""
+"""Exit code if the validation fails: the same as for WEAK, because nothing shows that the model is good."""
 
 
 def run_training(loaded: LoadedConfig, options: RunOptions, listener: Listener = silent) -> TrainResult:
-    """Prepare the corpus, train the model and validate it; raise UserError for problems before the first step."""
+    """Prepare the corpus, train the model and validate it. Raise UserError for problems before the first step."""
     require_known_changes(options.allowed_changes, is_resuming=options.is_resuming)
     require_training_data(loaded, is_resuming=options.is_resuming)
     require_exportable(loaded)
@@ -95,13 +95,13 @@ class _Training:
             return result
 
     def _prepare(self) -> None:
-        """Prepare the corpus on rank 0; without sources, an existing corpus is used."""
+        """Prepare the corpus on rank 0. Without sources, the existing corpus is used."""
         with self.recorder.stage("prepare", "preparing the corpus"):
             if self.loaded.config.data.sources and self.world.is_first:
                 prepare(self.loaded)
 
     def _plan(self, folder: RunFolder) -> tuple[Corpus, Plan, DataOrder]:
-        """Open the corpus and plan the run; a resumed run keeps what its first plan measured."""
+        """Open the corpus and plan the run. A resumed run keeps the measured settings of its first plan."""
         with self.recorder.stage("prepare"):
             corpus = open_corpus(self.loaded.path(self.loaded.config.corpus), verify=True)
         with self.recorder.stage("plan"):
@@ -113,7 +113,7 @@ class _Training:
         return corpus, plan, order
 
     def _build(self, folder: RunFolder, corpus: Corpus, plan: Plan, order: DataOrder) -> tuple[RunInputs, Run]:
-        """Load the model, restore the checkpoint of a resumed run and check that documents stay separate."""
+        """Load the model, restore the checkpoint of a resumed run, and check that packed documents stay separate."""
         options, recorder = self.options, self.recorder
         with recorder.stage("load", "loading the model"):
             inputs = RunInputs(
@@ -140,7 +140,7 @@ class _Training:
         return inputs, run
 
     def _process_settings(self, plan: Plan) -> AbstractContextManager[None]:
-        """Set the number of threads: for the process on the command line, for this run in a library call."""
+        """Set the number of threads, permanently on the command line and temporarily in a library call."""
         if not self.options.owns_process:
             return torch_threads(plan.threads.value)
         torch.set_num_threads(plan.threads.value)
@@ -149,11 +149,11 @@ class _Training:
         return nullcontext()
 
     def _warn(self, corpus: Corpus, run: Run) -> None:
-        """Note settings without effect, and a disk that may be too full for the checkpoints."""
+        """Send notes about settings without effect and about low disk space."""
         config = self.loaded.config
         if config.evaluate.patience is not None and not len(corpus.held_out):
             self.recorder.note("`evaluate.patience` has no effect: there are no held-out rows")
-        # fp32: each trainable parameter and its two optimizer states.
+        # In fp32: each trainable parameter and its two optimizer states.
         size = sum(3 * 4 * parameter.numel() for parameter in run.learner.parameters.values())
         folder = run.checkpoints.folder.parent
         if warning := disk_space_warning(folder, checkpoint_bytes=size, keep=config.checkpoints.keep):
@@ -161,13 +161,13 @@ class _Training:
 
 
 def _validated(result: TrainResult, training: _Training) -> TrainResult:
-    """Validate the saved model and add the report to the result; a failed validation becomes a note."""
+    """Validate the saved model and add the report to the result. A validation error becomes a note."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     loaded, recorder = training.loaded, training.recorder
     model = loaded.config.model or ""
-    # A secret in the model's name is removed from the run's files, so the run cannot name its base model.
+    # A secret in the model's name is removed from the run's files, so the run does not know its base model.
     base = loaded.seen(model) if redact(model) != model else None
     options = ValidateOptions(device=loaded.config.device, base=base, allow_pickle=training.options.allow_pickle)
     started = time.perf_counter()

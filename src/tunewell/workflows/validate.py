@@ -39,10 +39,10 @@ def validate(
     progress: ProgressListener = silent,
     **fields: Any,
 ) -> Validation:
-    """Evaluate a run (by default the one of the config here), an adapter or a model, and write the report.
+    """Evaluate a run (default: the run of the current folder), an adapter or a model, and write the report.
 
     `fields` are fields of ValidateOptions: `validate("run", data="more.jsonl", metrics={"exact": exact})`. A metric is
-    `fn(question, answer, reference) -> number`. Raises UserError if there is no model, or no rows to test it on.
+    `fn(question, answer, reference) -> number`. Raises UserError if there is no model or there are no rows to test on.
     """
     options = replace(options or ValidateOptions(), **fields)
     ref = resolve_model(
@@ -55,7 +55,7 @@ def validate(
     metrics = {**load_metrics(ref.loaded.config.verdict.metrics, base=ref.loaded.base), **options.metrics}
     with _evaluation_set(ref, options) as rows:
         report = EvaluationSession(ref, options, rows, metrics=metrics, progress=progress).evaluate()
-    # Rows and answers may hold secrets too, and reports are sent to others.
+    # Rows and answers may also contain secrets, and reports are shared.
     report = Report.model_validate(plain(report.model_dump(mode="python")))
     folder.mkdir(parents=True, exist_ok=True)
     write_report(folder, report)
@@ -65,13 +65,13 @@ def validate(
 
 
 def _require_writable(folder: Path) -> None:
-    """Check before minutes of measuring that the report can be written."""
+    """Raise UserError if the report cannot be written, before the evaluation takes minutes."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(
             f"the report cannot be written to `{folder}`",
             where=f"`{existing}` is {'not writable' if existing.is_dir() else 'not a folder'}",
-            fix="name another folder with `--out`",
+            fix="choose another folder with `--out`",
         )
 
 
@@ -83,7 +83,7 @@ def _evaluation_set(ref: ModelRef, options: ValidateOptions) -> Iterator[Evaluat
         return
     data, settings = str(options.data), ref.loaded.config.data
     path, limit = split_limit(data)
-    # Read like the rows of the run: the same columns, the same system prompt.
+    # Read the file like the rows of the run, with the same columns and system prompt.
     like = settings.sources[0].model_dump(exclude_unset=True, exclude={"share"}) if settings.sources else {}
     source = like | {"path": str(Path(path).absolute()), "limit": limit}
     changes = {"data": settings.model_dump() | {"sources": [source], "held_out": 0.0}}
@@ -111,12 +111,12 @@ class ValidationPair:
 def validate_against(
     model: str | Path | None, other: str | Path, *, options: ValidateOptions, progress: ProgressListener
 ) -> ValidationPair:
-    """Evaluate two runs on the rows of the first if both use the same tokens, else each on its own rows."""
+    """Evaluate two runs on the rows of the first run if both use the same tokens, otherwise each on its own rows."""
     this_ref = resolve_model(model, checkpoint=options.checkpoint, base=options.base, sets=options.sets)
     other_ref = resolve_model(other, sets=options.sets)
     if options.data is None and other_ref.kind != "run":
         raise UserError(
-            f"`{other}` is not a run and has no rows to compare on", fix="name a file of rows with `--data`"
+            f"`{other}` is not a run and has no rows to compare on", fix="give a file of rows with `--data`"
         )
     corpus, notes = (None, []) if options.data is not None else shared_rows(this_ref, other_ref)
     this = validate(model, options=options, progress=progress)

@@ -1,4 +1,4 @@
-"""`tunewell verify`: prove an export again, from the files in its folder."""
+"""`tunewell verify`: verify an export again, from the files in its folder."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def verify(
     progress: ProgressListener = silent,
     notes: list[str] | None = None,
 ) -> Parity:
-    """Compare every artefact of an export with the trained model, and write `parity.json`; if it cannot, add a note."""
+    """Compare every artefact of an export with the trained model. Write `parity.json`, or add a note if that fails."""
     folder = Path(folder).expanduser()
     parity = prove_export(folder, base=base, allow_pickle=allow_pickle, progress=progress)
     try:
