@@ -1,7 +1,7 @@
-"""The command line: find the command, run it, and turn every error into a message and an exit code.
+"""The command-line entry point: find the command, run it, and convert errors to messages and exit codes.
 
-Exit codes: 0 success, 1 a bug or a machine fault, 2 an error the user can fix, 130 interrupted. Only the module of the
-requested command is imported, so that `tunewell --help` is fast.
+Exit codes: 0 success, 1 a bug or a machine fault, 2 an error that the user can fix, 130 interrupted. Only the module of
+the requested command is imported, so that commands start quickly.
 """
 
 import difflib
@@ -21,26 +21,26 @@ from tunewell.core.errors import SharedError, UserError, did_you_mean
 
 _NAMES = "init inspect prepare train validate export verify notebook chat serve explain glossary schema"
 COMMANDS = tuple((name, f"tunewell.cli.commands.{name}") for name in _NAMES.split())
-"""Each command, in the order of a project, and the module with its `command` function."""
+"""Each command, in the order of a typical project, and the module with its `command` function."""
 
 EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED, EXIT_PIPE = 1, 2, 130, 141
 
 
 def run() -> None:
-    """Run the command line of this process and exit with its code."""
+    """Run the command in `sys.argv`, and exit with its exit code."""
     for stream in (sys.stdout, sys.stderr):
-        # A row may hold text that the terminal cannot encode; that must not end a command.
+        # A row may contain text that the terminal cannot encode, which must not end a command.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     code = main(sys.argv[1:])
     if code == EXIT_PIPE:
-        # The reader has closed the pipe: buffered output would raise again while Python shuts down.
+        # The reader has closed the pipe, so buffered output would raise again while Python shuts down.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit code; never raise an Exception."""
+    """Run one command, and return its exit code. No Exception is raised."""
     wants_json = "--json" in arguments
     try:
         code = _dispatch(arguments)
@@ -104,7 +104,7 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
     usage_error = typer.BadParameter.__mro__[1]
     try:
         # Not `parser.main`, which turns an interrupt and a closed pipe into plain exits.
-        # `obj` holds the arguments as typed: `train` passes them on to the process that it supervises.
+        # `obj` contains the original arguments, which `train` passes to the process that it supervises.
         with parser.make_context(f"tunewell {name}", list(arguments), obj=tuple(arguments)) as context:
             parser.invoke(context)
     except typer.Exit as leave:
@@ -129,7 +129,7 @@ def _report(error: UserError, *, wants_json: bool) -> int:
 
 
 def _crash(error: Exception, arguments: Sequence[str], *, wants_json: bool) -> int:
-    """Save the traceback to a file and print one line about the error."""
+    """Save the traceback to a file, and print one line about the error."""
     trace = "".join(traceback.format_exception(error))
     summary = f"{type(error).__name__}: {error}".partition("\n")[0]
     try:

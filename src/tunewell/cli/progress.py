@@ -15,7 +15,7 @@ _STAGE_LINE_SECONDS = 10.0
 
 @contextmanager
 def shown_progress() -> Iterator[ProgressListener]:
-    """Yield a listener that shows one bar per stage in a terminal, and log lines elsewhere."""
+    """Yield a listener that shows one progress bar per stage in a terminal, and log lines elsewhere."""
     if is_interactive():
         with _bar() as show:
             yield show
@@ -67,7 +67,7 @@ def _lines() -> ProgressListener:
 
 @contextmanager
 def shown_stages() -> Iterator[ProgressListener]:
-    """Yield a listener that shows the current stage in one status line, or in log lines without a terminal."""
+    """Yield a listener that shows the current stage in a status line, or in log lines without a terminal."""
     if not is_interactive():
         yield _stage_lines()
         return

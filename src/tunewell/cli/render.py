@@ -1,4 +1,4 @@
-"""Print to the terminal: results on stdout, progress and errors on stderr, tables and folded text, no colour needed."""
+"""Print to the terminal: results on stdout, errors on stderr, aligned tables and wrapped text."""
 
 import json
 import os
@@ -20,14 +20,14 @@ _LONGEST_TEXT = 2000
 
 
 def console(*, stderr: bool = False) -> "Console":
-    """Return a rich console; it colours only in a terminal and without `NO_COLOR`."""
+    """Return a rich console, which uses colour only in a terminal and without `NO_COLOR`."""
     from rich.console import Console
 
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def is_interactive() -> bool:
-    """Return True if stderr is a terminal that can show a live display, and not a log of `CI`."""
+    """Return whether stderr is a terminal that can show a live display. In `CI` it is not."""
     return sys.stderr.isatty() and not os.environ.get("CI") and os.environ.get("TERM") != "dumb"
 
 
@@ -37,7 +37,7 @@ def emit(text: str = "") -> None:
 
 
 def is_utf8() -> bool:
-    """Return True if stdout takes every character."""
+    """Return whether stdout is UTF-8."""
     return (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") == "utf8"
 
 
@@ -52,12 +52,12 @@ def emit_error(error: UserError) -> None:
 
 
 def width() -> int:
-    """Return the columns that text may use: the terminal's width, at most 120; 100 without a terminal."""
+    """Return the width for text: the terminal's width, at most 120 columns, or 100 columns without a terminal."""
     return min(shutil.get_terminal_size((100, 24)).columns, _MAX_WIDTH)
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), gap: int = 3) -> str:
-    """Align columns with spaces; `right` lists the columns to align right, counted from 0.
+    """Align columns with spaces. `right` lists the columns to align right, counted from 0.
 
     model         SmolLM2-135M    135 M parameters
     micro-batch   16,384 tokens   fits in memory
@@ -77,13 +77,13 @@ def table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), gap: in
 
 
 def folded_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), gap: int = 3) -> str:
-    """Align columns like `table`, and fold the last column under itself at the width of the screen."""
+    """Align columns like `table`, and wrap the last column at the width of the screen."""
     leads = table([[*row[:-1], "|"] for row in rows], right=right, gap=gap).splitlines()
     return "\n".join(hanging(lead[:-1], row[-1]) for lead, row in zip(leads, rows, strict=True))
 
 
 def hanging(lead: str, text: str) -> str:
-    """Fold a text to the width of the screen with a hanging indent: further lines start below the first word.
+    """Wrap a text at the width of the screen, with a hanging indent of the width of `lead`.
 
     A command in backticks stays on one line if it fits.
     """
@@ -94,7 +94,7 @@ def hanging(lead: str, text: str) -> str:
         if lines[-1] and cell_width(lines[-1]) + 1 + cell_width(word) > fold_width:
             lines.append("")
         lines[-1] += f" {word}" if lines[-1] else word
-        # A path, or a sentence in a script without spaces, is broken at the edge of the screen.
+        # A path, or text in a script without spaces, is broken at the edge of the screen.
         while cell_width(lines[-1]) > fold_width:
             head = fitting(lines[-1], fold_width)
             lines[-1:] = [head, lines[-1][len(head) :]]
@@ -102,20 +102,20 @@ def hanging(lead: str, text: str) -> str:
 
 
 def _words(text: str, fold_width: int) -> Iterator[str]:
-    """Split a text at its spaces, but not at those in backticks unless that word would not fit on a line."""
+    """Split a text at spaces, but not inside backticks unless the quoted text does not fit on a line."""
     for word in re.findall(r"(?:[^\s`]|`[^`]*`|`)+", text):
         yield from [word] if cell_width(word) <= fold_width else word.split()
 
 
 def one_line(text: str, *, encoding: str = "utf-8") -> str:
-    """Put a text on one line; control characters and characters that the encoding lacks are escaped."""
+    """Return a text on one line. Control characters and characters that cannot be encoded are escaped."""
     words = " ".join(text[:_LONGEST_TEXT].split())
     printable = "".join(character if character.isprintable() else repr(character)[1:-1] for character in words)
     return printable.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def fitting(text: str, columns: int) -> str:
-    """Return the longest beginning of a text that fits into some columns, at least one character."""
+    """Return the longest prefix of a text that fits in `columns`, but at least one character."""
     end = min(len(text), columns)
     while end > 1 and cell_width(text[:end]) > columns:
         end -= 1
@@ -123,7 +123,7 @@ def fitting(text: str, columns: int) -> str:
 
 
 def cell_width(text: str) -> int:
-    """Return the terminal columns of a text: wide characters take two, combining ones none."""
+    """Return the width of a text in terminal columns. Wide characters take two, combining characters none."""
     return sum(
         0 if unicodedata.combining(character) else 2 if unicodedata.east_asian_width(character) in "WF" else 1
         for character in text
@@ -131,14 +131,14 @@ def cell_width(text: str) -> int:
 
 
 class BestEffortStream:
-    """A stream whose reader may go away, as stderr does when its terminal closes; writing then does nothing."""
+    """A stream that ignores writes after its reader is gone, as for stderr when the terminal closes."""
 
     def __init__(self, stream: TextIO, *, is_gone: bool = False) -> None:
         self._stream = stream
         self._is_gone = is_gone
 
     def write(self, text: str) -> int:
-        """Write a text if the reader is still there; characters that the encoding lacks are escaped."""
+        """Write a text if the reader is still there. Characters that cannot be encoded are escaped."""
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         writable = text.encode(encoding, "backslashreplace").decode(encoding)
         self._try(lambda: self._stream.write(writable))

@@ -110,7 +110,7 @@ class Chat:
     def base_reply(self) -> Generator[str, None, None]:
         """Yield the base model's answer to the last prompt. The answer is not added to the conversation."""
         if not self.model.has_base:
-            raise UserError("the base model is unknown", fix="name it with `--base MODEL`")
+            raise UserError("the base model is unknown", fix="set it with `--base MODEL`")
         self.base_answer = Answer(num_dropped=self.answer.num_dropped)
         return self._from_base(self.base_answer)
 

@@ -153,7 +153,7 @@ def _with_corpus_tokenizer(loaded: LoadedConfig, plan: Plan, notes: list[str]) -
 def _require_base_name(run: Path, notes: list[str], *, is_adapter: bool) -> None:
     """Raise UserError for an adapter with a redacted base model name. Only add a note for a complete model."""
     what = "the name of the base model contains a secret, so it was not saved with the run"
-    fix = "name it with `--base MODEL`"
+    fix = "set it with `--base MODEL`"
     if is_adapter:
         raise UserError(what, where=str(run), fix=fix)
     notes.append(f"{what}; to compare with the base model, {fix}")

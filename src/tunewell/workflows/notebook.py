@@ -129,7 +129,7 @@ def _values(loaded: LoadedConfig, portable: PortableConfig, notes: list[str]) ->
 
 
 def _url_values(data: str, files: list[str]) -> dict[str, str]:
-    """Return the values for a download. Raise UserError if the URL is invalid, contains a secret or has too few files."""
+    """Return the values for a download. Raise UserError if the URL is invalid, has a secret or has too few files."""
     if data in ("upload", "drive"):
         return {}
     parts = urllib.parse.urlsplit(data)

@@ -1,5 +1,5 @@
-"""One module per command, each with a `command` function: its parameters are the flags, its docstring the help.
+"""One module per command, each with a `command` function. Its parameters are the flags, its docstring is the help.
 
-A new command is one module here and one line in `cli/main.py`. Imports are inside functions, so that `--help` is fast.
+To add a command, add a module here and a line in `cli/main.py`. Imports are inside functions, so that `--help` is fast.
 Start with `prepare.py`.
 """

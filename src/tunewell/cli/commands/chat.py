@@ -38,7 +38,7 @@ def command(
     if json and prompt is None and not is_piped:
         raise UserError("`--json` needs a prompt", fix="add `--prompt TEXT`, or send prompts through a pipe")
     with loading("loading the model"):
-        # Importing torch takes seconds: the status line is shown first.
+        # Importing torch takes seconds, so the status line is shown first.
         from tunewell.inference.chat import Chat, ChatOptions
         from tunewell.inference.chat_model import open_chat_model
         from tunewell.runs.resolve import resolve_model
@@ -46,7 +46,7 @@ def command(
         options = ChatOptions(temperature, length, seed)
         ref = resolve_model(model, checkpoint=checkpoint, base=base)
         if with_base and ref.base is None:
-            raise UserError("the base model is unknown", fix="name it with `--base MODEL`")
+            raise UserError("the base model is unknown", fix="set it with `--base MODEL`")
         chat_model = open_chat_model(
             ref, device=device, with_base=with_base, allow_pickle=allow_pickle, backend="llama_cpp"
         )
@@ -62,7 +62,7 @@ def command(
 
 
 def _answer_once(chat: "Chat", text: str, *, with_base: bool, json: bool, is_line: bool = False) -> None:
-    """Answer one prompt of a script: only the answer on stdout, or JSON with all details."""
+    """Answer one prompt of a script, and print only the answer, or JSON with all details."""
     parts = chat.reply(text)
     if not json:
         report_dropped(chat)
@@ -79,7 +79,7 @@ def _answer_once(chat: "Chat", text: str, *, with_base: bool, json: bool, is_lin
 
 
 def as_json(chat: "Chat", prompt: str) -> dict[str, Any]:
-    """Return the JSON object of the last answer."""
+    """Return the last answer as a JSON object."""
     ref = chat.model.ref
     return {
         "prompt": prompt,

@@ -46,7 +46,7 @@ def _loaded(config: Path | None) -> "LoadedConfig | None":
     except UserError:
         if config is not None:
             raise
-        # `explain` must work with a broken config: that is when users need it.
+        # `explain` must work with an invalid config, because that is when users need it.
         return None
     return loaded if loaded.file else None
 

@@ -73,14 +73,14 @@ def command(
 
 
 def summary(exported: "Exported") -> str:
-    """List the written files, the notes and the next command."""
+    """Return the written files, the notes and the next command as text."""
     rows = []
     if not exported.exit_code:
         rows = [
             ["wrote", f"`{exported.folder / artefact.path}`", f"{artefact.name}, {size_bytes(artefact.num_bytes)}"]
             for artefact in exported.artefacts
         ]
-        rows.append(["wrote", f"`{exported.folder / 'parity.json'}`", "the proof; `tunewell verify` repeats it"])
+        rows.append(["wrote", f"`{exported.folder / 'parity.json'}`", "the verification; `tunewell verify` repeats it"])
     parts = [table(rows)] if rows else []
     parts += [hanging("note: ", note) for note in exported.notes]
     if exported.created:
@@ -91,8 +91,8 @@ def summary(exported: "Exported") -> str:
 
 
 def announce(message: str) -> None:
-    """Print a message on stderr that stays, above the progress line."""
-    # Clears the stage that is shown on this line.
+    """Print a permanent message on stderr, above the progress line."""
+    # Clear the progress text on this line.
     start = "\r\x1b[2K" if sys.stderr.isatty() else ""
     sys.stderr.write(f"{start}{hanging('', message)}\n")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""`tunewell inspect`: show rows or a corpus, down to the single token."""
+"""`tunewell inspect`: show rows or a corpus, token by token."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -94,7 +94,7 @@ def _source_table(manifest: "Manifest") -> str:
 
 
 def _show_tokens(view: "DocumentView", out: "Console") -> None:
-    """Print a document as text; tokens that are trained on alternate between two greens, to tell them apart."""
+    """Print a document as text. Supervised tokens alternate between two shades of green."""
     from rich.text import Text
 
     text = Text()
@@ -121,7 +121,7 @@ def _list_tokens(view: "DocumentView", out: "Console") -> None:
 
 
 def _visible(text: str) -> str:
-    """Mark line breaks and escape other control characters, so that none reaches the terminal."""
+    """Mark line breaks, and escape other control characters so that none reaches the terminal."""
     shown = "".join(
         character if character == "\n" or character.isprintable() else repr(character)[1:-1] for character in text
     )

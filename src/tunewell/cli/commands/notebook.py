@@ -34,7 +34,7 @@ def command(
 
 
 def screen(result: "NotebookResult") -> str:
-    """Return the screen: what was written, which files the user needs and how to open the notebook."""
+    """Return the screen: the written notebook, the files that it needs, and how to open it."""
     sources = {"upload": "upload them when Colab asks", "drive": "from the folder `tunewell` of your Google Drive"}
     names = ", ".join(f"`{name}`" for name in result.files[:4])
     more = f" and {count(len(result.files) - 4)} more" if len(result.files) > 4 else ""

@@ -1,4 +1,4 @@
-"""`tunewell prepare`: turn rows into a corpus."""
+"""`tunewell prepare`: build a corpus from rows."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -35,7 +35,7 @@ def command(
 
 
 def screen(result: "PrepareResult", *, has_details: bool = False) -> str:
-    """Return the screen: where every row and token went, what was written and the next command."""
+    """Return the screen: counts of rows and tokens, the written corpus and the next command."""
     outcome = f"`{result.corpus}` is up to date" if result.was_up_to_date else f"wrote `{result.corpus}`"
     return "\n".join(
         [

@@ -1,4 +1,4 @@
-"""`tunewell serve`: serve a model over OpenAI's chat API."""
+"""`tunewell serve`: serve a model with an OpenAI-compatible chat API."""
 
 import json as json_module
 import shlex
@@ -48,7 +48,7 @@ def command(
 ) -> None:
     """Serve a model over OpenAI's chat API."""
     with loading("loading the model"):
-        # Importing torch takes seconds: the status line is shown first.
+        # Importing torch takes seconds, so the status line is shown first.
         from tunewell.runs.resolve import resolve_model
         from tunewell.workflows.serve import ListenOptions, open_server
 
@@ -59,7 +59,7 @@ def command(
             name=name,
             allow_pickle=allow_pickle,
         )
-    # On one line: a program reads it from a pipe while the server runs.
+    # On one line, so that a program can read it from a pipe while the server runs.
     emit(json_module.dumps(asdict(server.info)) if json else screen(server.info))
     sys.stdout.flush()
     if code := server.run():
@@ -67,7 +67,7 @@ def command(
 
 
 def screen(info: "ServerInfo") -> str:
-    """Return the screen: what is served, where, and how to try it."""
+    """Return the screen: the served model, its address and example requests."""
     reason = f", {info.because}" if info.because else ""
     runtime = f" with {info.computed_by}" if info.computed_by else ""
     token = "required, as the API key" if info.needs_token else "none; only this machine can connect"
@@ -85,7 +85,7 @@ def screen(info: "ServerInfo") -> str:
 
 
 def examples(info: "ServerInfo") -> list[str]:
-    """Return example requests: one curl command, and some lines of Python."""
+    """Return example requests as a curl command and as Python code."""
     body = json_module.dumps({"model": info.model, "messages": [{"role": "user", "content": "Hello"}]})
     key = '-H "Authorization: Bearer $TUNEWELL_TOKEN" ' if info.needs_token else ""
     api_key = 'os.environ["TUNEWELL_TOKEN"]' if info.needs_token else '"none"'

@@ -68,7 +68,7 @@ def command(
     )
     with shown_training() as listener:
         listener(Progress("importing torch"))
-        # Importing torch takes seconds: the screen is shown first.
+        # Importing torch takes seconds, so the screen is shown first.
         from tunewell.runs.heartbeat import send_to_supervisor
         from tunewell.workflows.train import run_training
 
@@ -89,13 +89,13 @@ def command(
 
 
 def _supervise(loaded: "LoadedConfig", argv: "Sequence[str]") -> int:
-    """Start the run in a child process with the same arguments, supervise it and return its exit code."""
+    """Start the run in a child process with the same arguments, supervise it, and return its exit code."""
     from tunewell.runs.supervisor import supervise
 
     stderr = BestEffortStream(sys.stderr)  # supervision continues after the terminal is closed
 
     def command_line(is_restart: bool, fds: str) -> list[str]:
-        # In front of the user's arguments: those may end with `--`.
+        # Before the user's arguments, which may end with `--`.
         added = ["--worker", fds, *(["--resume"] if is_restart else [])]
         return [sys.executable, "-m", "tunewell", "train", *added, *argv]
 

@@ -66,7 +66,7 @@ def command(
 
 
 def closing(result: "Validation") -> str:
-    """Return the last lines of the screen: the files written, and the next step."""
+    """Return the last lines of the screen: the written files and the next step."""
     rows = [
         ["wrote", f"`{result.page}`", "the report on one page, to read or to send"],
         ["wrote", f"`{result.folder / 'report.json'}`", "the same for programs; `report.md` for pull requests"],
@@ -75,7 +75,7 @@ def closing(result: "Validation") -> str:
 
 
 def as_json(result: "Validation") -> dict[str, object]:
-    """Return the object that `validate --json` prints: the report, and the path of its page."""
+    """Return the object that `validate --json` prints: the report and the path of its page."""
     from tunewell.records.events import plain
 
     return plain(result.report.model_dump(mode="python")) | {"page": str(result.page), "exit_code": result.exit_code}

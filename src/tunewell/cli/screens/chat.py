@@ -33,19 +33,19 @@ COMMANDS = {
 }
 """Each command, its argument and its meaning."""
 Reply = Generator[str, None, None]
-"""Closed as soon as it is not read on: until then the base model runs with the adapter off."""
+"""It must be closed when reading stops, because the adapter stays disabled while the base model answers."""
 
 _COMMAND = re.compile(r"(/[A-Za-z]+)(?:\s+(.*))?", re.DOTALL)
 
 
 def split_command(line: str) -> tuple[str, str] | None:
-    """Return a command's name and argument; None for a message such as `/etc/hosts` or `//`."""
+    """Return a command's name and argument, or None for a message such as `/etc/hosts` or `//`."""
     found = _COMMAND.fullmatch(line.strip())
     return (found[1].lower(), (found[2] or "").strip()) if found else None
 
 
 def run_command(chat: "Chat", name: str, rest: str) -> str:
-    """Run a command and return its message; raise UserError if it is unknown or invalid."""
+    """Run a command, and return its message. Raise UserError if it is unknown or invalid."""
     match name:
         case "/reset":
             chat.reset()
@@ -72,7 +72,7 @@ def run_command(chat: "Chat", name: str, rest: str) -> str:
 
 
 def options_text(chat: "Chat") -> str:
-    """Describe the sampling settings."""
+    """Return the sampling settings as text."""
     options = chat.options
     sampling = f"temperature {options.temperature:g}, seed {options.seed}" if options.temperature else "greedy"
     return f"{sampling}, at most {count(options.length, 'token')} per answer"
@@ -89,12 +89,12 @@ def _number(name: str, text: str, kind: type[int] | type[float]) -> Any:
 _SIDE_BY_SIDE_WIDTH = 100
 _PROMPT, _CONTINUED = "> ", ". "
 _ALLOWED_CONTROLS = frozenset("\n\t")
-# Marks that change the direction of text; they can make a line read as something else.
+# Bidirectional control characters, which can make a line appear as different text.
 _BIDI_MARKS = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 def escape_controls(text: str) -> str:
-    """Escape control characters for a terminal, such as `\\x1b`; line breaks and tabs stay."""
+    """Escape control characters for a terminal, such as `\\x1b`, except line breaks and tabs."""
     return "".join(
         repr(letter)[1:-1]
         if letter in _BIDI_MARKS or (unicodedata.category(letter) == "Cc" and letter not in _ALLOWED_CONTROLS)
@@ -110,10 +110,10 @@ def print_aside(text: str) -> None:
 
 
 def print_header(chat: "Chat", *, with_base: bool) -> None:
-    """Print the model, its base, its template and its settings."""
+    """Print the model, its base model, chat template and settings."""
     model, ref = chat.model, chat.model.ref
     reason = f", {ref.because}" if ref.because else ""
-    template = f"template: {model.masker.template.name}" if model.masker else "no chat template: it continues your text"
+    template = f"template: {model.masker.template.name}" if model.masker else "no chat template: continues your text"
     runtime = f", runs with {one_line(model.computed_by)}" if model.computed_by else ""
     lines = [f"{one_line(ref.name)}{reason}"]
     if ref.base is not None:
@@ -127,7 +127,7 @@ def converse(chat: "Chat", *, with_base: bool) -> None:
     """Run a conversation in a terminal until the user quits."""
     print_header(chat, with_base=with_base)
     _enable_line_editing()
-    # A parent process may have ignored Ctrl-C, as shells do for background jobs.
+    # A parent process may have set Ctrl-C to be ignored, as shells do for background jobs.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     while (text := _read_message()) is not None:
         command = split_command(text)
@@ -144,7 +144,7 @@ def converse(chat: "Chat", *, with_base: bool) -> None:
 
 
 def answer_on_screen(chat: "Chat", text: str, *, with_base: bool) -> None:
-    """Show an answer, alone or side by side with the base model's, and its statistics; Ctrl-C stops it."""
+    """Show an answer and its statistics, with the base model's answer if requested. Ctrl-C stops the answer."""
     parts = chat.reply(text)
     report_dropped(chat)
     with _stopping():
@@ -153,7 +153,7 @@ def answer_on_screen(chat: "Chat", text: str, *, with_base: bool) -> None:
 
 
 def report_dropped(chat: "Chat") -> None:
-    """Print how many old messages no longer fit into the context, if any."""
+    """Print how many old messages no longer fit in the context, if any."""
     if number := chat.answer.num_dropped:
         print_aside(
             f"the conversation is longer than the model's context of {count(chat.context, 'token')}: "
@@ -162,7 +162,7 @@ def report_dropped(chat: "Chat") -> None:
 
 
 def write_answers(chat: "Chat", parts: Reply, *, with_base: bool) -> None:
-    """Write an answer, alone or with the base model's: in two columns if they fit, else one after the other."""
+    """Write an answer. The base model's answer, if requested, is in a second column if it fits, otherwise below."""
     if with_base and width() >= _SIDE_BY_SIDE_WIDTH and sys.stdout.isatty():
         _side_by_side(chat, parts)
     elif with_base:
@@ -174,7 +174,7 @@ def write_answers(chat: "Chat", parts: Reply, *, with_base: bool) -> None:
 
 
 def write_answer(parts: Reply) -> None:
-    """Write an answer to stdout as it is generated; escape control characters only in a terminal."""
+    """Write an answer to stdout as it is generated. Control characters are escaped only in a terminal."""
     is_screen = sys.stdout.isatty()
     last = ""
     try:
@@ -204,7 +204,7 @@ def answer_statistics(answer: "Answer", base: "Answer | None" = None) -> str:
 
 
 def _side_by_side(chat: "Chat", parts: Reply) -> None:
-    """Show both columns while they grow, cropped to the screen; then print them in full."""
+    """Show both columns while they grow, cropped to the screen, and then print them in full."""
     from rich.live import Live
 
     out = console()
@@ -239,7 +239,7 @@ def _columns(answers: dict[str, str]) -> "Table":
 
 
 class _Tail:
-    """A renderable that shows the last lines of a table that fit on the screen."""
+    """A renderable that shows as many of the last lines of a table as fit on the screen."""
 
     def __init__(self, table: "Table") -> None:
         self._table = table
@@ -254,7 +254,7 @@ class _Tail:
 
 @contextmanager
 def _stopping() -> Iterator[None]:
-    """Let Ctrl-C stop the current answer only; the text so far is kept."""
+    """Make Ctrl-C stop only the current answer. The text so far is kept."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -270,7 +270,7 @@ def _enable_line_editing() -> None:
         import readline
     except ImportError:
         return
-    # A paste of several lines becomes one message, sent with Enter.
+    # Several pasted lines become one message, which is sent with Enter.
     readline.parse_and_bind("set enable-bracketed-paste on")
     readline.parse_and_bind("tab: complete")
     readline.set_completer_delims(" ")
@@ -278,7 +278,7 @@ def _enable_line_editing() -> None:
 
 
 def _read_message() -> str | None:
-    """Read one message, over several lines if they end with a backslash; return None if the user quits."""
+    """Read one message. A line that ends with a backslash continues. Return None if the user quits."""
     lines: list[str] = []
     while True:
         try:
@@ -295,7 +295,7 @@ def _read_line(prompt: str) -> str:
     sys.stderr.flush()
     if sys.stdout.isatty():
         return input(prompt)
-    # stdout is a file: the prompt must not go there.
+    # stdout is a file, so the prompt must not go there.
     sys.stderr.write(prompt)
     sys.stderr.flush()
     line = sys.stdin.readline()

@@ -1,4 +1,4 @@
-"""The table about a corpus that `prepare` and `inspect` print: rows, tokens, sequences, lengths, dropped rows."""
+"""The corpus table of `prepare` and `inspect`: rows, tokens, sequences, lengths, dropped rows."""
 
 from typing import TYPE_CHECKING
 

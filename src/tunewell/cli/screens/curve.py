@@ -1,4 +1,4 @@
-"""Draw the loss curve in the terminal: a line of dots for training, marks for evaluations, numbers on both axes."""
+"""Draw the loss curve in the terminal, with a line for training and marks for evaluations."""
 
 import math
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ _LABELLED_ROWS = 3
 
 
 def draw_curve(losses: Points, held_out: Points, *, width: int = 60, height: int = 10, is_ascii: bool = False) -> str:
-    """Draw losses over steps in `width` by `height` characters, with axes; return "" if no loss is finite.
+    """Draw losses over steps in `width` by `height` characters, with axes. Return "" if no loss is finite.
 
     2.41 ┤⢇
          │ ⠑⢄⡀    o
@@ -34,7 +34,7 @@ def draw_curve(losses: Points, held_out: Points, *, width: int = 60, height: int
 
 @dataclass
 class _Canvas:
-    """A grid of dots, several per character, below marks of one character each."""
+    """A grid of dots, several per character, overlaid with marks of one character each."""
 
     width: int
     height: int
@@ -45,7 +45,7 @@ class _Canvas:
     marks: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def over(self, points: Points) -> "_Canvas":
-        """Set the axes so that all points are inside."""
+        """Set the axes so that they include all points, and return the canvas."""
         steps = [step for step, _ in points]
         values = [value for _, value in drawable(points)]
         low, high = min(values), max(values)
@@ -70,7 +70,7 @@ class _Canvas:
         return round(across * (self._dots_across - 1)), round(down * (self._dots_down - 1))
 
     def draw_line(self, points: Points) -> None:
-        """Draw a line through the points, broken where a value is not finite."""
+        """Draw a line through the points, with a gap at each non-finite value."""
         before: tuple[int, int] | None = None
         for step, value in points:
             here = self._dot(step, value) if math.isfinite(value) else None
@@ -85,7 +85,7 @@ class _Canvas:
             self.dots.add((round(one[0] + share * (other[0] - one[0])), round(one[1] + share * (other[1] - one[1]))))
 
     def draw_marks(self, points: Points) -> None:
-        """Mark each point with `o` and the lowest with `*`."""
+        """Mark each point with `o`, and the lowest with `*`."""
         best = min(points, key=lambda point: point[1], default=None)
         for point in (*points, *([best] if best else [])):
             across, down = self._dot(*point)
@@ -93,7 +93,7 @@ class _Canvas:
             self.marks[cell] = "*" if point == best else "o"
 
     def rows(self) -> list[str]:
-        """Return the grid as lines of text, with numbers on both axes."""
+        """Return the grid as lines of text, with labels on both axes."""
         labels = self._value_labels()
         margin = max(map(len, labels.values()))
         side, tick, corner, floor = ("|", "+", "+", "-") if self.is_ascii else ("│", "┤", "└", "─")

@@ -1,4 +1,4 @@
-"""Screen of `export` and `verify`: each artefact compared with the trained model, and the result in one line."""
+"""The screen of `export` and `verify`: the comparison of each artefact with the trained model, and the result."""
 
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ _LEGEND = "= identical, ~ equal within rounding"
 
 
 def parity_screen(parity: "Parity") -> str:
-    """Show the figures of each artefact, the failed checks, and whether all are the trained model."""
+    """Return the screen: the figures of each artefact, the failed checks, and whether all match the trained model."""
     header = ["", "ids", "top token", "KL", "same answers", "stops", ""]
     parts = [table([header, *(_row(link) for link in parity.links)]), ""]
     if any(_has_other_answers(link) for link in parity.links if link.is_ok):
@@ -52,7 +52,7 @@ def _row(link: "Link") -> list[str]:
 
 
 def _yes_or_no(check: "Check | None", yes: str) -> str:
-    # An answer that never ended in the trained model says nothing about where this one stops.
+    # If no answer of the trained model ended, the stop tokens cannot be compared.
     if check is None or (check.is_ok and check.figures.get("of") == 0):
         return _NOT_COMPARED
     return yes if check.is_ok else "no"

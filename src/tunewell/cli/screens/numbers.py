@@ -17,7 +17,7 @@ _LONGEST_MODEL = 40
 
 
 def format_loss(value: float | None) -> str:
-    """Format a loss: four decimals, an exponent from 1,000 on, `nan` and `inf` unchanged."""
+    """Format a loss with four decimals, or with an exponent from 1,000 on. `nan` and `inf` are unchanged."""
     if value is None:
         return "unknown"
     return f"{value:.4f}" if not math.isfinite(value) or abs(value) < 1000 else f"{value:.3e}"
@@ -39,7 +39,7 @@ def format_speed(tokens_per_second: float | None) -> str:
 
 
 def format_change(change: tuple[float, int] | None) -> str:
-    """Format the trend of the loss: `down 0.11 in 40 steps`; empty if it is unknown."""
+    """Format the trend of the loss as `down 0.11 in 40 steps`, or "" if it is unknown."""
     if change is None:
         return ""
     amount, num_steps = change
@@ -51,7 +51,7 @@ def format_change(change: tuple[float, int] | None) -> str:
 
 
 def format_parameters(number: int) -> str:
-    """Format a number of parameters: `260,032`, `4.9 M`, `135 M`, `1.1 B`."""
+    """Format a number of parameters as `260,032`, `4.9 M`, `135 M` or `1.1 B`."""
     for unit, limit in (("B", 1e9), ("M", 1e6)):
         if number >= limit * 0.9995:
             value = number / limit
@@ -60,18 +60,18 @@ def format_parameters(number: int) -> str:
 
 
 def healing_line(entry: "HealingEntry") -> str:
-    """Return one line about a fault and the action that was taken."""
+    """Return one line about a fault and the action taken."""
     label = "stopped" if entry.action == "stop" else "warning" if entry.action == "none" else "healed"
     return f"{label}: step {count(entry.step)}: {one_line(entry.words)}"
 
 
 def short_model_name(model: str) -> str:
-    """Return a model's name as given, or the last part of a long path."""
+    """Return a model's name, or only the last part if it is a long path."""
     return one_line(model if len(model) <= _LONGEST_MODEL else PurePath(model).name)
 
 
 def describe_method(start: "RunStarted") -> str:
-    """Describe how a model is trained: `LoRA rank 16, 4.9 M of 139 M weights, bf16 on cuda:0`."""
+    """Return how a model is trained, as `LoRA rank 16, 4.9 M of 139 M weights, bf16 on cuda:0`."""
     plan = start.plan
     method: dict[str, Any] = plan.config.get("method") or {}
     entry = METHODS.entry(plan.method.value)
@@ -81,7 +81,7 @@ def describe_method(start: "RunStarted") -> str:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """Draw the last values as blocks of eight heights; a value that is not finite is an `x`."""
+    """Draw the last values as blocks of eight heights. A non-finite value is an `x`."""
     shown = values[-width:] if width > 0 else []
     known = [value for value in shown if math.isfinite(value)]
     low, high = min(known, default=0.0), max(known, default=0.0)

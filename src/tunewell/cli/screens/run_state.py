@@ -1,4 +1,4 @@
-"""The state of a run as its screen shows it: last steps, evaluations, trend of the loss, speed, time left."""
+"""The state of a run for its screen: last steps, evaluations, trend of the loss, speed, time left."""
 
 import math
 import time
@@ -18,12 +18,12 @@ _RECENT_EVALUATIONS = 5
 
 @dataclass
 class RunState:
-    """A listener that keeps the recent events of a run; all events are in `events.jsonl`."""
+    """A listener that stores the recent events of a run. All events are in `events.jsonl`."""
 
     clock: Callable[[], float] = time.monotonic
     start: RunStarted | None = None
     stage: str = ""
-    """Current activity between steps; empty while steps are taken."""
+    """The current activity between steps; empty during steps."""
     last: StepTaken | None = None
     recent: deque[StepTaken] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     held_out: Evaluated | None = None
@@ -55,7 +55,7 @@ class RunState:
             case Healed(entry):
                 self.healing.append(entry)
                 self.last_event = self.clock()
-            case Rewound(step):  # the steps after it are taken again
+            case Rewound(step):  # the steps after it are repeated
                 kept = [taken for taken in self.recent if taken.step <= step]
                 self.recent.clear()
                 self.recent.extend(kept)
@@ -69,7 +69,7 @@ class RunState:
         self.last_event = self.stage_started = self.clock()
 
     def _add_evaluation(self, event: Evaluated) -> None:
-        # The time since the last event counts as evaluation: it includes the sample answers.
+        # The time since the last event counts as evaluation time, because it includes the sample answers.
         self._evaluation_seconds.append(max(event.seconds, self.clock() - self.last_event))
         self.held_out = event
         if event.is_best:
@@ -80,12 +80,12 @@ class RunState:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole run; 0 if not known yet."""
+        """Number of steps of the whole run; 0 if not known yet."""
         return self.start.plan.num_steps.value if self.start else 0
 
     @property
     def step(self) -> int:
-        """Steps taken, including those before a resume."""
+        """Number of finished steps, including those before a resume."""
         return self.last.step if self.last else self.start.first_step if self.start else 0
 
     def elapsed(self) -> float:
@@ -98,7 +98,7 @@ class RunState:
         return median(rates) if rates else None
 
     def seconds_left(self) -> float | None:
-        """Estimate the time left from the median step and the median evaluation; None before the first step."""
+        """Return an estimate of the time left from the median step and evaluation, or None before the first step."""
         seconds = [event.seconds for event in self.recent if event.seconds > 0]
         if not seconds or self.last is None:
             return None
@@ -115,7 +115,7 @@ class RunState:
         return max(self.num_steps // every - seen // every, 0) + has_final
 
     def change(self) -> tuple[float, int] | None:
-        """Return the change of the loss over the recent steps (Theil-Sen) and their number; None if too few."""
+        """Return the change of the loss over the recent steps (Theil-Sen) and their number, or None with too few."""
         points = [(event.step, event.loss) for event in self.recent if math.isfinite(event.loss)]
         slopes = [
             (later - sooner) / (step - earlier)

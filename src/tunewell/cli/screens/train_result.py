@@ -1,4 +1,4 @@
-"""The screen after `tunewell train`: numbers of the run, loss curve, verdict, files and the next command."""
+"""The screen after `tunewell train`: the metrics of the run, loss curve, verdict, files and the next command."""
 
 import textwrap
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 _CURVE_WIDTH, _CURVE_MARGIN = 60, 14
 _NO_BREAK = "\N{NO-BREAK SPACE}"
-# Keys of `stages` in `--json`, and their labels on the screen where these differ.
+# Keys of `stages` in `--json` that have a different label on the screen.
 _STAGE_LABELS = {"look": "evaluate"}
 
 
 def train_result_screen(result: "TrainResult", start: "RunStarted | None") -> str:
-    """Return the screen about a run that has ended."""
+    """Return the screen for a run that has ended."""
     parts = [] if result.status == "finished" else [hanging("", _stop_message(result))]
     parts.append(_folded(_result_rows(result, start)))
     if curve := _curve(result):
@@ -45,7 +45,7 @@ def _stop_message(result: "TrainResult") -> str:
 
 
 def _result_rows(result: "TrainResult", start: "RunStarted | None") -> list[tuple[str, str, str]]:
-    """Return label, number and detail of each line; a line without a number has only a detail."""
+    """Return the label, number and detail of each line. A line without a number has only a detail."""
     from tunewell.runs.result import healing_summary
 
     rows = []
@@ -63,7 +63,7 @@ def _result_rows(result: "TrainResult", start: "RunStarted | None") -> list[tupl
         rows.append(("held-out", change, best))
     memory = f"at most {size_bytes(result.peak_memory_bytes)} of memory" if result.peak_memory_bytes else ""
     rows.append(("speed", format_speed(result.tokens_per_second), memory))
-    # A line is not folded between a stage and its time.
+    # A line is not wrapped between a stage and its time.
     stages = [
         f"{_STAGE_LABELS.get(name, name)} {duration(seconds)}"
         for name, seconds in result.stages.items()
@@ -83,7 +83,7 @@ def _curve(result: "TrainResult") -> str:
 
 
 def _folded(rows: Sequence[tuple[str, str, str]]) -> str:
-    """Align the rows and fold each detail under itself; a detail without a number starts in the number's column."""
+    """Align the rows and wrap each detail. A detail without a number starts in the number's column."""
     label_width, number_width = (max(len(row[column]) for row in rows) + 3 for column in (0, 1))
     lines = []
     for label, number, detail in rows:

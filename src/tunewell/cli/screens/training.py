@@ -1,4 +1,4 @@
-"""Show a training run while it runs: a live panel in a terminal, log lines elsewhere."""
+"""Show a run in progress: a live panel in a terminal, log lines elsewhere."""
 
 import math
 import os
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _REFRESHES_PER_SECOND = 2
 _SHORTEST_WAIT, _LONGEST_WAIT = 10.0, 60.0
 _WAIT_SHARE = 1 / 20
-"""Seconds between step lines as a share of the run so far: about twenty lines, within the bounds above."""
+"""Time between step lines as a share of the elapsed time, within the bounds above: about twenty lines."""
 _FEWEST_LINES = 10
 _LINE_CHARS = 110
 _LOSS_CHARS = len("  loss 1.2345")
@@ -37,7 +37,7 @@ _LOSS_CHARS = len("  loss 1.2345")
 
 @contextmanager
 def shown_training() -> Iterator["LivePanel | LogLines"]:
-    """Yield a listener that shows a run on stderr. If the run fails, its notes and healing actions stay there."""
+    """Yield a listener that shows a run on stderr. If the run fails, its notes and healing actions stay visible."""
     is_live = is_interactive()
     stream = BestEffortStream(sys.stderr, is_gone=not is_first_process())
     screen = LivePanel(stream) if is_live else LogLines(stream)
@@ -55,12 +55,12 @@ def shown_training() -> Iterator["LivePanel | LogLines"]:
 
 
 def is_first_process() -> bool:
-    """Return True on rank 0, the only process of a distributed run that prints."""
+    """Return whether this is rank 0, the only process of a distributed run that prints."""
     return int(os.environ.get("WORLD_SIZE", "1")) <= 1 or os.environ.get("RANK", "0") == "0"
 
 
 class LivePanel:
-    """A listener that shows a run in a live panel; it opens with the first event."""
+    """A listener that shows a run in a live panel, which opens with the first event."""
 
     def __init__(self, stream: BestEffortStream, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.run = RunState(clock)
@@ -70,14 +70,14 @@ class LivePanel:
         self._is_closed = False
 
     def __call__(self, event: Event) -> None:
-        """Record an event; the panel shows it at the next refresh."""
+        """Record an event, which the panel shows at the next refresh."""
         with self._lock:
             self.run(event)
         if self._live is None and not self._is_closed:
             self._open()
 
     def close(self) -> None:
-        """Remove the panel for good: a checkpoint that is still being written may send a note later."""
+        """Remove the panel permanently, because a checkpoint that is still being written may send a note later."""
         self._is_closed = True
         if self._live is not None:
             self._live.stop()
@@ -96,7 +96,7 @@ class LivePanel:
 
 
 class LogLines:
-    """A listener that writes log lines: first and last step, evaluations, notes, and a step from time to time."""
+    """A listener that writes log lines for the first, last and some other steps, evaluations and notes."""
 
     def __init__(self, stream: BestEffortStream, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.run = RunState(clock)
@@ -144,7 +144,7 @@ class LogLines:
     def _write_evaluation(self, event: Evaluated) -> None:
         found = f"{count(event.documents, 'row')} in {duration(event.seconds)}"
         best = "the best so far, " if event.is_best else ""
-        # Under the held-out column of the step lines.
+        # Aligned with the held-out column of the step lines.
         self._write(
             f"{self._step_label(event.step)}{' ' * _LOSS_CHARS}  held-out {format_loss(event.loss):>6}  {best}{found}"
         )
@@ -153,7 +153,7 @@ class LogLines:
             self._write(f"  reply: {_cut(one_line(sample.answer))}")
 
     def close(self) -> None:
-        """Do nothing: the lines stay on the screen."""
+        """Do nothing, because the lines stay on the screen."""
 
     def _is_due(self) -> bool:
         wait = min(max(self.run.elapsed() * _WAIT_SHARE, _SHORTEST_WAIT), _LONGEST_WAIT)

@@ -1,4 +1,4 @@
-"""The live panel of a training run: label, number and detail per line, fitted to the size of the terminal."""
+"""The live panel of a run: a label, a number and a detail per line, fitted to the size of the terminal."""
 
 import math
 from contextlib import AbstractContextManager
@@ -23,7 +23,7 @@ from tunewell.cli.screens.run_state import RECENT_STEPS, RunState
 from tunewell.core.units import count, duration, size_bytes
 
 _WIDEST = 80
-"""Also in wider terminals: lines of 80 columns do not wrap when the window is made narrower."""
+"""Maximum width, also in wider terminals, so that lines do not wrap when the window is made narrower."""
 _LABEL = 10
 _NUMBER = 15
 _LONGEST_BAR = 44
@@ -32,7 +32,7 @@ _FEWEST_BLOCKS = 10
 
 @dataclass(frozen=True)
 class Row:
-    """One line: label, number, and details in several lengths, of which the longest that fits is shown."""
+    """One line with a label, a number, and details of several lengths. The longest detail that fits is shown."""
 
     label: str
     number: str
@@ -48,7 +48,7 @@ class Panel:
         self._lock = lock
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the lines that fit; the least important ones come last."""
+        """Yield the lines that fit on the screen. The least important ones are last."""
         with self._lock:
             lines = panel_lines(self._run, width=options.max_width, encoding=options.encoding)
         yield from lines[: max(options.size.height - 1, 1)]
@@ -160,7 +160,7 @@ def _bar(share: float, width: int, *, is_ascii: bool) -> str:
 
 
 def _cut(line: Text, width: int, *, is_ascii: bool) -> Text:
-    """Shorten a line that is too long, with a mark at its end."""
+    """Truncate a line that is too long, with an ellipsis at the end."""
     if line.cell_len <= width:
         return line
     mark = "..." if is_ascii else "…"

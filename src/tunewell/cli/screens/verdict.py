@@ -1,4 +1,4 @@
-"""The screen of `validate`: metrics of base and tuned model, example answers, the verdict with its reasons."""
+"""The screen of `validate`: metrics of the base and the tuned model, example answers, and the verdict."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _MAX_EXAMPLES = 3
 _MAX_SOURCES = 8
 _MAX_NAME = 28
 _NUMBERS = 58
-"""Columns that two numbers take with their remarks."""
+"""Width of two numbers with their remarks."""
 _MIN_COLUMNS = 20
 
 
@@ -106,7 +106,7 @@ def _metrics(report: "Report") -> str:
 
 
 def _examples(report: "Report") -> str:
-    """Return some answers, wrong and faulty ones first."""
+    """Return some answers, with wrong and faulty ones first."""
     wrong = [exchange for exchange in report.exchanges if exchange.tuned.right is False or exchange.tuned.faults]
     right = [exchange for exchange in report.exchanges if exchange not in wrong]
     shown = [*wrong[:2], *right[: _MAX_EXAMPLES - min(2, len(wrong))]]
@@ -121,7 +121,7 @@ def _examples(report: "Report") -> str:
 
 
 def lined(rows: Sequence[Sequence[str]]) -> str:
-    """Align rows of label, name and remark; a remark that does not fit beside the name goes below it."""
+    """Align rows of label, name and remark. A remark that does not fit next to the name is placed below it."""
     front = max(cell_width(row[0]) for row in rows) + 3
     names = max((cell_width(row[1]) for row in rows if cell_width(row[1]) <= _MAX_NAME + 4), default=0)
     lines = []
@@ -141,7 +141,7 @@ def _short(text: str, columns: int) -> str:
 
 
 def _cut_table(rows: Sequence[Sequence[str]]) -> str:
-    """Align rows, and cut their last column at the width of the screen."""
+    """Align rows, and truncate their last column at the width of the screen."""
     lead = sum(max(cell_width(row[column]) for row in rows) + 3 for column in range(2))
     columns = max(width() - lead, _MIN_COLUMNS)
     return table([[*row[:-1], _short(row[-1], columns)] for row in rows])
