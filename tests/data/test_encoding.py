@@ -318,7 +318,7 @@ def test_the_proof_fails_on_a_tokenizer_with(name):
     """Its markers are found in text that was already changed as a whole; in parts it gives other ids."""
     ours = Ours(_broken(**BROKEN[name]), CHATML)
     row = messages_of(("user", "hi"), ("assistant", "hello"))
-    with pytest.raises(UserError, match="gives other ids when text is split"):
+    with pytest.raises(UserError, match="gives different ids when text is split"):
         ours.encoder.check_segmentation([PlannedDocument(*ours.masker.plan(row))])
 
 

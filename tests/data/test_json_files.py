@@ -145,7 +145,7 @@ def test_a_file_over_the_limit_is_an_error_that_names_jsonl(tmp_path, monkeypatc
     assert read(tmp_path, json.dumps([{"text": "x" * 50}])) == [{"text": "x" * 50}]
     with pytest.raises(UserError, match="is larger than") as caught:
         read(tmp_path, json.dumps([{"text": "x" * 50}] * 2))
-    assert "convert it to .jsonl" in str(caught.value.fix)
+    assert "convert the file to .jsonl" in str(caught.value.fix)
 
 
 def test_an_empty_list_has_no_rows(tmp_path):

@@ -1,8 +1,8 @@
 """The data order of training: which documents each optimizer step uses, and how they form micro-batches.
 
-corpus        permutation(seed, epoch, corpus hash)        a pure function: any step can be computed without a replay
-step k        the next documents up to `batch_tokens`      fixed, however much of it fits into memory at once
-micro-batch   documents of a step, concatenated            their sum is the step, whatever the split
+corpus        permutation(seed, epoch, corpus hash)        a pure function: any step can be computed directly
+step k        the next documents up to `batch_tokens`      does not depend on the size of the micro-batches
+micro-batch   documents of a step, concatenated            the sum over all micro-batches is the step
 """
 
 import hashlib
@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[np.int64]
-# Minimum length of a shared prefix in tokens: a shorter one saves too little.
+# Minimum length of a shared prefix in tokens; a shorter prefix saves too little.
 _MIN_PREFIX = 8
 _EXACT_EPOCHS = 1000
 
 
 class TokenizedDocuments(Protocol):
-    """Documents with token ids and labels, like a split of a corpus."""
+    """Documents with token ids and labels, for example a split of a corpus."""
 
     def __len__(self) -> int: ...
 
@@ -35,7 +35,7 @@ class TokenizedDocuments(Protocol):
 
 
 def spread_evenly(total: int, limit: int | None) -> npt.NDArray[np.int64]:
-    """Return up to `limit` indices, evenly spaced: documents are ordered by source, and the first belong to one."""
+    """Return up to `limit` evenly spaced indices, so that all sources are included: documents are sorted by source."""
     number = total if limit is None else min(limit, total)
     return np.unique(np.linspace(0, total - 1, number).round().astype(np.int64)) if number else np.zeros(0, np.int64)
 
@@ -45,15 +45,15 @@ class Step:
     """The documents of one optimizer step."""
 
     number: int
-    """Counted from 0."""
+    """The number of the step, counted from 0."""
     epoch: int
     documents: Numbers
     seen: float
-    """Epochs completed after this step."""
+    """Number of epochs completed after this step, with the fraction of the current epoch."""
 
     @cached_property
     def sha256(self) -> str:
-        """Hash of the documents in their order: equal in equal runs."""
+        """Hash of the documents in order; it is the same in equal runs."""
         return hashlib.sha256(self.documents.astype("<i8").tobytes()).hexdigest()[:16]
 
 
@@ -73,7 +73,7 @@ class DataOrder:
         return np.random.Generator(np.random.PCG64(int.from_bytes(key[:16], "little"))).permutation(len(self.lengths))
 
     def steps_of_epoch(self, epoch: int) -> list[Numbers]:
-        """Split an epoch into steps; the last may be short, and a document larger than a step is a step."""
+        """Split an epoch into steps. The last step may be short, and a document larger than a step is a step alone."""
         order = self.permutation(epoch)
         if self.batch_documents is not None:
             return [order[at : at + self.batch_documents] for at in range(0, len(order), self.batch_documents)]
@@ -81,7 +81,7 @@ class DataOrder:
         return [order[a:b] for a, b in _next_fit(self.lengths[order], self.batch_tokens)]
 
     def num_steps(self, epochs: float) -> int:
-        """Return the number of steps of so many epochs; of a partial epoch, the steps that begin in it."""
+        """Return the number of steps in `epochs`; for a partial epoch, count the steps that begin in it."""
         whole, part = int(epochs), epochs - int(epochs)
         total = self._begin(whole)
         if part > 0:
@@ -90,7 +90,7 @@ class DataOrder:
         return max(1, total)
 
     def epochs_after(self, num_steps: int) -> float:
-        """Return the epochs of so many steps; beyond 1,000 epochs estimated from the average of the first 1,000."""
+        """Return the number of epochs in `num_steps`; beyond 1,000 epochs, estimate it from the first 1,000."""
         if any(self._begin(epoch) >= num_steps for epoch in range(1, _EXACT_EPOCHS + 1)):
             return self.step(num_steps - 1).seen
         return num_steps * _EXACT_EPOCHS / self._begin(_EXACT_EPOCHS)
@@ -117,7 +117,7 @@ class DataOrder:
         return [0]
 
     def _cut(self, epoch: int) -> list[Numbers]:
-        """Return the steps of an epoch; only the last epoch is cached, so that memory does not grow."""
+        """Return the steps of an epoch. Only the last epoch is cached, so that memory does not grow."""
         cuts: dict[int, list[Numbers]] = self.__dict__.setdefault("_cuts", {})
         if epoch not in cuts:
             cuts.clear()
@@ -126,7 +126,7 @@ class DataOrder:
 
 
 def _next_fit(lengths: Numbers, budget: int) -> list[tuple[int, int]]:
-    """Split documents, in order, where the next one does not fit the budget."""
+    """Split documents, in order, before each document that would exceed the budget."""
     ends = np.cumsum(lengths)
     cuts: list[tuple[int, int]] = []
     begin = 0
@@ -140,7 +140,7 @@ def _next_fit(lengths: Numbers, budget: int) -> list[tuple[int, int]]:
 
 def micro_batches(documents: Numbers, lengths: Numbers, budget: int, *, most: int | None = None) -> list[Numbers]:
     """Split a step into micro-batches of at most `budget` tokens and `most` documents, longest first."""
-    # Documents of equal length become adjacent, which attention needs; sums do not depend on the order.
+    # Sorting makes documents of equal length adjacent, as attention requires; sums do not depend on the order.
     order = documents[np.lexsort((documents, -lengths[documents]))]
     groups: list[list[int]] = []
     free: list[int] = []
@@ -160,30 +160,30 @@ def micro_batches(documents: Numbers, lengths: Numbers, budget: int, *, most: in
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Concatenated documents, as the input of the model."""
+    """Concatenated documents: the input of the model."""
 
     input_ids: npt.NDArray[np.int64]
     position_ids: npt.NDArray[np.int64]
     lengths: tuple[int, ...]
-    """Lengths of the documents, then of the padding documents, if any."""
+    """Lengths of the documents, followed by those of the padding documents."""
     rows: npt.NDArray[np.int64]
     """Positions whose next token is supervised."""
     targets: npt.NDArray[np.int64]
-    """That next token."""
+    """The supervised token that follows each of these positions."""
     documents: tuple[int, ...]
     num_tokens: int
-    """Without padding."""
+    """Number of tokens without padding."""
 
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """A batch in which the common prefix of its documents is computed once, followed by the rest of each."""
+    """A batch in which the common prefix is computed once, followed by the rest of each document."""
 
     size: int
     lengths: tuple[int, ...]
-    """Length of the prefix, then of the rest of each document."""
+    """Length of the prefix, followed by the length of the rest of each document."""
     computed: npt.NDArray[np.int64]
-    """Indices of the tokens of the batch that are computed."""
+    """Indices of the batch's tokens that are computed."""
     token_index: npt.NDArray[np.int64]
     """For each token of the batch, its index among the computed tokens."""
 
@@ -197,13 +197,13 @@ class FixedShape:
     longest: int
 
     def fits(self, batch: MicroBatch) -> bool:
-        """Return True if a batch fits into this shape, padding documents included."""
+        """Return True if a batch, including its padding documents, fits into this shape."""
         spare = self.tokens - batch.num_tokens
         return spare >= 0 and len(batch.lengths) + -(-spare // self.longest) <= self.documents
 
 
 def make_batch(split: TokenizedDocuments, documents: Sequence[int] | Numbers) -> MicroBatch:
-    """Read documents and concatenate them; labels are shifted by one here, within each document."""
+    """Read and concatenate documents; shift the labels by one within each document."""
     read = [split.arrays(int(document)) for document in documents]
     ids = np.concatenate([document_ids for document_ids, _ in read]).astype(np.int64)
     labels = np.concatenate([document_labels for _, document_labels in read])
@@ -225,7 +225,7 @@ def make_batch(split: TokenizedDocuments, documents: Sequence[int] | Numbers) ->
 
 
 def pad_to_shape(batch: MicroBatch, shape: FixedShape) -> MicroBatch:
-    """Pad a batch to a fixed shape; the padding is separate documents without supervised tokens."""
+    """Pad a batch to a fixed shape with additional documents that have no supervised tokens."""
     spare = shape.tokens - batch.num_tokens
     padding = [min(shape.longest, spare - at) for at in range(0, spare, shape.longest)]
     positions = [batch.position_ids, *(np.arange(length) for length in padding)]
@@ -238,7 +238,7 @@ def pad_to_shape(batch: MicroBatch, shape: FixedShape) -> MicroBatch:
 
 
 def share_prefix(batch: MicroBatch, *, longest: int) -> SharedPrefix | None:
-    """Return the batch with its common prefix computed once; None if that saves almost nothing.
+    """Return the batch with its common prefix computed once, or None if that saves almost nothing.
 
     The hidden state of a token depends only on earlier tokens of its document, so it is equal in all documents. If a
     document has more than `longest` tokens after the prefix, the prefix is only a small part of it.
@@ -246,7 +246,7 @@ def share_prefix(batch: MicroBatch, *, longest: int) -> SharedPrefix | None:
     if len(batch.lengths) < 2:
         return None
     starts = np.cumsum((0, *batch.lengths[:-1]))
-    # Every document keeps at least one token after the prefix.
+    # At least one token of every document must remain after the prefix.
     most = min(batch.lengths) - 1
     heads = batch.input_ids[starts[:, None] + np.arange(most)]
     differing = np.flatnonzero((heads != heads[0]).any(0))

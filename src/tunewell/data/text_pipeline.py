@@ -29,7 +29,7 @@ class TextPipeline:
     model: str
     tokenizer: LoadedTokenizer
     templates: dict[str, ChatTemplate]
-    """By the name in the config."""
+    """Templates by their name in the config."""
     default_name: str
     rule: SupervisionRule
     _maskers: dict[tuple[str, SupervisionRule], Masker] = field(
@@ -62,7 +62,7 @@ class TextPipeline:
         return cls(model, tokenizer, templates, config.template.name, rule)
 
     def masker(self, source: SourceConfig) -> Masker | None:
-        """Return the masker of a source; None if neither the model nor the config has a template."""
+        """Return the masker of a source, or None if neither the model nor the config has a template."""
         name = source.template or self.default_name
         template = self.templates.get(name)
         if template is None:
@@ -74,12 +74,12 @@ class TextPipeline:
         return self._maskers[name, rule]
 
     def chat_masker(self, sources: Sequence[SourceConfig]) -> Masker | None:
-        """Return the masker for chatting: the template of all sources if they share one, else the default template."""
+        """Return the masker for chat: with the template that all sources share, or else the default template."""
         is_one = len({source.template for source in sources}) == 1
         return self.masker(sources[0] if is_one else SourceConfig(path="chat"))
 
     def encoder(self, masker: Masker | None) -> Encoder:
-        """Return the encoder that keeps the markers of a template out of message text."""
+        """Return the encoder for a masker. It never encodes message text as a marker of the template."""
         markers = frozenset(masker.frame.turn_markers if masker else ())
         if markers not in self._encoders:
             self._encoders[markers] = Encoder(self.tokenizer, markers)

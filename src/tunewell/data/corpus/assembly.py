@@ -1,7 +1,7 @@
 """Collect tokenized blocks into one set of documents: drop duplicates, choose held-out rows, count every row.
 
-Tokens and the numbers of each document are appended to staging files, which are memory-mapped afterwards. Memory does
-not grow with the number of rows.
+The tokens and statistics of each document are appended to staging files, which are memory-mapped afterwards. Memory use
+does not grow with the number of rows.
 """
 
 import json
@@ -36,12 +36,12 @@ _COLUMNS = {
 _DIGESTS = ("whole", "question")
 
 Digests = npt.NDArray[np.uint64]
-"""One digest of 128 bits per document, as two numbers: shape (documents, 2)."""
+"""One 128-bit digest per document, as two integers: shape (documents, 2)."""
 
 
 @dataclass
 class SourceLedger:
-    """Counts of what happened to the rows of one source."""
+    """The row counts of one source: documents, held out, dropped."""
 
     name: str
     sha256: str
@@ -53,7 +53,7 @@ class SourceLedger:
     formats: Counter[str] = field(default_factory=Counter[str])
 
     def is_balanced(self) -> bool:
-        """Return True if every row is a document, held out or dropped."""
+        """Return True if every row is counted as a document, as held out or as dropped."""
         return self.rows == self.documents + self.held_out + sum(self.dropped.values())
 
     def record(self) -> SourceRecord:
@@ -64,7 +64,7 @@ class SourceLedger:
 
 @dataclass
 class Documents:
-    """All documents: a few numbers for each, and the tokens of all of them. Memory-mapped but for `is_dropped`."""
+    """The statistics and tokens of all documents. All arrays except `is_dropped` are memory-mapped."""
 
     lengths: npt.NDArray[np.int32]
     begins: npt.NDArray[np.int64]
@@ -85,12 +85,12 @@ class Documents:
 
     @property
     def order_key(self) -> npt.NDArray[np.uint64]:
-        """Sort key for sampling: a hash of the content, so that the order of rows does not matter."""
+        """The sort key for sampling: a hash of the content, so that the result does not depend on the order of rows."""
         return self.whole[:, 0]
 
 
 class Assembly:
-    """Appends tokenized blocks to staging files; must be closed, also after an error."""
+    """A collector that appends tokenized blocks to staging files. It must be closed, even after an error."""
 
     def __init__(self, folder: Path, config: Data) -> None:
         self.folder = folder
@@ -106,13 +106,13 @@ class Assembly:
         self._dropped = self._open.enter_context(dropped)
 
     def begin_source(self, name: str, sha256: str, num_bytes: int) -> None:
-        """Start a new source: the blocks that follow belong to it."""
+        """Start a new source. The following blocks belong to it."""
         self.sources.append(SourceLedger(name, sha256, num_bytes))
 
     def add(self, block: TokenizedBlock, numbers: Sequence[int], *, is_held_out: bool = False) -> None:
-        """Append a block; set `is_held_out` for rows of a held-out file, which must come before all others."""
+        """Append a block; set `is_held_out` for rows of a held-out file, which must be added before all others."""
         if len(numbers) != len(block.status):
-            raise RuntimeError(f"a block had {len(numbers)} rows and its tokenized block has {len(block.status)}")
+            raise RuntimeError(f"a block has {len(numbers)} rows, but its tokenized block has {len(block.status)}")
         self._has_held_out_file |= is_held_out
         ledger = self.sources[-1]
         ledger.rows += len(block.status)
@@ -159,7 +159,7 @@ class Assembly:
         self._dropped.write(json.dumps(line | ({"detail": detail} if detail else {}), ensure_ascii=False) + "\n")
 
     def drop_document(self, documents: Documents, index: int, reason: str, detail: str = "") -> None:
-        """Drop a document that was counted before."""
+        """Drop a document that has already been counted."""
         ledger = self.sources[int(documents.source[index])]
         if documents.is_held_out[index]:
             ledger.held_out -= 1
@@ -169,16 +169,16 @@ class Assembly:
         self.drop(ledger, int(documents.row[index]), reason, detail)
 
     def _write(self, name: str, values: npt.NDArray[Any]) -> None:
-        # Not `tofile`: it reports a full disk as "1000 requested and 0 written", without saying why.
+        # `tofile` is not used: it reports a full disk as "1000 requested and 0 written", without the cause.
         self._files[name].write(np.ascontiguousarray(values, dtype=_COLUMNS[name]).data)
 
     def finish(self) -> Documents:
-        """Map the staging files, drop duplicates and return all documents; `drop_document` may still be called."""
+        """Memory-map the staging files, drop duplicates and return all documents. `drop_document` still works."""
         for file in self._files.values():
             file.close()
         columns: dict[str, Any] = {name: self._map(name) for name in _COLUMNS}
         documents = Documents(**columns, is_dropped=np.zeros(len(columns["lengths"]), dtype=bool))
-        # A share is chosen by the question, so that equal questions are never on both sides.
+        # Held-out rows are chosen by their question, so that equal questions are never in both splits.
         if self._clean.answer_in_held_out == "drop" and self._has_held_out_file:
             for index in _find_held_out_questions(documents).tolist():
                 self.drop_document(documents, index, "answer_in_held_out")
@@ -193,7 +193,7 @@ class Assembly:
         shape = (-1, 2) if name in _DIGESTS else (-1,)
         if not path.stat().st_size:
             return np.zeros(0, dtype=_COLUMNS[name]).reshape(shape)
-        # A plain array over the same pages: slicing a `memmap` object is slow.
+        # Use a plain array over the same pages, because slicing a `memmap` object is slow.
         return np.asarray(np.memmap(path, dtype=_COLUMNS[name], mode="r")).reshape(shape)
 
     def close(self) -> None:
@@ -203,18 +203,18 @@ class Assembly:
 
 def find_repeats(digests: Digests) -> npt.NDArray[np.int64]:
     """Return the indices of digests that equal an earlier one, in ascending order."""
-    order = np.lexsort((digests[:, 1], digests[:, 0]))  # stable: the first of equal digests stays first
+    order = np.lexsort((digests[:, 1], digests[:, 0]))  # stable: equal digests keep their order
     is_repeat = np.ones(max(len(order) - 1, 0), dtype=bool)
-    for half in (0, 1):  # one after the other: 16 bytes per row in memory instead of 48
+    for half in (0, 1):  # one half at a time takes 16 bytes per row instead of 48
         in_order = digests[:, half][order]
         is_repeat &= in_order[1:] == in_order[:-1]
     return np.sort(order[1:][is_repeat])
 
 
 def _find_held_out_questions(documents: Documents) -> npt.NDArray[np.int64]:
-    """Return the training documents whose question is also asked by a held-out document."""
+    """Return the training documents whose question also occurs in a held-out document."""
     held_out = documents.question[documents.is_held_out]
-    # Few pass the comparison of the first half, so that Python sees few digests.
+    # Comparing the first halves with numpy leaves few digests to compare in Python.
     is_candidate = np.isin(documents.question[:, 0], held_out[:, 0]) & ~documents.is_held_out
     digests: list[list[int]] = held_out.tolist() if is_candidate.any() else []
     asked = {tuple(digest) for digest in digests}
@@ -224,7 +224,7 @@ def _find_held_out_questions(documents: Documents) -> npt.NDArray[np.int64]:
 
 
 def _without_first_tokens(block: TokenizedBlock) -> npt.NDArray[np.bool_]:
-    """Return the mask without each document's first token: no token precedes it, so it cannot be predicted."""
+    """Return the mask without the first token of each document, which cannot be predicted from earlier tokens."""
     supervised = block.supervised.astype(bool)
     supervised[np.cumsum(block.lengths) - block.lengths] = False
     return supervised

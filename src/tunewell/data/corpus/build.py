@@ -73,15 +73,16 @@ def _assemble(assembly: Assembly, spec: BuildSpec, cache: Path, space: SpaceEsti
             spec.progress(Progress("reading", space.read_bytes, total, "bytes", num_rows))
         if job.stamp and job.file.source.stamp() != job.stamp:
             raise UserError(
-                f"`{job.file.name}` changed while it was read", fix="run it again when nothing writes to the file"
+                f"`{job.file.name}` changed while it was read",
+                fix="run the command again when no other process writes to the file",
             )
     return used
 
 
 def _tokenized_blocks(job: Job, cache: Path, rows_before: int) -> Iterator[tuple[Block, TokenizedBlock, str]]:
-    """Yield the tokenized blocks of a file; rendering runs here while a thread tokenises the block before.
+    """Yield the tokenized blocks of a file; render each block here while a thread tokenises the previous one.
 
-    `rows_before` counts the rows of earlier files of the same source: the source's limit covers all its files.
+    `rows_before` is the number of rows in earlier files of the same source, because its limit covers all its files.
     """
     key, read = job.pipeline.cache_key(), job.pipeline.read
     if read.limit is not None:

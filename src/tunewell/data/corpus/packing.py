@@ -1,9 +1,9 @@
-"""Pack documents into sequences of one length: no document is cut, almost no slot stays empty.
+"""Pack documents into sequences of one length: no document is cut, and almost no token slot stays empty.
 
-The algorithm works on a histogram of lengths. It designs a sequence once (longest document first, then the longest that
-fits, until one or two lengths fill the rest exactly) and repeats the design as long as documents last. The work
-therefore grows with the number of distinct lengths, not of documents. docs/decisions/0006-packing.md compares it with
-best-fit decreasing.
+The algorithm works on a histogram of lengths. It designs a sequence once (the longest document first, then the longest
+that fits, until one or two lengths fill the rest exactly) and repeats the design until its documents are used up. The
+run time therefore grows with the number of distinct lengths, not of documents. docs/decisions/0006-packing.md compares
+it with best-fit decreasing.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,18 +38,18 @@ class Packing:
 
     @property
     def num_padding(self) -> int:
-        """Number of token slots without a token."""
+        """The number of token slots without a token."""
         return self.num_sequences * self.context_length - self.num_tokens
 
     @property
     def efficiency(self) -> float:
-        """Share of token slots with a token, 0 to 1."""
+        """The share of token slots with a token, 0 to 1."""
         num_slots = self.num_sequences * self.context_length
         return self.num_tokens / num_slots if num_slots else 0.0
 
 
 def pack(lengths: npt.NDArray[np.integer], context_length: int) -> Packing:
-    """Assign every document to exactly one sequence, always in the same way; raise ValueError if one does not fit."""
+    """Assign every document to one sequence, deterministically; raise ValueError if a document does not fit."""
     lengths = np.asarray(lengths)
     if len(lengths) and (lengths.max() > context_length or lengths.min() < 1):
         raise ValueError(f"document lengths must be between 1 and {context_length}")
@@ -75,7 +75,7 @@ def pack(lengths: npt.NDArray[np.integer], context_length: int) -> Packing:
 
 
 def _designs(counts: dict[int, int], context_length: int) -> Iterator[tuple[int, dict[int, int]]]:
-    """Yield (number of sequences, {length: documents of that length in each}) until no document is left."""
+    """Yield (number of sequences, {length: number of documents in each sequence}) until no document is left."""
     remaining = _RemainingLengths(counts, context_length)
     while remaining.longest():
         design: dict[int, int] = {}
@@ -95,8 +95,8 @@ def _designs(counts: dict[int, int], context_length: int) -> Iterator[tuple[int,
 class _RemainingLengths:
     """The lengths of the documents that are not packed yet, as bits of two big integers.
 
-    Length n sets bit n of `_bits` and bit (context - n) of `_mirrored`. Shifting the second and taking the common bits
-    finds all pairs that fill a gap exactly, in a few machine words.
+    Length n sets bit n of `_bits` and bit (context - n) of `_mirrored`. Shifting `_mirrored` and intersecting it with
+    `_bits` finds all pairs that fill a gap exactly, with a few machine operations.
     """
 
     def __init__(self, counts: dict[int, int], context_length: int) -> None:
@@ -109,7 +109,7 @@ class _RemainingLengths:
         return self._bits.bit_length() - 1 if self._bits else 0
 
     def exact_fill(self, free: int, design: dict[int, int]) -> list[int]:
-        """Return one length, or two lengths as equal as possible, that add up to exactly `free` tokens."""
+        """Return one length, or two lengths that are as equal as possible, with a sum of exactly `free` tokens."""
         if self._available(free, design):
             return [free]
         pairs = self._bits & (self._mirrored >> (self._context_length - free)) & ((1 << free) - 1)
@@ -145,7 +145,7 @@ class _RemainingLengths:
 
 
 def choose_context_length(longest: int, requested: int | str, limit: int | None) -> Chosen[int]:
-    """Return the requested length, or the longest document rounded up; never more than the model's limit."""
+    """Return the requested length or the rounded length of the longest document, up to the model's limit."""
     if isinstance(requested, int):
         value, because = requested, "set in the config"
         at_limit = f"the model's limit; the config asks for {requested:,}"
@@ -169,19 +169,19 @@ def padding_waste(lengths: npt.NDArray[np.integer], context_length: int) -> floa
 
 @dataclass
 class Units:
-    """Parts of documents that are packed into sequences.
+    """The units that are packed into sequences: whole documents, or pieces of long documents.
 
-    A piece after the first begins with the last token of the previous piece. That token is context and not supervised
-    again, so every token of a split document is supervised exactly once.
+    Every piece except the first begins with the last token of the previous piece. That token is context and not
+    supervised again, so no token of a split document is supervised twice.
     """
 
     document: npt.NDArray[np.int64]
     start: npt.NDArray[np.int32]
     length: npt.NDArray[np.int32]
     num_pieces: int = 0
-    """Pieces of split documents, not counting the first of each."""
+    """Number of pieces of split documents, without the first piece of each document."""
     num_repeats: int = 0
-    """Additional copies of documents."""
+    """Number of additional copies of documents."""
 
     def __len__(self) -> int:
         return len(self.document)
@@ -223,7 +223,7 @@ def without_unsupervised(units: Units, documents: Documents) -> Units:
 
 @dataclass(frozen=True)
 class Mix:
-    """The number of copies of each document, and the reason for each source."""
+    """The number of copies of each document, with a reason for each source."""
 
     copies: npt.NDArray[np.int64]
     because: dict[int, str]

@@ -1,4 +1,4 @@
-"""Open a corpus: single documents, or packed sequences as a Hugging Face dataset."""
+"""Open a corpus and read its documents, or its packed sequences as a Hugging Face dataset."""
 
 import operator
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ Ids = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document, with `labels` of -100 for tokens that are not supervised; fields can also be read by name."""
+    """One document. `labels` is -100 for tokens that are not supervised. Fields can also be read by name."""
 
     input_ids: list[int]
     labels: list[int]
@@ -59,7 +59,7 @@ class Split:
     def __getitem__(self, index: SupportsIndex) -> Document:
         number = operator.index(index)
         if not -len(self) <= number < len(self):
-            raise IndexError(f"document {number} does not exist: there are {len(self)}")
+            raise IndexError(f"document {number} does not exist: the split has {len(self)} documents")
         number %= len(self)
         ids, labels = self.arrays(number)
         source = self._sources[int(self.index["source"][number])]
@@ -99,7 +99,7 @@ class Split:
         self._check()
         try:
             return read(self.folder / name, in_memory=self._is_in_memory)
-        except (OSError, ValueError) as error:  # among them `pyarrow.ArrowInvalid`
+        except (OSError, ValueError) as error:  # including `pyarrow.ArrowInvalid`
             raise _damaged(self.folder / name) from error
 
     def as_dataset(self) -> Any:
@@ -113,7 +113,7 @@ class Split:
         return datasets.load_from_disk(str(self.folder), keep_in_memory=self._is_in_memory)
 
     def load_in_memory(self) -> None:
-        """Read all files into memory now: for disks on which memory-mapping is slow, like Windows drives under WSL."""
+        """Read all files into memory, for disks on which memory-mapping is slow, like Windows drives under WSL."""
         self._is_in_memory = True
         self.__dict__.pop("index", None)
         self._shards.clear()
@@ -140,14 +140,14 @@ class Corpus(Split):
         self.held_out = Split(folder / "held_out", self.manifest.splits.get("held_out"), sources, check)
 
     def verify(self) -> None:
-        """Compare the hash of every file with the manifest; raise UserError for the first that differs."""
+        """Compare the hash of every file with the manifest; raise UserError for the first difference."""
         self.check_sizes()
         for name, record in self.manifest.files.items():
             if sha256_file(self.path / name) != record.sha256:
                 raise _damaged(self.path / name)
 
     def check_sizes(self) -> None:
-        """Raise UserError for the first file that is missing or has another size than in the manifest."""
+        """Raise UserError for the first file that is missing or whose size differs from the manifest."""
         for name, record in self.manifest.files.items():
             path = self.path / name
             if not path.is_file() or path.stat().st_size != record.bytes:
@@ -170,9 +170,7 @@ def open_corpus(path: str | Path, *, verify: bool = False, in_memory: bool = Fal
 
 def _damaged(path: Path) -> UserError:
     state = "differs from the manifest" if path.is_file() else "is missing"
-    return UserError(
-        f"the corpus is damaged: `{path}` {state}", fix="run `tunewell prepare` again; it writes the file again"
-    )
+    return UserError(f"the corpus is damaged: `{path}` {state}", fix="run `tunewell prepare` again to rewrite the file")
 
 
 def _stamp(folder: Path) -> tuple[int, int, int] | None:

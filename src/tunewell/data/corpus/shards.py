@@ -17,7 +17,7 @@ from tunewell.records.manifest import ShardRecord, SplitRecord
 SHARD_TOKENS = 1 << 22
 _BATCH_TOKENS = 1 << 18
 BYTES_PER_TOKEN = 8
-"""In a shard: an id and a label, 4 bytes each."""
+"""Bytes per token in a shard: an id and a label of 4 bytes each."""
 
 COLUMNS = ("input_ids", "labels", "seq_lengths")
 
@@ -53,7 +53,7 @@ def write_split(
 
 
 class _Sequences:
-    """Builds the sequences of a split batch by batch and records each unit's position for the index."""
+    """A builder of the sequences of a split. It works in batches and records the position of each unit."""
 
     def __init__(self, units: Units, packing: Packing, documents: Documents) -> None:
         self._units = units
@@ -74,7 +74,7 @@ class _Sequences:
         positions = np.repeat(begins - starts, lengths) + np.arange(int(ends[-1]))
         ids = self._documents.tokens[positions].astype(np.int32)
         is_supervised = self._documents.supervised[positions]
-        is_supervised[starts] = False  # it has no context, or the previous piece supervises it
+        is_supervised[starts] = False  # a first token has no context, or belongs to the previous piece
         in_order = (bounds - bounds[0]).astype(np.int32)
         in_tokens = np.concatenate([[0], ends])[in_order].astype(np.int32)
         of_sequence = np.repeat(np.arange(last - first), np.diff(in_order))
@@ -100,7 +100,7 @@ class _Sequences:
 
 
 def _write_dataset_files(folder: Path, shards: list[ShardRecord]) -> None:
-    """Write what `datasets.load_from_disk` needs; features are left to the Arrow schema, so any version opens it."""
+    """Write the files for `datasets.load_from_disk`, without features, so that any version can open the corpus."""
     state: dict[str, object] = {
         "_data_files": [{"filename": shard.file} for shard in shards],
         "_fingerprint": sha256_text(*(shard.sha256 for shard in shards))[:16],

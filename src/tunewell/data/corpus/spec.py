@@ -1,4 +1,4 @@
-"""The build spec of a corpus: its files, how their rows become documents, and every setting that affects the result."""
+"""The build spec of a corpus: its files, its row pipelines, and every setting that affects the result."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -28,7 +28,7 @@ NO_SHARE = -2
 
 @dataclass
 class Job:
-    """One file to read, how its rows become documents, and the source of the config it belongs to."""
+    """One file to read, with its row pipeline and the source in the config."""
 
     file: SourceFile
     pipeline: RowPipeline
@@ -36,12 +36,12 @@ class Job:
     source_index: int
     is_held_out: bool = False
     stamp: str | None = None
-    """`Source.stamp()` when the file was hashed: a file that changes during the build is an error."""
+    """`Source.stamp()` at the time of hashing. If the file changes during the build, an error is raised."""
 
 
 @dataclass
 class BuildSpec:
-    """Everything that a build needs to know."""
+    """All inputs of a corpus build."""
 
     jobs: list[Job]
     data: Data
@@ -63,7 +63,7 @@ class BuildSpec:
 
 
 def require_model_and_data(loaded: LoadedConfig) -> None:
-    """Raise UserError if the config names no model or no data."""
+    """Raise UserError if the config sets no model or no data."""
     if loaded.config.model is None:
         raise UserError(
             "no model is set, so there is no tokenizer",
@@ -74,7 +74,7 @@ def require_model_and_data(loaded: LoadedConfig) -> None:
 
 
 def make_spec(loaded: LoadedConfig, text: TextPipeline, *, context_limit: int | None) -> BuildSpec:
-    """Find and hash the files that a config names, and collect every setting; rows are not parsed yet."""
+    """Find and hash the files of a config, and collect all settings, without parsing rows."""
     config, base = loaded.config, loaded.base
     jobs = _make_jobs(loaded, text)
     settings = _portable(config.model_dump(mode="json", include={"data", "template", "packing", "seed"}), base)
@@ -125,7 +125,7 @@ def _make_jobs(loaded: LoadedConfig, text: TextPipeline) -> list[Job]:
 
 
 def _make_pipeline(loaded: LoadedConfig, text: TextPipeline, index: int) -> RowPipeline:
-    """Return the pipeline of one source; the held-out file is read like the first source, without its limit."""
+    """Return the pipeline of one source. The held-out file is read like the first source, but without a limit."""
     data = loaded.config.data
     source = data.sources[max(index, 0)]
     if index == HELD_OUT_FILE:
@@ -152,7 +152,7 @@ def _make_pipeline(loaded: LoadedConfig, text: TextPipeline, index: int) -> RowP
 
 
 def _with_distinct_names(found: list[tuple[int, SourceFile]]) -> list[tuple[int, SourceFile]]:
-    """Number files of the same name, so that the ledger can tell them apart."""
+    """Number files with the same name, so that they are distinct in the ledger."""
     seen: Counter[str] = Counter()
     renamed: list[tuple[int, SourceFile]] = []
     for index, file in found:
@@ -168,7 +168,7 @@ def _tokenizer_name(text: TextPipeline, name: str) -> str:
 
 
 def _shares(loaded: LoadedConfig) -> dict[int, float]:
-    """Return the share of each source by index; sources without one divide the rest by size, as `NO_SHARE`."""
+    """Return the share of each source by index. `NO_SHARE` has the rest, for all sources without a share."""
     sources = loaded.config.data.sources
     shares = {index: source.share for index, source in enumerate(sources) if source.share is not None}
     if shares and len(shares) < len(sources):
@@ -177,7 +177,7 @@ def _shares(loaded: LoadedConfig) -> dict[int, float]:
 
 
 def _portable(settings: dict[str, Any], base: Path) -> dict[str, Any]:
-    """Shorten absolute paths to what is the same on every machine, so that equal rows give equal bytes."""
+    """Make absolute paths independent of the machine, so that equal rows give byte-identical output."""
     data, template = settings["data"], settings["template"]
     sources = [
         source | {key: _portable_path(source[key], base) for key in ("path", "map", "template")}

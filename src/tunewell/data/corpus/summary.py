@@ -89,12 +89,12 @@ def make_manifest(
 
 
 def total_dropped(assembly: Assembly) -> Counter[str]:
-    """Return the number of dropped rows for each reason, over all sources."""
+    """Return the number of dropped rows of all sources by reason."""
     return sum((source.dropped for source in assembly.sources), Counter[str]())
 
 
 def describe_file(path: Path, shard: ShardRecord | None = None) -> FileRecord:
-    """Return the size and the hash of a file; those of a shard are already known."""
+    """Return the size and the hash of a file; for a shard, both are already known."""
     if shard is not None:
         return FileRecord(bytes=shard.bytes, sha256=shard.sha256)
     return FileRecord(bytes=path.stat().st_size, sha256=sha256_file(path))
@@ -120,7 +120,7 @@ def _lengths(lengths: npt.NDArray[np.integer], context_length: int) -> LengthRec
 
 
 def _round_width(width: float) -> int:
-    """Round the width of the histogram bars up to 1, 2 or 5 times a power of ten."""
+    """Round the width of histogram bars up to 1, 2 or 5 times a power of ten."""
     steps = (step * 10**power for power in range(12) for step in (1, 2, 5))
     return next(step for step in steps if step >= width)
 

@@ -1,7 +1,7 @@
-"""Tokenise one block of rows: documents as token ids and masks, and a drop reason for every other row.
+"""Tokenise one block of rows into token ids and masks, with a drop reason for every row that is not a document.
 
-The result is cached on disk. Its file name is a hash of the rows and of every setting that affects their tokens.
-A second `prepare` therefore tokenises only new rows, and a killed one continues where it stopped.
+The result is cached on disk. The file name is a hash of the rows and of every setting that affects their tokens.
+Therefore a second `prepare` tokenises only new rows, and an interrupted `prepare` continues where it stopped.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from tunewell.data.rows.functions import RowFunction
 from tunewell.data.sources.blocks import Block, ReadOptions, parse_item
 
 PIPELINE_VERSION = 1
-"""Increase it whenever the same rows give different tokens: it invalidates all cached blocks."""
+"""Version of the tokenised output. Increase it when the same rows give different tokens, to invalidate the cache."""
 _ARRAYS = ("status", "whole", "question", "lengths", "boundary", "tokens")
 _DETAIL_CHARS = 300
 _BAD_ROW_REASONS = {"unparsable", "not_a_conversation", "too_large", "mask_uncertain"}
@@ -56,7 +56,7 @@ class TokenizedBlock:
     """One entry per dropped row, in order."""
     formats: dict[str, int] = field(default_factory=dict[str, int])
     notes: dict[str, int] = field(default_factory=dict[str, int])
-    """Counts to report that drop no row, e.g. replies that the template leaves out."""
+    """Counts for the report that do not concern dropped rows, e.g. replies that the template leaves out."""
 
     def __post_init__(self) -> None:
         num_documents = int((self.status == 0).sum())
@@ -79,7 +79,7 @@ def save_tokenized(path: Path, block: TokenizedBlock) -> None:
 
 
 def load_tokenized(path: Path) -> TokenizedBlock | None:
-    """Load a cached block; None if it does not exist. A damaged file is deleted and counts as missing."""
+    """Load a cached block, or return None if it does not exist. A damaged file is deleted and counts as missing."""
     try:
         with np.load(path, allow_pickle=False) as stored:
             arrays: dict[str, Any] = {name: stored[name] for name in _ARRAYS}
@@ -105,10 +105,10 @@ class RowPipeline:
     encoder: Encoder
     row_function: RowFunction | None = None
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
-    """The config values that the objects were made from, for the cache key."""
+    """The config values from which the objects were created, for the cache key."""
 
     def cache_key(self) -> str:
-        """Hash everything but the rows that affects the tokens."""
+        """Return a hash of everything that affects the tokens, except the rows."""
         template = self.masker.template.sha256 if self.masker else "no template"
         function = self.row_function.sha256 if self.row_function else ""
         settings = json.dumps(self.settings, sort_keys=True, default=str)
@@ -116,7 +116,7 @@ class RowPipeline:
 
 
 def cache_file_name(block: Block, key: str) -> str:
-    """Return the cache file name of a block: equal rows under equal settings have equal names."""
+    """Return the cache file name of a block. Equal rows with equal settings have equal names."""
     return hashlib.sha256(f"{block.digest}:{key}".encode()).hexdigest()[:40] + ".npz"
 
 
@@ -133,7 +133,7 @@ class RenderedBlock:
     notes: Counter[str] = field(default_factory=Counter[str])
 
     def reason_code(self, reason: str) -> int:
-        """Return the status code of a drop reason, which is added on first use."""
+        """Return the status code of a drop reason; add the reason on first use."""
         if reason not in self.reasons:
             self.reasons.append(reason)
         return self.reasons.index(reason) + 1
@@ -173,7 +173,7 @@ def _parse_and_map(block: Block, pipeline: RowPipeline) -> list[Any]:
 
 
 def _truncate(detail: str) -> str:
-    """Shorten a detail: it may quote a row of several megabytes."""
+    """Shorten a detail, which may quote a row of several megabytes."""
     return detail if len(detail) <= _DETAIL_CHARS else f"{detail[:_DETAIL_CHARS]}..."
 
 
@@ -211,7 +211,7 @@ def _render_row(value: Any, pipeline: RowPipeline, rendered: RenderedBlock) -> N
         if conversation.tools or any(len(message) > 2 for message in conversation.messages):
             _check_tools(conversation, pipeline.masker, rendered)
         layout = PlannedDocument(plan, texts)
-    # The tokenizer has no token for these bytes and drops them silently.
+    # The tokenizer has no tokens for these bytes and silently drops them.
     lost = bytes(pipeline.encoder.tokenizer.lost_bytes)
     if lost and any(len(data.translate(None, lost)) != len(data) for data in map(str.encode, layout.texts)):
         rendered.notes["characters_not_written"] += 1
@@ -221,7 +221,7 @@ def _render_row(value: Any, pipeline: RowPipeline, rendered: RenderedBlock) -> N
 
 
 def _check_tools(conversation: Conversation, masker: Masker, rendered: RenderedBlock) -> None:
-    """Count tool data that the template does not render; reject a row that would teach an empty reply."""
+    """Count tool data that the template does not render; raise Rejected for a row that would teach an empty reply."""
     template = masker.template
     calls = [message for message in conversation.messages if message.get("tool_calls")]
     if conversation.tools and "tools" not in template.variables:
@@ -236,7 +236,7 @@ def _check_tools(conversation: Conversation, masker: Masker, rendered: RenderedB
 
 
 def join_tokens(rendered: RenderedBlock, encoded: EncodedDocuments) -> TokenizedBlock:
-    """Join the status of the rows with their tokens; documents without a supervised token are dropped."""
+    """Combine the status of the rows with their tokens; drop documents without a supervised token."""
     starts = np.cumsum(encoded.lengths) - encoded.lengths
     num_supervised = np.zeros(len(starts), dtype=np.int64)
     has_tokens = encoded.lengths > 0
@@ -271,7 +271,7 @@ def _drop_unsupervised(rendered: RenderedBlock, encoded: EncodedDocuments, keep:
             details.append(next(known))
             continue
         if not keep[document]:
-            failure = encoded.failed.get(document, Rejected("nothing_to_learn", "it has no supervised token"))
+            failure = encoded.failed.get(document, Rejected("nothing_to_learn", "no token is supervised"))
             rendered.status[index] = rendered.reason_code(failure.reason)
             details.append(failure.detail)
         document += 1

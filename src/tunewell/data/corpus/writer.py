@@ -41,12 +41,12 @@ from tunewell.records.manifest import CORPUS_NAMES, MANIFEST, DamagedManifest, M
 from tunewell.records.plan import Chosen
 
 _CORPUS_MARKERS = frozenset({"dataset_dict.json", "dropped.jsonl", "train"})
-"""Files that identify a corpus folder without a manifest."""
+"""Files that identify a folder as a corpus if the manifest is missing."""
 _SMALL_FILES_BYTES = 4096
 
 
 class CorpusOutput:
-    """The folder of a corpus, and the work folder beside it, on the same disk so that the corpus can be moved in."""
+    """The folder of a corpus and its work folder. Both are on the same disk, so that the corpus can be moved."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -54,14 +54,14 @@ class CorpusOutput:
         self.work_dir = self.path.parent / ".tunewell" / f"prepare-{self.path.name}"
 
     def find_current(self, spec: BuildSpec) -> Manifest | None:
-        """Return the manifest of the existing corpus if it is intact and equal to what the spec would build."""
+        """Return the manifest of the existing corpus if it is intact and was built from the same inputs."""
         try:
             manifest = read_manifest(self.path)
             if manifest.inputs_sha256 != spec.inputs_sha256 or manifest.made_by != spec.made_by:
                 return None
             return open_corpus(self.path, verify=True).manifest
         except UserError:
-            return None  # missing or damaged: it is built again from the cached blocks
+            return None  # missing or damaged; the corpus is rebuilt from the cached blocks
 
     def require_replaceable(self) -> None:
         """Raise UserError if the folder contains anything that `prepare` did not write."""
@@ -86,12 +86,12 @@ class CorpusOutput:
         return names >= _CORPUS_MARKERS
 
     def has_leftovers(self) -> bool:
-        """Return True if a killed `prepare` left unfinished files."""
+        """Return True if an interrupted `prepare` left unfinished files."""
         return has_unfinished_publish(self.path) or self._staging_dir.exists()
 
     @contextmanager
     def locked(self) -> Generator[None]:
-        """Lock the work folder, or raise UserError if another process has; remove what a killed `prepare` left."""
+        """Lock the work folder and clean up after an interrupted `prepare`; raise UserError if it is already locked."""
         existing = next(folder for folder in self.work_dir.parents if folder.exists())
         with disk_full_as_user_error(existing, lambda: _SMALL_FILES_BYTES):
             self.work_dir.mkdir(parents=True, exist_ok=True)
@@ -108,18 +108,18 @@ class CorpusOutput:
 
 
 _SOURCE_BYTES_PER_TOKEN = 3
-"""A low estimate until the first tokens are counted: English chat has about four."""
+"""Bytes of a row file per token, until the first tokens are counted: a low estimate, as English chat has about four."""
 _CACHED_BYTES = 5
-"""Per token in a cached block: its id and a little more."""
+"""Bytes per token in a cached block: the id and some overhead."""
 _STAGED_BYTES = 5
-"""Per token in the staging files: its id and its mask."""
+"""Bytes per token in the staging files: the id and the mask."""
 _REST_BYTES = 8 << 20
-"""All other files: tokenizer, index, data card."""
+"""Bytes of all other files: tokenizer, index, data card."""
 
 
 @dataclass
 class SpaceEstimate:
-    """Estimates the disk space of a build from what was read so far."""
+    """An estimate of the disk space of a build, based on the data read so far."""
 
     source_bytes: int
     read_bytes: int = 0
@@ -127,11 +127,11 @@ class SpaceEstimate:
     is_read: bool = False
 
     def shard_bytes(self) -> int:
-        """Return the size of all shards; exact once every token is counted."""
+        """Return the size of all shards. It is exact after all tokens have been counted."""
         return self.tokens * BYTES_PER_TOKEN
 
     def bytes_for_retry(self) -> int:
-        """Estimate what a retry would write: missing cached blocks, staging files, shards and the rest."""
+        """Estimate the bytes that a retry would write: missing cached blocks, staging files, shards and other files."""
         total = float(self.tokens)
         if not self.is_read:
             share_read = self.read_bytes / self.source_bytes if self.source_bytes else 1.0
@@ -145,7 +145,7 @@ _NUM_NAMED = 5
 
 
 class CorpusWriter:
-    """Writes the files of a corpus to `assembly.folder / "corpus"`."""
+    """The writer of the files of a corpus, in `assembly.folder / "corpus"`."""
 
     def __init__(self, spec: BuildSpec, assembly: Assembly, documents: Documents, space: SpaceEstimate) -> None:
         self._spec = spec
@@ -155,7 +155,7 @@ class CorpusWriter:
         self._corpus = assembly.folder / "corpus"
 
     def write(self) -> Manifest:
-        """Write every file, the manifest last; raise UserError if no document is left or one is too long."""
+        """Write all files, the manifest last; raise UserError if no document is left or a document is too long."""
         documents, spec = self._documents, self._spec
         self._require_training_data()
         context = choose_context_length(self._longest(), spec.packing.context_length, spec.context_limit)
@@ -175,14 +175,14 @@ class CorpusWriter:
         return self._write_manifest(splits, context, mix)
 
     def _longest(self) -> int:
-        """Return the length of the longest document that the length policy keeps."""
+        """Return the length of the longest document that is kept by the length policy."""
         lengths, limit = self._documents.lengths[~self._documents.is_dropped], self._spec.context_limit
         if self._spec.packing.long_documents == "drop" and limit is not None and (lengths <= limit).any():
             lengths = lengths[lengths <= limit]
         return int(lengths.max())
 
     def _require_held_out_rows(self) -> None:
-        """Raise UserError if a held-out file is named and none of its rows can be used."""
+        """Raise UserError if a held-out file is set and none of its rows can be used."""
         files = [index for index, job in enumerate(self._spec.jobs) if job.is_held_out]
         sources = [self._assembly.sources[index] for index in files]
         if files and not any(source.held_out for source in sources):
@@ -192,7 +192,7 @@ class CorpusWriter:
             raise UserError(
                 "no row of the held-out file can be used",
                 where=f"{sources[0].name}: {reasons or 'no row was read'}",
-                fix="it is read like the first source (`columns`, `map`, `format`): give it the same columns",
+                fix="the file is read like the first source (`columns`, `map`, `format`): give it the same columns",
             )
 
     def _units(self, is_member: npt.NDArray[np.bool_], context: Chosen[int], mix: Mix | None, name: str) -> Units:

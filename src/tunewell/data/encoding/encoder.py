@@ -1,7 +1,8 @@
 """Encode planned conversations into token ids and a loss mask, at the speed of the tokenizer.
 
-A rendered text is split at the markers of the template, which become their ids. The text between them is encoded as
-plain text, so a message that spells a marker stays text. Text that all rows of a shape share is encoded once.
+A rendered text is split at the markers of the template, and each marker becomes one id. The text between them is
+encoded as plain text, so a marker in the text of a message stays text. Text that all rows of a shape share is encoded
+only once.
 """
 
 import unicodedata
@@ -40,14 +41,14 @@ Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
 
 
 class TextBackends:
-    """Copies of a tokenizer, by position, that never read text as special tokens; equal ones are shared."""
+    """Copies of a tokenizer, by position, that never encode text as special tokens. Equal copies are shared."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         config = orjson.loads(backend.to_str())
-        # A post-processor would trim the offsets of a token to its letters, but they must include its spaces.
+        # A post-processor would exclude spaces from the offsets of a token, but the offsets must include them.
         config |= {"truncation": None, "padding": None, "post_processor": None}
         if all(token["special"] for token in config["added_tokens"]):
-            # These copies do not look for special tokens; removing them saves the search.
+            # These copies never match special tokens; removing the tokens saves the search.
             config["added_tokens"] = []
         self.keeps_text = config["normalizer"] is None or config["normalizer"].get("normalizers") == []
         """Whether text is encoded without normalisation."""
@@ -84,7 +85,7 @@ def _unknown_id(model: dict[str, Any]) -> int | None:
 
 
 def _for_position(position: Position, step: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Remove the steps that apply to the start or end of a text, for segments that are not at the start or end."""
+    """Remove the steps for the start or end of a text if a segment is not at the start or end."""
     if step is None:
         return None
     if step["type"] == "Sequence":
@@ -103,14 +104,14 @@ def _for_position(position: Position, step: dict[str, Any] | None) -> dict[str, 
 
 
 _ENCODE_BATCH = 2048
-# The tokenizer takes about eight times as long for a text as the word table, but uses all cores.
+# The tokenizer takes about eight times as long as the word table, but it uses all cores.
 _MAX_CORES_FOR_WORD_TABLE = 8
 # Texts that tokenizers treat differently next to a marker.
 _CHECK_TEXTS = ("x", " x", "  x  ", "\nx\n", "x\n\n", "\t x. ", "é 漢 \U0001f642")
 _CHECK_PLANS = 4
 
 Mask = tuple[list[int], list[bool], list[bool]]
-"""Token ids, which of them are supervised, and which cross the edge of a supervised span."""
+"""Token ids, with flags for supervised tokens and for tokens that cross the edge of a supervised span."""
 
 
 @dataclass(slots=True)
@@ -121,9 +122,9 @@ class EncodedDocuments:
     supervised: npt.NDArray[np.bool_]
     lengths: npt.NDArray[np.int64]
     boundary: npt.NDArray[np.int64]
-    """For each document, the number of unsupervised tokens that contain both template text and reply text."""
+    """For each document, the number of boundary tokens: unsupervised tokens with both template and reply text."""
     failed: dict[int, Rejected]
-    """Documents that cannot be used, by index, with the reason; none of their tokens is supervised."""
+    """Reasons for documents that cannot be used, by index. None of their tokens is supervised."""
 
 
 @dataclass(slots=True)
@@ -135,7 +136,7 @@ class PlannedDocument:
 
 
 class Encoder:
-    """Encode documents with one tokenizer, from one thread at a time."""
+    """An encoder for documents with one tokenizer. Only one thread may use it at a time."""
 
     def __init__(self, tokenizer: LoadedTokenizer, control_markers: Iterable[str] = ()) -> None:
         self.tokenizer = tokenizer
@@ -150,7 +151,7 @@ class Encoder:
         self._is_control[sorted(control)] = True
         self._control_text = marker_pattern(text for text, facts in tokenizer.added.items() if facts.id in control)
         if self._backends.unknown_id is not None:
-            # Text that is not in the vocabulary becomes this id, so it is not a marker.
+            # Text that is not in the vocabulary gets this id, so this id does not count as a marker.
             self._is_control[self._backends.unknown_id] = False
         self._plain_text = compile_plain_text(tokenizer)
 
@@ -158,11 +159,11 @@ class Encoder:
         text, spans = segment.fill(())
         [(ids, supervised, boundary)] = self._by_offsets([TextToEncode(0, text, spans)], segment.position)
         if any(boundary):
-            return None  # fixed ids cannot hold boundary tokens, which must be counted
+            return None  # fixed ids cannot contain boundary tokens, because these must be counted
         return [FixedTokens([token], is_supervised) for token, is_supervised in zip(ids, supervised, strict=True)]
 
     def encode(self, documents: Sequence[PlannedDocument]) -> EncodedDocuments:
-        """Encode documents as one batch, in the threads of the tokenizer."""
+        """Encode documents as one batch, with the threads of the tokenizer."""
         batch = self._gather(documents)
         by_offsets = self._encode_texts(batch)
         table = SegmentTable(batch)
@@ -203,7 +204,7 @@ class Encoder:
         return masks
 
     def _encode_some(self, texts: list[TextToEncode], position: Position, batch: SegmentBatch) -> None:
-        """Fill in the ids of texts, from the word table where it is faster than the threads of the tokenizer."""
+        """Fill in the ids of texts, with the word table if it is faster than the threads of the tokenizer."""
         if self._word_table is not None:
             by_words = [text for text in texts if text.text.isascii()]
             texts = [text for text in texts if not text.text.isascii()]
@@ -217,14 +218,14 @@ class Encoder:
             batch.ids[text.index] = encoding.ids
 
     def _is_by_bytes(self, text: TextToEncode) -> bool:
-        """Return whether byte lengths determine the position of each token in this text."""
+        """Return True if byte lengths determine the position of each token in this text."""
         if self._byte_lengths is None or len(text.spans) > 1:
             return False
         form = self._backends.form
         return form is None or text.text.isascii() or unicodedata.is_normalized(form, text.text)
 
     def _by_offsets(self, texts: Sequence[TextToEncode], position: Position) -> list[Mask]:
-        """Mask texts by the character offsets of the tokenizer: exact for any tokenizer, but slower."""
+        """Compute masks from the character offsets of the tokenizer. This is exact for any tokenizer, but slower."""
         masks: list[Mask] = []
         for start in range(0, len(texts), _ENCODE_BATCH):
             some = texts[start : start + _ENCODE_BATCH]
@@ -239,7 +240,7 @@ class Encoder:
         supervised: npt.NDArray[np.bool_],
         is_boundary: npt.NDArray[np.bool_],
     ) -> EncodedDocuments:
-        """Split the flat ids into documents; encode documents with a control id in their text again in parts."""
+        """Split the flat ids into documents. If the text of a document gives a control id, encode it again in parts."""
         stops = table.bounds[np.asarray(batch.ends, dtype=np.int64)]
         starts = np.concatenate([[0], stops[:-1]]).astype(np.int64)[: len(stops)]
         tokens, lengths = table.tokens, stops - starts
@@ -275,7 +276,7 @@ class Encoder:
         only_ends = (num_supervised > 0) & (num_supervised <= np.asarray(batch.num_supervised_markers, dtype=np.int64))
         for document in np.flatnonzero(only_ends).tolist():
             supervised[starts[document] : starts[document] + lengths[document]] = False
-            failed[document] = Rejected("nothing_to_learn", "only its end marker would be supervised")
+            failed[document] = Rejected("nothing_to_learn", "only the end marker would be supervised")
         return EncodedDocuments(tokens, supervised, lengths, boundary, failed)
 
     def _in_parts(self, batch: SegmentBatch, document: int) -> Mask:
@@ -303,7 +304,7 @@ class Encoder:
         if not leaks:
             return _mask_by_offsets(encoding, text)
         if any(y - x < 2 for x, y in leaks):
-            raise Rejected("bad_text", "it contains a control token that this tokenizer cannot encode as text")
+            raise Rejected("bad_text", "the text contains a control token that this tokenizer cannot encode as text")
         cuts = sorted({0, len(text.text), *((x + y) // 2 for x, y in leaks)})
         parts: list[Mask] = []
         for a, b in pairwise(cuts):
@@ -333,7 +334,7 @@ class Encoder:
         if whole != ours:
             at = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(whole, ours, strict=False))))
             raise UserError(
-                "this tokenizer gives other ids when text is split at its markers, so the loss mask would be wrong",
+                "this tokenizer gives different ids when text is split at markers, so the loss mask would be wrong",
                 where=f"token {at} of {text[:60]!r}...: {whole[at : at + 3]} whole, {ours[at : at + 3]} in parts",
                 fix="use another template (`template.name`), or report this tokenizer",
             )
@@ -352,7 +353,7 @@ def _mask_by_offsets(encoding: Encoding, text: TextToEncode) -> Mask:
 
 
 def _token_offsets(encoding: Encoding, text: str) -> list[Span]:
-    """Return the offsets of tokens; Unigram tokenizers return those of a whole run of bytes for each byte in it."""
+    """Return the offsets of tokens. Unigram tokenizers return the offsets of a whole run of bytes for each byte."""
     exact: list[Span] = []
     for (x, y), run in groupby(zip(encoding.offsets, encoding.tokens, strict=True), key=itemgetter(0)):
         tokens = [token for _, token in run]

@@ -1,4 +1,4 @@
-"""Segments of a document (fixed token ids, text to encode), and the numpy code that computes its loss mask."""
+"""The segments of a document (fixed token ids or text to encode), and the computation of its loss mask with numpy."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ Span = tuple[int, int]
 
 
 class Position(NamedTuple):
-    """Whether a segment is the first or last of its document: tokenizers may treat the ends of a text differently."""
+    """Whether a segment is the first or last of its document. Tokenizers may treat the ends of a text differently."""
 
     is_first: bool
     is_last: bool
@@ -36,7 +36,7 @@ class FixedTokens:
 
 @dataclass(slots=True)
 class TextSegment:
-    """Text between two markers, with slots for message texts; a marker beside it can strip white space."""
+    """Text between two markers, with slots for message texts. An adjacent marker can strip its white space."""
 
     pieces: Sequence[Piece]
     trims: Sequence[Trim]
@@ -45,7 +45,7 @@ class TextSegment:
     strip_right: bool = False
 
     def fill(self, texts: Sequence[str]) -> tuple[str, list[Span]]:
-        """Return the text with these message texts, and its supervised spans in characters."""
+        """Fill in message texts; return the text and its supervised spans in characters."""
         parts: list[str] = []
         spans: list[Span] = []
         start = 0
@@ -78,13 +78,13 @@ class TextToEncode:
     """A text to encode, with its supervised spans in characters."""
 
     index: int
-    """The index of its segment in the batch."""
+    """The index of the segment in the batch."""
     text: str
     spans: list[Span]
 
 
 class EncodingPlan:
-    """The segments that documents of one shape share: fixed ids, and text segments to fill."""
+    """The segments that documents of one shape share: fixed ids and text segments with slots."""
 
     def __init__(self, items: Sequence[FixedTokens | TextSegment], num_supervised_markers: int) -> None:
         self.ids = [item.ids if isinstance(item, FixedTokens) else [] for item in items]
@@ -94,7 +94,7 @@ class EncodingPlan:
 
 
 class SegmentBatch:
-    """The segments of several documents; `ends` holds the index after the last segment of each document."""
+    """The segments of several documents. `ends` contains the index after the last segment of each document."""
 
     def __init__(self) -> None:
         self.ids: list[list[int]] = []
@@ -144,7 +144,7 @@ class SegmentTable:
     def mask(
         self, byte_lengths: npt.NDArray[np.int64] | None
     ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], list[int]]:
-        """Return masks of the supervised tokens and of those that cross an edge, and the texts with wrong masks."""
+        """Return masks of supervised tokens and of tokens that cross an edge, and the texts with uncertain masks."""
         sizes = np.ones(len(self.tokens), dtype=np.int64) if byte_lengths is None else byte_lengths[self.tokens]
         ends = np.zeros(len(self.tokens) + 1, dtype=np.int64)
         np.cumsum(sizes, out=ends[1:])
@@ -154,7 +154,7 @@ class SegmentTable:
         supervised = (start >= a) & (end <= b)
         boundary = ((start < a) & (end > a)) | ((start < b) & (end > b))
         boundary &= b > a
-        # The token sizes of these texts do not add up.
+        # The sizes of the tokens do not add up to the size of the text.
         unsure = (self._size >= 0) & (self._b > self._a) & (ends[self.bounds[1:]] - base != self._size)
         return supervised, boundary, np.flatnonzero(unsure).tolist()
 
@@ -168,7 +168,7 @@ class SegmentTable:
 def compile_plan(
     plan: Plan, added: Mapping[str, AddedTokenInfo], encode_once: Callable[[TextSegment], list[FixedTokens] | None]
 ) -> EncodingPlan:
-    """Split a plan at its markers; `encode_once` returns fixed ids for a segment without message text, or None."""
+    """Split a plan at its markers. `encode_once` returns fixed ids for a segment without message text, or None."""
     items: list[FixedTokens | TextSegment] = []
     run: list[Piece] = []
     strips_left = False

@@ -1,8 +1,8 @@
-"""Encode ASCII text from a cache of words, which is faster than byte-level BPE on few cores.
+"""Encode ASCII text with a cache of words, which is faster than byte-level BPE on a few cores.
 
-A tokenizer splits a text into words and then each word into tokens, independent of its neighbours. So each word must be
-encoded only once. This module splits text for the patterns of the GPT-2, Llama 3 and Qwen families, in ASCII only,
-where Python's `re` and the tokenizer's regular expressions agree. The tokenizer encodes all other text.
+A tokenizer splits a text into words and each word into tokens, independently of other words. Therefore each word has to
+be encoded only once. This module supports the split patterns of the GPT-2, Llama 3 and Qwen families for ASCII text,
+for which Python's `re` and the tokenizer's regular expressions agree. The tokenizer encodes all other text.
 """
 
 import re
@@ -16,13 +16,13 @@ import tokenizers
 _MAX_WORD_CHARS = 64
 _MAX_WORDS = 400_000
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# If digits are split off first, a run of spaces before a digit ends its piece, so no space is left for the digit.
+# If digits are split off first, a run of spaces before a digit is one piece, so no space is joined with the digit.
 _GPT2_WITHOUT_DIGITS = r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"  # fmt: skip
 _DIGITS: tuple[dict[str, Any], ...] = (
     {"type": "Digits", "individual_digits": True},
     {"type": "Split", "pattern": {"Regex": r"\p{N}"}, "behavior": "Isolated", "invert": False},
 )
-# Escapes, negated classes, capturing groups (`findall` would return the group), and single characters.
+# Matches escapes, negated classes, capturing groups (`findall` would return the group), and single characters.
 _PARTS = re.compile(r"\\[pP]\{\^?\w+\}|\\.|\[\^?|&&|\(\?|.", re.DOTALL)
 _SAME_IN_PYTHON = {r"\s", r"\S", r"\r", r"\n", r"\t", r"\/", r"\-", r"\.", r"\'"}
 _ASCII_CLASSES = {r"\p{L}": "A-Za-z", r"\p{N}": "0-9"}
@@ -37,7 +37,7 @@ class WordTable(dict[str, list[int]]):
         self._backend = backend
 
     def encode(self, texts: Sequence[str]) -> list[list[int] | None]:
-        """Return the ids of ASCII texts; None for a text that the pattern does not cover."""
+        """Return the ids of ASCII texts, with None for each text that the pattern does not cover."""
         findall, ids_of = self._pattern.findall, self.__getitem__
         ids: list[list[int] | None] = []
         for text in texts:
@@ -57,7 +57,7 @@ class WordTable(dict[str, list[int]]):
 
 
 def build_word_table(config: dict[str, Any]) -> WordTable | None:
-    """Return the word table of a tokenizer configuration; None if its way to split text is not supported."""
+    """Return the word table of a tokenizer configuration, or None if its split pattern is not supported."""
     if config["added_tokens"] or config["model"]["type"] != "BPE" or config["model"].get("dropout"):
         return None
     pattern = _split_pattern(config["pre_tokenizer"])
@@ -85,7 +85,7 @@ def _split_pattern(step: dict[str, Any] | None) -> re.Pattern[str] | None:
 
 
 def _to_ascii_pattern(pattern: str) -> re.Pattern[str] | None:
-    """Translate a regular expression of the tokenizer to Python for ASCII text; None if they could differ."""
+    """Translate a regular expression of the tokenizer to Python's `re` for ASCII, or return None if not possible."""
     parts: list[str] = []
     in_class = False
     for part in _PARTS.findall(pattern):

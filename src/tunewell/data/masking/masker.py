@@ -1,6 +1,6 @@
-"""Plan the loss mask of a conversation: where each message is in the rendered text, and which parts are supervised.
+"""Plan the loss mask of a conversation: the position of each message in the rendered text, and the supervised parts.
 
-The package docstring explains how a plan is found and why it is exact.
+The package docstring explains how a plan is made and why it is exact.
 """
 
 from bisect import bisect_right
@@ -26,32 +26,32 @@ class Piece:
     text: str
     """The text of a marker or of the template; empty for a message."""
     slot: int = -1
-    """The index of the message text that goes here; -1 for none."""
+    """The index of the message text for this piece, or -1 if the piece is not a message text."""
     is_marker: bool = False
     is_supervised: bool = False
 
 
 @dataclass(slots=True)
 class Plan:
-    """How conversations of one shape are rendered, and which parts are supervised."""
+    """The rendering of all conversations of one shape, with the supervised parts."""
 
     pieces: list[Piece]
     trims: list[Trim]
     num_supervised_turns: int
     num_unrendered_turns: int
-    """Replies that the template does not render at all."""
+    """Number of replies that the template does not render."""
     compiled: Any = None
-    """The encoder's form of this plan, cached here."""
+    """The compiled plan of the encoder, cached here."""
 
     def fill(self, texts: list[str]) -> str:
-        """Return the rendered text with these message texts."""
+        """Return the rendered text for the given message texts."""
         filled = [trim(text) for trim, text in zip(self.trims, texts, strict=True)]
         return "".join([piece.text if piece.slot < 0 else filled[piece.slot] for piece in self.pieces])
 
 
 @dataclass(frozen=True)
 class SupervisionRule:
-    """Which turns are supervised."""
+    """The rule that selects the supervised turns."""
 
     learn_from: str = "responses"
     roles: tuple[str, ...] = ("assistant",)
@@ -62,7 +62,7 @@ ASSISTANT_REPLIES = SupervisionRule()
 
 
 class Masker:
-    """Plan conversations for one template, the markers of one tokenizer and one supervision rule."""
+    """A planner of loss masks for one template, the markers of one tokenizer and one supervision rule."""
 
     def __init__(
         self, template: ChatTemplate, added: Mapping[str, AddedTokenInfo], rule: SupervisionRule = ASSISTANT_REPLIES
@@ -78,7 +78,7 @@ class Masker:
         try:
             text = self.template.render(conversation.messages, conversation.tools)
         except TemplateFailed as failure:
-            raise Rejected("not_a_conversation", f"the template rejects it: {failure}") from failure
+            raise Rejected("not_a_conversation", f"the template rejects the conversation: {failure}") from failure
         texts, shape = placeholders.extract_texts(conversation)
         plan = self._cached_plan(shape, conversation, frozenset())
         if isinstance(plan, Plan) and plan.fill(texts) == text:
@@ -86,7 +86,7 @@ class Masker:
         return self._plan_rewritten(conversation, text, plan)
 
     def _plan_rewritten(self, conversation: Conversation, text: str, plan: Plan | Rejected) -> tuple[Plan, list[str]]:
-        """Plan a row that the template rewrites: it moves thinking out of replies, or changes the context."""
+        """Plan a row that the template rewrites by moving thinking out of replies or changing the context."""
         versions = placeholders.with_separate_thinking(conversation)
         for version, inline_thinking in versions:
             texts, shape = placeholders.extract_texts(version)
@@ -95,7 +95,7 @@ class Masker:
                 return candidate, texts
         versions.insert(0, (conversation, frozenset()))
         for version, inline_thinking in versions:
-            # Only supervised turns must be followed exactly. The other turns can be anything, as rendered in this row.
+            # Only supervised turns must match a plan exactly. Other turns are used as they are rendered in this row.
             supervised, unsupervised = self._select_turns(version)
             only = frozenset(supervised | unsupervised)
             candidate = self._try_plan(version, inline_thinking, only)
@@ -119,7 +119,7 @@ class Masker:
         try:
             return self._make_plan(conversation, inline_thinking, only)
         except TemplateFailed as failure:
-            return Rejected("mask_uncertain", f"the template rejects it with placeholders: {failure}")
+            return Rejected("mask_uncertain", f"the template rejects the conversation with placeholders: {failure}")
         except Rejected as rejected:
             return rejected
 
@@ -127,7 +127,7 @@ class Masker:
         self, conversation: Conversation, inline_thinking: frozenset[int], only: frozenset[int] | None
     ) -> Plan:
         if placeholders.contains_placeholder(conversation):
-            raise Rejected("mask_uncertain", "its tool data contains the text of a placeholder")
+            raise Rejected("mask_uncertain", "the tool data contains the text of a placeholder")
         plain, slots = placeholders.with_placeholders(conversation.messages, PLAIN, only)
         spaced, _ = placeholders.with_placeholders(conversation.messages, SPACED, only)
         text = self.template.render(plain, conversation.tools)
@@ -155,7 +155,7 @@ class Masker:
         return Plan(_split_pieces(turns, spans, supervised), trims, num_supervised, num_unrendered)
 
     def _supervised_spans(self, turns: RenderedTurns) -> tuple[list[Span], int, int]:
-        """Return the supervised spans: each supervised turn, from its first character to its end marker."""
+        """Return the span of each supervised turn, from its first character to its end marker."""
         supervised, unsupervised = self._select_turns(turns.conversation)
         spans = {
             index: turns.find_span(index) for index in sorted(supervised | unsupervised) if turns.is_rendered(index)
@@ -167,7 +167,7 @@ class Masker:
         return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if end > start], 1, 0
 
     def _select_turns(self, conversation: Conversation) -> tuple[set[int], set[int]]:
-        """Return the turns to supervise; for `learn_from: everything`, the turns that the row excludes."""
+        """Return the turns to supervise and, for `learn_from: everything`, the turns that the row excludes."""
         weights = conversation.learn or []
         included = {index for index, weight in enumerate(weights) if weight}
         excluded = {index for index, weight in enumerate(weights) if weight is False}

@@ -1,8 +1,8 @@
-"""Copies of a conversation with placeholders, or with redacted tool calls, that show what a template does with texts.
+"""Copies of a conversation with placeholders or redacted tool calls, to find out how a template handles texts.
 
 placeholders  Zq0wXv    one for the content and the thinking of each message, in the order of the messages
 in spaces     Ky0pRg    the same, surrounded by all kinds of white space, to find out what is trimmed
-redacted      a private-use character for each character of a tool call, to find out whose text is where
+redacted      a private-use character for each character of a tool call, to find out which text is where
 """
 
 import re
@@ -33,7 +33,7 @@ class Trim:
 
     lead: str | None = ""
     trail: str | None = ""
-    """Characters to trim; None for all white space."""
+    """The characters to trim, or None for all white space."""
 
     def __call__(self, text: str) -> str:
         if self.lead != "":
@@ -45,7 +45,7 @@ NO_TRIM = Trim()
 
 
 def extract_texts(conversation: Conversation) -> tuple[list[str], Any]:
-    """Return the texts of a conversation, and its shape: everything else, which is the key of its plan."""
+    """Return the texts of a conversation, and its shape: everything except the texts, used as the key of its plan."""
     texts: list[str] = []
     shape: list[tuple[Any, ...]] = []
     for message in conversation.messages:
@@ -85,7 +85,7 @@ def _frozen(value: Any) -> bytes | str:
 def with_placeholders(
     messages: list[Message], kind: tuple[str, str], only: frozenset[int] | None = None
 ) -> tuple[list[Message], list[tuple[int, str]]]:
-    """Return copies with placeholders in all messages, or in `only` some, and the (message, field) of each one."""
+    """Return copies with placeholders in all messages or in `only`, and the (message, field) of each placeholder."""
     lead, trail = (_LEAD, _TRAIL) if kind is SPACED else ("", "")
     copies: list[Message] = []
     slots: list[tuple[int, str]] = []
@@ -108,7 +108,7 @@ def placeholder(number: int, kind: tuple[str, str] = PLAIN) -> str:
 
 
 def contains_placeholder(conversation: Conversation) -> bool:
-    """Return whether the tool data or other fields of a row contain the text of a placeholder."""
+    """Return True if the tool data or other fields of a row contain the text of a placeholder."""
     others = [
         [value for key, value in message.items() if key not in _SLOT_FIELDS]
         for message in conversation.messages
@@ -132,7 +132,7 @@ def split_at_placeholders(text: str, kind: tuple[str, str], num_slots: int) -> t
 def compare_trims(
     plain: tuple[list[str], list[int]], spaced: tuple[list[str], list[int]], num_slots: int
 ) -> list[Trim]:
-    """Return what the template trims, from the renderings without and with white space around the placeholders."""
+    """Find what the template trims by comparing renderings without and with white space around the placeholders."""
     order = plain[1]
     if order != spaced[1]:
         raise Rejected("mask_uncertain", "the template renders texts differently depending on their content")
@@ -173,10 +173,10 @@ def _find_trim(literal: str, padded: str, has_before: bool, has_after: bool) -> 
 def redact(
     messages: list[Message], tools: Any, marker: re.Pattern[str], only: frozenset[int] | None = None
 ) -> tuple[list[Message], Any]:
-    """Return copies of messages and tools with redacted tool calls, and redacted texts that have no placeholder.
+    """Return copies of messages and tools in which tool calls, and texts without a placeholder, are redacted.
 
-    Markers that other data of the row contain are struck out. Lengths do not change, so that a position in one
-    rendering is the same position in the other.
+    Markers in other data of the row are also replaced. Lengths do not change, so that positions are the same in both
+    renderings.
     """
 
     def strike(text: Any) -> Any:
@@ -185,7 +185,7 @@ def redact(
     copies: list[Message] = []
     first_of: dict[Any, int] = {}
     for index, message in enumerate(messages):
-        # Equal messages stay equal, because some templates compare messages to find the last one.
+        # Equal messages must stay equal, because some templates compare messages to find the last one.
         letter = chr(_FIRST_REDACTION + first_of.setdefault(_frozen(message), index))
         copy = {
             key: value if key == "role" or key in _SLOT_FIELDS else map_leaves(value, strike, with_keys=True)
@@ -208,7 +208,7 @@ def _redact_call(call: Any, letter: str) -> Any:
 
 
 def _redact_text(value: Any, letter: str) -> Any:
-    # Quotes, backslashes and line ends may be escaped to two characters, so they stay.
+    # Quotes, backslashes and line ends are not redacted, because they may be escaped to two characters.
     def redacted(text: Any) -> Any:
         return _REDACTABLE.sub(letter, text) if isinstance(text, str) else text
 
@@ -221,7 +221,7 @@ def redacted_message(letter: str) -> int:
 
 
 def is_equal_outside_redactions(text: str, redacted: str) -> bool:
-    """Return whether the redacted rendering equals the real one wherever nothing is redacted."""
+    """Return True if the redacted rendering equals the real one except in the redacted parts."""
     if len(text) != len(redacted) or _HIDDEN.search(text):
         return False
     at = 0

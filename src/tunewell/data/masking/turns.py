@@ -1,4 +1,4 @@
-"""Find turns in rendered text: what a template writes around a reply, and where each turn starts and ends."""
+"""Find turns in rendered text: the text that a template writes around a reply, and the start and end of each turn."""
 
 import re
 from bisect import bisect_left
@@ -15,7 +15,7 @@ from tunewell.data.rows.conversation import Conversation, Message, Rejected
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
 from tunewell.data.tokenizers.load import AddedTokenInfo
 
-# Tags that replies can contain: the tokenizer reads each as one token, wherever it appears.
+# Tags that replies can contain. The tokenizer encodes each tag as one token, wherever it appears.
 _REPLY_TAG = re.compile("think|thought|reason|tool", re.IGNORECASE)
 
 
@@ -24,9 +24,9 @@ class ReplyFrame:
     """The text around a reply, and the added tokens of the tokenizer that the template uses as markers."""
 
     header: str
-    """The text that the generation prompt adds; empty if it adds nothing."""
+    """The text of the generation prompt; empty if the template has none."""
     leading_space: str
-    """White space between the generation prompt and a reply, which the model must generate."""
+    """White space between the generation prompt and a reply. The model must generate it."""
     end_marker: str
     """The marker that ends the last reply."""
     ends: frozenset[str]
@@ -79,7 +79,7 @@ def probe_reply_frame(template: ChatTemplate, added: Mapping[str, AddedTokenInfo
 
 
 def marker_pattern(markers: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that finds markers, the longest possible one at each position."""
+    """Return a pattern that finds the longest marker at each position."""
     ordered = sorted(markers, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered))) if ordered else re.compile(r"(?!)")
 
@@ -108,13 +108,13 @@ def _markers(added: Mapping[str, AddedTokenInfo], *texts: str) -> tuple[str, ...
     if broken := [text for text in markers if added[text].single_word and any(text in rendered for rendered in texts)]:
         raise UserError(
             f"the tokenizer recognises `{broken[0]}` only between spaces or punctuation (`single_word`)",
-            fix="add it to the tokenizer as a special token without `single_word`",
+            fix="add this token to the tokenizer as a special token without `single_word`",
         )
     return tuple(markers)
 
 
 def _end_between_turns(template: ChatTemplate, marker: re.Pattern[str], header: str, question: str) -> list[str]:
-    """Return the marker that ends a reply before another turn; nothing if it belongs to the header of the next turn."""
+    """Return the marker that ends a reply before another turn, or nothing if it belongs to the next turn's header."""
     turns = [{"role": role, "content": placeholder(n)} for n, role in enumerate(["user", "assistant"] * 2)]
     try:
         text = template.render(turns)
@@ -153,11 +153,11 @@ class RenderedTurns:
     text: str
     anchors: list[Anchor]
     inline_thinking: frozenset[int]
-    """Messages whose `<think>` tags the row itself wrote into the reply."""
+    """Messages in which the `<think>` tags are part of the reply text in the row."""
     only: frozenset[int] | None
-    """Messages that have placeholders; None for all."""
+    """Messages that have placeholders, or None if all messages have them."""
     redacted: str = ""
-    """The same text, character for character, with tool calls redacted: every marker in it is from the template."""
+    """The same text with redacted tool calls, at the same positions. All of its markers come from the template."""
 
     def __post_init__(self) -> None:
         self.redacted = self.text
@@ -166,7 +166,7 @@ class RenderedTurns:
             return
         self.redacted = self._render_redacted(placeholders.with_placeholders(messages, PLAIN, self.only)[0])
         if not placeholders.is_equal_outside_redactions(self.text, self.redacted):
-            raise Rejected("mask_uncertain", "its tool data changes how the template renders it")
+            raise Rejected("mask_uncertain", "the tool data changes how the template renders the conversation")
         for match in placeholders.REDACTED.finditer(self.redacted):
             self.anchors.append(Anchor(*match.span(), placeholders.redacted_message(match[1]), "tool_calls"))
         self.anchors.sort(key=lambda anchor: anchor.start)
@@ -176,18 +176,18 @@ class RenderedTurns:
 
     @cached_property
     def _anchor_indices(self) -> dict[int, list[int]]:
-        """For each rendered message, the indices of its anchors."""
+        """The indices of the anchors of each rendered message."""
         indices: dict[int, list[int]] = defaultdict(list)
         for index, anchor in enumerate(self.anchors):
             indices[anchor.message].append(index)
         return dict(indices)
 
     def is_rendered(self, message: int) -> bool:
-        """Return whether the template renders any text of a message."""
+        """Return True if the template renders any text of a message."""
         return message in self._anchor_indices
 
     def find_span(self, message: int) -> Span:
-        """Return the span of a turn: its text, its tool calls and thinking with their tags, and its end marker."""
+        """Return the span of a turn: its text, tool calls, thinking, tags and end marker."""
         indices = self._anchor_indices[message]
         anchors = [self.anchors[index] for index in indices]
         fields = [anchor.field for anchor in anchors if anchor.field != "tool_calls"]
@@ -202,7 +202,7 @@ class RenderedTurns:
 
     @cached_property
     def _out_of_order(self) -> set[int]:
-        """The replies that are rendered before what they answer; system messages may be anywhere."""
+        """The replies that are rendered before the messages they answer. System messages may be anywhere."""
         messages = self.conversation.messages
         rendered = [index for index in self._anchor_indices if messages[index]["role"] != "system"]
         latest = [-1, *accumulate(rendered, max)]
@@ -220,7 +220,7 @@ class RenderedTurns:
         if not has_thinking and not message.get("tool_calls"):
             space = self.frame.leading_space if message["role"] == "assistant" else ""
             return first.start - len(space) if space and gap.endswith(space) else first.start
-        # The model also writes the tags of its tool calls and thoughts. The text before a plain reply is context.
+        # The model also generates the tags of tool calls and thinking. The text before a plain reply is context.
         header_start = gap.rfind(header) if header else -1
         if has_thinking and header_start >= 0:
             return previous_end + header_start + len(header)
@@ -232,10 +232,10 @@ class RenderedTurns:
         raise Rejected("mask_uncertain", "the start of a turn with thinking or tool calls cannot be found")
 
     def _gap_before_plain_reply(self, index: int) -> str | None:
-        """Return what the template would write before this turn if it were a plain reply."""
+        """Return the text that the template would write before this turn if it were a plain reply."""
         messages, _ = placeholders.with_placeholders(self.conversation.messages, PLAIN, self.only)
         messages[index] = {"role": messages[index]["role"], "content": placeholder(0, SPACED)}
-        # Some templates accept tool results only after tool calls, so the second attempt leaves out what follows.
+        # Some templates accept tool results only after tool calls, so the second attempt omits the following messages.
         for some in (messages, messages[: index + 1]):
             try:
                 before, found, _ = self._render_redacted(some).partition(placeholder(0, SPACED))

@@ -1,7 +1,7 @@
-"""Clean conversations: reject empty or invalid ones, and compute the digests by which duplicates are found.
+"""Clean conversations: reject empty or invalid ones, and compute digests for finding duplicates.
 
-A rejection is a `Rejected` with a reason from the glossary. Duplicates and held-out rows are decided later, over all
-sources together, from the digests.
+A rejection is a `Rejected` with a reason from the glossary. Duplicates and held-out rows are determined later from the
+digests, over all sources together.
 """
 
 import hashlib
@@ -17,14 +17,14 @@ DIGEST_BYTES = 16
 
 
 class Digests(NamedTuple):
-    """Digests of a conversation: `whole` of the exact content, `question` of everything before the last reply."""
+    """The digests of a conversation: `whole` for the exact content, `question` for all text before the last reply."""
 
     whole: bytes
     question: bytes
 
 
 def clean(conversation: Conversation, options: Clean) -> Digests:
-    """Return the digests of a conversation; replace invalid text in place if configured; raise Rejected to drop it."""
+    """Return the digests of a conversation; raise Rejected to drop it. Invalid text is replaced if configured."""
     try:
         whole = digest_whole(conversation)
     except _BadText as bad:
@@ -80,7 +80,7 @@ class _BadText(Exception):
 
 
 def digest_whole(conversation: Conversation) -> bytes:
-    """Return a digest of everything the model sees: equal for equal conversations only."""
+    """Return a digest of everything that the model reads. Only equal conversations have equal digests."""
     pieces: list[bytes] = []
     for text in _texts(conversation):
         try:
@@ -113,7 +113,7 @@ def _texts(conversation: Conversation) -> Iterator[str]:
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    """Yield a value as texts, with the size of each container and the type of each leaf, so that no two are alike."""
+    """Yield a value as texts, with container sizes and leaf types, so that different values give different texts."""
     waiting = [value]
     while waiting:
         node = waiting.pop()

@@ -10,14 +10,14 @@ Message = dict[str, Any]
 
 @dataclass(slots=True)
 class Conversation:
-    """One row after conversion: messages for the template, or plain text without one."""
+    """One row after conversion: messages for the template, or plain text that needs no template."""
 
     messages: list[Message] = field(default_factory=list[Message])
     tools: list[Any] | None = None
     text: str | None = None
-    """Plain text, supervised as a whole; `messages` is empty then."""
+    """Plain text that is supervised as a whole. If it is set, `messages` is empty."""
     learn: list[bool | None] | None = None
-    """For each message, whether its `weight` asks for supervision; None without a `weight`."""
+    """For each message, whether its `weight` requests supervision, or None if it has no `weight`."""
 
 
 def is_object(value: object) -> TypeGuard[dict[str, Any]]:
@@ -31,7 +31,7 @@ def is_list(value: object) -> TypeGuard[list[Any]]:
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any], *, with_keys: bool = False) -> Any:
-    """Return a copy of nested lists and dicts with every other value changed, and the keys too if asked."""
+    """Return a copy of nested lists and dicts in which `change` is applied to all leaves, and optionally to keys."""
     if is_object(value):
         keys = map(change, value) if with_keys else value
         return {key: map_leaves(value[old], change, with_keys=with_keys) for key, old in zip(keys, value, strict=True)}

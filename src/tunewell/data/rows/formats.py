@@ -25,14 +25,14 @@ ROLES = {
     "function": "tool",
     "observation": "tool",
 }
-"""Role names in data sets, and the role that templates know."""
+"""Role names in data sets -> standard role names of templates."""
 
 _KEPT_TEXT_KEYS = ("name", "tool_call_id", "reasoning_content", "thinking", "reasoning")
 _MAX_NESTING_INSIDE = 64
 
 
 def read_turns(turns: list[Any]) -> tuple[list[Message], list[bool | None]]:
-    """Return turns as messages, each with the supervision its `weight` asks for; raise Rejected for an invalid turn."""
+    """Convert turns to messages and their `weight` to supervision flags; raise Rejected for an invalid turn."""
     read = [_message(turn) for turn in turns]
     return [message for message, _ in read], [learn for _, learn in read]
 
@@ -78,7 +78,7 @@ def _weight(turn: dict[str, Any], role: str) -> bool | None:
 
 
 def read_objects(value: Any, name: str) -> list[Any] | None:
-    """Return a list of objects, also from JSON text as in table cells; None if it is missing or empty."""
+    """Return a list of objects, parsed from JSON text if necessary, or None if the value is missing or empty."""
     value = from_json(value)
     if value is None or value == [] or value == "":
         return None
@@ -137,13 +137,13 @@ _Candidate = tuple[str, tuple[str, ...]]
 
 
 def _candidates(row: Mapping[str, Any]) -> list[_Candidate]:
-    """Return the formats whose keys the row has, best first, each with those keys."""
+    """Return the formats that match the keys of the row, best first, each with the matching keys."""
     found: list[_Candidate] = [(name, (key,)) for key, name in _LISTS.items() if key in row]
     found += [(name, keys) for name, keys in _PAIRS.items() if all(key in row for key in keys)]
     questions, answers = ([key for key in keys if key in row] for keys in (_QUESTIONS, _ANSWERS))
     if questions and answers:
         found.append(("question_answer", (*questions, *answers)))
-    if "text" in row and "role" not in row:  # with a role it is one message of a conversation tree
+    if "text" in row and "role" not in row:  # with a role, the row is one message of a conversation tree
         found.append(("text", ("text",)))
     return found
 
@@ -160,7 +160,7 @@ def _choose(candidates: list[_Candidate], row: Mapping[str, Any]) -> str:
 
 
 class Converter:
-    """Converts the rows of one source; remembers the candidate formats for each set of keys."""
+    """A converter for the rows of one source. It caches the candidate formats for each set of keys."""
 
     def __init__(
         self, *, format_name: str = "auto", columns: Mapping[str, str] | None = None, system: str | None = None
@@ -173,7 +173,7 @@ class Converter:
         if unknown is not None:
             raise UserError(
                 f"`{unknown}` in `columns` is not a tunewell field",
-                fix=f"write our name first and yours second, like `question: Frage`; ours are {', '.join(_KNOWN)}",
+                fix=f"write `FIELD: YOUR COLUMN`, like `question: Frage`; the fields are {', '.join(_KNOWN)}",
             )
 
     def convert(self, row: Any) -> tuple[Conversation, str]:
@@ -195,7 +195,7 @@ class Converter:
         return conversation, name
 
     def _detected(self, row: dict[str, Any]) -> str:
-        # The mapped columns decide, whatever other columns there are.
+        # The mapped columns determine the format, whatever other columns exist.
         if self._columns and (mapped := _candidates(self._columns)):
             return _choose(mapped, row)
         keys = tuple(row)
@@ -218,12 +218,12 @@ class Converter:
 def _question_answer(row: dict[str, Any]) -> Conversation:
     question, answer = _first(_QUESTIONS, row), _first(_ANSWERS, row)
     if question is None or answer is None:
-        raise Rejected("not_a_conversation", "no question and answer among its keys")
+        raise Rejected("not_a_conversation", "the row has no question and answer")
     return _asked_and_answered(row, question, answer)
 
 
 def _asked_and_answered(row: dict[str, Any], question: str, answer: str) -> Conversation:
-    """Return one question and one reply; `input` or `context` is appended to the question."""
+    """Return a conversation of one question and one reply; `input` or `context` is appended to the question."""
     _require(row, question, answer)
     asked = read_text(row[question], question)
     for key in _EXTRAS:
@@ -234,7 +234,7 @@ def _asked_and_answered(row: dict[str, Any], question: str, answer: str) -> Conv
 
 
 def _prompt_completion(row: dict[str, Any]) -> Conversation:
-    """Convert prompt and completion, as text or lists of messages; only the completion is supervised."""
+    """Convert a prompt and a completion, each as text or a list of messages. Only the completion is supervised."""
     _require(row, "prompt", "completion")
     prompt, completion = (_turns_or_text(row[key], key) for key in ("prompt", "completion"))
     asked, _ = read_turns(prompt if is_list(prompt) else [{"role": "user", "content": prompt}])
@@ -266,7 +266,7 @@ def _messages(row: dict[str, Any]) -> Conversation:
 def _conversation(
     row: dict[str, Any], turns: list[Message], learn: list[bool | None] | None = None, tools: list[Any] | None = None
 ) -> Conversation:
-    """Add the system message of the row, unless its turns have one."""
+    """Add the system message of the row, unless the turns already contain one."""
     if learn is not None and learn.count(None) == len(learn):
         learn = None
     key = _first(_SYSTEMS, row)
@@ -289,7 +289,7 @@ def _require(row: dict[str, Any], *keys: str) -> None:
 
 
 def _first(names: Iterable[str], row: Mapping[str, Any]) -> str | None:
-    """Return the first name with a value in the row, else the first without a value, else None."""
+    """Return the first name that has a value in the row, else the first that is a key of the row, else None."""
     present = [name for name in names if name in row]
     return next((name for name in present if row[name]), present[0] if present else None)
 

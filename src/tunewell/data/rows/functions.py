@@ -24,7 +24,7 @@ class RowFunction:
     sha256: str
 
     def apply(self, rows: list[Any], numbers: Sequence[int], source: str) -> list[Any]:
-        """Map rows one at a time or in batches; raise UserError if a batch returns another number of rows."""
+        """Map rows one at a time or in batches; raise UserError if the number of rows of a batch changes."""
         step = self.batch or 1
         mapped: list[Any] = []
         for start in range(0, len(rows), step):
@@ -52,7 +52,7 @@ class RowFunction:
         raise UserError(
             f"`{self.name}` got {num_rows} rows and returned {found}",
             where=where,
-            fix="return a list with one entry for each row, None for a row to drop",
+            fix="return a list with one entry for each row, and None for each row to drop",
         )
 
 
@@ -68,7 +68,7 @@ def load_row_function(reference: str, *, batch: int | None, base: Path) -> RowFu
     except (Exception, SystemExit) as error:
         raise UserError(
             f"`{file_name}` cannot be loaded: {_describe(error)}",
-            fix="keep everything it needs in this one file, so that every change is detected"
+            fix="put everything that the function needs into this one file, so that every change is detected"
             if isinstance(error, ImportError)
             else None,
         ) from error
@@ -76,14 +76,15 @@ def load_row_function(reference: str, *, batch: int | None, base: Path) -> RowFu
     if not callable(function):
         found = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise UserError(
-            f"`{file_name}` has no function `{name}`", fix=f"it has {', '.join(found)}" if found else "define it there"
+            f"`{file_name}` has no function `{name}`",
+            fix=f"use one of its functions: {', '.join(found)}" if found else "define the function in this file",
         )
-    # The name is part of the hash: two functions of one file give different rows.
+    # The name is part of the hash, because two functions of one file give different rows.
     return RowFunction(function, reference, batch, sha256_text(name, source.decode("utf-8", "replace")))
 
 
 class _FromText(SourceFileLoader):
-    """Runs exactly the text that was hashed; Python's loader may run an older compiled copy of the file."""
+    """A loader that runs exactly the hashed text. Python's loader may run an outdated compiled copy of the file."""
 
     source = b""
 
@@ -98,7 +99,7 @@ def _run(path: Path, source: bytes) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses look up their module here.
+    # Dataclasses look up their module in `sys.modules`.
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module

@@ -14,30 +14,30 @@ from tunewell.data.rows.conversation import Rejected, is_object
 _MAX_EXACT = float(2**64)
 _CONTAINERS: tuple[type[Any], ...] = (dict, list)
 _MAX_DIGITS = 4300
-"""Python's limit; beyond it parsing an integer takes more than linear time."""
+"""Python's limit on the digits of an integer. Parsing longer integers takes more than linear time."""
 _NOT_SPACE = re.compile(r"[^ \t\r\n]|\Z")
-# Strings are matched as a whole, so that brackets in them do not count; an unterminated one extends to the end.
+# Strings are matched as a whole, so that brackets inside them do not count. An unterminated string extends to the end.
 _BRACKET = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
 
 
 def parse_row(line: bytes, *, max_nesting: int) -> Any:
     """Parse a row or raise Rejected with `unparsable`, `bad_text` or `too_large`.
 
-    orjson parses nearly all rows. Rows that it rejects or might change silently are parsed again by the slower parser
-    of the standard library. Lone surrogates and NULs are passed through; cleaning decides about them.
+    orjson parses nearly all rows. Rows that orjson rejects or might change silently are parsed again by the slower
+    parser of the standard library. Lone surrogates and NULs are not changed here; the cleaning step handles them.
     """
     try:
         value = orjson.loads(line)
     except orjson.JSONDecodeError:
         return _parse_slowly(line, max_nesting)
-    # orjson drops duplicate keys silently; the number of quotes shows it.
+    # orjson silently drops duplicate keys; the number of quotes shows whether this happened.
     has_duplicate = b"\\u0022" in line or orjson.dumps(value).count(b'"') != line.count(b'"')
     has_huge_number = check_nesting(value, max_nesting)
     return _parse_slowly(line, max_nesting) if has_duplicate or has_huge_number else value
 
 
 def parse_values(data: bytes, *, max_nesting: int) -> list[Any]:
-    """Parse one JSON value, or several that follow one another; raise Rejected as `parse_row` does."""
+    """Parse one JSON value or several consecutive ones; raise Rejected like `parse_row`."""
     try:
         return [parse_row(data, max_nesting=max_nesting)]
     except Rejected as rejected:
@@ -56,7 +56,7 @@ def parse_values(data: bytes, *, max_nesting: int) -> list[Any]:
 
 
 def check_nesting(value: Any, max_nesting: int) -> bool:
-    """Raise Rejected if a value is nested too deep; return True if it has a number over 64 bits (orjson rounds it)."""
+    """Raise Rejected if a value is nested too deeply; return True if orjson may have rounded a large integer."""
     level: list[Any] = [[value]]
     depth, has_huge = -1, False
     while level:
@@ -76,7 +76,7 @@ def check_nesting(value: Any, max_nesting: int) -> bool:
 
 
 def text_of(line: bytes) -> str:
-    """Decode UTF-8; invalid bytes become lone surrogates, which cleaning finds."""
+    """Decode UTF-8. Invalid bytes become lone surrogates, which the cleaning step detects."""
     for errors in ("strict", "surrogatepass"):
         try:
             return line.decode("utf-8", errors)
@@ -88,7 +88,7 @@ def text_of(line: bytes) -> str:
 def _parse_slowly(line: bytes, max_nesting: int) -> Any:
     if _nests_deeper(line, max_nesting):
         raise _too_deep(max_nesting)
-    line = line.removeprefix(codecs.BOM_UTF8)  # from joined files with a byte order mark each
+    line = line.removeprefix(codecs.BOM_UTF8)  # from concatenated files with byte order marks
     text = text_of(line)
     try:
         return _loads(text)
@@ -110,7 +110,7 @@ def _loads(text: str, *, is_strict: bool = True) -> Any:
     try:
         return _decoder(is_strict).decode(text)
     except RecursionError as error:
-        raise Rejected("too_large", "nested too deep") from error
+        raise Rejected("too_large", "nested too deeply") from error
 
 
 def _decoder(is_strict: bool = True) -> json.JSONDecoder:

@@ -1,4 +1,4 @@
-"""Every use of pyarrow: rows of Parquet and Arrow files, zstd streams, and numpy arrays in the files of a corpus."""
+"""All code that uses pyarrow: rows of Parquet and Arrow files, zstd streams, and the numpy arrays of a corpus."""
 
 # pyright: basic
 # pyarrow has no type stubs. The functions of this module return numpy arrays and plain Python values.
@@ -19,7 +19,7 @@ from tunewell.data.rows.json_rows import text_of
 from tunewell.data.sources.base import SourceFile
 
 Lists = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]
-"""Lists of numbers: the offset of each in all values, one more offset at the end, and the values."""
+"""Lists of numbers as (offsets, values): one offset per list, and a final offset at the end."""
 _BATCH_ROWS = 1024
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
@@ -36,7 +36,7 @@ def parquet_rows(file: SourceFile) -> Iterator[Any]:
 
 
 def count_parquet_rows(file: SourceFile) -> int:
-    """Return the number of rows that the footer of a Parquet file states."""
+    """Return the number of rows according to the footer of a Parquet file."""
     with file.open() as stream:
         return pq.read_metadata(stream).num_rows
 
@@ -58,10 +58,10 @@ def _arrow_batches(stream: BinaryIO) -> Iterator[pa.RecordBatch]:
         whole = pa.ipc.open_file(stream)
         yield from (whole.get_batch(index) for index in range(whole.num_record_batches))
         return
-    # A stream that was cut between two batches reads like a shorter one; only its last bytes show the cut.
+    # A stream that was truncated between two batches looks like a shorter one; only its last bytes show the truncation.
     stream.seek(max(0, stream.seek(0, os.SEEK_END) - len(_STREAM_END)))
     if stream.read() != _STREAM_END:
-        raise pa.ArrowInvalid("its end is missing")
+        raise pa.ArrowInvalid("the end of the file is missing")
     stream.seek(0)
     yield from pa.ipc.open_stream(stream)
 
@@ -76,14 +76,14 @@ def _damaged(file: SourceFile, kind: str, error: Exception) -> Exception:
     if isinstance(error, OSError) and error.errno is not None:
         return error
     text = str(error).partition("\n")[0].rstrip(". ")
-    return UserError(f"`{file.name}` is not a complete {kind} file: {text}", fix="copy or download it again")
+    return UserError(f"`{file.name}` is not a complete {kind} file: {text}", fix="copy or download the file again")
 
 
 def _batch_rows(batch: pa.RecordBatch) -> Iterator[Any]:
-    """Yield rows as JSON would have them: nested fields that Arrow filled with null are removed."""
+    """Yield rows as they would be in JSON: nested fields that Arrow filled with null are removed."""
     nested = [field.name for field in batch.schema if pa.types.is_nested(field.type)]
     try:
-        # Without this, wrong lengths in a damaged file are read beyond its end, which kills the process.
+        # Wrong lengths in a damaged file would otherwise cause reads beyond its end, which crash the process.
         batch.validate(full=True)
         rows: list[Any] = batch.to_pylist()
     except (ValueError, OverflowError):  # invalid UTF-8, or a date outside the calendar
@@ -96,7 +96,7 @@ def _batch_rows(batch: pa.RecordBatch) -> Iterator[Any]:
 
 
 def _rows_one_by_one(batch: pa.RecordBatch) -> Iterator[Any]:
-    """Read texts as bytes, so that one invalid text costs one row and not the file."""
+    """Read texts as bytes, so that an invalid text drops only its row and not the whole file."""
     columns = [column.view(_as_bytes(column.type)) for column in batch.columns]
     bare = pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
     bare.validate(full=True)
@@ -130,13 +130,13 @@ def _without_nulls(value: Any) -> Any:
 
 
 def decompress_zstd(stored: BinaryIO) -> IO[bytes]:
-    """Return a stream of the decompressed bytes, which fails if the file is truncated."""
-    # Not the zstandard package: its reader accepts a truncated file as complete.
+    """Return a stream of the decompressed bytes. Reading raises an error if the file is truncated."""
+    # The zstandard package is not used, because its reader accepts a truncated file as complete.
     return cast(IO[bytes], pa.input_stream(stored, compression="zstd"))
 
 
 def write_lists(path: Path, batches: Iterable[Mapping[str, Lists]], names: Iterable[str]) -> None:
-    """Write batches of columns of lists as an Arrow stream, as `datasets` does."""
+    """Write batches of list columns as an Arrow stream, as `datasets` does."""
     schema = pa.schema([(name, pa.list_(pa.int32())) for name in names])
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
         for batch in batches:
@@ -154,7 +154,7 @@ def read_lists(path: Path, *, in_memory: bool) -> list[dict[str, Lists]]:
 
 
 def write_columns(path: Path, columns: Mapping[str, npt.NDArray[np.integer[Any]]]) -> None:
-    """Write arrays as an Arrow file of one batch, so that a reader can memory-map each column."""
+    """Write arrays as an Arrow file with one batch, so that a reader can memory-map each column."""
     batch = pa.record_batch([_to_arrow(column) for column in columns.values()], names=list(columns))
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as file:
         file.write_batch(batch)
@@ -168,11 +168,11 @@ def read_columns(path: Path, *, in_memory: bool) -> dict[str, npt.NDArray[Any]]:
 
 
 def _source(path: Path, in_memory: bool) -> Any:
-    """Open a file; the pages of a memory-mapped one are read on access and dropped when memory is short."""
+    """Open a file. If it is memory-mapped, pages are read on access and evicted when memory is low."""
     return pa.BufferReader(path.read_bytes()) if in_memory else pa.memory_map(str(path))
 
 
-# Without a copy. pyarrow's own conversions import pandas, which takes half a second.
+# Convert without a copy. pyarrow's own conversions import pandas, which takes half a second.
 
 
 def _to_arrow(values: npt.NDArray[np.integer[Any]]) -> pa.Array:

@@ -23,14 +23,14 @@ class Source(Protocol):
 
     @property
     def name(self) -> str:
-        """Name in ledgers, documents and errors, with the file extension; the same on every machine."""
+        """The name in ledgers, documents and errors, with the file extension. It is the same on every machine."""
         ...
 
     @classmethod
     def find(cls, path: str, *, base: Path) -> Sequence["Source"]:
-        """Return the files behind a path, folder or pattern, in a stable order; raise UserError if there are none.
+        """Return the files of a path, folder or pattern in a stable order; raise UserError if there are no files.
 
-        `base` is the folder of the config, from which relative paths start.
+        Relative paths are resolved from `base`, the folder of the config.
         """
         ...
 
@@ -43,7 +43,7 @@ class Source(Protocol):
         ...
 
     def stamp(self) -> str:
-        """Return a text that changes when the file is written to: a time, a version, an ETag."""
+        """Return a text that changes when the file is modified: a time, a version or an ETag."""
         ...
 
 
@@ -76,11 +76,11 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of rows: where to open it and how to read it."""
+    """One file of rows, with its source, format and compression."""
 
     source: Source
     name: str
-    """Name in ledgers, documents and errors: relative to the config, never absolute."""
+    """The name in ledgers, documents and errors, relative to the config and never absolute."""
     format: str
     compression: str | None = None
 
@@ -95,7 +95,7 @@ class SourceFile:
 
 
 def split_limit(path: str) -> tuple[str, int | None]:
-    """Split `rows.jsonl#500` into the path and the limit; a `#` in the name of an existing file is part of the name."""
+    """Split `rows.jsonl#500` into path and limit. A `#` in the name of an existing file is part of the name."""
     head, mark, tail = path.rpartition("#")
     if mark and tail.isdigit() and not Path(path).exists():
         return head, int(tail)
@@ -103,7 +103,7 @@ def split_limit(path: str) -> tuple[str, int | None]:
 
 
 def find_files(path: str, *, base: Path) -> list[SourceFile]:
-    """Return the files behind one entry of `data.sources` in a stable order; raise UserError if there are none."""
+    """Return the files of one entry of `data.sources` in a stable order; raise UserError if there are no files."""
     url = _SCHEME.match(path)
     scheme = url[1].lower() if url else LOCAL
     if scheme not in SOURCES.names():
@@ -117,7 +117,7 @@ def find_files(path: str, *, base: Path) -> list[SourceFile]:
 
 
 def detect_format(name: str) -> tuple[str | None, str | None]:
-    """Return the format and the compression that a file name stands for; (None, ...) if the extension is unknown."""
+    """Return the format and the compression of a file name; the format is None if the extension is unknown."""
     path = PurePosixPath(name)
     compression = COMPRESSIONS.get(path.suffix.lower())
     stem = path.with_suffix("") if compression else path
@@ -132,7 +132,7 @@ def _source_file(source: Source) -> SourceFile:
             f"`{name}`: Excel files cannot be read", fix="in Excel: File > Save As > CSV UTF-8; then use that file"
         )
     if file_format is None:
-        raise UserError(f"`{name}` has no known file extension", fix=f"rename or convert it to one of {READABLE}")
+        raise UserError(f"`{name}` has no known file extension", fix=f"rename or convert the file: {READABLE}")
     if compression and file_format in ("parquet", "arrow"):
-        raise UserError(f"`{name}` is compressed twice", fix="decompress it: Parquet and Arrow compress inside")
+        raise UserError(f"`{name}` is compressed twice", fix="decompress it: Parquet and Arrow compress internally")
     return SourceFile(source, source.name, file_format, compression)

@@ -1,7 +1,7 @@
 """Read a row file in blocks that are identified by a hash of their content.
 
-A block is the unit of tokenising and caching. Its boundaries depend only on the rows around them (content-defined
-chunking), so a row added in the middle of a file changes one block and not all that follow.
+A block is the unit of tokenising and caching. Block boundaries depend only on nearby rows (content-defined chunking),
+so a row added in the middle of a file changes one block and not all following blocks.
 """
 
 import hashlib
@@ -21,17 +21,17 @@ from tunewell.data.sources.records import read_records, too_large
 
 _MIN_ROWS, _MAX_ROWS, _MAX_BYTES = 512, 4096, 4 << 20
 _CUT_MASK = 0x3FF
-"""A row whose checksum ends in ten zero bits ends a block: one in 1,024, after the first 512."""
+"""A row whose checksum ends in ten zero bits ends a block: one in 1,024 rows, after the first 512."""
 
 
 @dataclass
 class Block:
-    """Consecutive rows of one file; JSON stays unparsed until it is needed."""
+    """Consecutive rows of one file. JSON is not parsed until it is needed."""
 
     numbers: list[int] = field(default_factory=list[int])
-    """1-based line number in a `.jsonl` or `.txt` file, else record number. Blank lines count but are not rows."""
+    """Line numbers in a `.jsonl` or `.txt` file, else record numbers, from 1. Blank lines count, but are not rows."""
     items: list[Any] = field(default_factory=list[Any])
-    """JSON as bytes, other records parsed, or `Rejected` if reading failed."""
+    """JSON rows as bytes, other rows parsed, and `Rejected` for rows that could not be read."""
     digest: str = ""
     num_bytes: int = 0
 
@@ -91,7 +91,7 @@ def _numbered_records(file: SourceFile, options: ReadOptions) -> Iterator[tuple[
         if isinstance(record, Rejected):
             yield number, *_rejected(record)
             continue
-        # repr, not JSON: 1 and "1", a date and its text, NaN and null differ for the `map` function.
+        # repr is used instead of JSON, because 1 and "1", a date and its text, NaN and null differ for `map` functions.
         raw = record if isinstance(record, bytes) else repr(record).encode("utf-8", "surrogatepass")
         if len(raw) > options.max_row_bytes:
             yield number, *_rejected(too_large(len(raw), options.max_row_bytes))
@@ -100,11 +100,11 @@ def _numbered_records(file: SourceFile, options: ReadOptions) -> Iterator[tuple[
 
 
 def _rejected(rejected: Rejected) -> tuple[Rejected, bytes]:
-    return rejected, b"\n" + str(rejected).encode("utf-8", "surrogatepass")  # no line of a file begins with a line feed
+    return rejected, b"\n" + str(rejected).encode("utf-8", "surrogatepass")  # no line begins with a line feed
 
 
 def _with_detected_format(file: SourceFile, options: ReadOptions) -> SourceFile:
-    """Correct the format by the content: many `.json` files have one object per line, some `.jsonl` are one list."""
+    """Detect the format from the content: many `.json` files have one object per line; some `.jsonl` are one list."""
     if file.format not in ("json", "jsonl"):
         return file
     encoding = detect_encoding(file, options.encoding)

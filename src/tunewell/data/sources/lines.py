@@ -12,14 +12,14 @@ from tunewell.data.sources.arrow import decompress_zstd
 from tunewell.data.sources.base import SourceFile
 
 _BLOCK_BYTES = 1 << 20
-_BOMS = (  # UTF-32 first: its little-endian mark begins with that of UTF-16
+_BOMS = (  # UTF-32 first, because its little-endian mark begins with that of UTF-16
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-# Which of a file's first four bytes are zero, when it begins with two ASCII characters and has no mark.
+# Which of the first four bytes are zero in a file that begins with two ASCII characters and has no byte order mark.
 _ZEROS: dict[tuple[bool, ...], str] = {
     (False, True, True, True): "utf-32-le",
     (True, True, True, False): "utf-32-be",
@@ -29,19 +29,19 @@ _ZEROS: dict[tuple[bool, ...], str] = {
 
 
 def _escape(error: UnicodeError) -> tuple[str, int]:
-    """Decode an invalid byte as a lone surrogate, which cleaning finds."""
+    """Decode an invalid byte as a lone surrogate, which the cleaning step detects."""
     if not isinstance(error, UnicodeDecodeError):
         raise error
     return chr(0xDC00 | 0x80 | error.object[error.start]), error.end
 
 
-# Python's `surrogateescape` does this for ASCII-based encodings only, not for UTF-16 and UTF-32.
+# Python's `surrogateescape` works only for ASCII-based encodings, not for UTF-16 and UTF-32.
 codecs.register_error("tunewell-escape", _escape)
 
 
 @dataclass(frozen=True)
 class TooLong:
-    """A line over the size limit; its text is not kept."""
+    """A line that exceeds the size limit. Its text is not stored."""
 
     num_bytes: int
 
@@ -57,7 +57,7 @@ def read_bytes(file: SourceFile) -> Iterator[bytes]:
         if file.compression is None or (isinstance(error, OSError) and error.errno is not None):
             raise
         raise UserError(
-            f"`{file.name}` cannot be decompressed: {error}", fix="it may be truncated; copy or download it again"
+            f"`{file.name}` cannot be decompressed: {error}", fix="the file may be truncated; copy or download it again"
         ) from error
 
 
@@ -70,7 +70,7 @@ def _decompress(stored: BinaryIO, compression: str | None) -> IO[bytes]:
 
 
 def detect_encoding(file: SourceFile, configured: str) -> str:
-    """Return the configured encoding, or the one that the first bytes indicate, or UTF-8."""
+    """Return the configured encoding, or else the one indicated by the first bytes, or else UTF-8."""
     if configured != "auto":
         try:
             return codecs.lookup(configured).name
@@ -79,13 +79,13 @@ def detect_encoding(file: SourceFile, configured: str) -> str:
     start = next(read_bytes(file), b"")
     marked = next((name for mark, name in _BOMS if start.startswith(mark)), None)
     found = marked or _ZEROS.get(tuple(byte == 0 for byte in start[:4]), "utf-8")
-    # Some shells append UTF-8 to a file whose first line is UTF-16: read as UTF-16, all its rows would become one.
+    # Some shells append UTF-8 to a file whose first line is UTF-16. Decoded as UTF-16, all rows would become one row.
     is_mixed = file.format != "txt" and b"\0" not in start[-len(start) // 4 :]
     return "utf-8" if is_mixed else found
 
 
 def read_utf8(file: SourceFile, encoding: str) -> Iterator[bytes]:
-    """Yield the text of a file in blocks of UTF-8 without byte order mark; invalid bytes become invalid UTF-8."""
+    """Yield the text of a file in blocks of UTF-8 without a byte order mark; invalid bytes become invalid UTF-8."""
     blocks = read_bytes(file)
     if encoding not in ("utf-8", "utf-8-sig"):
         texts = codecs.iterdecode(blocks, encoding, errors="tunewell-escape")
@@ -97,7 +97,7 @@ def read_utf8(file: SourceFile, encoding: str) -> Iterator[bytes]:
 def read_lines(
     file: SourceFile, *, encoding: str, max_bytes: int, keep_ends: bool = False
 ) -> Iterator[bytes | TooLong]:
-    """Yield each line as UTF-8 with invalid bytes passed through; a line over `max_bytes` is yielded as `TooLong`."""
+    """Yield each line as UTF-8, with invalid bytes unchanged; a line over `max_bytes` is yielded as `TooLong`."""
     return split_lines(read_utf8(file, encoding), max_bytes=max_bytes, keep_ends=keep_ends)
 
 

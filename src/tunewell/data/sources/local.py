@@ -24,7 +24,7 @@ class LocalFile:
 
     @classmethod
     def find(cls, path: str, *, base: Path) -> list["LocalFile"]:
-        """Return the files behind a path, folder or glob in a stable order; raise UserError if there are none."""
+        """Return the files of a path, folder or glob in a stable order; raise UserError if there are no files."""
         path = path.removeprefix("file://")
         full = base / Path(path).expanduser()
         if full.is_file():
@@ -57,13 +57,13 @@ class LocalFile:
         return self.path.stat().st_size
 
     def stamp(self) -> str:
-        """Return the size and the time of the last change."""
+        """Return the size and the time of the last modification."""
         stat = self.path.stat()
         return f"{stat.st_size} {stat.st_mtime_ns}"
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """Return the readable files below a folder; a saved dataset below it counts as a whole."""
+    """Return the readable files below a folder. A saved dataset below it is treated as a whole."""
     saved = _saved_dataset(folder)
     if saved is not None:
         return saved
@@ -79,7 +79,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _files_matching(pattern: str, base: Path) -> list[Path]:
-    """Expand a glob to files; a matching folder counts only if it is a saved dataset."""
+    """Expand a glob to files. A matching folder is used only if it is a saved dataset."""
     pattern = str(Path(pattern).expanduser())
     # Path.glob rejects absolute patterns; joining base and pattern fails if the name of base contains brackets.
     found = [base / name for name in sorted(globbing.glob(pattern, root_dir=base, recursive=True))]  # noqa: PTH207
@@ -101,12 +101,12 @@ def _suggest_names(missing: Path) -> str:
 
 
 def _is_corpus(folder: Path) -> bool:
-    """Return True for a folder that `prepare` wrote: its files must not become rows of the next run."""
+    """Return True for the output folder of `prepare`. Its files must not become rows of the next run."""
     return all((folder / name).is_file() for name in ("manifest.json", "dropped.jsonl", _SPLITS))
 
 
 def _saved_dataset(folder: Path) -> list[Path] | None:
-    """Return the files of `datasets.save_to_disk` in its order, only of the split `train`; None for other folders."""
+    """Return the files of the split `train` in a saved dataset, in its order, or None if it is another folder."""
     if (folder / _SPLITS).is_file():
         splits = [str(split) for split in _read_listing(folder / _SPLITS, "splits")]
         if "train" not in splits:

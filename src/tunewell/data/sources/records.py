@@ -15,9 +15,9 @@ from tunewell.data.sources.base import SourceFile
 from tunewell.data.sources.lines import TooLong, detect_encoding, read_lines, read_utf8
 
 MAX_JSON_BYTES = 512 << 20
-"""Parsing takes about eight times the size of the file in memory."""
+"""Maximum size of a `.json` file. Parsing takes about eight times as much memory."""
 _MAX_NESTING = 900
-"""Below orjson's own limit of 1,024. Rows have a lower limit, which costs one row."""
+"""Maximum nesting of a file, below orjson's limit of 1,024. Rows have a lower limit, which drops only the row."""
 _CONVERSATION_KEYS = frozenset({"messages", "conversations", "conversation"})
 
 
@@ -25,21 +25,21 @@ def read_json_rows(file: SourceFile, *, encoding: str) -> list[Any]:
     """Return the rows of a JSON file; raise UserError for a file that is too large or not valid JSON."""
     data = _read_whole(file, encoding)
     if not data.strip():
-        raise UserError(f"`{file.name}` is empty", fix="it should contain a list of rows: `[{...}, {...}]`")
+        raise UserError(f"`{file.name}` is empty", fix="the file should contain a list of rows: `[{...}, {...}]`")
     try:
         values = parse_values(data, max_nesting=_MAX_NESTING)
     except Rejected as rejected:
         raise UserError(
             f"`{file.name}` is not valid JSON",
             where=rejected.detail,
-            fix="correct it there; or convert the file to `.jsonl`, where a broken line costs one row",
+            fix="correct the file, or convert it to `.jsonl`, in which an invalid line drops only one row",
         ) from rejected
     if len(values) == 1:
         return _find_rows(values[0])
     if any(is_list(value) for value in values):
         raise UserError(
             f"`{file.name}` continues after the end of its list",
-            fix="put all rows into one list, or one on each line of a `.jsonl` file",
+            fix="put all rows into one list, or each row on one line of a `.jsonl` file",
         )
     return values
 
@@ -52,7 +52,7 @@ def _read_whole(file: SourceFile, encoding: str) -> bytes:
         if num_bytes > MAX_JSON_BYTES:
             raise UserError(
                 f"`{file.name}` is larger than {size_bytes(MAX_JSON_BYTES)}, the limit for `.json` files",
-                fix="convert it to .jsonl, which has no limit: `jq -c '.[]' rows.json > rows.jsonl`",
+                fix="convert the file to .jsonl, which has no limit: `jq -c '.[]' rows.json > rows.jsonl`",
             )
         blocks.append(block)
     return b"".join(blocks)
@@ -77,7 +77,7 @@ Record = Any
 
 
 def read_records(file: SourceFile, *, text_rows: str, encoding: str, max_bytes: int) -> Iterator[tuple[int, Record]]:
-    """Yield each record, or `Rejected`, with its number from 1; rows of a `.txt` file have that of their first line."""
+    """Yield each record, or `Rejected`, with its number from 1; in a `.txt` file, the number of its first line."""
     if file.format == "parquet":
         return enumerate(parquet_rows(file), start=1)
     if file.format == "arrow":
@@ -101,7 +101,7 @@ class _RecordTooLarge(Exception):
 
 
 class _CsvLines:
-    """Passes lines to the csv module and stops it when a record exceeds the size limit."""
+    """An iterator that passes lines to the csv module and stops it when a record exceeds the size limit."""
 
     def __init__(self, file: SourceFile, encoding: str, max_bytes: int) -> None:
         self._lines = read_lines(file, encoding=encoding, max_bytes=max_bytes, keep_ends=True)
@@ -124,14 +124,14 @@ class _CsvLines:
                 self.num_lines += 1
             if self._num_bytes > self._max_bytes or isinstance(line, TooLong):
                 raise _RecordTooLarge(self._num_bytes)
-            # Some files end lines with a bare `\r`; inside quotes the csv module joins the parts again.
+            # Some files end lines with a bare `\r`. Inside quotes, the csv module joins the parts again.
             self._waiting = re.split(r"(?<=\r)(?!\n)", text_of(line)) if b"\r" in line[:-2] else [text_of(line)]
         self.num_lines += 1
         return self._waiting.pop(0)
 
 
 def _csv_rows(file: SourceFile, encoding: str, max_bytes: int) -> Iterator[Record]:
-    # The limit of the csv module is global to the process and lower than ours.
+    # The field limit of the csv module is global to the process and lower than the configured row limit.
     csv.field_size_limit(max(max_bytes, csv.field_size_limit()))
     lines = _CsvLines(file, encoding, max_bytes)
     reader, names = _csv_head(file, lines)
@@ -169,7 +169,7 @@ def _csv_head(file: SourceFile, lines: _CsvLines) -> tuple[Iterator[list[str]], 
     if not any(names) or len(set(names)) != len(names):
         raise UserError(
             f"the first line of `{file.name}` must name its columns, without duplicates",
-            where=f"it reads {head.strip()[:80]!r}" if head.strip() else "it is empty",
+            where=f"the first line is {head.strip()[:80]!r}" if head.strip() else "the first line is empty",
         )
     return reader, names
 

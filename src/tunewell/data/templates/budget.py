@@ -13,9 +13,9 @@ from jinja2.runtime import LoopContext
 from jinja2.utils import Namespace
 
 CHECK_EVERY_BYTES = 16_384
-"""How often the clock is read; a short conversation charges less than this."""
+"""The clock is read after this many charged bytes. A short conversation charges less."""
 MAX_NESTING = 200
-"""Containers inside containers: hashing nested tuples recurses in C without a check."""
+"""Maximum nesting of containers. Hashing nested tuples recurses in C without a depth check."""
 
 _SCALARS = frozenset((str, int, float, bool, NoneType))
 _DICT: type[Any] = dict
@@ -24,7 +24,7 @@ _LISTS: tuple[type[Any], ...] = (list, tuple, *map(type, (_DICT().keys(), _DICT(
 
 
 class TemplateFailed(Exception):
-    """A template refused its input or cannot be rendered; `reason` says why."""
+    """Raised if a template rejects its input or cannot be rendered; `reason` describes the cause."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -32,15 +32,15 @@ class TemplateFailed(Exception):
 
 
 class TemplateLimit(TemplateFailed):
-    """A template exceeded its time, memory, size or recursion limit."""
+    """Raised if a template exceeds its time, memory, size or recursion limit."""
 
 
 class Budget:
-    """Count what one rendering uses, and stop it at its limits.
+    """The resource limits of one rendering. Exceeding a limit stops the rendering.
 
-    - No text, and no container written out in full, has more than `max_chars` characters.
-    - All values that a rendering creates have about 36 MB, plus nine bytes for each of `max_chars`, at most.
-    - The processor time of this thread is limited. Waiting for a busy machine does not count.
+    - A text, or a container written out in full, has at most `max_chars` characters.
+    - All values that a rendering creates take at most about 36 MB, plus nine bytes per character of `max_chars`.
+    - The processor time of this thread is limited. Waiting on a busy machine does not count.
     """
 
     def start(self, *, max_chars: int, max_seconds: float) -> None:
@@ -51,7 +51,7 @@ class Budget:
         self._deadline = 0.0
 
     def charge(self, num_bytes: int, value: Any = None) -> Any:
-        """Take bytes from the budget, and return `value`. A slow step charges in proportion to its time."""
+        """Charge bytes to the budget and return `value`. Slow operations charge in proportion to their time."""
         self._bytes_left -= num_bytes
         if self._bytes_left < self._next_check:
             self._check_limits()
@@ -59,7 +59,7 @@ class Budget:
 
     def _check_limits(self) -> None:
         if self._bytes_left < 0:
-            raise TemplateLimit("the template creates too many values: it uses up the memory of a rendering")
+            raise TemplateLimit("the template creates too many values and exceeds the memory limit of a rendering")
         now = time.thread_time()
         self._deadline = self._deadline or now + self.max_seconds
         if now > self._deadline:
@@ -67,13 +67,13 @@ class Budget:
         self._next_check = self._bytes_left - CHECK_EVERY_BYTES
 
     def require_chars(self, num_chars: int) -> None:
-        """Refuse a value of more than `max_chars` characters."""
+        """Raise TemplateLimit for a value of more than `max_chars` characters."""
         if num_chars > self.max_chars:
             raise TemplateLimit(f"the template creates a value of more than {self.max_chars:,} characters")
 
     def measure(self, value: Any) -> int:
-        """Return the characters of a value written out in full, where shared parts count each time they appear."""
-        # `x = [x, x]` thirty times over is thirty small lists, but a billion characters to print, compare or hash.
+        """Return the number of characters of a value written out in full; shared parts count each time they appear."""
+        # After thirty times `x = [x, x]`, x has thirty small lists, but a billion characters to print, compare or hash.
         num_chars, level = 0, [value]
         for _ in range(MAX_NESTING):
             below: list[Any] = []
@@ -101,7 +101,7 @@ class Budget:
         raise TemplateLimit(f"the template nests values more than {MAX_NESTING} levels deep")
 
     def admit(self, value: Any) -> Any:
-        """Return a value that is small enough to be printed, compared, hashed or passed on; check iterators lazily."""
+        """Check that a value is small enough to print, compare, hash or pass on; iterators are checked lazily."""
         if type(value) not in _SCALARS:
             if is_iterator(value):
                 return (self.charge(64 + sys.getsizeof(item), self.admit(item)) for item in value)
@@ -109,18 +109,18 @@ class Budget:
         return value
 
     def admit_items(self, value: Any) -> Any:
-        """Return a value that is small enough to be iterated over; text and ranges create an object for each item."""
+        """Check that a value is small enough to iterate over; text and ranges create an object for each item."""
         if isinstance(value, str | range):
             self.charge(80 * len(value))
         return self.admit(value)
 
     def admit_container(self, value: Any) -> Any:
-        """Return a value that is small enough for `x in value`; a dict costs the same whatever its size."""
+        """Check that a value is small enough for `x in value`; a dict costs the same at any size."""
         self.charge(16 if type(value) is _DICT or not hasattr(value, "__len__") else 16 + len(value))
         return value if type(value) is _DICT else self.admit(value)
 
     def created(self, value: Any, item_bytes: int = 0) -> Any:
-        """Charge a new value and return it; an iterator becomes one that charges each item."""
+        """Charge a new value and return it; an iterator is wrapped so that it charges each item."""
         if isinstance(value, str):
             self.require_chars(len(value))
         elif type(value) is _LIST:
@@ -137,7 +137,7 @@ def is_iterator(value: object) -> TypeGuard[Iterator[Any]]:
 
 
 class TemplateNamespace(Namespace):
-    """The global `namespace`: refuses names that start with an underscore, and can be measured."""
+    """The global `namespace`. It rejects names that start with an underscore, and its size can be measured."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # without `self`, so that `namespace(self=...)` works
         Namespace.__init__(args[0])
@@ -146,8 +146,8 @@ class TemplateNamespace(Namespace):
             args[0][name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:
-        # `namespace({1: 2})` has other keys than the type of the base class says.
+        # `namespace({1: 2})` has keys that are not text, unlike the type in the base class.
         if isinstance(name, str) and name.startswith("_"):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise SecurityError(f"a namespace cannot hold {name!r}: names must not start with an underscore")
+            raise SecurityError(f"a namespace cannot contain {name!r}: names must not start with an underscore")
         object.__getattribute__(self, "contents")[name] = value
         super().__setitem__(name, value)

@@ -27,7 +27,7 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 class _NotPlain(Exception):
-    """A value is not text, a number, a list or a dict."""
+    """Raised for a value that is not text, a number, a list or a dict."""
 
 
 def to_template_data(messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[Any, Any, int]:
@@ -57,7 +57,7 @@ def _with_reasoning(message: Message) -> Message:
 
 
 def _plain_size(value: Any) -> int:
-    """Return the characters of plain data, which needs no copy; raise `_NotPlain` for other values."""
+    """Return the number of characters of plain data, which needs no copy; raise `_NotPlain` for other values."""
     kind = type(cast(object, value))
     if kind is str:
         return len(value)
@@ -75,7 +75,7 @@ def _plain_size(value: Any) -> int:
 
 
 def plain_data(value: Any) -> Any:
-    """Return a copy of text, numbers, lists and dicts only, so that templates reach no methods of other objects."""
+    """Return a copy that has only text, numbers, lists and dicts, so that templates cannot call other methods."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):
@@ -110,14 +110,14 @@ SIZE_LIMIT_CHARS = 4_000_000
 
 _RESERVED = ("messages", "tools", "add_generation_prompt")
 _TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError)
-"""Errors that a template expression can raise besides those of Jinja."""
+"""Errors that a template expression can raise in addition to those of Jinja."""
 
 
 class ChatTemplate:
     """A compiled template with its special tokens, arguments and date.
 
-    `strftime_now` always returns midnight of `date`. A rendering gets `time_limit_seconds` of processor time, and no
-    text may exceed `size_limit_chars` plus four times the input. A template can be used by several threads at once.
+    `strftime_now` always returns midnight of `date`. A rendering may take `time_limit_seconds` of processor time, and a
+    text may have `size_limit_chars` plus four times the input. Several threads can use a template at the same time.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class ChatTemplate:
         except (TemplateError, *_TEMPLATE_ERRORS, SyntaxError) as error:
             raise TemplateFailed(f"the template does not compile: {error}") from error
         self.variables = frozenset(meta.find_undeclared_variables(parsed))
-        """Undeclared variables of the template: `messages`, `bos_token` and so on."""
+        """Undeclared variables of the template: `messages`, `bos_token` and others."""
         self.uses_clock = any(name.name == "strftime_now" for name in parsed.find_all(nodes.Name))
 
     @cached_property
@@ -165,7 +165,7 @@ class ChatTemplate:
 
     @cached_property
     def sha256(self) -> str:
-        """The hash of everything except the conversation that the rendered text depends on."""
+        """The hash of everything that affects the rendered text, except the conversation."""
         seen = {
             "source": self.source,
             "date": self.date if self.uses_clock else None,
@@ -177,7 +177,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
     ) -> str:
-        """Return the text of a conversation; raise `TemplateFailed` if the template refuses it."""
+        """Return the text of a conversation; raise `TemplateFailed` if the template rejects it."""
         try:
             thread_template = self._threads.template
         except AttributeError:
@@ -235,7 +235,7 @@ def builtin_template(name: str) -> str:
 def required_markers(
     template: ChatTemplate | str, special_tokens: Mapping[str, str] = MappingProxyType({})
 ) -> list[str]:
-    """Return the markers that must be single tokens for a template to work, in the order of their appearance.
+    """Return the markers that must be single tokens for a template to work, in order of appearance.
 
     A comment at the start of the template, `{#- markers: <|im_start|> <|im_end|> -#}`, can declare them. Otherwise a
     short conversation is rendered and searched for `<|...|>`, `<start_of_...>`, `<s>` and similar. Headers that only
@@ -253,7 +253,7 @@ def required_markers(
 
 
 def _probe(template: ChatTemplate) -> str:
-    """Return the renderings of short conversations that the template accepts; its source if it accepts none."""
+    """Return renderings of short conversations, or the source of the template if it rejects all of them."""
     turns = [{"role": role, "content": "x"} for role in ("system", "user", "assistant", "user", "assistant")]
     texts: list[str] = []
     for messages in (turns, turns[1:], turns[1:2]):

@@ -1,15 +1,15 @@
-"""Jinja sandbox for untrusted chat templates: transformers' dialect, with limits on time, memory, size and recursion.
+"""A Jinja sandbox for untrusted chat templates: transformers' dialect, with limits on time, memory and recursion.
 
 The dialect is that of transformers 5.22: immutable sandbox, trimmed blocks, loop controls, `{% generation %}`, its
 `tojson`, `raise_exception` and `strftime_now`, a guarded `dict` and `namespace`. A template renders to the same text as
-in transformers, or is refused. `random`, `lipsum`, bytes and `{% autoescape %}` are always refused: they cannot be
-reproduced or bounded, and chat templates do not need them.
+in transformers, or is rejected. `random`, `lipsum`, bytes and `{% autoescape %}` are always rejected: they cannot be
+reproduced or limited, and chat templates do not need them.
 
-The limits hold on any thread, without signals and without a second process. C code cannot be interrupted, so a step
-that could be large is checked before it runs:
+The limits work on any thread, without signals and without a second process. C code cannot be interrupted, so an
+operation that could be large is checked before it runs:
 
-    {% for %}, macros              a charge for each round or call, written into the parsed template
-    a ~ b, a[1:], a == b, {a: 1}   a check of the operands, written into the parsed template
+    {% for %}, macros              a charge for each iteration or call, inserted into the parsed template
+    a ~ b, a[1:], a == b, {a: 1}   a check of the operands, inserted into the parsed template
     a + b, a * 3, a % b            `call_binop`
     f(x), x.method(y)              `call`
     x|filter, x is test            a wrapper around each filter and test
@@ -46,15 +46,15 @@ from jinja2.visitor import NodeTransformer
 from tunewell.data.templates.budget import Budget, TemplateFailed, TemplateLimit, TemplateNamespace, is_iterator
 
 MAX_SOURCE_CHARS = 256_000
-"""The longest published templates have about 30,000 characters."""
+"""Maximum length of a template. The longest published templates have about 30,000 characters."""
 MAX_NODES = 20_000
-"""A template of 4,000 characters has about 700 syntax nodes; this many take about two seconds to compile."""
+"""Maximum number of syntax nodes: about two seconds to compile. A template of 4,000 characters has about 700."""
 MAX_CALL_DEPTH = 64
-"""Macro calls inside macro calls: about six Python frames each, well below Python's limit of 1,000."""
+"""Maximum depth of macro calls. Each takes about six Python frames, and Python's limit is 1,000."""
 MAX_INT_BITS = 16_384
-"""Python prints integers of up to 4,300 digits; arithmetic on larger ones is slow."""
+"""Maximum size of integers. Python prints up to 4,300 digits, and arithmetic on larger integers is slow."""
 MAX_SLOW_CHARS = 10_000
-"""Input of filters that are slow or quadratic, such as `urlize` and `striptags`."""
+"""Maximum input of filters that are slow or quadratic, such as `urlize` and `striptags`."""
 
 
 def _names(text: str) -> frozenset[str]:
@@ -75,14 +75,14 @@ _ITEM_FILTERS = _names(
     "batch dictsort groupby items join list map max min reject rejectattr reverse select selectattr slice sort sum "
     "unique"
 )
-"""Filters that iterate over their input; all filters that are not listed here are slow ones."""
+"""Filters that iterate over their input. All filters that are not in one of these sets count as slow."""
 _COSTLY_TESTS = _names(
     "!= < <= == > >= eq equalto ge greaterthan gt in le lessthan lt ne divisibleby even odd lower upper filter test"
 )
 _NUMERIC = frozenset(("round", "odd", "even", "divisibleby"))
 _BYTES_METHODS = frozenset(("encode", "to_bytes", "from_bytes"))
 
-# Upper bounds of results that can be larger than all operands together, by name of the filter or text method.
+# Upper bounds for results that can be larger than all operands together, by name of the filter or text method.
 _RESULT_CHARS: dict[str, Callable[..., int]] = {
     "batch": lambda _, linecount, fill_with=None: linecount,
     "center": lambda _, width=80, fillchar="": width,
@@ -108,7 +108,7 @@ def _longest(table: Any) -> int:
 
 
 class TemplateDict:
-    """The global `dict`: creates dicts, but is not the type itself."""
+    """The global `dict` of templates. It creates dicts but does not expose the type."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -123,7 +123,7 @@ class Generation(Extension):
     tags = {"generation"}  # noqa: RUF012  declared like this in the base class
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Parse the block as a call with a body, like transformers, so that scopes are the same."""
+        """Parse the block as a call with a body, like transformers, so that variable scopes are the same."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("render"), [], [], body).set_lineno(line)
@@ -138,7 +138,7 @@ def _raise_exception(message: Any) -> None:
 
 
 def _short_pattern(pattern: str) -> str:
-    if len(pattern) > 1_000:  # C allocates up to 256 times the pattern
+    if len(pattern) > 1_000:  # the C library allocates up to 256 times the pattern
         raise TemplateLimit("the template uses a date pattern of more than 1,000 characters")
     return pattern
 
@@ -155,7 +155,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self, now: datetime) -> None:
         self.budget = budget = Budget()
-        # Without the optimizer, no expression is evaluated at compile time, where no budget applies.
+        # The optimizer is off, because it evaluates expressions at compile time, when no budget applies.
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -187,7 +187,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         }
 
     def compile_template(self, source: str) -> CodeType:
-        """Compile a template with its checks; the code can run in the sandbox of any thread."""
+        """Compile a template with its checks. The code can run in the sandbox of any thread."""
         if len(source) > MAX_SOURCE_CHARS:
             raise TemplateLimit(f"the template has more than {MAX_SOURCE_CHARS:,} characters")
         parsed = self.parse(source)
@@ -203,11 +203,11 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     @pass_context
     def _admit_output(self, context: Context | None, value: Any) -> Any:
-        """Return a value that is small enough to be printed; printing an iterator does not consume it."""
+        """Check that a value is small enough to print; printing an iterator does not consume it."""
         return value if type(value) is str or is_iterator(value) else self.budget.admit(value)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return an attribute or item, with short cuts for the objects of most templates."""
+        """Return an attribute or item, with a fast path for common objects."""
         kind = type(obj)
         if kind is dict:
             if attribute not in _DICT_ATTRIBUTES:
@@ -220,13 +220,13 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return self.budget.charge(64, super().getattr(obj, attribute))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Return an item, unless the key is too large to be hashed; `map(attribute='a.b')` calls this for each part."""
+        """Return an item; reject a key that is too large to hash. `map(attribute='a.b')` calls this for each part."""
         if type(argument) is str and type(obj) is dict and argument in obj:
             return obj[argument]
         return self.budget.charge(64, super().getitem(obj, self.budget.admit(argument)))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute `left operator right`, unless the result would be too large."""
+        """Compute `left operator right`; raise TemplateLimit if the result would be too large."""
         if operator == "+" and type(left) is str and type(right) is str:
             self.budget.require_chars(num_chars := len(left) + len(right))
             return self.budget.charge(64 + 4 * num_chars, left + right)
@@ -244,8 +244,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return self.budget.created(self.binop_table[operator](left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a macro, method or function, unless its arguments or its result would be too large."""
-        # The doubled underscores keep these names free for keyword arguments of the template.
+        """Call a macro, method or function; raise TemplateLimit if its arguments or result would be too large."""
+        # The double underscores avoid conflicts with keyword arguments of the template.
         budget = __self.budget
         budget.charge(64 * (1 + len(args) + len(kwargs)))
         if type(__obj) in _TEMPLATE_FUNCTIONS:
@@ -283,7 +283,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return self.budget.created(method(*args, **kwargs))
 
     def _checked(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a filter or a test in the checks of its input and its result."""
+        """Wrap a filter or a test with checks of its input and its result."""
         # Jinja passes its context, or a part of it, as an additional first argument to functions with this attribute.
         first = 1 if hasattr(function, "jinja_pass_arg") else 0
         takes_items = name in _ITEM_FILTERS
@@ -301,7 +301,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             elif name == "sum":
                 value = list(value)
                 if any(isinstance(start, list | tuple) for start in (*args, *kwargs.values())):
-                    budget.require_chars(budget.measure(value) * len(value))  # each addition copies the list so far
+                    budget.require_chars(budget.measure(value) * len(value))  # each addition copies the whole list
             elif name == "format":
                 self._require_small_format(str(value), (args, kwargs))
             elif is_slow:
@@ -318,7 +318,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def _require_short(self, *values: Any) -> None:
         if self.budget.measure(values) > MAX_SLOW_CHARS:
-            raise TemplateLimit(f"the template gives a slow filter more than {MAX_SLOW_CHARS:,} characters")
+            raise TemplateLimit(f"the template passes more than {MAX_SLOW_CHARS:,} characters to a slow filter")
 
     def _require_small_result(self, name: str, value: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> None:
         if name in _NUMERIC and not isinstance(value, int | float):
@@ -326,13 +326,13 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         if predict := _RESULT_CHARS.get(name):
             self.budget.require_chars(predict(value, *args, **kwargs))
         if isinstance(value, str):
-            # Methods such as `rfind` and `strip` compare each character with each other one in the worst case.
+            # In the worst case, methods such as `rfind` and `strip` take quadratic time.
             self.budget.charge(
                 len(value) * sum(len(text) for text in (*args, *kwargs.values()) if type(text) is str) >> 3
             )
 
     def _require_small_format(self, pattern: str, values: Any) -> None:
-        """Refuse `pattern % values` or `pattern.format(values)` with a large width or many large fields."""
+        """Reject `pattern % values` or `pattern.format(values)` with a large width or many large fields."""
         num_chars = len(pattern) + (pattern.count("%") + pattern.count("{")) * self.budget.measure(values)
         widths = re.findall(r"[%):.<>=^][-+ #0z]*(\d+)", pattern)
         if "*" in pattern or re.search(r"\{[^{}]*\{", pattern):  # the width can come from one or several values
@@ -360,7 +360,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
 
 class _CheckInserter(NodeTransformer):
-    """Write checks into a parsed template: filters whose names no template can spell, such as `(charge)`."""
+    """A transformer that inserts checks into a parsed template, as filters that no template can name: `(charge)`."""
 
     def __init__(self, sandbox: TemplateSandbox) -> None:
         self._sandbox = sandbox
@@ -384,7 +384,7 @@ class _CheckInserter(NodeTransformer):
     visit_CallBlock = visit_Block = visit_Macro
 
     def visit_Const(self, node: nodes.Const) -> nodes.Node:
-        if node.value == math.inf:  # `1e400`, for which Python has no literal
+        if node.value == math.inf:  # `1e400` has no literal in the compiled Python code
             return nodes.Mul(nodes.Const(1e308), nodes.Const(10), lineno=node.lineno, environment=self._sandbox)
         return node
 
@@ -426,7 +426,7 @@ class _CheckInserter(NodeTransformer):
 
 
 def _created_bytes(node: nodes.Node) -> int:
-    """Return about how many bytes a statement or literal creates; results of operators and calls are charged later."""
+    """Estimate the bytes that a statement or literal creates; results of operators and calls are charged later."""
     if isinstance(node, nodes.Macro | nodes.CallBlock | nodes.For):
         return 512
     return 64 if isinstance(node, nodes.List | nodes.Tuple | nodes.Dict) else 8

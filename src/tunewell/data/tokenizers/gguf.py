@@ -16,12 +16,12 @@ _SPECIAL_IDS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
-    "sep_token": "seperator_token_id",  # spelled so in the format
+    "sep_token": "seperator_token_id",  # this spelling is part of the format
     "pad_token": "padding_token_id",
     "cls_token": "cls_token_id",
     "mask_token": "mask_token_id",
 }
-# Defaults of llama.cpp for SentencePiece vocabularies that define none.
+# Default special tokens of llama.cpp for SentencePiece vocabularies that do not define them.
 _LLAMA_DEFAULTS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}
 
 
@@ -84,7 +84,7 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str], types: list[int], p
             )
     backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre.get("whole_words_first", False)))
     patterns: list[str] = load_table("pretokenizers")["splits"][pre["splits"]]
-    # The byte-level step has the pattern of GPT-2 built in, and splits a fifth faster with it.
+    # The byte-level step has a built-in GPT-2 pattern, which splits a fifth faster.
     is_built_in = patterns[-1] == load_table("pretokenizers")["splits"]["gpt2"][0]
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns[: -1 if is_built_in else None]]
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -126,7 +126,7 @@ def _sentencepiece(metadata: dict[str, Any], tokens: list[str], types: list[int]
     model = SentencePieceModel(
         pieces=tokens,
         scores=[float(score) for score in scores[: len(tokens)]],
-        # llama.cpp merges pieces of all other types like ordinary ones.
+        # llama.cpp treats pieces of all other types like ordinary ones when it merges.
         types=[kind if kind in (UNKNOWN, CONTROL, USER_DEFINED, BYTE) else NORMAL for kind in types],
         is_bpe=True,
         byte_fallback=BYTE in types,

@@ -13,7 +13,7 @@ from tunewell.data.tokenizers.parts import TokenizerParts, add_tokens, load_tabl
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-# Configs write a larger number for "no limit".
+# Some configs use a larger number to mean "no limit".
 _LONGEST_LENGTH = 1_000_000_000
 
 
@@ -33,7 +33,7 @@ class SpecialTokenTable:
         if "added_tokens_decoder" in self.config:
             self.by_id = {int(number): _token(value) for number, value in self.config["added_tokens_decoder"].items()}
         else:
-            # Files from before 2023 store these separately; they are ignored if the config lists its added tokens.
+            # Files from before 2023 store these tokens separately. They are ignored if the config lists added tokens.
             values |= {k: v for k, v in files.read_object("special_tokens_map.json").items() if _names_tokens(k)}
             self._read_added_tokens(files.read_object("added_tokens.json"), values)
             self.by_id |= in_vocabulary
@@ -56,7 +56,7 @@ class SpecialTokenTable:
         return {name: by_content.get(_content(value), _token(value)) for name, value in chosen.items()}
 
     def special_tokens(self) -> dict[str, str]:
-        """Return the special tokens by the names that chat templates read."""
+        """Return the special tokens by their variable names in chat templates."""
         return {name: token.content for name, token in self.named.items()}
 
     def additions(self, backend: Tokenizer) -> list[AddedToken]:
@@ -73,7 +73,7 @@ class SpecialTokenTable:
         return tokens
 
     def max_length(self) -> int | None:
-        """Return the maximum length of the tokenizer; None if it has no limit."""
+        """Return the maximum length of the tokenizer, or None if it has no limit."""
         length = self.config.get("model_max_length")
         return int(length) if isinstance(length, int | float) and 0 < length < _LONGEST_LENGTH else None
 
@@ -118,7 +118,7 @@ def _open(text: str, files: ModelFiles) -> Tokenizer:
 
 
 def read_template(files: ModelFiles, config: dict[str, Any]) -> str | None:
-    """Return the chat template of the model: from its file, or from the config (`default`, if there are several)."""
+    """Return the model's chat template from its file or from the config (`default` if there are several)."""
     text = files.read_text("chat_template.jinja")
     if text is not None:
         return text
@@ -140,7 +140,7 @@ def _adds_bos(backend: Tokenizer, special: dict[str, str]) -> bool:
 
 
 def _rebuilt_as_llama(text: str, config: dict[str, Any]) -> str:
-    """Replace the pipeline as transformers 5 does: a prefix space before the first text only."""
+    """Replace the pipeline as transformers 5 does: only the first text gets a prefix space."""
     raw = json.loads(text)
     if "ByteLevel" in json.dumps([raw["pre_tokenizer"], raw["decoder"]]):
         return text

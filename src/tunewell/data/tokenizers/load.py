@@ -36,15 +36,15 @@ class AddedTokenInfo:
 
 @dataclass(frozen=True, eq=False)
 class LoadedTokenizer:
-    """A tokenizer with all the facts that preparing a corpus needs."""
+    """A tokenizer with all properties that are needed to prepare a corpus."""
 
     backend: Tokenizer
-    """Without truncation and padding; text that spells a special token becomes that token."""
+    """The tokenizer without truncation and padding. It encodes the text of a special token as that token."""
     source: str
-    """As the user named the model."""
+    """The name of the model as given by the user."""
     kind: Kind
     special_tokens: dict[str, str]
-    """`bos_token`, `eos_token` and so on, as chat templates read them; only those that the model defines."""
+    """The special tokens that the model defines, by their variable names in chat templates: `bos_token`, ..."""
     chat_template: str | None
     adds_bos: bool
     """Whether plain text starts with the bos token."""
@@ -53,20 +53,20 @@ class LoadedTokenizer:
     vocab_size: int
     """The highest id plus one."""
     byte_lengths: list[int] | None
-    """For byte-level BPE, the number of UTF-8 bytes of each token; None for other tokenizers.
+    """The number of UTF-8 bytes of each token for byte-level BPE, or None for other tokenizers.
 
-    The sum over the ids of a text is its length after normalisation, unless it contains a byte of `lost_bytes` or a
-    token that strips the spaces around it (`lstrip`, `rstrip`).
+    The sum over the ids of a text is its length in bytes after normalisation, unless the text contains a byte of
+    `lost_bytes` or a token that strips the spaces around it (`lstrip`, `rstrip`).
     """
     lost_bytes: frozenset[int]
-    """Bytes that a byte-level vocabulary lacks: the tokenizer silently drops them from characters."""
+    """Bytes that a byte-level vocabulary lacks. The tokenizer silently drops them from characters."""
     sha256: str
-    """Changes with everything that can change ids, but not with the chat template."""
+    """Hash of everything that can change ids; the chat template is not included."""
     max_length: int | None = None
     added_by_us: tuple[str, ...] = ()
 
     def with_tokens(self, tokens: Sequence[str]) -> "LoadedTokenizer":
-        """Return a copy with additional special tokens at new ids after the vocabulary; known tokens keep their ids."""
+        """Return a copy with additional special tokens, with ids after the vocabulary; known tokens keep their ids."""
         backend = Tokenizer.from_str(self.backend.to_str())
         missing = [token for token in dict.fromkeys(tokens) if token and token not in self.added]
         new = [token for token in missing if backend.token_to_id(token) is None]
@@ -80,7 +80,7 @@ class LoadedTokenizer:
         return replace(loaded, added_by_us=(*self.added_by_us, *new))
 
     def save(self, folder: Path, chat_template: str | None) -> None:
-        """Write files that old and new transformers load with the same ids; equal tokenizers give equal bytes."""
+        """Write files that old and new versions of transformers load with the same ids. The output is deterministic."""
         folder.mkdir(parents=True, exist_ok=True)
         config: dict[str, object] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -99,7 +99,7 @@ class LoadedTokenizer:
 
 
 def load_tokenizer(model: str | Path) -> LoadedTokenizer:
-    """Load the tokenizer of what `core.model_files.locate` finds; raise UserError if it is missing or unsupported."""
+    """Load the tokenizer of a model (see `core.model_files.locate`); raise UserError if missing or unsupported."""
     files = locate(model)
     if "tokenizer.json" in files.small:
         return _make_tokenizer(load_tokenizer_json(files), files.source, "tokenizer.json")
@@ -110,7 +110,7 @@ def load_tokenizer(model: str | Path) -> LoadedTokenizer:
     raise UserError(
         f"`{files.source}` has no tokenizer",
         where="searched for tokenizer.json, tokenizer.model and one .gguf file",
-        fix="use a folder with one of them, or a `.gguf` file",
+        fix="use a folder with one of these files, or a `.gguf` file",
     )
 
 
@@ -121,7 +121,7 @@ def _load_sentencepiece(files: ModelFiles, path: Path) -> TokenizerParts:
     special = model.special_tokens() | table.special_tokens()
     contents = {token.content for token in backend.get_added_tokens_decoder().values()}
     more = [token for token in table.additions(backend) if token.content not in contents]
-    # Match them in the normalised text like the markers of the file; else the text after each would get a dummy space.
+    # Like the markers of the file, they must match in normalised text, or the text after each would get a dummy space.
     sentencepiece.add_markers(backend, [_normalized(token) for token in more])
     adds_bos = bool(table.config.get("add_bos_token", True)) and "bos_token" in special
     if adds_bos:
@@ -184,7 +184,7 @@ def _lost_bytes(vocabulary: dict[str, int]) -> frozenset[int]:
 
 
 def token_texts(tokenizer: LoadedTokenizer, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token; an incomplete character is shown as its bytes, like `<E2 82>`."""
+    """Return the text of each token. An incomplete character is shown as its bytes, like `<E2 82>`."""
     backend = tokenizer.backend
     if tokenizer.byte_lengths is None:
         return [(backend.id_to_token(token) or "").replace("\u2581", " ") for token in ids]

@@ -1,4 +1,4 @@
-"""Read SentencePiece `.model` files, and rebuild them as `tokenizers.Tokenizer` with the same ids."""
+"""Read SentencePiece `.model` files and rebuild them as `tokenizers.Tokenizer` with the same ids."""
 
 import json
 import re
@@ -19,7 +19,7 @@ _UNIGRAM, _BPE = 1, 2
 
 @dataclass
 class SentencePieceModel:
-    """The fields of the file that determine ids."""
+    """The fields of a SentencePiece file that determine ids."""
 
     pieces: list[str] = field(default_factory=list[str])
     scores: list[float] = field(default_factory=list[float])
@@ -33,7 +33,7 @@ class SentencePieceModel:
     add_dummy_prefix: bool = True
     remove_extra_whitespaces: bool = True
     refusal: str | None = None
-    """Why this file cannot be rebuilt, as the end of a sentence; None if it can."""
+    """The reason why this file cannot be rebuilt, as the end of a sentence, or None if it can be rebuilt."""
 
     def special_tokens(self) -> dict[str, str]:
         """Return the bos, eos, unk and pad pieces that are control or unknown pieces of this vocabulary."""
@@ -69,7 +69,7 @@ def _parse(data: bytes) -> SentencePieceModel:
             trainer = _bytes(value)
         elif number == 3:
             normalizer = _bytes(value)
-    # Both follow the pieces in the file. If they are missing, the file is truncated.
+    # Both fields follow the pieces in the file. If one is missing, the file is truncated.
     if not model.pieces or not trainer or not normalizer:
         raise ValueError("truncated")
     _read_specs(model, dict(_fields(trainer)), dict(_fields(normalizer)))
@@ -103,7 +103,7 @@ def _bytes(value: int | bytes) -> bytes:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the fields of a protobuf message: field number and value (int or bytes)."""
+    """Yield the fields of a protobuf message as (field number, value); a value is an int or bytes."""
     at = 0
     while at < len(data):
         key, at = _varint(data, at)
@@ -138,7 +138,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 _SPACE = "▁"
 
 AfterMarkers = Literal["nothing", "space"]
-"""Whether text after a marker gets the dummy space again: not in transformers, but in llama.cpp."""
+"""Whether text after a marker also gets the dummy space: `nothing` as in transformers, `space` as in llama.cpp."""
 # A comment in the pattern identifies a tokenizer that was rebuilt here.
 _DUMMY_SPACE_MARKS = {"nothing": "(?#dummy space)", "space": "(?#dummy space, also behind markers)"}
 
@@ -181,7 +181,7 @@ def build_tokenizer(model: SentencePieceModel, *, after_markers: AfterMarkers = 
 
 
 def add_markers(backend: Tokenizer, tokens: Sequence[AddedToken]) -> None:
-    """Add tokens to a rebuilt tokenizer, and keep the dummy space away from them."""
+    """Add tokens to a rebuilt tokenizer so that no dummy space is added before them."""
     add_tokens(backend, tokens)
     contents = [token.content for token in backend.get_added_tokens_decoder().values()]
     steps = _steps(backend)
@@ -192,12 +192,12 @@ def add_markers(backend: Tokenizer, tokens: Sequence[AddedToken]) -> None:
             parts = [sequence[i] for i in range(len(steps))]
             parts[index] = _dummy_space(contents, mark)
             backend.normalizer = normalizers.Sequence(parts)
-            # Adding them again makes the library normalise the markers with the new normaliser.
+            # Adding the markers again makes the library normalise them with the new normaliser.
             add_tokens(backend, list(backend.get_added_tokens_decoder().values()))
 
 
 def is_rebuilt(backend: Tokenizer) -> bool:
-    """Return whether a tokenizer was rebuilt here, even if it was saved and loaded since."""
+    """Return True if a tokenizer was rebuilt by this module, even if it has been saved and loaded since."""
     return any(_dummy_space_mark(step) for step in _steps(backend))
 
 
@@ -213,8 +213,8 @@ def _dummy_space_mark(step: dict[str, Any]) -> str | None:
 
 
 def _dummy_space(contents: Sequence[str], mark: str) -> normalizers.Normalizer:
-    """Return the step that adds a space before text, but not before a marker; optionally also after each marker."""
-    # Longest first: an alternation takes the first match.
+    """Return the step that adds a space before text that is not a marker, and optionally after each marker."""
+    # Sort by length, longest first, because an alternation takes the first match.
     markers = [re.escape(text) for text in sorted(contents, key=len, reverse=True)]
     where = r"\A"
     if mark == _DUMMY_SPACE_MARKS["space"] and markers:
@@ -237,13 +237,13 @@ def _normalizer(model: SentencePieceModel, after_markers: AfterMarkers) -> norma
 
 
 def _splits(model: SentencePieceModel) -> list[pre_tokenizers.PreTokenizer]:
-    """Return splits that no piece can cross: they do not change ids, and let the library cache words."""
+    """Return splits that no piece can cross. They do not change ids, but they let the library cache words."""
     splits: list[pre_tokenizers.PreTokenizer] = []
     kinds = list(zip(model.pieces, model.types, strict=True))
     if not any(re.search(f"[^{_SPACE}]{_SPACE}", piece) for piece, kind in kinds if kind in (NORMAL, USER_DEFINED)):
         splits.append(pre_tokenizers.Split(Regex(f"{_SPACE}*[^{_SPACE}]+|{_SPACE}+"), "isolated"))
     if not model.is_bpe:
-        # The Unigram model of the library would find `<s>` or `<0x41>` in plain text; SentencePiece does not.
+        # The library's Unigram model would match `<s>` or `<0x41>` in plain text; SentencePiece does not.
         spelled = [piece for piece, kind in kinds if len(piece) > 1 and _is_reserved(piece, kind)]
         if spelled:
             cuts = "|".join(f"(?<={re.escape(piece[0])})(?={re.escape(piece[1:])})" for piece in spelled)
