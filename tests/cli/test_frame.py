@@ -226,7 +226,7 @@ def test_explain_works_beside_a_broken_config(tmp_path, monkeypatch, capsys):
 def test_glossary_prints_a_word_or_all(capsys):
     """Words on screen and in the docs are the same words."""
     assert main(["glossary", "held", "out"]) == 0
-    assert capsys.readouterr().out.startswith("held out   Rows kept for testing")
+    assert capsys.readouterr().out.startswith("held out   Rows that are reserved for testing")
     assert main(["glossary", "--json"]) == 0
     assert "answer_in_held_out" in json.loads(capsys.readouterr().out)
 

@@ -80,7 +80,7 @@ def test_a_part_with_too_few_rows_is_an_error(assemble):
     """A worker that returns short must never make a smaller corpus."""
     assembly = assemble()
     assembly.begin_source("a.jsonl", "0" * 64, 10)
-    with pytest.raises(RuntimeError, match="3 rows and its tokenized block has 2"):
+    with pytest.raises(RuntimeError, match="3 rows, but its tokenized block has 2"):
         assembly.add(block_of([("q1", "a"), ("q2", "a")]), [1, 2, 3])
 
 
