@@ -232,7 +232,7 @@ def ours(folder: Path, clock: Clock, name: str) -> None:
 
 def measured_threads(folder: Path) -> None:
     """Measure how many threads are fastest here and now, at the model's shapes."""
-    from tunewell.hardware.threads import measure_threads
+    from tunewell.hardware.device import measure_threads
 
     shapes = [(1024, inputs, outputs) for inputs, outputs in shape_of(folder).linears]
     chosen = measure_threads(shapes, seconds=3.0)

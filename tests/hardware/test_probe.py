@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tunewell.core.errors import UserError
+from tunewell.hardware.device import probe_device
 from tunewell.hardware.facts import peak_memory_bytes
-from tunewell.hardware.probe import probe_device
 from tunewell.training.memory import peak_memory
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tunewell.hardware import threads
-from tunewell.hardware.threads import fastest, measure_threads, thread_candidates
+from tunewell.hardware import device as threads
+from tunewell.hardware.device import fastest, measure_threads, thread_candidates
 
 SMALL = [(64, 64, 96), (64, 96, 64)]
 SMOLLM2 = [(2048, 576, 576), (2048, 576, 192), (2048, 576, 1536), (2048, 1536, 576)]

@@ -26,7 +26,7 @@ from tunewell.evaluation.metrics import Metric, compute_metrics
 from tunewell.evaluation.provenance import collect_provenance
 from tunewell.evaluation.scores import ModelOutputs, answered_questions, logits_change, loss_pair, losses_by_source
 from tunewell.evaluation.verdict import decide_verdict, thresholds
-from tunewell.hardware.threads import torch_threads
+from tunewell.hardware.device import torch_threads
 from tunewell.inference.chat_model import Backend, ChatModel, ModelRef, open_chat_model, open_without_weights
 from tunewell.inference.runtime import Runtime, TextDocuments, nonfinite_weights_in
 from tunewell.models.attention import stock_attention

@@ -16,8 +16,8 @@ from tunewell.data.encoding.encoder import Encoder
 from tunewell.data.masking.masker import Masker
 from tunewell.data.text_pipeline import TextPipeline
 from tunewell.data.tokenizers.load import LoadedTokenizer
+from tunewell.hardware.device import probe_device
 from tunewell.hardware.facts import DeviceFacts
-from tunewell.hardware.probe import probe_device
 from tunewell.inference.decoder import why_not_decoded
 from tunewell.inference.generate import corpus_stop_ids, stop_token_ids
 from tunewell.inference.llama_cpp.library import find_llama

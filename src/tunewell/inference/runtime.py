@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.batches import TokenizedDocuments, make_batch, micro_batches, spread_evenly
-from tunewell.hardware.threads import measure_threads, torch_threads
+from tunewell.hardware.device import measure_threads, torch_threads
 from tunewell.inference.decoder import GREEDY, Decoding, Generated, context_limit
 from tunewell.inference.generate import generate
 from tunewell.inference.stream import Ended, TokenStream, stream_tokens

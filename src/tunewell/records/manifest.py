@@ -12,6 +12,8 @@ from tunewell.records.base import FileRecord, Record
 
 FORMAT = "tunewell-corpus"
 FORMAT_VERSION = 1
+COLUMNS = ("input_ids", "labels", "seq_lengths")
+"""The columns of the Arrow files in a corpus."""
 MANIFEST = "manifest.json"
 CORPUS_NAMES = frozenset(
     {MANIFEST, "README.md", "dataset_dict.json", "dropped.jsonl", "held_out", "tokenizer", "train"}

@@ -88,9 +88,10 @@ class _Loop:
     def what_is_due(self) -> tuple[bool, bool]:
         """Return whether to evaluate and whether to save after this step."""
         step, is_last = self.run.progress.step, self.run.progress.step == self.plan.num_steps.value
-        limit_evaluations(self.run)
-        is_evaluating = not self.is_interrupted and (is_last or step % self.run.plan.evaluate_every.value == 0)
-        return is_evaluating, is_last or self.is_interrupted or step % self.plan.save_every.value == 0
+        if step % self.run.plan.evaluate_every.value == 0:
+            limit_evaluations(self.run)
+        is_due = is_last or step % self.run.plan.evaluate_every.value == 0
+        return not self.is_interrupted and is_due, is_last or self.is_interrupted or step % self.plan.save_every.value == 0
 
     def take_step(self) -> None:
         """Take one step and log it. If it runs out of memory, repeat it with smaller micro-batches."""

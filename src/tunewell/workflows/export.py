@@ -24,7 +24,7 @@ from tunewell.export.staging import (
     write_failed_parity,
 )
 from tunewell.export.targets.base import ExportContext, ExportTarget, NextStep, load_target, load_targets
-from tunewell.hardware.threads import torch_threads
+from tunewell.hardware.device import torch_threads
 from tunewell.inference.chat_model import ModelRef, open_chat_model
 from tunewell.records.parity import PROOF, REFERENCE, Artefact, Parity, Proof, write_record
 from tunewell.records.report import Report

@@ -17,8 +17,7 @@ from tunewell.evaluation.metrics import load_metrics
 from tunewell.evaluation.session import ValidateOptions
 from tunewell.export.preflight import require_exportable
 from tunewell.hardware.allocator import keep_freed_memory
-from tunewell.hardware.probe import probe_device
-from tunewell.hardware.threads import measure_threads, torch_threads
+from tunewell.hardware.device import measure_threads, probe_device, torch_threads
 from tunewell.planning.plan import plan_run
 from tunewell.records.plan import Plan
 from tunewell.runs.config import RunOptions, require_training_data

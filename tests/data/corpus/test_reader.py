@@ -11,7 +11,7 @@ import pytest
 from corpora import prepare_in, row, rows_file, write_rows
 from tunewell import open_corpus
 from tunewell.core.errors import UserError
-from tunewell.data.corpus import shards
+from tunewell.data.corpus import writer as shards
 from tunewell.data.corpus.reader import Corpus
 
 

@@ -13,9 +13,8 @@ import numpy.typing as npt
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_file
 from tunewell.core.optional import import_optional
-from tunewell.data.corpus.shards import COLUMNS
 from tunewell.data.sources.arrow import Lists, read_columns, read_lists
-from tunewell.records.manifest import MANIFEST, Manifest, SplitRecord, read_manifest
+from tunewell.records.manifest import COLUMNS, MANIFEST, Manifest, SplitRecord, read_manifest
 
 T = TypeVar("T")
 Ids = npt.NDArray[np.int32]

@@ -21,14 +21,7 @@ from tunewell.core.units import count
 from tunewell.export.gguf.architecture import FieldValue, Settings, metadata_fields, read_settings, rope_tables
 from tunewell.export.gguf.quantize import choose_types, is_mixture
 from tunewell.export.gguf.tokenizer import GgufVocabulary, read_vocabulary
-from tunewell.export.gguf.weights import (
-    LazyTensor,
-    WeightFiles,
-    load_tensor,
-    name_tensors,
-    open_weights,
-    storage_type,
-)
+from tunewell.export.gguf.weights import LazyTensor, WeightFiles, load_tensor, name_tensors, open_weights, storage_type
 
 # Upper bounds for the header: 1 MiB for names, fields and padding; per token its length, type, score and merge.
 _HEADER_BYTES, _TOKEN_BYTES = 1 << 20, 64
