@@ -90,8 +90,9 @@ class _Loop:
         step, is_last = self.run.progress.step, self.run.progress.step == self.plan.num_steps.value
         if step % self.run.plan.evaluate_every.value == 0:
             limit_evaluations(self.run)
-        is_due = is_last or step % self.run.plan.evaluate_every.value == 0
-        return not self.is_interrupted and is_due, is_last or self.is_interrupted or step % self.plan.save_every.value == 0
+        is_evaluating = is_last or step % self.run.plan.evaluate_every.value == 0
+        is_saving = is_last or step % self.plan.save_every.value == 0
+        return is_evaluating and not self.is_interrupted, is_saving or self.is_interrupted
 
     def take_step(self) -> None:
         """Take one step and log it. If it runs out of memory, repeat it with smaller micro-batches."""
