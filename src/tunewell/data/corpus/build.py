@@ -74,7 +74,7 @@ def _assemble(assembly: Assembly, spec: BuildSpec, cache: Path, space: SpaceEsti
         if job.stamp and job.file.source.stamp() != job.stamp:
             raise UserError(
                 f"`{job.file.name}` changed while it was read",
-                fix="run the command again when no other process writes to the file",
+                fix="run the command again when no other process is writing to the file",
             )
     return used
 

@@ -280,7 +280,7 @@ class Encoder:
         return EncodedDocuments(tokens, supervised, lengths, boundary, failed)
 
     def _in_parts(self, batch: SegmentBatch, document: int) -> Mask:
-        """Encode the texts of a document in parts, so that none of them contains a control token."""
+        """Encode a document piece by piece, so that message text is never tokenized as a control token."""
         masks: list[Mask] = []
         begin, end = batch.ends[document - 1] if document else 0, batch.ends[document]
         texts = {

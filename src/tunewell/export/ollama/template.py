@@ -197,7 +197,7 @@ class OriginalTemplate:
 
 
 def _learn_layout(original: OriginalTemplate, notes: list[str]) -> Layout:
-    """Learn alternating questions and replies, which must be exact, then every other group that is exact."""
+    """Derive rules for alternating questions and replies, then for each further group that renders exactly."""
     try:
         layout, observations = _learn_questions(original, "inline")
     except NoExactLayout:
