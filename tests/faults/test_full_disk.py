@@ -57,7 +57,7 @@ def test_too_little_room_is_found_before_the_first_shard_is_written(old, tiny_mo
     with pytest.raises(UserError, match=r"not enough disk space: about .* short") as caught:
         prepare_in(tmp_path, tiny_model, rows)
     assert "needs" in (caught.value.where or "")
-    assert "run it again" in (caught.value.fix or "")
+    assert "run the command again" in (caught.value.fix or "")
     assert tree(tmp_path / "corpus") == before
 
 
