@@ -187,7 +187,7 @@ def test_flags_survive_the_supervisor(trained, monkeypatch, tmp_path):
     lines = []
 
     def supervise(line, **how):
-        lines.append((line(False, "7,8,9"), line(True, "7,8,9"), how["folder"]))
+        lines.append((line(False, "7,8,9"), line(True, "7,8,9"), how["settings"]()[0]))
         return 3
 
     monkeypatch.setattr("tunewell.runs.supervisor.supervise", supervise)

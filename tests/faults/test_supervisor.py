@@ -27,7 +27,7 @@ from tunewell.cli.main import main
 from tunewell.config.rules import Healing
 from tunewell.records.events import read_events
 from tunewell.records.healing import read_healing
-from tunewell.runs.heartbeat import HeartbeatMonitor
+from tunewell.runs.hang_monitor import HangMonitor, process_cpu_seconds
 from tunewell.runs.supervisor import supervise
 
 STAND_IN = """
@@ -58,7 +58,7 @@ def watched(tmp_path: Path) -> Any:
         def line(is_again: bool, handles: str) -> list[str]:
             return [sys.executable, str(path), str(tmp_path), "again" if is_again else "new", handles]
 
-        code = supervise(line, folder=tmp_path, rules=Healing(hang_seconds=0.3, **rules), report=told.append)
+        code = supervise(line, settings=lambda: (tmp_path, Healing(hang_seconds=0.3, **rules)), report=told.append)
         return code, told
 
     return run
@@ -200,7 +200,7 @@ def test_a_signal_that_finds_no_run_is_not_lost(tmp_path: Path, moment: str) -> 
         os.kill(os.getpid(), signal.SIGTERM)
 
     began = time.monotonic()
-    code = supervise(line, folder=tmp_path, rules=Healing(hang_seconds=9), report=tell)
+    code = supervise(line, settings=lambda: (tmp_path, Healing(hang_seconds=9)), report=tell)
     assert (code, past) == (143, []) and time.monotonic() - began < 2
 
 
@@ -279,7 +279,7 @@ folder = Path(sys.argv[1])
 supervisor._PAUSE_SECONDS = float(sys.argv[2])
 def line(is_again, handles):
     return [sys.executable, str(folder / "stand_in.py"), str(folder), "again" if is_again else "new", handles]
-sys.exit(supervisor.supervise(line, folder=folder, rules=Healing(hang_seconds=1.0), report=print))
+sys.exit(supervisor.supervise(line, settings=lambda: (folder, Healing(hang_seconds=1.0)), report=print))
 """
 
 
@@ -334,20 +334,65 @@ def test_a_terminal_that_stops_what_writes_in_the_background_does_not_stop_a_run
         os.close(ours)
 
 
-def test_patience_is_three_steps_and_more_and_longer_for_other_work() -> None:
-    monitor = HeartbeatMonitor(60.0)
-    monitor.feed(b"stage\nalive\n")
-    assert monitor.patience is None, "loading may take any time"
-    monitor.feed(b"step 2.0\nstep 4.0\nste")
-    assert monitor.patience == 60 + 3 * 3.0
-    monitor.feed(b"p 4.0\nstage\n")
-    assert monitor.patience == 20 * (60 + 3 * 4.0)
-    monitor.feed(b"alive\n")
-    assert monitor.patience > 1000, "still at it"
+class _Clock:
+    """A clock and the CPU time of a run, both set by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.cpu = 100.0
+        monkeypatch.setattr("tunewell.runs.hang_monitor.time.monotonic", lambda: self.now)
+        self.monitor = HangMonitor(60.0, lambda: self.cpu, _last_beat=self.now, _active_at=self.now)
+
+    def pass_time(self, seconds: float, *, cpu: float) -> bool:
+        """Let time pass in polls of a second with so much CPU time in all; return whether the run hangs at the end."""
+        for _ in range(int(seconds)):
+            self.now, self.cpu = self.now + 1, self.cpu + cpu / seconds
+            hangs = self.monitor.is_overdue
+        return hangs
+
+
+def test_on_a_gpu_silence_is_a_hang_after_three_of_the_slowest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Clock(monkeypatch)
+    monitor = clock.monitor
+    monitor.feed(b"gpu\nstage\nalive\nstep 2.0\nstep 4.0\nste")
+    assert not clock.pass_time(70, cpu=70)
+    assert clock.pass_time(3, cpu=3), "it spins, and that is no sign of life"
+    monitor.feed(b"p 2.0\nstage\n")
+    assert not clock.pass_time(1400, cpu=1400), "evaluations may be silent for longer"
+    assert clock.pass_time(50, cpu=50)
     monitor.feed(b"ended 0\n")
-    assert monitor.patience is None and monitor.exit_code == 0, "whoever reads the last words may take any time"
+    assert not clock.pass_time(5000, cpu=0) and monitor.exit_code == 0, "the reader of the result may take any time"
     monitor.feed(b"printed\n")
-    assert monitor.patience == 20 * (60 + 3 * 4.0), "what does not leave hangs"
+    assert clock.pass_time(1450, cpu=0), "a run that does not exit hangs"
+
+
+def test_on_a_cpu_a_busy_machine_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Clock(monkeypatch)
+    clock.monitor.feed(b"cpu\n")
+    for _ in range(5):
+        assert not clock.pass_time(2, cpu=4)
+        clock.monitor.feed(b"step 2.0\n")
+    assert not clock.pass_time(600, cpu=40), "ten minutes for one step, which is still computing"
+    assert clock.pass_time(600, cpu=60), "25 times the CPU time of a step: an endless loop"
+    clock.monitor.feed(b"alive\n")
+    assert not clock.pass_time(55, cpu=0)
+    assert clock.pass_time(10, cpu=0), "a thread asleep"
+
+
+def test_a_run_that_sleeps_before_its_first_step_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Clock(monkeypatch)
+    clock.monitor.feed(b"stage\n")
+    assert not clock.pass_time(3600, cpu=360), "loading may take any time"
+    assert not clock.pass_time(290, cpu=0)
+    assert clock.pass_time(15, cpu=0), "a download that is stuck"
+
+
+def test_the_cpu_time_of_a_process_is_that_of_the_system() -> None:
+    before = process_cpu_seconds(os.getpid())
+    while before is not None and sum(os.times()[:2]) < before + 0.05:
+        pass
+    after = process_cpu_seconds(os.getpid())
+    assert (before is None) == (after is None) == (not sys.platform.startswith("linux"))
+    assert after is None or before is None or after > before
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""The heartbeat of a supervised run: the messages it sends through a pipe, and how the supervisor detects a hang.
+"""The heartbeat of a supervised run: the messages that it sends to its supervisor through a pipe.
 
-run -> supervisor   "step 1.203" after each step, "stage" when other work begins, "alive" at most once a second,
-                    "ended 0" with the exit code before printing, "printed" before exiting
+run -> supervisor   "cpu" or "gpu" before the first step, "step 1.203" after each step, "stage" when other work begins,
+                    "alive" at most once a second, "ended 0" with the exit code before printing, "printed" after it
 supervisor -> run   no messages; the lifeline pipe closes when the supervisor dies, and the run then saves and exits
 """
 
@@ -11,69 +11,11 @@ import os
 import signal
 import threading
 import time
-from dataclasses import dataclass, field
-from statistics import median
 
 from tunewell.core.progress import Progress
-from tunewell.training.events import Evaluated, Event, StepTaken
+from tunewell.training.events import Evaluated, Event, RunStarted, StepTaken
 
 _MIN_BEAT_SECONDS = 1.0
-_STEP_FACTOR = 3.0
-_STAGE_FACTOR = 20.0
-"""Saving, evaluation and compilation may be silent this many times longer than a step."""
-_NUM_STEPS_KEPT = 32
-
-
-@dataclass
-class HeartbeatMonitor:
-    """Reads the heartbeat of a run for its supervisor, and detects when the run hangs."""
-
-    hang_seconds: float
-    exit_code: int | None = None
-    """The exit code that the run sent before printing its result; None until then."""
-    last_beat: float = field(default_factory=time.monotonic)
-    step_seconds: list[float] = field(default_factory=list)
-    is_in_stage: bool = True
-    is_printing: bool = False
-    _partial_line: bytes = b""
-
-    def read(self, heartbeat: int) -> bool:
-        """Read all data from a non-blocking pipe. Return False if the run has closed it."""
-        try:
-            while data := os.read(heartbeat, 65_536):
-                self.feed(data)
-        except BlockingIOError:
-            return True
-        return False
-
-    def feed(self, data: bytes) -> None:
-        """Process bytes of the heartbeat. The last line may be incomplete."""
-        self.reset_timer()
-        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
-        for line in lines:
-            self.is_in_stage = line in (b"stage", b"printed") or (self.is_in_stage and line == b"alive")
-            self.is_printing = line.startswith(b"ended ")
-            if self.is_printing:
-                self.exit_code = int(line[6:])
-            if line.startswith(b"step "):
-                self.step_seconds = [*self.step_seconds[-_NUM_STEPS_KEPT:], float(line[5:])]
-
-    def reset_timer(self) -> None:
-        """Restart the timer that measures the silence."""
-        self.last_beat = time.monotonic()
-
-    @property
-    def patience(self) -> float | None:
-        """Seconds of silence after which the run counts as hung; None before the first step and during printing."""
-        if not self.step_seconds or self.is_printing:
-            return None
-        wait = self.hang_seconds + _STEP_FACTOR * median(self.step_seconds)
-        return wait * _STAGE_FACTOR if self.is_in_stage else wait
-
-    @property
-    def is_overdue(self) -> bool:
-        """Whether the run has been silent for too long."""
-        return self.patience is not None and time.monotonic() - self.last_beat > self.patience
 
 
 class Heartbeat:
@@ -88,6 +30,8 @@ class Heartbeat:
 
     def __call__(self, event: Event) -> None:
         match event:
+            case RunStarted(plan=plan):
+                self._send(b"cpu\n" if plan.device.value == "cpu" else b"gpu\n")
             case Progress():
                 self._send(b"stage\n")
             case StepTaken(seconds=seconds):

@@ -5,6 +5,8 @@ tunewell train                    the supervisor: no torch, no lock, a few megab
 """
 
 import contextlib
+import functools
+import math
 import os
 import select
 import signal
@@ -15,15 +17,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tunewell.config.rules import Healing
+# Nothing else is imported before the run is started: its own start takes seconds.
+from tunewell.core.errors import UserError
 from tunewell.core.units import count
-from tunewell.records.checkpoint import saved_steps
-from tunewell.records.events import EventLog, last_step
-from tunewell.records.healing import HEALING, HealingEntry, read_healing
-from tunewell.records.plan import read_plan
-from tunewell.runs.heartbeat import HeartbeatMonitor
+from tunewell.runs.hang_monitor import HangMonitor, process_cpu_seconds
+
+if TYPE_CHECKING:
+    from tunewell.config.rules import Healing
+    from tunewell.records.healing import HealingEntry
 
 STACKS = "stacks.txt"
 """The file with the stacks of all threads of a run that hung."""
@@ -41,6 +44,8 @@ _PAUSE_SECONDS = 5.0
 
 CommandLine = Callable[[bool, str], Sequence[str]]
 """Builds the child's command line from `is_restart` and the file descriptors it inherits."""
+RunSettings = Callable[[], tuple[Path, "Healing"]]
+"""Returns the run's folder and its `healing` settings."""
 
 
 def can_supervise() -> bool:
@@ -48,21 +53,26 @@ def can_supervise() -> bool:
     return os.name == "posix" and int(os.environ.get("WORLD_SIZE", "1")) <= 1 and sys.gettrace() is None
 
 
-def supervise(command_line: CommandLine, *, folder: Path, rules: Healing, report: Callable[[str], None]) -> int:
+def supervise(command_line: CommandLine, *, settings: RunSettings, report: Callable[[str], None]) -> int:
     """Run a training command, restart it if it dies, and return its exit code.
 
-    A run is not restarted after a signal to stop, or if it dies before its first step. `rules.restarts` limits the
-    restarts at one step; twice as many are allowed without a new checkpoint.
+    A run is not restarted after a signal to stop, or if it dies before its first step. `healing.restarts` limits the
+    restarts at one step; twice as many are allowed without a new checkpoint. `settings` is called while the run starts;
+    if it raises UserError, the run reports the same error.
     """
-    budget = _RestartBudget(folder, rules.restarts)
+    settings = functools.cache(settings)
+    budget: _RestartBudget | None = None
     is_restart = False
     with _SignalForwarder() as signals:
         while True:
-            code, has_hung = _run_child(
-                command_line, is_restart=is_restart, rules=rules, folder=folder, signals=signals
-            )
+            code, has_hung = _run_child(command_line, is_restart=is_restart, settings=settings, signals=signals)
             if code in _FINAL_CODES and not has_hung:
                 return code
+            from tunewell.records.events import last_step
+            from tunewell.records.healing import HealingEntry
+
+            folder, rules = settings()
+            budget = budget or _RestartBudget(folder, rules.restarts)
             step = last_step(folder / "events.jsonl") or 0
             name, cause = _how_it_died(code, has_hung=has_hung)
             message = f"the run {cause} after step {count(step)}"
@@ -105,11 +115,13 @@ class _RestartBudget:
         self._restarts = restarts
         self._deaths_by_step: dict[int, int] = {}
         self._num_without_checkpoint = 0
-        self._newest = max(saved_steps(folder / "checkpoints"), default=-1)
+        self._newest = -1
 
     def add(self, step: int) -> tuple[int, str]:
         """Add a death at a step. Return the deaths at that step, and the reason not to restart or an empty string."""
         num_deaths = self._deaths_by_step[step] = self._deaths_by_step.get(step, 0) + 1
+        from tunewell.records.checkpoint import saved_steps
+
         newest = max(saved_steps(self._folder / "checkpoints"), default=-1)
         self._num_without_checkpoint = 1 if newest > self._newest else self._num_without_checkpoint + 1
         self._newest = max(self._newest, newest)
@@ -121,13 +133,12 @@ class _RestartBudget:
 
 
 def _run_child(
-    command_line: CommandLine, *, is_restart: bool, rules: Healing, folder: Path, signals: "_SignalForwarder"
+    command_line: CommandLine, *, is_restart: bool, settings: RunSettings, signals: "_SignalForwarder"
 ) -> tuple[int, bool]:
     """Start the run, wait for it, and kill it if it hangs. Return its exit code and whether it hung."""
     lifeline_read, lifeline_write = os.pipe()
     heartbeat_read, heartbeat_write = os.pipe()
     os.set_blocking(heartbeat_read, False)
-    monitor = HeartbeatMonitor(rules.hang_seconds)
     try:
         with tempfile.TemporaryFile() as stacks:
             inherited = (lifeline_read, heartbeat_write, stacks.fileno())
@@ -141,9 +152,13 @@ def _run_child(
             )
             os.close(lifeline_read)
             os.close(heartbeat_write)
+            monitor = HangMonitor(math.inf, lambda: process_cpu_seconds(child.pid))
             with signals.forwarded_to(child, monitor):
+                with contextlib.suppress(UserError):
+                    monitor.hang_seconds = settings()[1].hang_seconds
                 has_hung = _wait(child, monitor, heartbeat_read)
             if has_hung:
+                folder, _ = settings()
                 _dump_stacks_and_kill(child)
                 stacks.seek(0)
                 (folder / STACKS).write_bytes(stacks.read())
@@ -155,7 +170,7 @@ def _run_child(
         os.close(lifeline_write)
 
 
-def _wait(child: "subprocess.Popen[Any]", monitor: HeartbeatMonitor, heartbeat: int) -> bool:
+def _wait(child: "subprocess.Popen[Any]", monitor: HangMonitor, heartbeat: int) -> bool:
     """Wait until the child exits or hangs. Return True if it hangs."""
     polled_at = time.monotonic()
     while child.poll() is None:
@@ -190,7 +205,7 @@ class _SignalForwarder:
         """The exit code of the command after a stop request; None before."""
         self._requested: int | None = None
         self._child: subprocess.Popen[Any] | None = None
-        self._monitor: HeartbeatMonitor | None = None
+        self._monitor: HangMonitor | None = None
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "_SignalForwarder":
@@ -210,7 +225,7 @@ class _SignalForwarder:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     @contextlib.contextmanager
-    def forwarded_to(self, child: "subprocess.Popen[Any]", monitor: HeartbeatMonitor) -> Iterator[None]:
+    def forwarded_to(self, child: "subprocess.Popen[Any]", monitor: HangMonitor) -> Iterator[None]:
         """Forward signals to this child, including one that arrived while it was being started."""
         self._child, self._monitor = child, monitor
         try:
@@ -250,6 +265,9 @@ class _SignalForwarder:
 
 def _halved_micro_batch(folder: Path) -> int | None:
     """Return half of the current micro-batch tokens for a run on a CPU, which uses system memory; otherwise None."""
+    from tunewell.records.healing import read_healing
+    from tunewell.records.plan import read_plan
+
     plan = read_plan(folder)
     if plan.device.value != "cpu":
         return None
@@ -257,7 +275,10 @@ def _halved_micro_batch(folder: Path) -> int | None:
     return max(1, (limits[-1] if limits else plan.micro_batch_tokens.value) // 2)
 
 
-def _log(folder: Path, entry: HealingEntry) -> None:
+def _log(folder: Path, entry: "HealingEntry") -> None:
+    from tunewell.records.events import EventLog
+    from tunewell.records.healing import HEALING
+
     with EventLog(folder / HEALING) as log:
         log.append(entry.as_json())
 

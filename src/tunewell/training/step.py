@@ -104,6 +104,7 @@ class TrainableModel(PackedModel):
             self._all_reduce(loss_sum)
             with self.hooks.around_update(number, self.parameters):
                 self.optimizer.prepare()
+        self.heartbeat()
         done = self.optimizer.update(
             rate=rate,
             max_norm=self.settings.max_grad_norm,
@@ -111,6 +112,7 @@ class TrainableModel(PackedModel):
             scaler=self.scaler,
             norm_limit=norm_limit,
         )
+        self.heartbeat()
         values = torch.stack([loss_sum / num_supervised, done.grad_norm, done.was_skipped, self.scaler.scale])
         return self._copy_to_host(values)
 

@@ -12,9 +12,10 @@ from tunewell.cli.render import BestEffortStream, emit, json_text
 from tunewell.core.progress import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tunewell.config.load import LoadedConfig
+    from tunewell.config.rules import Healing
 
 _RESUME = "Resume the run in that folder. Without a config, use the settings of the run."
 
@@ -45,17 +46,23 @@ def command(
     json: AsJson = False,
 ) -> None:
     """Train the model and test it (prepares the data first if needed)."""
-    from tunewell.cli.screens.training import is_first_process, shown_training
-    from tunewell.config.load import as_sets
-    from tunewell.runs.config import RunOptions, load_for_run
     from tunewell.runs.supervisor import can_supervise
 
-    sets = [*as_sets(run=out, device=device), *(set_ or ())]
-    if no_validate:
-        sets.append("verdict.after_training=false")
-    loaded = load_for_run(config, sets, is_resuming=resume, model=model, data=data, seed=seed)
+    def load() -> "LoadedConfig":
+        from tunewell.config.load import as_sets
+        from tunewell.runs.config import load_for_run
+
+        sets = [*as_sets(run=out, device=device), *(set_ or ())]
+        if no_validate:
+            sets.append("verdict.after_training=false")
+        return load_for_run(config, sets, is_resuming=resume, model=model, data=data, seed=seed)
+
     if worker is None and not no_supervisor and can_supervise():
-        raise typer.Exit(_supervise(loaded, context.obj))
+        raise typer.Exit(_supervise(load, context.obj))
+    from tunewell.cli.screens.training import is_first_process, shown_training
+    from tunewell.runs.config import RunOptions
+
+    loaded = load()
     options = RunOptions(
         is_resuming=resume,
         allowed_changes=allow_change or (),
@@ -88,8 +95,8 @@ def command(
         raise typer.Exit(result.exit_code)
 
 
-def _supervise(loaded: "LoadedConfig", argv: "Sequence[str]") -> int:
-    """Start the run in a child process with the same arguments, supervise it, and return its exit code."""
+def _supervise(load: "Callable[[], LoadedConfig]", argv: "Sequence[str]") -> int:
+    """Start the run in a child process with the same arguments, supervise it and return its exit code."""
     from tunewell.runs.supervisor import supervise
 
     stderr = BestEffortStream(sys.stderr)  # supervision continues after the terminal is closed
@@ -103,5 +110,8 @@ def _supervise(loaded: "LoadedConfig", argv: "Sequence[str]") -> int:
         stderr.write(f"supervisor: {message}\n")
         stderr.flush()
 
-    folder = loaded.path(loaded.config.run)
-    return supervise(command_line, folder=folder, rules=loaded.config.healing, report=report)
+    def settings() -> "tuple[Path, Healing]":
+        loaded = load()
+        return loaded.path(loaded.config.run), loaded.config.healing
+
+    return supervise(command_line, settings=settings, report=report)
