@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -228,3 +229,13 @@ def test_an_interval_in_the_config_is_never_changed(tmp_path: Path) -> None:
     run.progress.step, run.seconds = 4, {"train": 1.0, "look": 90.0, "save": 0.0}
     limit_evaluations(run)
     assert run.plan.evaluate_every.value == 4
+
+
+def test_a_slow_first_step_is_announced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tunewell.training.engine._SLOW_STEP_SECONDS", 0.05)
+    run = make_run(tmp_path, plan={"num_steps": 2})
+    take_step = run.learner.take_step
+    monkeypatch.setattr(run.learner, "take_step", lambda *a, **k: (time.sleep(0.2), take_step(*a, **k))[1])
+    train(run)
+    [note] = [note for note in run.listener.notes if "still computing" in note]
+    assert note.startswith("step 1 is still computing after 0.05 s: it has ")

@@ -1,5 +1,6 @@
 """The training loop: take steps, evaluate, save checkpoints, and recover from bad steps."""
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -20,13 +21,16 @@ from tunewell.training.signals import Interrupted, Signals
 from tunewell.training.step import StepRecord
 
 EXIT_STOPPED = 4
+_SLOW_STEP_SECONDS = 10
 
 
 def train(run: Run, *, handle_signals: bool = True) -> Ending:
     """Run the training loop from `run.progress` until the planned steps are done or no remedy is left."""
+    loop = _Loop(run, Signals(is_installed=handle_signals))
     try:
-        return _Loop(run, Signals(is_installed=handle_signals)).train()
+        return loop.train()
     finally:
+        loop.slow_step.cancel()
         run.learner.uncompile()  # later code uses different shapes, and needs the memory
 
 
@@ -40,6 +44,8 @@ class _Loop:
         is_compiling = run.plan.compile.value != "off"
         self.compiler = Compiler(run.plan.compile.value, run.plan.num_steps.value) if is_compiling else None
         self.is_interrupted = False
+        self.slow_step = threading.Timer(_SLOW_STEP_SECONDS, self._announce_slow_step, [run.progress.step])
+        self.slow_step.daemon = True
 
     def train(self) -> Ending:
         run = self.run
@@ -54,6 +60,7 @@ class _Loop:
                 if is_best:
                     self.save(is_best=True, wait=True)
                 self.log.restart_clock()
+            self.slow_step.start()
             while self.has_steps_left():
                 try:
                     self.take_step()
@@ -79,6 +86,13 @@ class _Loop:
                 if self.is_interrupted:
                     return self.interrupted()
         return _finished(run)
+
+    def _announce_slow_step(self, first: int) -> None:
+        """Send a note if the first step takes long: until it ends, nothing else shows that the run computes."""
+        if self.run.progress.step == first:
+            tokens = count(int(self.run.order.lengths[self.run.order.step(first).documents].sum()))
+            words = f"step {first + 1} is still computing after {_SLOW_STEP_SECONDS} s: it has {tokens} tokens"
+            self.run.listener(Note(words))
 
     def has_steps_left(self) -> bool:
         patience = self.run.config.evaluate.patience
