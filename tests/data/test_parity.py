@@ -92,6 +92,6 @@ def sentencepiece_model(request, tmp_path_factory) -> LoadedTokenizer:
     return load_tokenizer(train_sentencepiece(folder, **SENTENCEPIECE[request.param]))
 
 
-@pytest.mark.parametrize("name", ["chatml", "zephyr"])
+@pytest.mark.parametrize("name", ["chatml", pytest.param("zephyr", marks=pytest.mark.slow)])
 def test_sentencepiece(sentencepiece_model, name, tmp_path):
     compare(sentencepiece_model, tmp_path, name=name, template=builtin_template(name), is_lossless=False)

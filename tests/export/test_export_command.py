@@ -52,6 +52,7 @@ def kinds(folder: Path) -> list[str]:
     return [own.name for own in read_proof(folder).artefacts]
 
 
+@pytest.mark.slow
 def test_a_second_export_adds_to_the_first_and_leaves_what_is_not_its_own(model: Path, out: Path) -> None:
     """The adapter of the first was gone without a word, and so were people's notes; so was a folder `out.staged`."""
     (out / "notes.txt").write_text("mine")
@@ -170,6 +171,7 @@ def test_everyone_may_read_what_the_person_lets_others_read(model: Path, out: Pa
     assert out.stat().st_mode == out.with_name("folder").stat().st_mode
 
 
+@pytest.mark.slow
 def test_figures_of_a_failure_go_away_with_the_next_success(model: Path, tmp_path: Path) -> None:
     failed = tmp_path / "out-failed.json"
     failed.write_text('{"format": "tunewell-parity"}')

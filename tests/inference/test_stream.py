@@ -11,7 +11,7 @@ import torch
 from chat_references import CHATML_MARKERS, train_bpe, train_sentencepiece
 from lessons import tiny_llama
 from peft import PeftModel
-from tiny_models import ARCHITECTURES, tiny
+from tiny_models import tiny
 from tokenizers import Tokenizer, decoders, models
 from transformers import GenerationConfig
 
@@ -42,7 +42,7 @@ def by_transformers(model, prompts: list[list[int]], number: int, stops: tuple[i
     return [row[:end] for row, end in zip(rows, ends, strict=True)]
 
 
-@pytest.mark.parametrize("kind", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma3n_text", "gpt2", "mistral", "deepseek_v3", "qwen3_moe"])
 def test_greedy_tokens_are_those_of_transformers(kind):
     """Caches, windows and positions differ from architecture to architecture; a wrong one shows after a few tokens."""
     model = tiny(kind)

@@ -237,7 +237,10 @@ def test_a_run_from_before_there_were_fingerprints_goes_on(project: Path) -> Non
     assert resumed.returncode == 0 and "changed on resume" not in resumed.stderr, resumed.stderr
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), pytest.param(signal.SIGUSR1, 143, marks=pytest.mark.slow)],
+)
 def test_a_signal_saves_within_a_step_and_resume_ends_as_if_there_had_been_none(
     project: Path, number: signal.Signals, code: int
 ) -> None:
@@ -446,6 +449,7 @@ def test_secrets_do_not_reach_any_file_of_a_run(project: Path, monkeypatch: pyte
             assert secret not in path.read_text(encoding="utf-8"), path
 
 
+@pytest.mark.slow
 def test_a_model_in_a_folder_that_is_called_like_a_secret_is_trained_judged_and_gone_on_with(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -200,6 +200,7 @@ def test_the_same_run_gives_the_same_report(lora: TrainResult, tmp_path: Path) -
     assert told[0] == told[1]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_chosen_by_its_name(lora: TrainResult) -> None:
     assert judged(lora.run, checkpoint="last").report.subject.step == 60
     assert judged(lora.run, checkpoint="40").report.subject.step == 40
@@ -222,6 +223,7 @@ def test_an_adapter_of_peft_is_judged_against_its_base(lora: TrainResult, base: 
     assert [one.tuned.text for one in found.exchanges] == [one.tuned.text for one in of_run.exchanges]
 
 
+@pytest.mark.slow
 def test_a_model_is_judged_with_and_without_a_base(full: TrainResult, base: Path, tmp_path: Path) -> None:
     merged = save_model(copy_of(full.run / "checkpoints" / "step-000040"), tmp_path / "model", base)
     held_out = write_jsonl(tmp_path / "held.jsonl", HELD_OUT)
@@ -284,6 +286,7 @@ def test_a_run_without_held_out_rows_is_weak(base: Path, tmp_path: Path) -> None
     assert report.held_out is None and report.everyday is not None
 
 
+@pytest.mark.slow
 def test_rows_of_several_kinds_are_judged(base: Path, tmp_path: Path) -> None:
     """Plain text has no questions; a conversation is asked its first; two sources are told apart."""
     text = write_jsonl(tmp_path / "text.jsonl", everyday_rows())
@@ -359,6 +362,7 @@ def test_what_is_not_there_is_said(tmp_path: Path, base: Path, monkeypatch: pyte
         judged(tmp_path / "half", data="held.jsonl")
 
 
+@pytest.mark.slow
 def test_a_base_with_fewer_tokens_or_none_of_ours_does_not_crash(full: TrainResult, base: Path, tmp_path: Path) -> None:
     """Another vocabulary is refused in words; a head with spare rows is compared on what both know."""
     held_out = write_jsonl(tmp_path / "held.jsonl", HELD_OUT)
