@@ -446,7 +446,7 @@ def test_a_real_run_goes_on_where_it_died(project: Path, record_property: Any, k
     steps = [event["step"] for event in read_events(project / "run" / "events.jsonl") if event["kind"] == "step"]
     assert steps == list(range(1, 13))
     if kind == "hang":
-        assert "in before_step" in (project / "run" / "stacks.txt").read_text()
+        assert "in around_batch" in (project / "run" / "stacks.txt").read_text()
 
 
 @pytest.mark.faults
