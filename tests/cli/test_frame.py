@@ -251,3 +251,8 @@ def test_colour_is_off_in_a_pipe_and_on_request(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     assert render.console().no_color and render.console(stderr=True).stderr
     assert not render.console().is_terminal
+
+
+def test_a_line_break_in_a_cell_does_not_break_a_table():
+    """A folder may have one in its name."""
+    assert render.folded_table([("  a\nb", "one"), ("c\u2028d", "two")]) == "  a b   one\nc d     two"

@@ -198,3 +198,11 @@ def test_answers_stop_where_the_corpus_ends_a_turn_or_a_text(tiny_model):
     assert corpus_stop_ids(Loaded(), corpus("", "no single token")) == [ends["<|endoftext|>"]]
     Loaded.special_tokens = {}
     assert corpus_stop_ids(Loaded(), corpus()) == []
+
+
+def test_a_very_low_temperature_is_greedy():
+    model = tiny("llama")
+    greedy = generate(model, PROMPTS, max_new_tokens=6, stop_ids=[])
+    for temperature in (1e-3, 1e-40):
+        decoding = Decoding(temperature=temperature)
+        assert generate(model, PROMPTS, max_new_tokens=6, stop_ids=[], decoding=decoding) == greedy

@@ -78,7 +78,8 @@ def table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), gap: in
 
 def folded_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), gap: int = 3) -> str:
     """Align columns like `table`, and wrap the last column at the width of the screen."""
-    leads = table([[*row[:-1], "|"] for row in rows], right=right, gap=gap).splitlines()
+    cells = [[*(" ".join(cell.splitlines()) for cell in row[:-1]), "|"] for row in rows]
+    leads = table(cells, right=right, gap=gap).splitlines()
     return "\n".join(hanging(lead[:-1], row[-1]) for lead, row in zip(leads, rows, strict=True))
 
 

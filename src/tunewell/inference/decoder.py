@@ -143,7 +143,9 @@ class Sampler:
         if self.is_greedy:
             return logits_SV.argmax(-1)
         self._generator = self._generator or torch.Generator(logits_SV.device).manual_seed(self._decoding.seed)
-        logits_SV = logits_SV.float() / self._decoding.temperature
+        logits_SV = logits_SV.float()
+        # Without the maximum, a very low temperature would overflow.
+        logits_SV = (logits_SV - logits_SV.amax(-1, keepdim=True)) / self._decoding.temperature
         if self._decoding.top_p < 1:
             logits_SV = TopPLogitsWarper(self._decoding.top_p)(None, logits_SV)  # type: ignore[arg-type]  ids unused
         return torch.multinomial(logits_SV.softmax(-1), 1, generator=self._generator)[:, 0]
