@@ -85,12 +85,53 @@ def test_prepare_takes_lists_datasets_and_data_frames_as_the_same_rows(base: str
         ([1, 2], "row 1 of `data` is a int"),
         (42, "cannot be a int"),
         ([{"question": {1, 2}}], "row 1 of `data` cannot be written as JSON"),
+        ([{"question": "q", "answer": "a"}, {"question": "q", "number": 1 << 70}], "column `number`"),
     ],
 )
 def test_data_that_is_not_rows_is_a_clear_error(base: str, data: object, what: str) -> None:
     """At 0.1.0 a list of 200 rows gave 200 problems with the config."""
-    with pytest.raises(UserError, match=re.escape(what)):
+    with pytest.raises(UserError) as caught:
         tunewell.prepare(model=base, data=data, progress=False)
+    assert what in str(caught.value)
+
+
+def test_data_frames_from_parquet_and_with_times_are_rows(base: str) -> None:
+    """pandas reads a list of dicts as an array of objects, and has its own values for empty cells."""
+    pandas = pytest.importorskip("pandas")
+    pairs = [[{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": f"a{n}"}] for n in range(12)]
+    frame = pandas.DataFrame({"messages": pairs})
+    frame.to_parquet("rows.parquet")
+    read = pandas.read_parquet("rows.parquet")
+    read["when"] = [pandas.Timestamp("2026-01-01"), *[pandas.NaT] * 11]
+    read["count"] = pandas.array([1, *[None] * 11], dtype="Int64")
+    made = [tunewell.prepare(model=base, data=d, out=o, progress=False) for d, o in ((frame, "one"), (read, "two"))]
+    assert made[0].manifest.documents == made[1].manifest.documents > 0
+
+
+def test_validate_takes_several_files_a_folder_as_text_and_numbers_of_numpy(base: str) -> None:
+    numpy = pytest.importorskip("numpy")
+    for name in ("a.jsonl", "b.jsonl"):
+        rows_file(Path(name), 4)
+    metrics = {"f": lambda *_: numpy.float32(0.5), "b": lambda *_: numpy.bool_(True), "bad": lambda: 1}
+    options = {"device": "cpu", "out": "report", "metrics": metrics, "sets": ["verdict.answer_tokens=4"]}
+    found = tunewell.validate(base, data=["a.jsonl", f"file://{Path('b.jsonl').absolute()}"], progress=False, **options)
+    assert found.folder == Path("report")
+    means = {name: (result.tuned, result.failed) for name, result in found.report.metrics.items()}
+    assert means["f"] == (0.5, 0) and means["b"] == (1.0, 0) and means["bad"][0] is None
+    assert "bad" in found._repr_html_() and "failed" in found._repr_html_()
+    with pytest.raises(UserError, match="the metric `m` is not a function"):
+        tunewell.validate(base, data="a.jsonl", progress=False, device="cpu", metrics={"m": 3})
+
+
+def test_answers_to_a_list_are_those_to_each_and_follow_the_seed(base: str) -> None:
+    model = tunewell.load(base, device="cpu")
+    prompts = ["What is 1?", "Hello", "What is 1?"]
+    assert model.generate(prompts, max_new_tokens=8) == [model.generate(prompt, max_new_tokens=8) for prompt in prompts]
+    drawn = [model.generate(prompts, max_new_tokens=8, temperature=2.0, seed=seed) for seed in (0, 0, 9)]
+    assert drawn[0] == drawn[1] != drawn[2] and drawn[0][0] != drawn[0][2]
+    assert model.generate([]) == []
+    with pytest.raises(UserError, match="a string or a list of strings"):
+        model.generate(5)  # type: ignore[call-overload]
 
 
 def test_a_dataset_with_several_splits_asks_which_one(base: str) -> None:

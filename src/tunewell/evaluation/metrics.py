@@ -51,7 +51,7 @@ def _mean(metric: Metric, answers: Sequence[tuple[AnsweredQuestion, Answer]]) ->
     for question, answer in answers:
         try:
             value = metric(question.question, answer.text, question.reference)
-            if not isinstance(value, bool | int | float) or not math.isfinite(value):
+            if isinstance(value, str) or not math.isfinite(value):  # math.isfinite also takes numbers of numpy
                 raise TypeError(f"the metric returned {value!r}, not a finite number")
             values.append(float(value))
         except (Exception, SystemExit) as error:  # noqa: BLE001  an error in the user's function must not stop the evaluation

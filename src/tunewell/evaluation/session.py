@@ -150,15 +150,15 @@ _MIN_ANSWER_TOKENS, _MAX_ANSWER_TOKENS = 32, 512
 class ValidateOptions:
     """The options of an evaluation."""
 
-    data: str | Path | None = None
-    """File of rows; by default the held-out rows of the run."""
+    data: str | Path | Sequence[str | Path] | None = None
+    """File of rows, or several; by default the held-out rows of the run."""
     corpus: Path | None = None
     """Corpus whose held-out rows replace those of the run."""
     checkpoint: str = "best"
     base: str | None = None
     template: str | None = None
     device: str = "auto"
-    out: Path | None = None
+    out: str | Path | None = None
     """Folder of the report; by default the run's."""
     sets: Sequence[str] = ()
     allow_pickle: bool = False

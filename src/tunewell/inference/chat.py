@@ -96,6 +96,10 @@ class Chat:
         """Change sampling settings for the next answers. Raise UserError, without a change, if a value is invalid."""
         self.options = replace(self.options, **changes)
 
+    def prompt_for(self, text: str) -> list[int]:
+        """Return the prompt of a message in this conversation; raise UserError if it does not fit in the context."""
+        return self._fitting_prompt([*self.messages, {"role": "user", "content": text}])[0]
+
     def reply(self, text: str) -> Generator[str, None, None]:
         """Send a message, yield the text of the answer as it is generated, and add both to the conversation.
 

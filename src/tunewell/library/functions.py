@@ -55,9 +55,20 @@ def _rows_of(data: Any) -> Iterable[Any]:
 
 
 def _save(rows: Iterable[Any]) -> Path:
-    ROWS_FOLDER.mkdir(parents=True, exist_ok=True)
+    try:
+        return _save_to(ROWS_FOLDER, rows)
+    except OSError as error:
+        raise UserError(
+            f"rows from memory cannot be saved: {error.strerror or error}",
+            where=str(ROWS_FOLDER.absolute()),
+            fix="change to a folder that you can write to, or write the rows to a file and give its path",
+        ) from error
+
+
+def _save_to(folder: Path, rows: Iterable[Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
     digest, num_rows = hashlib.sha256(), 0
-    with tempfile.NamedTemporaryFile(dir=ROWS_FOLDER, suffix=".tmp") as file:
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp") as file:
         for number, row in enumerate(rows, start=1):
             line = _line(row, number)
             digest.update(line)
@@ -66,7 +77,7 @@ def _save(rows: Iterable[Any]) -> Path:
         if not num_rows:
             raise UserError("`data` contains no rows", fix=_FIX)
         file.flush()
-        path = ROWS_FOLDER / f"{digest.hexdigest()[:16]}.jsonl"
+        path = folder / f"{digest.hexdigest()[:16]}.jsonl"
         if not path.is_file():
             write_atomic(path, Path(file.name).read_bytes())
     return path
@@ -75,19 +86,33 @@ def _save(rows: Iterable[Any]) -> Path:
 def _line(row: Any, number: int) -> bytes:
     if not isinstance(row, Mapping):
         raise UserError(f"row {number} of `data` is a {type(row).__name__}, not a dict", fix=_FIX)
+    column = ""
     try:
-        return orjson.dumps(_plain(dict(row)), option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
+        cells = []
+        for column, value in row.items():
+            cells.append(orjson.dumps(str(column)) + b":" + orjson.dumps(_plain(value)))
+        return b"{" + b",".join(cells) + b"}\n"
     except orjson.JSONEncodeError as error:
-        raise UserError(f"row {number} of `data` cannot be written as JSON: {error}", fix=_FIX) from error
+        raise UserError(
+            f"row {number} of `data` cannot be written as JSON: {error}",
+            where=f"column `{column}`",
+            fix="convert the values of this column to text, numbers or lists, or remove the column",
+        ) from error
 
 
 def _plain(value: Any) -> Any:
-    """Replace NaN, which pandas uses for empty cells, with None (JSON null)."""
+    """Convert a value to what JSON has: arrays to lists, times to text, and the empty cells of pandas to None."""
     if isinstance(value, float) and math.isnan(value):
+        return None
+    if type(value).__name__ in ("NaTType", "NAType"):
         return None
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
-    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    return _plain(value.tolist()) if hasattr(value, "tolist") else value  # numpy arrays and numbers
 
 
 if TYPE_CHECKING:
@@ -162,7 +187,7 @@ def validate(
 
     paths = data_paths(data)
     if paths is not None:
-        options["data"] = paths[0] if len(paths) == 1 else paths
+        options["data"] = paths
     with shown(progress) as show:
         return as_result(Validation, run_validate(_path(model), progress=show, **options))
 

@@ -1,6 +1,7 @@
 """`tunewell.load`: load a run, an adapter or a model for chat and generation."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import overload
 
@@ -31,22 +32,34 @@ class Model:
 
     @overload
     def generate(  # pyright: ignore[reportOverlappingOverload]  a text is a sequence of texts too
-        self, prompts: str, *, max_new_tokens: int = ..., temperature: float = ...
+        self, prompts: str, *, max_new_tokens: int = ..., temperature: float = ..., seed: int = ...
     ) -> str: ...
 
     @overload
-    def generate(self, prompts: Sequence[str], *, max_new_tokens: int = ..., temperature: float = ...) -> list[str]: ...
+    def generate(
+        self, prompts: Sequence[str], *, max_new_tokens: int = ..., temperature: float = ..., seed: int = ...
+    ) -> list[str]: ...
 
     def generate(
-        self, prompts: str | Sequence[str], *, max_new_tokens: int = 512, temperature: float = 0.0
+        self, prompts: str | Sequence[str], *, max_new_tokens: int = 512, temperature: float = 0.0, seed: int = 0
     ) -> str | list[str]:
-        """Return one reply for each prompt. Every prompt is a separate conversation."""
+        """Return one reply for each prompt. Every prompt is a separate conversation.
+
+        With a temperature of 0, all prompts are decoded together. Otherwise prompt number n is sampled with `seed` + n.
+        """
         if isinstance(prompts, str):
-            return self.generate([prompts], max_new_tokens=max_new_tokens, temperature=temperature)[0]
-        if not all(isinstance(prompt, str) for prompt in prompts):
+            return self.generate([prompts], max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)[0]
+        if not isinstance(prompts, Sequence) or not all(isinstance(prompt, str) for prompt in prompts):
             raise UserError("`generate` takes a string or a list of strings")
-        options = ChatOptions(temperature=temperature, length=max_new_tokens)
-        return ["".join(Chat(self._opened, self._chat.system, options).reply(prompt)) for prompt in prompts]
+        opened, system = self._opened, self._chat.system
+        options = ChatOptions(temperature=temperature, length=max_new_tokens, seed=seed)
+        if temperature > 0:
+            sampled = [replace(options, seed=seed + number) for number in range(len(prompts))]
+            chats = [Chat(opened, system, own) for own in sampled]
+            return ["".join(chat.reply(prompt)) for chat, prompt in zip(chats, prompts, strict=True)]
+        ids = [Chat(opened, system, options).prompt_for(prompt) for prompt in prompts]
+        answers = opened.runtime.generate(ids, max_new_tokens=max_new_tokens, stop_ids=opened.stop_ids)
+        return [opened.decode(answer.ids) for answer in answers]
 
     def __repr__(self) -> str:
         return f"Model({self.name!r}, messages={len(self._chat.messages)})"

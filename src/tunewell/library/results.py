@@ -39,7 +39,7 @@ class TrainResult(TrainRecord):
             parts.append(loss_svg(curve, title=self.run.name))
         if self.validation is not None:
             parts.insert(0, _verdict(self.validation.report))
-            parts.append(_answers(self.validation.report))
+            parts += [_metrics(self.validation.report), _answers(self.validation.report)]
         return "".join(parts)
 
 
@@ -76,7 +76,9 @@ class Validation(ValidationRecord):
         return f"Validation(verdict={self.report.verdict!r}, page={str(self.page)!r})"
 
     def _repr_html_(self) -> str:
-        return _verdict(self.report) + _answers(self.report) + html_table([("report", self.page)])
+        return (
+            _verdict(self.report) + _metrics(self.report) + _answers(self.report) + html_table([("report", self.page)])
+        )
 
 
 def as_result(kind: type[R], record: Any) -> R:
@@ -91,6 +93,15 @@ def _verdict(report: Report) -> str:
         f"<p><b style='color:{color}'>{report.verdict}</b> {escape(report.summary)}</p>"
         + (f"<ul>{reasons}</ul>" if reasons else "")
     )  # fmt: skip
+
+
+def _metrics(report: Report) -> str:
+    rows: list[tuple[str, object]] = []
+    for name, result in report.metrics.items():
+        base, tuned = ("-" if value is None else f"{value:.4g}" for value in (result.base, result.tuned))
+        failed = f"; {count(result.failed)} failed: {result.error}" if result.failed else ""
+        rows.append((name, f"base {base}, tuned {tuned}{failed}"))
+    return html_table(rows) if rows else ""
 
 
 def _answers(report: Report) -> str:

@@ -11,7 +11,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
 from tunewell.core.optional import import_optional
 from tunewell.core.progress import ProgressListener, silent
-from tunewell.data.sources.base import split_limit
+from tunewell.data.sources.base import is_url, split_limit
 from tunewell.evaluation.compare import Comparison, compare
 from tunewell.evaluation.metrics import load_metrics
 from tunewell.evaluation.report.markdown import report_markdown
@@ -48,11 +48,17 @@ def validate(
     ref = resolve_model(
         model, checkpoint=options.checkpoint, base=options.base, template=options.template, sets=options.sets
     )
-    folder = options.out or (ref.path if ref.kind == "run" and ref.path else Path("report"))
+    folder = Path(options.out or (ref.path if ref.kind == "run" and ref.path else "report"))
     _require_writable(folder)
     if options.lm_eval:
         import_optional("lm_eval", extra="lm-eval", purpose="`validate --lm-eval`")
     metrics = {**load_metrics(ref.loaded.config.verdict.metrics, base=ref.loaded.base), **options.metrics}
+    for name, metric in metrics.items():
+        if not callable(metric):
+            raise UserError(
+                f"the metric `{name}` is not a function but {type(metric).__name__}",
+                fix="give a function of a question, an answer and a reference that returns a number",
+            )
     with _evaluation_set(ref, options) as rows:
         report = EvaluationSession(ref, options, rows, metrics=metrics, progress=progress).evaluate()
     # Rows and answers may also contain secrets, and reports are shared.
@@ -81,12 +87,15 @@ def _evaluation_set(ref: ModelRef, options: ValidateOptions) -> Iterator[Evaluat
     if options.data is None:
         yield rows_of_corpus(options.corpus) if options.corpus is not None else held_out_rows(ref)
         return
-    data, settings = str(options.data), ref.loaded.config.data
-    path, limit = split_limit(data)
-    # Read the file like the rows of the run, with the same columns and system prompt.
+    given, settings = options.data, ref.loaded.config.data
+    paths = [str(given)] if isinstance(given, str | Path) else [str(path) for path in given]
+    data = ", ".join(paths)
+    # Read the files like the rows of the run, with the same columns and system prompt.
     like = settings.sources[0].model_dump(exclude_unset=True, exclude={"share"}) if settings.sources else {}
-    source = like | {"path": str(Path(path).absolute()), "limit": limit}
-    changes = {"data": settings.model_dump() | {"sources": [source], "held_out": 0.0}}
+    sources = []
+    for path, limit in map(split_limit, paths):
+        sources.append(like | {"path": path if is_url(path) else str(Path(path).absolute()), "limit": limit})
+    changes = {"data": settings.model_dump() | {"sources": sources, "held_out": 0.0}}
     with ExitStack() as stack:
         try:
             corpus = stack.enter_context(temporary_corpus(ref.loaded, changes))

@@ -94,6 +94,11 @@ class SourceFile:
             return sha256_stream(stream)
 
 
+def is_url(path: str) -> bool:
+    """Return whether a path is an address with a scheme, such as `s3://`."""
+    return _SCHEME.match(path) is not None
+
+
 def split_limit(path: str) -> tuple[str, int | None]:
     """Split `rows.jsonl#500` into path and limit. A `#` in the name of an existing file is part of the name."""
     head, mark, tail = path.rpartition("#")
