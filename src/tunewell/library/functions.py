@@ -102,17 +102,15 @@ def _line(row: Any, number: int) -> bytes:
 
 def _plain(value: Any) -> Any:
     """Convert a value to what JSON has: arrays to lists, times to text, and the empty cells of pandas to None."""
-    if isinstance(value, float) and math.isnan(value):
-        return None
-    if type(value).__name__ in ("NaTType", "NAType"):
+    if (isinstance(value, float) and math.isnan(value)) or type(value).__name__ in ("NaTType", "NAType"):
         return None
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
-    if hasattr(value, "isoformat"):
-        return value.isoformat()
-    return _plain(value.tolist()) if hasattr(value, "tolist") else value  # numpy arrays and numbers
+    # Times, and the arrays and numbers of numpy.
+    convert: Any = getattr(value, "isoformat", None) or getattr(value, "tolist", None)
+    return value if convert is None else _plain(convert())
 
 
 if TYPE_CHECKING:
