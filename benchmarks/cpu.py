@@ -101,7 +101,7 @@ def computed_share(folder: Path, num_steps: int) -> float:
     corpus, order = documents_in_order(folder)
     batches = [make_batch(corpus, order.step(step).documents) for step in range(num_steps)]
     opened = [share_prefix(batch, longest=MAX_LENGTH) for batch in batches]
-    computed = sum(b.num_tokens if s is None else len(s.kept) for b, s in zip(batches, opened, strict=True))
+    computed = sum(b.num_tokens if s is None else len(s.computed) for b, s in zip(batches, opened, strict=True))
     return computed / sum(batch.num_tokens for batch in batches)
 
 
