@@ -373,3 +373,15 @@ def test_a_higher_held_out_loss_never_improves_a_verdict(facts, times):
     higher = facts.held_out.model_copy(update={"tuned": facts.held_out.tuned * times})
     after = decide_verdict(replace(facts, held_out=higher), RULES).level
     assert RANK[after] >= RANK[decide_verdict(facts, RULES).level]
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({}, "twice the `train.epochs`"),
+        ({"epochs": 1.5}, "`train.epochs: 3`"),
+        ({"epochs": 0.35, "max_steps": 3}, "`train.max_steps: 6`"),
+    ],
+)
+def test_advice_to_train_longer_names_the_setting_that_limits_the_run(settings, advice):
+    assert Measurements(**settings).longer_training == advice

@@ -108,7 +108,6 @@ def few_right(measured: Measurements, rules: VerdictRules) -> Iterator[Reason]:
     asked, right = count_right(measured)
     if asked and right < rules.min_right * asked:
         wrong = next((question for question in measured.short_questions if not question.tuned.right), None)
-        longer = f"`train.epochs: {2 * measured.epochs:.3g}`" if measured.epochs else "twice the `train.epochs`"
         yield Reason(
             code="few_right",
             level="WEAK",
@@ -116,8 +115,8 @@ def few_right(measured: Measurements, rules: VerdictRules) -> Iterator[Reason]:
             f"{'is' if right == 1 else 'are'} answered right ({percent(right / asked, 0)}; "
             f"minimum: {percent(rules.min_right, 0)}).",
             example=quote_answer(wrong, with_reference=True) if wrong else None,
-            next=f"Add rows with the same questions in other words, or train longer ({longer}). If replies may be "
-            "worded freely, set `verdict.min_right: 0`.",
+            next=f"Add rows with the same questions in other words, or train longer ({measured.longer_training}). "
+            "If replies may be worded freely, set `verdict.min_right: 0`.",
         )
 
 

@@ -117,9 +117,7 @@ def over_fitted_or_not_learned(measured: Measurements, rules: VerdictRules) -> I
             what=f"The held-out loss is only {percent(gain)} lower than the base model's ({losses}; "
             f"minimum: {percent(rules.min_gain)}).",
             example=_worst_source(measured),
-            next=f"Train longer (`train.epochs: {2 * measured.epochs:.3g}`)."
-            if measured.epochs
-            else "Train longer (twice the `train.epochs`) or on more rows.",
+            next=f"Train longer ({measured.longer_training}) or on more rows.",
         )
     elif sources := [pair for pair in measured.by_source if pair.documents >= FEW_QUESTIONS and not _is_lower(pair)]:
         worst = sources[0]

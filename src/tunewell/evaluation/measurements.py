@@ -35,6 +35,8 @@ class Measurements:
     learning_rate: float | None = None
     """Learning rate of the training, used in advice."""
     epochs: float | None = None
+    max_steps: int | None = None
+    """The setting `train.max_steps`, which takes precedence over the epochs."""
     corpus: str = "corpus"
     """Path of the corpus, for suggested commands."""
     model_path: str = "run"
@@ -49,6 +51,13 @@ class Measurements:
         """The base model's held-out loss, if it is known and finite."""
         base = self.held_out.base if self.held_out else None
         return base if base is not None and math.isfinite(base) else None
+
+    @property
+    def longer_training(self) -> str:
+        """The setting for a training of twice the length, for advice."""
+        if self.max_steps:
+            return f"`train.max_steps: {2 * self.max_steps}`"
+        return f"`train.epochs: {2 * self.epochs:.3g}`" if self.epochs else "twice the `train.epochs`"
 
     @property
     def short_questions(self) -> list[AnsweredQuestion]:

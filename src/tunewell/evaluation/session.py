@@ -350,6 +350,7 @@ def _training_settings(ref: ModelRef, counts: RowCounts | None) -> dict[str, Any
     found: dict[str, Any] = {"is_adapter": ref.adapter is not None, "model_path": str(ref.path or ref.name)}
     if ref.plan is not None:
         found |= {"learning_rate": ref.plan.learning_rate.value, "epochs": ref.plan.epochs.value}
+        found["max_steps"] = ref.plan.config.get("train", {}).get("max_steps")
         found["corpus"] = str(ref.corpus or ref.plan.corpus)
     if counts is not None:
         found["num_rows"] = counts.documents + counts.held_out
