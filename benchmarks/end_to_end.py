@@ -1,16 +1,20 @@
 """Benchmark whole commands against a TRL script that reads the same rows: from JSON lines to a saved adapter.
 
     python benchmarks/end_to_end.py --rows gsm8k.jsonl --tokenizer FOLDER              1.1B, one epoch, on one GPU
+    python benchmarks/end_to_end.py ... --kind long           rows of 2 to 28 questions, up to some 6,000 tokens
+    python benchmarks/end_to_end.py ... --kind full           full fine-tuning, with bf16 and with fp32 masters
     python benchmarks/end_to_end.py --cases smoke --rows rows.jsonl --tokenizer FOLDER     do the scripts run?
 
 `--rows` has `question` and `answer` in each line. The model has random weights and is written before the clock starts.
 Every command is a new process, timed from its start to its exit. `tunewell train` runs twice: the second time torch's
-compile cache is warm. The config is the one that `tunewell init` writes, with one epoch.
+compile cache is warm. The config is the one that `tunewell init` writes, with one epoch. "Reserved" is
+the memory that torch holds, idle memory included; for TRL, the maximum of allocated tensors is shown too.
 """
 
 import argparse
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -22,6 +26,7 @@ from loads import CASES
 from setting import ROOT, setting, table, tunewell_command
 
 TRL = "TRL script, packing, flash, Liger"
+FULL = ["--set=method.kind=full", "--set=train.learning_rate=2e-5", "--set=evaluate.samples=0"]
 MAX_STEPS = {"8b": 60}
 """Steps of larger cases, where an epoch would take too long; TRL takes as many."""
 
@@ -34,6 +39,8 @@ def main() -> int:
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with tokenizer.json and chat template")
     parser.add_argument("--work", type=Path, default=Path("demo/end_to_end"), help="folder to work in")
     parser.add_argument("--without", nargs="*", default=[], choices=["trl", "validate", "second"])
+    parser.add_argument("--kind", choices=["short", "long", "full"], default="short")
+    parser.add_argument("--set", nargs="*", default=[], help="more settings for `tunewell train`")
     wanted = parser.parse_args()
     wanted.work.mkdir(parents=True, exist_ok=True)
     print(setting("torch", "transformers", "trl", "peft"), flush=True)
@@ -41,21 +48,27 @@ def main() -> int:
         folder = wanted.work.resolve() / case
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        write_messages(wanted.rows, folder / "rows.jsonl")
+        write_messages(wanted.rows, folder / "rows.jsonl", is_long=wanted.kind == "long")
         subprocess.run([sys.executable, __file__, "--make", case, folder / "model", wanted.tokenizer], check=True)
-        results = measure(case, folder, wanted.without)
+        results = measure(case, folder, wanted)
         print(table(["command", "wall s", "of TRL", "train s", "first step s", "note"], rows_of(results)), flush=True)
         (folder / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
     return 0
 
 
-def write_messages(rows: Path, out: Path) -> None:
-    """Write rows as messages."""
+def write_messages(rows: Path, out: Path, *, is_long: bool = False) -> None:
+    """Write rows as messages, one question per row, or 2 to 28 in long rows."""
+    questions = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+    draw, at = random.Random(0), 0
     with out.open("w", encoding="utf-8") as file:
-        for line in rows.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            pair = [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
-            file.write(json.dumps({"messages": pair}) + "\n")
+        while at < len(questions):
+            number = draw.choice([2, 4, 8, 16, 28]) if is_long else 1
+            messages = []
+            for row in questions[at : at + number]:
+                messages.append({"role": "user", "content": row["question"]})
+                messages.append({"role": "assistant", "content": row["answer"]})
+            file.write(json.dumps({"messages": messages}) + "\n")
+            at += number
 
 
 def make_model(case: str, folder: str, tokenizer: str) -> None:
@@ -72,23 +85,33 @@ def make_model(case: str, folder: str, tokenizer: str) -> None:
         shutil.copy(file, folder)
 
 
-def measure(case: str, folder: Path, without: list[str]) -> list[dict[str, Any]]:
+def measure(case: str, folder: Path, wanted: argparse.Namespace) -> list[dict[str, Any]]:
     """Time every command in a new process."""
     command, results = tunewell_command(), []
     limit = f"train.max_steps={MAX_STEPS[case]}" if case in MAX_STEPS else "train.epochs=1"
     run([*command, "init", "rows.jsonl", "--model", "model"], folder)
     results.append(run([*command, "prepare"], folder, "tunewell prepare"))
-    more = ["--no-validate"] if case in MAX_STEPS else []
-    train = [*command, "train", "--set", limit, *more]
-    for number in (1, 2)[: 1 if "second" in without else 2]:
-        name = f"tunewell train{' --no-validate' if more else ', evaluation, samples and verdict'}, run {number}"
-        result = run([*train, "--out", f"run-{number}"], folder, name)
-        results.append(result | _events(folder / f"run-{number}", result["started_at"]))
-    if "validate" not in without and not more:
+    is_plain = case not in MAX_STEPS and wanted.kind == "short"
+    more = [] if is_plain else ["--no-validate"]
+    sets = [f"--set={text}" for text in [limit, *wanted.set]]
+    if wanted.kind == "full":
+        variants = [[f"--set=train.masters={kind}", *FULL] for kind in ("bf16", "fp32")]
+    else:
+        variants = [[]] * (1 if "second" in wanted.without else 2)
+    for number, own in enumerate(variants, 1):
+        name = f"tunewell train{', evaluation, samples and verdict' if is_plain else ' --no-validate'}, run {number}"
+        line = [*command, "train", *sets, *more, *own, "--out", f"run-{number}"]
+        events = folder / f"run-{number}" / "events.jsonl"
+        result = run(line, folder, f"{name} {' '.join(own[:1])}".strip(), events=events)
+        results.append(result | _events(folder / f"run-{number}"))
+        if wanted.kind == "full":
+            shutil.rmtree(folder / f"run-{number}")
+    if "validate" not in wanted.without and is_plain:
         results.append(run([*command, "validate", "run-1"], folder, "tunewell validate, base and tuned"))
-    if "trl" not in without:
-        script = [sys.executable, __file__, "--trl", case, "rows.jsonl", "model"]
-        results.append(run(script, folder, TRL, environment=_with_flash()))
+    for dtype in () if "trl" in wanted.without else ("bfloat16", "float32") if wanted.kind == "full" else ("bfloat16",):
+        script = [sys.executable, __file__, "--trl", case, "rows.jsonl", "model", wanted.kind, dtype]
+        name = TRL if dtype == "bfloat16" else f"{TRL}, weights in {dtype}"
+        results.append(run(script, folder, name, environment=_with_flash()))
     return results
 
 
@@ -102,22 +125,26 @@ def _with_flash() -> dict[str, str]:
 
 
 def run(
-    line: list[Any], folder: Path, name: str = "", *, codes: tuple[int, ...] = (0, 3, 4), environment: Any = None
+    line: list[Any], folder: Path, name: str = "", *, environment: Any = None, events: Path | None = None
 ) -> dict[str, Any]:
-    """Run a command to its end and time it."""
-    started_at = time.time()
+    """Run a command to its end and time it; with `events`, also note when the first step is in that file."""
+    started_at, result = time.time(), dict[str, Any]()
     with (folder / "log.txt").open("a+", encoding="utf-8") as log:
         begin = log.tell()
-        done = subprocess.run(
-            line, cwd=folder, env=os.environ | (environment or {}), stdout=log, stderr=subprocess.STDOUT, check=False
+        done = subprocess.Popen(
+            line, cwd=folder, env=os.environ | (environment or {}), stdout=log, stderr=subprocess.STDOUT
         )
+        while done.poll() is None:
+            if events is not None and events.is_file() and '"kind": "step"' in events.read_text(encoding="utf-8"):
+                result["first_step"], events = time.time() - started_at, None
+            time.sleep(0.05)
         seconds = time.time() - started_at
         log.seek(begin)
         text = log.read()
-    if done.returncode not in codes:
+    if done.returncode not in (0, 3, 4):
         print(text[-3000:], file=sys.stderr)
         raise SystemExit(f"{' '.join(map(str, line))} ended with {done.returncode}")
-    result: dict[str, Any] = {"name": name, "seconds": seconds, "started_at": started_at}
+    result |= {"name": name, "seconds": seconds}
     for found in (json.loads(row.removeprefix("TRL ")) for row in text.splitlines() if row.startswith("TRL {")):
         result |= found | {"first_step": found["first_step_at"] - started_at}
     if name:
@@ -125,18 +152,20 @@ def run(
     return result
 
 
-def _events(run_folder: Path, started_at: float) -> dict[str, Any]:
-    """Read when the first step ended, what evaluation took, and how fast the steps were."""
+def _events(run_folder: Path) -> dict[str, Any]:
+    """Read what evaluation took, how fast the steps were, and how much memory they needed."""
     events = [json.loads(line) for line in (run_folder / "events.jsonl").read_text(encoding="utf-8").splitlines()]
     outcome = json.loads((run_folder / "outcome.json").read_text(encoding="utf-8"))
     steps = [event for event in events if event["kind"] == "step"]
     looks = [event for event in events if event["kind"] == "held_out"]
     training = sum(step["seconds"] for step in steps)
     evaluating = sum(look["seconds"] for look in looks)
-    note = f"{len(looks)} evaluations, {evaluating:.1f} s = {evaluating / training:.0%} of training"
-    return {"train_seconds": training, "note": note, "outcome": outcome.get("seconds"), "steps": len(steps)} | (
-        {"first_step": steps[0]["time"] - started_at} if "time" in steps[0] else {}
+    memory = max(step["memory_bytes"] for step in steps) / 2**30
+    note = (
+        f"{len(looks)} evaluations, {evaluating:.1f} s = {evaluating / training:.0%} of training, {memory:.1f} GiB "
+        f"reserved, {sum(step['tokens'] for step in steps) / training:,.0f} tokens/s"
     )
+    return {"train_seconds": training, "note": note, "outcome": outcome.get("seconds"), "steps": len(steps)}
 
 
 def rows_of(results: list[dict[str, Any]]) -> list[list[str]]:
@@ -155,7 +184,7 @@ def rows_of(results: list[dict[str, Any]]) -> list[list[str]]:
     ]
 
 
-def train_with_trl(case: str, rows: str, model_folder: str) -> None:
+def train_with_trl(case: str, rows: str, model_folder: str, kind: str, dtype: str) -> None:
     """Train with the fast settings of TRL: best-fit packing, flash kernel, Liger, no checkpoints."""
     import torch
     from datasets import load_dataset
@@ -166,13 +195,14 @@ def train_with_trl(case: str, rows: str, model_folder: str) -> None:
     has_gpu = torch.cuda.is_available()
     model = AutoModelForCausalLM.from_pretrained(
         model_folder,
-        dtype=torch.bfloat16 if has_gpu else torch.float32,
+        dtype=getattr(torch, dtype) if has_gpu else torch.float32,
         attn_implementation="flash_attention_2" if has_gpu else "sdpa",
     )
-    data = load_dataset("json", data_files=rows, split="train").map(
-        lambda row: {"prompt": row["messages"][:1], "completion": row["messages"][1:]}, remove_columns=["messages"]
-    )
-    length = 1024
+    data, length = load_dataset("json", data_files=rows, split="train"), 8192 if kind == "long" else 1024
+    if kind != "long":
+        data = data.map(
+            lambda row: {"prompt": row["messages"][:1], "completion": row["messages"][1:]}, remove_columns=["messages"]
+        )
     settings = SFTConfig(
         "trl",
         num_train_epochs=1,
@@ -180,7 +210,7 @@ def train_with_trl(case: str, rows: str, model_folder: str) -> None:
         per_device_train_batch_size=max(1, CASES[case].step_tokens // length),
         packing=True,
         max_length=length,
-        learning_rate=2e-4,
+        learning_rate=2e-5 if kind == "full" else 2e-4,
         bf16=has_gpu,
         use_cpu=not has_gpu,
         use_liger_kernel=has_gpu,
@@ -194,6 +224,7 @@ def train_with_trl(case: str, rows: str, model_folder: str) -> None:
         disable_tqdm=True,
     )
     adapter = LoraConfig(r=16, lora_alpha=32, task_type="CAUSAL_LM", target_modules="all-linear")
+    adapter = None if kind == "full" else adapter
     times: list[float] = []
 
     class FirstStep(TrainerCallback):
@@ -213,7 +244,9 @@ def train_with_trl(case: str, rows: str, model_folder: str) -> None:
     seconds = time.time() - begin
     trainer.save_model("trl/final")
     peak = torch.cuda.max_memory_allocated() / 2**30 if has_gpu else 0.0
-    note = f"{len(times)} steps, peak {peak:.1f} GiB"
+    held = torch.cuda.max_memory_reserved() / 2**30 if has_gpu else 0.0
+    tokens = next((entry["num_tokens"] for entry in reversed(trainer.state.log_history) if "num_tokens" in entry), 0)
+    note = f"{len(times)} steps, peak {peak:.1f} GiB, {held:.1f} reserved, {tokens / seconds:,.0f} tokens/s"
     print("TRL " + json.dumps({"train_seconds": seconds, "first_step_at": times[0], "note": note}), flush=True)
 
 
@@ -221,6 +254,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--make"]:
         make_model(*sys.argv[2:5])
     elif sys.argv[1:2] == ["--trl"]:
-        train_with_trl(*sys.argv[2:5])
+        train_with_trl(*sys.argv[2:7])
     else:
         raise SystemExit(main())

@@ -1,5 +1,6 @@
 """The shape that layers are compiled for, and when they are, is a matter of numbers alone."""
 
+import json
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, Gemma3TextConfig
 
+from tunewell.config.schema import Config, Train
 from tunewell.data.batches import DataOrder, FixedShape
-from tunewell.training.compile import Compiler, can_use_graphs, fixed_shape
+from tunewell.training.compile import Compiler, Measured, can_use_graphs, describe_for_ahead, fixed_shape
 from tunewell.training.distributed import World
 from tunewell.training.evaluate import _answers
 
@@ -48,17 +51,93 @@ def _learner(**values: Any) -> Any:
 )
 def test_never_where_it_is_not_wanted_or_cannot_be(wish: str, values: Any) -> None:
     compiler, learner = Compiler(wish, 1_000_000), _learner(**values)
-    assert not any(compiler.is_due(learner, step=step, seconds=9.0) for step in range(1, 9))
+    assert not any(_steps(compiler, learner, 8, seconds=9.0))
     assert compiler.budget(learner, 4096) == 4096
+
+
+def _steps(compiler: Compiler, learner: Any, number: int, *, seconds: float) -> list[bool]:
+    """Take uncompiled steps of equal length, and return after which of them it is time to compile."""
+    found = []
+    for step in range(1, number + 1):
+        compiler.on_step(learner, SimpleNamespace(seconds=seconds))  # pyright: ignore[reportArgumentType]
+        found.append(compiler.is_due(learner, step=step))
+    return found
 
 
 @pytest.mark.parametrize(("num_steps", "is_worth_it"), [(100, False), (10_000, True)])
 def test_after_a_few_timed_steps_where_the_rest_saves_more_than_it_costs(num_steps: int, is_worth_it: bool) -> None:
     compiler, learner = Compiler("auto", num_steps), _learner()
-    assert compiler.budget(learner, 4096) == 1024, "the first steps do not decide how much memory a run needs"
-    found = [compiler.is_due(learner, step=step, seconds=0.5) for step in range(1, 6)]
-    assert found == [False, False, False, is_worth_it, is_worth_it]
+    assert compiler.budget(learner, 4096) == 2048, "the first steps do not decide how much memory a run needs"
+    assert _steps(compiler, learner, 5, seconds=0.5) == [False, False, is_worth_it, is_worth_it, is_worth_it]
     assert compiler.budget(learner, 4096) == 4096
+
+
+class _Cache:
+    """Stands for torch's cache and the process that fills it, which takes two steps."""
+
+    def __init__(self, measured: Measured | None = None) -> None:
+        self.measured, self.saved, self.polls = measured, list[Measured](), 0
+        self.is_compiling = False
+
+    def is_filled(self, *, wants: bool) -> bool:
+        self.is_compiling = wants or self.is_compiling
+        self.polls += self.is_compiling
+        if self.polls == 3:
+            self.is_compiling = False
+        return self.polls == 3
+
+    def save(self, measured: Measured) -> None:
+        self.saved.append(measured)
+
+
+def _cached(num_steps: int, measured: Measured | None = None) -> tuple[Compiler, Any, Any]:
+    cache: Any = _Cache(measured)
+    return Compiler("auto", num_steps, cache), _learner(), cache
+
+
+def test_code_that_is_not_cached_is_compiled_by_another_process_while_training_goes_on() -> None:
+    compiler, learner, cache = _cached(100)
+    assert _steps(compiler, learner, 4, seconds=0.5) == [False] * 4
+    assert cache.is_compiling
+    assert compiler.budget(learner, 4096) == 2048, "memory stays low until the layers are compiled"
+    assert _steps(compiler, learner, 1, seconds=0.5) == [True]
+
+
+def test_a_short_run_starts_no_other_process() -> None:
+    compiler, learner, cache = _cached(20)
+    assert not any(_steps(compiler, learner, 8, seconds=0.1))
+    assert not cache.is_compiling
+    assert compiler.budget(learner, 4096) == 4096
+
+
+@pytest.mark.parametrize(("measured", "is_worth_it"), [(Measured(3.0, 0.3), True), (Measured(9.0, 0.1), False)])
+def test_an_earlier_run_has_measured_what_compiling_costs_and_saves(measured: Measured, is_worth_it: bool) -> None:
+    compiler, learner, cache = _cached(100, measured)
+    assert _steps(compiler, learner, 3, seconds=0.3) == [False, False, is_worth_it]
+    assert not cache.is_compiling
+
+
+def test_a_run_saves_what_compiling_cost_and_saved() -> None:
+    compiler, learner, cache = _cached(100)
+    _steps(compiler, learner, 3, seconds=0.4)
+    learner.shape = object()
+    for seconds in (3.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3):
+        compiler.on_step(learner, SimpleNamespace(seconds=seconds))  # pyright: ignore[reportArgumentType]
+    assert cache.saved == [Measured(pytest.approx(3.0), pytest.approx(0.25))]  # pyright: ignore[reportArgumentType]
+
+
+def test_what_another_process_would_build_has_the_first_layers_of_the_model() -> None:
+    config = Gemma3TextConfig(num_hidden_layers=26, layer_types=["sliding_attention"] * 5 + ["full_attention"] * 21)
+    train = Config.model_validate({"method": {"rank": 8}})
+    values = {"model": SimpleNamespace(config=config, dtype=torch.bfloat16), "may_use_graphs": True}
+    plan = SimpleNamespace(method=SimpleNamespace(value="lora"), precision=SimpleNamespace(value="bf16"))
+    run: Any = SimpleNamespace(learner=_learner(**values), config=train, plan=plan)
+    found = describe_for_ahead(run, FixedShape(128, 32, 100))
+    assert found is not None
+    built = CONFIG_MAPPING[found["config"]["model_type"]].from_dict(json.loads(json.dumps(found))["config"])
+    assert built.num_hidden_layers == 7, "one layer of each kind, and one more"
+    assert built.layer_types[-2:] == ["full_attention"] * 2
+    assert Train.model_validate(found["train"]) == train.train
 
 
 def _recorded(*, tokens: int = 16_384, is_recomputing: bool = False, **values: Any) -> bool:
@@ -90,7 +169,7 @@ class _Another(World):
 def test_all_processes_compile_together() -> None:
     """Each went by its own clock, and one that had compiled cut its steps otherwise than the rest."""
     compiler, learner = Compiler("auto", 100), _learner(world=_Another(1, 2))
-    assert [compiler.is_due(learner, step=step, seconds=0.0) for step in range(1, 5)] == [False, False, False, True]
+    assert _steps(compiler, learner, 3, seconds=0.0) == [False, False, True]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

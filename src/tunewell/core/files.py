@@ -156,6 +156,17 @@ def _trash(final: Path) -> Path:
     return final.with_name(f".{final.name}.trash")
 
 
+def cache_folder(name: str) -> Path | None:
+    """Return a folder of this user's cache, or None if it cannot be written."""
+    root = os.environ.get("TUNEWELL_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "tunewell"
+    folder = Path(root).expanduser() / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
+        return None
+    return folder if os.access(folder, os.W_OK) else None
+
+
 def is_disk_full(error: OSError) -> bool:
     """Return True if the disk or the user's quota is full."""
     return error.errno in _DISK_FULL

@@ -359,25 +359,33 @@ def _can_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def _attend_flash(
     q_SHD: Tensor, keys: Tensor, values: Tensor, cache: KVCache, *, scale: float, window: int | None
 ) -> Tensor:
-    """Attend with torch's flash kernel, which reads only the used part of a slot and supports grouped heads."""
+    """Attend with torch's flash kernel, which reads only the used part of a slot.
+
+    Without a window, the query heads that share a key head are passed as queries of one head. The kernel then reads
+    each key once instead of once per query head.
+    """
+    num_heads = q_SHD.shape[1]
+    group = num_heads // keys.shape[1] if window is None else 1
+    # [S, G * Q, D] -> [S * Q, G, D], and back below
+    q = q_SHD.unflatten(1, (-1, group)).transpose(1, 2).flatten(0, 1).contiguous()
     slots = torch.arange(cache.num_slots + 1, device=q_SHD.device, dtype=torch.int32)
     out, *_ = torch.ops.aten._flash_attention_forward(
-        q_SHD.contiguous(),
+        q,
         keys,
         values,
-        slots,
+        slots * group,
         slots * cache.capacity,
-        1,
+        group,
         cache.capacity,
         0.0,
-        True,
+        group == 1,
         False,
         scale=scale,
         window_size_left=-1 if window is None else window - 1,
-        window_size_right=0,
+        window_size_right=0 if group == 1 else -1,
         seqused_k=(cache.lengths + 1).int(),
     )
-    return out
+    return out.unflatten(0, (-1, group)).transpose(1, 2).flatten(1, 2)
 
 
 def _attend_masked(

@@ -156,6 +156,8 @@ def keep_measured_settings(folder: Path, plan: Plan, allowed: Sequence[str], rec
     kept = {name: getattr(before, name) for name in measured if name not in allowed}
     if plan.config["evaluate"]["every_steps"] == "auto" and before.num_steps.value == plan.num_steps.value:
         kept["evaluate_every"] = before.evaluate_every
+        if plan.config["checkpoints"]["every_steps"] == "auto":
+            kept["save_every"] = before.save_every
     if before.device.value != plan.device.value:
         recorder.note(f"the run was started on {before.device.value} and continues on {plan.device.value}")
         kept.pop("threads", None)

@@ -1,28 +1,51 @@
 """torch.compile and CUDA graphs: compile the decoder layers if that saves time over the remaining steps.
 
 The first steps run uncompiled and are timed. Each layer is compiled as a whole for one fixed shape, so that all layers
-share one compiled function; micro-batches are padded to that shape. torch caches the result on disk. If launching the
-kernels of a layer takes longer than running them, the launches are recorded once and replayed as CUDA graphs.
+share one compiled function; micro-batches are padded to that shape. torch caches the result on disk. Code that is not
+in the cache is compiled by a second process while training goes on (`compile_ahead.py`). If launching the kernels of a
+layer takes longer than running them, the launches are recorded once and replayed as CUDA graphs.
 """
 
+import atexit
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import threading
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from tunewell.core.files import cache_folder, sha256_text, stable_json, write_atomic
 from tunewell.data.batches import DataOrder, FixedShape, micro_batches
 from tunewell.models.loss import loss_and_grad_fused
+from tunewell.training.events import StepTaken
+from tunewell.training.run import Run
 from tunewell.training.step import TrainableModel
 
-# Measured on an H200 (torch 2.11): 20 to 60 s for models of 0.02 to 8 B parameters; a third of the time is saved.
+# Measured on an H200 (torch 2.11): 15 to 60 s for models of 0.02 to 8 B parameters, 4 s from the cache; a third of the
+# time of a step is saved. Measured values of earlier runs replace the last two.
 _COMPILE_SECONDS = 60.0
+_CACHED_SECONDS = 4.0
 _SAVED_SHARE = 0.3
+_MIN_SAVED_SECONDS = 5.0
+"""Nothing is compiled to save less than this."""
+_MIN_FREE_SHARE = 0.2
+"""Share of the GPU's memory that must be free for a second process."""
 _LAUNCH_BOUND_FLOP = 1.0e12
 """FLOP of a layer's forward and backward pass: about 3 ms on an H200; the host needs 4 ms to launch 110 kernels."""
-_TIMED_STEPS = 3
-_FIRST_SHARE = 4
+_TIMED_STEPS = 2
+_COMPARED_STEPS = 6
+"""Number of compiled steps after which their time is compared with that of uncompiled ones."""
+_FIRST_SHARE = 2
 _MULTIPLE = 32
+_MEASURED = "measured.json"
 
 
 @dataclass
@@ -32,46 +55,199 @@ class Compiler:
     mode: str
     """`auto`, `on` or `off`."""
     num_steps: int
-    _seconds: float = 0.0
-    _timed: int = 0
+    cache: "CompileCache | None" = None
+    """What is known about this model's compiled code; None with several ranks, which compile for themselves."""
+    _eager: list[float] = field(default_factory=list[float])
+    _compiled: list[float] = field(default_factory=list[float])
 
     def budget(self, learner: TrainableModel, planned: int) -> int:
-        """Return the tokens per micro-batch: a quarter of `planned` until the decision whether to compile."""
+        """Return the tokens per micro-batch: half of `planned` until the decision whether to compile."""
         # Uncompiled layers store more activations; the first steps must not determine the peak memory of the run.
-        is_undecided = self._is_possible(learner) and self._timed <= _TIMED_STEPS
+        is_compiling = self.cache is not None and self.cache.is_compiling
+        is_undecided = self._is_possible(learner) and (len(self._eager) <= _TIMED_STEPS or is_compiling)
         return max(planned // _FIRST_SHARE, min(learner.longest, planned)) if is_undecided else planned
 
-    def is_due(self, learner: TrainableModel, *, step: int, seconds: float) -> bool:
+    def on_step(self, learner: TrainableModel, event: StepTaken) -> None:
+        """Record the time of a step, and save what compiling cost and saved."""
+        (self._eager if learner.shape is None else self._compiled).append(event.seconds)
+        if self.cache is not None and len(self._compiled) == _COMPARED_STEPS and len(self._eager) > 1:
+            first, *others = self._compiled
+            mean, eager = sum(others) / len(others), sum(self._eager[1:]) / len(self._eager[1:])
+            self.cache.save(Measured(seconds=max(0.0, first - mean), saved_share=max(0.0, 1 - mean / eager)))
+
+    def is_due(self, learner: TrainableModel, *, step: int) -> bool:
         """Return whether to compile after this step. The first step is a warm-up and is not timed."""
         if not self._is_possible(learner):
             return False
         if self.mode == "on":
             return True
-        self._timed += 1
-        if self._timed > 1:
-            self._seconds += seconds
-        if self._timed <= _TIMED_STEPS:
+        timed = self._eager[1:]
+        if len(timed) < _TIMED_STEPS:
             return False
-        mean = self._seconds / (self._timed - 1)
-        is_worth_it = (self.num_steps - step) * mean * _SAVED_SHARE > 2 * _COMPILE_SECONDS
+        is_worth_it = self._is_worth_it((self.num_steps - step) * sum(timed) / len(timed))
         return learner.world.any(is_worth_it)  # timings differ between ranks, but all ranks must decide the same
+
+    def _is_worth_it(self, remaining_seconds: float) -> bool:
+        cache = self.cache
+        if cache is not None and cache.measured is not None:
+            return remaining_seconds * cache.measured.saved_share > cache.measured.seconds
+        saved = remaining_seconds * _SAVED_SHARE
+        if cache is not None and cache.is_filled(wants=saved > _MIN_SAVED_SECONDS):
+            return saved > _CACHED_SECONDS
+        return saved > 2 * _COMPILE_SECONDS and not (cache is not None and cache.is_compiling)
 
     def _is_possible(self, learner: TrainableModel) -> bool:
         return self.mode != "off" and learner.device.type == "cuda" and learner.shape is None and learner.may_compile
 
     def run(self, learner: TrainableModel, order: DataOrder, *, budget: int) -> str:
         """Compile the layers and the loss for one shape, and return a note for the user."""
-        learner.shape = fixed_shape(order, budget=budget, longest=learner.longest)
-        layers = decoder_layers(learner.model)
-        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-        torch.cuda.empty_cache()  # the cached blocks of uncompiled steps have different sizes
-        learner.uses_graphs = can_use_graphs(learner, layers)
-        for layer in layers:
-            layer.compile(fullgraph=True, dynamic=False, mode="reduce-overhead" if learner.uses_graphs else None)
-        learner.fused_loss = torch.compile(loss_and_grad_fused, dynamic=False)
-        recorded = ", launches recorded in CUDA graphs" if learner.uses_graphs else ""
-        shape = learner.shape
-        return f"compiling {len(layers)} layers for {shape.tokens:,} tokens in {shape.documents} documents{recorded}"
+        return compile_model(learner, fixed_shape(order, budget=budget, longest=learner.longest))
+
+
+def make_compiler(run: Run) -> Compiler | None:
+    """Return the compiler of a run, or None if its plan excludes compilation."""
+    mode = run.plan.compile.value
+    if mode == "off":
+        return None
+    return Compiler(mode, run.plan.num_steps.value, CompileCache(run) if run.learner.world.size == 1 else None)
+
+
+def compile_model(learner: TrainableModel, shape: FixedShape) -> str:
+    """Compile the layers and the loss for one shape, and return a note for the user."""
+    learner.shape = shape
+    layers = decoder_layers(learner.model)
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    torch.cuda.empty_cache()  # the cached blocks of uncompiled steps have different sizes
+    learner.uses_graphs = can_use_graphs(learner, layers)
+    for layer in layers:
+        layer.compile(fullgraph=True, dynamic=False, mode="reduce-overhead" if learner.uses_graphs else None)
+    learner.fused_loss = torch.compile(loss_and_grad_fused, dynamic=False)
+    recorded = ", launches recorded in CUDA graphs" if learner.uses_graphs else ""
+    return f"compiling {len(layers)} layers for {shape.tokens:,} tokens in {shape.documents} documents{recorded}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What compiling cost and saved in an earlier run of the same model and shape."""
+
+    seconds: float
+    """Seconds until the first compiled step, with torch's cache filled."""
+    saved_share: float
+    """Share of a step's time that compiled layers save."""
+
+
+class CompileCache:
+    """torch's cache of compiled code on disk, and what earlier runs measured."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._folder = cache_folder("compiled")
+        self._process: subprocess.Popen[str] | None = None
+        self._has_failed = False
+        if self._folder is not None:
+            # Below the folder for temporary files, torch's default, the cache would be lost.
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(self._folder))
+
+    @cached_property
+    def measured(self) -> Measured | None:
+        """What an earlier run measured, or None if this model and shape were not compiled before."""
+        known = self._read().get(self._signature)
+        return Measured(**known) if known else None
+
+    @property
+    def is_compiling(self) -> bool:
+        return self._process is not None
+
+    def is_filled(self, *, wants: bool) -> bool:
+        """Return True once a second process has compiled the layers. Start it if that is wanted and possible."""
+        if self._process is None and wants and not self._has_failed:
+            self._has_failed = not self._start()
+        if self._process is None or self._process.poll() is None:
+            return False
+        process, self._process = self._process, None
+        self._has_failed = True  # either it failed, or the caller compiles now or never
+        return process.returncode == 0
+
+    def save(self, measured: Measured) -> None:
+        """Save what this run measured, for later runs."""
+        if self._folder is not None:
+            with suppress(OSError):
+                known = self._read() | {self._signature: asdict(measured)}
+                write_atomic(self._folder / _MEASURED, stable_json(known))
+
+    def _read(self) -> dict[str, Any]:
+        with suppress(OSError, ValueError):
+            if self._folder is not None:
+                return json.loads((self._folder / _MEASURED).read_text(encoding="utf-8"))
+        return {}
+
+    @cached_property
+    def _shape(self) -> FixedShape:
+        run = self._run
+        budget = run.healing.limits.cap(run.plan.micro_batch_tokens.value)
+        return fixed_shape(run.order, budget=budget, longest=run.learner.longest)
+
+    @cached_property
+    def _signature(self) -> str:
+        """A hash of everything that changes the compiled code: weights by name and shape, batch shape and versions."""
+        model, device = self._run.learner.model, self._run.learner.device
+        layers = decoder_layers(model)
+        parts = [*layers[:1], *layers[-1:], model.get_output_embeddings()]
+        weights = [
+            (name, list(own.shape), str(own.dtype), own.requires_grad)
+            for part in parts
+            for name, own in part.named_parameters()
+        ]
+        library = sys.modules["transformers"].__version__
+        found = [model.config.model_type, weights, asdict(self._shape), torch.__version__, library]
+        return sha256_text(stable_json([*found, torch.cuda.get_device_name(device)]))[:16]
+
+    def _start(self) -> bool:
+        """Start a second process that compiles two layers of this model, if it supports that and there is memory."""
+        free, total = torch.cuda.mem_get_info(self._run.learner.device)
+        description = describe_for_ahead(self._run, self._shape)
+        if description is None or self._folder is None or free < _MIN_FREE_SHARE * total:
+            return False
+        with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False, encoding="utf-8") as file:
+            file.write(stable_json(description))
+        command = [sys.executable, "-m", "tunewell.training.compile_ahead", file.name]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True
+        )
+        atexit.register(_stop, self._process, Path(file.name))
+        return True
+
+
+def describe_for_ahead(run: Run, shape: FixedShape) -> dict[str, Any] | None:
+    """Return what the second process needs to know, as JSON values, or None for a model that it cannot build."""
+    config = run.learner.model.config
+    if config.get_text_config() is not config:
+        return None
+    settings: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    kinds = settings.get("layer_types") or []
+    # Layers up to the first one of each kind, and one more: the first layer's input needs no gradient.
+    number = max([kinds.index(kind) for kind in set(kinds)], default=0) + 2
+    settings["num_hidden_layers"] = min(number, config.num_hidden_layers)
+    if kinds:
+        settings["layer_types"] = kinds[: settings["num_hidden_layers"]]
+    return {
+        "config": settings,
+        "method": run.plan.method.value,
+        "method_settings": run.config.method.model_dump(mode="json"),
+        "train": run.config.train.model_dump(mode="json"),
+        "precision": run.plan.precision.value,
+        "dtype": str(run.learner.model.dtype).removeprefix("torch."),
+        "device": str(run.learner.device),
+        "longest": run.learner.longest,
+        "shape": asdict(shape),
+        "is_recomputing": bool(getattr(run.learner.model, "is_gradient_checkpointing", False)),
+        "may_use_graphs": run.learner.may_use_graphs,
+    }
+
+
+def _stop(process: "subprocess.Popen[str]", description: Path) -> None:
+    process.kill()
+    description.unlink(missing_ok=True)
 
 
 def can_use_graphs(learner: TrainableModel, layers: list[nn.Module]) -> bool:

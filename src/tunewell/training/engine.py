@@ -9,7 +9,7 @@ import numpy as np
 from tunewell.core.progress import Progress
 from tunewell.core.units import count
 from tunewell.data.batches import make_batch, micro_batches
-from tunewell.training.compile import Compiler
+from tunewell.training.compile import make_compiler
 from tunewell.training.evaluate import evaluate, is_evaluation_due, limit_evaluations
 from tunewell.training.events import Note, StepTaken
 from tunewell.training.healing import Healer
@@ -40,9 +40,8 @@ class _Loop:
     def __init__(self, run: Run, signals: Signals) -> None:
         self.run, self.plan, self.signals = run, run.plan, signals
         self.healer = Healer(run)
-        self.log = StepLog(run, on_step=self.healer.on_step)
-        is_compiling = run.plan.compile.value != "off"
-        self.compiler = Compiler(run.plan.compile.value, run.plan.num_steps.value) if is_compiling else None
+        self.log = StepLog(run, on_step=self.on_step)
+        self.compiler = make_compiler(run)
         self.is_interrupted = False
         self.slow_step = threading.Timer(_SLOW_STEP_SECONDS, self._announce_slow_step, [run.progress.step])
         self.slow_step.daemon = True
@@ -105,7 +104,7 @@ class _Loop:
         if step % self.run.plan.evaluate_every.value == 0:
             limit_evaluations(self.run)
         is_evaluating = is_last or step % self.run.plan.evaluate_every.value == 0
-        is_saving = is_last or step % self.plan.save_every.value == 0
+        is_saving = is_last or step % self.run.plan.save_every.value == 0
         return is_evaluating and not self.is_interrupted, is_saving or self.is_interrupted
 
     def take_step(self) -> None:
@@ -151,9 +150,14 @@ class _Loop:
         run.progress.supervised_tokens += supervised
         self.log.add(StepRecord(step, groups, result, rate, limit, tokens, supervised))
 
+    def on_step(self, record: StepRecord, event: StepTaken) -> None:
+        if self.compiler:
+            self.compiler.on_step(self.run.learner, event)
+        self.healer.on_step(record, event)
+
     def compile_if_due(self) -> None:
         learner = self.run.learner
-        if self.compiler and self.compiler.is_due(learner, step=self.run.progress.step, seconds=self.log.last_seconds):
+        if self.compiler and self.compiler.is_due(learner, step=self.run.progress.step):
             self.log.flush()
             budget = self.run.healing.limits.cap(self.plan.micro_batch_tokens.value)
             self.run.listener(Note(self.compiler.run(learner, self.run.order, budget=budget)))
@@ -192,7 +196,6 @@ class StepLog:
         self._run, self._on_step = run, on_step
         self._late: StepRecord | None = None
         self._clock = time.perf_counter()
-        self.last_seconds = 0.0
 
     def add(self, record: StepRecord) -> None:
         """Add a step, and log the previous one."""
@@ -221,7 +224,6 @@ class StepLog:
         loss, norm, was_skipped, scale = record.result.read()
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
-        self.last_seconds = seconds
         self._run.seconds["train"] += seconds
         learner = self._run.learner
         event = StepTaken(

@@ -21,6 +21,7 @@ from tunewell.training.step import TrainableModel
 _TO_COMPARE = 8
 """Number of prompts compared to find their common prefix and suffix."""
 _EVALUATION_SHARE = 0.1
+_SAVE_SECONDS = 300.0
 _MIN_EVALUATION_SECONDS = 5.0
 """Evaluations that take less than this in a whole run are never reduced."""
 _ANSWER_TOKENS = (8192, 1024, 1)
@@ -44,10 +45,10 @@ def is_evaluation_due(run: Run) -> bool:
 
 
 def limit_evaluations(run: Run) -> None:
-    """Evaluate less often if evaluations would take more than a tenth of the training time.
+    """Evaluate and save less often if evaluations would take more than a tenth of the training time.
 
     This is decided once, when the first evaluation after step 0 is due: by then the cost of the one at step 0 and of a
-    step are known. The new interval is recorded in the plan, so that a resumed run uses it too.
+    step are known. The new intervals are recorded in the plan, so that a resumed run uses them too.
     """
     plan, seconds, every = run.plan, run.seconds, run.plan.evaluate_every.value
     is_first = run.progress.step == every and seconds["look"] > 0
@@ -62,7 +63,12 @@ def limit_evaluations(run: Run) -> None:
             f"at most {_EVALUATION_SHARE:.0%} of the training time"
         )
         chosen = Chosen[int](value=min(every * factor, plan.num_steps.value), because=because)
-        run.plan = plan.model_copy(update={"evaluate_every": chosen})
+        update = {"evaluate_every": chosen}
+        save_every = run.learner.world.max(min(chosen.value, int(_SAVE_SECONDS * every / seconds["train"])))
+        if run.config.checkpoints.every_steps == "auto" and save_every > plan.save_every.value:
+            rarer = "at every evaluation, or about every 5 minutes if that is more often"
+            update["save_every"] = Chosen[int](value=save_every, because=rarer)
+        run.plan = plan.model_copy(update=update)
         if run.learner.world.is_first:
             write_plan(run.checkpoints.folder.parent, run.plan)
         run.listener(Note(f"the model is evaluated every {count(chosen.value, 'step')}: {because}"))
@@ -157,7 +163,8 @@ def held_out_loss(learner: TrainableModel, split: TokenizedDocuments, *, budget:
     wide = torch.float32 if learner.device.type == "mps" else torch.float64
     total = torch.zeros((), dtype=wide, device=learner.device)
     tokens = 0
-    with learner.sharing_out_of_memory(), torch.no_grad():
+    # Uncompiled: compiling a forward pass without gradients takes longer than it saves in most runs.
+    with learner.sharing_out_of_memory(), torch.no_grad(), learner.uncompiled():
         for index, group in enumerate(micro_batches(chosen, lengths, budget)):
             batch = make_batch(split, group)
             tokens += len(batch.rows)

@@ -45,7 +45,8 @@ def run_training(loaded: LoadedConfig, options: RunOptions, listener: Listener =
     require_known_changes(options.allowed_changes, is_resuming=options.is_resuming)
     require_training_data(loaded, is_resuming=options.is_resuming)
     require_exportable(loaded)
-    load_metrics(loaded.config.verdict.metrics, base=loaded.base)
+    if loaded.config.verdict.metrics:
+        load_metrics(loaded.config.verdict.metrics, base=loaded.base)  # an error in them is raised now, not at the end
     training = _Training(loaded, options, listener)
     result = training.run()
     if training.world.is_first and result.status == "finished" and loaded.config.verdict.after_training:

@@ -76,6 +76,10 @@ def command(
     with shown_training() as listener:
         listener(Progress("importing torch"))
         # Importing torch takes seconds, so the screen is shown first.
+        from tunewell.cli.startup import import_libraries
+
+        name = loaded.config.model
+        import_libraries(device=loaded.config.device, model=loaded.seen(name) if name else None)
         from tunewell.runs.heartbeat import send_to_supervisor
         from tunewell.workflows.train import run_training
 

@@ -38,6 +38,9 @@ def command(
     """
     with shown_stages() as progress:
         progress(Progress("importing torch"))
+        from tunewell.cli.startup import import_libraries
+
+        import_libraries(device=device)
         from tunewell.evaluation.session import ValidateOptions
         from tunewell.workflows.validate import validate, validate_against
 

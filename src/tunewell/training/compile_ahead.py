@@ -1,0 +1,71 @@
+"""Fill torch's compile cache in a second process, while the run trains uncompiled.
+
+    python -m tunewell.training.compile_ahead description.json
+
+The description comes from `compile.py`. The process builds a model with the first layers of the run's model and random
+weights, compiles it for the same shape and takes a few steps. The run then finds the compiled code in the cache.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from tunewell.config.extensions import METHODS
+from tunewell.config.schema import MethodSettings, Train
+from tunewell.data.batches import FixedShape, MicroBatch
+from tunewell.models import attention
+from tunewell.models.support import head_shape
+from tunewell.training.compile import compile_model
+from tunewell.training.step import TrainableModel
+
+_NUM_STEPS = 3
+"""CUDA graphs are recorded in the second step and replayed in the third."""
+_NICENESS = 5
+
+
+def compile_ahead(description: dict[str, Any]) -> None:
+    """Build the described model, compile it and take a few steps."""
+    attention.register()
+    settings = description["config"]
+    config = CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
+    with torch.device(description["device"]):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, description["dtype"]), attn_implementation=attention.FLASH
+        )
+    METHODS.load(description["method"]).apply(
+        model, MethodSettings.model_validate(description["method_settings"]), seed=0
+    )
+    learner = TrainableModel(
+        model,
+        description["precision"],
+        description["longest"],
+        settings=Train.model_validate(description["train"]),
+        head=head_shape(model),
+    )
+    learner.may_use_graphs = description["may_use_graphs"]
+    if description["is_recomputing"]:
+        learner.recompute(True)
+    compile_model(learner, FixedShape(**description["shape"]))
+    ids = np.arange(8) % config.vocab_size
+    batch = MicroBatch(
+        input_ids=ids,
+        position_ids=ids,
+        lengths=(len(ids),),
+        rows=ids[:-1],
+        targets=ids[1:],
+        documents=(0,),
+        num_tokens=len(ids),
+    )
+    for number in range(_NUM_STEPS):
+        learner.take_step([batch], number=number, rate=0.0).read()
+
+
+if __name__ == "__main__":
+    os.nice(_NICENESS)
+    compile_ahead(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
