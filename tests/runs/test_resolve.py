@@ -77,8 +77,11 @@ def test_a_model_whose_name_was_not_written_down_has_to_be_named(tmp_path: Path,
 
 def test_a_damaged_checkpoint_is_passed_over_and_told(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [2, 4], best=4, progress=4)
-    damaged = run / "checkpoints" / checkpoint_name(4) / "optimizer.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
+    folder = run / "checkpoints" / checkpoint_name(4)
+    optimizer, weights = folder / "optimizer.safetensors", folder / "adapter" / "adapter_model.safetensors"
+    optimizer.write_bytes(optimizer.read_bytes()[:-1] + b"!")
+    assert resolve_model(run).step == 4, "the optimizer state is not read: only training needs it"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     found = resolve_model(run)
     assert found.step == 2 and any("skipped" in note for note in found.notes)
     with pytest.raises(UserError):

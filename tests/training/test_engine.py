@@ -3,9 +3,10 @@
 import errno
 import os
 import signal
+import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -239,3 +240,29 @@ def test_a_slow_first_step_is_announced_once(tmp_path: Path, monkeypatch: pytest
     train(run)
     [note] = [note for note in run.listener.notes if "still computing" in note]
     assert note.startswith("step 1 is still computing after 0.05 s: it has ")
+
+
+def test_a_disk_that_cannot_keep_up_makes_saves_rarer_and_does_not_stop_the_training(tmp_path, monkeypatch):
+    """Full fine-tuning wrote 13 GB every ten steps: most of the run was waiting for the disk."""
+    monkeypatch.setattr(checkpoints, "_LARGE_BYTES", 0)
+    may_write, write = threading.Event(), checkpoints.write_synced
+    monkeypatch.setattr(checkpoints, "write_synced", lambda *a: (may_write.wait(10), write(*a)))
+    run = make_run(tmp_path, plan={"evaluate_every": 2, "save_every": 2})
+    listener, steps = cast(Remembering, run.listener), []
+
+    def listen(event):
+        listener(event)
+        if isinstance(event, StepTaken):
+            steps.append(event.step)
+            if event.step == 7:
+                may_write.set()
+                run.checkpoints.wait()
+
+    run.listener = listen
+    assert train(run).status == "finished"
+    assert steps == list(range(1, 13))
+    # Saved at 2; still being written at 4 (next at 6) and at 6 (next at 12).
+    assert [look.step for look in listener.looks] == [0, 2, 12]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000002", "step-000012"]
+    assert (run.plan.evaluate_every.value, run.plan.save_every.value) == (12, 12)
+    assert "still being written" in run.plan.save_every.because

@@ -80,17 +80,18 @@ def sync_tree(folder: Path) -> None:
     sync_folder(folder)
 
 
-def write_synced(path: Path, data: bytes) -> None:
+def write_synced(path: Path, *parts: bytes | memoryview) -> None:
     """Write and flush a new file in a staging folder. A failure leaves a partial file."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
     try:
-        write_all(handle, data)
+        for part in parts:
+            write_all(handle, part)
         os.fsync(handle)
     finally:
         os.close(handle)
 
 
-def write_all(handle: int, data: bytes) -> None:
+def write_all(handle: int, data: bytes | memoryview) -> None:
     """Write all bytes to an open file, with several system calls if necessary."""
     rest = memoryview(data)
     while rest:

@@ -154,10 +154,9 @@ def keep_measured_settings(folder: Path, plan: Plan, allowed: Sequence[str], rec
     before, settings = read_plan(folder), plan.config["train"]
     measured = [name for name in _MEASURED if settings[name] == "auto"]
     kept = {name: getattr(before, name) for name in measured if name not in allowed}
-    if plan.config["evaluate"]["every_steps"] == "auto" and before.num_steps.value == plan.num_steps.value:
-        kept["evaluate_every"] = before.evaluate_every
-        if plan.config["checkpoints"]["every_steps"] == "auto":
-            kept["save_every"] = before.save_every
+    for name, section in (("evaluate_every", "evaluate"), ("save_every", "checkpoints")):
+        if plan.config[section]["every_steps"] == "auto" and before.num_steps.value == plan.num_steps.value:
+            kept[name] = getattr(before, name)
     if before.device.value != plan.device.value:
         recorder.note(f"the run was started on {before.device.value} and continues on {plan.device.value}")
         kept.pop("threads", None)

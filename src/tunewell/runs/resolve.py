@@ -4,6 +4,7 @@ import json
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -21,6 +22,7 @@ from tunewell.records.checkpoint import checkpoint_name, checkpoint_step, saved_
 from tunewell.records.manifest import MANIFEST, read_manifest
 from tunewell.records.plan import PLAN, Plan, read_plan
 from tunewell.records.rundir import RUN_CONFIG
+from tunewell.training.run import OPTIMIZER
 from tunewell.training.saved_checkpoints import Saved, find_best, find_newest
 
 _CHECKPOINTS = "checkpoints"
@@ -101,10 +103,10 @@ def _resolve_run(run: Path, checkpoint: str, base: str | None, sets: Sequence[st
 def _choose_checkpoint(folder: Path, wanted: str, on_trouble: Callable[[str], None]) -> tuple[Saved, str]:
     if wanted not in ("best", "last"):
         return _checkpoint_at(folder, wanted)
-    best = find_best(folder, on_trouble=on_trouble) if wanted == "best" else None
+    best = find_best(folder, on_trouble=on_trouble, unread=_is_optimizer) if wanted == "best" else None
     if best is not None:
         return best, "the best by held-out loss"
-    newest = find_newest(folder, on_trouble=on_trouble)
+    newest = find_newest(folder, on_trouble=on_trouble, unread=_is_optimizer)
     if newest is None:
         raise UserError(
             "the run has no checkpoint yet",
@@ -112,6 +114,11 @@ def _choose_checkpoint(folder: Path, wanted: str, on_trouble: Callable[[str], No
             fix=f"resume it with `tunewell train --resume --out {shlex.quote(str(folder.parent))}`",
         )
     return newest, "the newest" if wanted == "last" else _reason_for_newest(newest.manifest.progress.get("best_step"))
+
+
+def _is_optimizer(step: int, file: str) -> bool:
+    """Return whether a file is the optimizer state, twice as large as the model and of no use without training."""
+    return file == OPTIMIZER
 
 
 def _reason_for_newest(best: int | None) -> str:
@@ -133,7 +140,7 @@ def _checkpoint_at(folder: Path, wanted: str) -> tuple[Saved, str]:
             fix="name one of these steps, `best` or `last`",
         )
     path = folder / checkpoint_name(int(wanted))
-    return Saved(path, verify(path)), "named by the user"
+    return Saved(path, verify(path, unread=partial(_is_optimizer, int(wanted)))), "named by the user"
 
 
 def _with_corpus_tokenizer(loaded: LoadedConfig, plan: Plan, notes: list[str]) -> tuple[LoadedConfig, tuple[str, ...]]:

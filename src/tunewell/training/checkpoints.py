@@ -1,9 +1,9 @@
 """Write checkpoints in the background, crash-safe (atomic), and remove old ones.
 
-    step-000123.tmp/  write and flush files -> write manifest.json with all hashes -> read back -> rename: step-000123/
+    step-000123.tmp/  write, flush and read back files -> write manifest.json with all hashes -> rename: step-000123/
 
-Training waits only while the state is copied; one thread writes it. Old checkpoints are removed only after the new one
-is complete.
+Training waits only while the state is copied. Files are written from that copy and hashed in parallel. Old checkpoints
+are removed only after the new one is complete.
 """
 
 import hashlib
@@ -11,11 +11,13 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from functools import partial
 from importlib.metadata import version
+from itertools import accumulate
 from pathlib import Path
 
-import safetensors.torch
+import numpy as np
 
 from tunewell import __version__
 from tunewell.core.files import is_disk_full, publish_folder, recover_publish, sync_folder, write_synced
@@ -28,11 +30,14 @@ from tunewell.records.checkpoint import (
     FileRecord,
     checkpoint_name,
     checkpoint_step,
+    damaged,
+    read_manifest,
     saved_steps,
     verify,
     write_manifest,
 )
 from tunewell.training.saved_checkpoints import (
+    PinnedMemory,
     Saved,
     Snapshot,
     State,
@@ -40,29 +45,34 @@ from tunewell.training.saved_checkpoints import (
     find_newest,
     load_state,
     newest_best_step,
+    safetensors_parts,
 )
 
 _LIBRARIES = ("torch", "safetensors")
 
 
 def write_checkpoint(folder: Path, snapshot: Snapshot, *, best_step: int | None) -> list[str]:
-    """Write and flush every file, the manifest last, then read all of them back and verify their hashes.
+    """Write and flush every file, the manifest last. Each file is read back and compared with what was written.
 
     Returns the names of the text files from which secrets were removed. Raises OSError if a write fails, and
     DamagedCheckpoint if the files do not contain the bytes that were written.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    files, redacted = {}, []
-    for name, tensors in snapshot.tensors.items():
-        files[name] = _write(folder / name, safetensors.torch.save(tensors))
-    for name, text in snapshot.texts.items():
-        clean = redact(text)
-        files[name] = _write(folder / name, clean.encode("utf-8", "surrogatepass"))
-        if clean != text:
-            redacted.append(name)
-    for inner in sorted({(folder / name).parent for name in files} - {folder}):
-        sync_folder(inner)
+    texts = {name: redact(text) for name, text in snapshot.texts.items()}
+    contents: dict[str, list[bytes | memoryview]] = {
+        **{name: safetensors_parts(tensors) for name, tensors in snapshot.tensors.items()},
+        **{name: [text.encode("utf-8", "surrogatepass")] for name, text in texts.items()},
+    }
+    inner = sorted({(folder / name).parent for name in contents} - {folder})
+    for path in inner:
+        path.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(_THREADS) as writers, ThreadPoolExecutor(_THREADS) as readers:
+        writing = {name: writers.submit(_write, folder, name, parts, readers) for name, parts in contents.items()}
+        wait(writing.values())
+        files = {name: done.result() for name, done in writing.items()}
+    for path in inner:
+        sync_folder(path)
     manifest = CheckpointManifest(
         made_by=f"tunewell {__version__}",
         step=snapshot.step,
@@ -73,16 +83,42 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, *, best_step: int | None)
         versions={"python": platform.python_version(), **{name: version(name) for name in _LIBRARIES}},
     )
     write_manifest(folder, manifest)
-    verify(folder)
-    return redacted
+    read_manifest(folder)
+    return [name for name, text in texts.items() if text != snapshot.texts[name]]
 
 
-def _write(path: Path, data: bytes) -> FileRecord:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_synced(path, data)
-    return FileRecord(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+def _write(folder: Path, name: str, parts: list[bytes | memoryview], readers: Executor) -> FileRecord:
+    """Write and flush a file while `readers` hash its content, then read it back and compare it with the content."""
+    hashing = readers.submit(_sha256, parts)
+    write_synced(folder / name, *parts)
+    *starts, num_bytes = accumulate(map(len, parts), initial=0)
+    is_equal = all(readers.map(partial(_is_equal, folder / name), starts, parts))
+    if not is_equal or (folder / name).stat().st_size != num_bytes:
+        raise damaged(folder, name, "does not contain the bytes that were written")
+    return FileRecord(bytes=num_bytes, sha256=hashing.result())
 
 
+def _sha256(parts: list[bytes | memoryview]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _is_equal(path: Path, start: int, part: bytes | memoryview) -> bool:
+    """Return whether a file contains this part at its offset. numpy compares without holding the GIL."""
+    expected, buffer = np.frombuffer(part, np.uint8), np.empty(_READ_BYTES, np.uint8)
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        return all(
+            np.array_equal(buffer[: file.readinto(buffer.data[: len(block)])], block)
+            for block in (expected[at : at + _READ_BYTES] for at in range(0, len(part), _READ_BYTES))
+        )
+
+
+_THREADS = 4
+_READ_BYTES = 1 << 20
+_LARGE_BYTES = 1 << 30
 _MIN_KEPT = 2
 _TRIES = 3
 _WAIT_SECONDS = 0.1
@@ -103,10 +139,12 @@ class Checkpoints:
         self._report = on_trouble
         self._num_missed = 0
         self._whole: set[int] = set()
+        self._pinned = PinnedMemory()
         self._held_before: int | None = None
         self._reported: set[str] = set()
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._pending: Future[None] | None = None
+        self._is_large = False
         folder.mkdir(exist_ok=True)
         self._clean_up()
         self._best = newest_best_step(folder)
@@ -118,9 +156,16 @@ class Checkpoints:
         previous checkpoint.
         """
         self.wait()
-        self._pending = self._writer.submit(self._save, Snapshot(state), is_best)
+        snapshot = Snapshot(state, self._pinned)
+        self._is_large = snapshot.num_bytes > _LARGE_BYTES
+        self._pending = self._writer.submit(self._save, snapshot, is_best)
         if wait:
             self.wait()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a large checkpoint is being written, so that the next save would wait for it."""
+        return self._is_large and self._pending is not None and not self._pending.done()
 
     def hold_before(self, step: int) -> None:
         """Keep the newest checkpoint at or before this step, so that the run can rewind to it if the loss diverges."""
@@ -135,12 +180,12 @@ class Checkpoints:
     def newest(self) -> Saved | None:
         """Return the newest undamaged checkpoint, or None without checkpoints. Raise UserError if all are damaged."""
         self.wait()
-        return find_newest(self.folder, on_trouble=self._report)
+        return find_newest(self.folder, on_trouble=self._report, unread=self._was_verified)
 
     def best(self) -> Saved | None:
         """Return the checkpoint with the best held-out loss, or None if it is damaged or there was no evaluation."""
         self.wait()
-        return find_best(self.folder, on_trouble=self._report)
+        return find_best(self.folder, on_trouble=self._report, unread=self._was_verified)
 
     def load(self, saved: Saved, *, needs: Iterable[str] = ()) -> State:
         """Load a checkpoint to continue from. Raise UserError if a file in `needs` is missing."""
@@ -215,6 +260,10 @@ class Checkpoints:
                 num_whole += self._is_whole(step)  # damaged ones do not count towards `keep`
             elif step not in (self._best, held):
                 self._remove(step)
+
+    def _was_verified(self, step: int, file: str) -> bool:
+        """Return whether this process has written or read the file before, so that it need not hash it again."""
+        return step in self._whole
 
     def _is_whole(self, step: int) -> bool:
         if step not in self._whole:

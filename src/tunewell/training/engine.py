@@ -10,7 +10,7 @@ from tunewell.core.progress import Progress
 from tunewell.core.units import count
 from tunewell.data.batches import make_batch, micro_batches
 from tunewell.training.compile import make_compiler
-from tunewell.training.evaluate import evaluate, is_evaluation_due, limit_evaluations
+from tunewell.training.evaluate import evaluate, is_evaluation_due, limit_evaluations, limit_saves
 from tunewell.training.events import Note, StepTaken
 from tunewell.training.healing import Healer
 from tunewell.training.memory import OomLadder, OutOfMemory, peak_memory
@@ -103,6 +103,7 @@ class _Loop:
         step, is_last = self.run.progress.step, self.run.progress.step == self.plan.num_steps.value
         if step % self.run.plan.evaluate_every.value == 0:
             limit_evaluations(self.run)
+        limit_saves(self.run)
         is_evaluating = is_last or step % self.run.plan.evaluate_every.value == 0
         is_saving = is_last or step % self.run.plan.save_every.value == 0
         return is_evaluating and not self.is_interrupted, is_saving or self.is_interrupted

@@ -1,5 +1,6 @@
 """Evaluation during training: held-out loss and sample answers, in smaller batches after an out-of-memory error."""
 
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -68,10 +69,36 @@ def limit_evaluations(run: Run) -> None:
         if run.config.checkpoints.every_steps == "auto" and save_every > plan.save_every.value:
             rarer = "at every evaluation, or about every 5 minutes if that is more often"
             update["save_every"] = Chosen[int](value=save_every, because=rarer)
-        run.plan = plan.model_copy(update=update)
-        if run.learner.world.is_first:
-            write_plan(run.checkpoints.folder.parent, run.plan)
+        _change_plan(run, update)
         run.listener(Note(f"the model is evaluated every {count(chosen.value, 'step')}: {because}"))
+
+
+def limit_saves(run: Run) -> None:
+    """Evaluate and save less often if a large checkpoint is still being written when the next one is due.
+
+    Each evaluation may be the best, which is saved, and that save would wait. The new intervals do not include this
+    step. They are recorded in the plan, so that a resumed run uses them too.
+    """
+    plan, step = run.plan, run.progress.step
+    intervals = {"evaluate_every": run.config.evaluate.every_steps, "save_every": run.config.checkpoints.every_steps}
+    due = [name for name, key in intervals.items() if key == "auto" and step % getattr(plan, name).value == 0]
+    if not due or step >= plan.num_steps.value or not run.learner.world.any(run.checkpoints.is_writing):
+        return
+    because = f"at step {count(step)}, the previous checkpoint was still being written"
+    changes: dict[str, Chosen[int]] = {}
+    for name in due:
+        every = getattr(plan, name).value
+        longer = next(every * factor for factor in itertools.count(2) if step % (every * factor))
+        changes[name] = Chosen[int](value=min(longer, plan.num_steps.value), because=because)
+    _change_plan(run, changes)
+    shown = " and ".join(f"`{name}` is now {count(chosen.value, 'step')}" for name, chosen in changes.items())
+    run.listener(Note(f"{shown}: {because}"))
+
+
+def _change_plan(run: Run, changes: dict[str, Chosen[int]]) -> None:
+    run.plan = run.plan.model_copy(update=changes)
+    if run.learner.world.is_first:
+        write_plan(run.checkpoints.folder.parent, run.plan)
 
 
 def evaluate(run: Run, healer: Healer) -> bool:

@@ -2,8 +2,11 @@
 
 import json
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,10 @@ from tunewell.records.checkpoint import (
 )
 from tunewell.records.events import plain, with_numbers
 
+_ALIGNMENT = 64
+_BLOCK_BYTES = 256 << 20
+_SMALL_BYTES = 64 << 10
+
 
 @dataclass
 class State:
@@ -40,10 +47,46 @@ class State:
     identity: dict[str, Any] = field(default_factory=dict)
 
 
+class PinnedMemory:
+    """Pinned host memory that every save uses again: pinning was measured at 7 GiB/s, copying into it at 50 GiB/s.
+
+    Ordinary memory is pinned, once all threads have touched it: torch's pinned memory takes three times as long, and
+    its sizes are rounded up to powers of two.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []
+        self._free: list[Tensor] = []
+
+    def reset(self) -> None:
+        """Make all blocks free again. The tensors of the previous save must no longer be in use."""
+        self._free = list(self._blocks)
+
+    def empty_like(self, tensor: Tensor) -> Tensor:
+        """Return an uninitialised contiguous tensor in pinned memory, with the shape and dtype of another."""
+        size = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        while self._free and len(self._free[0]) < size:
+            self._free.pop(0)
+        if not self._free:
+            self._free = [_pinned(max(_BLOCK_BYTES, size))]
+            self._blocks += self._free
+        taken, self._free[0] = self._free[0][: tensor.nbytes], self._free[0][size:]
+        return taken.view(tensor.dtype).view(tensor.shape)
+
+
+def _pinned(num_bytes: int) -> Tensor:
+    cuda: Any = torch.cuda.cudart()
+    memory = torch.empty(num_bytes, dtype=torch.uint8).fill_(0)
+    if int(cuda.cudaHostRegister(memory.data_ptr(), num_bytes, 0)):  # the system limits pinned memory, or lacks it
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    weakref.finalize(memory, cuda.cudaHostUnregister, memory.data_ptr()).atexit = False
+    return memory
+
+
 class Snapshot:
     """A copy of a state that later training steps do not change. GPU copies are complete once `wait` returns."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, pinned: PinnedMemory) -> None:
         for name in (*state.tensors, *state.texts):
             if not is_inside(name) or name.endswith(".safetensors") != (name in state.tensors):
                 raise ValueError(f"{name!r} is not a valid name for a file in a checkpoint")
@@ -53,14 +96,22 @@ class Snapshot:
         # Convert to JSON now, so that an invalid value fails here and not in the writer thread.
         self.progress = json.loads(json.dumps(plain(state.progress)))
         self.identity = json.loads(json.dumps(plain(state.identity)))
+        pinned.reset()
         self.tensors = {
-            file: {name: _host_copy(tensor) for name, tensor in tensors.items()}
+            file: {name: _host_copy(tensor, pinned) for name, tensor in tensors.items()}
             for file, tensors in state.tensors.items()
         }
-        self._largest = {file: _host_copy(_largest(tensors.values())) for file, tensors in state.tensors.items()}
+        self._largest = {
+            file: _host_copy(_largest(tensors.values()), pinned) for file, tensors in state.tensors.items()
+        }
         self._arrivals = [
             torch.cuda.current_stream(device).record_event() for device in devices if device.type == "cuda"
         ]
+
+    @property
+    def num_bytes(self) -> int:
+        """The total size of the tensors in bytes."""
+        return sum(tensor.nbytes for tensors in self.tensors.values() for tensor in tensors.values())
 
     def wait(self) -> None:
         """Wait until every copy is complete."""
@@ -76,12 +127,29 @@ class Snapshot:
         return None
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
+def _host_copy(tensor: Tensor, pinned: PinnedMemory) -> Tensor:
     source = tensor.detach()
     if source.device.type != "cuda":
         return source.to("cpu", copy=True, memory_format=torch.contiguous_format)
     # Later steps change the original only after this copy, because both are in the same CUDA stream.
-    return torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
+    return pinned.empty_like(source).copy_(source, non_blocking=True)
+
+
+def safetensors_parts(tensors: dict[str, Tensor]) -> list[bytes | memoryview]:
+    """Return the content of a safetensors file: the header, and the memory of each tensor. Only small ones are copied.
+
+    The bytes are those of `safetensors.torch.save`, which chooses the order and the names of the dtypes.
+    """
+    empty = safetensors.torch.save({name: tensor.new_empty(0) for name, tensor in tensors.items()})
+    header, at = json.loads(empty[8:]), 0
+    for name, entry in header.items():
+        entry |= {"shape": list(tensors[name].shape), "data_offsets": [at, at + tensors[name].nbytes]}
+        at += tensors[name].nbytes
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    bodies = (tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data for name in header)
+    groups = groupby([len(text).to_bytes(8, "little") + text, *bodies], key=lambda part: len(part) < _SMALL_BYTES)
+    return [part for is_small, group in groups for part in ([b"".join(group)] if is_small else group)]
 
 
 def _largest(tensors: Iterable[Tensor]) -> Tensor:
@@ -119,12 +187,18 @@ class Saved:
 
 
 def find_newest(
-    folder: Path, *, on_trouble: Callable[[str], None], not_after: int | None = None, is_needed: bool = True
+    folder: Path,
+    *,
+    on_trouble: Callable[[str], None],
+    not_after: int | None = None,
+    is_needed: bool = True,
+    unread: Callable[[int, str], bool] = lambda step, file: False,
 ) -> Saved | None:
     """Return the newest undamaged checkpoint at or before step `not_after`, with every byte verified.
 
-    Damaged checkpoints are reported and skipped. Returns None if no checkpoint is found. Raises UserError if all are
-    damaged and `is_needed` is set, because a silent start from scratch would look like a resume.
+    Only the size of a file is verified if `unread` returns True for its step and name. Damaged checkpoints are reported
+    and skipped. Returns None if no checkpoint is found. Raises UserError if all are damaged and `is_needed` is set,
+    because a silent start from scratch would look like a resume.
     """
     damaged = []
     for step in saved_steps(folder):
@@ -132,7 +206,7 @@ def find_newest(
             continue
         path = folder / checkpoint_name(step)
         try:
-            return Saved(path, verify(path))
+            return Saved(path, verify(path, unread=partial(unread, step)))
         except DamagedCheckpoint as damage:
             damaged.append(damage.what)
             on_trouble(f"{damage.what}; skipped")
@@ -145,8 +219,16 @@ def find_newest(
     return None
 
 
-def find_best(folder: Path, *, on_trouble: Callable[[str], None]) -> Saved | None:
-    """Return the checkpoint with the best held-out loss, verified, or None if it is missing or damaged."""
+def find_best(
+    folder: Path,
+    *,
+    on_trouble: Callable[[str], None],
+    unread: Callable[[int, str], bool] = lambda step, file: False,
+) -> Saved | None:
+    """Return the checkpoint with the best held-out loss, verified, or None if it is missing or damaged.
+
+    Only the size of a file is verified if `unread` returns True for its step and name.
+    """
     tried: set[int] = set()
     for step in saved_steps(folder):
         try:
@@ -156,7 +238,7 @@ def find_best(folder: Path, *, on_trouble: Callable[[str], None]) -> Saved | Non
             if best not in tried:
                 tried.add(best)
                 path = folder / checkpoint_name(best)
-                return Saved(path, verify(path))
+                return Saved(path, verify(path, unread=partial(unread, best)))
         except DamagedCheckpoint as damage:
             on_trouble(f"{damage.what}; skipped")
     return None
