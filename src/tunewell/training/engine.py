@@ -101,9 +101,9 @@ class _Loop:
     def what_is_due(self) -> tuple[bool, bool]:
         """Return whether to evaluate and whether to save after this step."""
         step, is_last = self.run.progress.step, self.run.progress.step == self.plan.num_steps.value
-        if step % self.run.plan.evaluate_every.value == 0:
+        if 0 in (step % self.run.plan.evaluate_every.value, step % self.run.plan.save_every.value):
             limit_evaluations(self.run)
-        limit_saves(self.run)
+            limit_saves(self.run)
         is_evaluating = is_last or step % self.run.plan.evaluate_every.value == 0
         is_saving = is_last or step % self.run.plan.save_every.value == 0
         return is_evaluating and not self.is_interrupted, is_saving or self.is_interrupted
