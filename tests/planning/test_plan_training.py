@@ -147,6 +147,25 @@ def test_what_is_set_and_can_work_is_done(device, train):
         assert "scaler" in plan.precision.because
 
 
+@pytest.mark.parametrize(
+    ("device", "kind", "precision", "named"),
+    [
+        (H200, "lora", "bf16", "the method is `lora`"),
+        (H200, "full", "fp32", "computes in fp32"),
+        (H200, "full", "fp16", "computes in fp16"),
+        (BF16_CPU, "full", "auto", "computes in fp32"),
+    ],
+)
+def test_bf16_masters_are_refused_where_they_have_no_meaning(device, kind, precision, named):
+    """Guards a setting that would be ignored, or weights that are stored narrower than they are computed."""
+    train = {"masters": "bf16", "precision": precision}
+    with pytest.raises(UserError, match=named) as caught:
+        _plan(_inputs(device, train=train, method={"kind": kind}))
+    assert "train.masters: fp32" in (caught.value.fix or "")
+    fine = _inputs(device, train={"masters": "bf16", "precision": "bf16"}, method={"kind": "full"})
+    assert _plan(fine).config["train"]["masters"] == "bf16"
+
+
 def test_flash_is_not_chosen_for_fp32():
     """Guards `precision: fp32` on a GPU, for which the kernel has no code."""
     assert _plan(_inputs(H200, train={"precision": "fp32"})).attention.value == "sdpa"

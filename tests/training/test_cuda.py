@@ -215,6 +215,38 @@ def test_full_training_in_bf16_keeps_fp32_weights_and_learns() -> None:
     assert all(parameter.dtype == torch.float32 for parameter in learner.parameters.values())
 
 
+def test_bf16_masters_learn_in_half_the_memory_and_wait_for_nothing() -> None:
+    """The compiled update is one kernel: no fp32 copy of a parameter, no sync, and a NaN changes nothing."""
+    attention.register()
+    torch.manual_seed(0)
+    model = SHAPES["135m"]().to("cuda", torch.bfloat16)
+    model.set_attn_implementation(attention.FLASH)
+    Full.apply(model, MethodSettings(kind="full"))
+    learner = TrainableModel(model, "bf16", 400, settings=Train(masters="bf16"))
+    batches = _documents().batches(range(12), 4000)
+    losses = [learner.take_step(batches, number=number, rate=3e-4).read()[0] for number in range(20)]
+    assert losses[-1] < 0.85 * losses[0], losses
+    assert all(own.dtype == torch.bfloat16 for name, own in _state(learner).items() if not name.endswith("/step"))
+    before = {name: own.clone() for name, own in _state(learner).items()}
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        skipped = learner.take_step(batches, number=20, rate=3e-4, norm_limit=0.0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert skipped.read()[2] and all(torch.equal(own, before[name]) for name, own in _state(learner).items())
+    for parameter in learner.parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    learner.optimizer.update(rate=1e-4, max_norm=1.0, loss=torch.zeros((), device="cuda"), scaler=learner.scaler)
+    assert torch.cuda.max_memory_allocated() - held < 1 << 20
+
+
+def _state(learner: TrainableModel) -> dict[str, torch.Tensor]:
+    return {**{name: own.detach() for name, own in learner.parameters.items()}, **learner.optimizer.state_tensors()}
+
+
 def test_nothing_waits_for_the_device_within_a_step() -> None:
     """A sync would be an error in this mode; the numbers are read afterwards."""
     learner = _learner("windows", way=attention.FLASH, dtype=torch.bfloat16)

@@ -104,6 +104,7 @@ def make_run(
     settings = Config.model_validate({"method": {"rank": 4, "dropout": 0.2}, **(config or {})})
     decided = make_plan(**(plan or {}))
     model = learned_llama(seed) if is_learned else tiny_llama(seed=seed)
+    model = model.bfloat16() if settings.train.masters == "bf16" else model
     base = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     method = METHODS.load(decided.method.value).apply(model, settings.method, seed=seed)
     documents = RandomDocuments(23)
@@ -114,7 +115,9 @@ def make_run(
     return Run(
         plan=decided,
         config=settings,
-        learner=TrainableModel(model, "fp32", 40, settings=settings.train, hooks=parse_faults(faults, is_allowed=True)),
+        learner=TrainableModel(
+            model, decided.precision.value, 40, settings=settings.train, hooks=parse_faults(faults, is_allowed=True)
+        ),
         order=DataOrder(documents.index["length"], seed, "c", batch_documents=decided.batch_documents.value),
         documents=documents,
         held_out=RandomDocuments(5, seed=9),

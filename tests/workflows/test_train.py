@@ -23,6 +23,7 @@ from corpora import write_sums
 from forked import Command, run_command
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
+from tunewell.hardware.facts import cpu_facts
 from tunewell.records.checkpoint import read_manifest, write_manifest
 from tunewell.records.events import read_events
 from tunewell.records.plan import Chosen, read_plan
@@ -334,6 +335,26 @@ def test_a_change_of_something_that_is_not_there_cannot_be_allowed(project: Path
     refused = _train(project, "--allow-change", "learning-rate")
     assert refused.returncode == 2 and "did you mean `learning_rate`" in refused.stderr and "seed" in refused.stderr
     assert not (project / "run").exists()
+
+
+@pytest.mark.skipif(not cpu_facts().has_bf16, reason="bf16 is refused on a CPU without bf16 units")
+def test_full_training_with_bf16_masters_from_the_command_line(project: Path) -> None:
+    """Checkpoints are half as large, load as a model, and are not resumed with other masters."""
+    narrow = ("method.kind=full", "train.precision=bf16", "train.masters=bf16")
+    done = _train(project, sets=narrow)
+    assert done.returncode == 0, done.stderr
+    checkpoint = project / "run" / "checkpoints" / "step-000006"
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        tensors = load_file(checkpoint / name)
+        assert {own.dtype for key, own in tensors.items() if not key.endswith("/step")} == {torch.bfloat16}
+    wider = ("method.kind=full", "train.precision=bf16", "train.max_steps=8")
+    refused = _train(project, "--resume", "--allow-change", "num_steps", sets=wider)
+    assert refused.returncode == 2 and "masters: bf16 in the checkpoint, fp32 now" in refused.stderr, refused.stderr
+    more = ("--resume", "--allow-change", "num_steps", "--allow-change", "masters", "--allow-change", "warmup_steps")
+    allowed = _train(project, *more, sets=wider)
+    assert allowed.returncode == 0, allowed.stderr
+    wide = load_file(project / "run" / "checkpoints" / "step-000008" / "optimizer.safetensors")
+    assert {own.dtype for own in wide.values()} == {torch.float32}
 
 
 def _lora_identity() -> dict[str, Any]:

@@ -275,7 +275,10 @@ class Train(Section):
     the same result."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Precision of the forward and backward pass. `auto`: bf16 if the hardware supports it, else fp32. fp16 uses loss
-    scaling. Trainable parameters are always stored in fp32."""
+    scaling."""
+    masters: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which trainable parameters and optimizer states are stored. `bf16` halves their size, also in
+    checkpoints. It applies to full fine-tuning in bf16; weights are updated with stochastic rounding."""
     attention: Literal["auto", "sdpa", "flash"] = "auto"
     """Attention kernel for packed sequences. `sdpa` runs on every device, `flash` on CUDA GPUs since Ampere."""
     compile: Literal["auto", "on", "off"] = "auto"

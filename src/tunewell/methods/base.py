@@ -69,7 +69,7 @@ class Method(ABC):
         text_prefix: str = "",
         has_new_tokens: bool = False,
     ) -> Self:
-        """Prepare a loaded model for training: the trainable parameters are in fp32 and require gradients.
+        """Prepare a loaded model for training: mark the trainable parameters, and create new ones in fp32.
 
         `text_prefix` is the path of the text part within a multimodal model. `has_new_tokens` means that the embedding
         has rows that were never trained. Raises UserError if the settings do not fit the model.

@@ -1,4 +1,4 @@
-"""Full fine-tuning: every weight is trained, in fp32."""
+"""Full fine-tuning: every weight is trained, in fp32 or, with `train.masters: bf16`, in bf16."""
 
 from collections.abc import Mapping
 from typing import Self
@@ -18,7 +18,7 @@ class Full(Method):
 
     @classmethod
     def load_dtype(cls, precision: torch.dtype) -> torch.dtype:
-        """Return fp32, because small updates would be lost to rounding in 16-bit weights."""
+        """Return fp32, because small updates would be lost to rounding to the nearest 16-bit weight."""
         return torch.float32
 
     @classmethod
@@ -31,8 +31,7 @@ class Full(Method):
         text_prefix: str = "",
         has_new_tokens: bool = False,
     ) -> Self:
-        """Make every parameter trainable."""
-        model.float()
+        """Make every parameter trainable, in the dtype in which it was loaded."""
         model.requires_grad_(True)
         return cls(model, [])
 

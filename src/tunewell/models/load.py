@@ -26,18 +26,20 @@ from tunewell.models.support import quiet, require_supported, text_part
 _SHOWN = 5
 
 
-def verify_placement(model: nn.Module, *, device: torch.device, dtype: torch.dtype) -> None:
-    """Check that all tensors are on `device` and finite, frozen ones in `dtype`, and trainable ones in fp32.
+def verify_placement(
+    model: nn.Module, *, device: torch.device, dtype: torch.dtype, trainable: torch.dtype = torch.float32
+) -> None:
+    """Check that all tensors are on `device` and finite, frozen ones in `dtype`, and trainable ones in `trainable`.
 
     Buffers, and modules that the model's class keeps in fp32, may also be in fp32. Integer buffers may have any dtype,
     because a quantised layer stores its packed weight in one. Raises RuntimeError for a wrong device or dtype, and
     UserError for NaN or infinity.
     """
-    wrong = [*_on_wrong_device(model, device), *_in_wrong_dtype(model, dtype)]
+    wrong = [*_on_wrong_device(model, device), *_in_wrong_dtype(model, dtype, trainable)]
     if wrong:
         raise RuntimeError(
-            f"the model should be on {device} with frozen parameters in {_short(dtype)} and trainable ones in float32, "
-            f"but {_listed(wrong)}"
+            f"the model should be on {device} with frozen parameters in {_short(dtype)} and trainable ones in "
+            f"{_short(trainable)}, but {_listed(wrong)}"
         )
     if broken := not_finite_names(model):
         listed = _listed([f"`{name}` contains NaN or infinity" for name in broken])
@@ -69,12 +71,12 @@ def _on_wrong_device(model: nn.Module, device: torch.device) -> Iterator[str]:
             yield f"`{name}` is on {tensor.device}"
 
 
-def _in_wrong_dtype(model: nn.Module, dtype: torch.dtype) -> Iterator[str]:
+def _in_wrong_dtype(model: nn.Module, dtype: torch.dtype, trainable: torch.dtype) -> Iterator[str]:
     # Name parts of modules that the model's classes always keep in fp32.
     attributes = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     kept = {part for module in model.modules() for name in attributes for part in getattr(module, name, None) or ()}
     for name, parameter in model.named_parameters():
-        expected = torch.float32 if parameter.requires_grad else dtype
+        expected = trainable if parameter.requires_grad else dtype
         is_kept = parameter.dtype == torch.float32 and any(part in name for part in kept)
         if parameter.dtype != expected and not is_kept:
             yield f"`{name}` is in {_short(parameter.dtype)}"

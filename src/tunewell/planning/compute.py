@@ -112,6 +112,23 @@ def _automatic_precision(inputs: PlanInputs) -> Chosen[Precision]:
     return Chosen[Precision](value="fp32", because=reasons[device.kind])
 
 
+def require_masters(inputs: PlanInputs, precision: Precision) -> None:
+    """Raise UserError if `train.masters: bf16` is set and the run cannot use it."""
+    if inputs.config.train.masters == "fp32":
+        return
+    reason = None
+    if inputs.config.method.kind != "full":
+        reason = f"the method is `{inputs.config.method.kind}`, whose few trainable parameters are always in fp32"
+    elif precision != "bf16":
+        reason = f"the run computes in {precision}; only bf16 is supported"
+    if reason is not None:
+        raise UserError(
+            f"trainable parameters cannot be stored in bf16: {reason}",
+            where=inputs.where("train.masters"),
+            fix="set `train.masters: fp32`, or set `method.kind: full` and `train.precision: bf16`",
+        )
+
+
 def choose_attention(inputs: PlanInputs, precision: Precision) -> Chosen[Attention]:
     """Choose the attention kernel; raise UserError if `flash` is requested and cannot run."""
     device, setting = inputs.device, inputs.config.train.attention

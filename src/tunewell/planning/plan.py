@@ -26,6 +26,7 @@ from tunewell.planning.compute import (
     choose_device,
     choose_precision,
     choose_threads,
+    require_masters,
 )
 from tunewell.records.plan import Chosen, Plan
 
@@ -125,6 +126,7 @@ def plan_training(inputs: PlanInputs, *, batch: Batch, num_steps: int, epochs: f
     if config.model is None:
         raise UserError("no model is set", fix="set `model` in the config, or use `--model`")
     precision = choose_precision(inputs)
+    require_masters(inputs, precision.value)
     attention = choose_attention(inputs, precision.value)
     evaluate_every = _evaluate_every(inputs, num_steps)
     has_max_steps = config.train.max_steps is not None

@@ -193,7 +193,7 @@ def _comparable(
     before: dict[str, Any], now: dict[str, Any], allowed: set[str]
 ) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
     """Return both identities and the allowed changes, adjusted so that a model with equal weights is unchanged."""
-    before = {"optimizer": "adamw"} | before  # version 0.1.0 had only this optimizer and did not record it
+    before = {"optimizer": "adamw", "masters": "fp32"} | before  # version 0.1.0 had only these and did not record them
     if "weights" not in before:  # a checkpoint without a fingerprint of the weights
         return before, {name: value for name, value in now.items() if name != "weights"}, allowed
     if before["weights"] is not None and before["weights"] == now["weights"]:

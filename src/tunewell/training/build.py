@@ -45,7 +45,16 @@ _IDENTITY = (
 )
 """Values of the plan that must not change on resume."""
 _OPTIMIZER = (
-    *("optimizer", "min_rate_share", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
+    *(
+        "optimizer",
+        "masters",
+        "min_rate_share",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "max_grad_norm",
+    ),
 )
 CHANGE_NAMES = frozenset(
     ("model", "weights", "data", "tokenizer", "template", "seed", *_IDENTITY, *_OPTIMIZER, *MethodSettings.model_fields)
@@ -86,7 +95,9 @@ def build_run(parts: RunInputs) -> Run:
     note = send_notes(parts.listener)
     config, plan, device = parts.config, parts.plan, torch.device(parts.plan.device.value)
     method_class: type[Method] = METHODS.load(plan.method.value)
-    dtype = method_class.load_dtype(_DTYPES[plan.precision.value])
+    masters = _DTYPES[config.train.masters]
+    is_narrow = masters != torch.float32  # the plan allows this only for full fine-tuning
+    dtype = masters if is_narrow else method_class.load_dtype(_DTYPES[plan.precision.value])
     held_out = parts.corpus.held_out
     longest = max(int(split.index["length"].max()) for split in (parts.corpus, held_out) if len(split))
     options = LoadOptions(
@@ -111,7 +122,7 @@ def build_run(parts: RunInputs) -> Run:
     )
     for message in (*found.notes, *method.notes):
         note(message)
-    verify_placement(model, device=device, dtype=dtype)
+    verify_placement(model, device=device, dtype=dtype, trainable=masters)
     folder = parts.rank_folder
     samples = EventLog(folder / "samples.jsonl", on_trouble=note)
     learner = TrainableModel(

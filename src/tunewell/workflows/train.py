@@ -153,8 +153,8 @@ class _Training:
         config = self.loaded.config
         if config.evaluate.patience is not None and not len(corpus.held_out):
             self.recorder.note("`evaluate.patience` has no effect: there are no held-out rows")
-        # In fp32: each trainable parameter and its two optimizer states.
-        size = sum(3 * 4 * parameter.numel() for parameter in run.learner.parameters.values())
+        # Each trainable parameter and its two optimizer states, which have its dtype.
+        size = sum(3 * parameter.nbytes for parameter in run.learner.parameters.values())
         folder = run.checkpoints.folder.parent
         if warning := disk_space_warning(folder, checkpoint_bytes=size, keep=config.checkpoints.keep):
             self.recorder.note(warning)

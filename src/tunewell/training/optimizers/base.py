@@ -123,11 +123,19 @@ def guard_gradients(
     grads: Iterable[Tensor], *, loss: Tensor, scaler: Scaler, max_norm: float | None, norm_limit: float
 ) -> GradientGuard:
     """Compute the gradient norm, clipping factor and skip flags without waiting for the device."""
-    norm = torch.nn.utils.get_total_norm(grads, foreach=True) / scaler.scale
+    norm = _total_norm(list(grads)) / scaler.scale
     found_inf = (~(torch.isfinite(norm) & torch.isfinite(loss))).float()
     was_skipped = torch.maximum(found_inf, (norm > norm_limit).float())
     shrink = torch.ones_like(norm) if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     return GradientGuard(norm, found_inf, was_skipped, shrink)
+
+
+def _total_norm(grads: list[Tensor]) -> Tensor:
+    if grads and grads[0].dtype == torch.bfloat16:  # torch would also return the norm in bf16
+        return torch.linalg.vector_norm(
+            torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads])
+        )
+    return torch.nn.utils.get_total_norm(grads, foreach=True)
 
 
 def rate_at(
