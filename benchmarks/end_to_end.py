@@ -40,6 +40,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("demo/end_to_end"), help="folder to work in")
     parser.add_argument("--without", nargs="*", default=[], choices=["trl", "validate", "second"])
     parser.add_argument("--kind", choices=["short", "long", "full"], default="short")
+    parser.add_argument("--max-steps", type=int, default=None, help="steps of each run; by default one epoch")
     parser.add_argument("--set", nargs="*", default=[], help="more settings for `tunewell train`")
     wanted = parser.parse_args()
     wanted.work.mkdir(parents=True, exist_ok=True)
@@ -80,6 +81,7 @@ def make_model(case: str, folder: str, tokenizer: str) -> None:
     size = len(json.loads((Path(tokenizer) / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"])
     if size > model.config.vocab_size:
         model.resize_token_embeddings(-(-size // 64) * 64)
+    model.config.max_position_embeddings = 8192
     model.to(torch.bfloat16).save_pretrained(folder)
     for file in Path(tokenizer).iterdir():
         shutil.copy(file, folder)
@@ -88,7 +90,8 @@ def make_model(case: str, folder: str, tokenizer: str) -> None:
 def measure(case: str, folder: Path, wanted: argparse.Namespace) -> list[dict[str, Any]]:
     """Time every command in a new process."""
     command, results = tunewell_command(), []
-    limit = f"train.max_steps={MAX_STEPS[case]}" if case in MAX_STEPS else "train.epochs=1"
+    steps = wanted.max_steps or MAX_STEPS.get(case)
+    limit = f"train.max_steps={steps}" if steps else "train.epochs=1"
     run([*command, "init", "rows.jsonl", "--model", "model"], folder)
     results.append(run([*command, "prepare"], folder, "tunewell prepare"))
     is_plain = case not in MAX_STEPS and wanted.kind == "short"
@@ -109,7 +112,7 @@ def measure(case: str, folder: Path, wanted: argparse.Namespace) -> list[dict[st
     if "validate" not in wanted.without and is_plain:
         results.append(run([*command, "validate", "run-1"], folder, "tunewell validate, base and tuned"))
     for dtype in () if "trl" in wanted.without else ("bfloat16", "float32") if wanted.kind == "full" else ("bfloat16",):
-        script = [sys.executable, __file__, "--trl", case, "rows.jsonl", "model", wanted.kind, dtype]
+        script = [sys.executable, __file__, "--trl", case, "rows.jsonl", "model", wanted.kind, dtype, str(steps or -1)]
         name = TRL if dtype == "bfloat16" else f"{TRL}, weights in {dtype}"
         results.append(run(script, folder, name, environment=_with_flash()))
     return results
@@ -184,7 +187,7 @@ def rows_of(results: list[dict[str, Any]]) -> list[list[str]]:
     ]
 
 
-def train_with_trl(case: str, rows: str, model_folder: str, kind: str, dtype: str) -> None:
+def train_with_trl(case: str, rows: str, model_folder: str, kind: str, dtype: str, max_steps: str) -> None:
     """Train with the fast settings of TRL: best-fit packing, flash kernel, Liger, no checkpoints."""
     import torch
     from datasets import load_dataset
@@ -206,7 +209,7 @@ def train_with_trl(case: str, rows: str, model_folder: str, kind: str, dtype: st
     settings = SFTConfig(
         "trl",
         num_train_epochs=1,
-        max_steps=MAX_STEPS.get(case, -1),
+        max_steps=int(max_steps),
         per_device_train_batch_size=max(1, CASES[case].step_tokens // length),
         packing=True,
         max_length=length,
@@ -254,6 +257,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--make"]:
         make_model(*sys.argv[2:5])
     elif sys.argv[1:2] == ["--trl"]:
-        train_with_trl(*sys.argv[2:7])
+        train_with_trl(*sys.argv[2:8])
     else:
         raise SystemExit(main())
