@@ -1,7 +1,7 @@
 """Config sections for automatic recovery (`healing`), for `export` and for the thresholds of the `verdict`."""
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -28,6 +28,9 @@ class Healing(Section):
     """Skip an update if its gradient norm is this many times the median of the last 128 steps, far outside their spread
     and over twice their maximum. In recorded runs, spikes were at least 20 times the median and hard batches at most
     3 times."""
+    behaviour: Literal["warn", "stop"] = "warn"
+    """What happens if all sample answers are empty, loop or repeat the question at two evaluations in a row. `warn`:
+    the run continues with a warning. `stop`: it ends with exit code 4. The evaluation at step 0 does not count."""
     change_precision: Bool = True
     """Switch to fp32 if values repeatedly overflow in a 16-bit precision."""
     restarts: Annotated[Int, Field(ge=0)] = 3

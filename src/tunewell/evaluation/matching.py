@@ -1,21 +1,17 @@
 """Compare an answer with its reference: exact match, containment on word boundaries, and token F1 as in SQuAD."""
 
 import re
-import string
 import unicodedata
 from collections import Counter
 from dataclasses import dataclass
+
+from tunewell.inference.degeneration import SPACELESS, SPACELESS_LETTER, fold, is_punctuation
 
 SHORT_WORDS = 30
 """Maximum number of words in a reference for which an answer counts as right or wrong: one or two sentences with a
 fact. Longer references can be worded in many ways, so only F1 and the loss are measured."""
 
-_INVISIBLE = dict.fromkeys(map(ord, "\u200b\u2060\ufeff\u00ad"))
-_ONE_SPELLING = str.maketrans({"’": "'", "‘": "'", "ʼ": "'", "−": "-", "‐": "-", "–": "-", "—": " ", "―": " "})
-_SPACELESS = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-"""Thai, Lao, Burmese, Khmer, Kana and Han: scripts without spaces between words."""
-_SPACELESS_LETTER = re.compile(f"[{_SPACELESS}\U00020000-\U0003ffff]")
-_INNER_SPACE = re.compile(f"(?<=[{_SPACELESS}])\\s+(?=[{_SPACELESS}])")
+_INNER_SPACE = re.compile(f"(?<=[{SPACELESS}])\\s+(?=[{SPACELESS}])")
 _UNIT_SPACE = re.compile(r"(?<=\d)\s+(?=[%‰°])|(?<=[$€£¥])\s+(?=\d)")
 _MEANINGFUL = "%‰#&@"
 """Characters of the Unicode category punctuation that are part of a word: 5%, C#, R&D."""
@@ -57,26 +53,14 @@ def match(answer: str, reference: str) -> Match:
 def is_short_reference(reference: str) -> bool:
     """Return True if a reference is short enough for answers to count as right or wrong."""
     text = _normal(reference)
-    spaceless = len(_SPACELESS_LETTER.findall(text))
+    spaceless = len(SPACELESS_LETTER.findall(text))
     # A Chinese or Japanese word has about two characters.
-    words = len(_SPACELESS_LETTER.sub(" ", text).split()) + spaceless / 2
+    words = len(SPACELESS_LETTER.sub(" ", text).split()) + spaceless / 2
     return 0 < words <= SHORT_WORDS
 
 
-def split_words(text: str) -> list[str]:
-    """Split text into words without case and punctuation; in scripts without spaces, each character is a word."""
-    letters = (" " if _is_punctuation(letter) else letter for letter in _folded(text))
-    return _SPACELESS_LETTER.sub(lambda found: f" {found[0]} ", "".join(letters)).split()
-
-
-def _folded(text: str) -> str:
-    plain = unicodedata.normalize("NFKC", text.translate(_INVISIBLE)).translate(_ONE_SPELLING)
-    # casefold() can undo the normalisation, for example of U+0345.
-    return unicodedata.normalize("NFKC", plain.casefold())
-
-
 def _normal(text: str) -> str:
-    spaced = _UNIT_SPACE.sub("", _INNER_SPACE.sub("", _folded(text)))
+    spaced = _UNIT_SPACE.sub("", _INNER_SPACE.sub("", fold(text)))
     bare = [word for raw in spaced.split() if (word := _bare(raw))]
     return " ".join(bare or spaced.split())
 
@@ -112,7 +96,7 @@ def _contains(answer: str, found: str, expected: str) -> bool:
 
 def _first_clause(answer: str) -> str:
     """Return the normalised first clause of an answer, which contains a yes or no, or "" for an empty answer."""
-    clauses = (_normal(clause) for clause in _CLAUSE_END.split(_folded(answer)))
+    clauses = (_normal(clause) for clause in _CLAUSE_END.split(fold(answer)))
     return next((clause for clause in clauses if clause), "")
 
 
@@ -127,7 +111,7 @@ def _runs_on_before(before: str, first: str, match: str) -> bool:
     if not before:
         return False
     near, far = before[-1], before[:-1]
-    if _SPACELESS_LETTER.match(first):
+    if SPACELESS_LETTER.match(first):
         # 不是 does not contain 是.
         return len(match) <= 2 and near in "不没沒非未無无"
     if first.isdigit():
@@ -143,7 +127,7 @@ def _runs_on_before(before: str, first: str, match: str) -> bool:
 
 def _runs_on_after(after: str, last: str, match: str) -> bool:
     """Return True if the match that ends with `last` is the beginning of a longer word or number."""
-    if not after or _SPACELESS_LETTER.match(last):
+    if not after or SPACELESS_LETTER.match(last):
         return False
     near, far = after[0], after[1:]
     if last.isdigit():
@@ -157,7 +141,7 @@ def _runs_on_after(after: str, last: str, match: str) -> bool:
 def _is_word(letter: str) -> bool:
     # Combining marks belong to the letter before them, as in Devanagari and Arabic.
     is_letter = letter.isalnum() or letter == "_" or unicodedata.category(letter).startswith("M")
-    return is_letter and not _SPACELESS_LETTER.match(letter)
+    return is_letter and not SPACELESS_LETTER.match(letter)
 
 
 def _f1(answer: str, reference: str) -> float:
@@ -172,9 +156,5 @@ def _f1(answer: str, reference: str) -> float:
 def _squad_words(text: str) -> list[str]:
     """Split text as SQuAD v1.1 does: lower case, no punctuation or articles; by character in scripts without spaces."""
     # Punctuation is removed before articles, as in the official script.
-    bare = "".join(letter for letter in _folded(text) if not _is_punctuation(letter))
-    return _SPACELESS_LETTER.sub(lambda found: f" {found[0]} ", re.sub(r"\b(a|an|the)\b", " ", bare)).split()
-
-
-def _is_punctuation(letter: str) -> bool:
-    return letter in string.punctuation or unicodedata.category(letter).startswith("P")
+    bare = "".join(letter for letter in fold(text) if not is_punctuation(letter))
+    return SPACELESS_LETTER.sub(lambda found: f" {found[0]} ", re.sub(r"\b(a|an|the)\b", " ", bare)).split()

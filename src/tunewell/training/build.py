@@ -19,6 +19,7 @@ from tunewell.data.batches import DataOrder
 from tunewell.data.corpus.reader import Corpus
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.inference.decoder import Decoding
+from tunewell.inference.degeneration import find_degeneration
 from tunewell.inference.generate import corpus_stop_ids, generate
 from tunewell.methods.base import Method
 from tunewell.models import attention
@@ -263,12 +264,12 @@ def _make_sampler(parts: RunInputs, learner: TrainableModel, log: EventLog) -> C
             decoding=Decoding(batch_tokens=batch_tokens),
             before_token=lambda: learner.check_interrupt(),  # set when training begins
         )
-        samples = [
-            Sample(step, own.document, own.prompt, own.text, spell(done.ids).strip(), own.reference, done.ended)
-            for own, done in zip(questions, answers, strict=True)
-        ]
-        for one in samples:
-            log.append(one.__dict__)
+        samples: list[Sample] = []
+        for own, done in zip(questions, answers, strict=True):
+            text = spell(done.ids).strip()
+            fault = find_degeneration(text, ids=done.ids, ended=done.ended, question=own.text, reference=own.reference)
+            samples.append(Sample(step, own.document, own.prompt, own.text, text, own.reference, done.ended, fault))
+            log.append(samples[-1].__dict__)
         return samples
 
     return sample

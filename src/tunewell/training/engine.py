@@ -58,6 +58,8 @@ class _Loop:
                     return self.interrupted()
                 if is_best:
                     self.save(is_best=True, wait=True)
+                if self.healer.stop:
+                    return _stopped(self.healer.stop)
                 self.log.restart_clock()
             self.slow_step.start()
             while self.has_steps_left():
@@ -74,14 +76,16 @@ class _Loop:
                     case Rewind():
                         self.log.discard()
                         continue
-                    case Stop(finding, advice):
-                        return Ending("stopped", finding.words, EXIT_STOPPED, advice=advice)
+                    case Stop() as stop:
+                        return _stopped(stop)
                 is_best = is_evaluating and self.evaluate()
-                is_over = self.is_interrupted or not self.has_steps_left()
+                is_over = self.is_interrupted or self.healer.stop is not None or not self.has_steps_left()
                 if is_saving or is_best or is_over:
                     run.checkpoints.hold_before(self.healer.monitor.history.low_step)
                     self.save(is_best=is_best, wait=is_over)
                     self.log.restart_clock()
+                if self.healer.stop:
+                    return _stopped(self.healer.stop)
                 if self.is_interrupted:
                     return self.interrupted()
         return _finished(run)
@@ -246,6 +250,10 @@ class StepLog:
             self._run.events.append({"kind": "step", **event.__dict__})
         self._run.listener(event)
         self._on_step(record, event)
+
+
+def _stopped(stop: Stop) -> Ending:
+    return Ending("stopped", stop.finding.words, EXIT_STOPPED, advice=stop.advice)
 
 
 def _finished(run: Run) -> Ending:

@@ -19,6 +19,8 @@ from tunewell.training.memory import OutOfMemory, free_memory, is_out_of_memory
 from tunewell.training.run import Run
 from tunewell.training.step import TrainableModel
 
+_MIN_JUDGED = 2
+"""Number of sample answers that must all be degenerate before the model counts as broken."""
 _TO_COMPARE = 8
 """Number of prompts compared to find their common prefix and suffix."""
 _EVALUATION_SHARE = 0.1
@@ -122,12 +124,22 @@ def evaluate(run: Run, healer: Healer) -> bool:
     if math.isfinite(found.loss):  # a NaN does not count towards `evaluate.patience`
         progress.looks_without_gain = 0 if is_best else progress.looks_without_gain + 1
     seconds = time.perf_counter() - started
-    event = Evaluated(progress.step, found.loss, found.tokens, found.documents, round(seconds, 6), is_best, samples)
+    are_degenerate = all(sample.fault for sample in samples) if len(samples) >= _MIN_JUDGED else None
+    event = Evaluated(
+        progress.step,
+        found.loss,
+        found.tokens,
+        found.documents,
+        seconds=round(seconds, 6),
+        is_best=is_best,
+        samples=samples,
+        are_degenerate=are_degenerate,
+    )
     if run.learner.world.is_first:
         numbers = {name: value for name, value in event.__dict__.items() if name != "samples"}
         run.events.append({"kind": "held_out", **numbers})
     run.listener(event)
-    healer.on_evaluation(progress.step, found.loss, samples)
+    healer.on_evaluation(event)
     run.seconds["look"] += seconds
     return is_best and progress.step > 0
 
@@ -154,7 +166,7 @@ def _loss_within_memory(run: Run, healer: Healer) -> HeldOutLoss | None:
 
 
 def _answers(run: Run, healer: Healer) -> list[Sample]:
-    """Answer held-out questions on rank 0. Return an empty list if not even one question fits in memory."""
+    """Answer held-out questions on rank 0, and return them on all ranks; an empty list if not even one fits."""
     learner = run.learner
     if not run.config.evaluate.samples:
         return []
@@ -162,7 +174,7 @@ def _answers(run: Run, healer: Healer) -> list[Sample]:
     # Only rank 0 ran out of memory, but all ranks must drop their CUDA graphs, which affect how a step is split.
     if learner.world.any(not learner.may_use_graphs):
         learner.drop_graphs()
-    return samples
+    return learner.world.broadcast(samples)
 
 
 def _answer_in_batches(run: Run, healer: Healer) -> list[Sample]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from tunewell.core.progress import Progress
 from tunewell.records.healing import HealingEntry
 from tunewell.records.plan import Plan
+from tunewell.records.report import Fault
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class Sample:
     reference: str
     ended: bool
     """Whether the answer ended with a stop token within the token limit."""
+    fault: Fault | None = None
+    """Why the answer is degenerate: it is empty, loops or repeats the question. None if it is not."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ class Evaluated:
     seconds: float
     is_best: bool
     samples: list[Sample] = field(default_factory=list)
+    are_degenerate: bool | None = None
+    """Whether all sample answers are empty, loop or repeat the question; None if there are fewer than two."""
 
 
 @dataclass(frozen=True)

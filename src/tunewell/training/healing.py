@@ -9,8 +9,9 @@ from tunewell.core.progress import Progress
 from tunewell.core.units import count
 from tunewell.models.load import not_finite_names
 from tunewell.records.healing import ActionName, HealingEntry
+from tunewell.records.report import Fault
 from tunewell.training.bisect import Cause, find_cause
-from tunewell.training.events import Healed, Note, Sample, StepTaken
+from tunewell.training.events import Evaluated, Healed, Note, StepTaken
 from tunewell.training.health import Finding, HealthMonitor, StepMetrics
 from tunewell.training.recovery import RecoveryHistory, Rewind, Skip, Split, Stop, decide
 from tunewell.training.run import Run, past_events, rewind
@@ -18,7 +19,14 @@ from tunewell.training.step import StepRecord
 
 _SHOWN_DOCUMENTS = 3
 _NAMED_DOCUMENTS = 50
-_SAMPLES_TO_JUDGE = 2
+_SHOWN_ANSWERS, _SHOWN_CHARS = 2, 60
+_DEGENERATE_IN_A_ROW = 2
+_FAULT_WORDS: dict[Fault, str] = {
+    "ends_at_once": "are empty",
+    "empty": "are empty",
+    "loops": "loop",
+    "echo": "repeat the question",
+}
 _FEW_DOCUMENTS = 8
 """Number of documents that may be left out of any corpus, however small."""
 
@@ -38,6 +46,8 @@ class Healer:
         self._repeated = _skips_since_rewind(run.healing.entries)
         self._unexplained: set[int] = set()
         """Documents of bad steps that were finite when recomputed."""
+        self.stop: Stop | None = None
+        """Set by an evaluation that ends the run."""
 
     def restore(self) -> None:
         """Restore the precision, device and gradient checkpointing that remedies had changed before a resume."""
@@ -71,29 +81,36 @@ class Healer:
             self.monitor.remember(_metrics(event))
         for event in past_events(self._run, kind="held_out", until=until):
             self.monitor.remember(StepMetrics(event["step"], held_out_loss=event["loss"]))
+            self.monitor.history.add_answers(event["step"], event.get("are_degenerate"))
 
-    def on_evaluation(self, step: int, loss: float, samples: list[Sample]) -> None:
+    def on_evaluation(self, event: Evaluated) -> None:
         """Check the loss and the sample answers of an evaluation."""
-        for finding in self.monitor.observe(StepMetrics(step, held_out_loss=loss)):
+        for finding in self.monitor.observe(StepMetrics(event.step, held_out_loss=event.loss)):
             words = finding.words
-            if not math.isfinite(loss) and (broken := not_finite_names(self._run.learner.model)):
+            if not math.isfinite(event.loss) and (broken := not_finite_names(self._run.learner.model)):
                 words += f" (weight `{broken[0]}`)"
             self._report(finding, "none", words)
-        if finding := self._empty_answers(step, samples):
-            self._report(finding, "none", finding.words)
+        if finding := self._degenerate_answers(event):
+            action = decide([finding], self.history, self._rules) if self._rules.on else None
+            self.stop = action if isinstance(action, Stop) else None
+            advice = f". {self.stop.advice}" if self.stop else ""
+            self._report(finding, "stop" if self.stop else "none", f"{finding.words}{advice}")
 
-    def _empty_answers(self, step: int, samples: list[Sample]) -> Finding | None:
-        """Return a finding if all samples are empty now but earlier samples were not."""
-        reported = self.monitor.history.reported
-        if any(sample.answer.strip() for sample in samples):
-            reported.add("has-answered")
+    def _degenerate_answers(self, event: Evaluated) -> Finding | None:
+        """Return a finding if all samples are empty, loop or echo at two evaluations in a row, step 0 excluded."""
+        history = self.monitor.history
+        history.add_answers(event.step, event.are_degenerate)
+        if not event.are_degenerate or len(history.degenerate) != _DEGENERATE_IN_A_ROW:
             return None
-        was_answering = step > 0 and "has-answered" in reported and "empty-answers" not in reported
-        if len(samples) < _SAMPLES_TO_JUDGE or not was_answering:
-            return None
-        reported.add("empty-answers")
-        words = f"all {len(samples)} sample answers are empty; earlier ones were not: the model stopped answering"
-        return Finding("empty-answers", "warning", step, words, {"samples": len(samples)})
+        faults = sorted({_FAULT_WORDS[sample.fault] for sample in event.samples if sample.fault})
+        answers = [sample.answer for sample in event.samples[:_SHOWN_ANSWERS]]
+        steps = " and ".join(count(step) for step in history.degenerate)
+        shown = ", ".join(f'"{_one_short_line(answer)}"' for answer in answers)
+        words = f"all {len(event.samples)} sample answers {' or '.join(faults)} at steps {steps}: {shown}"
+        # A model with random weights repeats a few tokens until it has learned to answer.
+        is_new = self._run.about.is_from_scratch and not history.has_answered
+        numbers = {"faults": faults, "steps": list(history.degenerate), "answers": answers}
+        return Finding("degenerate-answers", "note" if is_new else "warning", event.step, words, numbers)
 
     def apply(self) -> "Stop | Rewind | None":
         """Apply remedies for the last steps. A returned `Rewind` is already done; the caller must act on a `Stop`."""
@@ -253,6 +270,11 @@ class Healer:
 
 def _metrics(event: dict[str, Any]) -> StepMetrics:
     return StepMetrics(**{key: event[key] for key in event if key in StepMetrics.__dataclass_fields__})
+
+
+def _one_short_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _SHOWN_CHARS else line[: _SHOWN_CHARS - 3] + "..."
 
 
 def _where(cause: Cause) -> str:

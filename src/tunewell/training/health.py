@@ -97,10 +97,20 @@ class History:
     low_step: int = 0
     first_losses: list[float] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
+    degenerate: list[int] = field(default_factory=list)
+    """Steps of the last evaluations in a row whose sample answers were all degenerate."""
+    has_answered: bool = False
+    """Whether a sample answer after step 0 was not degenerate."""
     bad_in_a_row: int = 0
     zero_norms_in_a_row: int = 0
     zero_losses_in_a_row: int = 0
     reported: set[str] = field(default_factory=set)
+
+    def add_answers(self, step: int, are_degenerate: bool | None) -> None:
+        """Add the sample answers of an evaluation; those at step 0 are the base model's and do not count."""
+        if step > 0 and are_degenerate is not None:
+            self.degenerate = [*self.degenerate, step] if are_degenerate else []
+            self.has_answered = self.has_answered or not are_degenerate
 
     def norms(self) -> list[float]:
         return [r.grad_norm for r in self.recent if r.grad_norm is not None and r.grad_norm > 0]
@@ -401,6 +411,7 @@ class HealthMonitor:
         kept = [metrics for metrics in history.recent if metrics.step <= step]
         history.recent = deque(kept, maxlen=WINDOW)
         history.held_out = [(at, loss) for at, loss in history.held_out if at <= step]
+        history.degenerate = [at for at in history.degenerate if at <= step]
         history.bad_in_a_row = history.zero_norms_in_a_row = history.zero_losses_in_a_row = 0
         history.reported -= {"lr-too-high", "loss-spike"}
         if history.low_step > step:

@@ -6,6 +6,7 @@
     divergence    rewind to before the rise with half the rate, up to `healing.max_rewinds` times -> stop
     loss of 0     rewind to before the first zero, once -> stop
     no gradient   stop
+    bad answers   stop, if `healing.behaviour` is `stop`
 
 Each remedy is tried once; a new problem within `healing.quiet_steps` steps gets the next remedy.
 """
@@ -26,6 +27,12 @@ _SPIKES_BEFORE_REWIND = 3
 _HALF = 0.5
 _ZEROS = 3
 """Number of consecutive zero losses after which the health rule reports a finding."""
+
+
+ANSWER_ADVICE = (
+    "See `samples.jsonl` for all answers. Lower `train.learning_rate`, and check with `tunewell inspect` that only "
+    "complete replies are supervised."
+)
 
 
 @dataclass
@@ -215,6 +222,8 @@ def decide(
         return _rewind_or_stop(worst, history, rules, is_quarantining=True)
     if worst.name == "lr-too-high":
         return _diverged(worst, history, rules)
+    if worst.name == "degenerate-answers" and rules.behaviour == "stop":
+        return Stop(worst, ANSWER_ADVICE)
     return Split(worst) if worst.name == "memory-spill" else None
 
 

@@ -1,0 +1,197 @@
+"""Detect degenerate answers: empty, looping, or an echo of the question. They need no judge and no second model."""
+
+import re
+import string
+import unicodedata
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from tunewell.records.report import Fault
+
+BLANK = " \t\r\n\u200b\ufeff"
+"""Characters that an empty answer may have."""
+
+
+def find_degeneration(text: str, *, ids: Sequence[int], ended: bool, question: str, reference: str) -> Fault | None:
+    """Return the first fault of an answer that is empty, loops or repeats the question, otherwise None.
+
+    `ids` are the token ids without the stop token; `ended` is whether the model stopped before the length limit.
+    """
+    if not text.strip(BLANK):
+        # A prompt that fills the context produces neither tokens nor a stop, which is not a fault of the model.
+        return "empty" if ids else "ends_at_once" if ended else None
+    if is_loop(text, ids=ids, ended=ended, reference=reference):
+        return "loops"
+    return "echo" if is_echo(text, question=question, reference=reference) else None
+
+
+# Words.
+
+_INVISIBLE = dict.fromkeys(map(ord, "\u200b\u2060\ufeff\u00ad"))
+_ONE_SPELLING = str.maketrans({"’": "'", "‘": "'", "ʼ": "'", "−": "-", "‐": "-", "–": "-", "—": " ", "―": " "})
+SPACELESS = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+"""Thai, Lao, Burmese, Khmer, Kana and Han: scripts without spaces between words."""
+SPACELESS_LETTER = re.compile(f"[{SPACELESS}\U00020000-\U0003ffff]")
+
+
+def split_words(text: str) -> list[str]:
+    """Split text into words without case and punctuation; in scripts without spaces, each character is a word."""
+    letters = (" " if is_punctuation(letter) else letter for letter in fold(text))
+    return SPACELESS_LETTER.sub(lambda found: f" {found[0]} ", "".join(letters)).split()
+
+
+def fold(text: str) -> str:
+    """Return a text without differences in case, width, invisible characters and the form of quotes and dashes."""
+    plain = unicodedata.normalize("NFKC", text.translate(_INVISIBLE)).translate(_ONE_SPELLING)
+    # casefold() can undo the normalisation, for example of U+0345.
+    return unicodedata.normalize("NFKC", plain.casefold())
+
+
+def is_punctuation(letter: str) -> bool:
+    """Return True for ASCII and Unicode punctuation."""
+    return letter in string.punctuation or unicodedata.category(letter).startswith("P")
+
+
+# Echoes.
+
+_MIN_ECHO = 6
+"""Minimum length, in words, of a question that counts as echoed; "What is the capital of" has five."""
+_MAX_ECHO = 30
+"""Number of repeated words that count as an echo of a long question. A shorter question must be repeated in full: "Two
+white socks cost 25 cents more" may begin both the question and its solution."""
+_LABEL_WORDS = 2
+"""Maximum number of words before an echo, such as "Question:"."""
+
+
+def is_echo(text: str, *, question: str, reference: str) -> bool:
+    """Return True if an answer begins with the question or its last line, and its reference does not."""
+    lines = [line for line in question.splitlines() if line.strip()]
+    asked = [split_words(question), *([split_words(lines[-1])] if len(lines) > 1 else [])]
+    return any(_begins_with(text, words) and not _begins_with(reference, words) for words in asked)
+
+
+def _begins_with(text: str, question: list[str]) -> bool:
+    needed = min(len(question), _MAX_ECHO)
+    # Six Chinese characters are about three words.
+    is_long_enough = len("".join(question[:needed])) >= 3 * _MIN_ECHO or needed == _MAX_ECHO
+    if needed < _MIN_ECHO or not is_long_enough:
+        return False
+    words = split_words(text[:2000])
+    return any(words[skipped : skipped + needed] == question[:needed] for skipped in range(_LABEL_WORDS + 1))
+
+
+# Loops: answers that repeat one unit many times.
+
+_TIMES = 4
+"""Number of repetitions that count as a loop; three may be emphasis."""
+_PHRASE = 3
+"""Minimum length of a phrase in words; a phrase repeated four times is a loop even in an answer that stopped."""
+_TIMES_SHORT = 8
+"""Repetitions of one or two words that count as a loop in an answer that stopped, e.g. "blue" eight times."""
+_TIMES_ANY = 20
+"""Repetitions of a syllable, such as laughter, that count as a loop."""
+_SYLLABLE = 3
+"""Maximum number of letters of a syllable, which may be laughter or part of a song: ha, la, na."""
+_MIN_TAIL = 8
+"""Repeated words that count as a loop at the end of an answer that was cut off; fewer may be a coincidence."""
+_MIN_TAIL_IDS = 20
+"""Repeated tokens that count as a loop at the end of such an answer; the line below a table header has fewer."""
+_MIN_CHARACTERS = 40
+"""Minimum length of a run of repeated characters that counts as a loop; horizontal rules and numbers are ignored."""
+_MIN_WORDS = 40
+"""Minimum number of words for measuring the share of distinct 4-grams."""
+_MIN_NEW = 0.25
+"""Minimum share of distinct 4-grams in an answer that was cut off; prose is near 1, lists of similar sentences are
+above 0.5."""
+_COUNTER = re.compile(r"^\s*(?:\(?\d{1,4}[.):]|[-*•])\s+", re.MULTILINE)
+_CHARACTERS = re.compile(r"([^\d\s]{1,4}?)\1+|(\s)\2+")
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """A unit repeated several times in a row."""
+
+    begin: int
+    end: int
+    period: int
+
+    @property
+    def times(self) -> int:
+        """Number of complete repetitions."""
+        return (self.end - self.begin) // self.period
+
+
+def is_loop(text: str, *, ids: Sequence[int], ended: bool, reference: str) -> bool:
+    """Return True if an answer loops and its reference does not."""
+    words = split_words(_COUNTER.sub("", text))
+    longest = _longest_repetition(words)
+    # The search is quadratic, so only the beginning of a much longer reference is used.
+    expected = _longest_repetition(split_words(_COUNTER.sub("", reference))[: max(200, 2 * len(words))])
+    if expected and longest and expected.times >= 3 and 2 * expected.times >= longest.times:
+        return False
+    if ended:
+        return _is_mostly(words, longest) or _is_one_character(text, reference)
+    tail = _final_repetition(words)
+    tail_of_ids = _final_repetition(ids)
+    return (
+        (tail is not None and tail.end - tail.begin >= min(_MIN_TAIL, max(_TIMES, len(words) // 2)))
+        or (tail_of_ids is not None and tail_of_ids.end - tail_of_ids.begin >= min(_MIN_TAIL_IDS, len(ids) // 2))
+        or _is_one_character(text, reference)
+        or _has_few_new_words(words)
+    )
+
+
+def _is_mostly(words: list[str], run: Repetition | None) -> bool:
+    """Return True if most of a completed answer is one repeated unit, unless people also repeat such units."""
+    if run is None or 2 * (run.end - run.begin) <= len(words):
+        return False
+    unit = words[run.begin : run.begin + run.period]
+    # Zeros in a matrix or ticks in a table are not a loop.
+    if not any(letter.isalpha() for word in unit for letter in word):
+        return False
+    # A unit of two words may be the same word twice, so only distinct words are counted.
+    is_syllable = sum(map(len, set(unit))) <= _SYLLABLE
+    if len(unit) >= _PHRASE and len(set(unit)) > 1:
+        return run.times >= _TIMES
+    return run.times >= (_TIMES_ANY if is_syllable else _TIMES_SHORT)
+
+
+def _is_one_character(text: str, reference: str) -> bool:
+    longest = max(_CHARACTERS.finditer(text.strip()), key=lambda found: len(found[0]), default=None)
+    if longest is None or len(longest[0]) < _MIN_CHARACTERS or 2 * len(longest[0]) <= len(text.strip()):
+        return False
+    return longest[0][: _MIN_CHARACTERS // 2] not in reference
+
+
+def _has_few_new_words(words: list[str]) -> bool:
+    if len(words) < _MIN_WORDS:
+        return False
+    fours = list(zip(words, words[1:], words[2:], words[3:], strict=False))
+    return len(set(fours)) < _MIN_NEW * len(fours)
+
+
+def _final_repetition(items: Sequence[Hashable]) -> Repetition | None:
+    """Return the longest repetition at the end of the items; its last unit may be cut off."""
+    best: Repetition | None = None
+    for period in range(1, len(items) // _TIMES + 1):
+        begin = len(items) - period
+        while begin > 0 and items[begin - 1] == items[begin - 1 + period]:
+            begin -= 1
+        run = Repetition(begin, len(items), period)
+        if run.times >= _TIMES and (best is None or run.begin < best.begin):
+            best = run
+    return best
+
+
+def _longest_repetition(items: Sequence[Hashable]) -> Repetition | None:
+    """Return the longest repetition of at least three units, at any position."""
+    best: Repetition | None = None
+    for period in range(1, len(items) // 3 + 1):
+        differs = [-1, *(at for at in range(len(items) - period) if items[at] != items[at + period])]
+        differs.append(len(items) - period)
+        before, after = max(pairwise(differs), key=lambda pair: pair[1] - pair[0])
+        run = Repetition(before + 1, after + period, period)
+        if run.times >= 3 and (best is None or run.end - run.begin > best.end - best.begin):
+            best = run
+    return best
