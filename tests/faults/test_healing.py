@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from lessons import RandomDocuments
 from tiny_runs import Remembering, make_run
 
 from tunewell.core.errors import UserError
 from tunewell.records.events import read_events
 from tunewell.records.healing import HealingEntry, read_healing
+from tunewell.runs.result import advice
 from tunewell.training.engine import train
 from tunewell.training.events import StepTaken
 from tunewell.training.faults import parse_faults
@@ -286,7 +288,7 @@ def test_a_rate_that_is_far_too_high_is_lowered_or_ends_the_run(
 
 
 @pytest.mark.parametrize(
-    "rate", [pytest.param(1e-5, marks=pytest.mark.faults), 1e-4, pytest.param(1e-3, marks=pytest.mark.faults)]
+    "rate", [pytest.param(3e-5, marks=pytest.mark.faults), 1e-4, pytest.param(1e-3, marks=pytest.mark.faults)]
 )
 def test_a_healthy_run_raises_nothing(tmp_path: Path, rate: float) -> None:
     """Dropout on, several epochs, from hardly learning to learning by heart: nothing above a note, nothing changed."""
@@ -462,3 +464,57 @@ def test_what_only_16_bits_could_not_hold_is_learned_again_in_fp32(tmp_path: Pat
     assert train(run).status == "finished"
     last = run.healing.entries[-1]
     assert (last.precision, last.rate_share) == ("fp32", 1.0) and not run.healing.quarantine
+
+
+def knowing_run(folder: Path, **config: Any) -> Run:
+    """A run of eight steps at a rate that is far too high, on a model that knows its held-out documents."""
+    plan = {"learning_rate": 10.0, "schedule": "constant", "num_steps": 8, "evaluate_every": 3, "warmup_steps": 1}
+    run = make_run(folder, config=CONFIG | config, plan=PLAN | plan, is_learned=True)
+    run.held_out = run.documents
+    return run
+
+
+def test_a_rate_that_destroys_the_model_in_its_first_steps_is_named(tmp_path: Path) -> None:
+    """Eight steps are too few for the rule of steps, and no loss but that at step 0 shows what the model knew."""
+    run = knowing_run(tmp_path / "run", healing={"max_rewinds": 0})
+    ending = train(run)
+    assert ending.status == "stopped" and ending.exit_code == 4 and "train.learning_rate" in (ending.advice or "")
+    [entry] = treated(tmp_path / "run")
+    assert (entry.step, entry.name, entry.action) == (6, "lr-too-high", "stop"), "at the second evaluation"
+    assert "the held-out loss rose from" in entry.words
+    # Without a remedy the run ends, but its reason says that it is worse.
+    run = knowing_run(tmp_path / "off", healing={"on": False})
+    assert train(run).reason == "finished all 8 steps, but the held-out loss rose"
+    assert [(e.step, e.name, e.action) for e in treated(tmp_path / "off")] == [(6, "lr-too-high", "none")]
+
+
+def test_an_evaluation_that_shows_divergence_rewinds_even_after_the_last_step(tmp_path: Path) -> None:
+    run = knowing_run(tmp_path / "run")
+    run.plan = run.plan.model_copy(update={"evaluate_every": run.plan.num_steps})
+    ending = train(run)
+    rewinds = [entry for entry in treated(tmp_path / "run") if entry.action == "rewind"]
+    assert (rewinds[0].step, rewinds[0].rewound_to, rewinds[0].rate_share) == (8, 0, 0.5)
+    assert ending.exit_code == 4 or losses(run)[-1] < losses(run)[0] + 1
+
+
+def test_memorised_rows_are_overfitting_and_not_divergence(tmp_path: Path) -> None:
+    """Both raise the held-out loss, but only divergence raises the training loss too."""
+    plan = PLAN | {"learning_rate": 2e-2, "num_steps": 120, "evaluate_every": 20, "method": "full"}
+    run = make_run(tmp_path / "run", config={"train": CONFIG["train"]}, plan=plan)
+    assert train(run).status == "finished"
+    looks = [look.loss for look in run.listener.looks]  # type: ignore[attr-defined]
+    assert looks[-1] > looks[0] + 1 and losses(run)[-1] < 1
+    assert {entry.name for entry in treated(tmp_path / "run")} == {"overfitting"}
+
+
+@pytest.mark.parametrize("has_held_out", [True, False])
+def test_a_loss_that_stays_flat_is_named_at_the_end(tmp_path: Path, has_held_out: bool) -> None:
+    run = make_run(tmp_path / "run", config=CONFIG, plan=PLAN | {"learning_rate": 1e-9, "batch_documents": 23})
+    if not has_held_out:
+        run.held_out = RandomDocuments(0)
+    ending = train(run)
+    kind = "held-out" if has_held_out else "training"
+    assert ending.status == "finished" and ending.reason == f"finished all 48 steps, but the {kind} loss did not fall"
+    [entry] = treated(tmp_path / "run")
+    assert (entry.step, entry.name, entry.severity) == (48, "flat-loss", "warning")
+    assert "learning rate is too low" in entry.words and "train.learning_rate" in advice(run.healing.entries)[0]

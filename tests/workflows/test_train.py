@@ -82,6 +82,19 @@ def test_a_run_leaves_behind_what_it_promises(project: Path) -> None:
     assert "first step" not in done.stdout and "step 1/6" in done.stderr.replace("  ", " ")
 
 
+def test_a_rate_that_makes_the_model_worse_does_not_end_as_if_all_were_well(project: Path) -> None:
+    """Six steps at a rate of 1.0 raised the held-out loss from 6.2 to 12.5, and the run called that memorising."""
+    sets = ("train.learning_rate=1.0", "evaluate.every_steps=1")
+    done = _train(project, "--json", sets=sets)
+    names = [(entry["name"], entry["action"]) for entry in json.loads(done.stdout)["healing"]]
+    assert ("lr-too-high", "rewind") in names and ("overfitting", "none") not in names
+    done = _train(project, "--out", "off", sets=(*sets, "healing.on=false"))
+    assert "finished all 6 steps, but the held-out loss rose" in " ".join(done.stdout.split())
+    outcome = json.loads((project / "off" / "outcome.json").read_text())
+    assert outcome["reason"].endswith("rose") and "lower `train.learning_rate`" in outcome["advice"][0]
+    assert "warning" in done.stdout
+
+
 def test_the_config_in_the_run_folder_repeats_the_run(project: Path) -> None:
     assert _train(project).returncode == 0
     done = run_command("train", "--config", "run/config.yaml", "--out", "again", cwd=project)

@@ -141,7 +141,7 @@ class _Readme:
             f"tunewell train --config config.yaml --out ../another-run{self._pickle_flag}",
             "```",
             "",
-            *_section("What was healed", healing_summary(result.healing)),
+            *_section("Problems and remedies", healing_summary(result.healing)),
             *_section("What to change next time", result.advice),
             *_section("Notes", result.notes),
         ]

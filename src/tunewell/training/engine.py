@@ -72,13 +72,14 @@ class _Loop:
                 is_evaluating, is_saving = self.what_is_due()
                 if is_evaluating or is_saving:
                     self.log.flush()  # check the last step before evaluating or saving it
-                match self.healer.apply():
+                action = self.healer.apply()
+                is_best = action is None and is_evaluating and self.evaluate()
+                match action or self.healer.apply():  # the evaluation may have found divergence
                     case Rewind():
                         self.log.discard()
                         continue
                     case Stop() as stop:
                         return _stopped(stop)
-                is_best = is_evaluating and self.evaluate()
                 is_over = self.is_interrupted or self.healer.stop is not None or not self.has_steps_left()
                 if is_saving or is_best or is_over:
                     run.checkpoints.hold_before(self.healer.monitor.history.low_step)
@@ -88,7 +89,7 @@ class _Loop:
                     return _stopped(self.healer.stop)
                 if self.is_interrupted:
                     return self.interrupted()
-        return _finished(run)
+        return _finished(run, self.healer.conclude())
 
     def _announce_slow_step(self, first: int) -> None:
         """Send a note if the first step takes long: until it ends, nothing else shows that the run computes."""
@@ -256,12 +257,14 @@ def _stopped(stop: Stop) -> Ending:
     return Ending("stopped", stop.finding.words, EXIT_STOPPED, advice=stop.advice)
 
 
-def _finished(run: Run) -> Ending:
+def _finished(run: Run, problem: str) -> Ending:
     """Return the ending of the loop: `finished` only if the last or the best checkpoint was saved."""
     reason = f"finished all {count(run.plan.num_steps.value)} steps"
     if run.progress.step < run.plan.num_steps.value:
         patience = run.config.evaluate.patience
         reason = f"stopped early: no better held-out loss in {patience} evaluations (`evaluate.patience`)"
+    if problem:
+        reason = f"{reason}, but {problem}"
     trouble = run.checkpoints.trouble
     if trouble is None:
         return Ending("finished", reason)

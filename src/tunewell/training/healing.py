@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from tunewell.core.progress import Progress
@@ -12,13 +13,18 @@ from tunewell.records.healing import ActionName, HealingEntry
 from tunewell.records.report import Fault
 from tunewell.training.bisect import Cause, find_cause
 from tunewell.training.events import Evaluated, Healed, Note, StepTaken
-from tunewell.training.health import Finding, HealthMonitor, StepMetrics
+from tunewell.training.health import Finding, HealthMonitor, StepMetrics, is_far_above
 from tunewell.training.recovery import RecoveryHistory, Rewind, Skip, Split, Stop, decide
 from tunewell.training.run import Run, past_events, rewind
 from tunewell.training.step import StepRecord
 
 _SHOWN_DOCUMENTS = 3
 _NAMED_DOCUMENTS = 50
+_MIN_RISE = 0.05
+"""Share by which the held-out loss must rise in a whole run to be called worse than before training."""
+_FLAT, _VERY_FLAT, _MIN_STEPS = 0.005, 0.0005, 16
+"""A loss that changes by less than this share in at least this many steps is flat. The held-out loss must be very flat
+if the training loss ended lower: the model may learn rows from which nothing follows for others."""
 _SHOWN_ANSWERS, _SHOWN_CHARS = 2, 60
 _DEGENERATE_IN_A_ROW = 2
 _FAULT_WORDS: dict[Fault, str] = {
@@ -42,6 +48,7 @@ class Healer:
         start = RecoveryHistory(run.plan.precision.value, run.learner.device.type)
         self.history = start.after_all(run.healing.entries, self._rules)
         self._pending: list[tuple[list[Finding], StepRecord]] = []
+        self._last_record: StepRecord | None = None
         self._reported: set[tuple[int, str]] = {(entry.step, entry.name) for entry in run.healing.entries}
         self._repeated = _skips_since_rewind(run.healing.entries)
         self._unexplained: set[int] = set()
@@ -65,6 +72,7 @@ class Healer:
 
     def on_step(self, record: StepRecord, event: StepTaken) -> None:
         """Check the metrics of a step. Report notes at once, and queue problems for `apply`."""
+        self._last_record = record
         findings = self.monitor.observe(replace(_metrics(event.__dict__), norm_limit=record.norm_limit))
         # Memory use differs between ranks, but all ranks must apply the same remedy: a spill is only reported.
         is_alone = self._run.learner.world.size == 1
@@ -90,11 +98,66 @@ class Healer:
             if not math.isfinite(event.loss) and (broken := not_finite_names(self._run.learner.model)):
                 words += f" (weight `{broken[0]}`)"
             self._report(finding, "none", words)
+        if self._last_record and (finding := self._held_out_divergence(event)):
+            self._pending.append(([finding], self._last_record))
         if finding := self._degenerate_answers(event):
-            action = decide([finding], self.history, self._rules) if self._rules.on else None
+            is_deciding = self._rules.on and not self._pending  # a rewind discards these answers
+            action = decide([finding], self.history, self._rules) if is_deciding else None
             self.stop = action if isinstance(action, Stop) else None
             advice = f". {self.stop.advice}" if self.stop else ""
             self._report(finding, "stop" if self.stop else "none", f"{finding.words}{advice}")
+
+    def _held_out_divergence(self, event: Evaluated) -> Finding | None:
+        """Return a finding if two evaluations in a row, or the last one, are far above the one at step 0.
+
+        The step rules need many steps, and they do not know the loss before training if the first updates destroyed
+        the model. The held-out rows are always the same, so that two evaluations are enough.
+        """
+        history, about = self.monitor.history, self._run.about
+        (first_step, first), *later = history.held_out
+        needed = 1 if event.step == self._run.plan.num_steps.value else 2
+        is_above = len(later) >= needed and all(is_far_above(loss, first, about) for _, loss in later[-needed:])
+        if first_step != 0 or not is_above or history.has_learned() or "lr-too-high" in history.reported:
+            return None
+        history.reported.add("lr-too-high")
+        rates = [metrics.learning_rate for metrics in history.recent if metrics.learning_rate is not None]
+        words = f"the held-out loss rose from {first:.3g} before training to {event.loss:.3g}"
+        numbers = {"low": first, "low_step": 0, "now": event.loss, "learning_rate": max(rates, default=None)}
+        return Finding("lr-too-high", "fault", event.step, words, numbers)
+
+    def conclude(self) -> str:
+        """Report a loss that rose or stayed flat in the whole run. Return this in a few words, or "" if it fell."""
+        history, step = self.monitor.history, self._run.progress.step
+        name, first, later = self._loss_course()
+        if name == "held-out" and later[-1] > (1 + _MIN_RISE) * first and not history.has_learned():
+            if "lr-too-high" not in history.reported:
+                words = f"the held-out loss ended at {later[-1]:.3g}, above the {first:.3g} before training"
+                self._report(
+                    Finding("lr-too-high", "warning", step, words, {"low": first, "now": later[-1]}), "none", words
+                )
+            return "the held-out loss rose"
+        limit = _VERY_FLAT if name == "held-out" and history.has_learned() else _FLAT
+        if step < _MIN_STEPS or not later or any(abs(loss - first) >= limit * first for loss in later):
+            return ""
+        words = (
+            f"the {name} loss stayed at {first:.3g} for {count(step, 'step')}: the learning rate is too low, the "
+            "trainable layers are too few, or the supervised tokens do not depend on the text before them"
+        )
+        self._report(Finding("flat-loss", "warning", step, words, {"first": first, "last": later[-1]}), "none", words)
+        return f"the {name} loss did not fall"
+
+    def _loss_course(self) -> tuple[str, float, list[float]]:
+        """Return the first and the later held-out losses or, without any, the mean training losses of each quarter."""
+        held_out = [(step, loss) for step, loss in self.monitor.history.held_out if math.isfinite(loss)]
+        if len(held_out) > 1 and held_out[0][0] == 0:
+            return "held-out", held_out[0][1], [loss for _, loss in held_out[1:]]
+        events = past_events(self._run, kind="step", until=self._run.progress.step)
+        losses = [
+            event["loss"] for event in events if event.get("supervised_tokens", 1) and math.isfinite(event["loss"])
+        ]
+        quarter = len(losses) // 4
+        means = [fmean(losses[at : at + quarter]) for at in range(0, 4 * quarter, quarter or 1)]
+        return "training", means[0] if means else math.nan, means[1:]
 
     def _degenerate_answers(self, event: Evaluated) -> Finding | None:
         """Return a finding if all samples are empty, loop or echo at two evaluations in a row, step 0 excluded."""

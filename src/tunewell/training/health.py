@@ -118,6 +118,10 @@ class History:
     def losses(self, last: int) -> list[float]:
         return [r.loss for r in list(self.recent)[-last:] if r.loss is not None]
 
+    def has_learned(self) -> bool:
+        """Return whether the training loss has fallen below that of the first step."""
+        return bool(self.recent) and median(self.losses(RECENT)) < self.first_losses[0]
+
 
 # The rules. Each takes the metrics of a step and the history before it, and returns a finding or None.
 
@@ -131,6 +135,8 @@ _SPREADS = 3.0
 """A loss that is this many standard deviations higher has diverged."""
 _GUESSES = 0.5
 """A loss above this share of the guess loss means that the model has forgotten what it knew."""
+_WORSE = 1.2
+"""A loss above this multiple of the guess loss, and above an earlier loss, is that of a broken model."""
 _MANY_OVERFLOWS = 8
 _NOTE_ABOVE, _FAR_ABOVE = 1.1, 2.0
 """Bounds on the first loss, as multiples of the guess loss. A model with random weights starts at 1."""
@@ -252,7 +258,7 @@ def divergence(metrics: StepMetrics, history: History, about: RunContext) -> Fin
     # A single loss is noisy, but a model with a low first loss should not be near random guessing later.
     if history.first is not None and history.first.loss is not None and now >= _GUESSES * about.guess_loss:
         low, low_step = min((low, low_step), (history.first.loss, history.first.step))
-    if now <= 1.5 * low + 0.5 or now <= low + 1.0 or min(recent) <= low + 0.5:
+    if not is_far_above(now, low, about) or min(recent) <= low + 0.5:
         return None
     before = [r.loss for r in history.recent if r.loss is not None and r.step <= low_step]
     if len(before) >= RECENT and now <= low + _SPREADS * _spread(before):
@@ -260,6 +266,11 @@ def divergence(metrics: StepMetrics, history: History, about: RunContext) -> Fin
     words = f"the loss rose from {low:.3g} at step {low_step} to {now:.3g} and stays there"
     numbers = {"low": low, "low_step": low_step, "now": now, "learning_rate": metrics.learning_rate}
     return Finding("lr-too-high", "fault", metrics.step, words, numbers)
+
+
+def is_far_above(now: float, low: float, about: RunContext) -> bool:
+    """Return whether a loss has diverged from an earlier one: it is much higher, or worse than random guessing."""
+    return now > low + 1.0 and (now > 1.5 * low + 0.5 or now > _WORSE * about.guess_loss)
 
 
 def _spread(values: list[float]) -> float:
@@ -289,9 +300,9 @@ def over_fitting(metrics: StepMetrics, history: History, about: RunContext) -> F
         return None
     # Compare with the training loss at the lowest held-out loss; a log may have no line that early.
     low_step = min(history.held_out, key=lambda evaluation: evaluation[1])[0]
-    before = [r.loss for r in history.recent if r.loss is not None and r.step <= low_step][-RECENT:]
+    before = [r.loss for r in history.recent if r.loss is not None and r.step <= low_step] or history.first_losses[:1]
     after = history.losses(RECENT)
-    if before and after and median(after) > median(before):
+    if before and after and median(after) >= median(before[-RECENT:]):
         return None
     words = f"the held-out loss rose from {low:.3g} to {now:.3g}: the model memorises the training rows"
     return Finding("overfitting", "warning", metrics.step, words, {"low": low, "low_step": low_step, "now": now})
@@ -411,7 +422,7 @@ class HealthMonitor:
         kept = [metrics for metrics in history.recent if metrics.step <= step]
         history.recent = deque(kept, maxlen=WINDOW)
         history.held_out = [(at, loss) for at, loss in history.held_out if at <= step]
-        history.degenerate = [at for at in history.degenerate if at <= step]
+        history.degenerate, history.has_answered = [at for at in history.degenerate if at <= step], False
         history.bad_in_a_row = history.zero_norms_in_a_row = history.zero_losses_in_a_row = 0
         history.reported -= {"lr-too-high", "loss-spike"}
         if history.low_step > step:

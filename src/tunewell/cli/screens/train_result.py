@@ -70,7 +70,9 @@ def _result_rows(result: "TrainResult", start: "RunStarted | None") -> list[tupl
         if seconds >= 0.0005
     ]
     rows.append(("time", duration(result.seconds), ", ".join(stage.replace(" ", _NO_BREAK) for stage in stages)))
-    rows += [("healed", "", one_line(line)) for line in healing_summary(result.healing)]
+    for label, is_warning in (("warning", True), ("healed", False)):
+        entries = [entry for entry in result.healing if (entry.action == "none") == is_warning]
+        rows += [(label, "", one_line(line)) for line in healing_summary(entries)]
     rows += [("next time", "", one_line(line)) for line in result.advice]
     return [*rows, *(("note", "", one_line(note)) for note in dict.fromkeys(result.notes))]
 
