@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -79,6 +80,7 @@ def test_a_run_leaves_behind_what_it_promises(project: Path) -> None:
     samples = read_events(run / "samples.jsonl")
     assert [sample["step"] for sample in samples] == [0, 0, 3, 3, 6, 6]
     assert all(sample["question"] in sample["prompt"] and sample["reference"] for sample in samples)
+    assert all(re.fullmatch(r"What is \d+ plus \d+\?", sample["question"]) for sample in samples)
     assert "first step" not in done.stdout and "step 1/6" in done.stderr.replace("  ", " ")
 
 

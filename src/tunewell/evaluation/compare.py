@@ -67,8 +67,7 @@ class Comparison:
 
 def compare(this: Report, other: Report, *, configs: tuple[Mapping[str, Any], Mapping[str, Any]]) -> Comparison:
     """Compare two reports; `configs` are the configs of this run and of the other run."""
-    before = {question.question: question for question in other.exchanges}
-    pairs = [(before[question.question], question) for question in this.exchanges if question.question in before]
+    pairs = _pairs(this, other)
     became_right = [pair for pair in pairs if pair[1].tuned.right and not pair[0].tuned.right]
     became_wrong = [pair for pair in pairs if pair[0].tuned.right and not pair[1].tuned.right]
     unchanged = [pair for pair in pairs if pair[0].tuned.right == pair[1].tuned.right]
@@ -85,6 +84,16 @@ def compare(this: Report, other: Report, *, configs: tuple[Mapping[str, Any], Ma
         config=differences(_flat(configs[0]), _flat(configs[1])),
         data=differences(_data(this), _data(other)),
     )
+
+
+def _pairs(this: Report, other: Report) -> list[tuple[AnsweredQuestion, AnsweredQuestion]]:
+    """Return the questions of both reports. Reports of version 0.1.0 have cut questions, so rows are compared too."""
+    by_text = {question.question: question for question in other.exchanges}
+    by_row = {(question.source, question.row, question.reference): question for question in other.exchanges}
+    found = [
+        (by_text.get(own.question) or by_row.get((own.source, own.row, own.reference)), own) for own in this.exchanges
+    ]
+    return [(before, own) for before, own in found if before is not None]
 
 
 def differences(this: Mapping[str, Any], other: Mapping[str, Any]) -> list[Difference]:

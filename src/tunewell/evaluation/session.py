@@ -254,7 +254,8 @@ class EvaluationSession:
         if split is not None and limit is not None and len(split) > limit:
             self.notes.append(f"{count(limit)} of {count(len(split))} held-out rows were measured, evenly spaced")
         if split is not None and self.rules.questions and model.masker is not None:
-            self.questions = questions_of(split, number=self.rules.questions, spell=model.decode)
+            find = model.masker.template.question_in
+            self.questions = questions_of(split, number=self.rules.questions, spell=model.decode, question_in=find)
         longest = max((len(question.reference_ids) for question in self.questions), default=0)
         self.answer_tokens = _answer_tokens(self.rules, longest)
         tokenizer = model.tokenizer

@@ -17,6 +17,7 @@ from tunewell.core.presets import is_preset
 from tunewell.core.units import count
 from tunewell.data.batches import DataOrder
 from tunewell.data.corpus.reader import Corpus
+from tunewell.data.templates.chat_template import ChatTemplate
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.inference.decoder import Decoding
 from tunewell.inference.degeneration import find_degeneration
@@ -248,9 +249,16 @@ def _make_sampler(parts: RunInputs, learner: TrainableModel, log: EventLog) -> C
     stops = corpus_stop_ids(tokenizer, parts.corpus.manifest)
     evaluate = parts.config.evaluate
     spell = partial(tokenizer.backend.decode, skip_special_tokens=False)
+    text = tokenizer.chat_template
+    template = ChatTemplate(text, special_tokens=tokenizer.special_tokens) if text else None
 
     def sample(step: int, batch_tokens: int) -> list[Sample]:
-        questions = questions_of(parts.corpus.held_out, number=evaluate.samples, spell=spell)
+        questions = questions_of(
+            parts.corpus.held_out,
+            number=evaluate.samples,
+            spell=spell,
+            question_in=template.question_in if template else str.strip,
+        )
         if not questions:
             return []
         prompts = [question.ids for question in questions]

@@ -21,8 +21,8 @@ from tunewell.training.step import TrainableModel
 
 _MIN_JUDGED = 2
 """Number of sample answers that must all be degenerate before the model counts as broken."""
-_TO_COMPARE = 8
-"""Number of prompts compared to find their common prefix and suffix."""
+_MIN_READ = 8
+"""Number of held-out documents that are searched for questions, even if fewer are needed."""
 _EVALUATION_SHARE = 0.1
 _SAVE_SECONDS = 300.0
 _MIN_EVALUATION_SECONDS = 5.0
@@ -225,14 +225,23 @@ class Question:
     reference_ids: list[int]
     prompt: str
     text: str
-    """The prompt without the prefix and suffix that all prompts share."""
+    """The last message of the user before the reply."""
     reference: str
 
 
-def questions_of(split: TokenizedDocuments, *, number: int, spell: Callable[[list[int]], str]) -> list[Question]:
-    """Return up to `number` held-out questions. Documents supervised from the first token have no question."""
+def questions_of(
+    split: TokenizedDocuments,
+    *,
+    number: int,
+    spell: Callable[[list[int]], str],
+    question_in: Callable[[str], str] = str.strip,
+) -> list[Question]:
+    """Return up to `number` held-out questions. Documents supervised from the first token have no question.
+
+    `question_in` returns the user's text in a decoded prompt: `ChatTemplate.question_in`.
+    """
     found: list[tuple[int, list[int], list[int]]] = []
-    for document in spread_evenly(len(split), max(number, _TO_COMPARE)).tolist():
+    for document in spread_evenly(len(split), max(number, _MIN_READ)).tolist():
         ids, labels = split.arrays(document)
         supervised = np.flatnonzero(labels != -100)
         if not len(supervised) or supervised[0] <= 1:
@@ -242,34 +251,8 @@ def questions_of(split: TokenizedDocuments, *, number: int, spell: Callable[[lis
         gap = np.flatnonzero(labels[begin:] == -100)
         end = begin + int(gap[0]) if len(gap) else len(ids)
         found.append((document, ids[:begin].tolist(), ids[begin:end].tolist()))
-    prompts = [spell(prompt) for _, prompt, _ in found]
-    rows = zip(found, prompts, _without_frame(prompts), strict=True)
-    questions = [
-        Question(document, ids, reference, prompt, text, spell(reference).strip())
-        for (document, ids, reference), prompt, text in rows
+    chosen = [found[index] for index in spread_evenly(len(found), number).tolist()]
+    return [
+        Question(document, ids, reference, prompt := spell(ids), question_in(prompt), spell(reference).strip())
+        for document, ids, reference in chosen
     ]
-    return [questions[index] for index in spread_evenly(len(questions), number).tolist()]
-
-
-def _without_frame(prompts: list[str]) -> list[str]:
-    """Remove the common prefix and suffix: the system prompt and the chat markers around the question."""
-    if len(set(prompts)) < 2:
-        return prompts
-    begin = _num_common(prompts)
-    end = _num_common([prompt[begin:][::-1] for prompt in prompts])
-    return [_whole_words(prompt, begin, len(prompt) - end) for prompt in prompts]
-
-
-def _num_common(texts: list[str]) -> int:
-    """Return the length of the common prefix of all texts."""
-    first, last = min(texts), max(texts)
-    return next((at for at, letter in enumerate(first) if letter != last[at]), len(first))
-
-
-def _whole_words(prompt: str, begin: int, end: int) -> str:
-    """Extend a slice to whole words, because questions may share their first or last letters."""
-    while begin > 0 and prompt[begin - 1].isalnum():
-        begin -= 1
-    while end < len(prompt) and not prompt[end].isspace() and prompt[end] != "<":
-        end += 1
-    return prompt[begin:end].strip()

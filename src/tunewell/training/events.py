@@ -56,7 +56,7 @@ class Sample:
     prompt: str
     """The full prompt, with chat markers."""
     question: str
-    """The part of the prompt that differs between the samples."""
+    """The last message of the user before the reply."""
     answer: str
     reference: str
     ended: bool

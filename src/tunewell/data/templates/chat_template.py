@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -196,6 +197,34 @@ class ChatTemplate:
             raise TemplateFailed(shorten(str(error.message))) from error
         except _TEMPLATE_ERRORS as error:
             raise TemplateFailed(shorten(f"{type(error).__name__}: {error}")) from error
+
+    def question_in(self, prompt: str) -> str:
+        """Return the last message of the user in a decoded prompt, or the whole prompt if it cannot be found."""
+        found = self._question_pattern and self._question_pattern.match(prompt)
+        return (found[1] if found else prompt).strip()
+
+    @cached_property
+    def _question_pattern(self) -> re.Pattern[str] | None:
+        """Match a prompt up to its generation header; the group is the last message of the user.
+
+        <|im_end|>\\n<|im_start|>user\\nZq2wXv<|im_end|>\\n<|im_start|>assistant\\n
+                    ^^^^^^^^^^^^^^^^^^      ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+                    header                after
+        """
+        turns = [{"role": role, "content": f"Zq{at}wXv"} for at, role in enumerate(("user", "assistant", "user"))]
+        try:
+            alone = self.render(turns[:1], add_generation_prompt=True).partition("Zq0wXv")[0]
+            before, _, after = self.render(turns, add_generation_prompt=True).partition("Zq1wXv")[2].partition("Zq2wXv")
+        except TemplateFailed:
+            return None
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(alone[::-1], before[::-1], strict=False))
+        header = "".join(letter for letter, _ in same)[::-1]
+        return re.compile(f".*{_spaced(header)}(.*?){_spaced(after)}", re.DOTALL) if after.strip() else None
+
+
+def _spaced(text: str) -> str:
+    """Return a pattern for a text of the template. Decoded tokens may have more or less white space."""
+    return r"\s*".join(map(re.escape, re.findall(r"\w+|[^\w\s]", text)))
 
 
 class _ThreadTemplate:
