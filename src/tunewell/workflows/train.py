@@ -44,7 +44,8 @@ def run_training(loaded: LoadedConfig, options: RunOptions, listener: Listener =
     """Prepare the corpus, train the model and validate it. Raise UserError for problems before the first step."""
     require_known_changes(options.allowed_changes, is_resuming=options.is_resuming)
     require_training_data(loaded, is_resuming=options.is_resuming)
-    require_exportable(loaded)
+    if loaded.config.export.to:
+        require_exportable(loaded)
     if loaded.config.verdict.metrics:
         load_metrics(loaded.config.verdict.metrics, base=loaded.base)  # an error in them is raised now, not at the end
     training = _Training(loaded, options, listener)
