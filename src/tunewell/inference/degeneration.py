@@ -5,7 +5,8 @@ import string
 import unicodedata
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+
+import numpy as np
 
 from tunewell.records.report import Fault
 
@@ -187,11 +188,14 @@ def _final_repetition(items: Sequence[Hashable]) -> Repetition | None:
 def _longest_repetition(items: Sequence[Hashable]) -> Repetition | None:
     """Return the longest repetition of at least three units, at any position."""
     best: Repetition | None = None
+    known: dict[Hashable, int] = {}
+    codes = np.array([known.setdefault(item, len(known)) for item in items])
     for period in range(1, len(items) // 3 + 1):
-        differs = [-1, *(at for at in range(len(items) - period) if items[at] != items[at + period])]
-        differs.append(len(items) - period)
-        before, after = max(pairwise(differs), key=lambda pair: pair[1] - pair[0])
-        run = Repetition(before + 1, after + period, period)
+        # Between two places that differ from the next unit, the items repeat themselves.
+        [places] = np.nonzero(codes[:-period] != codes[period:])
+        differs = np.concatenate([[-1], places, [len(items) - period]])
+        at = int(np.argmax(np.diff(differs)))
+        run = Repetition(int(differs[at]) + 1, int(differs[at + 1]) + period, period)
         if run.times >= 3 and (best is None or run.end - run.begin > best.end - best.begin):
             best = run
     return best
