@@ -165,6 +165,9 @@ class _Another(World):
     def any(self, flag: bool) -> bool:
         return True
 
+    def broadcast(self, value: Any) -> Any:
+        return value
+
 
 def test_all_processes_compile_together() -> None:
     """Each went by its own clock, and one that had compiled cut its steps otherwise than the rest."""

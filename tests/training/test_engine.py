@@ -206,7 +206,7 @@ def test_the_loss_curve_of_a_tiny_run_is_the_one_that_was_recorded(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("evaluation", "training", "every"),
-    [(20.0, 40.0, 20), (20.0, 400.0, 4), (0.1, 0.2, 4), (90.0, 1.0, 100)],
+    [(20.0, 40.0, 28), (20.0, 400.0, 4), (0.1, 0.2, 4), (90.0, 1.0, 100)],
     ids=["half of the time", "a tenth is allowed", "too short to matter", "not beyond the end"],
 )
 def test_evaluations_take_a_tenth_of_the_training_time(

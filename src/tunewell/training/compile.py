@@ -130,10 +130,25 @@ def compile_model(learner: TrainableModel, shape: FixedShape) -> str:
 class Measured:
     """What compiling cost and saved in an earlier run of the same model and shape."""
 
-    seconds: float
+    seconds: float = _CACHED_SECONDS
     """Seconds until the first compiled step, with torch's cache filled."""
-    saved_share: float
+    saved_share: float = _SAVED_SHARE
     """Share of a step's time that compiled layers save."""
+
+
+def read_measured() -> dict[str, Any]:
+    """Return what earlier runs measured, by signature."""
+    with suppress(OSError, ValueError):
+        if (folder := cache_folder("compiled")) is not None:
+            return json.loads((folder / _MEASURED).read_text(encoding="utf-8"))
+    return {}
+
+
+def save_measured(signature: str, measured: Measured) -> None:
+    """Save what a run measured, for later runs."""
+    with suppress(OSError):
+        if (folder := cache_folder("compiled")) is not None:
+            write_atomic(folder / _MEASURED, stable_json(read_measured() | {signature: asdict(measured)}))
 
 
 class CompileCache:
@@ -151,7 +166,7 @@ class CompileCache:
     @cached_property
     def measured(self) -> Measured | None:
         """What an earlier run measured, or None if this model and shape were not compiled before."""
-        known = self._read().get(self._signature)
+        known = read_measured().get(self._signature)
         return Measured(**known) if known else None
 
     @property
@@ -170,16 +185,7 @@ class CompileCache:
 
     def save(self, measured: Measured) -> None:
         """Save what this run measured, for later runs."""
-        if self._folder is not None:
-            with suppress(OSError):
-                known = self._read() | {self._signature: asdict(measured)}
-                write_atomic(self._folder / _MEASURED, stable_json(known))
-
-    def _read(self) -> dict[str, Any]:
-        with suppress(OSError, ValueError):
-            if self._folder is not None:
-                return json.loads((self._folder / _MEASURED).read_text(encoding="utf-8"))
-        return {}
+        save_measured(self._signature, measured)
 
     @cached_property
     def _shape(self) -> FixedShape:
@@ -206,6 +212,8 @@ class CompileCache:
         """Start a second process that compiles two layers of this model, if it supports that and there is memory."""
         free, total = torch.cuda.mem_get_info(self._run.learner.device)
         description = describe_for_ahead(self._run, self._shape)
+        if description is not None:
+            description["signature"] = self._signature
         if description is None or self._folder is None or free < _MIN_FREE_SHARE * total:
             return False
         with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False, encoding="utf-8") as file:

@@ -57,8 +57,11 @@ def limit_evaluations(run: Run) -> None:
     is_first = run.progress.step == every and seconds["look"] > 0
     if run.config.evaluate.every_steps != "auto" or not is_first:
         return
-    is_costly = seconds["look"] * (plan.num_steps.value // every) > _MIN_EVALUATION_SECONDS
-    factor = math.ceil(seconds["look"] / (_EVALUATION_SHARE * seconds["train"])) if is_costly else 1
+    planned = math.ceil(plan.num_steps.value / every)
+    # One evaluation was at step 0.
+    possible = max(1, int(_EVALUATION_SHARE * seconds["train"] * planned / seconds["look"]) - 1)
+    is_costly = seconds["look"] * planned > _MIN_EVALUATION_SECONDS
+    factor = math.ceil(planned / possible) if is_costly else 1
     factor = run.learner.world.max(factor)
     if factor > 1:
         because = (
