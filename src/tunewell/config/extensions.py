@@ -1,8 +1,8 @@
-"""Registries of training methods, optimizers and export targets: names, descriptions and import paths.
+"""Registries of row formats, training methods, optimizers and export targets: names, descriptions and import paths.
 
-The names are the values of `method.kind`, `train.optimizer` and `export.to`. To add an implementation, write its file
-(see `methods/base.py`, `training/optimizers/base.py`, `export/targets/base.py`) and add one line here. Import paths are
-strings, so listing the names does not import torch.
+The names are the values of `data.sources.format`, `method.kind`, `train.optimizer` and `export.to`. To add an
+implementation, write its file (see `docs/extending.md`) and add one line here. Import paths are strings, so listing the
+names does not import torch.
 """
 
 from dataclasses import dataclass
@@ -33,6 +33,69 @@ METHODS: Registry[MethodEntry] = Registry(
 OPTIMIZERS: Registry[Entry] = Registry(
     "optimizer",
     [Entry("adamw", "AdamW, with two fp32 moments for each parameter", "tunewell.training.optimizers.adamw:AdamW")],
+)
+
+
+@dataclass(frozen=True)
+class FormatEntry(Entry):
+    """A row format. `path` is a function `(row, options) -> Conversation`."""
+
+    columns: tuple[str, ...] = ()
+    """A row with all these columns has this format. Empty: `data/rows/formats.py` detects the format."""
+    uses: tuple[str, ...] = ()
+    """Other columns that the format reads. All remaining columns are reported as not used."""
+
+
+_ROWS = "tunewell.data.rows"
+_SYSTEM = ("system", "system_prompt")
+_EXTRA = ("input", "context", *_SYSTEM)
+FORMATS: Registry[FormatEntry] = Registry(
+    "row format",
+    [
+        FormatEntry("auto", "detected from the column names", ""),
+        FormatEntry(
+            "alpaca",
+            "`instruction`, `input`, `output`",
+            f"{_ROWS}.formats:convert_alpaca",
+            uses=("instruction", "output", *_EXTRA),
+        ),
+        FormatEntry(
+            "dolly",
+            "`instruction`, `context`, `response`",
+            f"{_ROWS}.formats:convert_dolly",
+            uses=("instruction", "response", *_EXTRA),
+        ),
+        FormatEntry(
+            "question_answer",
+            "`question` (or `query`, `problem`, ...) and `answer` (or `solution`, `response`, ...)",
+            f"{_ROWS}.formats:convert_question_answer",
+            uses=_EXTRA,
+        ),
+        FormatEntry(
+            "prompt_completion",
+            "`prompt`, `completion`: texts or lists of messages",
+            f"{_ROWS}.formats:convert_prompt_completion",
+            uses=("prompt", "completion", "tools", *_SYSTEM),
+        ),
+        FormatEntry(
+            "messages",
+            "`messages`: a list of `role` and `content`",
+            f"{_ROWS}.formats:convert_messages",
+            uses=("messages", "conversations", "conversation", "tools", *_SYSTEM),
+        ),
+        FormatEntry(
+            "sharegpt",
+            "`conversations`: a list of `from` and `value`",
+            f"{_ROWS}.formats:convert_messages",
+            uses=("messages", "conversations", "conversation", "tools", *_SYSTEM),
+        ),
+        FormatEntry("text", "`text`, supervised as a whole", f"{_ROWS}.formats:convert_text", uses=("text",)),
+        FormatEntry(
+            "classification",
+            "a text and its `label`: the question names all labels, and the label is the answer",
+            f"{_ROWS}.classification:convert_classification",
+        ),
+    ],
 )
 
 

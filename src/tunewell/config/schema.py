@@ -11,13 +11,12 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, field_validator, model_validator
 
-from tunewell.config.extensions import METHODS, OPTIMIZERS
+from tunewell.config.extensions import FORMATS, METHODS, OPTIMIZERS
 from tunewell.config.fields import Auto, Bool, Float, Int, MethodName, OneOf, OptimizerName, Section, Text
 from tunewell.config.rules import Export, Healing, VerdictRules
 
 LearnFrom = Literal["responses", "last_response", "everything"]
 Role = Literal["system", "user", "assistant", "tool"]
-Format = Literal["auto", "alpaca", "dolly", "question_answer", "prompt_completion", "messages", "sharegpt", "text"]
 
 _OTHER_NAMES = {
     "packing.context_length": "max_length max_seq_length sequence_len cutoff_len",
@@ -62,10 +61,14 @@ class SourceConfig(Section):
     path: Text
     """A file, a folder or a glob, relative to the config file. As a plain string it may end in a limit:
     `rows.jsonl#500`."""
-    format: Format = "auto"
-    """Format of the rows. `auto`: detected from the column names; the detected format is printed."""
+    format: Annotated[str, OneOf(FORMATS)] = Field(
+        default="auto", description=f"Format of the rows. {OneOf(FORMATS).doc()} The detected format is printed."
+    )
     columns: dict[str, str] = {}  # noqa: RUF012  pydantic copies it
     """Column names of your rows, e.g. `{question: Frage, answer: Antwort}`: the standard name, then yours."""
+    labels: tuple[Text, ...] = ()
+    """Labels of a `classification` source. A number in the label column is an index into this list, from 0. Empty: the
+    labels in the rows."""
     map: str | None = None
     """Your Python function that changes or drops a row: `file.py:function`. It runs with your permissions."""
     map_batch: Annotated[Int, Field(ge=1)] | None = None

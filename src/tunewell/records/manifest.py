@@ -36,6 +36,8 @@ class SourceRecord(Record):
     held_out: int
     dropped: dict[str, int]
     formats: dict[str, int]
+    unused: dict[str, int] = Field(default_factory=dict)
+    """Number of documents by column that is not used."""
 
 
 class TokenCounts(Record):
@@ -137,6 +139,8 @@ class Manifest(Record):
     lengths: LengthRecord
     sources: list[SourceRecord]
     mix: list[str] = Field(default_factory=list)
+    remarks: list[str] = Field(default_factory=list)
+    """Sentences about the sources: columns that are not used, files that are not read, how texts are split."""
     tokenizer: TokenizerRecord
     templates: list[TemplateRecord]
     config: dict[str, Any]

@@ -43,6 +43,7 @@ class PrepareResult:
             "repeats": manifest.repeats,
             "dropped": manifest.dropped,
             "notes": manifest.notes,
+            "remarks": manifest.remarks,
             "tokens": manifest.tokens.model_dump(),
             "boundary_tokens": manifest.boundary_tokens,
             "packing": manifest.packing.model_dump(),

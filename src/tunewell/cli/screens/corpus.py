@@ -44,6 +44,7 @@ def corpus_rows(manifest: "Manifest", *, has_details: bool = False) -> list[list
     if manifest.boundary_tokens:
         remark = "tokens that hold both template and reply text; not trained on"
         rows.append(["boundary", count(manifest.boundary_tokens), remark])
+    rows += [["note", "", remark] for remark in manifest.remarks]
     for note, number in manifest.notes.items():
         term = note.replace("_", " ")
         rows.append(["note", count(number), f"{term}; see `tunewell glossary '{term}'`"])

@@ -51,6 +51,8 @@ class SourceLedger:
     held_out: int = 0
     dropped: Counter[str] = field(default_factory=Counter[str])
     formats: Counter[str] = field(default_factory=Counter[str])
+    unused: Counter[str] = field(default_factory=Counter[str])
+    """Number of documents by column that is not used."""
 
     def is_balanced(self) -> bool:
         """Return True if every row is counted as a document, as held out or as dropped."""
@@ -58,7 +60,7 @@ class SourceLedger:
 
     def record(self) -> SourceRecord:
         """Return the record of the source in the manifest."""
-        counts = {"dropped": dict(sorted(self.dropped.items())), "formats": dict(sorted(self.formats.items()))}
+        counts = {name: dict(sorted(getattr(self, name).items())) for name in ("dropped", "formats", "unused")}
         return SourceRecord.model_validate(vars(self) | counts)
 
 
@@ -117,6 +119,7 @@ class Assembly:
         ledger = self.sources[-1]
         ledger.rows += len(block.status)
         ledger.formats.update(block.formats)
+        ledger.unused.update(block.unused)
         self.notes.update(block.notes)
         rows = np.asarray(numbers, dtype=np.int64)
         dropped = np.flatnonzero(block.status)

@@ -2,21 +2,22 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tunewell import __version__
 from tunewell.config.load import LoadedConfig
-from tunewell.config.schema import Data, Packing
+from tunewell.config.schema import Data, Packing, SourceConfig
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_text, stable_json
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.data.corpus.tokenized_block import PIPELINE_VERSION, RowPipeline
-from tunewell.data.rows.formats import Converter
+from tunewell.data.rows.conversation import Rejected
+from tunewell.data.rows.formats import Converter, FormatOptions
 from tunewell.data.rows.functions import load_row_function
 from tunewell.data.sources.base import SourceFile, find_files
-from tunewell.data.sources.blocks import ReadOptions
+from tunewell.data.sources.blocks import ReadOptions, parse_item, read_blocks
 from tunewell.data.text_pipeline import TextPipeline
 from tunewell.records.manifest import TemplateRecord, TokenizerRecord
 
@@ -55,6 +56,8 @@ class BuildSpec:
     tokenizer: TokenizerRecord
     templates: list[TemplateRecord]
     save_tokenizer: Callable[[Path], None]
+    remarks: tuple[str, ...] = ()
+    """Sentences about the files of the sources, for the manifest."""
     progress: ProgressListener = silent
 
     def source_label(self, index: int) -> str:
@@ -110,7 +113,8 @@ def _make_jobs(loaded: LoadedConfig, text: TextPipeline) -> list[Job]:
     for index, source in enumerate(data.sources):
         found += [(index, file) for file in find_files(source.path, base=base)]
     found = _with_distinct_names(found)
-    pipelines = {index: _make_pipeline(loaded, text, index) for index, _ in found}
+    files = {index: [file for other, file in found if other == max(index, 0)] for index, _ in found}
+    pipelines = {index: _make_pipeline(loaded, text, index, files[index]) for index in files}
     return [
         Job(
             file,
@@ -124,7 +128,7 @@ def _make_jobs(loaded: LoadedConfig, text: TextPipeline) -> list[Job]:
     ]
 
 
-def _make_pipeline(loaded: LoadedConfig, text: TextPipeline, index: int) -> RowPipeline:
+def _make_pipeline(loaded: LoadedConfig, text: TextPipeline, index: int, files: list[SourceFile]) -> RowPipeline:
     """Return the pipeline of one source. The held-out file is read like the first source, but without a limit."""
     data = loaded.config.data
     source = data.sources[max(index, 0)]
@@ -132,23 +136,42 @@ def _make_pipeline(loaded: LoadedConfig, text: TextPipeline, index: int) -> RowP
         source = source.model_copy(update={"limit": None, "share": None})
     clean = data.clean
     masker = text.masker(source)
+    read = ReadOptions(clean.max_row_bytes, clean.max_nesting, source.text_rows, source.encoding, source.limit)
+    options = FormatOptions(labels=source.labels)
+    if source.format == "classification" and not source.labels:
+        options = replace(options, labels=_read_labels(source, files, read))
     settings = {
         "source": source.model_dump(mode="json", exclude={"path", "share", "limit", "map", "template"}),
         "clean": clean.model_dump(
             mode="json", include={"bad_text", "min_reply_chars", "drop_urls", "max_nesting", "bad_rows"}
         ),
         "learn": [masker.rule.learn_from, *masker.rule.roles] if masker else [],
+        "options": asdict(options),
     }
     return RowPipeline(
         source=source.path,
-        read=ReadOptions(clean.max_row_bytes, clean.max_nesting, source.text_rows, source.encoding, source.limit),
-        converter=Converter(format_name=source.format, columns=source.columns, system=source.system),
+        read=read,
+        converter=Converter(format_name=source.format, columns=source.columns, system=source.system, options=options),
         clean=clean,
         masker=masker,
         encoder=text.encoder(masker),
         row_function=load_row_function(source.map, batch=source.map_batch, base=loaded.base) if source.map else None,
         settings=settings,
     )
+
+
+def _read_labels(source: SourceConfig, files: list[SourceFile], read: ReadOptions) -> tuple[str, ...]:
+    from tunewell.data.rows.classification import collect_labels  # not needed for other formats
+
+    items = (item for file in files for block in read_blocks(file, read) for item in block.items)
+    return collect_labels((value for item in items for value in _parsed(item, read)), source.columns, source.path)
+
+
+def _parsed(item: Any, read: ReadOptions) -> list[Any]:
+    try:
+        return [parse_item(item, read)]
+    except Rejected:
+        return []  # counted when the rows are read
 
 
 def _with_distinct_names(found: list[tuple[int, SourceFile]]) -> list[tuple[int, SourceFile]]:

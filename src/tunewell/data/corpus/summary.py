@@ -1,6 +1,7 @@
 """Describe a finished corpus: its manifest and its data card (`README.md`)."""
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +9,10 @@ import numpy.typing as npt
 
 from tunewell.core.files import sha256_file, sha256_text
 from tunewell.core.units import count, percent
-from tunewell.data.corpus.assembly import Assembly
+from tunewell.data.corpus.assembly import Assembly, SourceLedger
 from tunewell.data.corpus.packing import Mix, Packing, Units, padding_waste
 from tunewell.data.corpus.spec import BuildSpec
+from tunewell.data.rows.formats import LABELS, first_present, nearest_column
 from tunewell.records.manifest import (
     FileRecord,
     LengthRecord,
@@ -79,6 +81,7 @@ def make_manifest(
         ),
         lengths=_lengths(lengths, context.value),
         sources=[source.record() for source in sources],
+        remarks=[*spec.remarks, *(remark for source in sources for remark in _column_remarks(source))],
         mix=[f"{spec.source_label(index)}: {because}" for index, because in mix.because.items()] if mix else [],
         tokenizer=spec.tokenizer,
         templates=spec.templates,
@@ -86,6 +89,23 @@ def make_manifest(
         splits={name: record for name, (_, _, record) in splits.items()},
         files=files,
     )
+
+
+def _column_remarks(source: SourceLedger) -> Iterator[str]:
+    """Yield a sentence about the columns of a source that are not used."""
+    label = first_present(LABELS, source.unused) if source.formats["text"] else None
+    if label is not None:
+        yield (
+            f"`{source.name}` looks like a classification set: `text` is trained as plain text and `{label}` is not "
+            "used; `format: classification` asks for the label instead"
+        )
+    columns = [
+        f"`{name}`" + (f" (did you mean `{known}`?)" if (known := nearest_column(name)) not in (None, name) else "")
+        for name in sorted(source.unused)
+        if name != label
+    ]
+    if columns:
+        yield f"`{source.name}`: columns that are not used: {', '.join(columns)}"
 
 
 def total_dropped(assembly: Assembly) -> Counter[str]:

@@ -57,6 +57,8 @@ class TokenizedBlock:
     formats: dict[str, int] = field(default_factory=dict[str, int])
     notes: dict[str, int] = field(default_factory=dict[str, int])
     """Counts for the report that do not concern dropped rows, e.g. replies that the template leaves out."""
+    unused: dict[str, int] = field(default_factory=dict[str, int])
+    """Number of documents by column that is not used."""
 
     def __post_init__(self) -> None:
         num_documents = int((self.status == 0).sum())
@@ -70,6 +72,7 @@ class TokenizedBlock:
 def save_tokenized(path: Path, block: TokenizedBlock) -> None:
     """Write a block atomically."""
     meta = {"reasons": block.reasons, "details": block.details, "formats": block.formats, "notes": block.notes}
+    meta["unused"] = block.unused
     arrays = {name: getattr(block, name) for name in _ARRAYS}
     arrays["learned"] = np.packbits(block.supervised)
     arrays["meta"] = np.frombuffer(json.dumps(meta).encode("utf-8", "surrogatepass"), dtype=np.uint8)
@@ -131,6 +134,7 @@ class RenderedBlock:
     details: list[str] = field(default_factory=list[str])
     formats: Counter[str] = field(default_factory=Counter[str])
     notes: Counter[str] = field(default_factory=Counter[str])
+    unused: Counter[str] = field(default_factory=Counter[str])
 
     def reason_code(self, reason: str) -> int:
         """Return the status code of a drop reason; add the reason on first use."""
@@ -216,6 +220,8 @@ def _render_row(value: Any, pipeline: RowPipeline, rendered: RenderedBlock) -> N
     if lost and any(len(data.translate(None, lost)) != len(data) for data in map(str.encode, layout.texts)):
         rendered.notes["characters_not_written"] += 1
     rendered.formats[format_name] += 1
+    if conversation.unused:
+        rendered.unused.update(conversation.unused)
     rendered.layouts.append(layout)
     rendered.digests.append(digests)
 
@@ -259,6 +265,7 @@ def join_tokens(rendered: RenderedBlock, encoded: EncodedDocuments) -> Tokenized
         details=rendered.details,
         formats=dict(rendered.formats),
         notes=dict(rendered.notes),
+        unused=dict(rendered.unused),
     )
 
 

@@ -414,6 +414,8 @@ def _suggest_fix(first: dict[str, str]) -> str:
     reason, detail = first.get("reason"), first.get("detail", "")
     if reason == "bad_text" and "UTF-8" in detail:
         return "the file is not UTF-8: save it as `CSV UTF-8` in Excel, or set `encoding: cp1252` on the source"
+    if reason == "not_a_conversation" and "; set `" in detail:
+        return f"{detail.rpartition('; set ')[2]} on the source in tunewell.yaml"
     if reason == "not_a_conversation" and "its columns:" in detail:
         return "name the columns on the source in tunewell.yaml: `columns: {question: YOURS, answer: YOURS}`"
     return (

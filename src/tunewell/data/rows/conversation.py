@@ -18,6 +18,8 @@ class Conversation:
     """Plain text that is supervised as a whole. If it is set, `messages` is empty."""
     learn: list[bool | None] | None = None
     """For each message, whether its `weight` requests supervision, or None if it has no `weight`."""
+    unused: tuple[str, ...] = field(default=(), compare=False)
+    """Columns of the row that have a value and are not used."""
 
 
 def is_object(value: object) -> TypeGuard[dict[str, Any]]:

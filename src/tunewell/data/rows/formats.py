@@ -3,9 +3,12 @@
 The format is detected for each row from its keys, so a file may change its format half-way.
 """
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from tunewell.config.extensions import FORMATS
 from tunewell.core.errors import UserError
 from tunewell.data.rows.conversation import Conversation, Message, Rejected, is_list, is_object
 from tunewell.data.rows.json_rows import parse_row
@@ -131,7 +134,10 @@ _PAIRS = {
     "dolly": ("instruction", "response"),
 }
 _SYSTEMS = ("system", "system_prompt")
-_KNOWN = dict.fromkeys([*_QUESTIONS, *_ANSWERS, *_EXTRAS, *_LISTS, *_SYSTEMS, "text", "tools"])
+TEXTS = ("text", "sentence", "content", "document", "review", "utterance", "message", "comment", "title", *_QUESTIONS)
+LABELS = ("label", "labels", "category", "class", "intent", "sentiment", "topic", "target", "tag")
+"""Columns of a text and of its label in classification sets, by preference."""
+_KNOWN = dict.fromkeys([*_QUESTIONS, *_ANSWERS, *_EXTRAS, *_LISTS, *_SYSTEMS, "text", "tools", "label"])
 _MAX_SHAPES = 4096
 _Candidate = tuple[str, tuple[str, ...]]
 
@@ -139,6 +145,8 @@ _Candidate = tuple[str, tuple[str, ...]]
 def _candidates(row: Mapping[str, Any]) -> list[_Candidate]:
     """Return the formats that match the keys of the row, best first, each with the matching keys."""
     found: list[_Candidate] = [(name, (key,)) for key, name in _LISTS.items() if key in row]
+    entries = [entry for entry in map(FORMATS.entry, FORMATS.names()) if entry.columns]
+    found += [(entry.name, entry.columns) for entry in entries if all(key in row for key in entry.columns)]
     found += [(name, keys) for name, keys in _PAIRS.items() if all(key in row for key in keys)]
     questions, answers = ([key for key in keys if key in row] for keys in (_QUESTIONS, _ANSWERS))
     if questions and answers:
@@ -156,16 +164,51 @@ def _choose(candidates: list[_Candidate], row: Mapping[str, Any]) -> str:
     if candidates:
         return candidates[0][0]
     keys = ", ".join(sorted(map(str, row))[:8]) or "none"
-    raise Rejected("not_a_conversation", f"no known column names; its columns: {keys}")
+    raise Rejected("not_a_conversation", f"no known column names; its columns: {keys}{_suggest(row)}")
+
+
+def _suggest(row: Mapping[str, Any]) -> str:
+    """Return the setting that makes a format of column names that nearly match one."""
+    if first_present(TEXTS, row) and first_present(LABELS, row):
+        return "; it looks like a classification set; set `format: classification`"
+    nearest = {key: known for key in row if (known := nearest_column(key))}
+    columns = {known: key for key, known in nearest.items()}
+    if not _candidates(columns):
+        return ""
+    return f"; set `columns: {{{', '.join(f'{known}: {key}' for known, key in columns.items())}}}`"
+
+
+def nearest_column(name: str) -> str | None:
+    """Return the known column name that a name resembles, as `response` for `Respones`, or None."""
+    return next(iter(difflib.get_close_matches(name.strip().casefold(), _KNOWN, n=1, cutoff=0.8)), None)
+
+
+@dataclass(frozen=True)
+class FormatOptions:
+    """The settings of a source that formats use."""
+
+    labels: tuple[str, ...] = ()
+    """The labels of a classification set."""
+
+
+_Convert = Callable[[dict[str, Any], FormatOptions], Conversation]
 
 
 class Converter:
     """A converter for the rows of one source. It caches the candidate formats for each set of keys."""
 
     def __init__(
-        self, *, format_name: str = "auto", columns: Mapping[str, str] | None = None, system: str | None = None
+        self,
+        *,
+        format_name: str = "auto",
+        columns: Mapping[str, str] | None = None,
+        system: str | None = None,
+        options: FormatOptions | None = None,
     ):
         self._format = format_name
+        self._options = options or FormatOptions()
+        self._converters: dict[str, _Convert] = {}
+        self._unused: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {}
         self._columns = dict(columns or {})
         self._system = system
         self._by_keys: dict[tuple[str, ...], list[_Candidate]] = {}
@@ -187,7 +230,11 @@ class Converter:
         if self._columns:
             row = self._renamed(row)
         name = self._format if self._format != "auto" else self._detected(row)
-        conversation = _CONVERTERS[name](row)
+        if name not in self._converters:
+            self._converters[name] = FORMATS.load(name)
+        conversation = self._converters[name](row, self._options)
+        if unused := self._unused_columns(name, row):
+            conversation.unused += tuple(key for key in unused if row[key] not in (None, "", []))
         if self._system is not None and conversation.messages and conversation.messages[0]["role"] != "system":
             conversation.messages.insert(0, {"role": "system", "content": self._system})
             if conversation.learn:
@@ -205,6 +252,21 @@ class Converter:
             self._by_keys[keys] = _candidates(row)
         return _choose(self._by_keys[keys], row)
 
+    def _unused_columns(self, name: str, row: dict[str, Any]) -> tuple[str, ...]:
+        shape = (name, tuple(row))
+        unused = self._unused.get(shape)
+        if unused is None:
+            if len(self._unused) >= _MAX_SHAPES:
+                self._unused.clear()
+            entry = FORMATS.entry(name)
+            read = {*entry.columns, *entry.uses}
+            if name == "question_answer":
+                # Which of several questions or answers is used depends on the values.
+                read |= {*_QUESTIONS, *_ANSWERS}
+            unused = () if name == "classification" else tuple(key for key in row if key not in read)
+            self._unused[shape] = unused
+        return unused
+
     def _renamed(self, row: dict[str, Any]) -> dict[str, Any]:
         taken = set(self._columns.values())
         renamed = {key: value for key, value in row.items() if key not in taken and key not in self._columns}
@@ -215,11 +277,26 @@ class Converter:
         return renamed
 
 
-def _question_answer(row: dict[str, Any]) -> Conversation:
-    question, answer = _first(_QUESTIONS, row), _first(_ANSWERS, row)
+def convert_alpaca(row: dict[str, Any], options: FormatOptions) -> Conversation:
+    """Convert `instruction`, `input` and `output`."""
+    return _asked_and_answered(row, *_PAIRS["alpaca"])
+
+
+def convert_dolly(row: dict[str, Any], options: FormatOptions) -> Conversation:
+    """Convert `instruction`, `context` and `response`."""
+    return _asked_and_answered(row, *_PAIRS["dolly"])
+
+
+def convert_question_answer(row: dict[str, Any], options: FormatOptions) -> Conversation:
+    """Convert a question and an answer under their usual names; other questions and answers are not used."""
+    question, answer = first_present(_QUESTIONS, row), first_present(_ANSWERS, row)
     if question is None or answer is None:
         raise Rejected("not_a_conversation", "the row has no question and answer")
-    return _asked_and_answered(row, question, answer)
+    conversation = _asked_and_answered(row, question, answer)
+    if len(row) > 2:
+        others = (key for key in (*_QUESTIONS, *_ANSWERS) if row.get(key) and key not in (question, answer))
+        conversation.unused = tuple(key for key in others if key not in _EXTRAS)
+    return conversation
 
 
 def _asked_and_answered(row: dict[str, Any], question: str, answer: str) -> Conversation:
@@ -233,7 +310,7 @@ def _asked_and_answered(row: dict[str, Any], question: str, answer: str) -> Conv
     return _conversation(row, turns)
 
 
-def _prompt_completion(row: dict[str, Any]) -> Conversation:
+def convert_prompt_completion(row: dict[str, Any], options: FormatOptions) -> Conversation:
     """Convert a prompt and a completion, each as text or a list of messages. Only the completion is supervised."""
     _require(row, "prompt", "completion")
     prompt, completion = (_turns_or_text(row[key], key) for key in ("prompt", "completion"))
@@ -252,8 +329,9 @@ def _turns_or_text(value: Any, name: str) -> list[Any] | str:
     return read_text(value, name)
 
 
-def _messages(row: dict[str, Any]) -> Conversation:
-    key = _first(_LISTS, row)
+def convert_messages(row: dict[str, Any], options: FormatOptions) -> Conversation:
+    """Convert a list of turns with `role` and `content`, or with `from` and `value`."""
+    key = first_present(_LISTS, row)
     turns = from_json(row[key]) if key else None
     if not is_list(turns):
         raise Rejected("not_a_conversation", f"the messages are {kind_of(turns)}, not a list of turns")
@@ -269,7 +347,7 @@ def _conversation(
     """Add the system message of the row, unless the turns already contain one."""
     if learn is not None and learn.count(None) == len(learn):
         learn = None
-    key = _first(_SYSTEMS, row)
+    key = first_present(_SYSTEMS, row)
     system = read_text(row[key], key) if key else ""
     if system.strip() and turns[0]["role"] != "system":
         turns = [{"role": "system", "content": system}, *turns]
@@ -277,7 +355,8 @@ def _conversation(
     return Conversation(turns, tools, None, learn)
 
 
-def _plain_text(row: dict[str, Any]) -> Conversation:
+def convert_text(row: dict[str, Any], options: FormatOptions) -> Conversation:
+    """Return the column `text` as plain text."""
     _require(row, "text")
     return Conversation(text=read_text(row["text"], "text"))
 
@@ -288,18 +367,7 @@ def _require(row: dict[str, Any], *keys: str) -> None:
             raise Rejected("not_a_conversation", f"column {key!r} is missing")
 
 
-def _first(names: Iterable[str], row: Mapping[str, Any]) -> str | None:
+def first_present(names: Iterable[str], row: Mapping[str, Any]) -> str | None:
     """Return the first name that has a value in the row, else the first that is a key of the row, else None."""
     present = [name for name in names if name in row]
     return next((name for name in present if row[name]), present[0] if present else None)
-
-
-_CONVERTERS: dict[str, Callable[[dict[str, Any]], Conversation]] = {
-    "alpaca": lambda row: _asked_and_answered(row, *_PAIRS["alpaca"]),
-    "dolly": lambda row: _asked_and_answered(row, *_PAIRS["dolly"]),
-    "question_answer": _question_answer,
-    "prompt_completion": _prompt_completion,
-    "messages": _messages,
-    "sharegpt": _messages,
-    "text": _plain_text,
-}

@@ -1,0 +1,59 @@
+"""Classification sets: a text and its label become a question that names all labels, and the label as the answer."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tunewell.core.errors import UserError
+from tunewell.core.units import count
+from tunewell.data.rows.conversation import Conversation, Rejected, is_object
+from tunewell.data.rows.formats import LABELS, TEXTS, FormatOptions, first_present, read_text
+
+_MAX_LABELS = 200
+"""Every question lists all labels. With more labels, the list would be longer than most texts."""
+
+
+def convert_classification(row: dict[str, Any], options: FormatOptions) -> Conversation:
+    """Convert a text and its label; raise Rejected if a column is missing or the label is not one of the labels."""
+    text_column, label_column = first_present(TEXTS, row), first_present(LABELS, row)
+    if text_column is None or label_column is None:
+        raise Rejected("not_a_conversation", f"no text with a label; its columns: {', '.join(map(str, row))}")
+    label = _label(row[label_column], options.labels)
+    if label not in options.labels:
+        raise Rejected("not_a_conversation", f"the label {label!r} is not one of the {len(options.labels)} labels")
+    question = f"Which label fits this text? Labels: {', '.join(options.labels)}."
+    text = read_text(row[text_column], text_column)
+    unused = tuple(key for key in row if key not in (text_column, label_column) and row[key] not in (None, "", []))
+    messages = [{"role": "user", "content": f"{question}\n\n{text}"}, {"role": "assistant", "content": label}]
+    return Conversation(messages if text.strip() else [{"role": "user", "content": ""}, messages[1]], unused=unused)
+
+
+def collect_labels(rows: Iterable[Any], columns: Mapping[str, str], source: str) -> tuple[str, ...]:
+    """Return the labels of all rows, sorted; raise UserError if they are numbers or there are too many."""
+    labels: set[str] = set()
+    for row in rows:
+        if not is_object(row):
+            continue
+        column = columns.get("label") or first_present(LABELS, row)
+        if column in row and row[column] is not None:
+            labels.add(_label(row[column], ()))
+        if len(labels) > _MAX_LABELS:
+            raise UserError(
+                f"column `{column}` of `{source}` has more than {_MAX_LABELS} different values: it is not a label",
+                fix="name the label column: `columns: {label: YOURS}`, or use another `format`",
+            )
+    labels.discard("")
+    if not labels:
+        raise UserError(
+            f"`{source}` has no label column", fix=f"name it: `columns: {{label: YOURS}}` (known: {', '.join(LABELS)})"
+        )
+    if all(label.lstrip("-").isdigit() for label in labels):
+        raise UserError(
+            f"the {count(len(labels), 'label')} of `{source}` are numbers; their names are not known",
+            fix="list the names in their order on the source: `labels: [negative, positive]`",
+        )
+    return tuple(sorted(labels))
+
+
+def _label(value: Any, names: tuple[str, ...]) -> str:
+    text = str(value).strip() if isinstance(value, (str, int)) and not isinstance(value, bool) else ""
+    return names[int(text)] if text.isascii() and text.isdigit() and int(text) < len(names) else text

@@ -1,0 +1,115 @@
+"""Rows that a new user brings: what is not used, not read or cut is named, and near misses get a suggestion."""
+
+import csv
+import json
+
+import pytest
+
+from corpora import prepare_in, rows_file, write_rows
+from tunewell import open_corpus
+from tunewell.core.errors import UserError
+from tunewell.data.tokenizers.load import load_tokenizer
+
+
+def texts(result, *, supervised: bool = False) -> list[str]:
+    """The training documents as text, or only what is supervised in them."""
+    tokenizer = load_tokenizer(result.corpus / "tokenizer").backend
+    documents = [(document.input_ids, document.labels) for document in open_corpus(result.corpus)]
+    chosen = [
+        [token for token, label in zip(ids, labels, strict=True) if label != -100 or not supervised]
+        for ids, labels in documents
+    ]
+    return [tokenizer.decode(ids, skip_special_tokens=False) for ids in chosen]
+
+
+def assert_closes(manifest) -> None:
+    assert manifest.rows_in == manifest.documents + manifest.held_out + sum(manifest.dropped.values())
+
+
+def write_csv(path, rows: list[dict]):
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+INTENTS = [
+    {"text": f"where is my card number {number}?", "category": "card arrival" if number % 2 else "lost card"}
+    for number in range(30)
+]
+
+
+def test_columns_that_are_not_used_are_named(tiny_model, tmp_path):
+    """A column that vanishes without a word was often the one that the user cared about."""
+    rows = [{"question": f"q {n}?", "answer": f"a {n}", "difficulty": "hard", "empty": None} for n in range(30)]
+    rows += [{"question": f"r {n}?", "solution": f"s {n}", "answer": f"a {n}"} for n in range(30)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    for seed in (0, 1):  # the second time from the cached blocks
+        manifest = prepare_in(tmp_path, tiny_model, path, f"seed={seed}").manifest
+        assert manifest.sources[0].unused == {"difficulty": 30, "solution": 30}
+        assert manifest.remarks == ["`rows.jsonl`: columns that are not used: `difficulty`, `solution`"]
+    assert not prepare_in(tmp_path, tiny_model, rows_file(tmp_path / "plain.jsonl", 30)).manifest.remarks
+
+
+def test_a_classification_set_is_recognised_and_offered_as_questions(tiny_model, tmp_path):
+    """`text, category` was read as plain text, and the label that should be learned was dropped."""
+    path = write_csv(tmp_path / "intents.csv", INTENTS)
+    manifest = prepare_in(tmp_path, tiny_model, path).manifest
+    [remark] = manifest.remarks
+    assert (
+        "classification set" in remark and "`category` is not used" in remark and "`format: classification`" in remark
+    )
+    result = prepare_in(tmp_path, tiny_model, path, "data.sources[0].format=classification")
+    assert_closes(result.manifest)
+    assert not result.manifest.remarks
+    assert "Labels: card arrival, lost card.\n\nwhere is my card" in texts(result)[0]
+    assert {text.removesuffix("<|im_end|>") for text in texts(result, supervised=True)} == {"card arrival", "lost card"}
+
+
+def test_numbered_labels_need_their_names(tiny_model, tmp_path):
+    """A label 0 or 1 teaches nothing that the question could explain."""
+    rows = [{"sentence": f"text {number}", "label": number % 2} for number in range(30)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(UserError, match="0 of 30 rows") as caught:
+        prepare_in(tmp_path, tiny_model, path)
+    assert "`format: classification`" in str(caught.value.fix)
+    with pytest.raises(UserError, match="numbers; their names"):
+        prepare_in(tmp_path, tiny_model, path, "data.sources[0].format=classification")
+    named = ("data.sources[0].format=classification", "data.sources[0].labels=[bad, good]")
+    assert set(texts(prepare_in(tmp_path, tiny_model, path, *named), supervised=True)) == {
+        "bad<|im_end|>",
+        "good<|im_end|>",
+    }
+
+
+def test_free_text_is_not_a_label(tiny_model, tmp_path):
+    """A list of thousands of labels in each question would be no classification."""
+    rows = [{"text": f"t {number}", "label": f"label {number}"} for number in range(300)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(UserError, match="more than 200 different values"):
+        prepare_in(tmp_path, tiny_model, path, "data.sources[0].format=classification")
+
+
+@pytest.mark.parametrize(
+    ("row", "setting"),
+    [
+        ({"Question": "q?", "Answer": "a"}, "`columns: {question: Question, answer: Answer}`"),
+        ({"instrution": "q?", "ouput": "a"}, "`columns: {instruction: instrution, output: ouput}`"),
+        ({"Conversations": [{"from": "human", "value": "q"}]}, "`columns: {conversations: Conversations}`"),
+        ({"utterance": "hi", "intent": "greeting"}, "`format: classification`"),
+    ],
+)
+def test_near_misses_of_a_format_get_the_setting_that_fits(tiny_model, tmp_path, row, setting):
+    """`no known column names` left the reader to guess what the known ones are."""
+    with pytest.raises(UserError, match="no training data") as caught:
+        prepare_in(tmp_path, tiny_model, write_rows(tmp_path / "rows.jsonl", [row] * 5))
+    assert setting in str(caught.value.fix)
+
+
+def test_a_misspelled_column_beside_a_known_format_is_named(tiny_model, tmp_path):
+    """The row is valid as plain text, so nothing else shows the mistake."""
+    rows = [{"text": f"what is {number}?", "respones": "a number"} for number in range(30)]
+    manifest = prepare_in(tmp_path, tiny_model, write_rows(tmp_path / "rows.jsonl", rows)).manifest
+    assert manifest.remarks == ["`rows.jsonl`: columns that are not used: `respones` (did you mean `response`?)"]
+    assert json.loads((tmp_path / "corpus" / "manifest.json").read_text())["remarks"] == manifest.remarks
