@@ -7,6 +7,7 @@ import pytest
 
 from corpora import prepare_in, rows_file, write_rows
 from tunewell import open_corpus
+from tunewell.config.load import load_config
 from tunewell.core.errors import UserError
 from tunewell.data.tokenizers.load import load_tokenizer
 
@@ -113,3 +114,70 @@ def test_a_misspelled_column_beside_a_known_format_is_named(tiny_model, tmp_path
     manifest = prepare_in(tmp_path, tiny_model, write_rows(tmp_path / "rows.jsonl", rows)).manifest
     assert manifest.remarks == ["`rows.jsonl`: columns that are not used: `respones` (did you mean `response`?)"]
     assert json.loads((tmp_path / "corpus" / "manifest.json").read_text())["remarks"] == manifest.remarks
+
+
+def test_a_config_under_another_name_is_not_overlooked(tmp_path, monkeypatch):
+    """A `config.yaml` was ignored, and every setting in it with it."""
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "config.yaml"
+    config.write_text("model: m\ndata:\n  sources: rows.jsonl\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"there is a `config.yaml` here, but no `tunewell.yaml`") as caught:
+        load_config(model="other")
+    assert "--config config.yaml" in str(caught.value.fix)
+    assert load_config(config).config.model == "m"
+    config.write_text("model: m\nmodel_type: llama\n", encoding="utf-8")  # another program's file
+    assert load_config(model="other").config.model == "other"
+    config.write_text("model: m\n", encoding="utf-8")
+    (tmp_path / "plan.json").write_text("{}", encoding="utf-8")  # the folder of a run
+    assert load_config(model="other").config.model == "other"
+
+
+def test_files_that_describe_a_folder_are_not_rows(tiny_model, tmp_path):
+    """The `manifest.json` of a folder of shards became a row, and a `README.md` would become a text to learn."""
+    shards = tmp_path / "shards"
+    rows_file(shards / "shard-0.jsonl", 20)
+    rows_file(shards / "shard-1.jsonl", 20, first=20)
+    (shards / "manifest.json").write_text('{"shards": ["shard-0.jsonl"], "rows": 40}', encoding="utf-8")
+    (shards / "README.md").write_text("# Rows\n\nOurs.\n", encoding="utf-8")
+    (shards / "photo.png").write_bytes(b"\x89PNG")
+    (shards / ".hidden").write_text("x", encoding="utf-8")
+    manifest = prepare_in(tmp_path, tiny_model, shards).manifest
+    assert [source.name for source in manifest.sources] == ["shard-0.jsonl", "shard-1.jsonl"]
+    assert (manifest.rows_in, manifest.dropped) == (40, {})
+    [remark] = manifest.remarks
+    assert remark.startswith("3 files in ")
+    assert "not read: `README.md`, `manifest.json`, `photo.png`" in remark
+    by_glob = prepare_in(tmp_path, tiny_model, shards / "*.json*").manifest
+    assert by_glob.rows_in == 40
+    assert "`manifest.json`" in by_glob.remarks[0]
+
+
+def test_a_folder_of_nothing_else_is_read(tiny_model, tmp_path):
+    """What is left out is left out beside rows only."""
+    folder = tmp_path / "only"
+    folder.mkdir()
+    rows = [{"question": f"q {number}?", "answer": f"a {number}"} for number in range(30)]
+    (folder / "metadata.json").write_text(json.dumps(rows), encoding="utf-8")
+    assert prepare_in(tmp_path, tiny_model, folder).manifest.rows_in == 30
+
+
+def test_alpaca_rows_with_an_input_have_alpacas_own_form(tiny_model, tmp_path):
+    """The published weights were trained on `### Input:`; two line feeds are another prompt."""
+    rows = [{"instruction": f"Add {n}.", "input": f"{n} and 1", "output": f"{n + 1}"} for n in range(20)]
+    rows += [{"instruction": f"Say {n}.", "input": "", "output": f"{n}"} for n in range(20)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    result = prepare_in(tmp_path, tiny_model, path, "template.name=alpaca", "data.held_out=0.0")
+    assert_closes(result.manifest)
+    found = set(texts(result))
+    assert (
+        "Below is an instruction that describes a task, paired with an input that provides further context. "
+        "Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nAdd 3.\n\n### Input:\n3 and 1\n\n### Response:\n4<|im_end|>"
+    ) in found
+    assert (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nSay 3.\n\n### Response:\n3<|im_end|>"
+    ) in found
+    assert "4<|im_end|>" in texts(result, supervised=True)
+    chatml = texts(prepare_in(tmp_path, tiny_model, path, "data.held_out=0.0"))
+    assert any("Add 3.\n\n3 and 1<|im_end|>" in text for text in chatml)

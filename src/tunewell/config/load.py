@@ -5,6 +5,7 @@ Loading is pure: it reads no hardware and no environment variables, and writes n
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -235,9 +236,10 @@ def _find(path: Path | None) -> Path | None:
         if Path(FILE_NAME).exists():
             return Path(FILE_NAME)
         if other.exists():
-            raise UserError(
-                f"there is a `{other}` here, but no `{FILE_NAME}`", fix=f"rename the file, or use `--config {other}`"
-            )
+            raise _other_name(other)
+        other = Path("config.yaml")
+        if other.is_file() and not Path("plan.json").exists() and _is_our_config(other):  # a run folder has both
+            raise _other_name(other)
         return None
     if path.is_dir():
         raise UserError("the config is a folder", where=str(path), fix=f"name the file: `--config {path / FILE_NAME}`")
@@ -246,6 +248,18 @@ def _find(path: Path | None) -> Path | None:
             "the config file does not exist", where=str(path), fix="create one with `tunewell init DATA --model MODEL`"
         )
     return path
+
+
+def _other_name(file: Path) -> UserError:
+    fix = f"rename the file, or use `--config {file}`"
+    return UserError(f"there is a `{file}` here, but no `{FILE_NAME}`", fix=fix)
+
+
+def _is_our_config(file: Path) -> bool:
+    """Return True if all top-level keys of a file are keys of a tunewell config."""
+    with file.open(encoding="utf-8", errors="replace") as opened:
+        keys = re.findall(r"^(\w+):", opened.read(MAX_BYTES), flags=re.MULTILINE)
+    return bool(keys) and all(key in Config.model_fields or key in ALIASES for key in keys)
 
 
 def _read_file(draft: _Draft, file: Path) -> None:

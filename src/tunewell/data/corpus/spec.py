@@ -12,12 +12,14 @@ from tunewell.config.schema import Data, Packing, SourceConfig
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_text, stable_json
 from tunewell.core.progress import ProgressListener, silent
+from tunewell.core.units import count
 from tunewell.data.corpus.tokenized_block import PIPELINE_VERSION, RowPipeline
 from tunewell.data.rows.conversation import Rejected
 from tunewell.data.rows.formats import Converter, FormatOptions
 from tunewell.data.rows.functions import load_row_function
-from tunewell.data.sources.base import SourceFile, find_files
+from tunewell.data.sources.base import SourceFile, find_files, is_url
 from tunewell.data.sources.blocks import ReadOptions, parse_item, read_blocks
+from tunewell.data.sources.local import unread_files
 from tunewell.data.text_pipeline import TextPipeline
 from tunewell.records.manifest import TemplateRecord, TokenizerRecord
 
@@ -25,6 +27,7 @@ HELD_OUT_FILE = -1
 """Source index of the held-out file."""
 NO_SHARE = -2
 """Source index of all sources without a `share`."""
+_NUM_NAMED = 5
 
 
 @dataclass
@@ -102,7 +105,18 @@ def make_spec(loaded: LoadedConfig, text: TextPipeline, *, context_limit: int | 
         ),
         templates=[record.model_copy(update={"name": _portable_path(record.name, base)}) for record in text.records()],
         save_tokenizer=text.save,
+        remarks=tuple(remark for source in config.data.sources for remark in _file_remarks(source.path, base)),
     )
+
+
+def _file_remarks(path: str, base: Path) -> list[str]:
+    """Return a sentence about the files in a folder that are not read."""
+    names = [] if is_url(path) else unread_files(path, base=base)
+    if not names:
+        return []
+    shown = ", ".join(f"`{name}`" for name in names[:_NUM_NAMED])
+    more = f" and {len(names) - _NUM_NAMED:,} more" if len(names) > _NUM_NAMED else ""
+    return [f"{count(len(names), 'file')} in `{path}` not read: {shown}{more}; to read one, name it in `data.sources`"]
 
 
 def _make_jobs(loaded: LoadedConfig, text: TextPipeline) -> list[Job]:
@@ -137,7 +151,8 @@ def _make_pipeline(loaded: LoadedConfig, text: TextPipeline, index: int, files: 
     clean = data.clean
     masker = text.masker(source)
     read = ReadOptions(clean.max_row_bytes, clean.max_nesting, source.text_rows, source.encoding, source.limit)
-    options = FormatOptions(labels=source.labels)
+    marks_input = masker is not None and "has_input" in masker.template.source
+    options = FormatOptions(labels=source.labels, marks_input=marks_input)
     if source.format == "classification" and not source.labels:
         options = replace(options, labels=_read_labels(source, files, read))
     settings = {

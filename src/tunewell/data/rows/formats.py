@@ -189,6 +189,8 @@ class FormatOptions:
 
     labels: tuple[str, ...] = ()
     """The labels of a classification set."""
+    marks_input: bool = False
+    """Whether the template has a form for questions with an input, as Alpaca's `### Input:`."""
 
 
 _Convert = Callable[[dict[str, Any], FormatOptions], Conversation]
@@ -279,12 +281,12 @@ class Converter:
 
 def convert_alpaca(row: dict[str, Any], options: FormatOptions) -> Conversation:
     """Convert `instruction`, `input` and `output`."""
-    return _asked_and_answered(row, *_PAIRS["alpaca"])
+    return _asked_and_answered(row, *_PAIRS["alpaca"], options)
 
 
 def convert_dolly(row: dict[str, Any], options: FormatOptions) -> Conversation:
     """Convert `instruction`, `context` and `response`."""
-    return _asked_and_answered(row, *_PAIRS["dolly"])
+    return _asked_and_answered(row, *_PAIRS["dolly"], options)
 
 
 def convert_question_answer(row: dict[str, Any], options: FormatOptions) -> Conversation:
@@ -292,21 +294,26 @@ def convert_question_answer(row: dict[str, Any], options: FormatOptions) -> Conv
     question, answer = first_present(_QUESTIONS, row), first_present(_ANSWERS, row)
     if question is None or answer is None:
         raise Rejected("not_a_conversation", "the row has no question and answer")
-    conversation = _asked_and_answered(row, question, answer)
+    conversation = _asked_and_answered(row, question, answer, options)
     if len(row) > 2:
         others = (key for key in (*_QUESTIONS, *_ANSWERS) if row.get(key) and key not in (question, answer))
         conversation.unused = tuple(key for key in others if key not in _EXTRAS)
     return conversation
 
 
-def _asked_and_answered(row: dict[str, Any], question: str, answer: str) -> Conversation:
+def _asked_and_answered(row: dict[str, Any], question: str, answer: str, options: FormatOptions) -> Conversation:
     """Return a conversation of one question and one reply; `input` or `context` is appended to the question."""
     _require(row, question, answer)
-    asked = read_text(row[question], question)
+    asked: Message = {"role": "user", "content": read_text(row[question], question)}
     for key in _EXTRAS:
         if key in row and key != question and (extra := read_text(row[key], key)).strip():
-            asked = f"{asked}\n\n{extra}" if asked.strip() else extra
-    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": read_text(row[answer], answer)}]
+            if not asked["content"].strip():
+                asked["content"] = extra
+            elif options.marks_input and "has_input" not in asked:
+                asked |= {"content": f"{asked['content']}\n\n### Input:\n{extra}", "has_input": True}
+            else:
+                asked["content"] += f"\n\n{extra}"
+    turns = [asked, {"role": "assistant", "content": read_text(row[answer], answer)}]
     return _conversation(row, turns)
 
 

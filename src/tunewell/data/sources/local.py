@@ -13,6 +13,15 @@ from tunewell.data.sources.base import READABLE, detect_format
 
 _SPLITS, _STATE = "dataset_dict.json", "state.json"
 _NUM_SUGGESTED = 8
+_DESCRIPTIONS = frozenset(
+    ["manifest", "metadata", "dataset_info", "dataset_infos", "dataset_dict", "state", "index", "stats", "config"]
+)
+"""Names of `.json` files that describe a folder of rows."""
+_NOTICES = frozenset(
+    ["readme", "license", "licence", "notice", "changelog", "source", "contributing", "authors", "citation"]
+)
+"""Names of text files that come with a folder of rows."""
+_TEXTS = ("txt", "md")
 
 
 @dataclass(frozen=True)
@@ -30,11 +39,11 @@ class LocalFile:
         if full.is_file():
             files = [full]
         elif full.is_dir():
-            files = _files_in(full)
+            files = _rows_of(_files_in(full))
             if not files:
                 raise UserError(f"the folder `{path}` contains no readable file", fix=f"put files there: {READABLE}")
         elif globbing.has_magic(path):
-            files = _files_matching(path, base)
+            files = _rows_of(_files_matching(path, base))
             if not files:
                 raise UserError(f"no file matches `{path}`", where=f"searched in `{base.resolve().name}`")
         else:
@@ -62,8 +71,32 @@ class LocalFile:
         return f"{stat.st_size} {stat.st_mtime_ns}"
 
 
-def _files_in(folder: Path) -> list[Path]:
-    """Return the readable files below a folder. A saved dataset below it is treated as a whole."""
+def unread_files(path: str, *, base: Path) -> list[str]:
+    """Return the names of the files of a folder or glob that `LocalFile.find` leaves out. Hidden files do not count."""
+    path = path.removeprefix("file://")
+    full = base / Path(path).expanduser()
+    if full.is_file() or (full.is_dir() and _saved_dataset(full) is not None):
+        return []
+    files = _files_in(full, is_readable=False) if full.is_dir() else _files_matching(path, base)
+    read = set(_rows_of([file for file in files if detect_format(file.name)[0]]))
+    return [file.relative_to(full).as_posix() if full.is_dir() else file.name for file in files if file not in read]
+
+
+def _rows_of(files: list[Path]) -> list[Path]:
+    """Leave out files that describe the others: `manifest.json`, and `README.md` or `LICENSE.txt` beside row files."""
+    formats = {file: detect_format(file.name)[0] for file in files}
+    rows = [
+        file
+        for file in files
+        if formats[file] not in _TEXTS and (formats[file] != "json" or file.stem.lower() not in _DESCRIPTIONS)
+    ]
+    kept = {*rows, *(file for file in files if formats[file] in _TEXTS and file.stem.lower() not in _NOTICES)}
+    # Without other files, a folder of notices is what the user wants to train on.
+    return [file for file in files if file in kept or not (rows or (kept and formats[file] == "json"))]
+
+
+def _files_in(folder: Path, *, is_readable: bool = True) -> list[Path]:
+    """Return the files below a folder, by default those with a known format. A saved dataset is treated as a whole."""
     saved = _saved_dataset(folder)
     if saved is not None:
         return saved
@@ -72,8 +105,8 @@ def _files_in(folder: Path) -> list[Path]:
         if entry.name.startswith("."):
             continue
         if entry.is_dir() and not entry.is_symlink():
-            files += [] if _is_corpus(entry) else _files_in(entry)
-        elif entry.is_file() and detect_format(entry.name)[0]:
+            files += [] if _is_corpus(entry) else _files_in(entry, is_readable=is_readable)
+        elif entry.is_file() and (detect_format(entry.name)[0] or not is_readable):
             files.append(entry)
     return files
 
