@@ -1,5 +1,6 @@
 """The plan of a run: what is chosen, what is refused, and what is said about it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from tunewell.core.errors import UserError
 from tunewell.data.batches import DataOrder
 from tunewell.hardware.facts import DeviceFacts
 from tunewell.planning.compute import PlanInputs
-from tunewell.planning.plan import choose_batch, plan_training
+from tunewell.planning.plan import choose_batch, launcher_precision, plan_training
 from tunewell.records.manifest import LengthRecord, Manifest, SplitRecord, TemplateRecord, TokenizerRecord
 from tunewell.records.plan import Chosen, Plan, read_plan, write_plan
 
@@ -40,7 +41,7 @@ def _manifest(*, tokens=8_929, documents=150, longest=70, held_out=40):
 
 
 def _inputs(device=CPU, *, manifest=None, num_parameters=134_515_008, threads=None, **groups):
-    config = Config.model_validate({"model": "some/model", **groups})
+    config = Config.model_validate({"model": "some/model"} | groups)
     return PlanInputs(LoadedConfig(config, Path(), None, {}), manifest or _manifest(), device, num_parameters, threads)
 
 
@@ -333,3 +334,42 @@ def test_the_config_in_the_plan_is_whole_and_the_model_is_named_as_it_can_be_fou
     plan = _plan(_inputs(model="/srv/s3cr3t-b0x/llama", train={"epochs": 2}))
     assert plan.config["train"]["epochs"] == 2 and set(plan.config) == set(Config.model_fields)
     assert plan.model == "/srv/s3cr3t-b0x/llama"
+
+
+def test_full_fine_tuning_has_its_own_learning_rate():
+    """LoRA's rate moves every weight of a trained model ten times too far."""
+    plan = _plan(_inputs(method={"kind": "full"}))
+    assert plan.learning_rate.value == 2e-5
+    assert "every weight" in plan.learning_rate.because
+    assert _plan(_inputs()).learning_rate == Chosen[float](value=2e-4, because="the default for LoRA")
+    new = _plan(_inputs(model="preset:tiny-23m", method={"kind": "full"}))
+    assert (new.learning_rate.value, new.learning_rate.because) == (2e-4, "the model starts from random weights")
+    high = _plan(_inputs(method={"kind": "full"}, train={"learning_rate": 1e-3}))
+    assert high.learning_rate.value == 1e-3
+    assert "high for full fine-tuning" in high.learning_rate.because
+
+
+def test_the_precision_of_accelerate_launch_is_used_or_refused():
+    """`accelerate launch --mixed_precision bf16` was ignored."""
+    launched = replace(_inputs(BF16_CPU), launcher_precision="bf16")
+    chosen = _plan(launched).precision
+    assert (chosen.value, chosen.because) == ("bf16", "set by `accelerate launch --mixed_precision bf16`")
+    refused = {
+        "bf16 cannot be used": replace(_inputs(CPU), launcher_precision="bf16"),
+        "contradicts `train.precision: fp32`": replace(
+            _inputs(BF16_CPU, train={"precision": "fp32"}), launcher_precision="bf16"
+        ),
+        "fp8 is not supported": replace(_inputs(H200), launcher_precision="fp8"),
+    }
+    for message, inputs in refused.items():
+        with pytest.raises(UserError, match=message):
+            _plan(inputs)
+
+
+@pytest.mark.parametrize(("value", "expected"), [("no", None), ("bf16", "bf16"), ("PrecisionType.FP16", "fp16")])
+def test_the_launcher_tells_its_precision_in_the_environment(monkeypatch, value, expected):
+    """Without the option, accelerate writes `no`, which requests nothing."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", value)
+    assert launcher_precision() == expected
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    assert launcher_precision() is None

@@ -71,7 +71,7 @@ def json_schema() -> dict[str, Any]:
     sources.pop("type")
     sources["anyOf"] = [*one["anyOf"], {"type": "array", "items": one}]
     for alias, key in ALIASES.items():
-        for path in alias_paths(alias):
+        for path in alias_paths(alias) - {tuple(key.split("."))}:
             properties = _section_of(schema, path)
             target = _section_of(schema, tuple(key.split(".")))[key.rpartition(".")[2]]
             same = {word: value for word, value in target.items() if word != "default"}

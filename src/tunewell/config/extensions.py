@@ -19,13 +19,17 @@ class MethodEntry(Entry):
     """The name on screens: `LoRA`."""
     is_adapter: bool
     """Whether a checkpoint contains an adapter for the base model, and not a whole model."""
+    learning_rate: float = 2e-4
+    """The default learning rate."""
 
 
 METHODS: Registry[MethodEntry] = Registry(
     "training method",
     [
         MethodEntry("lora", "small added matrices", "tunewell.methods.lora:Lora", "LoRA", is_adapter=True),
-        MethodEntry("full", "every weight", "tunewell.methods.full:Full", "full fine-tuning", is_adapter=False),
+        MethodEntry(
+            "full", "every weight", "tunewell.methods.full:Full", "full fine-tuning", False, learning_rate=2e-5
+        ),
     ],
 )
 

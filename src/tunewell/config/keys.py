@@ -92,7 +92,7 @@ def _walk(section: type[Section], prefix: str) -> Iterator[Key]:
             default=None if field.is_required() else plain(field.default),
             doc=" ".join((field.description or (inner and inner.__doc__) or "").split()),
             allowed=tuple(_choices(annotation, field.metadata)),
-            aliases=tuple(alias for alias, key in ALIASES.items() if key == full),
+            aliases=tuple(alias for alias, key in ALIASES.items() if key == full and alias != name),
             children=tuple(f"{full}.{child}" for child in inner.model_fields) if inner else (),
             is_section=inner is not None and inner is annotation,
         )

@@ -203,6 +203,7 @@ def load_config(
                 f"`--set {text}` has no value", fix="write `--set KEY=VALUE`, like `--set packing.context_length=512`"
             )
         _override(draft, key.strip(), read_value(value, f"--set {text}"), f"--set {text}")
+    _translate_foreign(draft)
     try:
         config = Config.model_validate(draft.tree)
     except ValidationError as error:
@@ -305,6 +306,31 @@ def _rename_aliases(draft: _Draft) -> None:
                 draft.origins[ours] = draft.origins[key_path]
 
 
+def _translate_foreign(draft: _Draft) -> None:
+    """Convert the keys of other trainers that are not aliases, at the top level and in sections."""
+    sections: list[KeyPath] = [(), *((name,) for name in Config.model_fields)]
+    keys = [(*path, key) for path in sections for key in _section(draft.tree, path)]
+    unknown = {str(key[-1]): key for key in keys if dotted_name(key) not in all_keys()}
+    if not unknown:
+        return
+    from tunewell.config.foreign import translate  # only for configs with unknown keys
+
+    found = translate({name: _section(draft.tree, path[:-1])[path[-1]] for name, path in unknown.items()})
+    for name, reason in found.refused.items():
+        draft.problems.append(Problem(f"`{name}` is not a setting of tunewell", draft.origin(unknown[name]), reason))
+    for key, (value, name) in found.values.items():
+        ours, origin = tuple(key.split(".")), draft.origin(unknown[name])
+        is_set = ours[-1] in _section(draft.tree, ours[:-1])
+        if is_set and not origin.startswith("--set") and not draft.origin(ours).startswith("--set"):
+            both = f"`{name}` ({origin}) and `{key}` ({draft.origin(ours)}) are the same setting"
+            draft.problems.append(Problem(both, origin, f"keep `{key}`"))
+        elif not is_set or origin.startswith("--set"):
+            set_value(draft.tree, ours, value)
+            draft.origins[ours] = origin
+    for name in found.used:
+        del _section(draft.tree, unknown[name][:-1])[unknown[name][-1]]
+
+
 def _section(tree: object, key_path: KeyPath) -> dict[Any, Any]:
     for step in key_path:
         tree = cast(dict[Any, object], tree).get(step) if isinstance(tree, dict) else None
@@ -374,6 +400,8 @@ def _problem(key_path: KeyPath, detail: Any, where: str) -> Problem:
         return Problem(f"`{name}` {detail['ctx']['error']}", where)
     value = detail["input"]
     key = all_keys()[dotted_name(key_path)]
+    if name == "packing" and isinstance(value, bool):
+        return Problem("documents are always packed; `packing` is a section", where, "remove the line")
     if key.children and not isinstance(value, dict | list):
         inside = ", ".join(child.rpartition(".")[2] for child in key.children)
         return Problem(f"`{name}` is a section, not {_shown(value)}", where, f"its keys are {inside}")

@@ -20,7 +20,13 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 _OTHER_NAMES = {
     "packing.context_length": "max_length max_seq_length sequence_len cutoff_len",
-    "train.learning_rate": "lr",
+    "train.learning_rate": "lr learning_rate",
+    "train.weight_decay": "weight_decay",
+    "train.max_grad_norm": "max_grad_norm",
+    "train.max_steps": "max_steps",
+    "train.adam_beta1": "adam_beta1",
+    "train.adam_beta2": "adam_beta2",
+    "train.adam_epsilon": "adam_epsilon",
     "train.epochs": "num_train_epochs num_epochs",
     "method.rank": "lora_r lora_rank",
     "method.alpha": "lora_alpha",
@@ -31,7 +37,9 @@ _OTHER_NAMES = {
     "train.schedule": "lr_scheduler_type lr_scheduler",
     "train.warmup": "warmup_ratio warmup_steps",
     "train.recompute": "gradient_checkpointing",
+    "template.name": "chat_template",
     "evaluate.every_steps": "eval_steps",
+    "evaluate.patience": "early_stopping_patience",
     "checkpoints.every_steps": "save_steps",
     "checkpoints.keep": "save_total_limit",
     "run": "output_dir",
@@ -249,8 +257,9 @@ class Train(Section):
     """Number of passes over the training documents. `max_steps` takes precedence."""
     max_steps: Annotated[Int, Field(ge=1)] | None = None
     """Number of optimizer steps, instead of `epochs`. `null`: as many as the epochs need."""
-    learning_rate: Annotated[Float, Field(gt=0, le=1)] = 2e-4
-    """Peak learning rate, reached at the end of the warm-up."""
+    learning_rate: Annotated[Float, Field(gt=0, le=1)] | Auto = "auto"
+    """Peak learning rate, reached at the end of the warm-up. `auto`: 2e-4 for LoRA, 2e-5 for full fine-tuning, which
+    moves every weight, and 2e-4 for a new model with random weights."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Learning rate schedule after the warm-up: cosine or linear decay to `min_rate_share`, or constant."""
     min_rate_share: Annotated[Float, Field(ge=0, le=1)] = 0.0

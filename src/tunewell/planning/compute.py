@@ -22,6 +22,8 @@ class PlanInputs:
     num_parameters: int | None
     threads: Chosen[int] | None = None
     """The measured number of threads, or None on a GPU or if `train.threads` is set."""
+    launcher_precision: str | None = None
+    """The value of `accelerate launch --mixed_precision`, or None."""
 
     @property
     def config(self) -> Config:
@@ -78,7 +80,9 @@ def choose_device(inputs: PlanInputs) -> Chosen[str]:
 
 def choose_precision(inputs: PlanInputs) -> Chosen[Precision]:
     """Choose the precision; raise UserError if the device would have to emulate it or is not tested with it."""
-    device, setting = inputs.device, inputs.config.train.precision
+    device, setting, why = inputs.device, inputs.config.train.precision, inputs.why("train.precision")
+    if inputs.launcher_precision is not None:
+        setting, why = _launcher_precision(inputs, inputs.launcher_precision)
     if setting == "auto":
         return _automatic_precision(inputs)
     if setting == "bf16" and not device.has_bf16:
@@ -86,7 +90,21 @@ def choose_precision(inputs: PlanInputs) -> Chosen[Precision]:
     if setting == "fp16" and device.kind == "mps":
         raise _error(inputs, "train.precision", "fp16 cannot be used on an Apple GPU", "losses became NaN there")
     scaled = "; a loss scaler keeps small gradients from becoming zero" if setting == "fp16" else ""
-    return Chosen[Precision](value=setting, because=inputs.why("train.precision") + scaled)
+    return Chosen[Precision](value=setting, because=why + scaled)
+
+
+def _launcher_precision(inputs: PlanInputs, launched: str) -> tuple[Precision, str]:
+    """Return the precision that `accelerate launch` requests; raise UserError if it cannot be used."""
+    setting, option = inputs.config.train.precision, f"`accelerate launch --mixed_precision {launched}`"
+    if launched not in ("bf16", "fp16"):
+        raise UserError(f"{option}: {launched} is not supported", fix="leave the option out, and set `train.precision`")
+    if setting not in ("auto", launched):
+        raise UserError(
+            f"{option} contradicts `train.precision: {setting}`",
+            where=inputs.where("train.precision"),
+            fix="remove one",
+        )
+    return launched, f"set by {option}"
 
 
 _WHY_NO_BF16 = {

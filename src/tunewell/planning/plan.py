@@ -6,14 +6,17 @@ plan  = plan_training(inputs, batch=batch, num_steps=95, epochs=5.0)
 """
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from tunewell import __version__
+from tunewell.config.extensions import METHODS
 from tunewell.config.fields import MethodName
 from tunewell.config.load import LoadedConfig
 from tunewell.core.errors import UserError
+from tunewell.core.presets import is_preset
 from tunewell.core.units import count
 from tunewell.data.batches import DataOrder
 from tunewell.data.corpus.reader import Corpus
@@ -68,7 +71,7 @@ def plan_run(
     if device.kind == "cpu" and config.train.threads == "auto":
         width = facts.hidden_size or 512
         threads = measure_threads([(512, width, width), (512, width, 3 * width), (512, 3 * width, width)])
-    inputs = PlanInputs(loaded, corpus.manifest, device, facts.num_parameters, threads)
+    inputs = PlanInputs(loaded, corpus.manifest, device, facts.num_parameters, threads, launcher_precision())
     batch = choose_batch(inputs)
     order = DataOrder(
         lengths=corpus.index["length"].astype("int64"),
@@ -80,6 +83,12 @@ def plan_run(
     num_steps = config.train.max_steps or order.num_steps(config.train.epochs)
     epochs = round(order.epochs_after(num_steps), 4)
     return plan_training(inputs, batch=batch, num_steps=num_steps, epochs=epochs), order
+
+
+def launcher_precision() -> str | None:
+    """Return the value of `accelerate launch --mixed_precision`, or None. `no` is also its default, so it is None."""
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").rpartition(".")[2].lower()
+    return None if launched == "no" else launched
 
 
 def choose_batch(inputs: PlanInputs) -> Batch:
@@ -145,7 +154,7 @@ def plan_training(inputs: PlanInputs, *, batch: Batch, num_steps: int, epochs: f
         attention=attention,
         threads=choose_threads(inputs),
         method=Chosen[MethodName](value=config.method.kind, because=inputs.why("method.kind")),
-        learning_rate=Chosen[float](value=config.train.learning_rate, because=inputs.why("train.learning_rate")),
+        learning_rate=choose_learning_rate(inputs),
         schedule=Chosen[Schedule](value=config.train.schedule, because=inputs.why("train.schedule")),
         warmup_steps=_warmup_steps(inputs, num_steps),
         num_steps=_num_steps(inputs, batch, num_steps),
@@ -157,6 +166,22 @@ def plan_training(inputs: PlanInputs, *, batch: Batch, num_steps: int, epochs: f
         evaluate_every=evaluate_every,
         save_every=_save_every(inputs, num_steps, evaluate_every.value),
     )
+
+
+def choose_learning_rate(inputs: PlanInputs) -> Chosen[float]:
+    """Choose the learning rate: the configured one, or the default of the training method."""
+    setting, method = inputs.config.train.learning_rate, METHODS.entry(inputs.config.method.kind)
+    is_new = is_preset(inputs.config.model or "")
+    if setting != "auto":
+        is_high = not method.is_adapter and not is_new and setting > 5 * method.learning_rate
+        remark = f"; high for {method.title}, whose default is {method.learning_rate:g}" if is_high else ""
+        return Chosen[float](value=setting, because=inputs.why("train.learning_rate") + remark)
+    if is_new:
+        return Chosen[float](value=METHODS.entry("lora").learning_rate, because="the model starts from random weights")
+    because = f"the default for {method.title}"
+    if not method.is_adapter:
+        because += ": it moves every weight of a trained model, so it needs about a tenth of LoRA's rate"
+    return Chosen[float](value=method.learning_rate, because=because)
 
 
 def _num_steps(inputs: PlanInputs, batch: Batch, num_steps: int) -> Chosen[int]:

@@ -35,7 +35,7 @@ class AdamW:
         ]
         self.torch_optimizer = torch.optim.AdamW(
             [group for group in groups if group["params"]],
-            lr=settings.learning_rate,
+            lr=0.0,  # `update` sets the rate of each step
             betas=(settings.adam_beta1, settings.adam_beta2),
             eps=settings.adam_epsilon,
             fused=True,

@@ -1,0 +1,167 @@
+"""Settings of other trainers that are not aliases: converted to tunewell's keys, or refused with the reason.
+
+The names are those of transformers' `TrainingArguments`, TRL, Axolotl and LLaMA-Factory. `load.py` uses this module
+only if a config has a key that tunewell does not know.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_ADAMW = frozenset(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"))
+_BATCH = ("per_device_train_batch_size", "micro_batch_size", "train_batch_size")
+_ACCUMULATION = "gradient_accumulation_steps"
+_PACKED = "documents are packed without padding, so their order by length does not matter"
+_QUANTISED = (
+    "a quantised base model cannot be trained; `train.recompute: true` saves memory"
+)
+_WORKERS = "tokenising uses its own threads and is cached; there are no worker processes to count"
+_LOGGED = "every step is written to `events.jsonl` in the run folder"
+_SHARDED = "a model is trained whole on each GPU; sharding is not supported"
+
+_REFUSED = {
+    "load_in_4bit": _QUANTISED,
+    "load_in_8bit": _QUANTISED,
+    "quantization_config": _QUANTISED,
+    "group_by_length": _PACKED,
+    "length_column_name": _PACKED,
+    "sample_packing": "documents are always packed",
+    "pad_to_sequence_len": "sequences are packed and never padded",
+    "num_proc": _WORKERS,
+    "dataset_num_proc": _WORKERS,
+    "preprocessing_num_workers": _WORKERS,
+    "dataloader_num_workers": _WORKERS,
+    "logging_steps": _LOGGED,
+    "logging_strategy": _LOGGED,
+    "report_to": f"{_LOGGED}; no tracker is called",
+    "per_device_eval_batch_size": "evaluations use `train.micro_batch_tokens`; answers use `verdict.batch_size`",
+    "eval_batch_size": "evaluations use `train.micro_batch_tokens`; answers use `verdict.batch_size`",
+    "deepspeed": _SHARDED,
+    "fsdp": _SHARDED,
+    "fsdp_config": _SHARDED,
+    "tf32": "fp32 matrix products are computed in fp32; `train.precision: bf16` is faster",
+    "neftune_noise_alpha": "noise on embeddings is not supported",
+    "load_best_model_at_end": "the checkpoint with the best held-out loss is always kept, and `export` uses it",
+    "remove_unused_columns": "unused columns never reach the model; `prepare` names them",
+    "resume_from_checkpoint": "use `tunewell train --resume`",
+    "push_to_hub": "nothing is uploaded; `tunewell export` writes the model",
+    "val_set_size": "write `data.held_out: 0.05` for a share of the rows, or a file",
+    "dataset_text_field": "write `columns: {text: YOUR_COLUMN}` on the source in `data.sources`",
+    "formatting_func": "write `map: file.py:function` on the source in `data.sources`",
+    "datasets": "write `data.sources`: a path, a list of paths or a list of sections",
+    "dataset": "write `data.sources`: a path, a list of paths or a list of sections",
+    "dataset_name": "write `data.sources` with the path of downloaded rows",
+    "dataset_path": "write `data.sources`: a path, a list of paths or a list of sections",
+    "train_file": "write `data.sources`: a path, a list of paths or a list of sections",
+    "validation_file": "write `data.held_out` with the path of the file",
+    "completion_only_loss": "write `template.learn_from`: `responses` (the default) or `everything`",
+    "assistant_only_loss": "write `template.learn_from`: `responses` (the default) or `everything`",
+    "train_on_inputs": "write `template.learn_from`: `responses` (the default) or `everything`",
+}
+"""Names without a key of the same meaning -> the reason and tunewell's equivalent."""
+_HARMLESS_IF = (False, None, 0, "none", "no", "")
+"""Values that switch a setting off, which is what tunewell does anyway."""
+
+
+@dataclass
+class Translation:
+    """The result of `translate`."""
+
+    values: dict[str, tuple[Any, str]] = field(default_factory=dict[str, tuple[Any, str]])
+    """Key of tunewell -> its value, and the foreign name that it comes from."""
+    refused: dict[str, str] = field(default_factory=dict[str, str])
+    """Foreign name -> the reason and tunewell's equivalent."""
+    used: set[str] = field(default_factory=set[str])
+    """All foreign names that were recognised."""
+
+    def set(self, key: str, value: Any, *names: str) -> None:
+        """Set a key of tunewell from foreign names."""
+        self.values[key] = (value, names[0])
+        self.used.update(names)
+
+    def refuse(self, name: str, reason: str) -> None:
+        """Refuse a foreign name."""
+        self.refused[name] = reason
+        self.used.add(name)
+
+
+def translate(found: Mapping[str, Any]) -> Translation:
+    """Translate the foreign names among unknown keys; keys that are not recognised are left out."""
+    result = Translation()
+    _translate_batch(found, result)
+    _translate_precision(found, result)
+    _translate_strategy(found, result)
+    _translate_choices(found, result)
+    for name, value in found.items():
+        if name in _REFUSED and value in _HARMLESS_IF and name.startswith(("load_in", "group", "report_to", "tf32")):
+            result.used.add(name)
+        elif name in _REFUSED:
+            result.refuse(name, _REFUSED[name])
+    return result
+
+
+def _translate_batch(found: Mapping[str, Any], result: Translation) -> None:
+    """A step of other trainers has (documents per forward pass) x (accumulation steps) documents on each device."""
+    size = next((name for name in _BATCH if name in found), None)
+    if size is None and _ACCUMULATION in found:
+        result.refuse(
+            _ACCUMULATION,
+            "write `train.batch_documents`, the number of documents in a whole step; micro-batches follow from "
+            "`train.micro_batch_tokens`",
+        )
+    if size is None:
+        return
+    names = [size, *([_ACCUMULATION] if _ACCUMULATION in found else [])]
+    factors = [found[name] for name in names]
+    if not all(type(factor) is int and factor > 0 for factor in factors):
+        result.refuse(size, "write `train.batch_documents`, the number of documents in a whole step")
+        result.used.update(names)
+        return
+    result.set("train.batch_documents", factors[0] * (factors[1] if len(factors) > 1 else 1), *names)
+
+
+def _translate_precision(found: Mapping[str, Any], result: Translation) -> None:
+    names = [name for name in ("bf16", "fp16") if name in found]
+    enabled = [name for name in names if found[name] is True]
+    if not names:
+        return
+    if len(enabled) > 1 or any(found[name] not in (True, False, None, "auto") for name in names):
+        result.refuse(names[0], "write `train.precision`: `bf16`, `fp16`, `fp32` or `auto`")
+        result.used.update(names)
+        return
+    is_off = all(found[name] is False for name in names)
+    result.set("train.precision", enabled[0] if enabled else "fp32" if is_off else "auto", *names)
+
+
+def _translate_strategy(found: Mapping[str, Any], result: Translation) -> None:
+    keys = {"eval_strategy": "evaluate", "evaluation_strategy": "evaluate", "save_strategy": "checkpoints"}
+    for name, section in keys.items():
+        if name not in found:
+            continue
+        if found[name] == "steps":  # `eval_steps` and `save_steps` are aliases
+            result.used.add(name)
+        elif found[name] == "no" and section == "evaluate":
+            result.refuse(name, "write `data.held_out: 0`: without held-out rows, nothing is evaluated")
+        else:
+            result.refuse(name, f"write `{section}.every_steps`: a number of steps, or `auto`")
+
+
+def _translate_choices(found: Mapping[str, Any], result: Translation) -> None:
+    if (optimizer := found.get("optim")) in _ADAMW:
+        result.set("train.optimizer", "adamw", "optim")
+    elif "optim" in found:
+        result.refuse("optim", f"{optimizer!r} is not supported; write `train.optimizer: adamw`")
+    if (adapter := found.get("adapter", found.get("use_peft"))) in ("lora", True):
+        result.set("method.kind", "lora", "adapter" if "adapter" in found else "use_peft")
+    elif adapter in ("qlora", "dora"):
+        result.refuse("adapter", f"{adapter!r} is not supported; write `method.kind: lora`")
+    for name in ("attn_implementation", "flash_attention"):
+        if name in found:
+            kernels = {"sdpa": "sdpa", "flash_attention_2": "flash", True: "flash"}
+            kernel = kernels.get(found[name]) if isinstance(found[name], str | bool) else None
+            if kernel is None:
+                result.refuse(name, "write `train.attention`: `auto`, `sdpa` or `flash`")
+            else:
+                result.set("train.attention", kernel, name)
+    if isinstance(compiled := found.get("torch_compile"), bool):
+        result.set("train.compile", "on" if compiled else "off", "torch_compile")

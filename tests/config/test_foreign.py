@@ -1,0 +1,93 @@
+"""Settings of other trainers: each is converted, or refused with tunewell's equivalent; none gets a wrong hint."""
+
+import pytest
+
+from tunewell.config.load import LoadedConfig, load_config
+from tunewell.core.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def load(values: dict, *sets: str) -> LoadedConfig:
+    return load_config(values, sets)
+
+
+def refusal(values: dict, *sets: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load(values, *sets)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("foreign", "key", "value"),
+    [
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}, "batch_documents", 32),
+        ({"train": {"per_device_train_batch_size": 4}}, "batch_documents", 4),
+        ({"micro_batch_size": 2, "gradient_accumulation_steps": 3}, "batch_documents", 6),
+        ({"bf16": True}, "precision", "bf16"),
+        ({"train": {"fp16": True, "bf16": False}}, "precision", "fp16"),
+        ({"bf16": False, "fp16": False}, "precision", "fp32"),
+        ({"bf16": "auto"}, "precision", "auto"),
+        ({"optim": "adamw_torch_fused"}, "optimizer", "adamw"),
+        ({"learning_rate": 1e-5}, "learning_rate", 1e-5),
+        ({"weight_decay": 0.1}, "weight_decay", 0.1),
+        ({"max_steps": 7}, "max_steps", 7),
+        ({"attn_implementation": "sdpa"}, "attention", "sdpa"),
+        ({"torch_compile": False}, "compile", "off"),
+        ({"eval_strategy": "steps", "eval_steps": 5}, "epochs", 3.0),
+        ({"load_in_4bit": False, "group_by_length": False, "report_to": "none"}, "epochs", 3.0),
+    ],
+)
+def test_a_name_with_the_same_meaning_is_converted(foreign, key, value):
+    """Someone who brings a working config gets the run that it describes."""
+    assert getattr(load(foreign).config.train, key) == value
+
+
+@pytest.mark.parametrize(
+    ("foreign", "instead"),
+    [
+        ({"gradient_accumulation_steps": 8}, "`train.batch_documents`"),
+        ({"bf16": True, "fp16": True}, "`train.precision`"),
+        ({"optim": "adamw_8bit"}, "`train.optimizer: adamw`"),
+        ({"eval_strategy": "epoch"}, "`evaluate.every_steps`"),
+        ({"eval_strategy": "no"}, "`data.held_out: 0`"),
+        ({"save_strategy": "epoch"}, "`checkpoints.every_steps`"),
+        ({"load_in_4bit": True}, "a quantised base model cannot be trained"),
+        ({"num_proc": 4}, "its own threads"),
+        ({"group_by_length": True}, "packed without padding"),
+        ({"adapter": "qlora"}, "`method.kind: lora`"),
+        ({"per_device_eval_batch_size": 4}, "`train.micro_batch_tokens`"),
+        ({"dataset_text_field": "body"}, "columns: {text: YOUR_COLUMN}"),
+        ({"packing": True}, "documents are always packed"),
+    ],
+)
+def test_a_name_without_the_same_meaning_is_refused_with_the_reason(foreign, instead):
+    """`did you mean verdict.batch_size?` sent people to a setting that has nothing to do with it."""
+    message = refusal(foreign)
+    assert instead in message
+    assert "did you mean" not in message
+    assert next(iter(foreign)) in message
+
+
+def test_the_origin_is_the_line_of_the_foreign_name(tmp_path):
+    """The reason in the plan must lead back to the line."""
+    file = tmp_path / "tunewell.yaml"
+    file.write_text("model: m\nbf16: true\n", encoding="utf-8")
+    assert load_config(file).origin("train.precision") == f"{file} line 2"
+
+
+def test_our_key_and_the_foreign_one_are_the_same_setting():
+    """The command line wins over the file; two values in one file are a mistake."""
+    both = {"bf16": True, "train": {"precision": "fp32"}}
+    assert "are the same setting" in refusal(both)
+    ours = {"train": {"precision": "fp32"}}
+    assert load(ours, "bf16=true").config.train.precision == "bf16"
+    assert load({"bf16": True}, "train.precision=fp32").config.train.precision == "fp32"
+
+
+def test_names_that_nobody_knows_are_still_unknown():
+    """Only the names of the table are taken."""
+    assert "unknown key `bf17`" in refusal({"bf17": True})
