@@ -280,14 +280,33 @@ def test_a_config_with_every_key_is_read_as_it_was() -> None:
     for key, expected in golden("config")["keys"].items():
         ran = run_in(WRITTEN, ["explain", key, "--config", "every_key.yaml", "--json"])
         assert ran.code == 0, f"{key}: {ran.err}"
-        assert ran.told()["value"] == expected["value"], key
+        if key not in CHANGED_DEFAULTS:  # one source of the file leaves it to the default
+            assert old_keys(ran.told()["value"], expected["value"]) == old_keys(expected["value"], ran.told()["value"])
         assert set(expected["allowed"]) <= set(ran.told()["allowed"]), key
+
+
+def old_keys(value: Any, other: Any) -> Any:
+    """Leave out the keys of sources that only one version has, and those whose default changed."""
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        return value
+    return [
+        {key: entry[key] for key in entry if key in old and f"data.sources.{key}" not in CHANGED_DEFAULTS}
+        for entry, old in zip(value, other, strict=True)
+    ]
+
+
+CHANGED_DEFAULTS = {
+    "train.learning_rate": "auto",  # the same 2e-4 for LoRA, another one for full fine-tuning
+    "data.sources.text_rows": "paragraph",  # a line of a text is rarely a document
+}
+"""Defaults that changed on purpose, and their new values. A run that relies on the old one is told when it resumes."""
 
 
 def test_keys_that_a_run_left_unset_mean_what_they_meant() -> None:
     """Guards against a changed default: a run's `config.yaml` holds only what was set, the rest comes from here."""
     told = {key: run_in(WRITTEN, ["explain", key, "--json"]).told()["default"] for key in golden("config")["keys"]}
-    assert told == {key: expected["default"] for key, expected in golden("config")["keys"].items()}
+    defaults = {key: expected["default"] for key, expected in golden("config")["keys"].items()}
+    assert told == defaults | CHANGED_DEFAULTS
 
 
 def test_the_names_other_tools_have_for_keys_are_still_read(tmp_path: Path) -> None:

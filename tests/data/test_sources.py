@@ -197,15 +197,16 @@ def test_names_are_relative_and_never_absolute(tmp_path):
         ("no/such/folder/x.jsonl", "no file or folder"),
         ("*.parquet", "no file matches"),
         ("empty", "contains no readable file"),
-        ("rows.docx", "no known file extension"),
-        ("rows.xlsx", "Excel files cannot be read"),
+        ("rows.docx", "`.docx` files cannot be read"),
+        ("rows.xyz", "no known file extension"),
+        ("rows.xlsx", "`.xlsx` files cannot be read"),
         ("rows.parquet.gz", "compressed twice"),
     ],
 )
 def test_a_source_that_cannot_be_read_is_refused_with_words(path, words, tmp_path):
     """The message must say what is wrong before anything is tokenised."""
     (tmp_path / "empty").mkdir()
-    for name in ("rows.docx", "rows.xlsx", "rows.parquet.gz", "rows.jsonl"):
+    for name in ("rows.docx", "rows.xyz", "rows.xlsx", "rows.parquet.gz", "rows.jsonl"):
         (tmp_path / name).write_bytes(b"")
     with pytest.raises(UserError, match=words):
         find_files(path, base=tmp_path)
@@ -465,8 +466,8 @@ def test_other_text_formats_know_the_same_encodings(name, encoding, tmp_path):
     path = tmp_path / name
     is_bare = encoding.startswith("utf-16-")
     path.write_bytes((("\ufeff" if is_bare else "") + plain[name]).encode(encoding))
-    assert read(path) == rows
-    assert not is_bare or read(path, encoding=encoding) == rows
+    assert read(path, text_rows="line") == rows
+    assert not is_bare or read(path, text_rows="line", encoding=encoding) == rows
 
 
 def test_an_encoding_can_be_named(tmp_path):
@@ -590,7 +591,7 @@ def test_a_row_over_the_limit_is_passed_over_and_the_next_is_read(name, tmp_path
 def test_a_text_over_the_limit_is_passed_over(text_rows, tmp_path):
     """Text files have no rows of their own; the cut must not let a large one through."""
     path = tmp_path / "rows.txt"
-    path.write_text("before\n\n" + "x" * 5000 + "\n" + "y" * 900 + "\n\nafter\n")
+    path.write_text("Before.\n\n" + "x" * 5000 + "\n" + "y" * 900 + "\n\nafter\n")
     found = reasons(read(path, text_rows=text_rows, max_row_bytes=1000))
     expected = {"line": ["ok", "too_large", "ok", "ok"], "paragraph": ["ok", "too_large", "ok"], "file": ["too_large"]}
     assert found == expected[text_rows]
@@ -689,8 +690,9 @@ def test_text_is_cut_at_lines_paragraphs_or_not_at_all(tmp_path):
     """A row of text is known by the line it begins on."""
     path = tmp_path / "rows.txt"
     path.write_bytes(b"\n  first\r\nsecond\n\n \nthird\n\n\n")
-    assert read_numbered(path) == [(2, {"text": "  first"}), (3, {"text": "second"}), (6, {"text": "third"})]
-    assert read_numbered(path, text_rows="paragraph") == [(2, {"text": "  first\nsecond"}), (6, {"text": "third"})]
+    lines = [(2, {"text": "  first"}), (3, {"text": "second"}), (6, {"text": "third"})]
+    assert read_numbered(path, text_rows="line") == lines
+    assert read_numbered(path) == [(2, {"text": "  first\nsecond"}), (6, {"text": "third"})]
     assert read_numbered(path, text_rows="file") == [(2, {"text": "  first\nsecond\n\n \nthird"})]
     path.write_bytes(b"\n \n")
     assert [read(path, text_rows=cut) for cut in ("line", "paragraph", "file")] == [[], [], []]

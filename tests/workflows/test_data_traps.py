@@ -9,6 +9,8 @@ from corpora import prepare_in, rows_file, write_rows
 from tunewell import open_corpus
 from tunewell.config.load import load_config
 from tunewell.core.errors import UserError
+from tunewell.data.sources.base import find_files
+from tunewell.data.sources.blocks import ReadOptions, read_blocks
 from tunewell.data.tokenizers.load import load_tokenizer
 
 
@@ -181,3 +183,84 @@ def test_alpaca_rows_with_an_input_have_alpacas_own_form(tiny_model, tmp_path):
     assert "4<|im_end|>" in texts(result, supervised=True)
     chatml = texts(prepare_in(tmp_path, tiny_model, path, "data.held_out=0.0"))
     assert any("Add 3.\n\n3 and 1<|im_end|>" in text for text in chatml)
+
+
+PAGE = """---
+title: Opening hours
+---
+
+# Opening hours
+
+The library opens at nine on weekdays.
+On Sundays it is closed.
+
+## Loans
+
+A book may be kept for four weeks.
+
+```
+first line of code
+
+second line of code
+```
+"""
+
+
+def test_a_folder_of_texts_is_read_with_its_markdown(tiny_model, tmp_path):
+    """The `.md` files were skipped without a word, and every heading of a `.txt` file was a document."""
+    folder = tmp_path / "pages"
+    folder.mkdir()
+    (folder / "hours.md").write_text(PAGE, encoding="utf-8")
+    (folder / "README.md").write_text("All about the library, in one sentence.\n", encoding="utf-8")
+    notes = "MINUTES OF THE MEETING\n\nItem one\n\nWe met at noon.\nWe left at one.\n\nNobody objected.\n"
+    (folder / "notes.txt").write_text(notes, encoding="utf-8")
+    result = prepare_in(tmp_path, tiny_model, folder, "data.held_out=0.0")
+    assert_closes(result.manifest)
+    assert {source.name: source.rows for source in result.manifest.sources} == {
+        "README.md": 1,
+        "hours.md": 3,
+        "notes.txt": 2,
+    }
+    assert sorted(text.removesuffix("<|im_end|>") for text in texts(result)) == sorted(
+        [
+            "All about the library, in one sentence.",
+            "---\ntitle: Opening hours\n---\n\n# Opening hours\n\n"
+            "The library opens at nine on weekdays.\nOn Sundays it is closed.",
+            "## Loans\n\nA book may be kept for four weeks.",
+            "```\nfirst line of code\n\nsecond line of code\n```",
+            "MINUTES OF THE MEETING\n\nItem one\n\nWe met at noon.\nWe left at one.",
+            "Nobody objected.",
+        ]
+    )
+    [remark] = result.manifest.remarks
+    assert "cut at blank lines into paragraphs: `README.md` 1, `hours.md` 3, `notes.txt` 2" in remark
+    assert "`text_rows: file`" in remark
+    whole = prepare_in(tmp_path, tiny_model, folder, "data.held_out=0.0", "data.sources[0].text_rows=file")
+    assert whole.manifest.documents == 3
+
+
+def test_short_lines_between_blank_lines_do_not_become_one_document(tmp_path):
+    """A list of names is no chain of headings."""
+    path = tmp_path / "names.txt"
+    path.write_text("".join(f"name {number}\n\n" for number in range(12)), encoding="utf-8")
+    [file] = find_files(str(path), base=tmp_path)
+    assert [len(block) for block in read_blocks(file, ReadOptions(1 << 20, 64))] == [3]
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("report.pdf", "pdftotext"),
+        ("letter.docx", "Save As > Plain Text"),
+        ("page.html", "pandoc"),
+        ("photo.jpg", "images cannot be trained on"),
+        ("talk.mp3", "transcripts"),
+    ],
+)
+def test_a_file_that_cannot_be_read_gets_advice_that_helps(tmp_path, name, advice):
+    """Renaming a PDF to `.txt` trains on its bytes."""
+    (tmp_path / name).write_bytes(b"%PDF-1.7 \xff")
+    with pytest.raises(UserError) as caught:
+        find_files(name, base=tmp_path)
+    assert advice in str(caught.value.fix)
+    assert "rename" not in str(caught.value)

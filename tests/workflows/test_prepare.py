@@ -531,7 +531,8 @@ def test_tool_calls_that_a_template_does_not_show_are_noted_or_refused(tmp_path)
 def test_a_text_of_which_only_the_end_would_be_learned_is_dropped(tiny_model, tmp_path):
     """Guards against teaching to stop at once: a document's first token is never learned."""
     (tmp_path / "rows.txt").write_text("a\nthe answer is what it was\n", encoding="utf-8")
-    manifest = prepare_in(tmp_path, tiny_model, tmp_path / "rows.txt", "data.held_out=0").manifest
+    sets = ("data.held_out=0", "data.sources[0].text_rows=line")
+    manifest = prepare_in(tmp_path, tiny_model, tmp_path / "rows.txt", *sets).manifest
     assert (manifest.documents, manifest.dropped) == (1, {"nothing_to_learn": 1})
 
 

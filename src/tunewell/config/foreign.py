@@ -12,9 +12,7 @@ _ADAMW = frozenset(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "ad
 _BATCH = ("per_device_train_batch_size", "micro_batch_size", "train_batch_size")
 _ACCUMULATION = "gradient_accumulation_steps"
 _PACKED = "documents are packed without padding, so their order by length does not matter"
-_QUANTISED = (
-    "a quantised base model cannot be trained; `train.recompute: true` saves memory"
-)
+_QUANTISED = "a quantised base model cannot be trained; `train.recompute: true` saves memory"
 _WORKERS = "tokenising uses its own threads and is cached; there are no worker processes to count"
 _LOGGED = "every step is written to `events.jsonl` in the run folder"
 _SHARDED = "a model is trained whole on each GPU; sharding is not supported"

@@ -94,8 +94,9 @@ class SourceConfig(Section):
     """Roles whose turns are supervised in this source, instead of `template.learn_roles`."""
     system: str | None = None
     """System message for conversations of this source that have no system message."""
-    text_rows: Literal["line", "paragraph", "file"] = "line"
-    """How a `.txt` file is split into rows: `line`: one per line; `paragraph`: at empty lines; `file`: not at all."""
+    text_rows: Literal["line", "paragraph", "file"] = "paragraph"
+    """How a `.txt` or `.md` file is split into rows. `paragraph`: at empty lines, with each heading kept together with
+    the paragraph after it; `line`: one row per line; `file`: not at all."""
     encoding: Text = "auto"
     """Character encoding of text files, e.g. `cp1252` for many Excel files. `auto`: UTF-8, or the encoding of the byte
     order mark."""

@@ -25,6 +25,7 @@ from tunewell.records.manifest import (
 from tunewell.records.plan import Chosen
 
 _NUM_BARS = 12
+_NUM_NAMED = 5
 
 WrittenSplit = tuple[Units, Packing, SplitRecord]
 
@@ -81,7 +82,11 @@ def make_manifest(
         ),
         lengths=_lengths(lengths, context.value),
         sources=[source.record() for source in sources],
-        remarks=[*spec.remarks, *(remark for source in sources for remark in _column_remarks(source))],
+        remarks=[
+            *spec.remarks,
+            *_text_remarks(spec, sources),
+            *(remark for source in sources for remark in _column_remarks(source)),
+        ],
         mix=[f"{spec.source_label(index)}: {because}" for index, because in mix.because.items()] if mix else [],
         tokenizer=spec.tokenizer,
         templates=spec.templates,
@@ -89,6 +94,24 @@ def make_manifest(
         splits={name: record for name, (_, _, record) in splits.items()},
         files=files,
     )
+
+
+_CUTS = {"paragraph": "at blank lines into paragraphs", "line": "at every line", "file": "not at all"}
+
+
+def _text_remarks(spec: BuildSpec, sources: list[SourceLedger]) -> Iterator[str]:
+    """Yield a sentence about how text files are cut into documents."""
+    for cut, how in _CUTS.items():
+        texts = [
+            source
+            for job, source in zip(spec.jobs, sources, strict=True)
+            if job.file.format in ("txt", "md") and job.pipeline.read.text_rows == cut
+        ]
+        if texts:
+            shown = ", ".join(f"`{source.name}` {count(source.rows)}" for source in texts[:_NUM_NAMED])
+            more = f" and {count(len(texts) - _NUM_NAMED, 'more file')}" if len(texts) > _NUM_NAMED else ""
+            others = " or ".join(f"`text_rows: {other}`" for other in _CUTS if other != cut)
+            yield f"texts are cut {how}: {shown}{more}; {others} cuts them differently"
 
 
 def _column_remarks(source: SourceLedger) -> Iterator[str]:

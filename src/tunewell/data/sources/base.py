@@ -66,11 +66,23 @@ FORMATS = {
     ".tsv": "tsv",
     ".parquet": "parquet",
     ".txt": "txt",
+    ".md": "md",
+    ".markdown": "md",
     ".arrow": "arrow",
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-READABLE = "`.jsonl .json .csv .tsv .parquet .txt`, also compressed as `.gz` or `.zst`"
-_EXCEL = frozenset({".xlsx", ".xls", ".xlsm", ".ods"})
+READABLE = "`.jsonl .json .csv .tsv .parquet .txt .md`, also compressed as `.gz` or `.zst`"
+_SAVE_AS_TEXT = "in the program that wrote it: File > Save As > Plain Text (.txt)"
+_UNREADABLE = {
+    **dict.fromkeys((".xlsx", ".xls", ".xlsm", ".ods"), "in Excel: File > Save As > CSV UTF-8; then use that file"),
+    ".pdf": "extract its text, for example with `pdftotext -layout FILE.pdf FILE.txt`, and check the result",
+    **dict.fromkeys((".docx", ".doc", ".odt", ".rtf", ".pages"), f"{_SAVE_AS_TEXT}; then use that file"),
+    **dict.fromkeys((".html", ".htm", ".epub"), "convert it to Markdown, for example with `pandoc FILE -o FILE.md`"),
+    **dict.fromkeys((".png", ".jpg", ".jpeg", ".gif", ".webp"), "images cannot be trained on; use text"),
+    **dict.fromkeys((".mp3", ".wav", ".m4a", ".ogg", ".opus", ".flac"), "audio cannot be trained on; use transcripts"),
+    **dict.fromkeys((".mp4", ".mov", ".mkv", ".webm"), "video cannot be trained on; use transcripts"),
+}
+"""Extensions that cannot be read -> what to do. Renaming such a file would not make it text."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
@@ -132,12 +144,10 @@ def detect_format(name: str) -> tuple[str | None, str | None]:
 def _source_file(source: Source) -> SourceFile:
     name = PurePosixPath(source.name).name
     file_format, compression = detect_format(name)
-    if file_format is None and PurePosixPath(name).suffix.lower() in _EXCEL:
-        raise UserError(
-            f"`{name}`: Excel files cannot be read", fix="in Excel: File > Save As > CSV UTF-8; then use that file"
-        )
+    if file_format is None and (advice := _UNREADABLE.get(suffix := PurePosixPath(name).suffix.lower())):
+        raise UserError(f"`{name}`: `{suffix}` files cannot be read", fix=advice)
     if file_format is None:
-        raise UserError(f"`{name}` has no known file extension", fix=f"rename or convert the file: {READABLE}")
+        raise UserError(f"`{name}` has no known file extension", fix=f"convert the file to one of {READABLE}")
     if compression and file_format in ("parquet", "arrow"):
         raise UserError(f"`{name}` is compressed twice", fix="decompress it: Parquet and Arrow compress internally")
     return SourceFile(source, source.name, file_format, compression)

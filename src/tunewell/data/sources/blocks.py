@@ -45,7 +45,7 @@ class ReadOptions:
 
     max_row_bytes: int
     max_nesting: int
-    text_rows: str = "line"
+    text_rows: str = "paragraph"
     encoding: str = "auto"
     limit: int | None = None
 

@@ -80,7 +80,7 @@ def detect_encoding(file: SourceFile, configured: str) -> str:
     marked = next((name for mark, name in _BOMS if start.startswith(mark)), None)
     found = marked or _ZEROS.get(tuple(byte == 0 for byte in start[:4]), "utf-8")
     # Some shells append UTF-8 to a file whose first line is UTF-16. Decoded as UTF-16, all rows would become one row.
-    is_mixed = file.format != "txt" and b"\0" not in start[-len(start) // 4 :]
+    is_mixed = file.format not in ("txt", "md") and b"\0" not in start[-len(start) // 4 :]
     return "utf-8" if is_mixed else found
 
 

@@ -83,16 +83,18 @@ def unread_files(path: str, *, base: Path) -> list[str]:
 
 
 def _rows_of(files: list[Path]) -> list[Path]:
-    """Leave out files that describe the others: `manifest.json`, and `README.md` or `LICENSE.txt` beside row files."""
+    """Leave out files that describe the others: `manifest.json`, and `.md` files and `LICENSE.txt` beside row files."""
     formats = {file: detect_format(file.name)[0] for file in files}
     rows = [
         file
         for file in files
         if formats[file] not in _TEXTS and (formats[file] != "json" or file.stem.lower() not in _DESCRIPTIONS)
     ]
-    kept = {*rows, *(file for file in files if formats[file] in _TEXTS and file.stem.lower() not in _NOTICES)}
-    # Without other files, a folder of notices is what the user wants to train on.
-    return [file for file in files if file in kept or not (rows or (kept and formats[file] == "json"))]
+    texts = [file for file in files if formats[file] in _TEXTS]
+    if rows:
+        texts = [file for file in texts if formats[file] == "txt" and file.stem.lower() not in _NOTICES]
+    # Without rows and texts, a description is what the user wants to train on.
+    return [file for file in files if file in {*rows, *texts}] or files
 
 
 def _files_in(folder: Path, *, is_readable: bool = True) -> list[Path]:

@@ -71,6 +71,10 @@ def _find_rows(value: Any) -> list[Any]:
 
 
 _DELIMITERS = ",;\t|"
+_MAX_HEADING_CHARS = 80
+_MAX_HEADINGS = 3
+"""Headings in a row (chapter, section, subsection) that stay with a paragraph. More short lines are a list."""
+_SENTENCE_ENDS = ".!?\u2026\"')\u201d\u2019\u00bb\u3002"
 
 Record = Any
 """A parsed record, or `Rejected` if it could not be read."""
@@ -175,9 +179,13 @@ def _csv_head(file: SourceFile, lines: _CsvLines) -> tuple[Iterator[list[str]], 
 
 
 def _text_rows(file: SourceFile, text_rows: str, encoding: str, max_bytes: int) -> Iterator[tuple[int, Record]]:
-    """Split a text file into lines, into paragraphs at blank lines, or not at all."""
+    """Split a text file into lines, into paragraphs at blank lines, or not at all.
+
+    A heading is never a paragraph of its own: it stays with the next paragraph. A Markdown code block is not split.
+    """
     held: list[str] = []
-    num_held = first = 0
+    num_held = first = paragraph = num_headings = 0
+    is_code = False
 
     def finished() -> Iterator[tuple[int, Record]]:
         if num_held > max_bytes:
@@ -187,10 +195,19 @@ def _text_rows(file: SourceFile, text_rows: str, encoding: str, max_bytes: int) 
 
     for number, line in enumerate(read_lines(file, encoding=encoding, max_bytes=max_bytes), start=1):
         is_blank = not isinstance(line, TooLong) and not line.strip()
-        if is_blank and (text_rows != "file" or not num_held):
-            if text_rows == "paragraph":
+        if file.format == "md" and isinstance(line, bytes) and line.lstrip().startswith((b"```", b"~~~")):
+            is_code = not is_code
+        if is_blank and not num_held:
+            continue
+        if is_blank and text_rows == "paragraph" and not is_code:
+            if num_held > max_bytes or num_headings == _MAX_HEADINGS or not _is_heading(held[paragraph:]):
                 yield from finished()
-                held, num_held = [], 0
+                held, num_held, num_headings = [], 0, 0
+            elif held[-1]:
+                held.append("")
+                num_held += 1
+                num_headings += 1
+            paragraph = len(held)
             continue
         first = first if num_held else number
         num_held += (line.num_bytes if isinstance(line, TooLong) else len(line)) + bool(num_held)
@@ -202,3 +219,14 @@ def _text_rows(file: SourceFile, text_rows: str, encoding: str, max_bytes: int) 
             yield from finished()
             held, num_held = [], 0
     yield from finished()
+
+
+def _is_heading(lines: list[str]) -> bool:
+    """Return True for a heading, for the metadata at the start of a Markdown file, and for no lines at all."""
+    lines = [line.strip() for line in lines if line.strip()]
+    if not lines or (len(lines) > 1 and lines[0] == lines[-1] == "---"):
+        return True
+    if len(lines) == 2 and not lines[1].strip("=-"):  # underlined
+        return True
+    is_short = len(lines) == 1 and len(lines[0]) <= _MAX_HEADING_CHARS
+    return lines[-1].startswith("#") or (is_short and lines[0][-1] not in _SENTENCE_ENDS)
