@@ -1,12 +1,16 @@
 """Rows that a new user brings: what is not used, not read or cut is named, and near misses get a suggestion."""
 
 import csv
+import errno
 import json
+import os
+from pathlib import Path
 
 import pytest
 
 from corpora import prepare_in, rows_file, write_rows
 from tunewell import open_corpus
+from tunewell.cli.main import main
 from tunewell.config.load import load_config
 from tunewell.core.errors import UserError
 from tunewell.data.sources.base import find_files
@@ -264,3 +268,38 @@ def test_a_file_that_cannot_be_read_gets_advice_that_helps(tmp_path, name, advic
         find_files(name, base=tmp_path)
     assert advice in str(caught.value.fix)
     assert "rename" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [("/", "is the root of a disk"), ("x" * 5000, "the path is too long"), ("rows.jsonl/corpus", "Not a directory")],
+    ids=["root", "too long", "below a file"],
+)
+def test_an_output_path_that_cannot_work_is_named(tiny_model, tmp_path, monkeypatch, capsys, out, message):
+    """Each of these ended in `this is a bug in tunewell`."""
+    monkeypatch.chdir(tmp_path)
+    rows_file(tmp_path / "rows.jsonl", 5)
+    assert main(["prepare", "--model", str(tiny_model), "--data", "rows.jsonl", "--out", out]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "bug" not in printed and "fix:" in printed
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+def test_a_disk_that_cannot_be_written_is_named(tiny_model, tmp_path, monkeypatch, capsys, code):
+    """A read-only disk is no bug, wherever the first write fails."""
+    monkeypatch.chdir(tmp_path)
+    rows_file(tmp_path / "rows.jsonl", 5)
+    arguments = ["prepare", "--model", str(tiny_model), "--data", "rows.jsonl"]
+
+    def refuse(path, *_, **__):
+        raise OSError(code, os.strerror(code), str(path))
+
+    for function in ("mkdir", "rename"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, function, refuse)
+            assert main(arguments) == 2
+        printed = capsys.readouterr().err
+        assert os.strerror(code) in printed or "read-only" in printed or "no permission" in printed
+        assert "bug" not in printed
+    assert main(arguments) == 0

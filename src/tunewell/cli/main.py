@@ -18,6 +18,7 @@ from typing import Any
 from tunewell import __version__
 from tunewell.cli.render import emit, emit_error, folded_table, json_text
 from tunewell.core.errors import SharedError, UserError, did_you_mean
+from tunewell.core.files import explain_os_error
 
 _NAMES = "init inspect prepare train validate export verify notebook chat serve explain glossary schema"
 COMMANDS = tuple((name, f"tunewell.cli.commands.{name}") for name in _NAMES.split())
@@ -59,6 +60,11 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("\ninterrupted\n")
         return EXIT_INTERRUPTED
+    except OSError as error:
+        explained = explain_os_error(error)
+        if explained is None:
+            return _crash(error, arguments, wants_json=wants_json)
+        return _report(explained, wants_json=wants_json)
     except Exception as error:  # noqa: BLE001  the outermost boundary: every bug ends here, with its traceback saved
         return _crash(error, arguments, wants_json=wants_json)
     return code

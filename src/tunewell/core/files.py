@@ -19,6 +19,9 @@ from tunewell.core.units import size_bytes
 _HASH_BLOCK_BYTES = 1 << 20
 _WRITE_BLOCK_BYTES = 16 << 20
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_SHOWN_CHARS = 80
+_ADDED_CHARS = 16
+"""Characters that names of temporary folders have more than the output folder."""
 _CANNOT_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP})
 
 
@@ -198,6 +201,39 @@ def _disk_full(folder: Path, needed_bytes: int) -> UserError:
         where=f"`{folder}` needs {size_bytes(needed_bytes)}, {size_bytes(free_bytes)} are free",
         fix=f"free {size_bytes(missing_bytes)} and run the command again (it continues), or change `--out`",
     )
+
+
+_PATH_PROBLEMS = {
+    errno.EROFS: ("the disk is read-only", "choose a path on another disk with `--out`"),
+    errno.EACCES: ("no permission", "change the permissions, or choose another path"),
+    errno.EPERM: ("no permission", "change the permissions, or choose another path"),
+    errno.ENAMETOOLONG: ("the path is too long", "choose a shorter path: most disks allow 255 bytes in a name"),
+    errno.ENOTDIR: ("a part of the path is a file, not a folder", "choose another path"),
+    errno.ELOOP: ("the path contains a loop of links", "choose another path"),
+    errno.ENOSPC: ("the disk is full", "free some space, and run the command again"),
+    errno.EDQUOT: ("your disk quota is used up", "free some space, and run the command again"),
+    errno.EIO: ("the disk reports an error", "check the disk, and run the command again"),
+}
+
+
+def explain_os_error(error: OSError) -> UserError | None:
+    """Return the UserError for an error of a path or a disk, or None for an error that may be a bug."""
+    what, fix = _PATH_PROBLEMS.get(error.errno or 0, ("", ""))
+    if not what or error.filename is None:
+        return None
+    name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes | os.PathLike) else str(error.filename)
+    shown = name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}... ({len(name):,} characters)"
+    return UserError(what, where=shown, fix=fix)
+
+
+def require_output_path(path: Path) -> None:
+    """Raise UserError if a path cannot be an output folder: the root of a disk, or a name that is too long."""
+    if not path.resolve().name:
+        raise UserError(f"`{path}` is the root of a disk, not an output folder", fix="choose a folder with `--out`")
+    try:
+        path.with_name(f"{path.name}{'x' * _ADDED_CHARS}").exists()
+    except OSError as error:
+        raise explain_os_error(error) or error from error
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import FolderLock, write_atomic, write_synced
+from tunewell.core.files import FolderLock, require_output_path, write_atomic, write_synced
 from tunewell.core.redact import redact
 from tunewell.core.units import count
 from tunewell.records.healing import HEALING
@@ -37,6 +37,7 @@ class RunDir:
     @classmethod
     def begin(cls, path: Path, *, corpus: Path | None = None) -> "RunDir":
         """Create and lock the folder of a new run; raise UserError if it contains anything but the run's corpus."""
+        require_output_path(path)
         if path.exists() and not path.is_dir():
             raise UserError(f"`{path}` is a file", fix="choose another folder with `--out`")
         known = _NOT_OURS | _parts_within(path, corpus)

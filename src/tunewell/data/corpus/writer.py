@@ -16,8 +16,10 @@ from tunewell.core.files import (
     FolderLock,
     disk_full_as_user_error,
     has_unfinished_publish,
+    is_disk_full,
     recover_publish,
     require_disk_space,
+    require_output_path,
     sha256_file,
     sha256_text,
     stable_json,
@@ -167,6 +169,7 @@ class CorpusOutput:
     """The folder of a corpus and its work folder. Both are on the same disk, so that the corpus can be moved."""
 
     def __init__(self, target: Path) -> None:
+        require_output_path(target)
         self.target = target
         self.path = target.resolve()  # replace the folder that a symlink points to, not the symlink
         self.work_dir = self.path.parent / ".tunewell" / f"prepare-{self.path.name}"
@@ -212,13 +215,24 @@ class CorpusOutput:
         """Lock the work folder and clean up after an interrupted `prepare`; raise UserError if it is already locked."""
         existing = next(folder for folder in self.work_dir.parents if folder.exists())
         with disk_full_as_user_error(existing, lambda: _SMALL_FILES_BYTES):
-            self.work_dir.mkdir(parents=True, exist_ok=True)
-            (self.work_dir.parent / ".gitignore").write_text("*\n", encoding="utf-8")
+            self._make_work_dir()
             with FolderLock.take(self.work_dir / "lock", doing=f"preparing `{self.target}`"):
                 recover_publish(self.path)
                 if self._staging_dir.exists():
                     shutil.rmtree(self._staging_dir)
                 yield
+
+    def _make_work_dir(self) -> None:
+        try:
+            self.work_dir.mkdir(parents=True, exist_ok=True)
+            (self.work_dir.parent / ".gitignore").write_text("*\n", encoding="utf-8")
+        except OSError as error:
+            if is_disk_full(error):
+                raise
+            raise UserError(
+                f"the folder `{self.target}` cannot be written: {error.strerror}",
+                fix="make its parent folder writable, or choose another folder with `--out`",
+            ) from error
 
     @property
     def _staging_dir(self) -> Path:
