@@ -131,7 +131,7 @@ def test_files_of_one_name_in_two_folders_stay_apart(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "rows.py").write_text(f"NAME = '{name}'\ndef convert(row): return NAME")
     loaded = [load_row_function("rows.py:convert", batch=None, base=tmp_path / name) for name in ("a", "b")]
-    assert [apply(one)[0] for one in loaded] == ["a", "b"]
+    assert [apply(one)[0] for one in loaded] == [{"text": "a"}, {"text": "b"}]
     assert len([name for name in sys.modules if name.startswith("tunewell_user_rows_")]) >= 2
 
 
@@ -189,3 +189,46 @@ def test_another_function_of_the_same_file_makes_another_corpus(tiny_model, tmp_
     assert second["documents"] == 10
     assert first["corpus_sha256"] != second["corpus_sha256"]
     assert run(tmp_path, tiny_model, "plain")["corpus_sha256"] == first["corpus_sha256"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        'return {"text": [f"{q} {a}" for q, a in zip(rows["q"], rows["a"])]}',
+        'return [f"{q} {a}" for q, a in zip(rows["q"], rows["a"])]',
+        'return {"text": [rows["q"][i] + " " + rows["a"][i] for i in range(len(rows["q"]))]}',
+        "return {\"text\": [f\"{row['q']} {row['a']}\" for row in rows]}",
+        'return {"text": [" ".join(pair) for pair in zip(*rows.values())], "other": [1] * len(rows.get("q"))}',
+    ],
+)
+def test_hugging_faces_batched_form_is_understood(function, body):
+    """Most formatting functions in notebooks take columns, and give texts or columns back."""
+    mapped = apply(function(f"def convert(rows):\n    {body}", batch=4))
+    assert [row["text"] for row in mapped] == [f"question {index} answer {index}" for index in range(10)]
+
+
+def test_columns_of_a_batch_are_those_of_all_its_rows(function):
+    """A row without a column has None there, as in a table."""
+    rows = [{"q": "1"}, {"q": "2", "extra": 5}, "no object"]
+    loaded = function("def convert(rows): return [[list(rows.keys()), rows['extra'], 'q' in rows]] * 3", batch=3)
+    assert apply(loaded, rows)[0] == [["q", "extra"], [None, 5, None], True]
+    with pytest.raises(UserError, match="KeyError: 'missing'"):
+        apply(function("def convert(rows): return rows['missing']", batch=3), rows)
+
+
+@pytest.mark.parametrize("result", ['{"text": ["a", "b", "c"]}', '{"a": [1, 2, 3, 4], "b": [1]}', '{"a": 4}'])
+def test_columns_of_another_length_are_an_error(function, result):
+    """Rows would be lost, or get each other's values."""
+    with pytest.raises(UserError, match="got 4 rows and returned"):
+        apply(function(f"def convert(rows): return {result}", batch=4))
+
+
+def test_a_text_is_a_row_and_a_batched_function_without_batches_is_named(function):
+    """A batched function that gets one row sees the letters of its texts as rows."""
+    assert apply(function("def convert(row): return row['q']"))[0] == {"text": "question 0"}
+    for body in ('[q + a for q, a in zip(row["q"], row["a"])]', '{"text": [letter for letter in row["q"]]}'):
+        with pytest.raises(UserError, match="batched function of Hugging Face") as caught:
+            apply(function(f"def convert(row): return {body}"))
+        assert "map_batch" in str(caught.value.fix)
+    messages = {"messages": [{"role": "user", "content": "q"}]}
+    assert apply(function(f"def convert(row): return {messages}"))[0] == messages

@@ -80,7 +80,8 @@ class SourceConfig(Section):
     map: str | None = None
     """Your Python function that changes or drops a row: `file.py:function`. It runs with your permissions."""
     map_batch: Annotated[Int, Field(ge=1)] | None = None
-    """Number of rows passed to the `map` function at once, as a list. `null`: one row at a time."""
+    """Number of rows passed to the `map` function at once. The rows are a list that also gives columns by name, as in
+    Hugging Face's batched form: `rows["question"]`. `null`: one row at a time."""
     limit: Annotated[Int, Field(ge=1)] | None = None
     """Read only the first rows of this source. `null`: all rows."""
     share: Annotated[Float, Field(gt=0, le=1)] | None = None

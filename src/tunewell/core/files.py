@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO, cast
 
 from tunewell.core.errors import UserError
 from tunewell.core.units import size_bytes
@@ -221,7 +221,7 @@ def explain_os_error(error: OSError) -> UserError | None:
     what, fix = _PATH_PROBLEMS.get(error.errno or 0, ("", ""))
     if not what or error.filename is None:
         return None
-    name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes | os.PathLike) else str(error.filename)
+    name = str(cast(object, error.filename))
     shown = name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}... ({len(name):,} characters)"
     return UserError(what, where=shown, fix=fix)
 

@@ -1,8 +1,12 @@
-"""Load and apply the user's `map` function, which changes or drops rows before conversion."""
+"""Load and apply the user's `map` function, which changes or drops rows before conversion.
+
+A function gets a row, or a batch of rows in tunewell's form (a list) and in Hugging Face's form (columns by name). It
+returns rows, texts or, for a batch, columns.
+"""
 
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -11,7 +15,37 @@ from typing import Any
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_text
-from tunewell.data.rows.conversation import is_list
+from tunewell.data.rows.conversation import is_list, is_object
+
+
+class Batch(list[Any]):
+    """A list of rows that gives its columns by name, like a batch of `datasets.Dataset.map(batched=True)`."""
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        if key not in self.keys():
+            raise KeyError(key)
+        return [row.get(key) if is_object(row) else None for row in self]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys() if isinstance(key, str) else super().__contains__(key)
+
+    def keys(self) -> list[str]:
+        """Return the names of all columns, in the order of their first row."""
+        return list(dict.fromkeys(key for row in self if is_object(row) for key in row))
+
+    def items(self) -> Iterator[tuple[str, list[Any]]]:
+        """Yield each column with its name."""
+        return ((key, self[key]) for key in self.keys())
+
+    def values(self) -> Iterator[list[Any]]:
+        """Yield each column."""
+        return (self[key] for key in self.keys())
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a column, or `default` if no row has it."""
+        return self[key] if key in self else default
 
 
 @dataclass
@@ -31,8 +65,8 @@ class RowFunction:
             some = rows[start : start + step]
             where = f"{source} row {numbers[start]}" + (f" to {numbers[start + len(some) - 1]}" if self.batch else "")
             num_rows = len(some)  # counted before the call, which may change the list
-            result = self._call(some if self.batch else some[0], where)
-            mapped += self._require_num_rows(result, num_rows, where) if self.batch else [result]
+            result = self._call(Batch(some) if self.batch else some[0], where)
+            mapped += self._rows_of(result, num_rows, where) if self.batch else [self._row_of(result, where)]
         return mapped
 
     def _call(self, argument: Any, where: str) -> Any:
@@ -45,14 +79,32 @@ class RowFunction:
                 fix="correct the function; to drop a row, return None",
             ) from error
 
-    def _require_num_rows(self, result: Any, num_rows: int, where: str) -> list[Any]:
-        if is_list(result) and len(result) == num_rows:
-            return result
-        found = f"{len(result)} rows" if is_list(result) else f"a {type(result).__name__}"
+    def _row_of(self, result: Any, where: str) -> Any:
+        texts = list(result.values()) if is_object(result) else [result]
+        if texts and all(is_list(text) and text and all(isinstance(part, str) for part in text) for text in texts):
+            raise UserError(
+                f"`{self.name}` got one row and returned lists of texts, as a batched function of Hugging Face does",
+                where=where,
+                fix="set `map_batch: 1000` beside `map`",
+            )
+        return {"text": result} if isinstance(result, str) else result
+
+    def _rows_of(self, result: Any, num_rows: int, where: str) -> list[Any]:
+        """Return the rows of a batch from a list of rows or texts, or from columns."""
+        if is_object(result):
+            columns = {key: list(column) for key, column in result.items() if isinstance(column, (list, tuple))}
+            lengths = {key: len(column) for key, column in columns.items()}
+            if len(columns) == len(result) and set(lengths.values()) == {num_rows}:
+                return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+            found = ", ".join(f"{length} values of `{key}`" for key, length in lengths.items()) or "a dict"
+        elif is_list(result) and len(result) == num_rows:
+            return [{"text": row} if isinstance(row, str) else row for row in result]
+        else:
+            found = f"{len(result)} rows" if is_list(result) else f"a {type(result).__name__}"
         raise UserError(
             f"`{self.name}` got {num_rows} rows and returned {found}",
             where=where,
-            fix="return a list with one entry for each row, and None for each row to drop",
+            fix="return a list with one entry for each row (None for a row to drop), or columns of that length",
         )
 
 
