@@ -45,7 +45,10 @@ class Batch(list[Any]):
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a column, or `default` if no row has it."""
-        return self[key] if key in self else default
+        try:
+            return self[key]
+        except KeyError:
+            return default
 
 
 @dataclass
@@ -92,7 +95,7 @@ class RowFunction:
     def _rows_of(self, result: Any, num_rows: int, where: str) -> list[Any]:
         """Return the rows of a batch from a list of rows or texts, or from columns."""
         if is_object(result):
-            columns = {key: list(column) for key, column in result.items() if isinstance(column, (list, tuple))}
+            columns = {key: column for key, column in result.items() if is_list(column)}
             lengths = {key: len(column) for key, column in columns.items()}
             if len(columns) == len(result) and set(lengths.values()) == {num_rows}:
                 return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
