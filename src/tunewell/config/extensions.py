@@ -42,16 +42,25 @@ OPTIMIZERS: Registry[Entry] = Registry(
 
 @dataclass(frozen=True)
 class FormatEntry(Entry):
-    """A row format. `path` is a function `(row, options) -> Conversation`."""
+    """A row format. `path` is a function `(row, options) -> Conversation`.
+
+    A format with `files` reads whole files: `path` is a function `(file, options)` that yields numbered rows.
+    """
 
     columns: tuple[str, ...] = ()
     """A row with all these columns has this format. Empty: `data/rows/formats.py` detects the format."""
     uses: tuple[str, ...] = ()
     """Other columns that the format reads. All remaining columns are reported as not used."""
+    files: tuple[str, ...] = ()
+    """File types in which the format is searched for."""
+    head: str = ""
+    """A pattern that is found in the first 64 KiB of a file of this format."""
 
 
 _ROWS = "tunewell.data.rows"
+_EXPORTS = "tunewell.data.sources.exports"
 _SYSTEM = ("system", "system_prompt")
+_MESSAGES = ("messages", "conversations", "conversation", "tools", "functions", *_SYSTEM)
 _EXTRA = ("input", "context", *_SYSTEM)
 FORMATS: Registry[FormatEntry] = Registry(
     "row format",
@@ -85,19 +94,68 @@ FORMATS: Registry[FormatEntry] = Registry(
             "messages",
             "`messages`: a list of `role` and `content`",
             f"{_ROWS}.formats:convert_messages",
-            uses=("messages", "conversations", "conversation", "tools", *_SYSTEM),
+            uses=_MESSAGES,
         ),
         FormatEntry(
             "sharegpt",
             "`conversations`: a list of `from` and `value`",
             f"{_ROWS}.formats:convert_messages",
-            uses=("messages", "conversations", "conversation", "tools", *_SYSTEM),
+            uses=_MESSAGES,
         ),
         FormatEntry("text", "`text`, supervised as a whole", f"{_ROWS}.formats:convert_text", uses=("text",)),
         FormatEntry(
             "classification",
             "a text and its `label`: the question names all labels, and the label is the answer",
             f"{_ROWS}.classification:convert_classification",
+        ),
+        FormatEntry(
+            "preference",
+            "`chosen` and `rejected`: the chosen reply is trained",
+            f"{_ROWS}.preference:convert_preference",
+            columns=("chosen", "rejected"),
+            uses=("prompt", "question", "instruction", "query", "input", "tools", *_SYSTEM),
+        ),
+        FormatEntry(
+            "unpaired_preference",
+            "`prompt`, `completion` and `label`: completions with the label `false` are dropped",
+            f"{_ROWS}.preference:convert_unpaired",
+            columns=("prompt", "completion", "label"),
+            uses=("tools", *_SYSTEM),
+        ),
+        FormatEntry(
+            "openassistant",
+            "trees of messages with ranked replies (see `paths`)",
+            f"{_EXPORTS}.openassistant:read",
+            files=("json", "jsonl"),
+            head=r'"message_id"\s*:.*"role"\s*:\s*"prompter"',
+        ),
+        FormatEntry(
+            "chatgpt",
+            "the data export of ChatGPT, `conversations.json` or the `.zip`",
+            f"{_EXPORTS}.chatgpt:read",
+            files=("json",),
+            head=r'"mapping"\s*:\s*\{.*"author"\s*:',
+        ),
+        FormatEntry(
+            "claude",
+            "the data export of Claude, `conversations.json` or the `.zip`",
+            f"{_EXPORTS}.claude:read",
+            files=("json",),
+            head=r'"chat_messages"\s*:\s*\[',
+        ),
+        FormatEntry(
+            "telegram",
+            "the JSON export of Telegram, `result.json` (see `assistant`)",
+            f"{_EXPORTS}.telegram:read",
+            files=("json",),
+            head=r'"type"\s*:\s*"(?:\w+_(?:chat|group|supergroup|channel)|saved_messages)"|"date_unixtime"\s*:',
+        ),
+        FormatEntry(
+            "whatsapp",
+            "the text export of a WhatsApp chat, `_chat.txt` or the `.zip` (see `assistant`)",
+            f"{_EXPORTS}.whatsapp:read",
+            files=("txt",),
+            head=r"\A[\u200e\ufeff]*\[?\d{1,4}[./-]\d{1,2}[./-]\d{2,4},?\s\d{1,2}[:.]\d{2}[^\n]{0,12}?(?:\]|\s-)\s",
         ),
     ],
 )

@@ -77,6 +77,13 @@ class SourceConfig(Section):
     labels: tuple[Text, ...] = ()
     """Labels of a `classification` source. A number in the label column is an index into this list, from 0. Empty: the
     labels in the rows."""
+    paths: Literal["best", "all"] = "best"
+    """Which paths of a conversation tree (OpenAssistant, ChatGPT) become rows. `best`: the best-ranked reply at each
+    turn, or the branch that was open last; `all`: every path, with each reply supervised once."""
+    assistant: Text | None = None
+    """Name of the person whose messages are the replies, in a chat from WhatsApp or Telegram."""
+    gap_hours: Annotated[Float, Field(gt=0)] = 8.0
+    """A pause of this many hours starts a new conversation in a chat from WhatsApp or Telegram. 8 is a night."""
     map: str | None = None
     """Your Python function that changes or drops a row: `file.py:function`. It runs with your permissions."""
     map_batch: Annotated[Int, Field(ge=1)] | None = None
@@ -151,6 +158,9 @@ class Clean(Section):
     """Maximum nesting depth of a row; deeper rows are dropped as `too_large`."""
     min_reply_chars: Annotated[Int, Field(ge=0)] = 0
     """Minimum number of characters in all replies of a row; shorter rows are dropped as `too_short`. 0: no minimum."""
+    thinking: Literal["keep", "strip"] = "keep"
+    """What to do with the thinking of replies (`<think>...</think>`, `reasoning_content`). `keep`: the template renders
+    it, and it is supervised; `strip`: it is removed and counted."""
     drop_urls: Bool = False
     """Drop rows that contain a web address (`has_url`)."""
 

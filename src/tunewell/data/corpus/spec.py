@@ -150,7 +150,14 @@ def _make_pipeline(loaded: LoadedConfig, text: TextPipeline, index: int, files: 
         source = source.model_copy(update={"limit": None, "share": None})
     clean = data.clean
     masker = text.masker(source)
-    read = ReadOptions(clean.max_row_bytes, clean.max_nesting, source.text_rows, source.encoding, source.limit)
+    read = ReadOptions(
+        *(clean.max_row_bytes, clean.max_nesting, source.text_rows, source.encoding, source.limit),
+        # A function gets the rows as they are, unless the format is set.
+        format="messages" if source.map is not None and source.format == "auto" else source.format,
+        paths=source.paths,
+        assistant=source.assistant,
+        gap_hours=source.gap_hours,
+    )
     marks_input = masker is not None and "has_input" in masker.template.source
     options = FormatOptions(labels=source.labels, marks_input=marks_input)
     if source.format == "classification" and not source.labels:
@@ -158,7 +165,7 @@ def _make_pipeline(loaded: LoadedConfig, text: TextPipeline, index: int, files: 
     settings = {
         "source": source.model_dump(mode="json", exclude={"path", "share", "limit", "map", "template"}),
         "clean": clean.model_dump(
-            mode="json", include={"bad_text", "min_reply_chars", "drop_urls", "max_nesting", "bad_rows"}
+            mode="json", include={"bad_text", "min_reply_chars", "drop_urls", "max_nesting", "bad_rows", "thinking"}
         ),
         "learn": [masker.rule.learn_from, *masker.rule.roles] if masker else [],
         "options": asdict(options),

@@ -31,7 +31,7 @@ PIPELINE_VERSION = 1
 """Version of the tokenised output. Increase it when the same rows give different tokens, to invalidate the cache."""
 _ARRAYS = ("status", "whole", "question", "lengths", "boundary", "tokens")
 _DETAIL_CHARS = 300
-_BAD_ROW_REASONS = {"unparsable", "not_a_conversation", "too_large", "mask_uncertain"}
+_BAD_ROW_REASONS = {"unparsable", "not_a_conversation", "too_large", "mask_uncertain", "has_media"}
 
 
 @dataclass
@@ -195,6 +195,10 @@ def _raise_if_configured(rejected: Rejected, pipeline: RowPipeline, number: int)
 
 def _render_row(value: Any, pipeline: RowPipeline, rendered: RenderedBlock) -> None:
     conversation, format_name = pipeline.converter.convert(value)
+    if pipeline.masker and any(len(message) > 2 or "<tool" in message["content"] for message in conversation.messages):
+        from tunewell.data.templates.tool_calls import fit_template  # not needed for plain rows
+
+        fit_template(conversation, pipeline.masker.template)
     digests = clean(conversation, pipeline.clean)
     if conversation.text is not None:
         layout = PlannedDocument(None, [conversation.text])
@@ -222,6 +226,8 @@ def _render_row(value: Any, pipeline: RowPipeline, rendered: RenderedBlock) -> N
     rendered.formats[format_name] += 1
     if conversation.unused:
         rendered.unused.update(conversation.unused)
+    if conversation.notes:
+        rendered.notes.update(conversation.notes)
     rendered.layouts.append(layout)
     rendered.digests.append(digests)
 

@@ -428,6 +428,8 @@ def _suggest_fix(first: dict[str, str]) -> str:
     reason, detail = first.get("reason"), first.get("detail", "")
     if reason == "bad_text" and "UTF-8" in detail:
         return "the file is not UTF-8: save it as `CSV UTF-8` in Excel, or set `encoding: cp1252` on the source"
+    if reason == "has_media":
+        return "images, audio and video cannot be trained on: use rows of text, or remove the column with `map`"
     if reason == "not_a_conversation" and "; set `" in detail:
         return f"{detail.rpartition('; set ')[2]} on the source in tunewell.yaml"
     if reason == "not_a_conversation" and "its columns:" in detail:

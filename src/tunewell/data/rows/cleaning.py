@@ -13,6 +13,11 @@ from tunewell.config.schema import Clean
 from tunewell.data.rows.conversation import Conversation, Rejected, is_list, is_object, map_leaves
 
 _URL = re.compile(r"https?://|\bwww\.", re.IGNORECASE)
+_THINKING_KEYS = ("reasoning_content", "thinking", "reasoning")
+# Some sets leave out the opening tag, because the generation prompt of the model contains it.
+_THINKING = re.compile(
+    r"\A\s*(?:<(think|thinking|thought|reasoning)>.*?</\1>|(?:(?!<think>).)*?</think>)\s*", re.DOTALL
+)
 DIGEST_BYTES = 16
 
 
@@ -25,6 +30,8 @@ class Digests(NamedTuple):
 
 def clean(conversation: Conversation, options: Clean) -> Digests:
     """Return the digests of a conversation; raise Rejected to drop it. Invalid text is replaced if configured."""
+    if options.thinking == "strip":
+        _strip_thinking(conversation)
     try:
         whole = digest_whole(conversation)
     except _BadText as bad:
@@ -37,6 +44,19 @@ def clean(conversation: Conversation, options: Clean) -> Digests:
     else:
         _check_turns(conversation, options)
     return Digests(whole, digest_question(conversation))
+
+
+def _strip_thinking(conversation: Conversation) -> None:
+    """Remove the thinking of replies: its own fields, and tags at the start of the text."""
+    num_stripped = 0
+    for message in conversation.messages:
+        if message["role"] == "assistant":
+            fields = [key for key in _THINKING_KEYS if message.pop(key, None)]
+            text = _THINKING.sub("", message["content"], count=1)
+            num_stripped += bool(fields) or text != message["content"]
+            message["content"] = text
+    if num_stripped:
+        conversation.notes = {**(conversation.notes or {}), "thinking_stripped": num_stripped}
 
 
 def _check_text(text: str, options: Clean) -> None:

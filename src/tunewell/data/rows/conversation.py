@@ -1,6 +1,6 @@
 """The types of the data package: a message, a conversation, and the reason why a row is rejected."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -20,6 +20,17 @@ class Conversation:
     """For each message, whether its `weight` requests supervision, or None if it has no `weight`."""
     unused: tuple[str, ...] = field(default=(), compare=False)
     """Columns of the row that have a value and are not used."""
+    notes: Mapping[str, int] | None = field(default=None, compare=False)
+    """Counts for the report, e.g. messages that were left out."""
+
+
+class ConversationRow(dict[str, Any]):
+    """A row that a reader of exported chats made: `{"messages": [...]}`, with its format and counts for the report."""
+
+    def __init__(self, messages: list[Message], format_name: str, notes: Mapping[str, int] | None = None) -> None:
+        super().__init__(messages=messages)
+        self.format_name = format_name
+        self.notes = notes or {}
 
 
 def is_object(value: object) -> TypeGuard[dict[str, Any]]:
@@ -30,6 +41,11 @@ def is_object(value: object) -> TypeGuard[dict[str, Any]]:
 def is_list(value: object) -> TypeGuard[list[Any]]:
     """Return True for a JSON list."""
     return isinstance(value, list)
+
+
+def objects_in(value: object) -> list[dict[str, Any]]:
+    """Return the objects of a list; return an empty list for any other value."""
+    return [entry for entry in value if is_object(entry)] if is_list(value) else []
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any], *, with_keys: bool = False) -> Any:

@@ -4,13 +4,14 @@ The format is detected for each row from its keys, so a file may change its form
 """
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tunewell.config.extensions import FORMATS
 from tunewell.core.errors import UserError
-from tunewell.data.rows.conversation import Conversation, Message, Rejected, is_list, is_object
+from tunewell.data.rows.conversation import Conversation, ConversationRow, Message, Rejected, is_list, is_object
 from tunewell.data.rows.json_rows import parse_row
 
 ROLES = {
@@ -21,23 +22,42 @@ ROLES = {
     "prompter": "user",
     "assistant": "assistant",
     "gpt": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
     "chatgpt": "assistant",
     "bot": "assistant",
     "model": "assistant",
     "tool": "tool",
     "function": "tool",
     "observation": "tool",
+    "ipython": "tool",
+    "tool_response": "tool",
 }
 """Role names in data sets -> standard role names of templates."""
 
+_CALL_ROLES = ("function_call", "tool_call")
+_MEDIA = re.compile("image|img|audio|video|pixel_values|picture", re.IGNORECASE)
 _KEPT_TEXT_KEYS = ("name", "tool_call_id", "reasoning_content", "thinking", "reasoning")
 _MAX_NESTING_INSIDE = 64
 
 
 def read_turns(turns: list[Any]) -> tuple[list[Message], list[bool | None]]:
     """Convert turns to messages and their `weight` to supervision flags; raise Rejected for an invalid turn."""
-    read = [_message(turn) for turn in turns]
+    read = [_message(part) for turn in turns for part in _expanded(turn)]
     return [message for message, _ in read], [learn for _, learn in read]
+
+
+_BLOCKS = frozenset(("tool_use", "tool_result", "thinking", "reasoning"))
+
+
+def _expanded(turn: Any) -> tuple[Any, ...] | list[Any]:
+    """Split a turn with Anthropic's content blocks into messages."""
+    content = turn.get("content") if is_object(turn) else None
+    if not is_list(content) or not any(is_object(part) and part.get("type") in _BLOCKS for part in content):
+        return (turn,)
+    from tunewell.data.rows.content_blocks import expand_blocks  # not needed for other rows
+
+    return expand_blocks(turn)
 
 
 def _message(turn: Any) -> tuple[Message, bool | None]:
@@ -50,6 +70,12 @@ def _message(turn: Any) -> tuple[Message, bool | None]:
         raise Rejected("not_a_conversation", f"unknown role {name!r}" if name is not None else "a turn has no role")
     content = turn.get("content")
     message: Message = {"role": role, "content": read_text(turn.get("value") if content is None else content, "a turn")}
+    if name in _CALL_ROLES:
+        calls = from_json(message["content"], "[{")
+        calls = calls if is_list(calls) else [calls]
+        if not all(is_object(call) for call in calls):
+            raise Rejected("not_a_conversation", f"a {name} turn is not JSON")
+        return {"role": role, "content": "", "tool_calls": [{"type": "function", "function": c} for c in calls]}, None
     if len(turn) == 2 and ("content" in turn or "value" in turn):
         return message, None
     for key in _KEPT_TEXT_KEYS:
@@ -57,6 +83,8 @@ def _message(turn: Any) -> tuple[Message, bool | None]:
             message[key] = read_text(turn[key], key)
     if calls := read_objects(turn.get("tool_calls"), "tool_calls"):
         message["tool_calls"] = calls
+    elif is_object(call := turn.get("function_call")):
+        message["tool_calls"] = [{"type": "function", "function": call}]
     return message, _weight(turn, role)
 
 
@@ -66,6 +94,8 @@ def _part(part: Any) -> str:
     if is_object(part) and (part.get("type") or "text") == "text" and isinstance(part.get("text"), str):
         return part["text"]
     kind = part.get("type") if is_object(part) else kind_of(part)
+    if media := _MEDIA.search(str(kind)):
+        raise Rejected("has_media", f"a message has {media[0].lower()} (a part of type {kind!r})")
     raise Rejected("not_a_conversation", f"a part of type {kind!r}; only text is supported")
 
 
@@ -90,15 +120,15 @@ def read_objects(value: Any, name: str) -> list[Any] | None:
     return value
 
 
-def from_json(value: Any) -> Any:
+def from_json(value: Any, starts: str = "[") -> Any:
     """Parse a list that is stored as JSON text, as in a table cell; return anything else unchanged."""
-    if not isinstance(value, str) or not value.lstrip().startswith("["):
+    if not isinstance(value, str) or not value.lstrip().startswith(tuple(starts)):
         return value
     try:
         found = parse_row(value.encode("utf-8", "surrogatepass"), max_nesting=_MAX_NESTING_INSIDE)
     except Rejected:
         return value
-    return found if is_list(found) else value
+    return found if is_list(found) or (is_object(found) and "{" in starts) else value
 
 
 def read_text(value: Any, name: str) -> str:
@@ -207,7 +237,8 @@ class Converter:
         system: str | None = None,
         options: FormatOptions | None = None,
     ):
-        self._format = format_name
+        # Formats that read whole files give rows of messages.
+        self._format = "auto" if FORMATS.entry(format_name).files else format_name
         self._options = options or FormatOptions()
         self._converters: dict[str, _Convert] = {}
         self._unused: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {}
@@ -231,17 +262,22 @@ class Converter:
             raise Rejected("not_a_conversation", f"the row is {kind_of(row)}, not an object")
         if self._columns:
             row = self._renamed(row)
+        if isinstance(row, ConversationRow):
+            return self._with_system(_read_messages(row)), row.format_name
         name = self._format if self._format != "auto" else self._detected(row)
         if name not in self._converters:
             self._converters[name] = FORMATS.load(name)
         conversation = self._converters[name](row, self._options)
         if unused := self._unused_columns(name, row):
-            conversation.unused += tuple(key for key in unused if row[key] not in (None, "", []))
+            conversation.unused += _with_values(unused, row)
+        return self._with_system(conversation), name
+
+    def _with_system(self, conversation: Conversation) -> Conversation:
         if self._system is not None and conversation.messages and conversation.messages[0]["role"] != "system":
             conversation.messages.insert(0, {"role": "system", "content": self._system})
             if conversation.learn:
                 conversation.learn.insert(0, None)
-        return conversation, name
+        return conversation
 
     def _detected(self, row: dict[str, Any]) -> str:
         # The mapped columns determine the format, whatever other columns exist.
@@ -303,7 +339,7 @@ def convert_question_answer(row: dict[str, Any], options: FormatOptions) -> Conv
 
 def _asked_and_answered(row: dict[str, Any], question: str, answer: str, options: FormatOptions) -> Conversation:
     """Return a conversation of one question and one reply; `input` or `context` is appended to the question."""
-    _require(row, question, answer)
+    require_columns(row, question, answer)
     asked: Message = {"role": "user", "content": read_text(row[question], question)}
     for key in _EXTRAS:
         if key in row and key != question and (extra := read_text(row[key], key)).strip():
@@ -319,7 +355,7 @@ def _asked_and_answered(row: dict[str, Any], question: str, answer: str, options
 
 def convert_prompt_completion(row: dict[str, Any], options: FormatOptions) -> Conversation:
     """Convert a prompt and a completion, each as text or a list of messages. Only the completion is supervised."""
-    _require(row, "prompt", "completion")
+    require_columns(row, "prompt", "completion")
     prompt, completion = (_turns_or_text(row[key], key) for key in ("prompt", "completion"))
     asked, _ = read_turns(prompt if is_list(prompt) else [{"role": "user", "content": prompt}])
     replied, learn = read_turns(completion if is_list(completion) else [{"role": "assistant", "content": completion}])
@@ -345,7 +381,14 @@ def convert_messages(row: dict[str, Any], options: FormatOptions) -> Conversatio
     if not turns:
         raise Rejected("not_a_conversation", "the list of messages is empty")
     messages, learn = read_turns(turns)
-    return _conversation(row, messages, learn, read_objects(row.get("tools"), "tools"))
+    return _conversation(row, messages, learn, read_objects(row.get("tools") or row.get("functions"), "tools"))
+
+
+def _read_messages(row: ConversationRow) -> Conversation:
+    messages, learn = read_turns(row["messages"])
+    conversation = _conversation(row, messages, learn)
+    conversation.notes = row.notes
+    return conversation
 
 
 def _conversation(
@@ -364,11 +407,21 @@ def _conversation(
 
 def convert_text(row: dict[str, Any], options: FormatOptions) -> Conversation:
     """Return the column `text` as plain text."""
-    _require(row, "text")
+    require_columns(row, "text")
     return Conversation(text=read_text(row["text"], "text"))
 
 
-def _require(row: dict[str, Any], *keys: str) -> None:
+def _with_values(columns: tuple[str, ...], row: dict[str, Any]) -> tuple[str, ...]:
+    """Return the columns that have a value; raise Rejected if one of them contains an image, audio or video."""
+    found = tuple(key for key in columns if row[key] not in (None, "", []))
+    media = next((key for key in found if _MEDIA.match(key) and not isinstance(row[key], (bool, int, float))), None)
+    if media is not None:
+        raise Rejected("has_media", f"the column `{media}` has a value; only text can be trained on")
+    return found
+
+
+def require_columns(row: dict[str, Any], *keys: str) -> None:
+    """Raise Rejected if a column is missing."""
     for key in keys:
         if key not in row:
             raise Rejected("not_a_conversation", f"column {key!r} is missing")

@@ -69,12 +69,13 @@ FORMATS = {
     ".md": "md",
     ".markdown": "md",
     ".arrow": "arrow",
+    ".zip": "zip",
+    **dict.fromkeys((".xlsx", ".xlsm", ".xlsb", ".xls", ".ods"), "excel"),
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-READABLE = "`.jsonl .json .csv .tsv .parquet .txt .md`, also compressed as `.gz` or `.zst`"
+READABLE = "`.jsonl .json .csv .tsv .parquet .xlsx .txt .md .zip`, also compressed as `.gz` or `.zst`"
 _SAVE_AS_TEXT = "in the program that wrote it: File > Save As > Plain Text (.txt)"
 _UNREADABLE = {
-    **dict.fromkeys((".xlsx", ".xls", ".xlsm", ".ods"), "in Excel: File > Save As > CSV UTF-8; then use that file"),
     ".pdf": "extract its text, for example with `pdftotext -layout FILE.pdf FILE.txt`, and check the result",
     **dict.fromkeys((".docx", ".doc", ".odt", ".rtf", ".pages"), f"{_SAVE_AS_TEXT}; then use that file"),
     **dict.fromkeys((".html", ".htm", ".epub"), "convert it to Markdown, for example with `pandoc FILE -o FILE.md`"),
@@ -148,6 +149,6 @@ def _source_file(source: Source) -> SourceFile:
         raise UserError(f"`{name}`: `{suffix}` files cannot be read", fix=advice)
     if file_format is None:
         raise UserError(f"`{name}` has no known file extension", fix=f"convert the file to one of {READABLE}")
-    if compression and file_format in ("parquet", "arrow"):
-        raise UserError(f"`{name}` is compressed twice", fix="decompress it: Parquet and Arrow compress internally")
+    if compression and file_format in ("parquet", "arrow", "zip", "excel"):
+        raise UserError(f"`{name}` is compressed twice", fix="decompress it: this format compresses internally")
     return SourceFile(source, source.name, file_format, compression)

@@ -5,20 +5,23 @@ so a row added in the middle of a file changes one block and not all following b
 """
 
 import hashlib
+import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 import orjson
 
+from tunewell.config.extensions import FORMATS
 from tunewell.data.rows.conversation import Rejected
-from tunewell.data.rows.json_rows import check_nesting, parse_row
+from tunewell.data.rows.json_rows import check_nesting, parse_row, text_of
 from tunewell.data.sources.base import SourceFile
-from tunewell.data.sources.lines import TooLong, detect_encoding, read_lines
-from tunewell.data.sources.records import read_records, too_large
+from tunewell.data.sources.lines import TooLong, detect_encoding, read_lines, read_utf8
+from tunewell.data.sources.records import MAX_JSON_BYTES, MAX_NESTING, read_records, too_large
 
+_HEAD_BYTES = 1 << 16
 _MIN_ROWS, _MAX_ROWS, _MAX_BYTES = 512, 4096, 4 << 20
 _CUT_MASK = 0x3FF
 """A row whose checksum ends in ten zero bits ends a block: one in 1,024 rows, after the first 512."""
@@ -48,6 +51,11 @@ class ReadOptions:
     text_rows: str = "paragraph"
     encoding: str = "auto"
     limit: int | None = None
+    format: str = "auto"
+    """The configured format; `auto`: files of exported conversations are detected."""
+    paths: str = "best"
+    assistant: str | None = None
+    gap_hours: float = 8.0
 
 
 def read_blocks(file: SourceFile, options: ReadOptions) -> Iterator[Block]:
@@ -72,6 +80,9 @@ def read_blocks(file: SourceFile, options: ReadOptions) -> Iterator[Block]:
 def _numbered(file: SourceFile, options: ReadOptions) -> Iterator[tuple[int, Any, bytes]]:
     """Yield the number of each row, the row, and the bytes for its hash."""
     file = _with_detected_format(file, options)
+    if export := _export_format(file, options):
+        yield from _numbered_items(FORMATS.load(export)(file, options), options)
+        return
     if file.format != "jsonl":
         yield from _numbered_records(file, options)
         return
@@ -87,6 +98,10 @@ def _numbered_records(file: SourceFile, options: ReadOptions) -> Iterator[tuple[
     records = read_records(
         file, text_rows=options.text_rows, encoding=options.encoding, max_bytes=options.max_row_bytes
     )
+    yield from _numbered_items(records, options)
+
+
+def _numbered_items(records: Iterable[tuple[int, Any]], options: ReadOptions) -> Iterator[tuple[int, Any, bytes]]:
     for number, record in records:
         if isinstance(record, Rejected):
             yield number, *_rejected(record)
@@ -105,6 +120,10 @@ def _rejected(rejected: Rejected) -> tuple[Rejected, bytes]:
 
 def _with_detected_format(file: SourceFile, options: ReadOptions) -> SourceFile:
     """Detect the format from the content: many `.json` files have one object per line; some `.jsonl` are one list."""
+    if file.format == "zip":
+        from tunewell.data.sources.archive import open_archive  # not needed for other files
+
+        file = open_archive(file)
     if file.format not in ("json", "jsonl"):
         return file
     encoding = detect_encoding(file, options.encoding)
@@ -118,6 +137,27 @@ def _with_detected_format(file: SourceFile, options: ReadOptions) -> SourceFile:
     except orjson.JSONDecodeError:
         has_lines = False
     return replace(file, format="jsonl") if has_lines else file
+
+
+def _export_format(file: SourceFile, options: ReadOptions) -> str | None:
+    """Return the format of exported chats that is configured or that the file begins like, or None."""
+    if options.format != "auto":
+        return options.format if FORMATS.entry(options.format).files else None
+    entries = [entry for entry in map(FORMATS.entry, FORMATS.names()) if file.format in entry.files]
+    if not entries:
+        return None
+    head = text_of(next(read_utf8(file, detect_encoding(file, options.encoding)), b"")[:_HEAD_BYTES])
+    return next((entry.name for entry in entries if re.search(entry.head, head, re.DOTALL)), None)
+
+
+def read_parsed(file: SourceFile, options: ReadOptions) -> Iterator[tuple[int, Any]]:
+    """Yield the rows of a file with their numbers, parsed, or `Rejected`; for the readers of exported chats."""
+    plain = replace(options, format="messages", limit=None, max_row_bytes=MAX_JSON_BYTES, max_nesting=MAX_NESTING)
+    for number, item, _ in _numbered(file, plain):
+        try:
+            yield number, parse_item(item, plain)
+        except Rejected as rejected:
+            yield number, rejected
 
 
 def parse_item(item: Any, options: ReadOptions) -> Any:

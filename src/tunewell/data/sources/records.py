@@ -16,24 +16,14 @@ from tunewell.data.sources.lines import TooLong, detect_encoding, read_lines, re
 
 MAX_JSON_BYTES = 512 << 20
 """Maximum size of a `.json` file. Parsing takes about eight times as much memory."""
-_MAX_NESTING = 900
+MAX_NESTING = 900
 """Maximum nesting of a file, below orjson's limit of 1,024. Rows have a lower limit, which drops only the row."""
 _CONVERSATION_KEYS = frozenset({"messages", "conversations", "conversation"})
 
 
 def read_json_rows(file: SourceFile, *, encoding: str) -> list[Any]:
     """Return the rows of a JSON file; raise UserError for a file that is too large or not valid JSON."""
-    data = _read_whole(file, encoding)
-    if not data.strip():
-        raise UserError(f"`{file.name}` is empty", fix="the file should contain a list of rows: `[{...}, {...}]`")
-    try:
-        values = parse_values(data, max_nesting=_MAX_NESTING)
-    except Rejected as rejected:
-        raise UserError(
-            f"`{file.name}` is not valid JSON",
-            where=rejected.detail,
-            fix="correct the file, or convert it to `.jsonl`, in which an invalid line drops only one row",
-        ) from rejected
+    values = _json_values(file, encoding)
     if len(values) == 1:
         return _find_rows(values[0])
     if any(is_list(value) for value in values):
@@ -42,6 +32,26 @@ def read_json_rows(file: SourceFile, *, encoding: str) -> list[Any]:
             fix="put all rows into one list, or each row on one line of a `.jsonl` file",
         )
     return values
+
+
+def _json_values(file: SourceFile, encoding: str) -> list[Any]:
+    data = _read_whole(file, encoding)
+    if not data.strip():
+        raise UserError(f"`{file.name}` is empty", fix="the file should contain a list of rows: `[{...}, {...}]`")
+    try:
+        return parse_values(data, max_nesting=MAX_NESTING)
+    except Rejected as rejected:
+        raise UserError(
+            f"`{file.name}` is not valid JSON",
+            where=rejected.detail,
+            fix="correct the file, or convert it to `.jsonl`, in which an invalid line drops only one row",
+        ) from rejected
+
+
+def read_json_value(file: SourceFile, *, encoding: str) -> Any:
+    """Return the value of a JSON file that contains one object; raise UserError like `read_json_rows`."""
+    rows = _json_values(file, detect_encoding(file, encoding))
+    return rows[0] if len(rows) == 1 else rows
 
 
 def _read_whole(file: SourceFile, encoding: str) -> bytes:
@@ -86,6 +96,10 @@ def read_records(file: SourceFile, *, text_rows: str, encoding: str, max_bytes: 
         return enumerate(parquet_rows(file), start=1)
     if file.format == "arrow":
         return enumerate(arrow_rows(file), start=1)
+    if file.format == "excel":
+        from tunewell.data.sources.excel import excel_rows  # needs an optional library
+
+        return enumerate(excel_rows(file), start=1)
     encoding = detect_encoding(file, encoding)
     if file.format == "json":
         return enumerate(read_json_rows(file, encoding=encoding), start=1)

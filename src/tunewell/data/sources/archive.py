@@ -1,0 +1,91 @@
+"""A `.zip` file as a source: the row file inside an export of ChatGPT, Claude, Telegram or WhatsApp."""
+
+import io
+import zipfile
+import zlib
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+from typing import BinaryIO, cast
+
+from tunewell.core.errors import UserError
+from tunewell.data.sources.base import Source, SourceFile, detect_format
+
+_CHATS = ("conversations.json", "result.json", "_chat.txt")
+"""The file with the conversations in an export; everything else is pictures, accounts and settings."""
+_NUM_NAMED = 6
+
+
+@dataclass(frozen=True)
+class ZipMember:
+    """One file inside a `.zip` file."""
+
+    archive: Source
+    member: str
+
+    @property
+    def name(self) -> str:
+        return self.archive.name
+
+    def open(self) -> BinaryIO:
+        """Open the decompressed file. Errors while it is read are those of a damaged file."""
+        return cast(BinaryIO, io.BufferedReader(_Member(self.archive.open(), self.member)))
+
+    def size(self) -> int:
+        """Return the size of the archive."""
+        return self.archive.size()
+
+    def stamp(self) -> str:
+        """Return the stamp of the archive."""
+        return self.archive.stamp()
+
+
+class _Member(io.RawIOBase):
+    """A raw stream that reports a damaged member as an OSError."""
+
+    def __init__(self, stored: BinaryIO, name: str) -> None:
+        self._stored = stored
+        self._archive = zipfile.ZipFile(stored)
+        self._member = self._archive.open(name)
+
+    def close(self) -> None:
+        self._member.close()
+        self._archive.close()
+        self._stored.close()
+        super().close()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        try:
+            data = self._member.read(len(buffer))
+        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+            raise UserError(f"the `.zip` file is damaged: {error}", fix="download the export again") from error
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def open_archive(file: SourceFile) -> SourceFile:
+    """Return the row file inside a `.zip` file; raise UserError if there is none or more than one."""
+    try:
+        with file.open() as stored, zipfile.ZipFile(stored) as archive:
+            names = [info.filename for info in archive.infolist() if not info.is_dir()]
+    except zipfile.BadZipFile as error:
+        raise UserError(
+            f"`{file.name}` is not a complete `.zip` file", fix="copy or download the file again"
+        ) from error
+    names = [name for name in names if not name.startswith("__MACOSX/")]
+    chats = [name for name in names if PurePosixPath(name).name in _CHATS or _is_whatsapp(name)]
+    rows = chats or [name for name in names if detect_format(name)[0] not in (None, "zip")]
+    if len(rows) != 1:
+        shown = ", ".join(rows[:_NUM_NAMED] or names[:_NUM_NAMED])
+        raise UserError(
+            f"`{file.name}` contains {'several row files' if rows else 'no row file'}: {shown}",
+            fix="unpack it, and name the files in `data.sources`",
+        )
+    file_format, compression = detect_format(rows[0])
+    return replace(file, source=ZipMember(file.source, rows[0]), format=str(file_format), compression=compression)
+
+
+def _is_whatsapp(name: str) -> bool:
+    return PurePosixPath(name).name.startswith("WhatsApp") and name.endswith(".txt")

@@ -1,0 +1,49 @@
+"""Rows of Excel and OpenDocument workbooks, read with `python-calamine`: every sheet, its first row as column names."""
+
+# pyright: basic
+# python-calamine is optional and may be missing when types are checked.
+
+from collections.abc import Iterator
+from datetime import date, datetime, time
+from typing import Any
+
+from tunewell.core.errors import UserError
+from tunewell.core.optional import import_optional
+from tunewell.data.sources.base import SourceFile
+
+
+def excel_rows(file: SourceFile) -> Iterator[dict[str, Any]]:
+    """Yield the rows of all sheets; raise UserError for a damaged file or a sheet without column names."""
+    calamine = import_optional("python_calamine", extra="excel", purpose=f"reading `{file.name}`")
+    with file.open() as stream:
+        try:
+            workbook = calamine.CalamineWorkbook.from_filelike(stream)
+            sheets = [(name, workbook.get_sheet_by_name(name).to_python()) for name in workbook.sheet_names]
+        except calamine.CalamineError as error:
+            raise UserError(
+                f"`{file.name}` cannot be read: {error}", fix="open it in Excel, remove a password, and save it again"
+            ) from error
+    for name, rows in sheets:
+        rows = [[_value(cell) for cell in row] for row in rows]
+        filled = [row for row in rows if any(cell != "" for cell in row)]
+        if filled:
+            yield from _sheet_rows(filled, f"sheet `{name}` of `{file.name}`")
+
+
+def _sheet_rows(rows: list[list[Any]], where: str) -> Iterator[dict[str, Any]]:
+    names = [str(cell).strip() for cell in rows[0]]
+    used = [index for index, column in enumerate(names) if column]
+    if any(row[index] != "" for row in rows[1:] for index in range(len(names)) if not names[index]):
+        raise UserError(f"{where} has a column without a name", fix="put a name into its first row")
+    if len({names[index] for index in used}) != len(used):
+        raise UserError(f"{where} has two columns of one name", fix="rename one of them in the first row")
+    yield from ({names[index]: row[index] for index in used} for row in rows[1:])
+
+
+def _value(cell: Any) -> Any:
+    """Return a cell as JSON has it: whole numbers without a fraction, dates as text."""
+    if isinstance(cell, float) and cell.is_integer():
+        return int(cell)
+    if isinstance(cell, (datetime, date, time)):
+        return cell.isoformat()
+    return cell

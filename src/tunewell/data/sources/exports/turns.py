@@ -1,0 +1,103 @@
+"""Build a conversation from a stream of messages: join messages of one speaker, and split a chat at long pauses."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
+
+from tunewell.core.errors import UserError
+from tunewell.core.units import count
+from tunewell.data.rows.conversation import ConversationRow, Message, Rejected
+
+_NUM_NAMED = 6
+
+
+class Turns:
+    """A conversation that is being built."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.notes: Counter[str] = Counter()
+        self._thinking: list[str] = []
+
+    def think(self, text: str) -> None:
+        """Add thinking to the next reply."""
+        if text.strip():
+            self._thinking.append(text)
+
+    def add(self, role: str, text: str, *, separator: str = "\n", is_supervised: bool = True) -> None:
+        """Add a message. It is joined to the previous one if the speaker is the same; empty messages are left out."""
+        if not text.strip():
+            return
+        if self.messages and self.messages[-1]["role"] == role:
+            self.messages[-1]["content"] += separator + text
+        else:
+            self.messages.append({"role": role, "content": text})
+        message = self.messages[-1]
+        if role == "assistant" and self._thinking:
+            before = [message["reasoning_content"]] if "reasoning_content" in message else []
+            message["reasoning_content"] = "\n\n".join([*before, *self._thinking])
+        if role == "assistant" and not is_supervised:
+            message["weight"] = 0
+        self._thinking = []
+
+    def row(self, format_name: str) -> ConversationRow:
+        """Return the conversation from its first question on; raise Rejected if it has no messages."""
+        start = next((index for index, turn in enumerate(self.messages) if turn["role"] != "assistant"), None)
+        if start is None:
+            raise Rejected("not_a_conversation", "no question" if self.messages else "the conversation is empty")
+        if start:
+            self.notes["openings_left_out"] += start
+        return ConversationRow(self.messages[start:], format_name, dict(self.notes))
+
+
+class ChatMessage(NamedTuple):
+    """One message of a chat between people."""
+
+    number: int
+    time: datetime
+    sender: str
+    text: str
+    is_media: bool = False
+
+
+def chat_rows(
+    messages: Iterable[ChatMessage], format_name: str, *, assistant: str | None, gap_hours: float, file_name: str
+) -> Iterator[tuple[int, Any]]:
+    """Yield a conversation for each part of a chat without a long pause. `assistant` writes the replies.
+
+    In a chat of more than two people, each message of the others begins with the name of its sender.
+    """
+    chat = list(messages)
+    senders = Counter(message.sender for message in chat)
+    if assistant is None or assistant not in senders:
+        named = ", ".join(f"`{name}` ({count(number)})" for name, number in senders.most_common(_NUM_NAMED))
+        raise UserError(
+            f"whose messages in `{file_name}` are the replies?"
+            if assistant is None
+            else f"`{assistant}` wrote nothing in `{file_name}`",
+            where=f"senders: {named or 'none'}",
+            fix="name the person whose messages the model should learn, on the source: `assistant: NAME`",
+        )
+    turns, first, previous = Turns(), 0, datetime.min
+    for message in chat:
+        if message.time - previous > timedelta(hours=gap_hours) and (turns.messages or turns.notes):
+            yield first, _row(turns, format_name)
+            turns = Turns()
+        first = first if turns.messages or turns.notes else message.number
+        previous = message.time
+        if message.is_media:
+            turns.notes["media_left_out"] += 1
+        elif message.sender == assistant:
+            turns.add("assistant", message.text)
+        else:
+            turns.add("user", f"{message.sender}: {message.text}" if len(senders) > 2 else message.text)
+    if turns.messages or turns.notes:
+        yield first, _row(turns, format_name)
+
+
+def _row(turns: Turns, format_name: str) -> Any:
+    try:
+        return turns.row(format_name)
+    except Rejected as rejected:
+        return rejected

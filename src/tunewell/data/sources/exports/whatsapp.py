@@ -1,0 +1,82 @@
+"""The text export of a WhatsApp chat (`_chat.txt`), as Android and iPhones write it in many languages.
+
+12/31/23, 9:05 PM - Anna: text          Android
+[31.12.23, 21:05:10] Anna: text         iPhone
+"""
+
+import re
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+from tunewell.core.errors import UserError
+from tunewell.data.rows.json_rows import text_of
+from tunewell.data.sources.base import SourceFile
+from tunewell.data.sources.blocks import ReadOptions
+from tunewell.data.sources.exports.turns import ChatMessage, chat_rows
+from tunewell.data.sources.lines import TooLong, detect_encoding, read_lines
+
+_NAME = "whatsapp"
+_HIDDEN = re.compile("[\u200e\u200f\u202a\u202c\ufeff]")
+_LINE = re.compile(
+    r"\[?(?P<a>\d{1,4})[./-](?P<b>\d{1,2})[./-](?P<c>\d{2,4}),?\s(?P<hour>\d{1,2})[:.](?P<minute>\d{2})(?:[:.]\d{2})?"
+    r"(?:\s?(?P<half>[ap])\.?\s?m\.?)?(?:\]|\s-)\s(?P<rest>.*)",
+    re.IGNORECASE,
+)
+_MEDIA = re.compile(
+    r"<[^<>]*(?:omitted|ausgeschlossen|omitid[oa]s?|omis|weggelaten|omess[io]|oculta|attached:)[^<>]*>"
+    r"|(?:image|video|audio|sticker|GIF|document|contact card|photo) omitted|.+\(file attached\)",
+    re.IGNORECASE,
+)
+_DELETED = re.compile(r"(?:This message was deleted|You deleted this message|Diese Nachricht wurde gelöscht)\.?")
+
+
+def read(file: SourceFile, options: ReadOptions) -> Iterator[tuple[int, Any]]:
+    """Yield the parts of the chat, numbered by their first line."""
+    messages = _messages(file, options)
+    return chat_rows(messages, _NAME, assistant=options.assistant, gap_hours=options.gap_hours, file_name=file.name)
+
+
+def _messages(file: SourceFile, options: ReadOptions) -> list[ChatMessage]:
+    encoding = detect_encoding(file, options.encoding)
+    entries: list[tuple[int, re.Match[str], list[str]]] = []
+    for number, line in enumerate(read_lines(file, encoding=encoding, max_bytes=options.max_row_bytes), start=1):
+        text = "" if isinstance(line, TooLong) else _HIDDEN.sub("", text_of(line)).replace("\u202f", " ")
+        if match := _LINE.fullmatch(text):
+            entries.append((number, match, [match["rest"]]))
+        elif entries:
+            entries[-1][2].append(text)
+        elif text.strip():
+            raise UserError(f"`{file.name}` is not a WhatsApp chat", where=f"line {number}: {text[:60]!r}")
+    is_month_first = _is_month_first([match for _, match, _ in entries])
+    messages: list[ChatMessage] = []
+    for number, match, lines in entries:
+        sender, colon, text = "\n".join(lines).rstrip("\n").partition(": ")
+        if not colon or "\n" in sender or _DELETED.fullmatch(text):
+            continue  # a notice: "Messages are end-to-end encrypted", "Anna changed the subject"
+        time = _time(match, is_month_first, f"{file.name} line {number}")
+        messages.append(ChatMessage(number, time, sender, text, bool(_MEDIA.fullmatch(text.strip()))))
+    return messages
+
+
+def _is_month_first(dates: list[re.Match[str]]) -> bool:
+    """Return True if the month is before the day: a second number above 12, or AM and PM without a first above 12."""
+    if any(int(date["a"]) > 12 for date in dates):
+        return False
+    return any(int(date["b"]) > 12 or date["half"] for date in dates)
+
+
+def _time(date: re.Match[str], is_month_first: bool, where: str) -> datetime:
+    first, second, third = int(date["a"]), int(date["b"]), int(date["c"])
+    hour = int(date["hour"])
+    if date["half"]:
+        hour = hour % 12 + (12 if date["half"].lower() == "p" else 0)
+    if first > 31:
+        year, month, day = first, second, third
+    else:
+        year = third + 2000 if third < 100 else third
+        month, day = (first, second) if is_month_first else (second, first)
+    try:
+        return datetime(year, month, day, hour, int(date["minute"]))
+    except ValueError as error:
+        raise UserError(f"not a date: {date[0][:20]!r}", where=where, fix="export the chat again") from error
