@@ -370,8 +370,8 @@ def test_a_workbook_is_read_sheet_by_sheet(tiny_model, tmp_path):
     first = [["question", "answer", "id"], ["How many?", 4, 1], ["", "", ""], ["Where?", "Köln &amp; Bonn", 2]]
     write_workbook(tmp_path / "rows.xlsx", {"one": first, "empty": [], "two": [["Frage", "Antwort"], ["Wer?", "Wir."]]})
     report = prepared(tmp_path, tiny_model, "rows.xlsx")
-    assert report["dropped"] == {"not_a_conversation": 2}  # a number is no text; German names
-    assert supervised(tmp_path) == ["Köln & Bonn<|im_end|>"]
+    assert report["dropped"] == {"not_a_conversation": 1}  # German names
+    assert supervised(tmp_path) == ["4<|im_end|>", "Köln & Bonn<|im_end|>"]
     assert report["remarks"] == ["`rows.xlsx`: columns that are not used: `id`"]
     write_workbook(tmp_path / "bad.xlsx", {"one": [["q", "q"], ["a", "b"]]})
     assert "two columns of one name" in prepare(tmp_path, tiny_model, "bad.xlsx", code=2)["error"]["what"]
@@ -437,6 +437,7 @@ def test_completions_that_were_not_preferred_are_dropped(tiny_model, tmp_path):
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image"),
         ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}, "audio"),
         ({"question": "What is it?", "answer": "A cat.", "image": {"bytes": "AAAA", "path": None}}, "`image`"),
+        ({"question": "What is it?", "answer": "A cat.", "audio_path": "meow.wav"}, "`audio_path`"),
         ({"conversations": [{"from": "human", "value": "<image>\nWhat?"}], "images": ["cat.jpg"]}, "`images`"),
     ],
 )

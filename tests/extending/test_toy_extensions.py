@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import tunewell
 from corpora import row
 from tunewell.cli import main as command_line
-from tunewell.config.extensions import METHODS, OPTIMIZERS, MethodEntry
+from tunewell.config.extensions import FORMATS, METHODS, OPTIMIZERS, FormatEntry, MethodEntry
 from tunewell.core.registry import Entry, Registry
 from tunewell.data.sources.base import SOURCES
 
@@ -30,7 +30,7 @@ def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Find the toy modules by name, and leave every registry as it was."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     monkeypatch.chdir(tmp_path)
-    registries: list[Registry] = [METHODS, OPTIMIZERS, SOURCES]
+    registries: list[Registry] = [FORMATS, METHODS, OPTIMIZERS, SOURCES]
     before = [dict(registry._entries) for registry in registries]
     yield
     for registry, entries in zip(registries, before, strict=True):
@@ -81,6 +81,20 @@ def test_a_toy_source_is_prepared(tiny_model: Path) -> None:
     made = tunewell.prepare(_settings(tiny_model), data="memory://rows.jsonl", progress=False)
     assert made.manifest.rows_in == 25
     assert tunewell.open_corpus("corpus")[0].source == "rows.jsonl"
+
+
+def test_toy_formats_are_detected_and_can_be_named(tiny_model: Path, tmp_path: Path) -> None:
+    """Guards a row format and a file format: one line each."""
+    FORMATS.add(FormatEntry("riddle", "a toy", "toy_format:convert_riddle", columns=("riddle", "unriddled")))
+    FORMATS.add(FormatEntry("quiz", "a toy", "toy_format:read_quiz", files=("txt",), head=r"\AQUIZ\n"))
+    rows = [{"riddle": f"what is {number}?", "unriddled": "a number", "author": "me"} for number in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in rows), encoding="utf-8")
+    (tmp_path / "quiz.txt").write_text("QUIZ\n" + "".join(f"q {n}?\na {n}\n" for n in range(20)), encoding="utf-8")
+    manifest = tunewell.prepare(model=str(tiny_model), data=["rows.jsonl", "quiz.txt"]).manifest
+    assert [source.formats for source in manifest.sources] == [{"riddle": 20}, {"quiz": 20}]
+    assert manifest.sources[0].unused == {"author": 20}
+    named = tunewell.prepare(model=str(tiny_model), data="rows.jsonl", sets=["data.sources[0].format=riddle"])
+    assert named.manifest.documents == manifest.sources[0].documents
 
 
 def test_a_toy_command_runs_and_is_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

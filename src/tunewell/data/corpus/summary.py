@@ -26,6 +26,7 @@ from tunewell.records.plan import Chosen
 
 _NUM_BARS = 12
 _NUM_NAMED = 5
+_NUM_COLUMNS = 12
 
 WrittenSplit = tuple[Units, Packing, SplitRecord]
 
@@ -128,7 +129,8 @@ def _column_remarks(source: SourceLedger) -> Iterator[str]:
         if name != label
     ]
     if columns:
-        yield f"`{source.name}`: columns that are not used: {', '.join(columns)}"
+        more = f" and {count(len(columns) - _NUM_COLUMNS)} more" if len(columns) > _NUM_COLUMNS else ""
+        yield f"`{source.name}`: columns that are not used: {', '.join(columns[:_NUM_COLUMNS])}{more}"
 
 
 def total_dropped(assembly: Assembly) -> Counter[str]:

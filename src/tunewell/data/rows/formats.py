@@ -36,7 +36,11 @@ ROLES = {
 """Role names in data sets -> standard role names of templates."""
 
 _CALL_ROLES = ("function_call", "tool_call")
-_MEDIA = re.compile("image|img|audio|video|pixel_values|picture", re.IGNORECASE)
+_MEDIA = re.compile("image|audio|video", re.IGNORECASE)
+_MEDIA_COLUMNS = frozenset(
+    [kind + end for kind in ("image", "audio", "video") for end in ("", "s", "_path", "_url", "_file", "_bytes")]
+    + ["img", "picture", "pixel_values"]
+)
 _KEPT_TEXT_KEYS = ("name", "tool_call_id", "reasoning_content", "thinking", "reasoning")
 _MAX_NESTING_INSIDE = 64
 
@@ -414,7 +418,7 @@ def convert_text(row: dict[str, Any], options: FormatOptions) -> Conversation:
 def _with_values(columns: tuple[str, ...], row: dict[str, Any]) -> tuple[str, ...]:
     """Return the columns that have a value; raise Rejected if one of them contains an image, audio or video."""
     found = tuple(key for key in columns if row[key] not in (None, "", []))
-    media = next((key for key in found if _MEDIA.match(key) and not isinstance(row[key], (bool, int, float))), None)
+    media = next((key for key in found if key.lower() in _MEDIA_COLUMNS), None)
     if media is not None:
         raise Rejected("has_media", f"the column `{media}` has a value; only text can be trained on")
     return found

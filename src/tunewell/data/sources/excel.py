@@ -12,7 +12,7 @@ from tunewell.core.optional import import_optional
 from tunewell.data.sources.base import SourceFile
 
 
-def excel_rows(file: SourceFile) -> Iterator[dict[str, Any]]:
+def excel_rows(file: SourceFile) -> Iterator[dict[str, str]]:
     """Yield the rows of all sheets; raise UserError for a damaged file or a sheet without column names."""
     calamine = import_optional("python_calamine", extra="excel", purpose=f"reading `{file.name}`")
     with file.open() as stream:
@@ -23,15 +23,15 @@ def excel_rows(file: SourceFile) -> Iterator[dict[str, Any]]:
             raise UserError(
                 f"`{file.name}` cannot be read: {error}", fix="open it in Excel, remove a password, and save it again"
             ) from error
-    for name, rows in sheets:
-        rows = [[_value(cell) for cell in row] for row in rows]
+    for name, cells in sheets:
+        rows = [[_text(cell) for cell in row] for row in cells]
         filled = [row for row in rows if any(cell != "" for cell in row)]
         if filled:
             yield from _sheet_rows(filled, f"sheet `{name}` of `{file.name}`")
 
 
-def _sheet_rows(rows: list[list[Any]], where: str) -> Iterator[dict[str, Any]]:
-    names = [str(cell).strip() for cell in rows[0]]
+def _sheet_rows(rows: list[list[str]], where: str) -> Iterator[dict[str, str]]:
+    names = [cell.strip() for cell in rows[0]]
     used = [index for index, column in enumerate(names) if column]
     if any(row[index] != "" for row in rows[1:] for index in range(len(names)) if not names[index]):
         raise UserError(f"{where} has a column without a name", fix="put a name into its first row")
@@ -40,10 +40,8 @@ def _sheet_rows(rows: list[list[Any]], where: str) -> Iterator[dict[str, Any]]:
     yield from ({names[index]: row[index] for index in used} for row in rows[1:])
 
 
-def _value(cell: Any) -> Any:
-    """Return a cell as JSON has it: whole numbers without a fraction, dates as text."""
+def _text(cell: Any) -> str:
+    """Return a cell as text, as in a CSV file: whole numbers without a fraction, dates in ISO form."""
     if isinstance(cell, float) and cell.is_integer():
-        return int(cell)
-    if isinstance(cell, (datetime, date, time)):
-        return cell.isoformat()
-    return cell
+        return str(int(cell))
+    return cell.isoformat() if isinstance(cell, (datetime, date, time)) else str(cell)

@@ -77,7 +77,8 @@ def chat_rows(
             if assistant is None
             else f"`{assistant}` wrote nothing in `{file_name}`",
             where=f"senders: {named or 'none'}",
-            fix="name the person whose messages the model should learn, on the source: `assistant: NAME`",
+            fix="name the person whose messages the model should learn, on the source: `assistant: NAME` "
+            "(`format: text` if the file is not a chat)",
         )
     turns, first, previous = Turns(), 0, datetime.min
     for message in chat:
