@@ -32,6 +32,7 @@ values = st.recursive(
 
 @given(value=values, is_ascii=st.booleans(), indent=st.sampled_from([None, 1]))
 @example(value={"id": 2**64, "other": [-(2**70), 10**25, 1e300]}, is_ascii=True, indent=None)
+@example(value=[-(2**63) - 1, -(2**63)], is_ascii=True, indent=None)
 @example(value={'say "hi"': 1, "say": 2}, is_ascii=True, indent=None)
 @settings(max_examples=examples(150))
 def test_what_is_json_is_read_as_the_standard_library_reads_it(value, is_ascii, indent):

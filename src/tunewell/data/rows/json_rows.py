@@ -11,7 +11,8 @@ import orjson
 
 from tunewell.data.rows.conversation import Rejected, is_object
 
-_MAX_EXACT = float(2**64)
+_MIN_EXACT, _MAX_EXACT = -float(2**63), float(2**64)
+"""orjson reads integers beyond these as rounded floats."""
 _CONTAINERS: tuple[type[Any], ...] = (dict, list)
 _MAX_DIGITS = 4300
 """Python's limit on the digits of an integer. Parsing longer integers takes more than linear time."""
@@ -69,7 +70,7 @@ def check_nesting(value: Any, max_nesting: int) -> bool:
             for inner in values:
                 if type(inner) in _CONTAINERS:
                     deeper.append(inner)
-                elif type(inner) is float and not -_MAX_EXACT < inner < _MAX_EXACT:
+                elif type(inner) is float and not _MIN_EXACT < inner < _MAX_EXACT:
                     has_huge = True
         level = deeper
     return has_huge
