@@ -1,5 +1,7 @@
 """Tool calls and thinking in the forms of other tools: they reach the model's template in the form that it renders."""
 
+import copy
+import importlib.util
 import json
 from pathlib import Path
 
@@ -7,6 +9,9 @@ import pytest
 from tiny import prepare, write_jsonl
 
 from tunewell import open_corpus
+from tunewell.data.rows.formats import Converter
+from tunewell.data.templates.chat_template import ChatTemplate
+from tunewell.data.templates.tool_calls import fit_template
 from tunewell.data.tokenizers.load import load_tokenizer
 
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}%s<|im_end|>\n"
@@ -152,6 +157,17 @@ def test_a_template_without_tool_calls_keeps_them_as_text(tiny_model, tmp_path):
     assert supervised == f"{CALL_TEXT}<|im_end|>It is sunny.<|im_end|>"
 
 
+def test_a_template_that_mentions_tool_calls_and_writes_none_is_noticed(tiny_model, tmp_path):
+    """DeepSeek's R1 renders a call only if the content is null, so the reply was empty without a word."""
+    text = OBJECT_TEMPLATE.replace("m.tool_calls or []", "(m.tool_calls if m.content is none else [])")
+    (tmp_path / "t.jinja").write_text(text, encoding="utf-8")
+    openai = {"messages": [{**turn, "content": turn["content"] or "Wait."} for turn in FORMS["openai"]["messages"]]}
+    report, _ = prepared(tmp_path, tiny_model, openai, "template.name=t.jinja")
+    assert report["notes"] == {"tool_calls_not_rendered": 1}
+    _, [(_, supervised)] = prepared(tmp_path, tiny_model, FORMS["hermes"], "template.name=t.jinja")
+    assert supervised == f"{CALL_TEXT}<|im_end|>It is sunny.<|im_end|>"
+
+
 def test_a_call_that_is_no_json_stays_text(tiny_model, tmp_path):
     """Nothing is guessed."""
     (tmp_path / "t.jinja").write_text(OBJECT_TEMPLATE, encoding="utf-8")
@@ -191,3 +207,26 @@ def test_a_reply_of_thinking_only_is_empty_without_it(tiny_model, tmp_path):
     sets = ["data.held_out=0.0", "data.clean.thinking=strip"]
     report = prepare(tmp_path, tiny_model, "rows.jsonl", sets=sets)
     assert (report["documents"], report["dropped"]) == (2, {"empty_reply": 1})
+
+
+REAL = Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"  # found without importing it
+CALLS_IN = {
+    "qwen2_5": '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>',
+    "qwen3": '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>',
+    "llama3_2": '{"name": "weather", "parameters": {"city": "Köln"}}',
+    "deepseekv3": 'weather\n```json\n{"city": "Köln"}\n```',
+}
+
+
+@pytest.mark.parametrize("name", CALLS_IN)
+def test_real_templates_render_every_form_in_their_own(name):
+    """Templates of models, as TRL ships them: some take objects, some take text, and each has its own tags."""
+    template = ChatTemplate((REAL / f"{name}.jinja").read_text(encoding="utf-8"), special_tokens={"bos_token": "<s>"})
+    texts = {}
+    for form in ("openai", "openai, before 2024", "hermes", "llama-factory", "anthropic"):
+        conversation, _ = Converter().convert(copy.deepcopy(FORMS[form]))
+        fit_template(conversation, template)
+        texts[form] = template.render(conversation.messages, conversation.tools)
+        assert CALLS_IN[name] in texts[form], form
+    if "tools" in template.variables:
+        assert len(set(texts.values())) == 1

@@ -238,7 +238,11 @@ def _check_tools(conversation: Conversation, masker: Masker, rendered: RenderedB
     calls = [message for message in conversation.messages if message.get("tool_calls")]
     if conversation.tools and "tools" not in template.variables:
         rendered.notes["tools_not_rendered"] += 1
-    if not calls or "tool_calls" in template.source:
+    if not calls:
+        return
+    from tunewell.data.templates.tool_calls import renders_tool_calls  # not needed for rows without calls
+
+    if renders_tool_calls(template):
         return
     if masker.rule.learn_from == "everything" and not all(message["content"].strip() for message in calls):
         raise Rejected(

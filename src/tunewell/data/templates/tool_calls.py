@@ -20,13 +20,18 @@ _HERMES = re.compile(r"\s*You are a function calling AI model\b")
 _QWEN = re.compile(r"\s*# Tools\n\nYou may call one or more functions\b")
 
 
+def renders_tool_calls(template: ChatTemplate) -> bool:
+    """Return True if the template writes tool calls. Some mention them and render only calls without any content."""
+    return _argument_form(template) is not None
+
+
 def fit_template(conversation: Conversation, template: ChatTemplate) -> None:
     """Convert tool calls in texts to `tool_calls`, and arguments to objects or text, as the template renders them."""
-    if "tool_calls" not in template.source:
+    form = _argument_form(template)
+    if form is None:
         return
     if any("<tool" in message["content"] for message in conversation.messages):
         _convert_texts(conversation, has_tools="tools" in template.variables)
-    form = _argument_form(template)
     for message in conversation.messages:
         for call in objects_in(message.get("tool_calls")):
             function = inner if is_object(inner := call.get("function")) else call
@@ -95,6 +100,8 @@ def _object(text: str) -> dict[str, Any] | None:
 @lru_cache(maxsize=64)
 def _argument_form(template: ChatTemplate) -> type | None:
     """Return dict or str, the form of arguments that the template renders as JSON, or None if neither works."""
+    if "tool_calls" not in template.source:
+        return None
     arguments = {"probe": "value"}
     for form, given in ((dict, arguments), (str, json.dumps(arguments))):
         call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": given}}
