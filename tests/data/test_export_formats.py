@@ -267,6 +267,7 @@ def test_a_whatsapp_chat_is_cut_at_long_pauses(tiny_model, tmp_path, name, text)
     assert report["dropped"] == {"not_a_conversation": 1}  # nobody answered
     assert report["notes"] == {"media_left_out": 1, "openings_left_out": 1}
     assert supervised(tmp_path) == ["Yes.\nIn an hour,\nI think.<|im_end|>", "Again soon<|im_end|>"]
+    assert not any("encrypted" in text for text, _ in documents(tmp_path))
     unknown = prepare(tmp_path, tiny_model, name, sets=source(assistant="Carl"), code=2)["error"]
     assert "`Carl` wrote nothing" in unknown["what"]
 

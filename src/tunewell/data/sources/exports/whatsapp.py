@@ -1,7 +1,7 @@
 """The text export of a WhatsApp chat (`_chat.txt`), as Android and iPhones write it in many languages.
 
 12/31/23, 9:05 PM - Anna: text          Android
-[31.12.23, 21:05:10] Anna: text         iPhone
+[31.12.23, 21:05:10] Anna: text         iPhone; a hidden mark (U+200E) begins a text that WhatsApp itself wrote
 """
 
 import re
@@ -40,10 +40,14 @@ def read(file: SourceFile, options: ReadOptions) -> Iterator[tuple[int, Any]]:
 def _messages(file: SourceFile, options: ReadOptions) -> list[ChatMessage]:
     encoding = detect_encoding(file, options.encoding)
     entries: list[tuple[int, re.Match[str], list[str]]] = []
+    notices: set[int] = set()
     for number, line in enumerate(read_lines(file, encoding=encoding, max_bytes=options.max_row_bytes), start=1):
-        text = "" if isinstance(line, TooLong) else _HIDDEN.sub("", text_of(line)).replace("\u202f", " ")
+        raw = "" if isinstance(line, TooLong) else text_of(line).replace("\u202f", " ")
+        text = _HIDDEN.sub("", raw)
         if match := _LINE.fullmatch(text):
             entries.append((number, match, [match["rest"]]))
+            if raw.partition(": ")[2].startswith("\u200e"):
+                notices.add(number)
         elif entries:
             entries[-1][2].append(text)
         elif text.strip():
@@ -54,8 +58,11 @@ def _messages(file: SourceFile, options: ReadOptions) -> list[ChatMessage]:
         sender, colon, text = "\n".join(lines).rstrip("\n").partition(": ")
         if not colon or "\n" in sender or _DELETED.fullmatch(text):
             continue  # a notice: "Messages are end-to-end encrypted", "Anna changed the subject"
+        is_media = bool(_MEDIA.fullmatch(text.strip()))
+        if number in notices and not is_media:
+            continue
         time = _time(match, is_month_first, f"{file.name} line {number}")
-        messages.append(ChatMessage(number, time, sender, text, bool(_MEDIA.fullmatch(text.strip()))))
+        messages.append(ChatMessage(number, time, sender, text, is_media))
     return messages
 
 
