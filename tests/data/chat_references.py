@@ -355,7 +355,10 @@ def bare_backend(backend: Tokenizer) -> Tokenizer:
 
 
 def expected_mask(backend: Tokenizer, pieces: Pieces) -> tuple[list[int], list[bool], int]:
-    """Encode the whole text and mark the tokens that lie in learned pieces; count those that lie across an edge."""
+    """Encode the whole text and mark the tokens of learned pieces, the first of which follows the prompt's last token.
+
+    Count the tokens that lie across an end.
+    """
     text = "".join(piece for piece, _ in pieces)
     spans: list[tuple[int, int]] = []
     at = 0
@@ -365,8 +368,12 @@ def expected_mask(backend: Tokenizer, pieces: Pieces) -> tuple[list[int], list[b
         at += len(piece)
     encoding = backend.encode(text, add_special_tokens=False)
     offsets = _by_byte(encoding.tokens, encoding.offsets, text)
-    learned = [any(a <= x and y <= b for a, b in spans) for x, y in offsets]
-    num_boundary = sum(any(x < edge < y for span in spans for edge in span) for x, y in offsets)
+    learned = [False] * len(offsets)
+    for a, b in spans:
+        first = len(backend.encode(text[:a], add_special_tokens=False).ids)
+        last = max((at for at, (_, y) in enumerate(offsets) if y <= b), default=-1)
+        learned[first : last + 1] = [True] * (last + 1 - first)
+    num_boundary = sum(any(x < b < y for _, b in spans) for x, y in offsets)
     learned[0] = False
     if sum(learned) <= len(spans):  # ends only: a document that teaches nothing else is dropped
         learned = [False] * len(learned)

@@ -275,8 +275,10 @@ def test_cutting_at_markers_gives_the_ids_of_the_whole_text(name):
     rows = conversations(40, seed=31, features=Features(tools=True, thinking=True))
     ours.encoder.check_segmentation([PlannedDocument(*ours.masker.plan(row)) for row in rows])
     backend = bare_backend(ours.tokenizer.backend)
-    for row, (ids, _, _) in zip(rows, ours.documents(rows), strict=True):
-        assert ids == backend.encode(ours.masker.template.render(row.messages, row.tools), add_special_tokens=False).ids
+    is_split = ours.encode(*rows).is_split.tolist()
+    for row, is_own, (ids, _, _) in zip(rows, is_split, ours.documents(rows), strict=True):
+        text = ours.masker.template.render(row.messages, row.tools)
+        assert (ids == backend.encode(text, add_special_tokens=False).ids) != is_own
 
 
 def test_a_sentencepiece_model_that_puts_a_space_behind_markers_is_cut_right_too():
@@ -384,18 +386,17 @@ def test_plain_text_is_learned_whole_with_its_end():
     assert encoded.failed[1].reason == "nothing_to_learn"  # only its end marker would be supervised
 
 
-def test_a_reply_that_a_boundary_token_swallows_is_dropped_with_that_reason():
-    """Nothing but the end of the turn would be learned."""
+def test_a_reply_that_its_header_would_swallow_is_learned():
+    """The whole text has `them` as one token, but a prompt ends with `the`, and the model must answer `m`."""
     header = "{{ m.role + ' the' if m.role == 'assistant' else m.role }}"
     source = "{% for m in messages %}" + header + "{{ m.content }}<|im_end|>{% endfor %}"
     ours = Ours(ours_for("smollm2").tokenizer, source)
     row = messages_of(("user", "q"), ("assistant", "m"))
     encoded = ours.encode(row, messages_of(("user", "q"), ("assistant", "m one")))
-    assert encoded.failed[0].reason == "nothing_to_learn"
-    assert list(encoded.failed) == [0]
-    assert encoded.boundary.tolist() == [1, 1]
-    assert not encoded.supervised[: encoded.lengths[0]].any()
-    assert encoded.supervised[encoded.lengths[0] :].any()
+    assert not encoded.failed
+    assert encoded.is_split.all()
+    assert not encoded.boundary.any()
+    assert ours.supervised_text(row) == "m<|im_end|>"
 
 
 def test_text_that_cannot_be_written_without_a_control_id_is_refused():

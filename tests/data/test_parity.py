@@ -29,24 +29,24 @@ def their_tokenizer(tokenizer: LoadedTokenizer, folder, template: str):
 
 
 def compare(tokenizer: LoadedTokenizer, folder, *, name: str, template: str, is_lossless: bool = True) -> int:
-    """Compare all conversations for a template; give the number of boundary tokens."""
+    """Compare all conversations for a template; give the number of those with other ids than the whole text."""
     theirs = their_tokenizer(tokenizer, folder, template)
     ours = Ours(tokenizer, template)
     rows = conversations(COUNT, seed=11, features=FEATURES.get(name, Features()))
     backend = bare_backend(theirs.backend_tokenizer)
-    num_boundary = 0
-    for row, (ids, learned, boundary) in zip(rows, ours.documents(rows), strict=True):
+    is_split = ours.encode(*rows).is_split.tolist()
+    for row, is_own, (ids, learned, boundary) in zip(rows, is_split, ours.documents(rows), strict=True):
         pieces = REFERENCES[name](row)
-        assert ids == theirs.apply_chat_template(row.messages, tools=row.tools, tokenize=True, return_dict=False)
+        whole = theirs.apply_chat_template(row.messages, tools=row.tools, tokenize=True, return_dict=False)
         same_ids, expected, expected_boundary = expected_mask(backend, pieces)
-        assert ids == same_ids
-        assert learned == expected, pieces
-        assert boundary == expected_boundary, pieces
-        num_boundary += boundary
-        if is_lossless and not boundary:
+        assert whole == same_ids
+        assert (ids != whole) == is_own, pieces
+        assert is_own or learned == expected, pieces
+        assert boundary == expected_boundary == 0, pieces
+        if is_lossless:
             chosen = [token for token, is_supervised in zip(ids, learned, strict=True) if is_supervised]
             assert backend.decode(chosen, skip_special_tokens=False) == "".join(text for text, own in pieces if own)
-    return num_boundary
+    return sum(is_split)
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +56,16 @@ def smollm2() -> LoadedTokenizer:
 
 def test_smollm2_with_its_own_template(smollm2, tmp_path):
     assert smollm2.chat_template is not None
-    num_boundary = compare(smollm2, tmp_path, name="smollm2", template=smollm2.chat_template)
-    assert num_boundary > 0
+    assert compare(smollm2, tmp_path, name="smollm2", template=smollm2.chat_template) > 0
 
 
-def test_a_reply_that_starts_with_two_spaces_has_one_boundary_token_on_smollm2(smollm2):
-    """The line end of the header and the first space are one token there, which belongs to neither."""
+def test_a_reply_that_starts_with_two_spaces_is_learned_from_its_first_token_on_smollm2(smollm2):
+    """The whole text has the line end of the header and the first space in one token, which no prompt ends with."""
     ours = Ours(smollm2, smollm2.chat_template)
     [two, one] = [messages_of(("user", "hi"), ("assistant", reply)) for reply in ("  hello", " hello")]
-    assert [boundary for _, _, boundary in ours.documents([two, one])] == [1, 0]
-    assert ours.supervised_text(two) == " hello<|im_end|>"
+    assert [boundary for _, _, boundary in ours.documents([two, one])] == [0, 0]
+    assert ours.encode(two, one).is_split.tolist() == [True, False]
+    assert ours.supervised_text(two) == "  hello<|im_end|>"
     assert ours.supervised_text(one) == " hello<|im_end|>"
 
 

@@ -7,7 +7,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunewell.data.encoding.word_table import WordTable, build_word_table
+from tunewell.data.encoding.text_backends import WordTable, build_word_table
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -90,7 +90,7 @@ def test_a_text_that_the_pattern_leaves_gaps_in_is_not_encoded(model: dict[str, 
 def test_the_table_forgets_before_it_fills_the_memory(
     model: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tunewell.data.encoding.word_table._MAX_WORDS", 3)
+    monkeypatch.setattr("tunewell.data.encoding.text_backends._MAX_WORDS", 3)
     table = build_word_table(_with(model, _GPT2_WORDS))
     assert isinstance(table, WordTable)
     texts = [f" word{letter}" for letter in "abcdefgh"] + [" " + "x" * 100]

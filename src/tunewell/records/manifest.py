@@ -134,6 +134,8 @@ class Manifest(Record):
     dropped: dict[str, int]
     notes: dict[str, int]
     boundary_tokens: int
+    encoding_version: int = 1
+    """Version of the encoding; since version 2, every reply starts with a new token."""
     tokens: TokenCounts
     packing: PackingRecord
     lengths: LengthRecord
@@ -147,6 +149,15 @@ class Manifest(Record):
     splits: dict[str, SplitRecord]
     files: dict[str, FileRecord]
     """All other files of the corpus."""
+
+    @property
+    def other_ids_share(self) -> float | None:
+        """Share of rows with other ids if their whole text is encoded at once; None if it was not counted."""
+        later = ("exact_duplicate", "answer_in_held_out", "not_sampled", "too_long")
+        num_encoded = self.documents + self.held_out + sum(self.dropped.get(reason, 0) for reason in later)
+        if self.encoding_version < 2 or not num_encoded:
+            return None
+        return self.notes.get("other_ids_as_a_whole", 0) / num_encoded
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

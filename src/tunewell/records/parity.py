@@ -43,6 +43,8 @@ class Probe(Record):
     messages: list[dict[str, str]]
     text: str
     ids: list[int]
+    whole_ids: list[int] | None = None
+    """The ids of the whole text encoded at once, if they differ: replies in the history start with a new token."""
     is_long: bool = False
     """Whether this is the long probe, which is meant to exceed the sliding window or original context length."""
 
@@ -99,6 +101,8 @@ class Proof(Record):
     num_positions: int
     """Number of final positions of each probe for which `proof.safetensors` contains the logits."""
     questions: list[Question]
+    other_ids_share: float | None = None
+    """Share of the training conversations with other ids if their whole text is encoded at once, if it is known."""
     model: ModelFacts | None = None
     """None in exports from older versions of tunewell; this part is then not compared."""
     artefacts: list[Artefact]
@@ -139,6 +143,8 @@ class Parity(Record):
     made_at: str
     subject: str
     links: list[Link]
+    other_ids_share: float | None = None
+    """As in `proof.json`. llama.cpp, Ollama and transformers encode the whole text at once."""
     versions: dict[str, str] = Field(default_factory=dict)
     is_ok: bool
 

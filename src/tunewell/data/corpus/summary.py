@@ -13,6 +13,7 @@ from tunewell.data.corpus.assembly import Assembly, SourceLedger
 from tunewell.data.corpus.packing import Mix, Packing, Units, padding_waste
 from tunewell.data.corpus.spec import BuildSpec
 from tunewell.data.rows.formats import LABELS, first_present, nearest_column
+from tunewell.data.corpus.tokenized_block import PIPELINE_VERSION
 from tunewell.records.manifest import (
     FileRecord,
     LengthRecord,
@@ -68,6 +69,7 @@ def make_manifest(
         dropped=dict(sorted(total_dropped(assembly).items())),
         notes=dict(sorted(assembly.notes.items())),
         boundary_tokens=boundary_tokens,
+        encoding_version=PIPELINE_VERSION,
         tokens=TokenCounts(
             total=packing.num_sequences * packing.context_length,
             supervised=train.supervised,

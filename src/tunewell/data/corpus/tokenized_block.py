@@ -27,7 +27,7 @@ from tunewell.data.rows.formats import Converter
 from tunewell.data.rows.functions import RowFunction
 from tunewell.data.sources.blocks import Block, ReadOptions, parse_item
 
-PIPELINE_VERSION = 1
+PIPELINE_VERSION = 2
 """Version of the tokenised output. Increase it when the same rows give different tokens, to invalidate the cache."""
 _ARRAYS = ("status", "whole", "question", "lengths", "boundary", "tokens")
 _DETAIL_CHARS = 300
@@ -261,6 +261,9 @@ def join_tokens(rendered: RenderedBlock, encoded: EncodedDocuments) -> Tokenized
     keep = num_supervised > 0
     if not keep.all():
         _drop_unsupervised(rendered, encoded, keep)
+    for note, counted in (("other_ids_as_a_whole", encoded.is_split), ("rows_with_markers", encoded.has_markers)):
+        if number := int((counted & keep).sum()):
+            rendered.notes[note] += number
     keep_token = np.repeat(keep, encoded.lengths)
     digests = [digest for digest, is_kept in zip(rendered.digests, keep.tolist(), strict=True) if is_kept]
     return TokenizedBlock(

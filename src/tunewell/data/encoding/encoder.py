@@ -3,19 +3,24 @@
 A rendered text is split at the markers of the template, and each marker becomes one id. The text between them is
 encoded as plain text, so a marker in the text of a message stays text. Text that all rows of a shape share is encoded
 only once.
+
+A reply starts with a new token, because it does so at inference, where the prompt ends with the header:
+
+    header, as in a prompt         assistant\\n
+    reply                                      Carlos<|im_end|>
+    ids of the whole text          if they begin with the ids of the header, they are used
+                                   else the ids of the header, then those of the reply alone
 """
 
 import unicodedata
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import chain, groupby, pairwise, product, takewhile
+from dataclasses import dataclass, replace
+from itertools import chain, groupby, pairwise, takewhile
 from operator import itemgetter
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import orjson
-import tokenizers
 from tokenizers import Encoding
 
 from tunewell.core.errors import UserError
@@ -30,78 +35,12 @@ from tunewell.data.encoding.segments import (
     compile_plain_text,
     compile_plan,
 )
-from tunewell.data.encoding.word_table import build_word_table
+from tunewell.data.encoding.text_backends import TextBackends
 from tunewell.data.masking.masker import Plan
 from tunewell.data.masking.turns import marker_pattern
 from tunewell.data.rows.conversation import Rejected
 from tunewell.data.tokenizers.load import LoadedTokenizer
 from tunewell.hardware.facts import num_cores
-
-Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
-
-
-class TextBackends:
-    """Copies of a tokenizer, by position, that never encode text as special tokens. Equal copies are shared."""
-
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        config = orjson.loads(backend.to_str())
-        # A post-processor would exclude spaces from the offsets of a token, but the offsets must include them.
-        config |= {"truncation": None, "padding": None, "post_processor": None}
-        if all(token["special"] for token in config["added_tokens"]):
-            # These copies never match special tokens; removing the tokens saves the search.
-            config["added_tokens"] = []
-        self.keeps_text = config["normalizer"] is None or config["normalizer"].get("normalizers") == []
-        """Whether text is encoded without normalisation."""
-        kind = config["normalizer"] and config["normalizer"]["type"]
-        self.form: Form | None = kind if kind in get_args(Form) else None
-        """The Unicode normalisation form, if the tokenizer does no other normalisation."""
-        self.unknown_id: int | None = _unknown_id(config["model"])
-        self._by_position: dict[Position, tokenizers.Tokenizer] = {}
-        copies: dict[bytes, tokenizers.Tokenizer] = {}
-        for position in (Position(*ends) for ends in product((True, False), repeat=2)):
-            parts = {name: _for_position(position, config[name]) for name in ("normalizer", "pre_tokenizer")}
-            key = orjson.dumps(parts)
-            if key not in copies:
-                copies[key] = _as_text(config | parts)
-            self._by_position[position] = copies[key]
-        self.word_table = build_word_table(config) if len(copies) == 1 and (self.keeps_text or self.form) else None
-        """A faster encoder for ASCII text, if available; Unicode normalisation does not change ASCII."""
-
-    def __getitem__(self, position: Position) -> tokenizers.Tokenizer:
-        return self._by_position[position]
-
-
-def _as_text(config: dict[str, Any]) -> tokenizers.Tokenizer:
-    backend = tokenizers.Tokenizer.from_str(orjson.dumps(config).decode())
-    backend.encode_special_tokens = True
-    return backend
-
-
-def _unknown_id(model: dict[str, Any]) -> int | None:
-    if model["type"] == "Unigram":
-        return model.get("unk_id")
-    unknown = model.get("unk_token")
-    return model["vocab"].get(unknown) if unknown is not None else None
-
-
-def _for_position(position: Position, step: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Remove the steps for the start or end of a text if a segment is not at the start or end."""
-    if step is None:
-        return None
-    if step["type"] == "Sequence":
-        name = next(key for key in ("normalizers", "pretokenizers") if key in step)
-        steps = [inner for part in step[name] if (inner := _for_position(position, part)) is not None]
-        return {**step, name: steps}
-    if step["type"] == "Metaspace" and step.get("prepend_scheme") == "first" and not position.is_first:
-        return {**step, "prepend_scheme": "never"}
-    if step["type"] == "Replace" and "Regex" in step["pattern"]:
-        pattern = step["pattern"]["Regex"].removeprefix("(?#dummy space)")
-        if pattern.startswith(r"\A") and not position.is_first:
-            return None
-        if pattern.endswith(r"\z") and not position.is_last:
-            return None
-    return step
-
 
 _ENCODE_BATCH = 2048
 # The tokenizer takes about eight times as long as the word table, but it uses all cores.
@@ -109,6 +48,11 @@ _MAX_CORES_FOR_WORD_TABLE = 8
 # Texts that tokenizers treat differently next to a marker.
 _CHECK_TEXTS = ("x", " x", "  x  ", "\nx\n", "x\n\n", "\t x. ", "é 漢 \U0001f642")
 _CHECK_PLANS = 4
+_MAX_HEADERS = 4096
+_MAX_HEADER_CHARS = 200
+
+Tokens = tuple[list[int], list[Span]]
+"""Token ids with their positions in the text."""
 
 Mask = tuple[list[int], list[bool], list[bool]]
 """Token ids, with flags for supervised tokens and for tokens that cross the edge of a supervised span."""
@@ -125,6 +69,10 @@ class EncodedDocuments:
     """For each document, the number of boundary tokens: unsupervised tokens with both template and reply text."""
     failed: dict[int, Rejected]
     """Reasons for documents that cannot be used, by index. None of their tokens is supervised."""
+    is_split: npt.NDArray[np.bool_]
+    """For each document, whether a program that encodes the whole text at once gets other ids."""
+    has_markers: npt.NDArray[np.bool_]
+    """For each document, whether its texts contain a marker, which is encoded as plain text."""
 
 
 @dataclass(slots=True)
@@ -149,15 +97,18 @@ class Encoder:
         control |= {tokenizer.added[marker].id for marker in control_markers if marker in tokenizer.added}
         self._is_control = np.zeros(max(tokenizer.vocab_size, 1), dtype=bool)
         self._is_control[sorted(control)] = True
-        self._control_text = marker_pattern(text for text, facts in tokenizer.added.items() if facts.id in control)
+        markers = [text for text, facts in tokenizer.added.items() if facts.id in control]
+        self._control_text = marker_pattern(markers)
+        self._first_letters = sorted({text[:1] for text in markers})
         if self._backends.unknown_id is not None:
             # Text that is not in the vocabulary gets this id, so this id does not count as a marker.
             self._is_control[self._backends.unknown_id] = False
         self._plain_text = compile_plain_text(tokenizer)
+        self._headers: dict[tuple[str, Position], Tokens] = {}
 
     def _encode_once(self, segment: TextSegment) -> list[FixedTokens] | None:
-        text, spans = segment.fill(())
-        [(ids, supervised, boundary)] = self._by_offsets([TextToEncode(0, text, spans)], segment.position)
+        text, spans, cuts = segment.fill(())
+        [(ids, supervised, boundary)] = self._by_offsets([TextToEncode(0, text, spans, cuts)], segment.position)
         if any(boundary):
             return None  # fixed ids cannot contain boundary tokens, because these must be counted
         return [FixedTokens([token], is_supervised) for token, is_supervised in zip(ids, supervised, strict=True)]
@@ -182,6 +133,7 @@ class Encoder:
         batch = SegmentBatch()
         for document in documents:
             plan = document.plan
+            batch.has_markers.append(any(map(self._contains_marker, document.texts)))
             if plan is None:
                 batch.add(self._plain_text, document.texts)
                 continue
@@ -189,6 +141,10 @@ class Encoder:
                 plan.compiled = compile_plan(plan, self.tokenizer.added, self._encode_once)
             batch.add(plan.compiled, document.texts)
         return batch
+
+    def _contains_marker(self, text: str) -> bool:
+        # Searching for single characters first is much faster than the pattern.
+        return any(first in text for first in self._first_letters) and self._control_text.search(text) is not None
 
     def _encode_texts(self, batch: SegmentBatch) -> dict[int, Mask]:
         """Fill in the ids of all texts; return the masks that byte lengths cannot determine."""
@@ -198,24 +154,43 @@ class Encoder:
             known = {text.index for text in by_bytes}
             others = [text for text in texts if text.index not in known] if len(by_bytes) < len(texts) else []
             for start in range(0, len(by_bytes), _ENCODE_BATCH):
-                self._encode_some(by_bytes[start : start + _ENCODE_BATCH], position, batch)
-            for text, mask in zip(others, self._by_offsets(others, position), strict=True):
+                others += self._encode_some(by_bytes[start : start + _ENCODE_BATCH], position, batch)
+            for text, mask in zip(others, self._by_offsets(others, position, batch.split), strict=True):
                 batch.ids[text.index], masks[text.index] = mask[0], mask
         return masks
 
-    def _encode_some(self, texts: list[TextToEncode], position: Position, batch: SegmentBatch) -> None:
-        """Fill in the ids of texts, with the word table if it is faster than the threads of the tokenizer."""
+    def _encode_some(self, texts: list[TextToEncode], position: Position, batch: SegmentBatch) -> list[TextToEncode]:
+        """Fill in the ids of texts; return the texts in which a reply does not start with a new token."""
+        for text, ids in zip(texts, self._ids_of([text.text for text in texts], position), strict=True):
+            batch.ids[text.index] = ids
+        with_reply = [text for text in texts if text.cuts]
+        if not with_reply:
+            return []
+        prompt = Position(position.is_first, True, position.is_continued)
+        headers = [text.text[: text.cuts[0]] for text in with_reply]
+        distinct = list(dict.fromkeys(headers))
+        ids_of = dict(zip(distinct, self._ids_of(distinct, prompt), strict=True))
+        return [
+            text
+            for text, header in zip(with_reply, headers, strict=True)
+            if len(text.cuts) > 1 or batch.ids[text.index][: len(ids_of[header])] != ids_of[header]
+        ]
+
+    def _ids_of(self, texts: list[str], position: Position) -> list[list[int]]:
+        """Return the ids of texts, from the word table if it is faster than the threads of the tokenizer."""
+        known: list[list[int] | None] = [None] * len(texts)
         if self._word_table is not None:
-            by_words = [text for text in texts if text.text.isascii()]
-            texts = [text for text in texts if not text.text.isascii()]
-            for text, ids in zip(by_words, self._word_table.encode([text.text for text in by_words]), strict=True):
-                if ids is None:
-                    texts.append(text)
-                else:
-                    batch.ids[text.index] = ids
-        encodings = self._backends[position].encode_batch_fast([text.text for text in texts], add_special_tokens=False)
-        for text, encoding in zip(texts, encodings, strict=True):
-            batch.ids[text.index] = encoding.ids
+            ascii_texts = [index for index, text in enumerate(texts) if text.isascii()]
+            for index, ids in zip(
+                ascii_texts, self._word_table.encode([texts[index] for index in ascii_texts]), strict=True
+            ):
+                known[index] = ids
+        others = [text for text, ids in zip(texts, known, strict=True) if ids is None]
+        encodings = self._backends[position].encode_batch_fast(others, add_special_tokens=False) if others else []
+        if len(encodings) != len(others):
+            raise ValueError(f"the tokenizer returned {len(encodings)} of {len(others)} texts")
+        encoded = iter(encodings)
+        return [next(encoded).ids if ids is None else ids for ids in known]
 
     def _is_by_bytes(self, text: TextToEncode) -> bool:
         """Return True if byte lengths determine the position of each token in this text."""
@@ -224,14 +199,53 @@ class Encoder:
         form = self._backends.form
         return form is None or text.text.isascii() or unicodedata.is_normalized(form, text.text)
 
-    def _by_offsets(self, texts: Sequence[TextToEncode], position: Position) -> list[Mask]:
-        """Compute masks from the character offsets of the tokenizer. This is exact for any tokenizer, but slower."""
+    def _by_offsets(
+        self, texts: Sequence[TextToEncode], position: Position, split: set[int] | None = None
+    ) -> list[Mask]:
+        """Compute masks from the character offsets of the tokenizer. This is exact for any tokenizer, but slower.
+
+        The indices of texts with other ids than those of the whole text are added to `split`.
+        """
         masks: list[Mask] = []
         for start in range(0, len(texts), _ENCODE_BATCH):
             some = texts[start : start + _ENCODE_BATCH]
             encodings = self._backends[position].encode_batch([text.text for text in some], add_special_tokens=False)
-            masks += [_mask_by_offsets(*pair) for pair in zip(encodings, some, strict=True)]
+            for text, encoding in zip(some, encodings, strict=True):
+                ids, offsets = self._start_replies(text.text, text.cuts, position, encoding)
+                masks.append((ids, *_mask_by_offsets(offsets, text.spans)))
+                if split is not None and ids != encoding.ids:
+                    split.add(text.index)
         return masks
+
+    def _start_replies(self, text: str, cuts: Sequence[int], position: Position, encoding: Encoding) -> Tokens:
+        """Return the tokens of a text in which every reply starts with a new token, after the tokens of its prompt."""
+        ids, offsets = encoding.ids, _token_offsets(encoding, text)
+        if not cuts:
+            return ids, offsets
+        *before, cut = cuts
+        header_ids, header_offsets = self._header(text[:cut], before, position)
+        num_header = len(header_ids)
+        if ids[:num_header] == header_ids:
+            # The first token of the reply can include white space that the tokenizer removes from the end of a prompt.
+            return ids, [*header_offsets, *((max(x, cut), max(y, cut)) for x, y in offsets[num_header:])]
+        reply = text[cut:]
+        continued = Position(False, position.is_last, is_continued=True)
+        [encoding] = self._backends[continued].encode_batch([reply], add_special_tokens=False)
+        reply_offsets = [(x + cut, y + cut) for x, y in _token_offsets(encoding, reply)]
+        return header_ids + encoding.ids, [*header_offsets, *reply_offsets]
+
+    def _header(self, text: str, cuts: Sequence[int], position: Position) -> Tokens:
+        """Return the tokens of the text before a reply, as a prompt ends with it."""
+        prompt = Position(position.is_first, True, position.is_continued)
+        if not cuts and (known := self._headers.get((text, prompt))):
+            return known
+        [encoding] = self._backends[prompt].encode_batch([text], add_special_tokens=False)
+        header = self._start_replies(text, cuts, prompt, encoding)
+        if not cuts and len(text) <= _MAX_HEADER_CHARS:
+            if len(self._headers) >= _MAX_HEADERS:
+                self._headers.clear()
+            self._headers[text, prompt] = header
+        return header
 
     def _by_document(
         self,
@@ -245,9 +259,14 @@ class Encoder:
         starts = np.concatenate([[0], stops[:-1]]).astype(np.int64)[: len(stops)]
         tokens, lengths = table.tokens, stops - starts
         failed: dict[int, Rejected] = {}
+        is_split = np.zeros(len(stops), dtype=bool)
+        is_split[np.searchsorted(np.asarray(batch.ends), sorted(batch.split), side="right")] = True
+        has_markers = np.asarray(batch.has_markers, dtype=bool)
+        is_split |= has_markers
         leaks = table.control_leaks(self._is_control)
         if len(leaks):
             leaky = set(np.searchsorted(stops, leaks, side="right").tolist())
+            is_split[sorted(leaky)] = True
             columns: list[list[npt.NDArray[Any]]] = [[], [], []]
             for document, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
                 arrays: tuple[npt.ArrayLike, ...] = (
@@ -277,7 +296,7 @@ class Encoder:
         for document in np.flatnonzero(only_ends).tolist():
             supervised[starts[document] : starts[document] + lengths[document]] = False
             failed[document] = Rejected("nothing_to_learn", "only the end marker would be supervised")
-        return EncodedDocuments(tokens, supervised, lengths, boundary, failed)
+        return EncodedDocuments(tokens, supervised, lengths, boundary, failed, is_split, has_markers)
 
     def _in_parts(self, batch: SegmentBatch, document: int) -> Mask:
         """Encode a document piece by piece, so that message text is never tokenized as a control token."""
@@ -302,15 +321,20 @@ class Encoder:
             (x, y) for token, (x, y) in zip(encoding.ids, encoding.offsets, strict=True) if self._is_control[token]
         ]
         if not leaks:
-            return _mask_by_offsets(encoding, text)
+            ids, offsets = self._start_replies(text.text, text.cuts, position, encoding)
+            return ids, *_mask_by_offsets(offsets, text.spans)
+        if text.cuts:
+            *before, cut = text.cuts
+            header, reply = text.part(0, cut, before), text.part(cut, len(text.text), [])
+            prompt = Position(position.is_first, True, position.is_continued)
+            return _join([self._apart(header, prompt), self._apart(reply, Position(False, position.is_last, True))])
         if any(y - x < 2 for x, y in leaks):
             raise Rejected("bad_text", "the text contains a control token that this tokenizer cannot encode as text")
         cuts = sorted({0, len(text.text), *((x + y) // 2 for x, y in leaks)})
         parts: list[Mask] = []
         for a, b in pairwise(cuts):
-            spans: list[Span] = [(max(x, a) - a, min(y, b) - a) for x, y in text.spans if x < b and a < y]
-            part_position = Position(position.is_first and a == 0, position.is_last and b == len(text.text))
-            parts.append(self._apart(TextToEncode(0, text.text[a:b], spans), part_position))
+            part_position = Position(position.is_first and a == 0, position.is_last and b == len(text.text), a > 0)
+            parts.append(self._apart(text.part(a, b, []), part_position))
         return _join(parts)
 
     def check_segmentation(self, documents: Sequence[PlannedDocument]) -> None:
@@ -330,7 +354,9 @@ class Encoder:
         if len(self._control_text.findall(text)) != num_markers:
             return  # the row itself contains a control token
         whole = self.tokenizer.backend.encode(text, add_special_tokens=False).ids
-        ours: list[int] = self.encode([PlannedDocument(plan, texts)]).tokens.tolist()
+        # Replies are not split off here: their ids may differ from those of the whole text.
+        uncut = replace(plan, pieces=[replace(piece, starts_reply=False) for piece in plan.pieces], compiled=None)
+        ours: list[int] = self.encode([PlannedDocument(uncut, texts)]).tokens.tolist()
         if whole != ours:
             at = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(whole, ours, strict=False))))
             raise UserError(
@@ -345,11 +371,10 @@ def _join(masks: list[Mask]) -> Mask:
     return ids, supervised, edges
 
 
-def _mask_by_offsets(encoding: Encoding, text: TextToEncode) -> Mask:
-    offsets, spans = _token_offsets(encoding, text.text), text.spans
+def _mask_by_offsets(offsets: list[Span], spans: list[Span]) -> tuple[list[bool], list[bool]]:
     supervised = [any(a <= x and y <= b for a, b in spans) for x, y in offsets]
     edges = [any(x < a < y or x < b < y for a, b in spans) for x, y in offsets]
-    return encoding.ids, supervised, edges
+    return supervised, edges
 
 
 def _token_offsets(encoding: Encoding, text: str) -> list[Span]:

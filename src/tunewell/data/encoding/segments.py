@@ -20,10 +20,12 @@ Span = tuple[int, int]
 
 
 class Position(NamedTuple):
-    """Whether a segment is the first or last of its document. Tokenizers may treat the ends of a text differently."""
+    """Where a text is in its document. Tokenizers may treat the ends of a text differently."""
 
     is_first: bool
     is_last: bool
+    is_continued: bool = False
+    """Whether the text continues a header, without a marker between them. It then gets no dummy space."""
 
 
 @dataclass(slots=True)
@@ -44,14 +46,17 @@ class TextSegment:
     strip_left: bool = False
     strip_right: bool = False
 
-    def fill(self, texts: Sequence[str]) -> tuple[str, list[Span]]:
-        """Fill in message texts; return the text and its supervised spans in characters."""
+    def fill(self, texts: Sequence[str]) -> tuple[str, list[Span], list[int]]:
+        """Fill in message texts; return the text, its supervised spans and the starts of its replies, in characters."""
         parts: list[str] = []
         spans: list[Span] = []
+        cuts: list[int] = []
         start = 0
         for piece in self.pieces:
             part = piece.text if piece.slot < 0 else self.trims[piece.slot](texts[piece.slot])
             parts.append(part)
+            if piece.starts_reply:
+                cuts.append(start)
             end = start + len(part)
             if piece.is_supervised and part:
                 if spans and spans[-1][1] == start:
@@ -60,27 +65,36 @@ class TextSegment:
                     spans.append((start, end))
             start = end
         text = "".join(parts)
-        return self._stripped(text, spans) if self.strip_left or self.strip_right else (text, spans)
+        if self.strip_left or self.strip_right:
+            text, spans, cuts = self._stripped(text, spans, cuts)
+        return text, spans, [cut for cut in cuts if 0 < cut < len(text)] if cuts else cuts
 
-    def _stripped(self, text: str, spans: list[Span]) -> tuple[str, list[Span]]:
+    def _stripped(self, text: str, spans: list[Span], cuts: list[int]) -> tuple[str, list[Span], list[int]]:
         if self.strip_left:
             bare = text.lstrip(_WHITE_SPACE)
-            cut = len(text) - len(bare)
-            text, spans = bare, [(max(0, a - cut), max(0, b - cut)) for a, b in spans]
+            lost = len(text) - len(bare)
+            text, spans = bare, [(max(0, a - lost), max(0, b - lost)) for a, b in spans]
+            cuts = [cut - lost for cut in cuts]
         if self.strip_right:
             text = text.rstrip(_WHITE_SPACE)
             spans = [(a, min(b, len(text))) for a, b in spans]
-        return text, [(a, b) for a, b in spans if b > a]
+        return text, [(a, b) for a, b in spans if b > a], cuts
 
 
 @dataclass(slots=True)
 class TextToEncode:
-    """A text to encode, with its supervised spans in characters."""
+    """A text to encode, with its supervised spans and the starts of its replies in characters."""
 
     index: int
     """The index of the segment in the batch."""
     text: str
     spans: list[Span]
+    cuts: list[int]
+
+    def part(self, start: int, end: int, cuts: list[int]) -> "TextToEncode":
+        """Return a part of this text with its supervised spans."""
+        spans = [(max(a, start) - start, min(b, end) - start) for a, b in self.spans if a < end and start < b]
+        return TextToEncode(self.index, self.text[start:end], spans, cuts)
 
 
 class EncodingPlan:
@@ -103,6 +117,9 @@ class SegmentBatch:
         self.texts: dict[Position, list[TextToEncode]] = {}
         self.ends: list[int] = []
         self.num_supervised_markers: list[int] = []
+        self.has_markers: list[bool] = []
+        self.split: set[int] = set()
+        """Segments with other ids than those of their whole text, because a reply starts in the middle of a token."""
 
     def add(self, plan: EncodingPlan, texts: Sequence[str]) -> None:
         """Add a document with these message texts."""
@@ -110,10 +127,10 @@ class SegmentBatch:
         self.ids += plan.ids
         self.edges += plan.edges
         for offset, segment in plan.text_segments:
-            text, spans = segment.fill(texts)
+            text, spans, cuts = segment.fill(texts)
             if text:
                 self.edges[begin + offset] = _byte_span(text, spans)
-                self.texts.setdefault(segment.position, []).append(TextToEncode(begin + offset, text, spans))
+                self.texts.setdefault(segment.position, []).append(TextToEncode(begin + offset, text, spans, cuts))
         self.ends.append(len(self.ids))
         self.num_supervised_markers.append(plan.num_supervised_markers)
 

@@ -3,9 +3,11 @@
 The package docstring explains how a plan is made and why it is exact.
 """
 
+import copy
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -29,6 +31,8 @@ class Piece:
     """The index of the message text for this piece, or -1 if the piece is not a message text."""
     is_marker: bool = False
     is_supervised: bool = False
+    starts_reply: bool = False
+    """Whether a prompt for this reply ends here, so that the reply must start with a new token."""
 
 
 @dataclass(slots=True)
@@ -72,6 +76,13 @@ class Masker:
         self.frame = probe_reply_frame(template, added)
         self._marker = marker_pattern(self.frame.markers)
         self._plans: dict[Any, Plan | Rejected] = {}
+
+    @cached_property
+    def for_prompts(self) -> "Masker":
+        """The masker of prompts: the template also writes the header of the next reply."""
+        masker = copy.copy(self)
+        masker.template, masker._plans = self.template.for_prompts(), {}
+        return masker
 
     def plan(self, conversation: Conversation) -> tuple[Plan, list[str]]:
         """Return the plan of a conversation and the texts that fill it; raise Rejected if the mask is not certain."""
@@ -152,7 +163,20 @@ class Masker:
             only=only,
         )
         supervised, num_supervised, num_unrendered = self._supervised_spans(turns)
-        return Plan(_split_pieces(turns, spans, supervised), trims, num_supervised, num_unrendered)
+        pieces = _split_pieces(turns, spans, supervised, self._reply_starts(turns))
+        return Plan(pieces, trims, num_supervised, num_unrendered)
+
+    def _reply_starts(self, turns: RenderedTurns) -> set[int]:
+        """Return the start of each turn that a prompt can ask for, supervised in this row or not."""
+        starts: set[int] = set()
+        for index, message in enumerate(turns.conversation.messages):
+            is_reply = message["role"] == "assistant" or message["role"] in self.rule.roles
+            if is_reply and turns.is_rendered(index) and (turns.only is None or index in turns.only):
+                try:
+                    starts.add(turns.find_span(index)[0])
+                except Rejected:  # an unsupervised turn; those that are supervised were found before
+                    continue
+        return starts
 
     def _supervised_spans(self, turns: RenderedTurns) -> tuple[list[Span], int, int]:
         """Return the span of each supervised turn, from its first character to its end marker."""
@@ -179,11 +203,13 @@ class Masker:
         return (set(turns) | included) - excluded, set()
 
 
-def _split_pieces(turns: RenderedTurns, spans: list[tuple[int, int, int]], supervised: list[Span]) -> list[Piece]:
+def _split_pieces(
+    turns: RenderedTurns, spans: list[tuple[int, int, int]], supervised: list[Span], reply_starts: set[int]
+) -> list[Piece]:
     """Split the text at markers, message texts and the edges of supervised spans."""
     slots = {start: slot for start, _, slot in spans}
     markers = dict(turns.marker_spans())
-    edges = {0, len(turns.text), *(edge for span in supervised for edge in span)}
+    edges = {0, len(turns.text), *reply_starts, *(edge for span in supervised for edge in span)}
     edges |= {edge for start, end, _ in spans for edge in (start, end)}
     edges |= {edge for span in markers.items() for edge in span}
     starts = [start for start, _ in supervised]
@@ -191,9 +217,14 @@ def _split_pieces(turns: RenderedTurns, spans: list[tuple[int, int, int]], super
     for start, end in pairwise(sorted(edges)):
         index = bisect_right(starts, start) - 1
         is_supervised = index >= 0 and end <= supervised[index][1]
-        if start in slots:
-            pieces.append(Piece("", slot=slots[start], is_supervised=is_supervised))
-        else:
-            is_marker = markers.get(start) == end
-            pieces.append(Piece(turns.text[start:end], is_marker=is_marker, is_supervised=is_supervised))
+        is_slot = start in slots
+        pieces.append(
+            Piece(
+                "" if is_slot else turns.text[start:end],
+                slot=slots.get(start, -1),
+                is_marker=not is_slot and markers.get(start) == end,
+                is_supervised=is_supervised,
+                starts_reply=start in reply_starts,
+            )
+        )
     return pieces

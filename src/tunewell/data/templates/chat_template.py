@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -136,6 +137,7 @@ class ChatTemplate:
         self.source = source
         self.date = date
         self._now = _midnight(date)
+        self._asks = False
         self._limits = (time_limit_seconds, size_limit_chars)
         if reserved := [key for key in arguments if key in _RESERVED]:
             raise UserError(
@@ -175,6 +177,12 @@ class ChatTemplate:
         }
         return hashlib.sha256(json.dumps(seen, sort_keys=True, default=str).encode()).hexdigest()
 
+    def for_prompts(self) -> ChatTemplate:
+        """Return this template so that it always writes the header of the next reply."""
+        template = copy.copy(self)
+        template._asks = True
+        return template
+
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
     ) -> str:
@@ -187,7 +195,8 @@ class ChatTemplate:
             )
         try:
             messages, tools, size = to_template_data(messages, tools)
-            variables = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+            asks = add_generation_prompt or self._asks
+            variables = {"messages": messages, "tools": tools, "add_generation_prompt": asks}
             seconds, chars = self._limits
             thread_template.budget.start(max_chars=chars + 4 * size, max_seconds=seconds)
             return thread_template.render(variables)

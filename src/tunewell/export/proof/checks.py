@@ -99,10 +99,10 @@ def check_ids(proof: Proof, tokenize: Callable[[Probe], Sequence[int]], *, libra
     """Check that a library's tokenizer produces the same token ids as in training for every probe."""
     wrong = []
     for probe in proof.probes:
-        ids = list(tokenize(probe))
-        if ids != probe.ids:
-            at = shared_prefix_length(ids, probe.ids)
-            expected, found = probe.ids[at : at + 3], ids[at : at + 3]
+        ids, whole_ids = list(tokenize(probe)), probe.whole_ids or probe.ids
+        if ids != whole_ids:
+            at = shared_prefix_length(ids, whole_ids)
+            expected, found = whole_ids[at : at + 3], ids[at : at + 3]
             wrong.append(f"at token {at} of {shorten(probe.text)}, {library} has {found}; training had {expected}")
     total = count(len(proof.probes), "conversation")
     message = f"{wrong[0]}; {len(wrong)} of {total} differ" if wrong else f"{library} tokenizes {total} as in training"

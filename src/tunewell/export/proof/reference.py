@@ -17,6 +17,7 @@ from tunewell import __version__
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_file
 from tunewell.core.progress import Progress, ProgressListener, with_stage
+from tunewell.core.units import percent
 from tunewell.data.corpus.reader import open_corpus
 from tunewell.data.templates.chat_template import TemplateFailed
 from tunewell.export.proof.checks import Logits, check_logits, plain_settings, vocabulary_digest
@@ -33,11 +34,13 @@ from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.prompt import prompt_ids
 from tunewell.inference.runtime import last_logits
 from tunewell.inference.transformers_generate import generate_with_transformers
+from tunewell.records.manifest import read_manifest
 from tunewell.records.parity import PROOF_FILES, Artefact, ModelFacts, Probe, Proof, Question
 from tunewell.training.evaluate import questions_of
 
 ANSWER_TOKENS = 48
 _MAX_QUESTIONS = 8
+_MAX_OTHER_IDS_SHARE = 0.01
 _MAX_LOGIT_BYTES = 64 * 2**20
 _MAX_POSITIONS = 8
 _PROBE, _ROUNDED = "probe-", "rounded/"
@@ -103,6 +106,13 @@ def make_reference(model: ChatModel, *, answer_tokens: int, progress: ProgressLi
     progress(Progress("sketching the trained tensors"))
     sketches, tied = sketch_model(model.model)
     template = model.masker.template if model.masker else None
+    share = read_manifest(model.ref.corpus).other_ids_share if model.ref.corpus is not None else None
+    if share is not None and share > _MAX_OTHER_IDS_SHARE:
+        notes.append(
+            f"{percent(share)} of the training conversations have other ids in programs that encode the whole text at "
+            "once (llama.cpp, Ollama): a reply and its header share a token there; see "
+            "`tunewell glossary 'other ids as a whole'`"
+        )
     proof = Proof(
         made_by=f"tunewell {__version__}",
         subject=model.ref.name,
@@ -114,6 +124,7 @@ def make_reference(model: ChatModel, *, answer_tokens: int, progress: ProgressLi
         probes=probes,
         num_positions=num_positions,
         questions=questions,
+        other_ids_share=share,
         model=_model_facts(model, stop_ids, sketches, tied),
         artefacts=[],
         notes=notes,
@@ -206,7 +217,9 @@ def _make_probe(model: ChatModel, messages: list[dict[str, str]]) -> Probe | Non
     assert model.masker is not None
     try:
         text = model.masker.template.render(messages, None, add_generation_prompt=True)
-        return Probe(messages=messages, text=text, ids=prompt_ids(model.masker, model.encoder, messages))
+        ids = prompt_ids(model.masker, model.encoder, messages)
+        whole = model.tokenizer.backend.encode(text, add_special_tokens=False).ids
+        return Probe(messages=messages, text=text, ids=ids, whole_ids=None if whole == ids else whole)
     except (TemplateFailed, UserError):
         return None
 

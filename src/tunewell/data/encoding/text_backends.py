@@ -1,17 +1,19 @@
-"""Encode ASCII text with a cache of words, which is faster than byte-level BPE on a few cores.
+"""Copies of a tokenizer for plain text, and a cache of words that is faster than byte-level BPE on a few cores.
 
 A tokenizer splits a text into words and each word into tokens, independently of other words. Therefore each word has to
-be encoded only once. This module supports the split patterns of the GPT-2, Llama 3 and Qwen families for ASCII text,
-for which Python's `re` and the tokenizer's regular expressions agree. The tokenizer encodes all other text.
+be encoded only once. The cache supports the split patterns of the GPT-2, Llama 3 and Qwen families for ASCII text,
+for which Python's `re` and the tokenizer's regular expressions agree. A copy of the tokenizer encodes all other text.
 """
 
 import re
 from collections.abc import Sequence
-from itertools import chain
-from typing import Any
+from itertools import chain, product
+from typing import Any, Literal, get_args
 
 import orjson
 import tokenizers
+
+from tunewell.data.encoding.segments import Position
 
 _MAX_WORD_CHARS = 64
 _MAX_WORDS = 400_000
@@ -103,3 +105,77 @@ def _to_ascii_pattern(pattern: str) -> re.Pattern[str] | None:
             return None
         parts.append(part)
     return re.compile("".join(parts), re.ASCII)
+
+
+Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
+
+
+class TextBackends:
+    """Copies of a tokenizer, by position, that never encode text as special tokens. Equal copies are shared."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        config = orjson.loads(backend.to_str())
+        # A post-processor would exclude spaces from the offsets of a token, but the offsets must include them.
+        config |= {"truncation": None, "padding": None, "post_processor": None}
+        if all(token["special"] for token in config["added_tokens"]):
+            # These copies never match special tokens; removing the tokens saves the search.
+            config["added_tokens"] = []
+        self.keeps_text = config["normalizer"] is None or config["normalizer"].get("normalizers") == []
+        """Whether text is encoded without normalisation."""
+        kind = config["normalizer"] and config["normalizer"]["type"]
+        self.form: Form | None = kind if kind in get_args(Form) else None
+        """The Unicode normalisation form, if the tokenizer does no other normalisation."""
+        self.unknown_id: int | None = _unknown_id(config["model"])
+        self._config = config
+        self._parts: dict[Position, bytes] = {}
+        for position in (Position(*flags) for flags in product((True, False), repeat=3)):
+            parts = {name: _for_position(position, config[name]) for name in ("normalizer", "pre_tokenizer")}
+            self._parts[position] = orjson.dumps(parts)
+        self._copies: dict[bytes, tokenizers.Tokenizer] = {}
+        is_one = len(set(self._parts.values())) == 1
+        self.word_table = build_word_table(config) if is_one and (self.keeps_text or self.form) else None
+        """A faster encoder for ASCII text, if available; Unicode normalisation does not change ASCII."""
+
+    def __getitem__(self, position: Position) -> tokenizers.Tokenizer:
+        parts = self._parts[position]
+        if parts not in self._copies:
+            self._copies[parts] = _as_text(self._config | orjson.loads(parts))
+        return self._copies[parts]
+
+
+def _as_text(config: dict[str, Any]) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer.from_str(orjson.dumps(config).decode())
+    backend.encode_special_tokens = True
+    return backend
+
+
+def _unknown_id(model: dict[str, Any]) -> int | None:
+    if model["type"] == "Unigram":
+        return model.get("unk_id")
+    unknown = model.get("unk_token")
+    return model["vocab"].get(unknown) if unknown is not None else None
+
+
+def _for_position(position: Position, step: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Remove the steps for the start or end of a text if a segment is not at the start or end."""
+    if step is None:
+        return None
+    if step["type"] == "Sequence":
+        name = next(key for key in ("normalizers", "pretokenizers") if key in step)
+        steps = [inner for part in step[name] if (inner := _for_position(position, part)) is not None]
+        return {**step, name: steps}
+    if step["type"] == "Metaspace" and (
+        position.is_continued or (step.get("prepend_scheme") == "first" and not position.is_first)
+    ):
+        return {**step, "prepend_scheme": "never"}
+    if step["type"] == "Prepend" and position.is_continued:
+        return None
+    if step["type"] == "ByteLevel" and position.is_continued:
+        return {**step, "add_prefix_space": False}
+    if step["type"] == "Replace" and "Regex" in step["pattern"]:
+        pattern = step["pattern"]["Regex"].removeprefix("(?#dummy space)")
+        if pattern.startswith(r"\A") and not position.is_first:
+            return None
+        if pattern.endswith(r"\z") and not position.is_last:
+            return None
+    return step
