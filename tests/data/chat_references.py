@@ -318,9 +318,12 @@ class Ours:
     source: str
     rule: SupervisionRule = ASSISTANT_REPLIES
     arguments: dict[str, Any] = field(default_factory=dict)
+    date: str = "2025-01-01"
 
     def __post_init__(self) -> None:
-        template = ChatTemplate(self.source, special_tokens=self.tokenizer.special_tokens, arguments=self.arguments)
+        template = ChatTemplate(
+            self.source, special_tokens=self.tokenizer.special_tokens, arguments=self.arguments, date=self.date
+        )
         self.masker = Masker(template, self.tokenizer.added, self.rule)
         self.encoder = Encoder(self.tokenizer, self.masker.frame.turn_markers)
 

@@ -9,7 +9,7 @@ from chat_references import CHATML_MARKERS, MARKERS, TOOLS, Features, Ours, conv
 from tunewell.core.errors import UserError
 from tunewell.data.masking.masker import ASSISTANT_REPLIES, Masker, Plan, SupervisionRule
 from tunewell.data.rows.conversation import Conversation, Rejected
-from tunewell.data.templates.chat_template import ChatTemplate, builtin_template
+from tunewell.data.templates.chat_template import ChatTemplate, builtin_template, required_markers
 from tunewell.data.tokenizers.load import AddedTokenInfo, LoadedTokenizer, load_tokenizer
 
 ADDED = {text: AddedTokenInfo(number, True, False, False, False) for number, text in enumerate(MARKERS)}
@@ -116,6 +116,14 @@ def turns(reply: str, question: str = "m.content", before: str = "", each: str =
     )
 
 
+GLM = (
+    "[gMASK]<sop>{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+KIMI = (
+    "{% for m in messages %}{{ '<|open|>' + m.role + '<|sep|>' + m.content + '<|close|>reply<|sep|><|end_of_msg|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|open|>assistant<|sep|>' }}{% endif %}"
+)
 FOLLOWED = {
     "as it is": turns("m.content"),
     "trimmed": turns("m.content | trim"),
@@ -187,9 +195,6 @@ def test_a_template_that_cannot_be_learned_is_refused_before_any_row():
         turns("m.content | reverse"): "changes the text of a reply",
         turns("m.content", each="messages[:1]"): "changes the text of a reply",
         turns("m.content").replace("<|im_end|>", ""): "does not end replies with a token",
-        turns("m.content").replace(
-            "'<|im_end|>\n'", "'' if loop.last else '<|im_end|>\n'"
-        ): "does not end replies with a token",
         turns("m.content").replace("<|im_end|>", "<|unknown|>"): "does not end replies with a token",
         "{{ raise_exception('no') }}": "cannot render one question and one answer",
     }.items():
@@ -208,6 +213,31 @@ def test_a_reply_that_only_the_next_header_ends_is_in_doubt():
         masker.plan(messages_of(("user", "q"), ("assistant", "a")))
         with pytest.raises(Rejected, match="not followed by"):
             masker.plan(messages_of(("user", "q"), ("assistant", "a"), ("user", "q"), ("assistant", "a")))
+
+
+@pytest.mark.parametrize(
+    ("source", "supervised"),
+    [
+        (
+            turns("m.content").replace("'<|im_end|>\n'", "'' if loop.last and m.role != 'user' else ' <|im_end|>\n'"),
+            "one <|im_end|>two <|im_end|>",
+        ),
+        (GLM, "one<|user|>two<|user|>"),
+        (KIMI, "one<|close|>reply<|sep|><|end_of_msg|>two<|close|>reply<|sep|><|end_of_msg|>"),
+    ],
+    ids=["the last reply has no end", "the next question ends it", "several markers end it"],
+)
+def test_a_reply_is_learned_with_the_end_that_it_has_between_turns(tokenizer, source, supervised):
+    """Apertus and GLM write nothing after the last reply; a model that never sees an end there never stops."""
+    markers = required_markers(source, tokenizer.special_tokens)
+    ours = Ours(tokenizer.with_tokens(markers), source)
+    row = messages_of(("user", "q"), ("assistant", "one"), ("user", "q"), ("assistant", "two"))
+    assert ours.supervised_text(row) == supervised
+    own = ours.masker.template.render(row.messages)
+    theirs = ChatTemplate(source, special_tokens=tokenizer.special_tokens).render(row.messages)
+    assert own == theirs + ours.masker.frame.added_end
+    asked = ours.masker.template.render(row.messages[:3], add_generation_prompt=True)
+    assert not asked.endswith("<|user|>") and own.startswith(asked)
 
 
 def test_the_end_of_a_turn_without_words_is_not_taken_for_that_of_the_reply_before():

@@ -496,6 +496,12 @@ def test_an_unknown_builtin_template_is_refused_with_the_known_ones():
         ("{% if tools %}<|tools|>{% endif %}{{ messages[0].content }}", []),
         ("{#- markers: <a> [B] -#}{{ messages[0].content }}<|c|>{{ eos_token }}", ["<a>", "[B]", "</s>"]),
         ("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}<|x|>", ["<|x|>"]),
+        ("{% for m in messages %}{{ ']~b]' + m.role + '\n' + m.content + '[e~[\n' }}{% endfor %}", ["[e~["]),
+        ("{% for m in messages %}{{ '<user>' + m.content + '\n</assistant>\n' }}{% endfor %}", ["</assistant>"]),
+        ("{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}", ["<|user|>"]),
+        ("{% for m in messages %}{{ m.content }}{% if loop.last %}<|return|>{% endif %}{% endfor %}", ["<|return|>"]),
+        ("{% for tool in tools %}{% endfor %}{% for m in messages %}{{ m.content }}<|x|>{% endfor %}", ["<|x|>"]),
+        ("{% for m in messages %}{{ '### ' + m.role + '\n' + m.content + '\n\n' }}{% endfor %}", []),
     ],
 )
 def test_markers_are_what_must_be_single_tokens(source, expected):

@@ -71,9 +71,9 @@ class Masker:
     def __init__(
         self, template: ChatTemplate, added: Mapping[str, AddedTokenInfo], rule: SupervisionRule = ASSISTANT_REPLIES
     ) -> None:
-        self.template = template
         self.rule = rule
         self.frame = probe_reply_frame(template, added)
+        self.template = template.with_end(self.frame.added_end) if self.frame.added_end else template
         self._marker = marker_pattern(self.frame.markers)
         self._plans: dict[Any, Plan | Rejected] = {}
 

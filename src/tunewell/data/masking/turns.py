@@ -37,11 +37,13 @@ class ReplyFrame:
     """All special tokens, and the other added tokens that the template writes around turns."""
     turn_markers: tuple[str, ...]
     """The markers that appear in every conversation."""
+    added_end: str = ""
+    """Text that ends replies between turns but that the template does not write after the last reply; else empty."""
 
 
 def probe_reply_frame(template: ChatTemplate, added: Mapping[str, AddedTokenInfo]) -> ReplyFrame:
     """Return the reply frame of a template; raise UserError if a reply cannot be supervised with an end marker."""
-    question_only, prompt, whole = _render_probes(template)
+    question_only, prompt, whole, between = _render_probes(template)
     question, _, _ = whole.partition(placeholder(0))
     _, found, after = whole.rpartition(placeholder(1))
     if not found:
@@ -49,32 +51,41 @@ def probe_reply_frame(template: ChatTemplate, added: Mapping[str, AddedTokenInfo
             f"the template `{template.name}` changes the text of a reply, so the loss mask cannot be found",
             fix="choose another template with `template.name`",
         )
-    markers = _markers(added, prompt, whole)
+    markers = _markers(added, prompt, whole, between)
     marker = marker_pattern(markers)
-    end = marker.search(after)
+    end, added_end = marker.search(after), ""
+    header = prompt[len(question_only) :] if prompt.startswith(question_only) else ""
+    is_same_between = bool(after) and between.startswith(after)
+    if end is not None and is_same_between:
+        # All of this text ends the reply; in `<|close|>message<|sep|><|end_of_msg|>`, only the last marker is the end.
+        end = list(marker.finditer(after))[-1]
+    if not after.strip() and (end := marker.search(between)) is not None:
+        added_end = between[: end.end()].removeprefix(after)
+        if end.group() in marker.findall(header):  # it opens every turn and ends none
+            end = None
     if end is None:
         raise UserError(
             f"the template `{template.name}` does not end replies with a token of this tokenizer",
             where=f"after a reply, the template writes {after!r}"
             if after
             else "after a reply, the template writes nothing",
-            fix="without an end token the model would never stop: choose another template with `template.name`, "
-            "or set `template.add_missing_tokens: true`",
+            fix="without an end token the model would never stop: choose another template with `template.name`",
         )
-    header = prompt[len(question_only) :] if prompt.startswith(question_only) else ""
     prompt_gap = prompt.rpartition(placeholder(0))[2]
     reply_gap = whole.rpartition(placeholder(1))[0].rpartition(placeholder(0))[2]
     space = reply_gap[len(prompt_gap) :] if reply_gap.startswith(prompt_gap) else ""
-    ends = {end.group(), *_end_between_turns(template, marker, header, question)}
+    others = [] if is_same_between else _end_between_turns(marker, header, question, between)
+    ends = {end.group(), *others}
     in_headers = {*marker.findall(question), *marker.findall(header)}
     return ReplyFrame(
         header=header,
         leading_space=space if space.isspace() else "",
         end_marker=end.group(),
         ends=frozenset(ends),
-        openers=frozenset(in_headers - ends),
+        openers=frozenset(in_headers - ends - set(marker.findall(after) if is_same_between else ())),
         markers=markers,
         turn_markers=tuple(dict.fromkeys([*marker.findall(prompt), *sorted(ends)])),
+        added_end=added_end,
     )
 
 
@@ -84,20 +95,29 @@ def marker_pattern(markers: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, ordered))) if ordered else re.compile(r"(?!)")
 
 
-def _render_probes(template: ChatTemplate) -> tuple[str, str, str]:
-    asked = [{"role": "user", "content": placeholder(0)}]
-    replied = [*asked, {"role": "assistant", "content": placeholder(1)}]
+def _render_probes(template: ChatTemplate) -> tuple[str, str, str, str]:
+    """Render a question, with and without a generation prompt, and with its reply; return the text between turns too.
+
+    The last text is empty if the template rejects a second question.
+    """
+    turns = [{"role": role, "content": placeholder(n)} for n, role in enumerate(["user", "assistant"] * 2)]
+    asked, replied, tools = turns[:1], turns[:2], template.probe_tools
     try:
-        return (
-            template.render(asked),
-            template.render(asked, add_generation_prompt=True),
-            template.render(replied),
+        texts = (
+            template.render(asked, tools),
+            template.render(asked, tools, add_generation_prompt=True),
+            template.render(replied, tools),
         )
     except TemplateFailed as failure:
         raise UserError(
             f"the template `{template.name}` cannot render one question and one answer: {failure}",
             fix="choose another template with `template.name`",
         ) from failure
+    try:
+        text = template.render(turns, tools)
+    except TemplateFailed:
+        return *texts, ""
+    return *texts, text.partition(placeholder(1))[2].partition(placeholder(2))[0]
 
 
 def _markers(added: Mapping[str, AddedTokenInfo], *texts: str) -> tuple[str, ...]:
@@ -113,14 +133,8 @@ def _markers(added: Mapping[str, AddedTokenInfo], *texts: str) -> tuple[str, ...
     return tuple(markers)
 
 
-def _end_between_turns(template: ChatTemplate, marker: re.Pattern[str], header: str, question: str) -> list[str]:
+def _end_between_turns(marker: re.Pattern[str], header: str, question: str, gap: str) -> list[str]:
     """Return the marker that ends a reply before another turn, or nothing if it belongs to the next turn's header."""
-    turns = [{"role": role, "content": placeholder(n)} for n, role in enumerate(["user", "assistant"] * 2)]
-    try:
-        text = template.render(turns)
-    except TemplateFailed:
-        return []
-    gap = text.partition(placeholder(1))[2].partition(placeholder(2))[0]
     end = marker.search(gap)
     if end is None or end.group() in marker.findall(header):
         return []

@@ -110,6 +110,12 @@ def shorten(text: str) -> str:
 BUILTIN_NAMES = ("chatml", "zephyr", "llama3", "gemma", "alpaca", "instruct", "human-assistant")
 SIZE_LIMIT_CHARS = 4_000_000
 
+_PROBE_TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {"name": "x", "description": "x", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 _RESERVED = ("messages", "tools", "add_generation_prompt")
 _TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError)
 """Errors that a template expression can raise in addition to those of Jinja."""
@@ -138,6 +144,7 @@ class ChatTemplate:
         self.date = date
         self._now = _midnight(date)
         self._asks = False
+        self._end = ""
         self._limits = (time_limit_seconds, size_limit_chars)
         if reserved := [key for key in arguments if key in _RESERVED]:
             raise UserError(
@@ -162,6 +169,19 @@ class ChatTemplate:
         self.uses_clock = any(name.name == "strftime_now" for name in parsed.find_all(nodes.Name))
 
     @cached_property
+    def probe_tools(self) -> list[dict[str, Any]] | None:
+        """The tools with which the template renders a question: None, or one tool if it fails without tools."""
+        try:
+            self.render([{"role": "user", "content": "x"}])
+        except TemplateFailed:
+            try:
+                self.render([{"role": "user", "content": "x"}], _PROBE_TOOLS)
+            except TemplateFailed:
+                return None
+            return _PROBE_TOOLS
+        return None
+
+    @cached_property
     def special_variables(self) -> tuple[str, ...]:
         """The special-token variables that the template reads, whether or not the tokenizer defines them."""
         return tuple(sorted(name for name in self.variables if name.endswith("_token") or name in self._special_tokens))
@@ -175,7 +195,15 @@ class ChatTemplate:
             "arguments": self._arguments,
             "special_tokens": {name: text for name, text in self._special_tokens.items() if name in self.variables},
         }
+        seen |= {"end": self._end} if self._end else {}
         return hashlib.sha256(json.dumps(seen, sort_keys=True, default=str).encode()).hexdigest()
+
+    def with_end(self, end: str) -> ChatTemplate:
+        """Return this template so that it also ends the last reply of a conversation, as it ends the others."""
+        template = copy.copy(self)
+        template.__dict__.pop("sha256", None)
+        template._end = end
+        return template
 
     def for_prompts(self) -> ChatTemplate:
         """Return this template so that it always writes the header of the next reply."""
@@ -199,7 +227,9 @@ class ChatTemplate:
             variables = {"messages": messages, "tools": tools, "add_generation_prompt": asks}
             seconds, chars = self._limits
             thread_template.budget.start(max_chars=chars + 4 * size, max_seconds=seconds)
-            return thread_template.render(variables)
+            text = thread_template.render(variables)
+            ends = self._end and not asks and messages[-1].get("role") == "assistant"
+            return text + self._end if ends and not messages[-1].get("tool_calls") else text
         except (RecursionError, MemoryError) as error:
             raise TemplateLimit("the template or the conversation is nested too deeply") from error
         except TemplateError as error:
@@ -260,6 +290,8 @@ def _midnight(date: str) -> datetime:
 
 _DECLARED = re.compile(r"\A\s*\{#-?\s*markers:(.*?)-?#\}", re.DOTALL)
 _MARKER = re.compile(r"<\|[^<>|\s]{1,60}\|>|<｜[^<>｜\s]{1,60}｜>|<(?:start|end)_of_[a-z]+>|</?s>|<[be]os>")
+_BRACKETED = re.compile(r"\s*(<[^<>\s]{1,60}>|[\[\]{〈][^\w\s]?\S{0,58}?[\[\]}〉](?=[\s<\[]|\Z))")
+_PROBE_TEXTS = ("Vq0hKz", "Vq1hKz", "Vq2hKz", "Vq3hKz")
 _ROLE_HEADER = re.compile(r"<\|(?:system|user|assistant|tool|model|human|bot)\|>")
 
 
@@ -278,7 +310,8 @@ def required_markers(
     A comment at the start of the template, `{#- markers: <|im_start|> <|im_end|> -#}`, can declare them. Otherwise a
     short conversation is rendered and searched for `<|...|>`, `<start_of_...>`, `<s>` and similar. Headers that only
     name a role (`<|user|>`) do not count: Zephyr and TinyLlama encode them as text. The special tokens that the
-    template reads from the tokenizer (`bos_token`, `eos_token`) are added; see `ChatTemplate.special_variables`.
+    template reads from the tokenizer (`bos_token`, `eos_token`) are added; see `ChatTemplate.special_variables`. If no
+    marker ends a reply, the bracketed text after it is one, of any shape: `<turn|>`, `[e~[`, or `<|user|>` in GLM.
     """
     if isinstance(template, str):
         template = ChatTemplate(template, special_tokens=special_tokens)
@@ -287,16 +320,35 @@ def required_markers(
         return list(dict.fromkeys([*declared[1].split(), *tokens]))
     text = _probe(template)
     found = [marker for marker in _MARKER.findall(text) if not _ROLE_HEADER.fullmatch(marker)]
-    return list(dict.fromkeys([*found, *(token for token in tokens if token in text)]))
+    known = list(dict.fromkeys([*found, *(token for token in tokens if token in text)]))
+    return [*known, *_unknown_end(template, known)]
 
 
 def _probe(template: ChatTemplate) -> str:
     """Return renderings of short conversations, or the source of the template if it rejects all of them."""
     turns = [{"role": role, "content": "x"} for role in ("system", "user", "assistant", "user", "assistant")]
     texts: list[str] = []
-    for messages in (turns, turns[1:], turns[1:2]):
+    for messages, asks in ((turns, True), (turns[1:], True), (turns[1:2], True), (turns[1:], False)):
         try:
-            texts.append(template.render(messages, add_generation_prompt=True))
+            texts.append(template.render(messages, template.probe_tools, add_generation_prompt=asks))
         except TemplateFailed:
             continue
     return "\n".join(texts) or template.source
+
+
+def _unknown_end(template: ChatTemplate, known: Sequence[str]) -> list[str]:
+    """Return the text that ends a reply like a marker, if none of the known markers ends it."""
+    roles = ("user", "assistant") * 2
+    turns = [{"role": role, "content": text} for role, text in zip(roles, _PROBE_TEXTS, strict=True)]
+    try:
+        text = template.render(turns, template.probe_tools)
+    except TemplateFailed:
+        return []
+    after_last = text.rpartition(_PROBE_TEXTS[3])[2]
+    between = text.partition(_PROBE_TEXTS[1])[2].partition(_PROBE_TEXTS[2])[0]
+    for after in (after_last, between):
+        if any(marker in after for marker in known):
+            return []
+        if end := _BRACKETED.match(after):
+            return [end[1]]
+    return []
