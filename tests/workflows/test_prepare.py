@@ -11,9 +11,11 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from corpora import prepare_in, row, rows_file, tree, write_rows
 from tunewell import open_corpus
+from tunewell.cli.screens.corpus import corpus_rows
 from tunewell.core.errors import UserError
 from tunewell.data.corpus import writer
 from tunewell.data.encoding.encoder import Encoder
@@ -560,3 +562,42 @@ def test_rows_that_other_programs_encode_otherwise_are_counted(tmp_path):
     assert manifest.notes == {"other_ids_as_a_whole": 2, "rows_with_markers": 1}
     assert manifest.other_ids_share == 0.5
     assert manifest.boundary_tokens == 0
+
+
+def write_small_alphabet(folder: Path) -> Path:
+    """Write a BPE tokenizer that knows the letters of a few words and nothing else."""
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+    backend.train_from_iterator(["Below is an instruction ### Response: question what answer\n"] * 9, trainer)
+    folder.mkdir()
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def test_unknown_tokens_are_counted_and_too_many_are_refused_with_the_characters(tmp_path):
+    """Guards against a model that learns to answer `<unk>`: 3,996 such tokens were supervised without a word."""
+    model = write_small_alphabet(tmp_path / "model")
+    write_rows(tmp_path / "rows.jsonl", [{"question": "what is it", "answer": "the question " * 40 + "z"}])
+    sets = ("data.held_out=0", "template.name=human-assistant")
+    with pytest.raises(UserError, match="are unknown to the tokenizer") as caught:
+        prepare_in(tmp_path, model, tmp_path / "rows.jsonl", *sets, "data.clean.max_unknown_share=0.001")
+    assert "'z'" in str(caught.value) and "NFC" in str(caught.value)
+    manifest = prepare_in(tmp_path, model, tmp_path / "rows.jsonl", *sets, "data.clean.max_unknown_share=0.5").manifest
+    assert manifest.notes["unknown_supervised_tokens"] == 1
+    assert manifest.notes["unknown_tokens"] >= 1
+    assert manifest.unknown_characters["z"] == 1
+    [warning] = [row for row in corpus_rows(manifest) if row[0] == "warning"]
+    assert "'z'" in warning[2]
+
+
+def test_a_tokenizer_that_knows_every_character_has_no_unknown_tokens(tiny_model, tmp_path):
+    """Guards against a false alarm: byte-level tokenizers have no such token."""
+    manifest = prepare_in(
+        tmp_path, tiny_model, rows_file(tmp_path / "rows.jsonl", 9), "data.clean.max_unknown_share=0"
+    ).manifest
+    assert "unknown_tokens" not in manifest.notes
+    assert manifest.unknown_characters == {}

@@ -161,6 +161,9 @@ class Clean(Section):
     thinking: Literal["keep", "strip"] = "keep"
     """What to do with the thinking of replies (`<think>...</think>`, `reasoning_content`). `keep`: the template renders
     it, and it is supervised; `strip`: it is removed and counted."""
+    max_unknown_share: Annotated[Float, Field(ge=0, le=1)] = 0.01
+    """Maximum share of unknown tokens (`<unk>`): characters that the vocabulary lacks. Above it, `prepare` stops and
+    names the characters."""
     drop_urls: Bool = False
     """Drop rows that contain a web address (`has_url`)."""
 

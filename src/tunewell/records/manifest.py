@@ -92,6 +92,9 @@ class SplitRecord(Record):
     shards: list[ShardRecord]
 
 
+_NUM_NAMED = 10
+
+
 class TokenizerRecord(Record):
     """The tokenizer that produced the token ids."""
 
@@ -101,6 +104,8 @@ class TokenizerRecord(Record):
     vocab_size: int
     special_tokens: dict[str, str]
     added_by_us: list[str]
+    normalizer: str = ""
+    """The steps that change text before it is split into tokens; empty if there are none or they are not known."""
 
 
 class TemplateRecord(Record):
@@ -134,6 +139,8 @@ class Manifest(Record):
     dropped: dict[str, int]
     notes: dict[str, int]
     boundary_tokens: int
+    unknown_characters: dict[str, int] = Field(default_factory=dict)
+    """The most frequent characters that the vocabulary lacks, counted in a part of the rows."""
     encoding_version: int = 1
     """Version of the encoding; since version 2, every reply starts with a new token."""
     tokens: TokenCounts
@@ -158,6 +165,14 @@ class Manifest(Record):
         if self.encoding_version < 2 or not num_encoded:
             return None
         return self.notes.get("other_ids_as_a_whole", 0) / num_encoded
+
+
+def unknown_remark(characters: dict[str, int], normalizer: str) -> str:
+    """Return the characters that a vocabulary lacks, most frequent first, and the normalizer that keeps them."""
+    ordered = sorted(characters, key=lambda character: (-characters[character], character))
+    named = ", ".join(f"{character!r}" for character in ordered[:_NUM_NAMED])
+    steps = f"its normalizer ({normalizer}) does not replace them" if normalizer else "it has no normalizer"
+    return f"the vocabulary lacks {named}{', ...' if len(ordered) > _NUM_NAMED else ''}; {steps}"
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

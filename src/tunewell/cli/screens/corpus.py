@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from tunewell.core.units import count, percent
+from tunewell.records.manifest import unknown_remark
 
 if TYPE_CHECKING:
     from tunewell.records.manifest import Manifest
@@ -45,6 +46,9 @@ def corpus_rows(manifest: "Manifest", *, has_details: bool = False) -> list[list
         remark = "tokens that hold both template and reply text; not trained on"
         rows.append(["boundary", count(manifest.boundary_tokens), remark])
     rows += [["note", "", remark] for remark in manifest.remarks]
+    if number := manifest.notes.get("unknown_tokens"):
+        remark = unknown_remark(manifest.unknown_characters, manifest.tokenizer.normalizer)
+        rows.append(["warning", count(number), f"unknown tokens: {remark}"])
     for note, number in manifest.notes.items():
         term = note.replace("_", " ")
         rows.append(["note", count(number), f"{term}; see `tunewell glossary '{term}'`"])

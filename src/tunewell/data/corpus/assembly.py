@@ -98,6 +98,7 @@ class Assembly:
         self.folder = folder
         self.sources: list[SourceLedger] = []
         self.notes: Counter[str] = Counter()
+        self.unknown_characters: Counter[str] = Counter()
         self.num_tokens = 0
         self._held_out_share = 0.0 if isinstance(config.held_out, str) else config.held_out
         self._clean = config.clean
@@ -121,6 +122,7 @@ class Assembly:
         ledger.formats.update(block.formats)
         ledger.unused.update(block.unused)
         self.notes.update(block.notes)
+        self.unknown_characters.update(block.unknown_characters)
         rows = np.asarray(numbers, dtype=np.int64)
         dropped = np.flatnonzero(block.status)
         for index, detail in zip(dropped.tolist(), block.details, strict=True):

@@ -102,6 +102,7 @@ def make_spec(loaded: LoadedConfig, text: TextPipeline, *, context_limit: int | 
             vocab_size=text.tokenizer.vocab_size,
             special_tokens=text.tokenizer.special_tokens,
             added_by_us=list(text.tokenizer.added_by_us),
+            normalizer=text.tokenizer.normalizer,
         ),
         templates=[record.model_copy(update={"name": _portable_path(record.name, base)}) for record in text.records()],
         save_tokenizer=text.save,

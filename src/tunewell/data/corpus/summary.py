@@ -28,6 +28,7 @@ from tunewell.records.plan import Chosen
 _NUM_BARS = 12
 _NUM_NAMED = 5
 _NUM_COLUMNS = 12
+_NUM_CHARACTERS = 20
 
 WrittenSplit = tuple[Units, Packing, SplitRecord]
 
@@ -69,6 +70,7 @@ def make_manifest(
         dropped=dict(sorted(total_dropped(assembly).items())),
         notes=dict(sorted(assembly.notes.items())),
         boundary_tokens=boundary_tokens,
+        unknown_characters=dict(assembly.unknown_characters.most_common(_NUM_CHARACTERS)),
         encoding_version=PIPELINE_VERSION,
         tokens=TokenCounts(
             total=packing.num_sequences * packing.context_length,

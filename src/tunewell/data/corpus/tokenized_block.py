@@ -59,6 +59,8 @@ class TokenizedBlock:
     """Counts for the report that do not concern dropped rows, e.g. replies that the template leaves out."""
     unused: dict[str, int] = field(default_factory=dict[str, int])
     """Number of documents by column that is not used."""
+    unknown_characters: dict[str, int] = field(default_factory=dict[str, int])
+    """Characters that the vocabulary lacks, counted in the first rows that contain some."""
 
     def __post_init__(self) -> None:
         num_documents = int((self.status == 0).sum())
@@ -71,8 +73,8 @@ class TokenizedBlock:
 
 def save_tokenized(path: Path, block: TokenizedBlock) -> None:
     """Write a block atomically."""
-    meta = {"reasons": block.reasons, "details": block.details, "formats": block.formats, "notes": block.notes}
-    meta["unused"] = block.unused
+    names = ("reasons", "details", "formats", "notes", "unused", "unknown_characters")
+    meta = {name: getattr(block, name) for name in names}
     arrays = {name: getattr(block, name) for name in _ARRAYS}
     arrays["learned"] = np.packbits(block.supervised)
     arrays["meta"] = np.frombuffer(json.dumps(meta).encode("utf-8", "surrogatepass"), dtype=np.uint8)
@@ -261,10 +263,15 @@ def join_tokens(rendered: RenderedBlock, encoded: EncodedDocuments) -> Tokenized
     keep = num_supervised > 0
     if not keep.all():
         _drop_unsupervised(rendered, encoded, keep)
-    for note, counted in (("other_ids_as_a_whole", encoded.is_split), ("rows_with_markers", encoded.has_markers)):
-        if number := int((counted & keep).sum()):
-            rendered.notes[note] += number
     keep_token = np.repeat(keep, encoded.lengths)
+    is_unknown = encoded.is_unknown & keep_token
+    counts = {
+        "other_ids_as_a_whole": encoded.is_split & keep,
+        "rows_with_markers": encoded.has_markers & keep,
+        "unknown_tokens": is_unknown,
+        "unknown_supervised_tokens": is_unknown & encoded.supervised,
+    }
+    rendered.notes.update({note: int(counted.sum()) for note, counted in counts.items() if counted.any()})
     digests = [digest for digest, is_kept in zip(rendered.digests, keep.tolist(), strict=True) if is_kept]
     return TokenizedBlock(
         status=np.asarray(rendered.status, dtype=np.uint8),
@@ -279,6 +286,7 @@ def join_tokens(rendered: RenderedBlock, encoded: EncodedDocuments) -> Tokenized
         formats=dict(rendered.formats),
         notes=dict(rendered.notes),
         unused=dict(rendered.unused),
+        unknown_characters=dict(encoded.unknown_characters),
     )
 
 

@@ -13,8 +13,9 @@ A reply starts with a new token, because it does so at inference, where the prom
 """
 
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, pairwise, takewhile
 from operator import itemgetter
 from typing import Any
@@ -49,6 +50,7 @@ _MAX_CORES_FOR_WORD_TABLE = 8
 _CHECK_TEXTS = ("x", " x", "  x  ", "\nx\n", "x\n\n", "\t x. ", "é 漢 \U0001f642")
 _CHECK_PLANS = 4
 _MAX_HEADERS = 4096
+_MAX_UNKNOWN = 50
 _MAX_HEADER_CHARS = 200
 
 Tokens = tuple[list[int], list[Span]]
@@ -73,6 +75,10 @@ class EncodedDocuments:
     """For each document, whether a program that encodes the whole text at once gets other ids."""
     has_markers: npt.NDArray[np.bool_]
     """For each document, whether its texts contain a marker, which is encoded as plain text."""
+    is_unknown: npt.NDArray[np.bool_]
+    """For each token, whether it stands for characters that the vocabulary lacks."""
+    unknown_characters: Counter[str] = field(default_factory=Counter[str])
+    """These characters, from the first documents that contain some."""
 
 
 @dataclass(slots=True)
@@ -127,7 +133,24 @@ class Encoder:
         for index, (_, exact, edges) in by_offsets.items():
             start, end = table.bounds[index], table.bounds[index + 1]
             supervised[start:end], is_boundary[start:end] = exact, edges
-        return self._by_document(batch, table, supervised, is_boundary)
+        encoded = self._by_document(batch, table, supervised, is_boundary)
+        if encoded.is_unknown.any():
+            ends = np.cumsum(encoded.lengths)
+            found = np.unique(np.searchsorted(ends, np.flatnonzero(encoded.is_unknown), side="right")).tolist()
+            encoded.unknown_characters = self._unknown_characters([documents[at] for at in found[:_MAX_UNKNOWN]])
+        return encoded
+
+    def _unknown_characters(self, documents: Sequence[PlannedDocument]) -> Counter[str]:
+        characters: Counter[str] = Counter()
+        backend, unknown = self._backends[Position(False, False, True)], self._backends.unknown_id
+        for document in documents:
+            pieces = document.plan.pieces if document.plan else ()
+            texts = [*document.texts, *(piece.text for piece in pieces if piece.text and not piece.is_marker)]
+            for text, encoding in zip(texts, backend.encode_batch(texts, add_special_tokens=False), strict=True):
+                for token, (x, y) in zip(encoding.ids, encoding.offsets, strict=True):
+                    if token == unknown:
+                        characters.update(text[x:y])
+        return characters
 
     def _gather(self, documents: Sequence[PlannedDocument]) -> SegmentBatch:
         batch = SegmentBatch()
@@ -296,7 +319,9 @@ class Encoder:
         for document in np.flatnonzero(only_ends).tolist():
             supervised[starts[document] : starts[document] + lengths[document]] = False
             failed[document] = Rejected("nothing_to_learn", "only the end marker would be supervised")
-        return EncodedDocuments(tokens, supervised, lengths, boundary, failed, is_split, has_markers)
+        unknown = self._backends.unknown_id
+        is_unknown = np.zeros(len(tokens), dtype=bool) if unknown is None else tokens == unknown
+        return EncodedDocuments(tokens, supervised, lengths, boundary, failed, is_split, has_markers, is_unknown)
 
     def _in_parts(self, batch: SegmentBatch, document: int) -> Mask:
         """Encode a document piece by piece, so that message text is never tokenized as a control token."""

@@ -65,6 +65,15 @@ class LoadedTokenizer:
     max_length: int | None = None
     added_by_us: tuple[str, ...] = ()
 
+    @property
+    def normalizer(self) -> str:
+        """The names of the steps that change text before it is split into tokens, or an empty text."""
+        if self.backend.normalizer is None:
+            return ""
+        state = orjson.loads(self.backend.normalizer.__getstate__())
+        steps = state["normalizers"] if state["type"] == "Sequence" else [state]
+        return ", ".join(dict.fromkeys(step["type"] for step in steps))
+
     def with_tokens(self, tokens: Sequence[str]) -> "LoadedTokenizer":
         """Return a copy with additional special tokens, with ids after the vocabulary; known tokens keep their ids."""
         backend = Tokenizer.from_str(self.backend.to_str())
