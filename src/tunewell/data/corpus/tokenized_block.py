@@ -11,7 +11,7 @@ import zipfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,9 @@ from tunewell.data.rows.conversation import Conversation, Rejected
 from tunewell.data.rows.formats import Converter
 from tunewell.data.rows.functions import RowFunction
 from tunewell.data.sources.blocks import Block, ReadOptions, parse_item
+
+if TYPE_CHECKING:
+    from tunewell.data.masking.rendered import RenderedTextParser
 
 PIPELINE_VERSION = 2
 """Version of the tokenised output. Increase it when the same rows give different tokens, to invalidate the cache."""
@@ -109,6 +112,8 @@ class RowPipeline:
     masker: Masker | None
     encoder: Encoder
     row_function: RowFunction | None = None
+    parser: "RenderedTextParser | None" = None
+    """Created for the first row of plain text."""
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
     """The config values from which the objects were created, for the cache key."""
 
@@ -197,6 +202,8 @@ def _raise_if_configured(rejected: Rejected, pipeline: RowPipeline, number: int)
 
 def _render_row(value: Any, pipeline: RowPipeline, rendered: RenderedBlock) -> None:
     conversation, format_name = pipeline.converter.convert(value)
+    if conversation.text is not None:
+        conversation, format_name = _parse_rendered(conversation, format_name, pipeline)
     if pipeline.masker and any(len(message) > 2 or "<tool" in message["content"] for message in conversation.messages):
         from tunewell.data.templates.tool_calls import fit_template  # not needed for plain rows
 
@@ -232,6 +239,29 @@ def _render_row(value: Any, pipeline: RowPipeline, rendered: RenderedBlock) -> N
         rendered.notes.update(conversation.notes)
     rendered.layouts.append(layout)
     rendered.digests.append(digests)
+
+
+def _parse_rendered(conversation: Conversation, format_name: str, pipeline: RowPipeline) -> tuple[Conversation, str]:
+    """Return the conversation of a text that a chat template has rendered, or the plain text."""
+    assert conversation.text is not None
+    found = None
+    if not pipeline.converter.keeps_text:
+        if pipeline.parser is None:
+            from tunewell.data.masking.rendered import RenderedTextParser
+
+            template = pipeline.masker.template if pipeline.masker else None
+            pipeline.parser = RenderedTextParser(template, pipeline.encoder.tokenizer.special_tokens)
+        found = pipeline.parser.parse(conversation.text, pipeline.source)
+    if found is None:
+        rule = pipeline.masker.rule.learn_from if pipeline.masker else "responses"
+        if rule == "last_response" or pipeline.settings.get("source", {}).get("learn_from") == "responses":
+            raise UserError(
+                f"`learn_from: {rule}` cannot apply to plain text, which has no responses",
+                where=pipeline.source,
+                fix="set `learn_from: everything` on this source, or convert its rows to `messages`",
+            )
+        return conversation, format_name
+    return found[0], f"text rendered by {found[1]}"
 
 
 def _check_tools(conversation: Conversation, masker: Masker, rendered: RenderedBlock) -> None:

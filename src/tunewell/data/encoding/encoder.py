@@ -136,7 +136,9 @@ class Encoder:
         encoded = self._by_document(batch, table, supervised, is_boundary)
         if encoded.is_unknown.any():
             ends = np.cumsum(encoded.lengths)
-            found = np.unique(np.searchsorted(ends, np.flatnonzero(encoded.is_unknown), side="right")).tolist()
+            found: list[int] = np.unique(
+                np.searchsorted(ends, np.flatnonzero(encoded.is_unknown), side="right")
+            ).tolist()
             encoded.unknown_characters = self._unknown_characters([documents[at] for at in found[:_MAX_UNKNOWN]])
         return encoded
 

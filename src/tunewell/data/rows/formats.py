@@ -256,6 +256,11 @@ class Converter:
                 fix=f"write `FIELD: YOUR COLUMN`, like `question: Frage`; the fields are {', '.join(_KNOWN)}",
             )
 
+    @property
+    def keeps_text(self) -> bool:
+        """Whether the config asks for plain text, even if it looks like a conversation."""
+        return self._format == "text"
+
     def convert(self, row: Any) -> tuple[Conversation, str]:
         """Return the conversation of a row and the name of its format; raise Rejected if it is not a conversation."""
         if isinstance(row, str) and self._format == "text":

@@ -168,6 +168,11 @@ class ChatTemplate:
         """Undeclared variables of the template: `messages`, `bos_token` and others."""
         self.uses_clock = any(name.name == "strftime_now" for name in parsed.find_all(nodes.Name))
 
+    @property
+    def bos(self) -> str:
+        """The text of the bos token, or an empty text."""
+        return self._special_tokens.get("bos_token") or ""
+
     @cached_property
     def probe_tools(self) -> list[dict[str, Any]] | None:
         """The tools with which the template renders a question: None, or one tool if it fails without tools."""

@@ -1,0 +1,82 @@
+"""Text that a chat template rendered is a conversation again: its replies are supervised, not its markers."""
+
+import pytest
+from tiny import CHATML, prepare, write_jsonl, write_tiny_model
+
+from tunewell.core.errors import UserError
+from tunewell.data.corpus.reader import open_corpus
+from tunewell.data.masking.rendered import RenderedTextParser
+from tunewell.data.rows.conversation import Rejected
+from tunewell.data.templates.chat_template import BUILTIN_NAMES, ChatTemplate, builtin_template
+
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.fixture(scope="module")
+def parser() -> RenderedTextParser:
+    return RenderedTextParser(ChatTemplate(CHATML, special_tokens=TOKENS, name="own"), TOKENS)
+
+
+@pytest.mark.parametrize("name", BUILTIN_NAMES)
+def test_a_rendered_conversation_is_read_as_its_messages(parser, name):
+    template = ChatTemplate(builtin_template(name), special_tokens=TOKENS)
+    messages = [
+        {"role": "user", "content": "Who sings?"},
+        {"role": "assistant", "content": "Carlos.\n\nHe does."},
+        {"role": "user", "content": "And who\n\nelse?"},
+        {"role": "assistant", "content": "No one"},
+    ]
+    for some in (messages[:2], messages):
+        text = template.render(some)
+        conversation, found = parser.parse(text, "rows")
+        assert conversation.messages == some
+        assert found in (name, "own")
+        assert parser.parse(text.removesuffix("</s>"), "rows")[0].messages == some
+
+
+def test_a_system_message_is_read_too(parser):
+    messages = [{"role": role, "content": f"the {role}"} for role in ("system", "user", "assistant")]
+    text = ChatTemplate(CHATML, special_tokens=TOKENS).render(messages)
+    conversation, found = parser.parse(text, "rows")
+    assert (conversation.messages, found) == (messages, "own")
+
+
+def test_plain_text_stays_plain_text(parser):
+    texts = ["A story.", "user\nhi", "the marker <|im_start|> opens a turn", "[1] a list", "<b>bold</b> <i>x</i>", ""]
+    assert [parser.parse(text, "rows") for text in texts] == [None] * len(texts)
+
+
+def test_another_template_is_refused_and_a_broken_conversation_dropped(parser):
+    with pytest.raises(UserError, match="unknown chat template") as caught:
+        parser.parse("<|User|>hi<|End|><|Bot|>yo<|End|>", "rows.jsonl")
+    assert "format: text" in str(caught.value)
+    with pytest.raises(Rejected, match="is not one"):
+        parser.parse("<|im_start|>user\nhi<|im_end|>\n", "rows.jsonl")
+
+
+def test_rendered_rows_give_the_ids_and_masks_of_their_messages(tmp_path):
+    """Encoded as text, 97.7% of such rows was supervised, and the markers were cut into pieces."""
+    model = write_tiny_model(tmp_path / "model")
+    rows = [
+        [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"It is number {n}."}]
+        for n in range(6)
+    ]
+    template = ChatTemplate(CHATML, special_tokens={})
+    as_messages = write_jsonl(tmp_path / "messages.jsonl", [{"messages": row} for row in rows])
+    as_text = write_jsonl(tmp_path / "text.jsonl", [{"text": template.render(row)} for row in rows])
+    corpora = []
+    for name, path in (("a", as_messages), ("b", as_text)):
+        (tmp_path / name).mkdir()
+        report = prepare(tmp_path / name, model, path, sets=["data.held_out=0"])
+        corpus = open_corpus(tmp_path / name / "corpus")
+        corpora.append([(list(document.input_ids), list(document.labels)) for document in corpus])
+    assert corpora[0] == corpora[1]
+    assert report["sources"][0]["formats"] == {"text rendered by the model's own": 6}
+
+
+def test_learn_from_on_plain_text_is_refused(tmp_path):
+    model = write_tiny_model(tmp_path / "model")
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": "A story without any reply."}])
+    report = prepare(tmp_path, model, rows, sets=["template.learn_from=last_response"], code=2)
+    assert "cannot apply to plain text" in report["error"]["what"]
+    prepare(tmp_path, model, rows, sets=["data.held_out=0", "template.learn_from=everything"])
