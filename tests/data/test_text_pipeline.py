@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import torch
+from tiny import CHATML, write_tiny_model
 
 from corpora import rows_file
+from tunewell.cli.screens.corpus import corpus_rows
 from tunewell.config.load import LoadedConfig
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
@@ -100,3 +102,29 @@ def test_a_checkpoint_of_other_code_brings_the_tokenizer_beside_it(tmp_path, tin
     corpus = prepare(config_in(tmp_path, model="model.pt", data={"sources": ["rows.jsonl"]}))
     assert corpus.manifest.tokenizer.sha256 == load_tokenizer(tiny_model).sha256
     assert corpus.manifest.packing.context_length == 1024
+
+
+def test_a_built_in_template_on_a_model_with_its_own_is_a_warning(tmp_path, tiny_model):
+    """Guards against a model that has to unlearn its format because of a line in a config."""
+    config = {"name": "llama3", "add_missing_tokens": True}
+    [warning] = TextPipeline.load(config_in(tmp_path, model=str(tiny_model), template=config)).warnings
+    assert "`llama3`" in warning and "template.name: auto" in warning
+    assert TextPipeline.load(config_in(tmp_path, model=str(tiny_model))).warnings == []
+    same = {"name": "chatml"}  # the same text as the model's own
+    assert TextPipeline.load(config_in(tmp_path, model=str(tiny_model), template=same)).warnings == []
+
+
+def test_a_template_that_writes_two_bos_tokens_is_a_warning(tmp_path):
+    """Guards against a start that no model was trained with, and its cause: `bos_token` beside a literal `<s>`."""
+    model = write_tiny_model(tmp_path / "model")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config["bos_token"] = "<|endoftext|>"
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "two.jinja").write_text("{{ bos_token }}<|endoftext|>" + CHATML)
+    [warning] = TextPipeline.load(config_in(tmp_path, model=str(model), template={"name": "two.jinja"})).warnings
+    assert "twice" in warning
+    rows = rows_file(tmp_path / "rows.jsonl", 9)
+    loaded = config_in(tmp_path, model=str(model), template={"name": "two.jinja"}, data={"sources": str(rows)})
+    manifest = prepare(loaded).manifest
+    assert manifest.warnings == [warning]
+    assert ["warning", "", warning] in corpus_rows(manifest)

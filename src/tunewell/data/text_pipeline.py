@@ -1,6 +1,6 @@
 """Load the tokenizer and the chat templates of a config, and check that they fit together."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +32,8 @@ class TextPipeline:
     """Templates by their name in the config."""
     default_name: str
     rule: SupervisionRule
+    warnings: list[str] = field(default_factory=list[str])
+    """Templates that probably do not do what the user wants."""
     _maskers: dict[tuple[str, SupervisionRule], Masker] = field(
         default_factory=dict[tuple[str, SupervisionRule], Masker]
     )
@@ -59,7 +61,8 @@ class TextPipeline:
         if missing:
             tokenizer = tokenizer.with_tokens(sorted({marker for markers in missing.values() for marker in markers}))
         rule = SupervisionRule(config.template.learn_from, tuple(config.template.learn_roles))
-        return cls(model, tokenizer, templates, config.template.name, rule)
+        warnings = [text for name, template in templates.items() for text in _warnings(name, template, tokenizer)]
+        return cls(model, tokenizer, templates, config.template.name, rule, warnings)
 
     def masker(self, source: SourceConfig) -> Masker | None:
         """Return the masker of a source, or None if neither the model nor the config has a template."""
@@ -134,6 +137,28 @@ def _template(name: str, source: str, tokenizer: LoadedTokenizer, settings: Temp
             where=f"tokenizer of `{tokenizer.source}`" if name == "auto" else name,
             fix="choose another template with `template.name`",
         ) from failure
+
+
+def _warnings(name: str, template: ChatTemplate, tokenizer: LoadedTokenizer) -> Iterator[str]:
+    asked = [{"role": "user", "content": "x"}]
+    try:
+        text = template.render(asked, template.probe_tools, add_generation_prompt=True)
+        own = (
+            _template("auto", tokenizer.chat_template, tokenizer, TemplateSettings())
+            if tokenizer.chat_template
+            else None
+        )
+        own_text = own.render(asked, own.probe_tools, add_generation_prompt=True) if own else text
+    except (TemplateFailed, UserError):
+        return
+    if name in BUILTIN_NAMES and own_text != text:
+        yield (
+            f"the model has its own chat template, which differs from `{name}`: it would have to learn a new format; "
+            "`template.name: auto` uses its own"
+        )
+    bos = template.bos
+    if bos and text.startswith(bos + bos):
+        yield f"the template `{template.name}` writes `{bos}` twice at the start; most models are trained with one"
 
 
 def _missing_markers(templates: Mapping[str, ChatTemplate | str], tokenizer: LoadedTokenizer) -> dict[str, list[str]]:

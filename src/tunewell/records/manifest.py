@@ -152,6 +152,7 @@ class Manifest(Record):
     """Sentences about the sources: columns that are not used, files that are not read, how texts are split."""
     tokenizer: TokenizerRecord
     templates: list[TemplateRecord]
+    warnings: list[str] = Field(default_factory=list)
     config: dict[str, Any]
     splits: dict[str, SplitRecord]
     files: dict[str, FileRecord]

@@ -44,6 +44,7 @@ class PrepareResult:
             "dropped": manifest.dropped,
             "notes": manifest.notes,
             "remarks": manifest.remarks,
+            "warnings": manifest.warnings,
             "tokens": manifest.tokens.model_dump(),
             "boundary_tokens": manifest.boundary_tokens,
             "packing": manifest.packing.model_dump(),

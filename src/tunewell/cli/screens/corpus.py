@@ -46,6 +46,7 @@ def corpus_rows(manifest: "Manifest", *, has_details: bool = False) -> list[list
         remark = "tokens that hold both template and reply text; not trained on"
         rows.append(["boundary", count(manifest.boundary_tokens), remark])
     rows += [["note", "", remark] for remark in manifest.remarks]
+    rows += [["warning", "", message] for message in manifest.warnings]
     if number := manifest.notes.get("unknown_tokens"):
         remark = unknown_remark(manifest.unknown_characters, manifest.tokenizer.normalizer)
         rows.append(["warning", count(number), f"unknown tokens: {remark}"])

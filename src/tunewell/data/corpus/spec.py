@@ -58,6 +58,7 @@ class BuildSpec:
     config: dict[str, Any]
     tokenizer: TokenizerRecord
     templates: list[TemplateRecord]
+    warnings: list[str]
     save_tokenizer: Callable[[Path], None]
     remarks: tuple[str, ...] = ()
     """Sentences about the files of the sources, for the manifest."""
@@ -105,6 +106,7 @@ def make_spec(loaded: LoadedConfig, text: TextPipeline, *, context_limit: int | 
             normalizer=text.tokenizer.normalizer,
         ),
         templates=[record.model_copy(update={"name": _portable_path(record.name, base)}) for record in text.records()],
+        warnings=text.warnings,
         save_tokenizer=text.save,
         remarks=tuple(remark for source in config.data.sources for remark in _file_remarks(source.path, base)),
     )

@@ -95,6 +95,7 @@ def make_manifest(
         mix=[f"{spec.source_label(index)}: {because}" for index, because in mix.because.items()] if mix else [],
         tokenizer=spec.tokenizer,
         templates=spec.templates,
+        warnings=spec.warnings,
         config=spec.config,
         splits={name: record for name, (_, _, record) in splits.items()},
         files=files,
