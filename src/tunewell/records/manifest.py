@@ -159,6 +159,11 @@ class Manifest(Record):
     """All other files of the corpus."""
 
     @property
+    def unknown_remark(self) -> str:
+        """The characters that the vocabulary lacks, and the normalizer."""
+        return unknown_remark(self.unknown_characters, self.tokenizer.normalizer)
+
+    @property
     def other_ids_share(self) -> float | None:
         """Share of rows with other ids if their whole text is encoded at once; None if it was not counted."""
         later = ("exact_duplicate", "answer_in_held_out", "not_sampled", "too_long")

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from tunewell.core.units import count, percent
-from tunewell.records.manifest import unknown_remark
 
 if TYPE_CHECKING:
     from tunewell.records.manifest import Manifest
@@ -48,8 +47,7 @@ def corpus_rows(manifest: "Manifest", *, has_details: bool = False) -> list[list
     rows += [["note", "", remark] for remark in manifest.remarks]
     rows += [["warning", "", message] for message in manifest.warnings]
     if number := manifest.notes.get("unknown_tokens"):
-        remark = unknown_remark(manifest.unknown_characters, manifest.tokenizer.normalizer)
-        rows.append(["warning", count(number), f"unknown tokens: {remark}"])
+        rows.append(["warning", count(number), f"unknown tokens: {manifest.unknown_remark}"])
     for note, number in manifest.notes.items():
         term = note.replace("_", " ")
         rows.append(["note", count(number), f"{term}; see `tunewell glossary '{term}'`"])
