@@ -16,8 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tunewell.config.schema import Data
+from tunewell.core.errors import UserError
+from tunewell.core.units import count, percent
 from tunewell.data.corpus.tokenized_block import TokenizedBlock
-from tunewell.records.manifest import SourceRecord
+from tunewell.records.manifest import SourceRecord, unknown_remark
 
 DROPPED = "dropped.jsonl"
 _TWO_64 = float(2**64)
@@ -192,6 +194,20 @@ class Assembly:
             for index in candidates[find_repeats(documents.whole[candidates])].tolist():
                 self.drop_document(documents, index, "exact_duplicate")
         return documents
+
+    def require_known_characters(self, normalizer: str) -> None:
+        """Raise UserError if too many tokens stand for characters that the vocabulary lacks."""
+        num_unknown, num_tokens = self.notes["unknown_tokens"], max(1, self.num_tokens)
+        limit = self._clean.max_unknown_share
+        if num_unknown > limit * num_tokens:
+            raise UserError(
+                f"{count(num_unknown)} of {count(num_tokens, 'token')} are unknown to the tokenizer "
+                f"({percent(num_unknown / num_tokens)}; {count(self.notes['unknown_supervised_tokens'])} are "
+                "supervised): the model would learn to answer `<unk>`",
+                where=unknown_remark(self.unknown_characters, normalizer),
+                fix="use the model's own tokenizer or one with byte fallback, replace the characters with `map`, or "
+                f"raise `data.clean.max_unknown_share` (now {limit:g})",
+            )
 
     def _map(self, name: str) -> npt.NDArray[Any]:
         path = self.folder / f"{name}.bin"

@@ -12,8 +12,8 @@ from tunewell.core.units import count, percent
 from tunewell.data.corpus.assembly import Assembly, SourceLedger
 from tunewell.data.corpus.packing import Mix, Packing, Units, padding_waste
 from tunewell.data.corpus.spec import BuildSpec
-from tunewell.data.rows.formats import LABELS, first_present, nearest_column
 from tunewell.data.corpus.tokenized_block import PIPELINE_VERSION
+from tunewell.data.rows.formats import LABELS, first_present, nearest_column
 from tunewell.records.manifest import (
     FileRecord,
     LengthRecord,

@@ -26,7 +26,7 @@ from tunewell.core.files import (
     sync_tree,
 )
 from tunewell.core.progress import Progress, ProgressListener, silent
-from tunewell.core.units import count, percent
+from tunewell.core.units import count
 from tunewell.data.corpus.assembly import DROPPED, Assembly, Documents
 from tunewell.data.corpus.packing import (
     Mix,
@@ -53,7 +53,6 @@ from tunewell.records.manifest import (
     ShardRecord,
     SplitRecord,
     read_manifest,
-    unknown_remark,
     write_manifest,
 )
 from tunewell.records.plan import Chosen
@@ -291,7 +290,7 @@ class CorpusWriter:
         """Write all files, the manifest last; raise UserError if no document is left or a document is too long."""
         documents, spec = self._documents, self._spec
         self._require_training_data()
-        self._require_known_characters()
+        self._assembly.require_known_characters(spec.tokenizer.normalizer)
         context = choose_context_length(self._longest(), spec.packing.context_length, spec.context_limit)
         self._apply_length_policy(context)
         self._require_training_data()
@@ -362,19 +361,6 @@ class CorpusWriter:
             where=where,
             fix=_suggest_fix(first) if num_rows else "the files are empty or contain only blank lines",
         )
-
-    def _require_known_characters(self) -> None:
-        num_unknown, num_tokens = self._assembly.notes["unknown_tokens"], max(1, self._assembly.num_tokens)
-        limit = self._spec.data.clean.max_unknown_share
-        if num_unknown > limit * num_tokens:
-            raise UserError(
-                f"{count(num_unknown)} of {count(num_tokens, 'token')} are unknown to the tokenizer "
-                f"({percent(num_unknown / num_tokens)}; {count(self._assembly.notes['unknown_supervised_tokens'])} are "
-                "supervised): the model would learn to answer `<unk>`",
-                where=unknown_remark(self._assembly.unknown_characters, self._spec.tokenizer.normalizer),
-                fix="use the model's own tokenizer or one with byte fallback, replace the characters with `map`, or "
-                f"raise `data.clean.max_unknown_share` (now {limit:g})",
-            )
 
     def _apply_length_policy(self, context: Chosen[int]) -> None:
         documents, policy = self._documents, self._spec.packing.long_documents
