@@ -116,7 +116,7 @@ def make_run(
         plan=decided,
         config=settings,
         learner=TrainableModel(
-            model, decided.precision.value, 40, settings=settings.train, hooks=parse_faults(faults, is_allowed=True)
+            model, settings.train.masters, 40, settings=settings.train, hooks=parse_faults(faults, is_allowed=True)
         ),
         order=DataOrder(documents.index["length"], seed, "c", batch_documents=decided.batch_documents.value),
         documents=documents,
