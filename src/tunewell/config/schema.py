@@ -147,6 +147,14 @@ class Clean(Section):
     answer_in_held_out: Literal["drop", "keep"] = "drop"
     """What to do with a training row whose question is also a held-out question. If such rows are kept, the held-out
     loss and score are too good."""
+    near_held_out: Literal["warn", "drop", "keep"] = "warn"
+    """What to do with a training row that nearly equals a held-out row. Such rows make the held-out loss and score too
+    good. `warn` counts and lists them, `drop` drops them, `keep` does not search for them."""
+    near_duplicate: Literal["warn", "drop", "keep"] = "warn"
+    """What to do with a training row that nearly equals an earlier one: `warn`, `drop` or `keep`, as above."""
+    near_duplicate_threshold: Annotated[Float, Field(ge=0.5, lt=1)] = 0.8
+    """Minimum similarity of near duplicates: the number of token triples that both rows have, divided by the number
+    that at least one has (Jaccard similarity)."""
     bad_rows: Literal["drop", "error"] = "drop"
     """What to do with a row that cannot be parsed or is not a conversation: drop it, or stop with an error."""
     bad_text: Literal["drop", "replace", "error"] = "drop"

@@ -15,8 +15,9 @@ FORMAT_VERSION = 1
 COLUMNS = ("input_ids", "labels", "seq_lengths")
 """The columns of the Arrow files in a corpus."""
 MANIFEST = "manifest.json"
+NEAR_DUPLICATES = "near_duplicates.jsonl"
 CORPUS_NAMES = frozenset(
-    {MANIFEST, "README.md", "dataset_dict.json", "dropped.jsonl", "held_out", "tokenizer", "train"}
+    {MANIFEST, NEAR_DUPLICATES, "README.md", "dataset_dict.json", "dropped.jsonl", "held_out", "tokenizer", "train"}
 )
 """All names in a corpus folder."""
 
@@ -120,6 +121,31 @@ class TemplateRecord(Record):
     end_of_turn: str = ""
 
 
+class NearPair(Record):
+    """One line of `near_duplicates.jsonl`: a training row and the row to which it is similar."""
+
+    kind: str
+    """`near_duplicate`: the other row is a training row; `near_held_out`: it is held out."""
+    source: str
+    row: int
+    similar_source: str
+    similar_row: int
+    similarity: float
+
+
+class NearDuplicateRecord(Record):
+    """The search for near duplicates. A number is None if the search was off."""
+
+    threshold: float
+    """Minimum Jaccard similarity of the shingles of two documents."""
+    shingle_tokens: int
+    near_held_out: str
+    """What was done with training rows that are similar to a held-out row: `warn`, `drop` or `keep`."""
+    near_duplicate: str
+    num_near_held_out: int | None = None
+    num_near_duplicates: int | None = None
+
+
 class Manifest(Record):
     """The description of a corpus; it is written last, so its presence means that the corpus is complete."""
 
@@ -138,6 +164,7 @@ class Manifest(Record):
     repeats: int
     dropped: dict[str, int]
     notes: dict[str, int]
+    near_duplicates: NearDuplicateRecord | None = None
     boundary_tokens: int
     unknown_characters: dict[str, int] = Field(default_factory=dict)
     """The most frequent characters that the vocabulary lacks, counted in a part of the rows."""

@@ -9,8 +9,12 @@ from tunewell.core.errors import UserError
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.data.corpus.reader import Corpus, open_corpus
 from tunewell.data.tokenizers.load import load_tokenizer, token_texts
-from tunewell.records.manifest import MANIFEST, Manifest
+from tunewell.records.manifest import MANIFEST, Manifest, NearPair
 from tunewell.workflows.prepare import temporary_corpus
+
+_SHOWN_PAIRS = 3
+_TOKENS_BEFORE, _TOKENS_AFTER = 8, 16
+"""Tokens of a pair that are shown around the first difference."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +41,23 @@ class DocumentView:
 
 
 @dataclass(frozen=True)
+class PairView:
+    """Two near-duplicate rows, with their texts from shortly before the first difference."""
+
+    pair: NearPair
+    texts: tuple[str, str] | None
+    """None if the row was dropped."""
+
+
+@dataclass(frozen=True)
 class Inspection:
-    """The result of `inspect`: the manifest of the corpus and some documents."""
+    """The result of `inspect`: the manifest of the corpus, some documents and some near-duplicate pairs."""
 
     path: str
     is_corpus: bool
     manifest: Manifest
     documents: list[DocumentView]
+    pairs: list[PairView]
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `inspect --json` prints."""
@@ -59,7 +73,8 @@ class Inspection:
             }
             for view in self.documents
         ]
-        return {"path": self.path, "corpus": self.is_corpus, **manifest, "shown": documents}
+        pairs = [view.pair.model_dump() for view in self.pairs]
+        return {"path": self.path, "corpus": self.is_corpus, **manifest, "shown": documents, "near_pairs": pairs}
 
 
 def inspect(
@@ -105,4 +120,25 @@ def _inspect_corpus(corpus: Corpus, path: str, is_corpus: bool, wanted: Sequence
             for token, text, label in zip(document.input_ids, texts, document.labels, strict=True)
         ]
         views.append(DocumentView(index, document.source, document.row, tokens))
-    return Inspection(path, is_corpus, corpus.manifest, views)
+    return Inspection(path, is_corpus, corpus.manifest, views, _pair_views(corpus))
+
+
+def _pair_views(corpus: Corpus) -> list[PairView]:
+    """Return the most similar pairs of each kind."""
+    by_similarity = sorted(corpus.near_pairs(), key=lambda pair: -pair.similarity)
+    kinds = ("near_held_out", "near_duplicate")
+    shown = [pair for kind in kinds for pair in [p for p in by_similarity if p.kind == kind][:_SHOWN_PAIRS]]
+    tokenizer = load_tokenizer(corpus.path / "tokenizer") if shown else None
+    views: list[PairView] = []
+    for pair in shown:
+        assert tokenizer is not None
+        similar_split = corpus.held_out if pair.kind == "near_held_out" else corpus
+        index, similar = corpus.find(pair.source, pair.row), similar_split.find(pair.similar_source, pair.similar_row)
+        texts = None
+        if index is not None and similar is not None:
+            first, second = (split[i].input_ids for split, i in ((corpus, index), (similar_split, similar)))
+            start = next((n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0)
+            part = slice(max(start - _TOKENS_BEFORE, 0), start + _TOKENS_AFTER)
+            texts = ("".join(token_texts(tokenizer, first[part])), "".join(token_texts(tokenizer, second[part])))
+        views.append(PairView(pair, texts))
+    return views

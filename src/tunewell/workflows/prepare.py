@@ -45,6 +45,7 @@ class PrepareResult:
             "notes": manifest.notes,
             "remarks": manifest.remarks,
             "warnings": manifest.warnings,
+            "near_duplicates": manifest.near_duplicates.model_dump() if manifest.near_duplicates else None,
             "tokens": manifest.tokens.model_dump(),
             "boundary_tokens": manifest.boundary_tokens,
             "packing": manifest.packing.model_dump(),

@@ -8,13 +8,13 @@ from tunewell.cli.options import AsJson, ConfigFile, Sets, TokenizerModel
 from tunewell.cli.progress import shown_progress
 from tunewell.cli.render import console, emit, folded_table, hanging, json_text, table, width
 from tunewell.cli.screens.corpus import corpus_rows
-from tunewell.core.units import count
+from tunewell.core.units import count, percent
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from tunewell.records.manifest import Manifest
-    from tunewell.workflows.inspect import DocumentView, Inspection
+    from tunewell.workflows.inspect import DocumentView, Inspection, PairView
 
 _MAX_BAR_WIDTH = 40
 
@@ -55,6 +55,10 @@ def _screen(inspection: "Inspection", out: "Console", *, as_list: bool, has_deta
     out.print(_histogram(inspection.manifest))
     out.print("\nrows per source")
     out.print(_source_table(inspection.manifest))
+    if inspection.pairs:
+        out.print("\nnear duplicates, the most similar first")
+    for pair in inspection.pairs:
+        _show_pair(pair, out)
     for view in inspection.documents:
         size = f"{len(view.tokens)} tokens, {view.num_supervised} trained on"
         out.print(f"\ndocument {view.index} ({view.source} row {view.row}): {size}")
@@ -91,6 +95,14 @@ def _source_table(manifest: "Manifest") -> str:
         totals = (manifest.rows_in, manifest.documents, manifest.held_out, sum(manifest.dropped.values()))
         rows.append(["all", *map(count, totals), ""])
     return folded_table(rows, right=(1, 2, 3, 4))
+
+
+def _show_pair(view: "PairView", out: "Console") -> None:
+    pair, where = view.pair, "test " if view.pair.kind == "near_held_out" else ""
+    names = f"{pair.source} row {pair.row} and {where}row {pair.similar_row} of {pair.similar_source}"
+    out.print(f"{percent(pair.similarity)} {names}" + ("" if view.texts else ": dropped"), markup=False)
+    for text in view.texts or ():
+        out.print("  ..." + _visible(text).replace("⏎\n", "⏎") + "...", markup=False)
 
 
 def _show_tokens(view: "DocumentView", out: "Console") -> None:

@@ -48,10 +48,33 @@ def corpus_rows(manifest: "Manifest", *, has_details: bool = False) -> list[list
     rows += [["warning", "", message] for message in manifest.warnings]
     if number := manifest.notes.get("unknown_tokens"):
         rows.append(["warning", count(number), f"unknown tokens: {manifest.unknown_remark}"])
+    rows += _near_rows(manifest, is_complete=has_details)
     for note, number in manifest.notes.items():
         term = note.replace("_", " ")
         rows.append(["note", count(number), f"{term}; see `tunewell glossary '{term}'`"])
     return rows
+
+
+def _near_rows(manifest: "Manifest", *, is_complete: bool) -> list[list[str]]:
+    """Return the rows on near duplicates; rows with the number 0 only if `is_complete`."""
+    near = manifest.near_duplicates
+    if near is None:
+        return []
+    similar = f"at least {percent(near.threshold, 0)} similar to"
+    kinds = [
+        ("near_held_out", near.near_held_out, near.num_near_held_out, "a test row: scores may be too good"),
+        ("near_duplicate", near.near_duplicate, near.num_near_duplicates, "an earlier training row"),
+    ]
+    return [
+        [
+            "near test rows" if kind == "near_held_out" else "near duplicates",
+            count(number),
+            f"training rows {similar} {what}; "
+            + ("dropped" if action == "drop" else f"`data.clean.{kind}: drop` drops them"),
+        ]
+        for kind, action, number, what in kinds
+        if number or (is_complete and number is not None)
+    ]
 
 
 def dropped_reasons(dropped: dict[str, int], where: str = "; listed in `dropped.jsonl`") -> str:

@@ -1,17 +1,24 @@
-"""Build a corpus: read rows in blocks, tokenise or load each block from the cache, assemble, pack and write."""
+"""Build a corpus: read rows in blocks, tokenise new blocks, assemble, find near duplicates, pack and write."""
 
+import json
 import shutil
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
+from tunewell.config.schema import Clean
 from tunewell.core.errors import UserError
 from tunewell.core.files import disk_full_as_user_error, publish_folder
 from tunewell.core.progress import Progress
-from tunewell.data.corpus.assembly import Assembly
+from tunewell.data.corpus.assembly import Assembly, Documents
+from tunewell.data.corpus.similarity import SHINGLE_TOKENS, Indices, NearDuplicateSearch, NearPairs, TokenLists
 from tunewell.data.corpus.spec import BuildSpec, Job
 from tunewell.data.corpus.tokenized_block import (
     RenderedBlock,
@@ -25,10 +32,13 @@ from tunewell.data.corpus.tokenized_block import (
 )
 from tunewell.data.corpus.writer import CorpusWriter, SpaceEstimate
 from tunewell.data.sources.blocks import Block, read_blocks
-from tunewell.records.manifest import Manifest
+from tunewell.records.manifest import NEAR_DUPLICATES, Manifest, NearDuplicateRecord, NearPair
 
 _BLOCKS_AHEAD = 2
 _CHECKED_ROWS = 48
+_MAX_LISTED = 1000
+"""Pairs of each kind that are written to `near_duplicates.jsonl`."""
+_NUM_SAMPLED = 64
 
 
 def build(spec: BuildSpec, *, out: Path, work_dir: Path) -> Manifest:
@@ -44,7 +54,8 @@ def build(spec: BuildSpec, *, out: Path, work_dir: Path) -> Manifest:
                 used = _assemble(assembly, spec, cache, space)
                 documents = assembly.finish()
                 space.is_read = True
-                manifest = CorpusWriter(spec, assembly, documents, space).write()
+                near = _check_near_duplicates(assembly, documents, spec.data.clean)
+                manifest = CorpusWriter(spec, assembly, documents, space).write(near)
             publish_folder(staging / "corpus", out)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -122,3 +133,91 @@ def _encode(rendered: RenderedBlock, pipeline: RowPipeline, path: Path) -> Token
     tokenized = join_tokens(rendered, pipeline.encoder.encode(rendered.layouts))
     save_tokenized(path, tokenized)
     return tokenized
+
+
+def _check_near_duplicates(assembly: Assembly, documents: Documents, clean: Clean) -> NearDuplicateRecord | None:
+    """Search for near duplicates as configured, write the pairs to the corpus folder and return the counts."""
+    if clean.near_held_out == clean.near_duplicate == "keep":
+        return None
+    used = ~documents.is_dropped
+    held_out = np.flatnonzero(used & documents.is_held_out)
+    order = np.concatenate([held_out, np.flatnonzero(used & ~documents.is_held_out)])
+    search = NearDuplicateSearch(_without_shared_prefix(documents, order), clean.near_duplicate_threshold)
+    record = NearDuplicateRecord(
+        threshold=clean.near_duplicate_threshold,
+        shingle_tokens=SHINGLE_TOKENS,
+        near_held_out=clean.near_held_out,
+        near_duplicate=clean.near_duplicate,
+    )
+    listed: list[NearPair] = []
+    if clean.near_held_out != "keep":
+        pairs = search.find(len(held_out)) if len(held_out) else NearPairs.none()
+        record = record.model_copy(update={"num_near_held_out": len(pairs)})
+        listed += _report("near_held_out", clean.near_held_out, pairs.of(order), assembly, documents)
+    if clean.near_duplicate != "keep":
+        search.exclude(np.arange(len(held_out)))
+        search.exclude(np.flatnonzero(documents.is_dropped[order]))
+        pairs = search.find()
+        record = record.model_copy(update={"num_near_duplicates": len(pairs)})
+        listed += _report("near_duplicate", clean.near_duplicate, pairs.of(order), assembly, documents)
+    if listed:
+        lines = (json.dumps(pair.model_dump(), ensure_ascii=False) + "\n" for pair in listed)
+        (assembly.folder / "corpus" / NEAR_DUPLICATES).write_text("".join(lines), encoding="utf-8")
+    return record
+
+
+def _report(reason: str, action: str, pairs: NearPairs, assembly: Assembly, documents: Documents) -> list[NearPair]:
+    """Drop the later document of each pair if configured; return the pairs to list."""
+
+    def name(index: int) -> tuple[str, int]:
+        return assembly.sources[int(documents.source[index])].name, int(documents.row[index])
+
+    listed: list[NearPair] = []
+    for index, other, similarity in zip(
+        pairs.document.tolist(), pairs.other.tolist(), pairs.similarity.tolist(), strict=True
+    ):
+        (source, row), (similar_source, similar_row) = name(index), name(other)
+        if len(listed) < _MAX_LISTED:
+            listed.append(
+                NearPair(
+                    kind=reason,
+                    source=source,
+                    row=row,
+                    similar_source=similar_source,
+                    similar_row=similar_row,
+                    similarity=round(similarity, 4),
+                )
+            )
+        elif action != "drop":
+            break
+        if action == "drop":
+            detail = f"{similarity:.0%} similar to {similar_source} row {similar_row}"
+            assembly.drop_document(documents, index, reason, detail)
+    return listed
+
+
+def _without_shared_prefix(documents: Documents, order: Indices) -> TokenLists:
+    """Return the documents without the tokens with which most of them begin, such as a system prompt.
+
+    A long shared prompt would make all documents similar.
+    """
+    begins, lengths = documents.begins[order], documents.lengths[order].astype(np.int64)
+    sample = order[:: max(len(order) // _NUM_SAMPLED, 1)]
+    texts = [documents.tokens[documents.begins[i] :][: documents.lengths[i]] for i in sample.tolist()]
+    shared = [_num_shared(first, second) for first, second in zip(texts, islice(texts, 1, None), strict=False)]
+    size = int(np.median(shared)) if shared else 0
+    if size:
+        prefix = np.frombuffer(Counter(text[:size].tobytes() for text in texts).most_common(1)[0][0], dtype=np.uint32)
+        longer = np.flatnonzero(lengths >= size)
+        for position in range(size):  # few documents are left after the first tokens if they differ
+            longer = longer[documents.tokens[begins[longer] + position] == prefix[position]]
+        begins[longer] += size
+        lengths[longer] -= size
+    return TokenLists(documents.tokens, begins, lengths)
+
+
+def _num_shared(first: npt.NDArray[np.uint32], second: npt.NDArray[np.uint32]) -> int:
+    """Return the number of equal tokens at the start of two documents."""
+    size = min(len(first), len(second))
+    differs = np.flatnonzero(first[:size] != second[:size])
+    return int(differs[0]) if len(differs) else size

@@ -14,7 +14,15 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_file
 from tunewell.core.optional import import_optional
 from tunewell.data.sources.arrow import Lists, read_columns, read_lists
-from tunewell.records.manifest import COLUMNS, MANIFEST, Manifest, SplitRecord, read_manifest
+from tunewell.records.manifest import (
+    COLUMNS,
+    MANIFEST,
+    NEAR_DUPLICATES,
+    Manifest,
+    NearPair,
+    SplitRecord,
+    read_manifest,
+)
 
 T = TypeVar("T")
 Ids = npt.NDArray[np.int32]
@@ -111,6 +119,13 @@ class Split:
         self._check()
         return datasets.load_from_disk(str(self.folder), keep_in_memory=self._is_in_memory)
 
+    def find(self, source: str, row: int) -> int | None:
+        """Return the index of the first document of a row, or None if the row is not in this split."""
+        if self._record is None or source not in self._sources:
+            return None
+        is_row = (self.index["source"] == self._sources.index(source)) & (self.index["row"] == row)
+        return int(np.argmax(is_row)) if is_row.any() else None
+
     def load_in_memory(self) -> None:
         """Read all files into memory, for disks on which memory-mapping is slow, like Windows drives under WSL."""
         self._is_in_memory = True
@@ -137,6 +152,13 @@ class Corpus(Split):
         sources = [source.name for source in self.manifest.sources]
         super().__init__(folder / "train", self.manifest.splits.get("train"), sources, check)
         self.held_out = Split(folder / "held_out", self.manifest.splits.get("held_out"), sources, check)
+
+    def near_pairs(self) -> list[NearPair]:
+        """Return the near duplicates that `prepare` listed, at most 1,000 of each kind."""
+        path = self.path / NEAR_DUPLICATES
+        if NEAR_DUPLICATES not in self.manifest.files:
+            return []
+        return [NearPair.model_validate_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
     def verify(self) -> None:
         """Compare the hash of every file with the manifest; raise UserError for the first difference."""

@@ -18,6 +18,7 @@ from tunewell.records.manifest import (
     FileRecord,
     LengthRecord,
     Manifest,
+    NearDuplicateRecord,
     PackingRecord,
     ShardRecord,
     SplitRecord,
@@ -43,6 +44,7 @@ def make_manifest(
     context: Chosen[int],
     mix: Mix | None,
     files: dict[str, FileRecord],
+    near_duplicates: NearDuplicateRecord | None = None,
 ) -> Manifest:
     """Return the manifest; raise RuntimeError if a row or a token is not accounted for."""
     units, packing, train = splits["train"]
@@ -69,6 +71,7 @@ def make_manifest(
         repeats=units.num_repeats,
         dropped=dict(sorted(total_dropped(assembly).items())),
         notes=dict(sorted(assembly.notes.items())),
+        near_duplicates=near_duplicates,
         boundary_tokens=boundary_tokens,
         unknown_characters=dict(assembly.unknown_characters.most_common(_NUM_CHARACTERS)),
         encoding_version=PIPELINE_VERSION,

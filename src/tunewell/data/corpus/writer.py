@@ -50,6 +50,7 @@ from tunewell.records.manifest import (
     MANIFEST,
     DamagedManifest,
     Manifest,
+    NearDuplicateRecord,
     ShardRecord,
     SplitRecord,
     read_manifest,
@@ -286,7 +287,7 @@ class CorpusWriter:
         self._space = space
         self._corpus = assembly.folder / "corpus"
 
-    def write(self) -> Manifest:
+    def write(self, near_duplicates: NearDuplicateRecord | None = None) -> Manifest:
         """Write all files, the manifest last; raise UserError if no document is left or a document is too long."""
         documents, spec = self._documents, self._spec
         self._require_training_data()
@@ -305,7 +306,7 @@ class CorpusWriter:
         (self._assembly.folder / DROPPED).rename(self._corpus / DROPPED)
         (self._corpus / "dataset_dict.json").write_text(stable_json({"splits": list(splits)}), encoding="utf-8")
         spec.save_tokenizer(self._corpus / "tokenizer")
-        return self._write_manifest(splits, context, mix)
+        return self._write_manifest(splits, context, mix, near_duplicates)
 
     def _longest(self) -> int:
         """Return the length of the longest document that is kept by the length policy."""
@@ -399,7 +400,13 @@ class CorpusWriter:
             self._assembly.drop_document(documents, index, "not_sampled")
         return mix
 
-    def _write_manifest(self, splits: dict[str, WrittenSplit], context: Chosen[int], mix: Mix | None) -> Manifest:
+    def _write_manifest(
+        self,
+        splits: dict[str, WrittenSplit],
+        context: Chosen[int],
+        mix: Mix | None,
+        near_duplicates: NearDuplicateRecord | None,
+    ) -> Manifest:
         documents = self._documents
         is_trained = ~documents.is_held_out & ~documents.is_dropped
         boundary = np.where(is_trained, documents.boundary, 0)
@@ -416,6 +423,7 @@ class CorpusWriter:
             context=context,
             mix=mix,
             files=files,
+            near_duplicates=near_duplicates,
         )
         card = self._corpus / "README.md"
         card.write_text(data_card(manifest), encoding="utf-8")
