@@ -142,7 +142,9 @@ def _check_near_duplicates(assembly: Assembly, documents: Documents, clean: Clea
     used = ~documents.is_dropped
     held_out = np.flatnonzero(used & documents.is_held_out)
     order = np.concatenate([held_out, np.flatnonzero(used & ~documents.is_held_out)])
-    search = NearDuplicateSearch(_without_shared_prefix(documents, order), clean.near_duplicate_threshold)
+    search = NearDuplicateSearch(
+        _without_shared_prefix(documents, order), clean.near_duplicate_threshold, assembly.folder
+    )
     record = NearDuplicateRecord(
         threshold=clean.near_duplicate_threshold,
         shingle_tokens=SHINGLE_TOKENS,

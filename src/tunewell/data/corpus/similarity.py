@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,6 +25,7 @@ _DISTANCE_ODD = 0x04000001
 _DOCUMENTS_PER_CHUNK = 512
 """Small enough for the processor's cache: larger chunks take twice as long."""
 _PAIRS_PER_CHUNK = 256
+_BYTES_PER_WRITE = 1 << 22
 _MIN_CHUNKS_FOR_THREADS = 64
 """Below it, starting threads takes longer than it saves."""
 _MIN_RECALL = 0.999
@@ -93,13 +95,17 @@ class NearPairs:
         return len(self.document)
 
 
-def sign(documents: TokenLists, slots_in_band: int) -> tuple[Signatures, Hashes]:
-    """Return the MinHash signatures, (documents, NUM_SLOTS), and a hash of each band, (bands, documents)."""
-    signatures = np.full((len(documents), NUM_SLOTS), _EMPTY)
+def sign(documents: TokenLists, slots_in_band: int, folder: Path | None = None) -> tuple[Signatures, Hashes]:
+    """Return the MinHash signatures, (documents, NUM_SLOTS), and a hash of each band, (bands, documents).
+
+    With a folder, both are mapped files, which take no memory if it is short.
+    """
     num_bands = NUM_SLOTS // slots_in_band
-    bands = np.zeros((num_bands, len(documents)), dtype=np.uint64)
+    signatures = _allocate((len(documents), NUM_SLOTS), np.uint32, folder and folder / "signatures.bin")
+    bands = _allocate((num_bands, len(documents)), np.uint64, folder and folder / "bands.bin")
 
     def sign_chunk(chunk: Indices) -> None:
+        signatures[chunk[0] : chunk[-1] + 1] = _EMPTY
         hashes, counts = documents.shingles(chunk, np.uint32)
         slots = np.repeat(np.arange(len(chunk)) * NUM_SLOTS, counts) + (hashes >> np.uint32(32 - _SLOT_BITS))
         members = slice(chunk[0], chunk[-1] + 1)
@@ -115,6 +121,17 @@ def sign(documents: TokenLists, slots_in_band: int) -> tuple[Signatures, Hashes]
     for _ in _in_threads(sign_chunk, _chunks(np.arange(len(documents)), _DOCUMENTS_PER_CHUNK)):
         pass
     return signatures, bands
+
+
+def _allocate(shape: tuple[int, int], dtype: Any, path: Path | None) -> npt.NDArray[Any]:
+    if path is None or not shape[0] * shape[1]:
+        return np.empty(shape, dtype=dtype)
+    num_bytes = shape[0] * shape[1] * np.dtype(dtype).itemsize
+    with path.open("wb") as file:  # written in full: a write to a mapped page kills the process if the disk is full
+        for start in range(0, num_bytes, _BYTES_PER_WRITE):
+            file.write(bytes(min(_BYTES_PER_WRITE, num_bytes - start)))
+    # Use a plain array over the same pages, because slicing a `memmap` object is slow.
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r+", shape=shape))
 
 
 def _fill_empty_slots(signatures: Signatures) -> None:
@@ -145,10 +162,10 @@ def slots_per_band(threshold: float) -> int:
 class NearDuplicateSearch:
     """The signatures of some documents, and the search for similar ones."""
 
-    def __init__(self, documents: TokenLists, threshold: float) -> None:
+    def __init__(self, documents: TokenLists, threshold: float, folder: Path | None = None) -> None:
         self._documents = documents
         self._threshold = threshold
-        self._signatures, self._bands = sign(documents, slots_per_band(threshold))
+        self._signatures, self._bands = sign(documents, slots_per_band(threshold), folder)
         self._min_equal = int(np.ceil((threshold - _MARGIN) * NUM_SLOTS))
         self._is_compared = documents.lengths >= SHINGLE_TOKENS
 
