@@ -9,8 +9,8 @@ from tunewell.core.errors import UserError
 
 REASONS = [
     "unparsable", "not_a_conversation", "empty_question", "empty_reply", "exact_duplicate", "near_held_out",
-    "near_duplicate", "bad_text", "too_large", "too_long", "nothing_to_learn", "mask_uncertain", "has_media",
-    "not_preferred", "answer_in_held_out", "too_short", "has_url", "dropped_by_map", "not_sampled",
+    "near_duplicate", "has_secret", "bad_text", "too_large", "too_long", "nothing_to_learn", "mask_uncertain",
+    "has_media", "not_preferred", "answer_in_held_out", "too_short", "has_url", "dropped_by_map", "not_sampled",
 ]  # fmt: skip
 WORDS = [
     "row", "rows read", "rows in", "document", "sequence", "shard", "corpus", "manifest", "ledger", "held out",

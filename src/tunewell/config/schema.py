@@ -155,6 +155,9 @@ class Clean(Section):
     near_duplicate_threshold: Annotated[Float, Field(ge=0.5, lt=1)] = 0.8
     """Minimum similarity of near duplicates: the number of token triples that both rows have, divided by the number
     that at least one has (Jaccard similarity)."""
+    secrets: Literal["warn", "redact", "drop"] = "warn"
+    """What to do with API keys, tokens, passwords, e-mail addresses, phone, card and account numbers, which a model may
+    repeat: count and list the rows, replace each with its kind, like `[API key]`, or drop the rows."""
     bad_rows: Literal["drop", "error"] = "drop"
     """What to do with a row that cannot be parsed or is not a conversation: drop it, or stop with an error."""
     bad_text: Literal["drop", "replace", "error"] = "drop"

@@ -16,8 +16,10 @@ COLUMNS = ("input_ids", "labels", "seq_lengths")
 """The columns of the Arrow files in a corpus."""
 MANIFEST = "manifest.json"
 NEAR_DUPLICATES = "near_duplicates.jsonl"
+SECRETS = "secrets.jsonl"
 CORPUS_NAMES = frozenset(
-    {MANIFEST, NEAR_DUPLICATES, "README.md", "dataset_dict.json", "dropped.jsonl", "held_out", "tokenizer", "train"}
+    {MANIFEST, NEAR_DUPLICATES, SECRETS, "README.md", "dataset_dict.json", "dropped.jsonl", "held_out"}
+    | {"tokenizer", "train"}
 )
 """All names in a corpus folder."""
 
@@ -146,6 +148,16 @@ class NearDuplicateRecord(Record):
     num_near_duplicates: int | None = None
 
 
+class SecretRecord(Record):
+    """Secrets and personal data in the rows."""
+
+    action: str
+    """What was done: `warn`, `redact` or `drop`."""
+    rows: int
+    kinds: dict[str, int]
+    """Number of secrets by kind."""
+
+
 class Manifest(Record):
     """The description of a corpus; it is written last, so its presence means that the corpus is complete."""
 
@@ -165,6 +177,7 @@ class Manifest(Record):
     dropped: dict[str, int]
     notes: dict[str, int]
     near_duplicates: NearDuplicateRecord | None = None
+    secrets: SecretRecord | None = None
     boundary_tokens: int
     unknown_characters: dict[str, int] = Field(default_factory=dict)
     """The most frequent characters that the vocabulary lacks, counted in a part of the rows."""

@@ -46,6 +46,7 @@ class PrepareResult:
             "remarks": manifest.remarks,
             "warnings": manifest.warnings,
             "near_duplicates": manifest.near_duplicates.model_dump() if manifest.near_duplicates else None,
+            "secrets": manifest.secrets.model_dump() if manifest.secrets else None,
             "tokens": manifest.tokens.model_dump(),
             "boundary_tokens": manifest.boundary_tokens,
             "packing": manifest.packing.model_dump(),

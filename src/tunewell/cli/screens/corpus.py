@@ -49,6 +49,11 @@ def corpus_rows(manifest: "Manifest", *, has_details: bool = False) -> list[list
     if number := manifest.notes.get("unknown_tokens"):
         rows.append(["warning", count(number), f"unknown tokens: {manifest.unknown_remark}"])
     rows += _near_rows(manifest, is_complete=has_details)
+    if manifest.secrets and manifest.secrets.rows:
+        kinds = ", ".join(f"{count(number)} {kind}" for kind, number in manifest.secrets.kinds.items())
+        done = {"warn": "`data.clean.secrets: redact` replaces them", "redact": "replaced", "drop": "rows dropped"}
+        remark = f"rows listed in `secrets.jsonl`: {kinds}; {done[manifest.secrets.action]}"
+        rows.append(["secrets", count(manifest.secrets.rows), remark])
     for note, number in manifest.notes.items():
         term = note.replace("_", " ")
         rows.append(["note", count(number), f"{term}; see `tunewell glossary '{term}'`"])

@@ -19,9 +19,10 @@ from tunewell.config.schema import Data
 from tunewell.core.errors import UserError
 from tunewell.core.units import count, percent
 from tunewell.data.corpus.tokenized_block import TokenizedBlock
-from tunewell.records.manifest import SourceRecord, unknown_remark
+from tunewell.records.manifest import SECRETS, SourceRecord, unknown_remark
 
 DROPPED = "dropped.jsonl"
+_MAX_SECRET_ROWS = 1000
 _TWO_64 = float(2**64)
 _COLUMNS = {
     "tokens": "<u4",
@@ -101,6 +102,8 @@ class Assembly:
         self.sources: list[SourceLedger] = []
         self.notes: Counter[str] = Counter()
         self.unknown_characters: Counter[str] = Counter()
+        self.secrets: Counter[str] = Counter()
+        self.num_secret_rows = 0
         self.num_tokens = 0
         self._held_out_share = 0.0 if isinstance(config.held_out, str) else config.held_out
         self._clean = config.clean
@@ -125,6 +128,8 @@ class Assembly:
         ledger.unused.update(block.unused)
         self.notes.update(block.notes)
         self.unknown_characters.update(block.unknown_characters)
+        for index, kinds in block.secrets:
+            self._add_secrets(ledger, numbers[index], kinds)
         rows = np.asarray(numbers, dtype=np.int64)
         dropped = np.flatnonzero(block.status)
         for index, detail in zip(dropped.tolist(), block.details, strict=True):
@@ -158,6 +163,15 @@ class Assembly:
         for name, values in columns.items():
             self._write(name, values)
         self.num_tokens += int(lengths.sum())
+
+    def _add_secrets(self, ledger: SourceLedger, row: int, kinds: dict[str, int]) -> None:
+        """Count the secrets of a row; list the row if there are not too many."""
+        self.secrets.update(kinds)
+        self.num_secret_rows += 1
+        if self.num_secret_rows <= _MAX_SECRET_ROWS:
+            line = {"source": ledger.name, "row": row, "kinds": kinds}
+            with (self.folder / "corpus" / SECRETS).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def drop(self, ledger: SourceLedger, row: int, reason: str, detail: str = "") -> None:
         """Count a dropped row and write it to `dropped.jsonl`."""

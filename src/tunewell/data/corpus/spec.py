@@ -168,7 +168,8 @@ def _make_pipeline(loaded: LoadedConfig, text: TextPipeline, index: int, files: 
     settings = {
         "source": source.model_dump(mode="json", exclude={"path", "share", "limit", "map", "template"}),
         "clean": clean.model_dump(
-            mode="json", include={"bad_text", "min_reply_chars", "drop_urls", "max_nesting", "bad_rows", "thinking"}
+            mode="json",
+            include={"bad_text", "min_reply_chars", "drop_urls", "max_nesting", "bad_rows", "thinking", "secrets"},
         ),
         "learn": [masker.rule.learn_from, *masker.rule.roles] if masker else [],
         "options": asdict(options),

@@ -21,7 +21,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_text, write_atomic
 from tunewell.data.encoding.encoder import EncodedDocuments, Encoder, PlannedDocument
 from tunewell.data.masking.masker import Masker
-from tunewell.data.rows.cleaning import DIGEST_BYTES, Digests, clean
+from tunewell.data.rows.cleaning import DIGEST_BYTES, Digests, clean, find_possible_secrets, find_secrets
 from tunewell.data.rows.conversation import Conversation, Rejected
 from tunewell.data.rows.formats import Converter
 from tunewell.data.rows.functions import RowFunction
@@ -64,6 +64,8 @@ class TokenizedBlock:
     """Number of documents by column that is not used."""
     unknown_characters: dict[str, int] = field(default_factory=dict[str, int])
     """Characters that the vocabulary lacks, counted in the first rows that contain some."""
+    secrets: list[tuple[int, dict[str, int]]] = field(default_factory=list[tuple[int, dict[str, int]]])
+    """The index of each row with secrets, and their number by kind."""
 
     def __post_init__(self) -> None:
         num_documents = int((self.status == 0).sum())
@@ -76,7 +78,7 @@ class TokenizedBlock:
 
 def save_tokenized(path: Path, block: TokenizedBlock) -> None:
     """Write a block atomically."""
-    names = ("reasons", "details", "formats", "notes", "unused", "unknown_characters")
+    names = ("reasons", "details", "formats", "notes", "unused", "unknown_characters", "secrets")
     meta = {name: getattr(block, name) for name in names}
     arrays = {name: getattr(block, name) for name in _ARRAYS}
     arrays["learned"] = np.packbits(block.supervised)
@@ -142,6 +144,7 @@ class RenderedBlock:
     formats: Counter[str] = field(default_factory=Counter[str])
     notes: Counter[str] = field(default_factory=Counter[str])
     unused: Counter[str] = field(default_factory=Counter[str])
+    secrets: list[tuple[int, dict[str, int]]] = field(default_factory=list[tuple[int, dict[str, int]]])
 
     def reason_code(self, reason: str) -> int:
         """Return the status code of a drop reason; add the reason on first use."""
@@ -153,11 +156,17 @@ class RenderedBlock:
 def render_block(block: Block, pipeline: RowPipeline) -> RenderedBlock:
     """Parse, map, convert, clean and render the rows of a block; every failed row gets its drop reason."""
     rendered = RenderedBlock()
-    for number, value in zip(block.numbers, _parse_and_map(block, pipeline), strict=True):
+    values = _parse_and_map(block, pipeline)
+    is_raw = pipeline.row_function is None
+    texts = [
+        item if is_raw and isinstance(item, bytes) else repr(value).encode("utf-8", "surrogatepass")
+        for item, value in zip(block.items, values, strict=True)
+    ]
+    for number, value, may_have_secret in zip(block.numbers, values, find_possible_secrets(texts), strict=True):
         try:
             if isinstance(value, Rejected):
                 raise value
-            _render_row(value, pipeline, rendered)
+            _render_row(value, pipeline, rendered, may_have_secret=may_have_secret)
         except Rejected as rejected:
             _raise_if_configured(rejected, pipeline, number)
             rendered.status.append(rendered.reason_code(rejected.reason))
@@ -200,10 +209,14 @@ def _raise_if_configured(rejected: Rejected, pipeline: RowPipeline, number: int)
         )
 
 
-def _render_row(value: Any, pipeline: RowPipeline, rendered: RenderedBlock) -> None:
+def _render_row(value: Any, pipeline: RowPipeline, rendered: RenderedBlock, *, may_have_secret: bool) -> None:
     conversation, format_name = pipeline.converter.convert(value)
     if conversation.text is not None:
         conversation, format_name = _parse_rendered(conversation, format_name, pipeline)
+    if may_have_secret and (secrets := find_secrets(conversation, pipeline.clean)):
+        rendered.secrets.append((len(rendered.status), dict(secrets)))
+        if pipeline.clean.secrets == "drop":
+            raise Rejected("has_secret", ", ".join(secrets))
     if pipeline.masker and any(len(message) > 2 or "<tool" in message["content"] for message in conversation.messages):
         from tunewell.data.templates.tool_calls import fit_template  # not needed for plain rows
 
@@ -317,6 +330,7 @@ def join_tokens(rendered: RenderedBlock, encoded: EncodedDocuments) -> Tokenized
         notes=dict(rendered.notes),
         unused=dict(rendered.unused),
         unknown_characters=dict(encoded.unknown_characters),
+        secrets=rendered.secrets,
     )
 
 

@@ -5,11 +5,16 @@ digests, over all sources together.
 """
 
 import hashlib
+import importlib
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tunewell.config.schema import Clean
+from tunewell.core.redact import POSSIBLE_SECRETS, hide_secrets
 from tunewell.data.rows.conversation import Conversation, Rejected, is_list, is_object, map_leaves
 
 _URL = re.compile(r"https?://|\bwww\.", re.IGNORECASE)
@@ -57,6 +62,37 @@ def _strip_thinking(conversation: Conversation) -> None:
             message["content"] = text
     if num_stripped:
         conversation.notes = {**(conversation.notes or {}), "thinking_stripped": num_stripped}
+
+
+def find_possible_secrets(rows: Sequence[bytes]) -> list[bool]:
+    """Return whether each row may contain a secret. One call for many rows takes about 2 µs per row."""
+    # `pyarrow.compute` takes 30 ms to import; converting with `pa.array` or `to_numpy` would import pandas.
+    compute: Any = importlib.import_module("pyarrow._compute")
+    pyarrow: Any = importlib.import_module("pyarrow")
+    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    buffers = [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(b"".join(rows))]
+    texts = pyarrow.Array.from_buffers(pyarrow.large_binary(), len(rows), buffers)
+    is_possible = np.zeros(len(rows), dtype=np.uint8)
+    for pattern in POSSIBLE_SECRETS:
+        found = compute.call_function("match_substring_regex", [texts], compute.MatchSubstringOptions(pattern))
+        bits = np.frombuffer(found.buffers()[1], dtype=np.uint8)
+        is_possible |= np.unpackbits(bits, count=len(rows), bitorder="little")
+    return is_possible.astype(bool).tolist()
+
+
+def find_secrets(conversation: Conversation, options: Clean) -> Counter[str]:
+    """Count the secrets of a conversation by kind, and replace them if configured."""
+    found: Counter[str] = Counter()
+
+    def hide(value: Any) -> Any:
+        return hide_secrets(value, found) if isinstance(value, str) else value
+
+    messages = map_leaves(conversation.messages, hide)
+    text, tools = hide(conversation.text), map_leaves(conversation.tools, hide)
+    if found and options.secrets == "redact":
+        conversation.messages, conversation.text, conversation.tools = messages, text, tools
+    return found
 
 
 def _check_text(text: str, options: Clean) -> None:
