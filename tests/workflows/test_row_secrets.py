@@ -30,7 +30,8 @@ PLANTED = {
 CLEAN = [
     "password: YOUR_PASSWORD_1", "api_key = <your-key-123>", "ann@example.com", "4111 1111 1111 1112",
     "<<500-250-1000=5>>", "She has 5+100 - 200 apples", "The token economy of 1999-2003", "a bearer of good news",
-    "15*20=300+4000-120", "tel. 12", "GB00 0000 0000 0000 0000 00", "https://host.org/a:b?x=1", "version 1.2.3-456-7890",
+    "15*20=300+4000-120", "tel. 12", "GB00 0000 0000 0000 0000 00", "https://host.org/a:b?x=1",
+    "version 1.2.3-456-7890",
 ]  # fmt: skip
 
 

@@ -139,6 +139,17 @@ def test_what_a_model_keeps_beside_its_weights_is_saved_with_them_and_read_again
     assert longer.steps == 4
 
 
+def test_a_resume_without_the_log_does_not_invent_a_first_loss(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the report: with `events.jsonl` deleted, the loss of the step after the resume was called the first."""
+    monkeypatch.chdir(project)
+    sets = [*SETTINGS, "device=cpu", "train.max_steps=3"]
+    tunewell.train(sets=sets)
+    (project / "run" / "events.jsonl").unlink()
+    longer = tunewell.train(sets=[*sets, "train.max_steps=4"], resume=True, allow_changes="num_steps")
+    assert longer.first_loss is None
+    assert any("`events.jsonl` lacks 3 of 3 steps" in note for note in longer.notes)
+
+
 def test_a_disk_that_is_full_at_the_end_is_no_bug(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was trained is saved; the words about it are not."""
 

@@ -54,7 +54,7 @@ class EvaluationSet:
 def held_out_rows(model: ModelRef) -> EvaluationSet:
     """Return the held-out rows of a run; raise UserError if the corpus is missing or has changed since the run."""
     if model.corpus is not None:
-        corpus = open_corpus(model.corpus)
+        corpus = open_corpus(model.corpus, verify=True)
         if model.plan is not None and model.plan.corpus_sha256 != corpus.manifest.corpus_sha256:
             raise UserError(
                 "the corpus has changed since the run: its held-out rows may have been used for training",
@@ -77,7 +77,7 @@ def held_out_rows(model: ModelRef) -> EvaluationSet:
 
 def rows_of_corpus(path: Path) -> EvaluationSet:
     """Return the held-out rows of a corpus."""
-    return EvaluationSet(_held_out(open_corpus(path)), f"the held-out rows of {path}")
+    return EvaluationSet(_held_out(open_corpus(path, verify=True)), f"the held-out rows of {path}")
 
 
 def rows_of_file(corpus: Corpus, name: str) -> EvaluationSet:

@@ -7,7 +7,7 @@ from typing import Any, cast
 from pydantic import Field
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import stable_json, write_atomic
+from tunewell.core.files import sha256_text, stable_json, write_atomic
 from tunewell.records.base import FileRecord, Record
 
 FORMAT = "tunewell-corpus"
@@ -15,6 +15,8 @@ FORMAT_VERSION = 1
 COLUMNS = ("input_ids", "labels", "seq_lengths")
 """The columns of the Arrow files in a corpus."""
 MANIFEST = "manifest.json"
+_HASH = "sha256"
+_HASH_CHARS = 64
 NEAR_DUPLICATES = "near_duplicates.jsonl"
 SECRETS = "secrets.jsonl"
 CORPUS_NAMES = frozenset(
@@ -222,8 +224,19 @@ def unknown_remark(characters: dict[str, int], normalizer: str) -> str:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest atomically."""
-    write_atomic(folder / MANIFEST, stable_json(manifest.model_dump(mode="json")))
+    """Write the manifest atomically, with a hash of its other entries."""
+    record = manifest.model_dump(mode="json")
+    write_atomic(folder / MANIFEST, stable_json(record | {_HASH: sha256_text(stable_json(record))}))
+
+
+def _check_hash(record: dict[str, Any]) -> None:
+    """Raise ValueError if the record differs from its hash. Version 0.1.0 wrote no hash."""
+    expected = record.pop(_HASH, None)
+    if expected is not None and expected != sha256_text(stable_json(record)):
+        raise ValueError("its content does not match its hash")
+    unknown = [value for name, value in record.items() if name not in Manifest.model_fields]
+    if expected is None and any(isinstance(value, str) and len(value) == _HASH_CHARS for value in unknown):
+        raise ValueError(f"the key `{_HASH}` is damaged")
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -240,6 +253,7 @@ def read_manifest(folder: Path) -> Manifest:
             what = f"`{folder}` was created by a newer version of tunewell"
             raise UserError(what, fix="pip install --upgrade tunewell")
         if is_ours:
+            _check_hash(record)
             return Manifest.model_validate(record)
     except (ValueError, TypeError) as error:
         raise DamagedManifest(

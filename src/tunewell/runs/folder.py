@@ -186,6 +186,11 @@ def restore_run(run: Run, folder: Path, allowed: Sequence[str], *, recorder: Met
         elif event["kind"] == "held_out":
             recorder.held_out.append((event["step"], as_number(event["loss"])))
     recorder.note(f"resumed after step {state.step}")
+    num_logged = len({event["step"] for event in read_events(run.events.path) if event["kind"] == "step"})
+    if num_logged < state.step:
+        recorder.lacks_steps = True
+        missing = state.step - num_logged
+        recorder.note(f"`events.jsonl` lacks {missing:,} of {state.step:,} steps: the first loss of the run is unknown")
     return bool(changes)
 
 

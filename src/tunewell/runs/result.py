@@ -52,11 +52,13 @@ class TrainResult:
     healing: list[HealingEntry] = field(default_factory=list)
     """Faults and remedies since the first start of the run."""
     advice: list[str] = field(default_factory=list)
+    lacks_steps: bool = False
+    """Whether `events.jsonl` lost steps, so that the first losses are unknown."""
     validation: Validation | None = None
 
     @property
     def first_loss(self) -> float | None:
-        return self.losses[0][1] if self.losses else None
+        return self.losses[0][1] if self.losses and not self.lacks_steps else None
 
     @property
     def last_loss(self) -> float | None:
@@ -64,7 +66,7 @@ class TrainResult:
 
     @property
     def held_out_first(self) -> float | None:
-        return self.held_out[0][1] if self.held_out else None
+        return self.held_out[0][1] if self.held_out and not self.lacks_steps else None
 
     @property
     def held_out_last(self) -> float | None:
@@ -120,6 +122,8 @@ class MetricsRecorder:
         self.healing: list[HealingEntry] = []
         self.seconds: dict[str, float] = {}
         """Seconds spent in each stage before the first step."""
+        self.lacks_steps = False
+        """Whether `events.jsonl` lost steps before this process resumed the run, so that the first loss is unknown."""
         self._started = time.perf_counter()
 
     @property
@@ -187,6 +191,7 @@ def make_result(
         tokens_per_second=tokens / seconds if seconds else 0.0,
         peak_memory_bytes=peak_memory(run.learner.device),
         losses=recorder.losses,
+        lacks_steps=recorder.lacks_steps,
         held_out=recorder.held_out,
         best_step=run.progress.best_step,
         artefacts=artefacts,

@@ -88,7 +88,8 @@ def inspect(
     """Return documents of a corpus or row file (default: from the config). Raise UserError if there is neither."""
     target = loaded.base / path if path else loaded.path(loaded.config.corpus)
     if (target / MANIFEST).is_file():
-        return _inspect_corpus(open_corpus(target), str(path or loaded.config.corpus), True, wanted, is_held_out)
+        corpus = open_corpus(target, verify=True)
+        return _inspect_corpus(corpus, str(path or loaded.config.corpus), True, wanted, is_held_out)
     if path is None and not loaded.config.data.sources:
         raise UserError(
             f"there is no corpus `{loaded.config.corpus}` and no data is set",

@@ -164,7 +164,7 @@ class Corpus(Split):
         """Compare the hash of every file with the manifest; raise UserError for the first difference."""
         self.check_sizes()
         for name, record in self.manifest.files.items():
-            if sha256_file(self.path / name) != record.sha256:
+            if _hash_once(self.path / name) != record.sha256:
                 raise _damaged(self.path / name)
 
     def check_sizes(self) -> None:
@@ -187,6 +187,18 @@ def open_corpus(path: str | Path, *, verify: bool = False, in_memory: bool = Fal
         corpus.load_in_memory()
         corpus.held_out.load_in_memory()
     return corpus
+
+
+_hashes: dict[Path, tuple[tuple[int, ...], str]] = {}
+
+
+def _hash_once(path: Path) -> str:
+    """Return the hash of a file. A file is hashed again in this process only if its stamp has changed."""
+    stat = path.stat()
+    stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    if (known := _hashes.get(path)) is None or known[0] != stamp:
+        _hashes[path] = known = (stamp, sha256_file(path))
+    return known[1]
 
 
 def _damaged(path: Path) -> UserError:

@@ -248,7 +248,7 @@ def _held_out_prompts(model: ChatModel) -> list[list[int]]:
     """Return held-out questions of the run as token ids, or an empty list if its corpus is unknown."""
     if model.ref.corpus is None:
         return []
-    held_out = open_corpus(model.ref.corpus).held_out
+    held_out = open_corpus(model.ref.corpus, verify=True).held_out
     return [question.ids for question in questions_of(held_out, number=_MAX_QUESTIONS, spell=model.decode)]
 
 
