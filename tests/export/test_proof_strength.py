@@ -176,6 +176,33 @@ def _foreign_gguf(out: Path) -> None:
     path.write_bytes(data + b"\0")
 
 
+def _tokenizer(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    """Change `tokenizer.json` so that no test conversation gets other ids."""
+
+    def spoil(out: Path) -> None:
+        path = out / "merged" / "tokenizer.json"
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+
+    return spoil
+
+
+def _add_end(content: dict[str, Any]) -> None:
+    end = content["added_tokens"][-1]
+    special = {"id": end["content"], "ids": [end["id"]], "tokens": [end["content"]]}
+    text, last = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": end["content"], "type_id": 0}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing", "single": [text, last], "pair": [text, last],
+        "special_tokens": {end["content"]: special},
+    }  # fmt: skip
+
+
+def _template_text(out: Path) -> None:
+    path = out / "merged" / "chat_template.jinja"
+    path.write_text(path.read_text() + "{% if tools %}{{ tools }}{% endif %}")
+
+
 MERGED, TEMPERATURE = "merged bf16", "PARAMETER temperature"
 FOLDER_DEFECTS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "another template in a GGUF": (_template_of_gguf, "gguf f16", "template"),
@@ -194,6 +221,10 @@ FOLDER_DEFECTS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "another padding": (_json("merged/tokenizer_config.json", pad_token="<|im_start|>"), MERGED, "settings"),
     "texts of 16 tokens": (_json("merged/tokenizer_config.json", model_max_length=16), MERGED, "settings"),
     "a second template": (_json("merged/tokenizer_config.json", chat_template="{{ messages }}"), MERGED, "settings"),
+    "a merge too few": (_tokenizer(lambda content: content["model"]["merges"].pop()), MERGED, "settings"),
+    "an end after every text": (_tokenizer(_add_end), MERGED, "settings"),
+    "texts in lower case": (_tokenizer(lambda own: own.update(normalizer={"type": "Lowercase"})), MERGED, "settings"),
+    "a template with another branch": (_template_text, MERGED, "settings"),
     "another model": (_line("FROM ./adapter-q4_k_m.gguf", "FROM llama3.2"), "ollama", "template"),
     "a file that is not there": (_line("FROM ./adapter-q4_k_m.gguf", "FROM ./nope.gguf"), "ollama", "template"),
     "a shorter context": (_line("num_ctx 1024", "num_ctx 64"), "ollama", "template"),
@@ -284,7 +315,7 @@ def test_the_templates_clock_stands_at_the_day_of_training(whole: Path) -> None:
     proof = read_proof(whole)
     source = "{{ strftime_now('%d %b %Y') }}"
     probe = proof.probes[0].model_copy(update={"text": "05 Mar 2024"})
-    dated = proof.model_copy(update={"date": "2024-03-05", "probes": [probe]})
+    dated = proof.model_copy(update={"date": "2024-03-05", "probes": [probe], "model": None})
     assert check_template(dated, source, {}).is_ok
     assert not check_template(dated.model_copy(update={"date": None}), source, {}).is_ok
 

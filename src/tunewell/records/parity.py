@@ -59,6 +59,13 @@ class Question(Record):
     """The text of the answer."""
 
 
+class PlainText(Record):
+    """A text and its token ids, with the tokens that the tokenizer adds."""
+
+    text: str
+    ids: list[int]
+
+
 class ModelFacts(Record):
     """Settings, vocabulary and tensor shapes of the trained model. The tensor sketches are in `proof.safetensors`."""
 
@@ -74,6 +81,12 @@ class ModelFacts(Record):
     """Maximum length of a text in tokens, according to the tokenizer."""
     vocabulary: dict[str, str]
     """Hashes of the tokens and the merges of the vocabulary."""
+    tokenizer: dict[str, str] = Field(default_factory=dict)
+    """Hashes of the parts of `tokenizer.json`; empty in exports of 0.1.0."""
+    template_sha256: str | None = None
+    """Hash of the exported chat template."""
+    plain_texts: list[PlainText] = Field(default_factory=list[PlainText])
+    """Texts that are tokenized without a chat template."""
     shapes: dict[str, list[int]]
     """Shape of every tensor after merging."""
     twins: dict[str, str]

@@ -148,7 +148,9 @@ class _Job:
         old_notes = self.existing.proof.notes if self.existing and self.existing.kept else []
         notes = list(dict.fromkeys([*context.notes, *old_notes]))
         artefacts = sorted(context.artefacts, key=lambda artefact: EXPORT_TARGETS.names().index(artefact.kind))
-        proof = complete_proof(proof, folder, artefacts, notes=notes, license=card.license)
+        proof = complete_proof(
+            proof, folder, artefacts, notes=notes, license=card.license, template=context.template.source
+        )
         write_record(folder / PROOF, proof)
         return proof, [*_verdict_notes(card.report), *(self.existing.notes if self.existing else [])]
 

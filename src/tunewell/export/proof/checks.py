@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import orjson
+from tokenizers import Tokenizer
 
-from tunewell.core.files import sha256_file
+from tunewell.core.files import sha256_file, sha256_text
 from tunewell.core.units import count
 from tunewell.data.templates.chat_template import ChatTemplate, TemplateFailed
 from tunewell.data.tokenizers.load import LoadedTokenizer
@@ -32,6 +33,7 @@ _IGNORED_KEYS = frozenset(
 )
 _SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "mask", "cls")
 _TOKENIZER_CONFIG, _TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
+_TOKENIZER_PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "added_tokens", "truncation", "padding")
 _SPACE_SYMBOL = "▁"
 
 
@@ -92,6 +94,9 @@ def check_template(proof: Proof, source: str | None, special_tokens: Mapping[str
             f"the chat template renders {shorten(text[start:])}; training rendered {shorten(probe.text[start:])}; "
             f"{len(wrong)} of {total} differ"
         )
+    elif proof.model and proof.model.template_sha256 not in (None, sha256_text(source)):
+        wrong = [(proof.probes[0], source)]
+        message = "the chat template renders the test conversations as in training, but its text differs from the run's"
     return Check(name="template", is_ok=not wrong, words=message)
 
 
@@ -256,8 +261,27 @@ def check_settings(path: Path, tokenizer: Any, facts: ModelFacts, *, config: Any
         problems.append(
             f"both `{_TOKENIZER_CONFIG}` and `{_TEMPLATE_FILE}` have a chat template; programs differ in which they use"
         )
-    message = "; ".join(problems[:MAX_SHOWN]) or "settings, stop ids and special tokens match the model's"
+    problems += _tokenizer_problems(path, tokenizer, facts)
+    message = "; ".join(problems[:MAX_SHOWN]) or "settings, tokenizer, stop ids and special tokens match the model's"
     return Check(name="settings", is_ok=not problems, words=message, figures={"wrong": len(problems)})
+
+
+def _tokenizer_problems(path: Path, tokenizer: Any, facts: ModelFacts) -> list[str]:
+    """Compare every part of `tokenizer.json`, the text of the template, and the ids of plain texts with the run's."""
+    found = tokenizer_digest(Tokenizer.from_file(str(path / "tokenizer.json"))) if facts.tokenizer else {}
+    problems = [
+        f"the {part} of `tokenizer.json` differ from those of the trained model's tokenizer"
+        for part in sorted({*found, *facts.tokenizer})
+        if found.get(part) != facts.tokenizer.get(part)
+    ]
+    template = tokenizer.chat_template or ""
+    if facts.template_sha256 is not None and sha256_text(template) != facts.template_sha256:
+        problems.append("the text of the chat template differs from the run's")
+    wrong = [plain for plain in facts.plain_texts if list(tokenizer(plain.text)["input_ids"]) != plain.ids]
+    if wrong:
+        total = count(len(facts.plain_texts), "plain text")
+        problems.append(f"{len(wrong)} of {total} get other token ids, the first is {shorten(wrong[0].text)}")
+    return problems
 
 
 def _differences(file_name: str, found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
@@ -279,6 +303,15 @@ def vocabulary_digest(tokenizer: LoadedTokenizer) -> dict[str, str]:
     if merges:
         digest["merges"] = _hash(merge if isinstance(merge, str) else " ".join(merge) for merge in merges)
     return digest
+
+
+def tokenizer_digest(backend: Tokenizer) -> dict[str, str]:
+    """Return a hash of each part of a tokenizer that can change ids: merges, normalizer, post-processor and others."""
+    content = orjson.loads(backend.to_str())
+    parts = {f"{name.replace('_', ' ')} settings": content.get(name) for name in _TOKENIZER_PARTS}
+    model = content["model"]
+    parts |= {"merges": model.pop("merges", None), "tokens": model.pop("vocab", None), "model settings": model}
+    return {name: _hash([orjson.dumps(part, option=orjson.OPT_SORT_KEYS).decode()]) for name, part in parts.items()}
 
 
 def gguf_vocabulary_digest(fields: Mapping[str, Any]) -> dict[str, str]:

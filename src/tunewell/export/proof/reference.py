@@ -15,12 +15,12 @@ from transformers import PreTrainedConfig
 
 from tunewell import __version__
 from tunewell.core.errors import UserError
-from tunewell.core.files import sha256_file
+from tunewell.core.files import sha256_file, sha256_text
 from tunewell.core.progress import Progress, ProgressListener, with_stage
 from tunewell.core.units import percent
 from tunewell.data.corpus.reader import open_corpus
 from tunewell.data.templates.chat_template import TemplateFailed
-from tunewell.export.proof.checks import Logits, check_logits, plain_settings, vocabulary_digest
+from tunewell.export.proof.checks import Logits, check_logits, plain_settings, tokenizer_digest, vocabulary_digest
 from tunewell.export.proof.tensors import (
     Rows,
     Sketch,
@@ -35,7 +35,7 @@ from tunewell.inference.prompt import prompt_ids
 from tunewell.inference.runtime import last_logits
 from tunewell.inference.transformers_generate import generate_with_transformers
 from tunewell.records.manifest import read_manifest
-from tunewell.records.parity import PROOF_FILES, Artefact, ModelFacts, Probe, Proof, Question
+from tunewell.records.parity import PROOF_FILES, Artefact, ModelFacts, PlainText, Probe, Proof, Question
 from tunewell.training.evaluate import questions_of
 
 ANSWER_TOKENS = 48
@@ -151,7 +151,13 @@ def check_merge(model: ChatModel, proof: Proof, reference: Reference) -> None:
 
 
 def complete_proof(
-    proof: Proof, folder: Path, artefacts: Sequence[Artefact], *, notes: Sequence[str], license: str | None
+    proof: Proof,
+    folder: Path,
+    artefacts: Sequence[Artefact],
+    *,
+    notes: Sequence[str],
+    license: str | None,
+    template: str,
 ) -> Proof:
     """Return a copy of the proof record with the artefacts, notes, licence and file hashes of an export."""
     assert proof.model is not None
@@ -159,7 +165,7 @@ def complete_proof(
         update={
             "artefacts": list(artefacts),
             "notes": [*proof.notes, *notes],
-            "model": proof.model.model_copy(update={"license": license}),
+            "model": proof.model.model_copy(update={"license": license, "template_sha256": sha256_text(template)}),
             "sha256s": {name: sha256_file(folder / name) for name in PROOF_FILES},
         }
     )
@@ -177,6 +183,11 @@ def probe_messages() -> list[list[dict[str, str]]]:
     """Return the test conversations of every export: system prompts, several turns, scripts, spaces and digits."""
     lines = files("tunewell.export.proof").joinpath("probes.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["messages"] for line in lines]
+
+
+def _plain_texts() -> list[str]:
+    """Return the messages of the test conversations."""
+    return list(dict.fromkeys(message["content"] for messages in probe_messages() for message in messages))
 
 
 def long_probe_length(config: PreTrainedConfig, answer_tokens: int = ANSWER_TOKENS) -> tuple[int, str | None]:
@@ -268,6 +279,8 @@ def _model_facts(
         special_ids={name.removesuffix("_token"): own for name, own in special_ids.items() if own is not None},
         max_length=model.tokenizer.max_length,
         vocabulary=vocabulary_digest(model.tokenizer),
+        tokenizer=tokenizer_digest(model.tokenizer.backend),
+        plain_texts=[PlainText(text=text, ids=model.tokenizer.backend.encode(text).ids) for text in _plain_texts()],
         shapes={name: list(own.shape) for name, own in sketches.items()},
         twins=tied,
     )
