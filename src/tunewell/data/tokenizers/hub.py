@@ -93,6 +93,7 @@ def load_tokenizer_json(files: ModelFiles) -> TokenizerParts:
     """Load a `tokenizer.json` with the tokens and the template of its companion files."""
     text = files.read_text("tokenizer.json") or ""
     backend = _open(text, files)
+    _require_safe(backend, files)
     padding = cast("dict[str, Any] | None", backend.padding)  # pyright: ignore[reportUnknownMemberType]
     backend.no_truncation()
     backend.no_padding()
@@ -115,6 +116,23 @@ def _open(text: str, files: ModelFiles) -> Tokenizer:
     except Exception as error:  # noqa: BLE001  the library raises no narrower type for a malformed file
         where = str(files.small["tokenizer.json"])
         raise UserError(f"`tokenizer.json` cannot be read: {str(error)[:200]}", where=where) from None
+
+
+def _require_safe(backend: Tokenizer, files: ModelFiles) -> None:
+    """Try a tokenizer with regular expressions or growing replacements in a child process."""
+    steps = (backend.normalizer, backend.pre_tokenizer)
+    if any(_may_crash(json.loads(step.__getstate__())) for step in steps if step is not None):
+        from tunewell.data.tokenizers.probe import require_safe
+
+        require_safe(backend, files.small["tokenizer.json"])
+
+
+def _may_crash(step: dict[str, Any]) -> bool:
+    pattern: dict[str, str] = step.get("pattern") or {}
+    has_regex = "Regex" in pattern and pattern["Regex"] not in load_table("transformers")["known_patterns"]
+    grows = len(step.get("content") or "") > len(pattern.get("String") or pattern.get("Regex") or "")
+    inner = [*step.get("normalizers", ()), *step.get("pretokenizers", ())]
+    return has_regex or (step["type"] == "Replace" and grows) or any(map(_may_crash, inner))
 
 
 def read_template(files: ModelFiles, config: dict[str, Any]) -> str | None:
