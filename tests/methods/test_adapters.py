@@ -9,13 +9,14 @@ import pytest
 import torch
 from lessons import RandomDocuments, distance, tiny_llama
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from tunewell.config.schema import MethodSettings, Train
 from tunewell.core.errors import UserError
 from tunewell.methods.base import load_adapter, trainable_parameters
 from tunewell.methods.lora import Lora
-from tunewell.methods.peft_format import ADAPTER_CONFIG
+from tunewell.methods.peft_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tunewell.models.attention import stock_attention
 from tunewell.training.step import TrainableModel
 
@@ -201,6 +202,29 @@ def test_an_adapter_for_another_model_is_refused(tmp_path: Path) -> None:
     folder = _write(Lora.apply(model, METHODS["all linears"], seed=0), tmp_path / "adapter")
     with pytest.raises(UserError, match="does not fit this model"):
         load_adapter(tiny_llama(), folder)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module.model."])
+def test_names_with_a_prefix_are_refused_with_the_prefix(tmp_path: Path, prefix: str) -> None:
+    """Guards adapters saved from a wrapped model: the error had no fix."""
+    folder = _write(Lora.apply(tiny_llama(), METHODS["all linears"], seed=0), tmp_path / "adapter")
+    path = folder / ADAPTER_WEIGHTS
+    save_file({prefix + name: tensor for name, tensor in load_file(path).items()}, path)
+    with pytest.raises(UserError, match="does not fit this model") as refused:
+        load_adapter(tiny_llama(), folder)
+    assert f"`{prefix}`" in (refused.value.fix or "")
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_larger_vocabulary_is_named_as_the_cause(tmp_path: Path, is_tied: bool) -> None:
+    """Guards adapters with added tokens: the error blamed tied embeddings, or a shape."""
+    larger = tiny_llama(tie_word_embeddings=is_tied)
+    larger.resize_token_embeddings(larger.config.vocab_size + 3)
+    folder = _write(Lora.apply(larger, METHODS["a whole head and embedding"], seed=0), tmp_path / "adapter")
+    small = tiny_llama(tie_word_embeddings=is_tied)
+    with pytest.raises(UserError, match=f"{larger.config.vocab_size} tokens.* {small.config.vocab_size}") as refused:
+        load_adapter(small, folder)
+    assert "added" in (refused.value.fix or "")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """LoRA: low-rank adapters for frozen linear layers, and fully fine-tuned modules (`modules_to_save`)."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -97,6 +97,7 @@ class Lora(AdapterMethod):
         config, where = read_adapter_config(folder), str(folder / ADAPTER_WEIGHTS)
         require_supported_settings(config, folder / ADAPTER_CONFIG)
         tensors = {text_part_name(name): tensor for name, tensor in load_file(folder / ADAPTER_WEIGHTS).items()}
+        _require_same_vocabulary(model, tensors, where=where)
         _require_tied(model, tensors, is_tied=bool(config.get("ensure_weight_tying")), where=where)
         selection = _saved_selection(model, config, tensors, where=str(folder / ADAPTER_CONFIG))
         spec = _wrap_layers(
@@ -160,6 +161,7 @@ class Lora(AdapterMethod):
                 f"the adapter does not fit this model: {len(wrong)} of its tensors are missing, unexpected or of a "
                 f"different shape; the first is `{wrong[0]}`",
                 where=where,
+                fix=_suggest_names(parameters, saved),
             )
         for name, parameter in parameters.items():
             parameter.copy_(saved[name])
@@ -188,6 +190,36 @@ def _saved_selection(
         layers=layers,
         full_names=full_names,
     )
+
+
+def _suggest_names(expected: Collection[str], found: Collection[str]) -> str:
+    """Return the fix for an adapter with other names: a prefix to remove, or the right base model."""
+    for name in found:
+        known = next((own for own in expected if name != own and name.endswith(own)), None)
+        if known is not None:
+            prefix = name.removesuffix(known)
+            return (
+                f"remove the prefix `{prefix}` from the names in the file; a wrapper of the model added it when saving"
+            )
+    return "use the base model that the adapter was trained on: `base_model_name_or_path` in `adapter_config.json`"
+
+
+def _require_same_vocabulary(model: PreTrainedModel, tensors: Mapping[str, Tensor], *, where: str) -> None:
+    """Raise UserError if the adapter's embedding or head has more or fewer tokens than the model's."""
+    embedding: Any = model.get_input_embeddings()
+    num_tokens = embedding.weight.shape[0]
+    tables = (embedding, model.get_output_embeddings())
+    names = [name for name, module in model.named_modules() if any(module is table for table in tables)]
+    for name in names:
+        table = tensors.get(peft_name(f"{name}.weight"))
+        if table is not None and table.shape[0] != num_tokens:
+            raise UserError(
+                f"the adapter does not fit this model: its `{name}` has {table.shape[0]:,} tokens, the model has "
+                f"{num_tokens:,}",
+                where=where,
+                fix="tokens were added for the adapter: put the tokenizer with which it was trained into its folder, "
+                "or use a base model with as many tokens",
+            )
 
 
 def _require_tied(model: PreTrainedModel, tensors: dict[str, Tensor], *, is_tied: bool, where: str) -> None:
