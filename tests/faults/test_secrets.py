@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from tunewell.records.events import EventLog
-from tunewell.records.outcome import Outcome, write_outcome
-from tunewell.records.rundir import RunDir
+from tunewell.records.rundir import Outcome, RunDir, write_outcome
 from tunewell.training.checkpoints import Checkpoints
 from tunewell.training.saved_checkpoints import State
 

@@ -7,7 +7,7 @@ import pytest
 
 from tunewell.core.errors import UserError
 from tunewell.records.base import read_record
-from tunewell.records.outcome import HeldOutLosses, Outcome, write_outcome
+from tunewell.records.rundir import HeldOutLosses, Outcome, write_outcome
 
 OUTCOME = Outcome(
     made_by="tunewell 0.1.0",

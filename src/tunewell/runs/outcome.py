@@ -13,10 +13,9 @@ from tunewell.core.redact import redact
 from tunewell.core.units import count, duration
 from tunewell.data.corpus.reader import Corpus
 from tunewell.records.manifest import Manifest
-from tunewell.records.outcome import OUTCOME, HeldOutLosses, Outcome, write_outcome
 from tunewell.records.plan import Chosen, Plan
 from tunewell.records.report import Curve
-from tunewell.records.rundir import RUN_CONFIG
+from tunewell.records.rundir import OUTCOME, RUN_CONFIG, HeldOutLosses, Outcome, write_outcome
 from tunewell.runs.loss_curve import write_loss_svg
 from tunewell.runs.result import TrainResult, healing_summary
 from tunewell.training.run import Run

@@ -14,8 +14,8 @@ from tunewell.core.progress import Progress
 from tunewell.core.units import count, duration
 from tunewell.records.events import plain
 from tunewell.records.healing import HealingEntry
-from tunewell.records.outcome import Status
 from tunewell.records.report import Validation
+from tunewell.records.rundir import Status
 from tunewell.runs.config import RunOptions, resume_command
 from tunewell.training.events import Evaluated, Event, Healed, Listener, Note, Rewound, StepTaken
 from tunewell.training.memory import peak_memory

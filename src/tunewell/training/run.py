@@ -14,8 +14,8 @@ from tunewell.data.batches import DataOrder, TokenizedDocuments
 from tunewell.methods.base import Method
 from tunewell.records.checkpoint import saved_steps
 from tunewell.records.events import EventLog, read_events, with_numbers
-from tunewell.records.outcome import Status
 from tunewell.records.plan import Plan
+from tunewell.records.rundir import Status
 from tunewell.training.checkpoints import Checkpoints
 from tunewell.training.events import Listener, Rewound, Sample, send_notes
 from tunewell.training.health import RunContext
