@@ -39,9 +39,15 @@ def save_killed(folder, step, call):
     checkpoints.save(state_at(int(step)), is_best=True, wait=True)
     return 0
 
-def save_slowly_until_asked(folder):
+def save_until_released(folder):
     write = module.write_synced
-    module.write_synced = lambda path, *parts: (time.sleep(0.1), write(path, *parts))
+
+    def write_when_released(path, *parts):
+        while not (folder.parent / "released").exists():
+            time.sleep(0.01)
+        return write(path, *parts)
+
+    module.write_synced = write_when_released
     checkpoints = Checkpoints(folder, keep=2, on_trouble=print)
     with Signals() as signals:
         checkpoints.save(state_at(5))
@@ -393,12 +399,14 @@ def test_a_disk_that_gives_back_other_bytes_is_found_out_before_the_old_checkpoi
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_signal_during_a_save_lets_it_finish_and_a_second_does_not(server, start, twice):
     """Schedulers ask once and then insist."""
-    child = server.start("save_slowly_until_asked", start)
+    child = server.start("save_until_released", start)
     wait_for(start / "step-000005.tmp")
     os.kill(child, signal.SIGTERM)
     wait_for(start.parent / "asked")
     if twice:
         os.kill(child, signal.SIGINT)
+    else:
+        (start.parent / "released").touch()
     assert server.exit_code() == (130 if twice else 143)
     assert found(start) == ((4, 2) if twice else (5, 2))
 
