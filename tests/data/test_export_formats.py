@@ -373,9 +373,9 @@ def test_a_workbook_is_read_sheet_by_sheet(tiny_model, tmp_path):
     report = prepared(tmp_path, tiny_model, "rows.xlsx")
     assert report["dropped"] == {"not_a_conversation": 1}  # German names
     assert supervised(tmp_path) == ["4<|im_end|>", "Köln & Bonn<|im_end|>"]
-    assert report["remarks"] == ["`rows.xlsx`: columns that are not used: `id`"]
+    assert report["remarks"] == ["`rows.xlsx`: unused columns: `id`"]
     write_workbook(tmp_path / "bad.xlsx", {"one": [["q", "q"], ["a", "b"]]})
-    assert "two columns of one name" in prepare(tmp_path, tiny_model, "bad.xlsx", code=2)["error"]["what"]
+    assert "two columns with the same name" in prepare(tmp_path, tiny_model, "bad.xlsx", code=2)["error"]["what"]
     (tmp_path / "bad.xlsx").write_bytes(b"PK not a workbook")
     assert "cannot be read" in prepare(tmp_path, tiny_model, "bad.xlsx", code=2)["error"]["what"]
 
@@ -496,4 +496,4 @@ def test_trees_and_three_other_shapes_in_one_config_close_the_ledger(tiny_model,
         assert entry["rows"] == entry["documents"] + entry["held_out"] + sum(entry["dropped"].values())
     num_trees = report["sources"][0]["rows"]
     assert num_trees == 100 if paths == "best" else num_trees > 400
-    assert "`dolly.jsonl`: columns that are not used: `category`" in report["remarks"]
+    assert "`dolly.jsonl`: unused columns: `category`" in report["remarks"]

@@ -50,7 +50,7 @@ def test_another_template_is_refused_and_a_broken_conversation_dropped(parser):
     with pytest.raises(UserError, match="unknown chat template") as caught:
         parser.parse("<|User|>hi<|End|><|Bot|>yo<|End|>", "rows.jsonl")
     assert "format: text" in str(caught.value)
-    with pytest.raises(Rejected, match="is not one"):
+    with pytest.raises(Rejected, match="does not match it"):
         parser.parse("<|im_start|>user\nhi<|im_end|>\n", "rows.jsonl")
 
 

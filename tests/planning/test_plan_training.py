@@ -337,7 +337,7 @@ def test_the_config_in_the_plan_is_whole_and_the_model_is_named_as_it_can_be_fou
 
 
 def test_full_fine_tuning_has_its_own_learning_rate():
-    """LoRA's rate moves every weight of a trained model ten times too far."""
+    """LoRA's rate is ten times too high if every weight of a trained model changes."""
     plan = _plan(_inputs(method={"kind": "full"}))
     assert plan.learning_rate.value == 2e-5
     assert "every weight" in plan.learning_rate.because

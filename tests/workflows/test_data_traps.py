@@ -55,7 +55,7 @@ def test_columns_that_are_not_used_are_named(tiny_model, tmp_path):
     for seed in (0, 1):  # the second time from the cached blocks
         manifest = prepare_in(tmp_path, tiny_model, path, f"seed={seed}").manifest
         assert manifest.sources[0].unused == {"difficulty": 30, "solution": 30}
-        assert manifest.remarks == ["`rows.jsonl`: columns that are not used: `difficulty`, `solution`"]
+        assert manifest.remarks == ["`rows.jsonl`: unused columns: `difficulty`, `solution`"]
     assert not prepare_in(tmp_path, tiny_model, rows_file(tmp_path / "plain.jsonl", 30)).manifest.remarks
 
 
@@ -118,7 +118,7 @@ def test_a_misspelled_column_beside_a_known_format_is_named(tiny_model, tmp_path
     """The row is valid as plain text, so nothing else shows the mistake."""
     rows = [{"text": f"what is {number}?", "respones": "a number"} for number in range(30)]
     manifest = prepare_in(tmp_path, tiny_model, write_rows(tmp_path / "rows.jsonl", rows)).manifest
-    assert manifest.remarks == ["`rows.jsonl`: columns that are not used: `respones` (did you mean `response`?)"]
+    assert manifest.remarks == ["`rows.jsonl`: unused columns: `respones` (did you mean `response`?)"]
     assert json.loads((tmp_path / "corpus" / "manifest.json").read_text())["remarks"] == manifest.remarks
 
 
@@ -237,7 +237,7 @@ def test_a_folder_of_texts_is_read_with_its_markdown(tiny_model, tmp_path):
         ]
     )
     [remark] = result.manifest.remarks
-    assert "cut at blank lines into paragraphs: `README.md` 1, `hours.md` 3, `notes.txt` 2" in remark
+    assert "paragraphs at blank lines: `README.md` (1 row), `hours.md` (3 rows), `notes.txt` (2 rows)" in remark
     assert "`text_rows: file`" in remark
     whole = prepare_in(tmp_path, tiny_model, folder, "data.held_out=0.0", "data.sources[0].text_rows=file")
     assert whole.manifest.documents == 3

@@ -81,7 +81,7 @@ def test_pairs_are_shown_where_they_differ(tmp_path, tiny_model, files, capsys, 
     assert main(["inspect", "corpus", "--show", "0"]) == 0
     screen = capsys.readouterr().out
     assert "near test rows" in screen
-    assert "rows.jsonl row 33 and test row 1 of test.jsonl" in screen
+    assert "rows.jsonl row 33 and test.jsonl row 1 (for testing)" in screen
     assert "indeed" in screen
     assert main(["inspect", "corpus", "--json"]) == 0
     assert [pair["row"] for pair in json.loads(capsys.readouterr().out)["near_pairs"]] == [33, 31, 32]

@@ -48,13 +48,13 @@ class FormatEntry(Entry):
     """
 
     columns: tuple[str, ...] = ()
-    """A row with all these columns has this format. Empty: `data/rows/formats.py` detects the format."""
+    """A row with all these columns has this format. Empty: `data/rows/formats.py` detects it."""
     uses: tuple[str, ...] = ()
     """Other columns that the format reads. All remaining columns are reported as not used."""
     files: tuple[str, ...] = ()
-    """File types in which the format is searched for."""
+    """File types that may contain this format."""
     head: str = ""
-    """A pattern that is found in the first 64 KiB of a file of this format."""
+    """A regular expression that matches in the first 64 KiB of a file of this format."""
 
 
 _ROWS = "tunewell.data.rows"
@@ -110,7 +110,7 @@ FORMATS: Registry[FormatEntry] = Registry(
         ),
         FormatEntry(
             "preference",
-            "`chosen` and `rejected`: the chosen reply is trained",
+            "`chosen` and `rejected`: the chosen reply is supervised",
             f"{_ROWS}.preference:convert_preference",
             columns=("chosen", "rejected"),
             uses=("prompt", "question", "instruction", "query", "input", "tools", *_SYSTEM),

@@ -11,11 +11,11 @@ from typing import Any
 _ADAMW = frozenset(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"))
 _BATCH = ("per_device_train_batch_size", "micro_batch_size", "train_batch_size")
 _ACCUMULATION = "gradient_accumulation_steps"
-_PACKED = "documents are packed without padding, so their order by length does not matter"
-_QUANTISED = "a quantised base model cannot be trained; `train.recompute: true` saves memory"
-_WORKERS = "tokenising uses its own threads and is cached; there are no worker processes to count"
-_LOGGED = "every step is written to `events.jsonl` in the run folder"
-_SHARDED = "a model is trained whole on each GPU; sharding is not supported"
+_PACKED = "documents are packed without padding, so grouping by length saves nothing"
+_QUANTISED = "quantised base models (QLoRA) are not supported; `train.recompute: true` saves memory"
+_WORKERS = "tokenizing uses threads and is cached; there are no worker processes"
+_LOGGED = "every step is logged to `events.jsonl` in the run folder"
+_SHARDED = "sharding is not supported: each GPU holds the whole model"
 
 _REFUSED = {
     "load_in_4bit": _QUANTISED,
@@ -31,16 +31,16 @@ _REFUSED = {
     "dataloader_num_workers": _WORKERS,
     "logging_steps": _LOGGED,
     "logging_strategy": _LOGGED,
-    "report_to": f"{_LOGGED}; no tracker is called",
+    "report_to": f"{_LOGGED}; trackers are not supported",
     "per_device_eval_batch_size": "evaluations use `train.micro_batch_tokens`; answers use `verdict.batch_size`",
     "eval_batch_size": "evaluations use `train.micro_batch_tokens`; answers use `verdict.batch_size`",
     "deepspeed": _SHARDED,
     "fsdp": _SHARDED,
     "fsdp_config": _SHARDED,
     "tf32": "fp32 matrix products are computed in fp32; `train.precision: bf16` is faster",
-    "neftune_noise_alpha": "noise on embeddings is not supported",
+    "neftune_noise_alpha": "NEFTune (noise on embeddings) is not supported",
     "load_best_model_at_end": "the checkpoint with the best held-out loss is always kept, and `export` uses it",
-    "remove_unused_columns": "unused columns never reach the model; `prepare` names them",
+    "remove_unused_columns": "unused columns never reach the model; `prepare` lists them",
     "resume_from_checkpoint": "use `tunewell train --resume`",
     "push_to_hub": "nothing is uploaded; `tunewell export` writes the model",
     "val_set_size": "write `data.held_out: 0.05` for a share of the rows, or a file",
@@ -56,9 +56,9 @@ _REFUSED = {
     "assistant_only_loss": "write `template.learn_from`: `responses` (the default) or `everything`",
     "train_on_inputs": "write `template.learn_from`: `responses` (the default) or `everything`",
 }
-"""Names without a key of the same meaning -> the reason and tunewell's equivalent."""
+"""Names without an equivalent key -> the reason, and what to write instead."""
 _HARMLESS_IF = (False, None, 0, "none", "no", "")
-"""Values that switch a setting off, which is what tunewell does anyway."""
+"""Values that disable a setting; tunewell behaves like this anyway."""
 
 
 @dataclass

@@ -83,12 +83,12 @@ class SourceConfig(Section):
     assistant: Text | None = None
     """Name of the person whose messages are the replies, in a chat from WhatsApp or Telegram."""
     gap_hours: Annotated[Float, Field(gt=0)] = 8.0
-    """A pause of this many hours starts a new conversation in a chat from WhatsApp or Telegram. 8 is a night."""
+    """A pause of this many hours starts a new conversation in a chat from WhatsApp or Telegram."""
     map: str | None = None
     """Your Python function that changes or drops a row: `file.py:function`. It runs with your permissions."""
     map_batch: Annotated[Int, Field(ge=1)] | None = None
-    """Number of rows passed to the `map` function at once. The rows are a list that also gives columns by name, as in
-    Hugging Face's batched form: `rows["question"]`. `null`: one row at a time."""
+    """Number of rows passed to the `map` function at once, as a list. `rows["question"]` returns a column, as in a
+    batched `map` function of Hugging Face `datasets`. `null`: one row at a time."""
     limit: Annotated[Int, Field(ge=1)] | None = None
     """Read only the first rows of this source. `null`: all rows."""
     share: Annotated[Float, Field(gt=0, le=1)] | None = None
@@ -151,13 +151,15 @@ class Clean(Section):
     """What to do with a training row that nearly equals a held-out row. Such rows make the held-out loss and score too
     good. `warn` counts and lists them, `drop` drops them, `keep` does not search for them."""
     near_duplicate: Literal["warn", "drop", "keep"] = "warn"
-    """What to do with a training row that nearly equals an earlier one: `warn`, `drop` or `keep`, as above."""
+    """What to do with a training row that nearly equals an earlier one: `warn`, `drop` or `keep`, as for
+    `near_held_out`."""
     near_duplicate_threshold: Annotated[Float, Field(ge=0.5, lt=1)] = 0.8
-    """Minimum similarity of near duplicates: the number of token triples that both rows have, divided by the number
-    that at least one has (Jaccard similarity)."""
+    """Minimum similarity of near duplicates: the Jaccard similarity of their token trigrams (trigrams in both rows,
+    divided by trigrams in either row)."""
     secrets: Literal["warn", "redact", "drop"] = "warn"
     """What to do with API keys, tokens, passwords, e-mail addresses, phone, card and account numbers, which a model may
-    repeat: count and list the rows, replace each with its kind, like `[API key]`, or drop the rows."""
+    repeat. `warn` counts and lists the rows, `redact` replaces each secret with its kind, like `[API key]`, and `drop`
+    drops the rows."""
     bad_rows: Literal["drop", "error"] = "drop"
     """What to do with a row that cannot be parsed or is not a conversation: drop it, or stop with an error."""
     bad_text: Literal["drop", "replace", "error"] = "drop"
@@ -173,8 +175,8 @@ class Clean(Section):
     """What to do with the thinking of replies (`<think>...</think>`, `reasoning_content`). `keep`: the template renders
     it, and it is supervised; `strip`: it is removed and counted."""
     max_unknown_share: Annotated[Float, Field(ge=0, le=1)] = 0.01
-    """Maximum share of unknown tokens (`<unk>`): characters that the vocabulary lacks. Above it, `prepare` stops and
-    names the characters."""
+    """Maximum share of unknown tokens (`<unk>`), which stand for characters that are not in the vocabulary. Above it,
+    `prepare` stops and lists the characters."""
     drop_urls: Bool = False
     """Drop rows that contain a web address (`has_url`)."""
 
@@ -284,8 +286,8 @@ class Train(Section):
     max_steps: Annotated[Int, Field(ge=1)] | None = None
     """Number of optimizer steps, instead of `epochs`. `null`: as many as the epochs need."""
     learning_rate: Annotated[Float, Field(gt=0, le=1)] | Auto = "auto"
-    """Peak learning rate, reached at the end of the warm-up. `auto`: 2e-4 for LoRA, 2e-5 for full fine-tuning, which
-    moves every weight, and 2e-4 for a new model with random weights."""
+    """Peak learning rate, reached at the end of the warm-up. `auto`: 2e-4 for LoRA, 2e-5 for full fine-tuning, and
+    2e-4 for a new model with random weights."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Learning rate schedule after the warm-up: cosine or linear decay to `min_rate_share`, or constant."""
     min_rate_share: Annotated[Float, Field(ge=0, le=1)] = 0.0
@@ -315,8 +317,8 @@ class Train(Section):
     """Precision of the forward and backward pass. `auto`: bf16 if the hardware supports it, else fp32. fp16 uses loss
     scaling."""
     masters: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which trainable parameters and optimizer states are stored. `bf16` halves their size, also in
-    checkpoints. It applies to full fine-tuning in bf16; weights are updated with stochastic rounding."""
+    """Precision of the stored trainable parameters and optimizer states (master weights). `bf16` halves their size in
+    memory and in checkpoints; it requires full fine-tuning in bf16. Weights are updated with stochastic rounding."""
     attention: Literal["auto", "sdpa", "flash"] = "auto"
     """Attention kernel for packed sequences. `sdpa` runs on every device, `flash` on CUDA GPUs since Ampere."""
     compile: Literal["auto", "on", "off"] = "auto"

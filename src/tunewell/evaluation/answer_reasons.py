@@ -90,7 +90,7 @@ def faulty_answers(measured: Measurements, rules: VerdictRules) -> Iterator[Reas
             continue
         # If no single kind affects half of the answers but all kinds together do, the most frequent kind is a FAIL.
         fails = number >= HALF * asked or (total >= HALF * asked and found is most_frequent)
-        others = f", {count(total)} with other faults included" if total > number else ""
+        others = f"; {count(total)} have a fault of any kind" if total > number else ""
         is_softened = asked < FEW_QUESTIONS and number >= HALF * asked
         few = f" With fewer than {FEW_QUESTIONS} questions this is not a FAIL." if is_softened else ""
         yield Reason(

@@ -180,7 +180,7 @@ def choose_learning_rate(inputs: PlanInputs) -> Chosen[float]:
         return Chosen[float](value=METHODS.entry("lora").learning_rate, because="the model starts from random weights")
     because = f"the default for {method.title}"
     if not method.is_adapter:
-        because += ": it moves every weight of a trained model, so it needs about a tenth of LoRA's rate"
+        because += ", about a tenth of LoRA's, because it changes every weight"
     return Chosen[float](value=method.learning_rate, because=because)
 
 

@@ -253,11 +253,11 @@ def advice(entries: Sequence[HealingEntry]) -> list[str]:
     if "overfitting" in names:
         found.append("reduce `train.epochs`, or set `evaluate.patience: 2`; the best checkpoint is kept")
     if any(entry.name == "lr-too-high" and entry.action == "none" for entry in entries):
-        found.append("lower `train.learning_rate`: the loss rose, and training made the model worse")
+        found.append("lower `train.learning_rate`: the loss rose during training")
     if "flat-loss" in names:
         found.append(
-            "raise `train.learning_rate`, select more layers with `method.targets` and `method.layers`, and check with "
-            "`tunewell inspect` which tokens are supervised: the loss did not fall"
+            "the loss did not fall: raise `train.learning_rate`, select more layers with `method.targets` and "
+            "`method.layers`, and check with `tunewell inspect` which tokens are supervised"
         )
     if "initial-loss-implausible" in names:
         found.append(

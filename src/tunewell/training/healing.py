@@ -126,12 +126,12 @@ class Healer:
         return Finding("lr-too-high", "fault", event.step, words, numbers)
 
     def conclude(self) -> str:
-        """Report a loss that rose or stayed flat in the whole run. Return this in a few words, or "" if it fell."""
+        """Report a loss that rose or stayed flat over the whole run. Return a short description, or "" if it fell."""
         history, step = self.monitor.history, self._run.progress.step
         name, first, later = self._loss_course()
         if name == "held-out" and later[-1] > (1 + _MIN_RISE) * first and not history.has_learned():
             if "lr-too-high" not in history.reported:
-                words = f"the held-out loss ended at {later[-1]:.3g}, above the {first:.3g} before training"
+                words = f"the held-out loss ended at {later[-1]:.3g}, above {first:.3g} before training"
                 self._report(
                     Finding("lr-too-high", "warning", step, words, {"low": first, "now": later[-1]}), "none", words
                 )
@@ -140,8 +140,8 @@ class Healer:
         if step < _MIN_STEPS or not later or any(abs(loss - first) >= limit * first for loss in later):
             return ""
         words = (
-            f"the {name} loss stayed at {first:.3g} for {count(step, 'step')}: the learning rate is too low, the "
-            "trainable layers are too few, or the supervised tokens do not depend on the text before them"
+            f"the {name} loss stayed at {first:.3g} for {count(step, 'step')}: the learning rate is too low, too few "
+            "layers are trainable, or the supervised tokens do not depend on the text before them"
         )
         self._report(Finding("flat-loss", "warning", step, words, {"first": first, "last": later[-1]}), "none", words)
         return f"the {name} loss did not fall"

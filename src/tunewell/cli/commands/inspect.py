@@ -33,7 +33,9 @@ def command(
     ] = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="List each token on its own line, with its id.")] = False,
     held_out: Annotated[bool, typer.Option("--held-out", help="Show rows kept for testing.")] = False,
-    details: Annotated[bool, typer.Option("--details", help="Also show the padding.")] = False,
+    details: Annotated[
+        bool, typer.Option("--details", help="Also show padding and near duplicates, even if there are none.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Show your rows as the model sees them, token by token."""
@@ -98,9 +100,9 @@ def _source_table(manifest: "Manifest") -> str:
 
 
 def _show_pair(view: "PairView", out: "Console") -> None:
-    pair, where = view.pair, "test " if view.pair.kind == "near_held_out" else ""
-    names = f"{pair.source} row {pair.row} and {where}row {pair.similar_row} of {pair.similar_source}"
-    out.print(f"{percent(pair.similarity)} {names}" + ("" if view.texts else ": dropped"), markup=False)
+    pair, held_out = view.pair, " (for testing)" if view.pair.kind == "near_held_out" else ""
+    names = f"{pair.source} row {pair.row} and {pair.similar_source} row {pair.similar_row}{held_out}"
+    out.print(f"{percent(pair.similarity)} similar: {names}" + ("" if view.texts else "; dropped"), markup=False)
     for text in view.texts or ():
         out.print("  ..." + _visible(text).replace("⏎\n", "⏎") + "...", markup=False)
 

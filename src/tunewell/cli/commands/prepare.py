@@ -21,7 +21,9 @@ def command(
     model: TokenizerModel = None,
     data: DataPaths = None,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder to write the corpus to.")] = None,
-    details: Annotated[bool, typer.Option("--details", help="Also show the padding.")] = False,
+    details: Annotated[
+        bool, typer.Option("--details", help="Also show padding and near duplicates, even if there are none.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Turn rows into a corpus for training: clean, tokenise, mask, pack."""
@@ -36,11 +38,16 @@ def command(
 
 def screen(result: "PrepareResult", *, has_details: bool = False) -> str:
     """Return the screen: counts of rows and tokens, the written corpus and the next command."""
-    outcome = f"`{result.corpus}` is up to date" if result.was_up_to_date else f"wrote `{result.corpus}`"
+    seconds = duration(result.seconds)
+    outcome = (
+        f"`{result.corpus}` is up to date ({seconds})"
+        if result.was_up_to_date
+        else f"wrote `{result.corpus}` in {seconds}"
+    )
     return "\n".join(
         [
             folded_table(corpus_rows(result.manifest, has_details=has_details), right=(1,)),
-            f"{outcome} in {duration(result.seconds)}",
+            outcome,
             hanging("next: ", f"`tunewell inspect {result.corpus}` to see the tokens, then `tunewell train`"),
         ]
     )

@@ -51,13 +51,21 @@ def corpus_rows(manifest: "Manifest", *, has_details: bool = False) -> list[list
     rows += _near_rows(manifest, is_complete=has_details)
     if manifest.secrets and manifest.secrets.rows:
         kinds = ", ".join(f"{count(number)} {kind}" for kind, number in manifest.secrets.kinds.items())
-        done = {"warn": "`data.clean.secrets: redact` replaces them", "redact": "replaced", "drop": "rows dropped"}
-        remark = f"rows listed in `secrets.jsonl`: {kinds}; {done[manifest.secrets.action]}"
+        done = {"warn": "to replace them, set `data.clean.secrets: redact`", "redact": "replaced", "drop": "dropped"}
+        remark = f"rows with {kinds}; {done[manifest.secrets.action]}; listed in `secrets.jsonl`"
         rows.append(["secrets", count(manifest.secrets.rows), remark])
     for note, number in manifest.notes.items():
         term = note.replace("_", " ")
-        rows.append(["note", count(number), f"{term}; see `tunewell glossary '{term}'`"])
+        rows.append(["note", count(number), f"{_NOTES.get(note, term)}; see `tunewell glossary '{term}'`"])
     return rows
+
+
+_NOTES = {
+    "chosen_replies": "rows of a preference set: the `chosen` reply is trained on, the `rejected` one is not used",
+    "other_ids_as_a_whole": "rows that llama.cpp and Ollama tokenize differently",
+    "rows_with_markers": "rows that contain a template marker, which is encoded as plain text",
+}
+"""Explanations of notes whose name is not clear by itself."""
 
 
 def _near_rows(manifest: "Manifest", *, is_complete: bool) -> list[list[str]]:
@@ -67,19 +75,25 @@ def _near_rows(manifest: "Manifest", *, is_complete: bool) -> list[list[str]]:
         return []
     similar = f"at least {percent(near.threshold, 0)} similar to"
     kinds = [
-        ("near_held_out", near.near_held_out, near.num_near_held_out, "a test row: scores may be too good"),
+        ("near_held_out", near.near_held_out, near.num_near_held_out, "a test row"),
         ("near_duplicate", near.near_duplicate, near.num_near_duplicates, "an earlier training row"),
     ]
     return [
         [
             "near test rows" if kind == "near_held_out" else "near duplicates",
             count(number),
-            f"training rows {similar} {what}; "
-            + ("dropped" if action == "drop" else f"`data.clean.{kind}: drop` drops them"),
+            f"training rows {similar} {what}" + (_near_advice(kind, action) if number else ""),
         ]
         for kind, action, number, what in kinds
         if number or (is_complete and number is not None)
     ]
+
+
+def _near_advice(kind: str, action: str) -> str:
+    if action == "drop":
+        return "; dropped"
+    effect = ", which makes scores too good" if kind == "near_held_out" else ""
+    return f"{effect}; to drop them, set `data.clean.{kind}: drop`"
 
 
 def dropped_reasons(dropped: dict[str, int], where: str = "; listed in `dropped.jsonl`") -> str:

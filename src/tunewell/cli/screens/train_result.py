@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _CURVE_WIDTH, _CURVE_MARGIN = 60, 14
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 # Keys of `stages` in `--json` that have a different label on the screen.
-_STAGE_LABELS = {"look": "evaluate"}
+_STAGE_LABELS = {"look": "evaluate", "judge": "validate"}
 
 
 def train_result_screen(result: "TrainResult", start: "RunStarted | None") -> str:

@@ -113,13 +113,15 @@ def make_spec(loaded: LoadedConfig, text: TextPipeline, *, context_limit: int | 
 
 
 def _file_remarks(path: str, base: Path) -> list[str]:
-    """Return a sentence about the files in a folder that are not read."""
+    """Return a sentence about the files of a folder that are not read."""
     names = [] if is_url(path) else unread_files(path, base=base)
     if not names:
         return []
     shown = ", ".join(f"`{name}`" for name in names[:_NUM_NAMED])
     more = f" and {len(names) - _NUM_NAMED:,} more" if len(names) > _NUM_NAMED else ""
-    return [f"{count(len(names), 'file')} in `{path}` not read: {shown}{more}; to read one, name it in `data.sources`"]
+    return [
+        f"{count(len(names), 'file')} in `{path}` not read: {shown}{more}; to read a file, list it in `data.sources`"
+    ]
 
 
 def _make_jobs(loaded: LoadedConfig, text: TextPipeline) -> list[Job]:

@@ -111,22 +111,22 @@ def make_manifest(
     )
 
 
-_CUTS = {"paragraph": "at blank lines into paragraphs", "line": "at every line", "file": "not at all"}
+_SPLITS = {"paragraph": "split into paragraphs at blank lines", "line": "split into lines", "file": "not split"}
 
 
 def _text_remarks(spec: BuildSpec, sources: list[SourceLedger]) -> Iterator[str]:
-    """Yield a sentence about how text files are cut into documents."""
-    for cut, how in _CUTS.items():
+    """Yield a sentence about how text files are split into rows."""
+    for split, how in _SPLITS.items():
         texts = [
             source
             for job, source in zip(spec.jobs, sources, strict=True)
-            if job.file.format in ("txt", "md") and job.pipeline.read.text_rows == cut
+            if job.file.format in ("txt", "md") and job.pipeline.read.text_rows == split
         ]
         if texts:
-            shown = ", ".join(f"`{source.name}` {count(source.rows)}" for source in texts[:_NUM_NAMED])
+            shown = ", ".join(f"`{source.name}` ({count(source.rows, 'row')})" for source in texts[:_NUM_NAMED])
             more = f" and {count(len(texts) - _NUM_NAMED, 'more file')}" if len(texts) > _NUM_NAMED else ""
-            others = " or ".join(f"`text_rows: {other}`" for other in _CUTS if other != cut)
-            yield f"texts are cut {how}: {shown}{more}; {others} cuts them differently"
+            others = " or ".join(f"`text_rows: {other}`" for other in _SPLITS if other != split)
+            yield f"text files are {how}: {shown}{more}; to change this, set {others} on the source"
 
 
 def _column_remarks(source: SourceLedger) -> Iterator[str]:
@@ -134,8 +134,8 @@ def _column_remarks(source: SourceLedger) -> Iterator[str]:
     label = first_present(LABELS, source.unused) if source.formats["text"] else None
     if label is not None:
         yield (
-            f"`{source.name}` looks like a classification set: `text` is trained as plain text and `{label}` is not "
-            "used; `format: classification` asks for the label instead"
+            f"`{source.name}` looks like a classification set: `text` is trained on as plain text, and `{label}` "
+            "is not used; to train the model to answer with the label, set `format: classification` on the source"
         )
     columns = [
         f"`{name}`" + (f" (did you mean `{known}`?)" if (known := nearest_column(name)) not in (None, name) else "")
@@ -144,7 +144,7 @@ def _column_remarks(source: SourceLedger) -> Iterator[str]:
     ]
     if columns:
         more = f" and {count(len(columns) - _NUM_COLUMNS)} more" if len(columns) > _NUM_COLUMNS else ""
-        yield f"`{source.name}`: columns that are not used: {', '.join(columns[:_NUM_COLUMNS])}{more}"
+        yield f"`{source.name}`: unused columns: {', '.join(columns[:_NUM_COLUMNS])}{more}"
 
 
 def total_dropped(assembly: Assembly) -> Counter[str]:

@@ -440,7 +440,7 @@ def _suggest_fix(first: dict[str, str]) -> str:
     if reason == "has_media":
         return "images, audio and video cannot be trained on: use rows of text, or remove the column with `map`"
     if reason == "not_a_conversation" and "; set `" in detail:
-        return f"{detail.rpartition('; set ')[2]} on the source in tunewell.yaml"
+        return f"set {detail.rpartition('; set ')[2]} on the source in tunewell.yaml"
     if reason == "not_a_conversation" and "its columns:" in detail:
         return "name the columns on the source in tunewell.yaml: `columns: {question: YOURS, answer: YOURS}`"
     return (

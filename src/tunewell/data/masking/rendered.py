@@ -96,7 +96,7 @@ class RenderedTextParser:
             if start is None and _LOOKS_RENDERED.match(frame.start) and text.lstrip().startswith(frame.start):
                 start = frame.template.name
         if start is not None:
-            raise Rejected("not_a_conversation", f"the text starts like a conversation of `{start}`, but is not one")
+            raise Rejected("not_a_conversation", f"the text starts like the template `{start}`, but does not match it")
         marker = _LOOKS_RENDERED.match(text.lstrip())
         if marker and len(_LOOKS_RENDERED.findall(text)) > 1:
             raise UserError(

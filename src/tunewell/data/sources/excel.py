@@ -21,7 +21,7 @@ def excel_rows(file: SourceFile) -> Iterator[dict[str, str]]:
             sheets = [(name, workbook.get_sheet_by_name(name).to_python()) for name in workbook.sheet_names]
         except calamine.CalamineError as error:
             raise UserError(
-                f"`{file.name}` cannot be read: {error}", fix="open it in Excel, remove a password, and save it again"
+                f"`{file.name}` cannot be read: {error}", fix="open it in Excel, remove any password, and save it again"
             ) from error
     for name, cells in sheets:
         rows = [[_text(cell) for cell in row] for row in cells]
@@ -34,9 +34,9 @@ def _sheet_rows(rows: list[list[str]], where: str) -> Iterator[dict[str, str]]:
     names = [cell.strip() for cell in rows[0]]
     used = [index for index, column in enumerate(names) if column]
     if any(row[index] != "" for row in rows[1:] for index in range(len(names)) if not names[index]):
-        raise UserError(f"{where} has a column without a name", fix="put a name into its first row")
+        raise UserError(f"{where} has a column without a name", fix="write a name into the first row of this column")
     if len({names[index] for index in used}) != len(used):
-        raise UserError(f"{where} has two columns of one name", fix="rename one of them in the first row")
+        raise UserError(f"{where} has two columns with the same name", fix="rename one of them")
     yield from ({names[index]: row[index] for index in used} for row in rows[1:])
 
 

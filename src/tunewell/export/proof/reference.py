@@ -109,8 +109,8 @@ def make_reference(model: ChatModel, *, answer_tokens: int, progress: ProgressLi
     share = read_manifest(model.ref.corpus).other_ids_share if model.ref.corpus is not None else None
     if share is not None and share > _MAX_OTHER_IDS_SHARE:
         notes.append(
-            f"{percent(share)} of the training conversations have other ids in programs that encode the whole text at "
-            "once (llama.cpp, Ollama): a reply and its header share a token there; see "
+            f"llama.cpp and Ollama tokenize {percent(share)} of the training conversations differently: they tokenize "
+            "the whole text at once, so a reply and its header can share a token; see "
             "`tunewell glossary 'other ids as a whole'`"
         )
     proof = Proof(

@@ -64,7 +64,7 @@ class ChatMessage(NamedTuple):
 def chat_rows(
     messages: Iterable[ChatMessage], format_name: str, *, assistant: str | None, gap_hours: float, file_name: str
 ) -> Iterator[tuple[int, Any]]:
-    """Yield a conversation for each part of a chat without a long pause. `assistant` writes the replies.
+    """Yield a conversation for each part of a chat without a long pause. The messages of `assistant` are the replies.
 
     In a chat of more than two people, each message of the others begins with the name of its sender.
     """
@@ -77,8 +77,8 @@ def chat_rows(
             if assistant is None
             else f"`{assistant}` wrote nothing in `{file_name}`",
             where=f"senders: {named or 'none'}",
-            fix="name the person whose messages the model should learn, on the source: `assistant: NAME` "
-            "(`format: text` if the file is not a chat)",
+            fix="set `assistant: NAME` on the source: the person whose messages the model should learn; "
+            "if the file is not a chat, set `format: text`",
         )
     turns, first, previous = Turns(), 0, datetime.min
     for message in chat:
