@@ -21,7 +21,7 @@ _WRITE_BLOCK_BYTES = 16 << 20
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _SHOWN_CHARS = 80
 _ADDED_CHARS = 16
-"""Characters that names of temporary folders have more than the output folder."""
+"""Characters that the name of a temporary folder adds to that of the output folder."""
 _CANNOT_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP})
 
 
@@ -205,8 +205,8 @@ def _disk_full(folder: Path, needed_bytes: int) -> UserError:
 
 _PATH_PROBLEMS = {
     errno.EROFS: ("the disk is read-only", "choose a path on another disk with `--out`"),
-    errno.EACCES: ("no permission", "change the permissions, or choose another path"),
-    errno.EPERM: ("no permission", "change the permissions, or choose another path"),
+    errno.EACCES: ("permission denied", "change the permissions, or choose another path"),
+    errno.EPERM: ("permission denied", "change the permissions, or choose another path"),
     errno.ENAMETOOLONG: ("the path is too long", "choose a shorter path: most disks allow 255 bytes in a name"),
     errno.ENOTDIR: ("a part of the path is a file, not a folder", "choose another path"),
     errno.ELOOP: ("the path contains a loop of links", "choose another path"),
@@ -217,7 +217,7 @@ _PATH_PROBLEMS = {
 
 
 def explain_os_error(error: OSError) -> UserError | None:
-    """Return the UserError for an error of a path or a disk, or None for an error that may be a bug."""
+    """Return a UserError for a problem of a path or a disk, or None for an error that may be a bug."""
     what, fix = _PATH_PROBLEMS.get(error.errno or 0, ("", ""))
     if not what or error.filename is None:
         return None

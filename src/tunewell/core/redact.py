@@ -75,7 +75,7 @@ _HINTS = {
     "private key": ("-----begin",),
     "e-mail address": ("@",),
 }
-"""Texts of which a secret contains at least one, in lower case: a search for them is faster than for the pattern."""
+"""Lower-case texts. Each secret contains at least one of them; searching for them is faster than the pattern."""
 _PLACEHOLDER = re.compile(r"(?i)your|example|placeholder|x{4}|\*{3}|[<>{}$\[\]()]|\.\.\.")
 _RESERVED_DOMAIN = re.compile(r"(?i)@(?:[\w-]+\.)*(?:example(?:\.\w+)?|test|invalid|localhost|domain\.com|email\.com)$")
 _SECRET_NAME = re.compile(
@@ -163,7 +163,7 @@ def _kinds() -> dict[str, re.Pattern[str]]:
 
 
 def hide_secrets(text: str, found: Counter[str]) -> str:
-    """Count the secrets and personal data of a text by kind; return the text with `[kind]` instead of each."""
+    """Count the secrets and personal data in a text by kind; return the text with each replaced by `[kind]`."""
     folded = text.lower()
     for kind, pattern in _kinds().items():
         if not any(hint in folded for hint in _HINTS.get(kind, ("",))):

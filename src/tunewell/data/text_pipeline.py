@@ -153,8 +153,8 @@ def _warnings(name: str, template: ChatTemplate, tokenizer: LoadedTokenizer) -> 
         return
     if name in BUILTIN_NAMES and own_text != text:
         yield (
-            f"the model has its own chat template, which differs from `{name}`: it would have to learn a new format; "
-            "`template.name: auto` uses its own"
+            f"the model has its own chat template, which differs from `{name}`, so it must learn a new format; to use "
+            "its own, set `template.name: auto`"
         )
     bos = template.bos
     if bos and text.startswith(bos + bos):

@@ -102,7 +102,7 @@ def _launcher_precision(inputs: PlanInputs, launched: str) -> tuple[Precision, s
         raise UserError(
             f"{option} contradicts `train.precision: {setting}`",
             where=inputs.where("train.precision"),
-            fix="remove one",
+            fix="remove the option or the setting",
         )
     return launched, f"set by {option}"
 

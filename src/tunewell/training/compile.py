@@ -35,7 +35,7 @@ _COMPILE_SECONDS = 60.0
 _CACHED_SECONDS = 4.0
 _SAVED_SHARE = 0.3
 _MIN_SAVED_SECONDS = 5.0
-"""Nothing is compiled to save less than this."""
+"""Minimum time saved for which layers are compiled."""
 _MIN_FREE_SHARE = 0.2
 """Share of the GPU's memory that must be free for a second process."""
 _LAUNCH_BOUND_FLOP = 1.0e12

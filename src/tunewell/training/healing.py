@@ -24,7 +24,7 @@ _MIN_RISE = 0.05
 """Share by which the held-out loss must rise in a whole run to be called worse than before training."""
 _FLAT, _VERY_FLAT, _MIN_STEPS = 0.005, 0.0005, 16
 """A loss that changes by less than this share in at least this many steps is flat. The held-out loss must be very flat
-if the training loss ended lower: the model may learn rows from which nothing follows for others."""
+if the training loss ended lower: the model may learn rows that do not help with others."""
 _SHOWN_ANSWERS, _SHOWN_CHARS = 2, 60
 _DEGENERATE_IN_A_ROW = 2
 _FAULT_WORDS: dict[Fault, str] = {

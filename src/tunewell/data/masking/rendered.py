@@ -1,7 +1,8 @@
 """Parse text that a chat template has already rendered back into a conversation.
 
 Rows like `{"text": "<|im_start|>user..."}` are conversations, not plain text. Encoded as text, their markers would be
-cut up and their questions supervised. A row is a conversation only if the template renders the same text again.
+split into pieces, and their questions would be supervised. A row is a conversation only if the template renders the
+same text again.
 """
 
 import re

@@ -202,7 +202,7 @@ def _choose(candidates: list[_Candidate], row: Mapping[str, Any]) -> str:
 
 
 def _suggest(row: Mapping[str, Any]) -> str:
-    """Return the setting that makes a format of column names that nearly match one."""
+    """Return the setting to add for column names that nearly match a format, or an empty text."""
     if first_present(TEXTS, row) and first_present(LABELS, row):
         return "; it looks like a classification set; set `format: classification`"
     nearest = {key: known for key in row if (known := nearest_column(key))}

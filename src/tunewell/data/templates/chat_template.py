@@ -204,14 +204,14 @@ class ChatTemplate:
         return hashlib.sha256(json.dumps(seen, sort_keys=True, default=str).encode()).hexdigest()
 
     def with_end(self, end: str) -> ChatTemplate:
-        """Return this template so that it also ends the last reply of a conversation, as it ends the others."""
+        """Return a copy of this template that also ends the last reply of a conversation, as it ends the others."""
         template = copy.copy(self)
         template.__dict__.pop("sha256", None)
         template._end = end
         return template
 
     def for_prompts(self) -> ChatTemplate:
-        """Return this template so that it always writes the header of the next reply."""
+        """Return a copy of this template that always writes the header of the next reply."""
         template = copy.copy(self)
         template._asks = True
         return template
