@@ -80,7 +80,7 @@ def test_numbered_labels_need_their_names(tiny_model, tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", rows)
     with pytest.raises(UserError, match="0 of 30 rows") as caught:
         prepare_in(tmp_path, tiny_model, path)
-    assert "`format: classification`" in str(caught.value.fix)
+    assert "format: classification" in str(caught.value.fix)
     with pytest.raises(UserError, match="numbers; their names"):
         prepare_in(tmp_path, tiny_model, path, "data.sources[0].format=classification")
     named = ("data.sources[0].format=classification", "data.sources[0].labels=[bad, good]")
@@ -101,17 +101,17 @@ def test_free_text_is_not_a_label(tiny_model, tmp_path):
 @pytest.mark.parametrize(
     ("row", "setting"),
     [
-        ({"Question": "q?", "Answer": "a"}, "`columns: {question: Question, answer: Answer}`"),
-        ({"instrution": "q?", "ouput": "a"}, "`columns: {instruction: instrution, output: ouput}`"),
-        ({"Conversations": [{"from": "human", "value": "q"}]}, "`columns: {conversations: Conversations}`"),
-        ({"utterance": "hi", "intent": "greeting"}, "`format: classification`"),
+        ({"Question": "q?", "Answer": "a"}, "columns: {question: Question, answer: Answer}"),
+        ({"instrution": "q?", "ouput": "a"}, "columns: {instruction: instrution, output: ouput}"),
+        ({"Conversations": [{"from": "human", "value": "q"}]}, "columns: {conversations: Conversations}"),
+        ({"utterance": "hi", "intent": "greeting"}, "format: classification"),
     ],
 )
 def test_near_misses_of_a_format_get_the_setting_that_fits(tiny_model, tmp_path, row, setting):
     """`no known column names` left the reader to guess what the known ones are."""
     with pytest.raises(UserError, match="no training data") as caught:
         prepare_in(tmp_path, tiny_model, write_rows(tmp_path / "rows.jsonl", [row] * 5))
-    assert setting in str(caught.value.fix)
+    assert f"`data: {{sources: [{{path: rows.jsonl, {setting}}}]}}`" in str(caught.value.fix)
 
 
 def test_a_misspelled_column_beside_a_known_format_is_named(tiny_model, tmp_path):

@@ -439,10 +439,10 @@ def _suggest_fix(first: dict[str, str]) -> str:
         return "the file is not UTF-8: save it as `CSV UTF-8` in Excel, or set `encoding: cp1252` on the source"
     if reason == "has_media":
         return "images, audio and video cannot be trained on: use rows of text, or remove the column with `map`"
-    if reason == "not_a_conversation" and "; set `" in detail:
-        return f"set {detail.rpartition('; set ')[2]} on the source in tunewell.yaml"
     if reason == "not_a_conversation" and "its columns:" in detail:
-        return "name the columns on the source in tunewell.yaml: `columns: {question: YOURS, answer: YOURS}`"
+        found = detail.rpartition("; set `")[2].removesuffix("`") if "; set `" in detail else None
+        setting = found or "columns: {question: YOURS, answer: YOURS}"
+        return f"describe the source in tunewell.yaml: `data: {{sources: [{{path: {first['source']}, {setting}}}]}}`"
     return (
         "look at the first rows with `tunewell inspect DATA --model MODEL`; "
         "`tunewell glossary REASON` explains a reason"
