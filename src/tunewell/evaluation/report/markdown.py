@@ -5,18 +5,9 @@ Model output is escaped, so it cannot open a table cell, mention a user, add a l
 
 import re
 
+from tunewell.core.html import CODE, EMPTY, single_line, visible
 from tunewell.core.units import count
-from tunewell.evaluation.report.view import (
-    CODE,
-    EMPTY,
-    FAULT_WORDS,
-    all_metrics,
-    shortened,
-    single_line,
-    sorted_answers,
-    source_metrics,
-    visible,
-)
+from tunewell.evaluation.report.view import FAULT_WORDS, all_metrics, shortened, sorted_answers, source_metrics
 from tunewell.records.report import Answer, AnsweredQuestion, Reason, Report
 
 _MAX_CELL, _MAX_SENTENCE, _MAX_BLOCK = 160, 600, 800

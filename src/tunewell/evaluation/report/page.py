@@ -1,23 +1,15 @@
-"""Write `report.html`: the report as one self-contained page without scripts or requests.
+"""Write `report.html`: the report as one self-contained page without scripts or requests."""
 
-A content security policy allows only the page's own style sheet, by its hash, so model output cannot run or load
-anything.
-"""
-
-import base64
-import hashlib
 from functools import lru_cache
-from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
-from markupsafe import Markup, escape
+from jinja2 import Template
+from markupsafe import Markup
 
 from tunewell.config.rules import VerdictRules
-from tunewell.core.units import count, duration, percent
+from tunewell.core.html import page_environment, single_line
+from tunewell.core.units import duration, percent
 from tunewell.evaluation.report.view import (
-    CODE,
-    EMPTY,
     FAULT_WORDS,
     all_metrics,
     declared_order,
@@ -25,10 +17,8 @@ from tunewell.evaluation.report.view import (
     loss,
     nonfinite_text,
     setting,
-    single_line,
     sorted_answers,
     source_metrics,
-    visible,
 )
 from tunewell.records.plan import Chosen, Plan
 from tunewell.records.report import Curve, Report
@@ -43,18 +33,12 @@ CANNOT_TELL = "Not enough held-out data for a verdict."
 _WIDE, _NARROW = (760, 320), (340, 260)
 _MAX_EVALUATIONS = 40
 _MAX_SCORES = 200
-_LONG_CHARS, _LONG_LINES = 500, 8
-"""Longer texts get a scroll box, which must be reachable by keyboard."""
 
 
 def report_page(report: Report) -> str:
     """Return a report as an HTML page; the output is deterministic."""
-    template, style = _template(), _style()
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    return template.render(
+    return _template().render(
         report=report,
-        style=Markup(style),
-        style_hash=f"sha256-{digest}",
         headline=_headline(report),
         key_metrics=key_metrics(report),
         metrics=all_metrics(report),
@@ -72,22 +56,9 @@ def report_page(report: Report) -> str:
 
 @lru_cache(maxsize=1)
 def _template() -> Template:
-    environment = Environment(
-        loader=PackageLoader("tunewell.evaluation.report", "page"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = page_environment("tunewell.evaluation.report")
     environment.filters |= {
-        "visible": visible,
-        "line": single_line,
-        "prose": prose,
-        "answer_text": _answer_text,
-        "is_long": _is_long,
         "fault": lambda name: FAULT_WORDS[name],
-        "count": count,
-        "share": percent,
         "duration": duration,
         "loss": loss,
         "setting": setting,
@@ -97,31 +68,9 @@ def _template() -> Template:
     return environment.get_template("report.html")
 
 
-@lru_cache(maxsize=1)
-def _style() -> str:
-    text = files("tunewell.evaluation.report").joinpath("page/report.css").read_text(encoding="utf-8")
-    return "\n" + text.replace("\r\n", "\n")
-
-
-def prose(text: str) -> Markup:
-    """Return a sentence of the report as HTML, with parts between backticks as code."""
-    code, parts = Markup("<code>{}</code>"), enumerate(CODE.split(visible(text)))
-    return Markup("").join(code.format(part) if index % 2 else escape(part) for index, part in parts)
-
-
 def _headline(report: Report) -> str:
     cannot_tell = bool(report.reasons) and report.reasons[0].code == "not_enough_evidence"
     return CANNOT_TELL if cannot_tell else HEADLINES[report.verdict]
-
-
-def _answer_text(text: str) -> str:
-    if text.strip():
-        return visible(text)
-    return f"{EMPTY}, {count(len(text), 'blank character')}" if text else EMPTY
-
-
-def _is_long(text: str) -> bool:
-    return len(text) > _LONG_CHARS or text.count("\n") > _LONG_LINES
 
 
 def _chosen(values: dict[str, Chosen[Any]], *, known: Any) -> list[tuple[str, str, str]]:
@@ -139,7 +88,6 @@ def _row_counts(report: Report) -> dict[str, Any] | None:
     return {
         "by_reason": [(single_line(name).replace("_", " "), rows) for name, rows in by_reason],
         "total": total,
-        "missing": counts.rows - total,
         "dropped": dropped,
         "supervised": percent(counts.supervised / counts.tokens) if counts.tokens else "",
     }

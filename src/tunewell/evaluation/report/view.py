@@ -2,17 +2,14 @@
 
 import json
 import math
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tunewell.core.html import single_line, visible
 from tunewell.core.units import count, percent
 from tunewell.records.report import AnswerCounts, AnsweredQuestion, LossPair, MetricResult, Report
 from tunewell.runs.loss_curve import format_loss
 
-# Texts and numbers: make invisible characters visible, and format numbers.
-
-EMPTY = "(empty)"
 FAULT_WORDS = {
     "empty": "empty",
     "ends_at_once": "stops at once",
@@ -22,32 +19,6 @@ FAULT_WORDS = {
     "other_language": "other language",
     "control_tokens": "control tokens in the text",
 }
-CODE = re.compile("`([^`]*)`")
-"""Code in a sentence; `split` returns text and code alternately."""
-_MAX_CHARS = 20_000
-"""Maximum number of characters of one text, to limit the size of the page."""
-
-# The zero-width joiners (200C, 200D) are not replaced, because Persian, Indic scripts and emoji need them.
-_UNSEEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u115f\u1160\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff"
-    "\ufff0-\ufffb\ufffe\uffff\ufdd0-\ufdef\ud800-\udfff\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
-)
-
-
-def visible(value: object) -> str:
-    """Return a text with invisible characters as code points, truncated to 20,000 characters.
-
-    visible("a\\x00b") = a[U+0000]b       visible("a\\u202eb") = a[U+202E]b       visible("\\ud800") = [U+D800]
-    """
-    text = str(value)
-    shown = _UNSEEN.sub(lambda match: f"[U+{ord(match[0]):04X}]", text[:_MAX_CHARS])
-    left = len(text) - _MAX_CHARS
-    return shown if left <= 0 else f"{shown}\n[{count(left, 'more character')}]"
-
-
-def single_line(value: object) -> str:
-    """Return the result of `visible` on one line, with white space collapsed."""
-    return " ".join(visible(value).split())
 
 
 def shortened(text: str, max_chars: int) -> str:
