@@ -1,6 +1,6 @@
 """Tokens shown one by one."""
 
-from tunewell.data.tokenizers.load import load_tokenizer, token_texts
+from tunewell.data.tokenizers.load import joined_texts, load_tokenizer, token_texts
 
 
 def test_the_texts_of_a_text_s_tokens_join_to_the_text(tiny_model):
@@ -25,3 +25,14 @@ def test_markers_are_shown_as_they_are(tiny_model):
     """Guards the preview's frame."""
     tokenizer = load_tokenizer(tiny_model)
     assert token_texts(tokenizer, [tokenizer.added["<|im_end|>"].id]) == ["<|im_end|>"]
+
+
+def test_a_character_of_several_tokens_is_shown_once(tiny_model):
+    """Guards pages on other scripts: bytes can neither be read nor searched for."""
+    tokenizer = load_tokenizer(tiny_model)
+    text = "a 𝔘𝔙 Łódź 東京"
+    ids = tokenizer.backend.encode(text, add_special_tokens=False).ids
+    shown = joined_texts(tokenizer, ids)
+    assert len(shown) == len(ids) and "" in shown
+    assert "".join(shown) == text
+    assert "F0" in "".join(joined_texts(tokenizer, ids[: shown.index("𝔘") + 1])), "an incomplete one is shown as bytes"

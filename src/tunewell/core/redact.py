@@ -6,6 +6,7 @@ The same formats, and those of personal data, are searched for in training rows.
 import os
 import re
 from collections import Counter
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
@@ -164,20 +165,39 @@ def _kinds() -> dict[str, re.Pattern[str]]:
 
 def hide_secrets(text: str, found: Counter[str]) -> str:
     """Count the secrets and personal data in a text by kind; return the text with each replaced by `[kind]`."""
-    folded = text.lower()
-    for kind, pattern in _kinds().items():
-        if not any(hint in folded for hint in _HINTS.get(kind, ("",))):
-            continue
+    for kind, pattern in _possible_kinds(text):
 
         def hide(match: re.Match[str], kind: str = kind) -> str:
-            before = match[match.lastgroup] if match.lastgroup else ""
-            if not _is_plausible(kind, match[0][len(before) :]):
+            start = _secret_start(match)
+            if not _is_plausible(kind, match.string[start : match.end()]):
                 return match[0]
             found[kind] += 1
-            return f"{before}[{kind}]"
+            return f"{match.string[match.start() : start]}[{kind}]"
 
         text = pattern.sub(hide, text)
     return text
+
+
+def secret_spans(text: str) -> list[tuple[int, int, str]]:
+    """Return the start, end and kind of each secret in a text. Spans of different kinds may overlap."""
+    return [
+        (start, match.end(), kind)
+        for kind, pattern in _possible_kinds(text)
+        for match in pattern.finditer(text)
+        if _is_plausible(kind, text[(start := _secret_start(match)) : match.end()])
+    ]
+
+
+def _possible_kinds(text: str) -> Iterator[tuple[str, re.Pattern[str]]]:
+    folded = text.lower()
+    for kind, pattern in _kinds().items():
+        if any(hint in folded for hint in _HINTS.get(kind, ("",))):
+            yield kind, pattern
+
+
+def _secret_start(match: re.Match[str]) -> int:
+    """Return where the secret begins, after the text that only precedes it."""
+    return match.end(match.lastgroup) if match.lastgroup else match.start()
 
 
 def _is_plausible(kind: str, value: str) -> bool:

@@ -19,9 +19,9 @@ _HASH = "sha256"
 _HASH_CHARS = 64
 NEAR_DUPLICATES = "near_duplicates.jsonl"
 SECRETS = "secrets.jsonl"
+DROPPED = "dropped.jsonl"
 CORPUS_NAMES = frozenset(
-    {MANIFEST, NEAR_DUPLICATES, SECRETS, "README.md", "dataset_dict.json", "dropped.jsonl", "held_out"}
-    | {"tokenizer", "train"}
+    {MANIFEST, NEAR_DUPLICATES, SECRETS, "README.md", "dataset_dict.json", DROPPED, "held_out"} | {"tokenizer", "train"}
 )
 """All names in a corpus folder."""
 
@@ -135,6 +135,23 @@ class NearPair(Record):
     similar_source: str
     similar_row: int
     similarity: float
+
+
+class DroppedRow(Record):
+    """One line of `dropped.jsonl`: a row that is not used, and the reason."""
+
+    source: str
+    row: int
+    reason: str
+    detail: str = ""
+
+
+class SecretRow(Record):
+    """One line of `secrets.jsonl`: a row with secrets, and their number by kind."""
+
+    source: str
+    row: int
+    kinds: dict[str, int]
 
 
 class NearDuplicateRecord(Record):

@@ -1,52 +1,24 @@
-"""`tunewell inspect`: show the documents of a corpus or of a row file, token by token."""
+"""`tunewell inspect`: show the documents of a corpus or of a row file, on the screen or as an HTML page."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tunewell.config.load import LoadedConfig
+from tunewell.config.schema import Data
 from tunewell.core.errors import UserError
+from tunewell.core.files import write_atomic
 from tunewell.core.progress import ProgressListener, silent
+from tunewell.data.corpus.page import MAX_ROWS, CorpusPage
 from tunewell.data.corpus.reader import Corpus, open_corpus
-from tunewell.data.tokenizers.load import load_tokenizer, token_texts
-from tunewell.records.manifest import MANIFEST, Manifest, NearPair
+from tunewell.data.corpus.source_rows import SourceRows
+from tunewell.data.corpus.views import CorpusViews, DocumentView, PairView
+from tunewell.records.manifest import MANIFEST, Manifest
 from tunewell.workflows.prepare import temporary_corpus
 
-_SHOWN_PAIRS = 3
-_TOKENS_BEFORE, _TOKENS_AFTER = 8, 16
-"""Tokens of a pair that are shown around the first difference."""
-
-
-@dataclass(frozen=True)
-class TokenView:
-    """One token: its id, its text, and whether it is supervised."""
-
-    id: int
-    text: str
-    is_supervised: bool
-
-
-@dataclass(frozen=True)
-class DocumentView:
-    """One document, token by token."""
-
-    index: int
-    source: str
-    row: int
-    tokens: list[TokenView]
-
-    @property
-    def num_supervised(self) -> int:
-        return sum(token.is_supervised for token in self.tokens)
-
-
-@dataclass(frozen=True)
-class PairView:
-    """Two near-duplicate rows, with their texts from shortly before the first difference."""
-
-    pair: NearPair
-    texts: tuple[str, str] | None
-    """None if the row was dropped."""
+_NUM_PAIRS = 3
 
 
 @dataclass(frozen=True)
@@ -77,6 +49,29 @@ class Inspection:
         return {"path": self.path, "corpus": self.is_corpus, **manifest, "shown": documents, "near_pairs": pairs}
 
 
+@dataclass(frozen=True)
+class PageResult:
+    """The result of `inspect --html`."""
+
+    file: Path
+    num_bytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object that `inspect --html FILE --json` prints."""
+        return {"page": str(self.file), "bytes": self.num_bytes}
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A corpus, its name on the screen, and where its source files may be."""
+
+    corpus: Corpus
+    name: str
+    is_corpus: bool
+    data: Data
+    bases: Sequence[Path]
+
+
 def inspect(
     path: str | None,
     loaded: LoadedConfig,
@@ -86,60 +81,66 @@ def inspect(
     progress: ProgressListener = silent,
 ) -> Inspection:
     """Return documents of a corpus or row file (default: from the config). Raise UserError if there is neither."""
+    with _open(path, loaded, progress) as opened:
+        views, num_documents = CorpusViews(opened.corpus), _num_documents(opened.corpus, is_held_out)
+        # The first two are the default; a small corpus may lack them.
+        _require_documents([index for index in wanted if index > 1], num_documents)
+        documents = [views.document(index, is_held_out=is_held_out) for index in wanted if index < num_documents]
+        return Inspection(opened.name, opened.is_corpus, opened.corpus.manifest, documents, views.pairs(_NUM_PAIRS))
+
+
+def write_page(
+    file: Path,
+    path: str | None,
+    loaded: LoadedConfig,
+    *,
+    wanted: Sequence[int] = (),
+    num_rows: int = MAX_ROWS,
+    is_held_out: bool = False,
+    progress: ProgressListener = silent,
+) -> PageResult:
+    """Write an HTML page about a corpus or row file, with the wanted documents or a sample of at most 200."""
+    if file.suffix.lower() not in (".html", ".htm") or file.is_dir():
+        raise UserError(f"`{file}` is not an `.html` file", fix="name a new file, like `--html corpus.html`")
+    if not file.absolute().parent.is_dir():
+        raise UserError(f"there is no folder `{file.parent}`", fix="create it, or choose another folder")
+    with _open(path, loaded, progress) as opened:
+        _require_documents(wanted, _num_documents(opened.corpus, is_held_out))
+        rows = SourceRows(opened.corpus.manifest, opened.data, opened.bases)
+        name = Path(opened.name).name if Path(opened.name).is_absolute() else opened.name
+        page = CorpusPage(CorpusViews(opened.corpus, is_joined=True), rows, name=name)
+        text = page.render(wanted, num_rows=min(num_rows, MAX_ROWS), is_held_out=is_held_out)
+    write_atomic(file, text)
+    return PageResult(file, file.stat().st_size)
+
+
+@contextmanager
+def _open(path: str | None, loaded: LoadedConfig, progress: ProgressListener) -> Iterator[_Opened]:
+    """Yield the corpus of a path or of the config, or a temporary corpus of a row file."""
     target = loaded.base / path if path else loaded.path(loaded.config.corpus)
+    data = loaded.config.data
     if (target / MANIFEST).is_file():
-        corpus = open_corpus(target, verify=True)
-        return _inspect_corpus(corpus, str(path or loaded.config.corpus), True, wanted, is_held_out)
-    if path is None and not loaded.config.data.sources:
+        bases = [loaded.base, target.resolve().parent]
+        yield _Opened(open_corpus(target, verify=True), str(path or loaded.config.corpus), True, data, bases)
+        return
+    if path is None and not data.sources:
         raise UserError(
             f"there is no corpus `{loaded.config.corpus}` and no data is set",
             fix="name a corpus or a file: `tunewell inspect chats.jsonl --model MODEL`",
         )
-    sources, changes = loaded.config.data.sources, {}
     if path is not None:
-        first = (sources[0].model_dump() if sources else {}) | {"path": path, "share": None}
-        changes = {"data": loaded.config.data.model_dump() | {"sources": [first]}}
-    with temporary_corpus(loaded, changes, progress) as corpus:
-        shown = path or ", ".join(source.path for source in sources)
-        return _inspect_corpus(corpus, shown, False, wanted, is_held_out)
+        first = (data.sources[0].model_dump() if data.sources else {}) | {"path": path, "share": None}
+        data = Data.model_validate(data.model_dump() | {"sources": [first]})
+    name = path or ", ".join(source.path for source in data.sources)
+    with temporary_corpus(loaded, {"data": data.model_dump()}, progress) as corpus:
+        yield _Opened(corpus, name, False, data, [loaded.base])
 
 
-def _inspect_corpus(corpus: Corpus, path: str, is_corpus: bool, wanted: Sequence[int], is_held_out: bool) -> Inspection:
-    split = corpus.held_out if is_held_out else corpus
-    tokenizer = load_tokenizer(corpus.path / "tokenizer") if wanted and len(split) else None
-    views = []
-    for index in wanted:
-        if index >= len(split):
-            if index > 1:
-                raise UserError(f"document {index} does not exist; the last is {len(split) - 1}")
-            continue
-        document = split[index]
-        assert tokenizer is not None
-        texts = token_texts(tokenizer, document.input_ids)
-        tokens = [
-            TokenView(token, text, label != -100)
-            for token, text, label in zip(document.input_ids, texts, document.labels, strict=True)
-        ]
-        views.append(DocumentView(index, document.source, document.row, tokens))
-    return Inspection(path, is_corpus, corpus.manifest, views, _pair_views(corpus))
+def _num_documents(corpus: Corpus, is_held_out: bool) -> int:
+    return len(corpus.held_out if is_held_out else corpus)
 
 
-def _pair_views(corpus: Corpus) -> list[PairView]:
-    """Return the most similar pairs of each kind."""
-    by_similarity = sorted(corpus.near_pairs(), key=lambda pair: -pair.similarity)
-    kinds = ("near_held_out", "near_duplicate")
-    shown = [pair for kind in kinds for pair in [p for p in by_similarity if p.kind == kind][:_SHOWN_PAIRS]]
-    tokenizer = load_tokenizer(corpus.path / "tokenizer") if shown else None
-    views: list[PairView] = []
-    for pair in shown:
-        assert tokenizer is not None
-        similar_split = corpus.held_out if pair.kind == "near_held_out" else corpus
-        index, similar = corpus.find(pair.source, pair.row), similar_split.find(pair.similar_source, pair.similar_row)
-        texts = None
-        if index is not None and similar is not None:
-            first, second = (split[i].input_ids for split, i in ((corpus, index), (similar_split, similar)))
-            start = next((n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0)
-            part = slice(max(start - _TOKENS_BEFORE, 0), start + _TOKENS_AFTER)
-            texts = ("".join(token_texts(tokenizer, first[part])), "".join(token_texts(tokenizer, second[part])))
-        views.append(PairView(pair, texts))
-    return views
+def _require_documents(wanted: Sequence[int], num_documents: int) -> None:
+    missing = next((index for index in wanted if index >= num_documents), None)
+    if missing is not None:
+        raise UserError(f"document {missing} does not exist; the last is {num_documents - 1}")

@@ -1,5 +1,7 @@
 """`tunewell inspect`: show rows or a corpus, token by token."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -8,13 +10,15 @@ from tunewell.cli.options import AsJson, ConfigFile, Sets, TokenizerModel
 from tunewell.cli.progress import shown_progress
 from tunewell.cli.render import console, emit, folded_table, hanging, json_text, table, width
 from tunewell.cli.screens.corpus import corpus_rows
-from tunewell.core.units import count, percent
+from tunewell.core.units import count, percent, size_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from tunewell.config.load import LoadedConfig
+    from tunewell.data.corpus.views import DocumentView, PairView
     from tunewell.records.manifest import Manifest
-    from tunewell.workflows.inspect import DocumentView, Inspection, PairView
+    from tunewell.workflows.inspect import Inspection
 
 _MAX_BAR_WIDTH = 40
 
@@ -27,7 +31,10 @@ def command(
     config: ConfigFile = None,
     set_: Sets = None,
     model: TokenizerModel = None,
-    show: Annotated[int, typer.Option(min=0, metavar="N", help="Number of rows to show token by token.")] = 2,
+    show: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="Number of rows to show token by token. Default: 2; 200 with --html."),
+    ] = None,
     document: Annotated[
         list[int] | None, typer.Option(min=0, metavar="N", help="Show document N, counted from 0. Can be repeated.")
     ] = None,
@@ -36,6 +43,10 @@ def command(
     details: Annotated[
         bool, typer.Option("--details", help="Also show padding and near duplicates, even if there are none.")
     ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write one HTML page about the corpus, with 200 sampled rows."),
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Show your rows as the model sees them, token by token."""
@@ -43,12 +54,37 @@ def command(
     from tunewell.workflows.inspect import inspect
 
     loaded = load_config(config, set_ or (), model=model)
+    if html is not None:
+        _write_page(html, path, loaded, show=show, document=document or (), held_out=held_out, json=json)
+        return
+    wanted = document or range(2 if show is None else show)
     with shown_progress() as progress:
-        inspection = inspect(path, loaded, wanted=document or range(show), is_held_out=held_out, progress=progress)
+        inspection = inspect(path, loaded, wanted=wanted, is_held_out=held_out, progress=progress)
     if json:
         emit(json_text(inspection.as_json()))
     else:
         _screen(inspection, console(), as_list=tokens, has_details=details)
+
+
+def _write_page(
+    file: Path,
+    path: str | None,
+    loaded: "LoadedConfig",
+    *,
+    show: int | None,
+    document: Sequence[int],
+    held_out: bool,
+    json: bool,
+) -> None:
+    from tunewell.workflows.inspect import write_page
+
+    sample = {} if show is None else {"num_rows": show}
+    with shown_progress() as progress:
+        page = write_page(file, path, loaded, wanted=document, is_held_out=held_out, progress=progress, **sample)
+    if json:
+        emit(json_text(page.as_json()))
+    else:
+        console().print(f"wrote `{page.file}` ({size_bytes(page.num_bytes)}); open it in a browser", markup=False)
 
 
 def _screen(inspection: "Inspection", out: "Console", *, as_list: bool, has_details: bool) -> None:
@@ -102,8 +138,8 @@ def _source_table(manifest: "Manifest") -> str:
 def _show_pair(view: "PairView", out: "Console") -> None:
     pair, held_out = view.pair, " (for testing)" if view.pair.kind == "near_held_out" else ""
     names = f"{pair.source} row {pair.row} and {pair.similar_source} row {pair.similar_row}{held_out}"
-    out.print(f"{percent(pair.similarity)} similar: {names}" + ("" if view.texts else "; dropped"), markup=False)
-    for text in view.texts or ():
+    out.print(f"{percent(pair.similarity)} similar: {names}" + ("" if view.documents else "; dropped"), markup=False)
+    for text in view.excerpts() or ():
         out.print("  ..." + _visible(text).replace("⏎\n", "⏎") + "...", markup=False)
 
 

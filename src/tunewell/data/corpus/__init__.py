@@ -2,5 +2,5 @@
 
 row files -> tokenized blocks (cached) -> assembly (duplicates, held-out rows) -> packing -> shards -> manifest
 
-Start with `build.py`; `reader.py` opens a finished corpus.
+Start with `build.py`; `reader.py` opens a finished corpus; `page.py` shows it as an HTML page.
 """

@@ -19,9 +19,8 @@ from tunewell.config.schema import Data
 from tunewell.core.errors import UserError
 from tunewell.core.units import count, percent
 from tunewell.data.corpus.tokenized_block import TokenizedBlock
-from tunewell.records.manifest import SECRETS, SourceRecord, unknown_remark
+from tunewell.records.manifest import DROPPED, SECRETS, SourceRecord, unknown_remark
 
-DROPPED = "dropped.jsonl"
 _MAX_SECRET_ROWS = 1000
 _TWO_64 = float(2**64)
 _COLUMNS = {

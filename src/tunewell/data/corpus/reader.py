@@ -14,17 +14,23 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_file
 from tunewell.core.optional import import_optional
 from tunewell.data.sources.arrow import Lists, read_columns, read_lists
+from tunewell.records.base import Record
 from tunewell.records.manifest import (
     COLUMNS,
+    DROPPED,
     MANIFEST,
     NEAR_DUPLICATES,
+    SECRETS,
+    DroppedRow,
     Manifest,
     NearPair,
+    SecretRow,
     SplitRecord,
     read_manifest,
 )
 
 T = TypeVar("T")
+R = TypeVar("R", bound=Record)
 Ids = npt.NDArray[np.int32]
 
 
@@ -155,10 +161,21 @@ class Corpus(Split):
 
     def near_pairs(self) -> list[NearPair]:
         """Return the near duplicates that `prepare` listed, at most 1,000 of each kind."""
-        path = self.path / NEAR_DUPLICATES
-        if NEAR_DUPLICATES not in self.manifest.files:
-            return []
-        return [NearPair.model_validate_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return list(self._records(NEAR_DUPLICATES, NearPair))
+
+    def secret_rows(self) -> list[SecretRow]:
+        """Return the rows with secrets that `prepare` listed, at most 1,000."""
+        return list(self._records(SECRETS, SecretRow))
+
+    def dropped_rows(self) -> Iterator[DroppedRow]:
+        """Yield every dropped row with its reason."""
+        return self._records(DROPPED, DroppedRow)
+
+    def _records(self, name: str, kind: type[R]) -> Iterator[R]:
+        if name in self.manifest.files:
+            with (self.path / name).open(encoding="utf-8") as lines:
+                for line in lines:
+                    yield kind.model_validate_json(line)
 
     def verify(self) -> None:
         """Compare the hash of every file with the manifest; raise UserError for the first difference."""

@@ -147,22 +147,29 @@ def _make_jobs(loaded: LoadedConfig, text: TextPipeline) -> list[Job]:
     ]
 
 
-def _make_pipeline(loaded: LoadedConfig, text: TextPipeline, index: int, files: list[SourceFile]) -> RowPipeline:
-    """Return the pipeline of one source. The held-out file is read like the first source, but without a limit."""
-    data = loaded.config.data
-    source = data.sources[max(index, 0)]
-    if index == HELD_OUT_FILE:
-        source = source.model_copy(update={"limit": None, "share": None})
-    clean = data.clean
-    masker = text.masker(source)
-    read = ReadOptions(
-        *(clean.max_row_bytes, clean.max_nesting, source.text_rows, source.encoding, source.limit),
+def read_options(data: Data, index: int) -> ReadOptions:
+    """Return how the files of one source are read. The held-out file is read like the first, but without a limit."""
+    clean, source = data.clean, data.sources[max(index, 0)]
+    return ReadOptions(
+        *(clean.max_row_bytes, clean.max_nesting, source.text_rows, source.encoding),
+        limit=None if index == HELD_OUT_FILE else source.limit,
         # A function gets the rows as they are, unless the format is set.
         format="messages" if source.map is not None and source.format == "auto" else source.format,
         paths=source.paths,
         assistant=source.assistant,
         gap_hours=source.gap_hours,
     )
+
+
+def _make_pipeline(loaded: LoadedConfig, text: TextPipeline, index: int, files: list[SourceFile]) -> RowPipeline:
+    """Return the pipeline of one source."""
+    data = loaded.config.data
+    source = data.sources[max(index, 0)]
+    if index == HELD_OUT_FILE:
+        source = source.model_copy(update={"limit": None, "share": None})
+    clean = data.clean
+    masker = text.masker(source)
+    read = read_options(data, index)
     marks_input = masker is not None and "has_input" in masker.template.source
     options = FormatOptions(labels=source.labels, marks_input=marks_input)
     if source.format == "classification" and not source.labels:

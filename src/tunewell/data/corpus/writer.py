@@ -27,7 +27,7 @@ from tunewell.core.files import (
 )
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import count
-from tunewell.data.corpus.assembly import DROPPED, Assembly, Documents
+from tunewell.data.corpus.assembly import Assembly, Documents
 from tunewell.data.corpus.packing import (
     Mix,
     Packing,
@@ -47,6 +47,7 @@ from tunewell.data.sources.arrow import Lists, write_columns, write_lists
 from tunewell.records.manifest import (
     COLUMNS,
     CORPUS_NAMES,
+    DROPPED,
     MANIFEST,
     DamagedManifest,
     Manifest,

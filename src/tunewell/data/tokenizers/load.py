@@ -1,5 +1,6 @@
 """Load the tokenizer of a model without torch or transformers, with the ids of transformers or llama.cpp."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,11 @@ Kind = Literal["tokenizer.json", "sentencepiece", "gguf"]
 
 # These bytes never appear in UTF-8 text, so a vocabulary may lack them.
 _NEVER_IN_TEXT = frozenset([0xC0, 0xC1, *range(0xF5, 0x100)])
+
+
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+_MAX_JOINED = 16
+"""Tokens that are decoded together: each may end in the middle of a character."""
 
 
 @dataclass(frozen=True)
@@ -201,8 +207,43 @@ def token_texts(tokenizer: LoadedTokenizer, ids: Sequence[int]) -> list[str]:
     return [added[token] if token in added else _from_bytes(backend.id_to_token(token) or "") for token in ids]
 
 
+def joined_texts(tokenizer: LoadedTokenizer, ids: Sequence[int]) -> list[str]:
+    """Return the text of each token. If tokens share a character, the first gets it and the others an empty text."""
+    texts, pieces = token_texts(tokenizer, ids), [_bytes_of(tokenizer, token) for token in ids]
+    at = 0
+    while at < len(ids):
+        data = b""
+        for end in range(at, min(at + _MAX_JOINED, len(ids))):
+            piece = pieces[end]
+            if piece is None:
+                break
+            data += piece
+            try:
+                text = data.decode("utf-8")
+            except UnicodeDecodeError:
+                continue
+            texts[at : end + 1] = [text, *[""] * (end - at)]
+            at = end
+            break
+        at += 1
+    return texts
+
+
+def _bytes_of(tokenizer: LoadedTokenizer, token: int) -> bytes | None:
+    """Return the bytes of a token of a byte-level vocabulary or of byte fallback (`<0x0A>`), or None."""
+    name = tokenizer.backend.id_to_token(token) or ""
+    if tokenizer.byte_lengths is None:
+        found = _BYTE_TOKEN.fullmatch(name)
+        return bytes.fromhex(found[1]) if found else None
+    return None if name in tokenizer.added else _bytes(name)
+
+
+def _bytes(name: str) -> bytes:
+    return bytes(_BYTE_OF[character] for character in name if character in _BYTE_OF)
+
+
 def _from_bytes(name: str) -> str:
-    data = bytes(_BYTE_OF[character] for character in name if character in _BYTE_OF)
+    data = _bytes(name)
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:

@@ -1,0 +1,116 @@
+"""Views of a corpus for people: documents token by token, a sample of them, and near-duplicate pairs."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from tunewell.data.corpus.reader import Corpus, Split
+from tunewell.data.tokenizers.load import LoadedTokenizer, joined_texts, load_tokenizer, token_texts
+from tunewell.records.manifest import NearPair
+
+_MAX_NAMED_SOURCES = 40
+_NUM_EXTREMES = 2
+_TOKENS_BEFORE, _TOKENS_AFTER = 8, 16
+_KINDS = ("near_held_out", "near_duplicate")
+
+
+@dataclass(frozen=True)
+class TokenView:
+    """One token: its id, its text, and whether it is supervised."""
+
+    id: int
+    text: str
+    is_supervised: bool
+
+
+@dataclass(frozen=True)
+class DocumentView:
+    """One document, token by token."""
+
+    index: int
+    source: str
+    row: int
+    tokens: list[TokenView]
+    is_held_out: bool = False
+
+    @property
+    def num_supervised(self) -> int:
+        return sum(token.is_supervised for token in self.tokens)
+
+    @property
+    def text(self) -> str:
+        """The text of all tokens."""
+        return "".join(token.text for token in self.tokens)
+
+
+@dataclass(frozen=True)
+class PairView:
+    """Two near-duplicate rows."""
+
+    pair: NearPair
+    documents: tuple[DocumentView, DocumentView] | None
+    """None if the row was dropped."""
+
+    def excerpts(self) -> tuple[str, str] | None:
+        """Return the texts around the first difference."""
+        if self.documents is None:
+            return None
+        first, second = (view.tokens for view in self.documents)
+        start = next((n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a.id != b.id), 0)
+        part = slice(max(start - _TOKENS_BEFORE, 0), start + _TOKENS_AFTER)
+        return "".join(token.text for token in first[part]), "".join(token.text for token in second[part])
+
+
+class CorpusViews:
+    """Views of one corpus. The tokenizer is loaded for the first document."""
+
+    def __init__(self, corpus: Corpus, *, is_joined: bool = False) -> None:
+        """If `is_joined`, a character that several tokens share is the text of the first; else bytes are shown."""
+        self.corpus, self.is_joined = corpus, is_joined
+
+    @cached_property
+    def tokenizer(self) -> LoadedTokenizer:
+        return load_tokenizer(self.corpus.path / "tokenizer")
+
+    def document(self, index: int, *, is_held_out: bool = False) -> DocumentView:
+        """Return a document of the training split or of the held-out split."""
+        document = self._split(is_held_out)[index]
+        texts = (joined_texts if self.is_joined else token_texts)(self.tokenizer, document.input_ids)
+        tokens = [
+            TokenView(token, text, label != -100)
+            for token, text, label in zip(document.input_ids, texts, document.labels, strict=True)
+        ]
+        return DocumentView(index, document.source, document.row, tokens, is_held_out)
+
+    def find(self, source: str, row: int) -> DocumentView | None:
+        """Return the first document of a row, or None if the row was dropped."""
+        for is_held_out in (False, True):
+            if (index := self._split(is_held_out).find(source, row)) is not None:
+                return self.document(index, is_held_out=is_held_out)
+        return None
+
+    def pairs(self, num_shown: int) -> list[PairView]:
+        """Return the most similar pairs of each kind."""
+        by_similarity = sorted(self.corpus.near_pairs(), key=lambda pair: -pair.similarity)
+        shown = [pair for kind in _KINDS for pair in [p for p in by_similarity if p.kind == kind][:num_shown]]
+        views: list[PairView] = []
+        for pair in shown:
+            first, second = self.find(pair.source, pair.row), self.find(pair.similar_source, pair.similar_row)
+            views.append(PairView(pair, (first, second) if first and second else None))
+        return views
+
+    def sample(self, num_documents: int, *, is_held_out: bool = False) -> list[int]:
+        """Return documents in the order of their rows: evenly spaced ones, the shortest, the longest, each source."""
+        split = self._split(is_held_out)
+        if len(split) <= num_documents:
+            return list(range(len(split)))
+        order = np.lexsort((split.index["row"], split.index["source"]))
+        by_length = np.argsort(split.index["length"], kind="stable")
+        firsts = np.unique(split.index["source"][order], return_index=True)[1][:_MAX_NAMED_SOURCES]
+        named = np.concatenate([by_length[-_NUM_EXTREMES:], by_length[:_NUM_EXTREMES], order[firsts]])[:num_documents]
+        spaced = order[np.linspace(0, len(order) - 1, num_documents - len(named)).astype(np.int64)]
+        return order[np.isin(order, [*named, *spaced])].tolist()
+
+    def _split(self, is_held_out: bool) -> Split:
+        return self.corpus.held_out if is_held_out else self.corpus
