@@ -43,6 +43,7 @@ def test_a_system_message_is_read_too(parser):
 
 def test_plain_text_stays_plain_text(parser):
     texts = ["A story.", "user\nhi", "the marker <|im_start|> opens a turn", "[1] a list", "<b>bold</b> <i>x</i>", ""]
+    texts += ["The user: he said hi. The assistant: hello.", "User manual\nAssistant: none", "### Humans\nmany"]
     assert [parser.parse(text, "rows") for text in texts] == [None] * len(texts)
 
 
@@ -50,8 +51,32 @@ def test_another_template_is_refused_and_a_broken_conversation_dropped(parser):
     with pytest.raises(UserError, match="unknown chat template") as caught:
         parser.parse("<|User|>hi<|End|><|Bot|>yo<|End|>", "rows.jsonl")
     assert "format: text" in str(caught.value)
-    with pytest.raises(Rejected, match="does not match it"):
+    with pytest.raises(Rejected, match="does not match it; convert"):
         parser.parse("<|im_start|>user\nhi<|im_end|>\n", "rows.jsonl")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<s>[INST] What is it? [/INST] A fish. </s>",
+        "<s>[INST]What is it?[/INST]A fish.</s>",
+        "### Human: What is it?### Assistant: A fish.",
+        "A chat between a curious user and an assistant. USER: What is it? ASSISTANT: A fish.</s>",
+        "Human: What is it?\nAssistant: A fish.",
+    ],
+)
+def test_conversations_of_templates_without_special_markers_are_refused(parser, text):
+    """Such rows were trained as plain text, questions and markers included, without a word."""
+    with pytest.raises(UserError, match="unknown chat template"):
+        parser.parse(text, "rows.jsonl")
+
+
+def test_text_for_another_model_may_end_with_its_end_token():
+    """Zephyr's `</s>` is not the end token of a ChatML model."""
+    own = RenderedTextParser(None, {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"})
+    conversation, found = own.parse("<|user|>\nHi</s>\n<|assistant|>\nHello</s>\n", "rows")
+    assert found == "zephyr"
+    assert [message["content"] for message in conversation.messages] == ["Hi", "Hello"]
 
 
 def test_rendered_rows_give_the_ids_and_masks_of_their_messages(tmp_path):

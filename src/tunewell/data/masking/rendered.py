@@ -22,6 +22,12 @@ _LOOKS_RENDERED = re.compile(
     r"(?:<\|[^|<>\s]{1,40}\|>|<｜[^｜<>\s]{1,40}｜>|<(?:start_of_turn|seed:bos|extra_id_\d+|\|turn)>?|\[gMASK\]|\]~!?b[\[\]]"
     r"|\[INST\]|<<SYS>>)"
 )
+# Turns that are marked by words, as in openassistant-guanaco and Vicuna. Prose does not start like this.
+_TURN_WORDS = re.compile(
+    r"(?:a chat between [^\n]{0,300}?\s)?(?:#+ ?)?(?:user|human):\s.*?[\s#](?:assistant|ai|bot):"
+    r"|\[INST\].*\[/INST\]",
+    re.DOTALL | re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,12 @@ class RenderedTextParser:
     def __init__(self, template: ChatTemplate | None, special_tokens: Mapping[str, str]) -> None:
         tokens = _DEFAULTS | dict(special_tokens)
         own = [template] if template else []
-        others = [ChatTemplate(builtin_template(name), special_tokens=tokens, name=name) for name in BUILTIN_NAMES]
+        # Text made for another model has the usual end token, which may differ from this tokenizer's.
+        others = [
+            ChatTemplate(builtin_template(name), special_tokens=some, name=name)
+            for some in (tokens, tokens | _DEFAULTS)
+            for name in BUILTIN_NAMES
+        ]
         self._frames = [frame for one in (*own, *others) for frame in _frames(one)]
 
     def parse(self, text: str, source: str) -> tuple[Conversation, str] | None:
@@ -97,12 +108,17 @@ class RenderedTextParser:
             if start is None and _LOOKS_RENDERED.match(frame.start) and text.lstrip().startswith(frame.start):
                 start = frame.template.name
         if start is not None:
-            raise Rejected("not_a_conversation", f"the text starts like the template `{start}`, but does not match it")
-        marker = _LOOKS_RENDERED.match(text.lstrip())
-        if marker and len(_LOOKS_RENDERED.findall(text)) > 1:
+            raise Rejected(
+                "not_a_conversation",
+                f"the text starts like the template `{start}`, but does not match it; convert the rows to `messages`",
+            )
+        shown = text.lstrip()
+        plain = next((shown[len(bos) :].lstrip() for bos in _BOS if shown.startswith(bos)), shown)
+        has_markers = _LOOKS_RENDERED.match(plain) and len(_LOOKS_RENDERED.findall(plain)) > 1
+        if has_markers or _TURN_WORDS.match(plain):
             raise UserError(
                 f"`{source}` has conversations as text, rendered by an unknown chat template",
-                where=f"a row starts with {text.lstrip()[:60]!r}",
+                where=f"a row starts with {shown[:60]!r}",
                 fix="convert the rows to `messages`, set `template.name` to the `.jinja` file that rendered them, or "
                 "set `format: text` on the source to train on the whole text, markers included",
             )
