@@ -601,3 +601,24 @@ def test_a_tokenizer_that_knows_every_character_has_no_unknown_tokens(tiny_model
     ).manifest
     assert "unknown_tokens" not in manifest.notes
     assert manifest.unknown_characters == {}
+
+
+def test_a_small_data_set_always_holds_out_two_rows(tiny_model, tmp_path):
+    """Chance chose none of 30 rows, so that there was no verdict; `init` had promised about two."""
+    trained: set[int] = set()
+    for number in (8, 9, 15, 30, 60, 120):
+        path = rows_file(tmp_path / "rows.jsonl", number)
+        result = prepare_in(tmp_path, tiny_model, path, "data.held_out=0.0001")
+        corpus = open_corpus(result.corpus)
+        assert (result.manifest.held_out, result.manifest.documents) == (2, number - 2)
+        assert trained.isdisjoint(document.row for document in corpus.held_out), "a training row became a test row"
+        trained |= {document.row for document in corpus}
+
+
+def test_held_out_rows_never_leave_nothing_to_train_on(tiny_model, tmp_path):
+    """The only row was held out, and the error did not help."""
+    for number in range(1, 8):
+        path = rows_file(tmp_path / "rows.jsonl", number)
+        manifest = prepare_in(tmp_path, tiny_model, path, "data.held_out=0.499").manifest
+        assert 0 <= manifest.held_out <= number / 2
+        assert manifest.held_out + manifest.documents == manifest.sources[0].rows == number

@@ -28,7 +28,7 @@ _OTHER_NAMES = {
     "train.adam_beta2": "adam_beta2",
     "train.adam_epsilon": "adam_epsilon",
     "train.epochs": "num_train_epochs num_epochs",
-    "method.rank": "lora_r lora_rank",
+    "method.rank": "r lora_r lora_rank",
     "method.alpha": "lora_alpha",
     "model": "base_model model_name_or_path model_name",
     "method.dropout": "lora_dropout",
@@ -188,7 +188,8 @@ class Data(Section):
     """Sources of rows: one path, a list of paths, or a list of sections with the keys below."""
     held_out: Annotated[Float, Field(ge=0, lt=0.5)] | Text = 0.05
     """Share of the rows that are reserved for testing and never trained on, or a file of held-out rows, read like the
-    first source. A hash of the question chooses the share, so the same rows stay held out when rows are added."""
+    first source. A hash of the question chooses the share, so the same rows stay held out when rows are added. Of eight
+    or more questions, at least two are held out."""
     max_repeats: Annotated[Int, Field(ge=1)] = 4
     """Maximum number of copies of a document that are made to reach the `share` of its source."""
     clean: Clean = Clean()

@@ -8,6 +8,9 @@ if TYPE_CHECKING:
     from tunewell.records.manifest import Manifest
 
 
+_NO_TEST = "no row is held out, so there will be no verdict; `data.held_out` can name a file of test rows"
+
+
 def corpus_rows(manifest: "Manifest", *, has_details: bool = False) -> list[list[str]]:
     """Return the rows of the table: label, number, remark."""
     tokens, packing, lengths = manifest.tokens, manifest.packing, manifest.lengths
@@ -17,7 +20,7 @@ def corpus_rows(manifest: "Manifest", *, has_details: bool = False) -> list[list
     rows = [
         ["rows", count(manifest.rows_in), f"format: {formats}; chat template: {templates}"],
         ["for training", count(manifest.documents), ""],
-        ["for testing", count(manifest.held_out), "held out: never trained on"],
+        ["for testing", count(manifest.held_out), "held out: never trained on" if manifest.held_out else _NO_TEST],
         ["dropped", count(sum(manifest.dropped.values())), dropped_reasons(manifest.dropped)],
         ["tokens", count(num_tokens), f"{percent(tokens.supervised / num_tokens)} of them are trained on"],
         [

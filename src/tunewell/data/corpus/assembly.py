@@ -22,6 +22,8 @@ from tunewell.data.corpus.tokenized_block import TokenizedBlock
 from tunewell.records.manifest import DROPPED, SECRETS, SourceRecord, unknown_remark
 
 _MAX_SECRET_ROWS = 1000
+_MIN_HELD_OUT = 2
+"""Questions that are held out of a small data set, if it has at least eight: a verdict needs two."""
 _TWO_64 = float(2**64)
 _COLUMNS = {
     "tokens": "<u4",
@@ -206,7 +208,30 @@ class Assembly:
             candidates = np.flatnonzero(~documents.is_dropped)
             for index in candidates[find_repeats(documents.whole[candidates])].tolist():
                 self.drop_document(documents, index, "exact_duplicate")
+        if self._held_out_share and not self._has_held_out_file:
+            self._adjust_held_out(documents)
         return documents
+
+    def _adjust_held_out(self, documents: Documents) -> None:
+        """Hold out at least two questions of a small data set, and never most of them: those with the smallest hashes.
+
+        Chance may choose none or all of a few rows. In a set of at least eight questions, the rows that are added later
+        never turn a training row into a held-out row.
+        """
+        is_used, hashes = ~documents.is_dropped, documents.question[:, 0]
+        if _MIN_HELD_OUT <= int((documents.is_held_out & is_used).sum()) <= int(is_used.sum()) // 2:
+            return
+        questions = np.unique(hashes[is_used])
+        chosen = int((questions / _TWO_64 < self._held_out_share).sum())
+        number = min(max(chosen, min(_MIN_HELD_OUT, len(questions) // 4)), len(questions) // 2)
+        if number == chosen:
+            return
+        is_held_out = hashes < questions[number]
+        for index in np.flatnonzero(is_used & (is_held_out != documents.is_held_out)).tolist():
+            ledger, change = self.sources[int(documents.source[index])], 1 if is_held_out[index] else -1
+            ledger.held_out += change
+            ledger.documents -= change
+        documents.is_held_out = is_held_out
 
     def require_known_characters(self, normalizer: str) -> None:
         """Raise UserError if too many tokens stand for characters that the vocabulary lacks."""
