@@ -303,3 +303,13 @@ def test_a_disk_that_cannot_be_written_is_named(tiny_model, tmp_path, monkeypatc
         assert os.strerror(code) in printed or "read-only" in printed or "permission denied" in printed
         assert "bug" not in printed
     assert main(arguments) == 0
+
+
+def test_a_label_that_is_a_number_stays_itself_beside_others(tiny_model, tmp_path):
+    """`1` was read as an index into `1, 2, 3, unrated`, so that every rating was trained one too high."""
+    ratings = ("1", "2", "3", "unrated")
+    rows = [{"text": f"meal number {n}", "label": ratings[n % 4]} for n in range(40)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    result = prepare_in(tmp_path, tiny_model, path, "data.sources[0].format=classification", "data.held_out=0")
+    for document, text in zip(open_corpus(result.corpus), texts(result, supervised=True), strict=True):
+        assert text.startswith(ratings[(document.row - 1) % 4])

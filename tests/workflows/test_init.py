@@ -91,3 +91,41 @@ def test_json_has_what_the_screen_has(folder, tiny_model, capsys):
     assert found["rows"] == 30
     assert found["formats"] == ["question_answer"]
     assert found["epochs"] == 5
+
+
+def test_a_classification_set_gets_its_format(folder, tiny_model, capsys):
+    """Guards the label: a column `text` alone would be trained as plain text."""
+    lines = [f"film {n} was {'great' if n % 2 else 'dull'},{'good' if n % 2 else 'bad'}" for n in range(40)]
+    for name, first in (("a.csv", "text,label"), ("b.csv", "sentence,label")):
+        (folder / name).write_text("\n".join([first, *lines]), encoding="utf-8")
+        assert main(["init", f"{name}#30", "--model", str(tiny_model), "--force"]) == 0
+        assert "2 labels" in capsys.readouterr().out
+        source = load_config().config.data.sources[0]
+        assert (source.path, source.format, source.limit) == (name, "classification", 30)
+        assert main(["prepare", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["sources"][0]["formats"] == {"classification": 30}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    ["text,label\n" + "".join(f"film {n},{n % 2}\n" for n in range(9)), "text,title\nsome words,b\nmore words,d\n"],
+)
+def test_texts_without_named_labels_stay_texts(folder, tiny_model, rows, capsys):
+    """Guards labels whose names nobody knows, and columns that are no labels."""
+    (folder / "rows.csv").write_text(rows, encoding="utf-8")
+    assert main(["init", "rows.csv", "--model", str(tiny_model)]) == 0
+    assert "not used" in capsys.readouterr().out
+    assert load_config().config.data.sources[0].format == "auto"
+
+
+def test_paths_are_relative_to_the_folder_of_the_config(folder, tiny_model, monkeypatch):
+    """Guards `--out` in another folder: the config was written with paths that it could not find."""
+    (folder / "data").mkdir()
+    _rows(folder / "data" / "rows.jsonl")
+    _rows(folder / "data" / "valid.jsonl", 3)
+    (folder / "model").symlink_to(tiny_model)
+    init("data/rows.jsonl", model="model", out=folder / "configs" / "first.yaml")
+    monkeypatch.chdir(folder / "configs")
+    assert main(["prepare", "--config", "first.yaml"]) == 0
+    loaded = load_config(folder / "configs" / "first.yaml")
+    assert (loaded.config.data.held_out, loaded.config.model) == ("../data/valid.jsonl", "../model")

@@ -83,6 +83,12 @@ def test_json_has_the_tokens_too(corpus, capsys):
     assert found["documents"] == 20
 
 
+def test_fewer_rows_than_asked_for_are_shown(corpus, capsys):
+    """`--show 40` of a small corpus ended in an error about a document."""
+    assert main(["inspect", "corpus", "--show", "99"]) == 0
+    assert "document 3 " in capsys.readouterr().out
+
+
 def test_a_document_that_is_not_there_is_an_error(corpus, capsys):
     """Guards against an empty screen for a wrong number."""
     assert main(["inspect", "corpus", "--document", "99"]) == 2

@@ -1,61 +1,32 @@
 """`tunewell init`: write a commented `tunewell.yaml` for your rows and a model."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from tunewell.config.load import FILE_NAME, LoadedConfig
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
 from tunewell.core.files import write_atomic
 from tunewell.core.progress import ProgressListener, silent
-from tunewell.core.units import count
+from tunewell.data.rows.classification import find_labels
 from tunewell.data.sources.arrow import count_parquet_rows
 from tunewell.data.sources.base import SourceFile, find_files, split_limit
-from tunewell.data.sources.blocks import ReadOptions, read_blocks
+from tunewell.data.sources.blocks import ReadOptions, parsed_rows, read_blocks
 from tunewell.data.sources.local import LocalFile
 from tunewell.data.templates.chat_template import builtin_template, required_markers
 from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
-from tunewell.models.facts import ModelFacts, read_facts
-from tunewell.planning.plan import StartingPoint, starting_point
+from tunewell.models.facts import read_facts
+from tunewell.planning.first_config import InitResult, config_text
+from tunewell.planning.plan import starting_point
 from tunewell.records.manifest import Manifest
 from tunewell.workflows.prepare import temporary_corpus
 
 _SAMPLE_ROWS = 1000
+_READ = ReadOptions(1 << 22, 64)
 _HELD_OUT_NAMES = ("held_out", "heldout", "held-out", "validation", "valid", "val", "eval", "dev")
 _BY_FIT = ("chatml", "llama3", "gemma", "alpaca")
 """Built-in templates, in the order in which they are tried for a model without a chat template."""
-
-
-@dataclass(frozen=True)
-class InitResult:
-    """The result of `init`: the config it wrote, and the facts behind it."""
-
-    path: Path
-    text: str
-    sample: Manifest
-    facts: ModelFacts
-    num_rows: int
-    held_out: str | None
-    template: str
-    start: StartingPoint
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the object that `init --json` prints."""
-        return {
-            "config": str(self.path),
-            "rows": self.num_rows,
-            "formats": sorted({name for source in self.sample.sources for name in source.formats}),
-            "template": self.template,
-            "held_out": self.held_out,
-            "lengths": self.sample.lengths.model_dump(exclude={"histogram"}),
-            "dropped_in_sample": self.sample.dropped,
-            "epochs": self.start.epochs.value,
-            "learning_rate": self.start.learning_rate.value,
-            "rank": self.start.rank.value,
-        }
 
 
 def init(
@@ -73,14 +44,17 @@ def init(
     plain, limit = split_limit(data)
     files = find_files(plain, base=Path())
     template = _fitting_template(load_tokenizer(model))
-    sample = _sample(data, model, template, progress)
+    first = list(islice(parsed_rows(files, _READ), min(limit or _SAMPLE_ROWS, _SAMPLE_ROWS)))
+    labels = find_labels(first, islice(parsed_rows(files, _READ), limit))
+    sample = _sample(data, model, template, "classification" if labels else "auto", progress)
     num_rows = min(_count_rows(files), limit or 1 << 62)
     facts = read_facts(model)
     held_out = _held_out_beside(files)
     result = InitResult(
-        path, "", sample, facts, num_rows, held_out, template, starting_point(num_rows, facts.num_parameters)
+        path, "", sample, facts, num_rows, held_out, template, starting_point(num_rows, facts.num_parameters), labels
     )
-    text = _config_text(result, data, model)
+    text = config_text(result, data, model)
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, text)
     return replace(result, text=text)
 
@@ -96,10 +70,10 @@ def _fitting_template(tokenizer: LoadedTokenizer) -> str:
     return "auto"
 
 
-def _sample(data: str, model: str, template: str, progress: ProgressListener) -> Manifest:
+def _sample(data: str, model: str, template: str, row_format: str, progress: ProgressListener) -> Manifest:
     """Prepare the first rows in a temporary folder, and return the manifest."""
     plain, limit = split_limit(data)
-    source = {"path": plain, "limit": min(limit or _SAMPLE_ROWS, _SAMPLE_ROWS)}
+    source = {"path": plain, "limit": min(limit or _SAMPLE_ROWS, _SAMPLE_ROWS), "format": row_format}
     values = {
         "model": model,
         "data": {"sources": [source], "held_out": 0.0},
@@ -116,7 +90,7 @@ def _count_rows(files: list[SourceFile]) -> int:
         if file.format == "parquet":
             total += count_parquet_rows(file)
         else:
-            total += sum(len(block) for block in read_blocks(file, ReadOptions(1 << 22, 64)))
+            total += sum(len(block) for block in read_blocks(file, _READ))
     return total
 
 
@@ -131,59 +105,3 @@ def _held_out_beside(files: list[SourceFile]) -> str | None:
         if found.is_file() and found != path:
             return found.as_posix()
     return None
-
-
-def _config_text(result: InitResult, data: str, model: str) -> str:
-    """Return the text of the config, with the reasons as comments."""
-    sample, start, facts = result.sample, result.start, result.facts
-    formats = ", ".join(sorted({name for source in sample.sources for name in source.formats})) or "none"
-    dropped = sum(sample.dropped.values())
-    fate = f"{count(dropped)} would be dropped ({', '.join(sample.dropped)})" if dropped else "none would be dropped"
-    size = f", {count(facts.num_parameters)} parameters" if facts.num_parameters else ""
-    held_out = result.held_out or 0.05
-    why_held_out = (
-        "found beside the data; kept for testing, never trained on"
-        if result.held_out
-        else "5% of the rows are kept for testing, always the same ones; they are never trained on"
-    )
-    why_template = (
-        "the template of the model"
-        if result.template == "auto"
-        else f"the model has no template; its tokens fit `{result.template}`"
-    )
-    lengths, rate = sample.lengths, f"{start.learning_rate.value:.0e}".replace("e-0", "e-")
-    return f"""\
-# Written by `tunewell init`. Every key: `tunewell explain`; one: `tunewell explain packing.context_length`.
-
-model: {_scalar(model)}   # {facts.architecture or "unknown architecture"}{size}
-
-data:
-  sources: {_scalar(data)}   # {count(result.num_rows)} rows, read as: {formats}
-  held_out: {_scalar(held_out)}   # {why_held_out}
-  # Of the first {count(sample.rows_in)} rows, {fate}. Duplicates are dropped too.
-
-template:
-  name: {result.template}   # {why_template}
-  learn_from: responses   # only replies and their end marker are supervised, not questions
-
-packing:
-  context_length: auto   # longest of the first rows: {count(lengths.max)} tokens, mean {lengths.mean:.0f}
-  long_documents: error   # or: split, drop
-
-method:
-  kind: lora   # small added matrices; or full: every weight, at about a tenth of the learning rate
-  rank: {start.rank.value}   # {start.rank.because}
-  alpha: {start.alpha.value}   # {start.alpha.because}
-
-train:
-  epochs: {start.epochs.value:g}   # {start.epochs.because}
-  learning_rate: {rate}   # {start.learning_rate.because}
-  schedule: cosine   # the learning rate falls to zero; or: linear, constant
-  batch_tokens: auto   # tokens per step; `train` prints its choice and the reason
-
-seed: 0
-"""
-
-
-def _scalar(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**9).splitlines()[0]

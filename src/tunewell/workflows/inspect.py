@@ -76,15 +76,15 @@ def inspect(
     path: str | None,
     loaded: LoadedConfig,
     *,
-    wanted: Sequence[int] = (0, 1),
+    wanted: Sequence[int] = range(2),
     is_held_out: bool = False,
     progress: ProgressListener = silent,
 ) -> Inspection:
     """Return documents of a corpus or row file (default: from the config). Raise UserError if there is neither."""
     with _open(path, loaded, progress) as opened:
         views, num_documents = CorpusViews(opened.corpus), _num_documents(opened.corpus, is_held_out)
-        # The first two are the default; a small corpus may lack them.
-        _require_documents([index for index in wanted if index > 1], num_documents)
+        if not isinstance(wanted, range):  # `--show N`: a corpus may have fewer rows
+            _require_documents(wanted, num_documents)
         documents = [views.document(index, is_held_out=is_held_out) for index in wanted if index < num_documents]
         return Inspection(opened.name, opened.is_corpus, opened.corpus.manifest, documents, views.pairs(_NUM_PAIRS))
 

@@ -12,7 +12,7 @@ from tunewell.cli.screens.corpus import dropped_reasons
 from tunewell.core.units import count
 
 if TYPE_CHECKING:
-    from tunewell.workflows.init import InitResult
+    from tunewell.planning.first_config import InitResult
 
 
 def command(
@@ -43,7 +43,8 @@ def _screen(result: "InitResult", data: str) -> str:
     limit = f"context of {count(facts.context_limit)} tokens" if facts.context_limit else "context length unknown"
     lengths = f"{sample.lengths.mean:.0f} tokens on average, longest {count(sample.lengths.max)}"
     is_own_template = result.template == "auto"
-    held_out = f"about {count(max(1, round(result.num_rows * 0.05)))} of {count(result.num_rows, 'row')}"
+    number = max(round(result.num_rows * 0.05), min(2, result.num_rows // 4))
+    held_out = f"about {count(number)} of {count(result.num_rows, 'row')}"
     rows = [
         ["model", f"{facts.name}: {size}, {limit}"],
         ["rows", f"{count(result.num_rows)} in `{data}`, format {formats}; {lengths}"],
@@ -58,6 +59,10 @@ def _screen(result: "InitResult", data: str) -> str:
         ["learning rate", f"{start.learning_rate.value:g}: {start.learning_rate.because}"],
         ["LoRA rank", f"{start.rank.value}: {start.rank.because}"],
     ]
+    if result.labels:
+        remark = f"{count(len(result.labels), 'label')}; the model learns to name the label of a text (see the config)"
+        rows.insert(2, ["classification", remark])
+    rows += [["note", remark] for remark in sample.remarks]
     if sample.dropped:
         dropped = f"{count(sum(sample.dropped.values()))} of the first {count(sample.rows_in, 'row')}"
         rows.append(["dropped", f"{dropped}: {dropped_reasons(sample.dropped, '')}"])

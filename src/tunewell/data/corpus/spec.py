@@ -14,11 +14,10 @@ from tunewell.core.files import sha256_text, stable_json
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.core.units import count
 from tunewell.data.corpus.tokenized_block import PIPELINE_VERSION, RowPipeline
-from tunewell.data.rows.conversation import Rejected
 from tunewell.data.rows.formats import Converter, FormatOptions
 from tunewell.data.rows.functions import load_row_function
 from tunewell.data.sources.base import SourceFile, find_files, is_url
-from tunewell.data.sources.blocks import ReadOptions, parse_item, read_blocks
+from tunewell.data.sources.blocks import ReadOptions, parsed_rows
 from tunewell.data.sources.local import unread_files
 from tunewell.data.text_pipeline import TextPipeline
 from tunewell.records.manifest import TemplateRecord, TokenizerRecord
@@ -198,15 +197,7 @@ def _make_pipeline(loaded: LoadedConfig, text: TextPipeline, index: int, files: 
 def _read_labels(source: SourceConfig, files: list[SourceFile], read: ReadOptions) -> tuple[str, ...]:
     from tunewell.data.rows.classification import collect_labels  # not needed for other formats
 
-    items = (item for file in files for block in read_blocks(file, read) for item in block.items)
-    return collect_labels((value for item in items for value in _parsed(item, read)), source.columns, source.path)
-
-
-def _parsed(item: Any, read: ReadOptions) -> list[Any]:
-    try:
-        return [parse_item(item, read)]
-    except Rejected:
-        return []  # counted when the rows are read
+    return collect_labels(parsed_rows(files, read), source.columns, source.path)
 
 
 def _with_distinct_names(found: list[tuple[int, SourceFile]]) -> list[tuple[int, SourceFile]]:

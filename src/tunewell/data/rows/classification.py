@@ -1,12 +1,12 @@
 """Classification sets: a text and its label become a question that names all labels, and the label as the answer."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
 from tunewell.data.rows.conversation import Conversation, Rejected, is_object
-from tunewell.data.rows.formats import LABELS, TEXTS, FormatOptions, first_present, read_text
+from tunewell.data.rows.formats import LABELS, TEXTS, FormatOptions, first_present, is_labelled_text, read_text
 
 _MAX_LABELS = 200
 """Every question lists all labels. With more labels, the list would be longer than most texts."""
@@ -54,6 +54,21 @@ def collect_labels(rows: Iterable[Any], columns: Mapping[str, str], source: str)
     return tuple(sorted(labels))
 
 
+def find_labels(first: Sequence[Any], rows: Iterable[Any]) -> tuple[str, ...]:
+    """Return the labels of all rows if the first ones have texts and named labels; empty for other rows."""
+    if not first or not all(is_object(row) and is_labelled_text(row) for row in first):
+        return ()
+    try:
+        labels = collect_labels(rows, {}, "")
+    except UserError:
+        return ()
+    return labels if 1 < len(labels) <= len(first) / 2 else ()  # labels occur again and again; titles do not
+
+
 def _label(value: Any, names: tuple[str, ...]) -> str:
-    text = str(value).strip() if isinstance(value, (str, int)) and not isinstance(value, bool) else ""
-    return names[int(text)] if text.isascii() and text.isdigit() and int(text) < len(names) else text
+    """Return the label as text. A number is the index of a label, unless it is a label itself: `1, 2, unrated`."""
+    text = (
+        str(value).lower() if isinstance(value, bool) else str(value).strip() if isinstance(value, (str, int)) else ""
+    )
+    is_index = text not in names and text.isascii() and text.isdigit() and int(text) < len(names)
+    return names[int(text)] if is_index else text

@@ -203,13 +203,19 @@ def _choose(candidates: list[_Candidate], row: Mapping[str, Any]) -> str:
 
 def _suggest(row: Mapping[str, Any]) -> str:
     """Return the setting to add for column names that nearly match a format, or an empty text."""
-    if first_present(TEXTS, row) and first_present(LABELS, row):
+    if is_labelled_text(row):
         return "; it looks like a classification set; set `format: classification`"
     nearest = {key: known for key in row if (known := nearest_column(key))}
     columns = {known: key for key, known in nearest.items()}
     if not _candidates(columns):
         return ""
     return f"; set `columns: {{{', '.join(f'{known}: {key}' for known, key in columns.items())}}}`"
+
+
+def is_labelled_text(row: Mapping[str, Any]) -> bool:
+    """Return True for a row of a classification set: a text and a label, and no question with its answer."""
+    known = [name for name, _ in _candidates(row)]
+    return known in ([], ["text"]) and bool(first_present(TEXTS, row) and first_present(LABELS, row))
 
 
 def nearest_column(name: str) -> str | None:

@@ -8,6 +8,7 @@ import hashlib
 import re
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -168,3 +169,10 @@ def parse_item(item: Any, options: ReadOptions) -> Any:
         return parse_row(item, max_nesting=options.max_nesting)
     check_nesting(item, options.max_nesting)
     return item
+
+
+def parsed_rows(files: Iterable[SourceFile], options: ReadOptions) -> Iterator[Any]:
+    """Yield the rows of files that can be parsed; the others are counted when a corpus is built."""
+    for item in (item for file in files for block in read_blocks(file, options) for item in block.items):
+        with suppress(Rejected):
+            yield parse_item(item, options)

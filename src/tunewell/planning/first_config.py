@@ -1,0 +1,127 @@
+"""The first config for some rows and a model: the facts behind it, and its text with the reasons as comments."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tunewell.core.units import count
+from tunewell.data.sources.base import is_url, split_limit
+from tunewell.models.facts import ModelFacts
+from tunewell.planning.plan import StartingPoint
+from tunewell.records.manifest import Manifest
+
+_SHOWN_LABELS = 5
+
+
+@dataclass(frozen=True)
+class InitResult:
+    """The result of `init`: the config it wrote, and the facts behind it."""
+
+    path: Path
+    text: str
+    sample: Manifest
+    facts: ModelFacts
+    num_rows: int
+    held_out: str | None
+    template: str
+    start: StartingPoint
+    labels: tuple[str, ...] = ()
+    """The labels of a classification set; empty for other rows."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object that `init --json` prints."""
+        return {
+            "config": str(self.path),
+            "rows": self.num_rows,
+            "formats": sorted({name for source in self.sample.sources for name in source.formats}),
+            "template": self.template,
+            "held_out": self.held_out,
+            "lengths": self.sample.lengths.model_dump(exclude={"histogram"}),
+            "dropped_in_sample": self.sample.dropped,
+            "epochs": self.start.epochs.value,
+            "learning_rate": self.start.learning_rate.value,
+            "rank": self.start.rank.value,
+        }
+
+
+def config_text(result: InitResult, data: str, model: str) -> str:
+    """Return the text of the config, with the reasons as comments."""
+    model = _from(result.path.parent, model) if Path(model).exists() else model
+    sample, start, facts, base = result.sample, result.start, result.facts, result.path.parent
+    formats = ", ".join(sorted({name for source in sample.sources for name in source.formats})) or "none"
+    dropped = sum(sample.dropped.values())
+    fate = f"{count(dropped)} would be dropped ({', '.join(sample.dropped)})" if dropped else "none would be dropped"
+    size = f", {count(facts.num_parameters)} parameters" if facts.num_parameters else ""
+    held_out = _from(base, result.held_out) if result.held_out else 0.05
+    why_held_out = (
+        "found beside the data; kept for testing, never trained on"
+        if result.held_out
+        else "5% of the rows are kept for testing, always the same ones; they are never trained on"
+    )
+    why_template = (
+        "the template of the model"
+        if result.template == "auto"
+        else f"the model has no template; its tokens fit `{result.template}`"
+    )
+    lengths, rate = sample.lengths, f"{start.learning_rate.value:.0e}".replace("e-0", "e-")
+    return f"""\
+# Written by `tunewell init`. Every key: `tunewell explain`; one: `tunewell explain packing.context_length`.
+
+model: {_scalar(model)}   # {facts.architecture or "unknown architecture"}{size}
+
+data:
+{_sources_text(result, data)}   # {count(result.num_rows)} rows, read as: {formats}
+  held_out: {_scalar(held_out)}   # {why_held_out}
+  # Of the first {count(sample.rows_in)} rows, {fate}. Duplicates are dropped too.
+
+template:
+  name: {result.template}   # {why_template}
+  learn_from: responses   # only replies and their end marker are supervised, not questions
+
+packing:
+  context_length: auto   # longest of the first rows: {count(lengths.max)} tokens, mean {lengths.mean:.0f}
+  long_documents: error   # or: split, drop
+
+method:
+  kind: lora   # small added matrices; or full: every weight, at about a tenth of the learning rate
+  rank: {start.rank.value}   # {start.rank.because}
+  alpha: {start.alpha.value}   # {start.alpha.because}
+
+train:
+  epochs: {start.epochs.value:g}   # {start.epochs.because}
+  learning_rate: {rate}   # {start.learning_rate.because}
+  schedule: cosine   # the learning rate falls to zero; or: linear, constant
+  batch_tokens: auto   # tokens per step; `train` prints its choice and the reason
+
+seed: 0
+"""
+
+
+def _sources_text(result: InitResult, data: str) -> str:
+    path = _from(result.path.parent, data)
+    if not result.labels:
+        return f"  sources: {_scalar(path)}"
+    plain, limit = split_limit(path)
+    labels = f"{count(len(result.labels), 'label')}: {', '.join(result.labels[:_SHOWN_LABELS])}"
+    more = ", ..." if len(result.labels) > _SHOWN_LABELS else ""
+    lines = [
+        "  sources:",
+        f"    - format: classification   # {' '.join(labels.split())}{more}; the answer to a text is its label",
+        "      # With `format: text`, it would learn the texts, and the labels would not be used.",
+        *([f"      limit: {limit}"] if limit else []),
+        f"      path: {_scalar(plain)}",
+    ]
+    return "\n".join(lines)
+
+
+def _from(base: Path, path: str) -> str:
+    """Return a path relative to the folder of the config, which reads it from there."""
+    is_fixed = is_url(path) or Path(path).expanduser().is_absolute() or base.resolve() == Path.cwd()
+    return path if is_fixed else Path(os.path.relpath(path, base)).as_posix()
+
+
+def _scalar(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**9).splitlines()[0]
