@@ -266,6 +266,7 @@ def test_a_whatsapp_chat_is_cut_at_long_pauses(tiny_model, tmp_path, name, text)
     assert report["sources"][0]["formats"] == {"whatsapp": 2}
     assert report["dropped"] == {"not_a_conversation": 1}  # nobody answered
     assert report["notes"] == {"media_left_out": 1, "openings_left_out": 1}
+    assert not report["remarks"]  # it said that the chat was cut into paragraphs
     assert supervised(tmp_path) == ["Yes.\nIn an hour,\nI think.<|im_end|>", "Again soon<|im_end|>"]
     assert not any("encrypted" in text for text, _ in documents(tmp_path))
     unknown = prepare(tmp_path, tiny_model, name, sets=source(assistant="Carl"), code=2)["error"]
@@ -296,6 +297,12 @@ def test_a_telegram_export_is_read(tiny_model, tmp_path, is_whole_account):
     assert (report["documents"], report["notes"]) == (2, {"media_left_out": 1})
     assert report["sources"][0]["formats"] == {"telegram": 2}
     assert supervised(tmp_path) == ["See the page.<|im_end|>", "Morning!<|im_end|>"]
+    refused = prepare(tmp_path, tiny_model, "result.json", code=2)["error"]  # it said that the file is empty
+    assert "whose messages" in refused["what"] and "`Ben` (2)" in refused["where"]
+    for message in messages:
+        message.pop("date_unixtime", None)  # as in exports of 2020
+    (tmp_path / "result.json").write_text(json.dumps(chat), encoding="utf-8")
+    assert prepared(tmp_path, tiny_model, "result.json", *source(assistant="Ben"))["documents"] == 2
 
 
 def test_a_group_names_who_asks(tiny_model, tmp_path):

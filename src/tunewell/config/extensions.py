@@ -148,7 +148,8 @@ FORMATS: Registry[FormatEntry] = Registry(
             "the JSON export of Telegram, `result.json` (see `assistant`)",
             f"{_EXPORTS}.telegram:read",
             files=("json",),
-            head=r'"date_unixtime"\s*:\s*"\d+",\s*"(?:from|actor|edited)|"personal_information".*"date_unixtime"',
+            head=r'"date_unixtime"\s*:\s*"\d+",\s*"(?:from|actor|edited)|"personal_information".*"date_unixtime"'
+            r'|"date"\s*:\s*"[^"]*",\s*"from"\s*:\s*"[^"]*",\s*"from_id"',
         ),
         FormatEntry(
             "whatsapp",

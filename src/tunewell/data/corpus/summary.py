@@ -120,7 +120,7 @@ def _text_remarks(spec: BuildSpec, sources: list[SourceLedger]) -> Iterator[str]
         texts = [
             source
             for job, source in zip(spec.jobs, sources, strict=True)
-            if job.file.format in ("txt", "md") and job.pipeline.read.text_rows == split
+            if job.file.format in ("txt", "md") and job.pipeline.read.text_rows == split and "text" in source.formats
         ]
         if texts:
             shown = ", ".join(f"`{source.name}` ({count(source.rows, 'row')})" for source in texts[:_NUM_NAMED])

@@ -19,11 +19,13 @@ def read(file: SourceFile, options: ReadOptions) -> Iterator[tuple[int, Any]]:
     """Yield the parts of each chat, numbered by the id of their first message."""
     export = read_json_value(file, encoding=options.encoding)
     found = export.get("chats") if is_object(export) else None
-    chats = objects_in(found.get("list") if is_object(found) else [export])
-    for chat in chats:
-        messages = [message for entry in objects_in(chat.get("messages")) if (message := _message(entry))]
-        if len(chats) > 1 and not any(message.sender == options.assistant for message in messages):
-            continue  # a chat in which the user wrote nothing
+    chats = [
+        [message for entry in objects_in(chat.get("messages")) if (message := _message(entry))]
+        for chat in objects_in(found.get("list") if is_object(found) else [export])
+    ]
+    # In an export of all chats, those in which the user wrote nothing are left out.
+    replied = [chat for chat in chats if any(message.sender == options.assistant for message in chat)]
+    for messages in replied or [[message for chat in chats for message in chat]]:
         yield from chat_rows(
             messages, _NAME, assistant=options.assistant, gap_hours=options.gap_hours, file_name=file.name
         )
