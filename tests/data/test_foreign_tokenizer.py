@@ -60,6 +60,16 @@ def test_an_ordinary_pattern_is_tried_once(tiny_model, tmp_path, monkeypatch):
     load_tokenizer(model)
 
 
+def test_a_busy_machine_does_not_condemn_a_tokenizer(tiny_model, tmp_path, monkeypatch):
+    """Guards a later start: a child that had to wait was remembered as a bomb for ever."""
+    model = spoiled(tiny_model, tmp_path / "model", ORDINARY)
+    monkeypatch.setattr(probe, "_try", lambda _: "its regular expression takes more than 5 s for a short text")
+    with pytest.raises(UserError):
+        load_tokenizer(model)
+    monkeypatch.undo()
+    load_tokenizer(model)
+
+
 def test_a_tokenizer_without_patterns_is_not_tried(tiny_model, monkeypatch):
     """Guards the time of the first start with common tokenizers."""
     monkeypatch.setattr(probe, "require_safe", lambda *_: pytest.fail("tried"))

@@ -2,32 +2,38 @@
 
 A regular expression may backtrack for ever or make the library panic; a chain of replacements may grow a text by
 millions. Both would end this process without an error message. Pipelines without such parts are not tried.
+Only processor time counts, because the child waits on a busy machine.
 """
 
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import write_atomic
+from tunewell.core.files import cache_folder, write_atomic
 
 _SECONDS = 5
+"""Processor time of the child process."""
+_WAIT_SECONDS = 120
 _MAX_BYTES = 1 << 30
 _MAX_GROWTH = 64
 """Characters per character. Unicode normalisation makes up to 18 of one."""
-_VERSION = 1
+_VERSION = 2
 _PROBE = """
 import json, sys
 try:
     import resource
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
 except (ImportError, ValueError, OSError):
     pass
 from tokenizers import Tokenizer
@@ -50,15 +56,14 @@ def require_safe(backend: Tokenizer, where: Path) -> None:
         for name, part in (("normalizer", backend.normalizer), ("pre_tokenizer", backend.pre_tokenizer))
         if part is not None
     }
-    known = _cache_folder() / f"{_digest(parts)}.json"
-    problem = _read(known)
-    if problem is None:
-        problem = _try(parts)
-        try:
-            known.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(known, json.dumps({"problem": problem}))
-        except OSError:
-            pass  # it is tried again the next time
+    folder = cache_folder("tokenizers")
+    known = folder / f"{_digest(parts)}.json" if folder else None
+    if known and known.exists():
+        return
+    problem = _try(parts)
+    if known and not problem:  # a problem is not stored, because the machine may have caused it
+        with suppress(OSError):
+            write_atomic(known, json.dumps({"problem": ""}))
     if problem:
         raise UserError(
             f"`tokenizer.json` cannot be used: {problem}",
@@ -75,16 +80,22 @@ def _try(parts: dict[str, Any]) -> str:
         "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
     }
     request = json.dumps([json.dumps(empty | parts), _texts(parts)])
-    code = _PROBE.replace("MAX_BYTES", str(_MAX_BYTES)).replace("MAX_GROWTH", str(_MAX_GROWTH))
+    limits = {"MAX_BYTES": _MAX_BYTES, "MAX_GROWTH": _MAX_GROWTH, "SECONDS": _SECONDS}
+    code = _PROBE
+    for name, limit in limits.items():
+        code = code.replace(name, str(limit))
+    slow = f"its regular expression takes more than {_SECONDS} s for a short text"
     try:
         # The threads of the library would take address space, which is limited.
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
         done = subprocess.run(
             [sys.executable, "-c", code],
-            input=request, capture_output=True, text=True, timeout=_SECONDS, check=False, env=environment,
+            input=request, capture_output=True, text=True, timeout=_WAIT_SECONDS, check=False, env=environment,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return f"its regular expression takes more than {_SECONDS} s for a short text"
+        return slow
+    if done.returncode < 0 and -done.returncode == getattr(signal, "SIGXCPU", None):
+        return slow
     if done.returncode == 0 or "ready" not in done.stdout:  # the child could not start: the tokenizer is not to blame
         return ""
     last = (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -103,15 +114,3 @@ def _texts(parts: dict[str, Any]) -> list[str]:
 
 def _digest(parts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps([_VERSION, parts], sort_keys=True).encode()).hexdigest()
-
-
-def _cache_folder() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "tunewell" / "tokenizers"
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["problem"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
