@@ -12,7 +12,15 @@ from transformers import CONFIG_MAPPING, Gemma3TextConfig
 
 from tunewell.config.schema import Config, Train
 from tunewell.data.batches import DataOrder, FixedShape
-from tunewell.training.compile import Compiler, Measured, can_use_graphs, describe_for_ahead, fixed_shape
+from tunewell.training.compile import (
+    CompileCache,
+    Compiler,
+    Measured,
+    can_use_graphs,
+    describe_for_ahead,
+    fixed_shape,
+    read_measured,
+)
 from tunewell.training.distributed import World
 from tunewell.training.evaluate import _answers
 
@@ -189,3 +197,20 @@ def test_graphs_that_one_process_gives_up_for_its_answers_are_given_up_by_all(ra
     )
     assert _answers(run, SimpleNamespace(memory_reporter=lambda step: None)) == []  # pyright: ignore[reportArgumentType]
     assert given_up == [True]
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "null", '{"a": 1}', '{"a": {"seconds": "x"}}', '{"a": {"other": 1}}', "{", ""]
+)
+def test_a_damaged_file_of_measurements_is_no_measurement(content, tmp_path, monkeypatch) -> None:
+    """Guards a run from a cache that another version or a full disk left behind."""
+    monkeypatch.setenv("TUNEWELL_CACHE", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    (tmp_path / "compiled").mkdir()
+    (tmp_path / "compiled" / "measured.json").write_text(content, encoding="utf-8")
+    run: Any = None
+    cache = CompileCache(run)
+    cache.__dict__["_signature"] = "a"
+    assert cache.measured is None
+    cache.save(Measured(3.0, 0.3))
+    assert read_measured()["a"] == {"saved_share": 0.3, "seconds": 3.0}

@@ -137,11 +137,12 @@ class Measured:
 
 
 def read_measured() -> dict[str, Any]:
-    """Return what earlier runs measured, by signature."""
+    """Return what earlier runs measured, by signature; nothing if the file is damaged."""
+    found: Any = None
     with suppress(OSError, ValueError):
         if (folder := cache_folder("compiled")) is not None:
-            return json.loads((folder / _MEASURED).read_text(encoding="utf-8"))
-    return {}
+            found = json.loads((folder / _MEASURED).read_text(encoding="utf-8"))
+    return found if isinstance(found, dict) else {}
 
 
 def save_measured(signature: str, measured: Measured) -> None:
@@ -166,8 +167,10 @@ class CompileCache:
     @cached_property
     def measured(self) -> Measured | None:
         """What an earlier run measured, or None if this model and shape were not compiled before."""
-        known = read_measured().get(self._signature)
-        return Measured(**known) if known else None
+        with suppress(TypeError, KeyError, ValueError):  # a damaged entry, or one of another version
+            known = read_measured()[self._signature]
+            return Measured(float(known["seconds"]), float(known["saved_share"]))
+        return None
 
     @property
     def is_compiling(self) -> bool:
