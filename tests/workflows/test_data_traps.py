@@ -307,9 +307,23 @@ def test_a_disk_that_cannot_be_written_is_named(tiny_model, tmp_path, monkeypatc
 
 def test_a_label_that_is_a_number_stays_itself_beside_others(tiny_model, tmp_path):
     """`1` was read as an index into `1, 2, 3, unrated`, so that every rating was trained one too high."""
-    ratings = ("1", "2", "3", "unrated")
+    ratings = ("1", 2, 3.0, "unrated")
     rows = [{"text": f"meal number {n}", "label": ratings[n % 4]} for n in range(40)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     result = prepare_in(tmp_path, tiny_model, path, "data.sources[0].format=classification", "data.held_out=0")
     for document, text in zip(open_corpus(result.corpus), texts(result, supervised=True), strict=True):
-        assert text.startswith(ratings[(document.row - 1) % 4])
+        assert text.startswith(("1", "2", "3", "unrated")[(document.row - 1) % 4])
+
+
+def test_training_shows_what_preparing_found(tiny_model, tmp_path, monkeypatch, capfd):
+    """`train` prepares the data itself and said nothing of dropped rows, secrets, leaks and unused columns."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"what is {n} plus {n}?", "answer": f"it is {2 * n}", "level": "easy"} for n in range(40)]
+    rows += [{"question": "empty?", "answer": ""}, {"question": "who?", "answer": "write to ann@some-company.org"}]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    settings = {"model": "preset:tiny-1m", "tokenizer": tiny_model, "data.sources": "rows.jsonl", "train.max_steps": 1}
+    sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    assert main(["train", "--no-supervisor", "--no-validate", "--json", *sets]) == 0
+    notes = "\n".join(json.loads(capfd.readouterr().out)["notes"])
+    for part in ("1 of 42 rows dropped: 1 empty_reply", "1 e-mail address", "not used: `level`"):
+        assert part in notes

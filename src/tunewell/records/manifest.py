@@ -8,6 +8,7 @@ from pydantic import Field
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_text, stable_json, write_atomic
+from tunewell.core.units import count, percent
 from tunewell.records.base import FileRecord, Record
 
 FORMAT = "tunewell-corpus"
@@ -225,11 +226,34 @@ class Manifest(Record):
     @property
     def other_ids_share(self) -> float | None:
         """Share of rows with other ids if their whole text is encoded at once; None if it was not counted."""
-        later = ("exact_duplicate", "answer_in_held_out", "not_sampled", "too_long")
+        later = ("exact_duplicate", "answer_in_held_out", "near_held_out", "near_duplicate", "not_sampled", "too_long")
         num_encoded = self.documents + self.held_out + sum(self.dropped.get(reason, 0) for reason in later)
         if self.encoding_version < 2 or not num_encoded:
             return None
         return self.notes.get("other_ids_as_a_whole", 0) / num_encoded
+
+    def cautions(self) -> list[str]:
+        """Return what a user should know before training: rows that are dropped, not used, unsafe or too similar."""
+        found = [*self.warnings, *self.remarks]
+        if self.dropped:
+            reasons = ", ".join(f"{count(number)} {reason}" for reason, number in self.dropped.items())
+            total = f"{count(sum(self.dropped.values()))} of {count(self.rows_in, 'row')}"
+            found.append(f"{total} dropped: {reasons}; listed in `dropped.jsonl` of the corpus")
+        if number := self.notes.get("unknown_tokens"):
+            found.append(f"{count(number, 'unknown token')}: {self.unknown_remark}")
+        near = self.near_duplicates
+        if near and near.near_held_out == "warn" and near.num_near_held_out:
+            found.append(
+                f"{count(near.num_near_held_out, 'training row')} at least {percent(near.threshold, 0)} similar to a "
+                "held-out row: scores may be too good; `data.clean.near_held_out: drop` drops such rows"
+            )
+        if self.secrets and self.secrets.action == "warn" and self.secrets.rows:
+            kinds = ", ".join(f"{count(number)} {kind}" for kind, number in self.secrets.kinds.items())
+            found.append(
+                f"{count(self.secrets.rows, 'row')} with secrets or personal data, which a model may repeat: {kinds}; "
+                "`data.clean.secrets: redact` replaces them"
+            )
+        return found
 
 
 def unknown_remark(characters: dict[str, int], normalizer: str) -> str:

@@ -75,6 +75,8 @@ class _Training:
                 self._prepare()
             with world.failing_together():
                 corpus, plan, order = self._plan(folder)
+            for caution in [] if options.is_resuming else corpus.manifest.cautions():
+                self.recorder.note(caution)
             with self._process_settings(plan):
                 with world.failing_together():
                     inputs, run = self._build(folder, corpus, plan, order)

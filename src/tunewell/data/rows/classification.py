@@ -67,8 +67,8 @@ def find_labels(first: Sequence[Any], rows: Iterable[Any]) -> tuple[str, ...]:
 
 def _label(value: Any, names: tuple[str, ...]) -> str:
     """Return the label as text. A number is the index of a label, unless it is a label itself: `1, 2, unrated`."""
-    text = (
-        str(value).lower() if isinstance(value, bool) else str(value).strip() if isinstance(value, (str, int)) else ""
-    )
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # a column with empty cells
+    text = str(value).strip() if isinstance(value, (str, int)) else ""
     is_index = text not in names and text.isascii() and text.isdigit() and int(text) < len(names)
     return names[int(text)] if is_index else text
