@@ -118,6 +118,16 @@ def test_texts_without_named_labels_stay_texts(folder, tiny_model, rows, capsys)
     assert load_config().config.data.sources[0].format == "auto"
 
 
+def test_column_names_that_nearly_match_are_set(folder, tiny_model):
+    """Guards the first file of many people: `init` refused `Question,Answer` and named a config that did not exist."""
+    lines = ["Question,Answer", *(f"what is {n}?,it is {n}" for n in range(9))]
+    (folder / "rows.csv").write_text("\n".join(lines), encoding="utf-8")
+    init("rows.csv#8", model=str(tiny_model))
+    source = load_config().config.data.sources[0]
+    assert (source.columns, source.limit) == ({"question": "Question", "answer": "Answer"}, 8)
+    assert main(["prepare"]) == 0
+
+
 def test_paths_are_relative_to_the_folder_of_the_config(folder, tiny_model, monkeypatch):
     """Guards `--out` in another folder: the config was written with paths that it could not find."""
     (folder / "data").mkdir()

@@ -1,7 +1,7 @@
 """The first config for some rows and a model: the facts behind it, and its text with the reasons as comments."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ class InitResult:
     start: StartingPoint
     labels: tuple[str, ...] = ()
     """The labels of a classification set; empty for other rows."""
+    columns: dict[str, str] = field(default_factory=dict[str, str])
+    """The `columns` of the source, if its names nearly match a known format."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `init --json` prints."""
@@ -102,17 +104,20 @@ seed: 0
 
 def _sources_text(result: InitResult, data: str) -> str:
     path = _from(result.path.parent, data)
-    if not result.labels:
-        return f"  sources: {_scalar(path)}"
     plain, limit = split_limit(path)
+    if not result.labels and not result.columns:
+        return f"  sources: {_scalar(path)}"
+    end = [*([f"      limit: {limit}"] if limit else []), f"      path: {_scalar(plain)}"]
+    if result.columns:
+        columns = yaml.safe_dump(result.columns, default_flow_style=True, allow_unicode=True, width=10**9).strip()
+        return "\n".join(["  sources:", f"    - columns: {columns}   # our name: the name in your rows", *end])
     labels = f"{count(len(result.labels), 'label')}: {', '.join(result.labels[:_SHOWN_LABELS])}"
     more = ", ..." if len(result.labels) > _SHOWN_LABELS else ""
     lines = [
         "  sources:",
         f"    - format: classification   # {' '.join(labels.split())}{more}; the answer to a text is its label",
-        "      # With `format: text`, it would learn the texts, and the labels would not be used.",
-        *([f"      limit: {limit}"] if limit else []),
-        f"      path: {_scalar(plain)}",
+        "      # `format: text` would train on the texts alone, without the labels.",
+        *end,
     ]
     return "\n".join(lines)
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from tunewell.config.load import FILE_NAME, LoadedConfig
 from tunewell.config.schema import Config
@@ -10,6 +11,8 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import write_atomic
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.data.rows.classification import find_labels
+from tunewell.data.rows.conversation import is_object
+from tunewell.data.rows.formats import suggest_columns
 from tunewell.data.sources.arrow import count_parquet_rows
 from tunewell.data.sources.base import SourceFile, find_files, split_limit
 from tunewell.data.sources.blocks import ReadOptions, parsed_rows, read_blocks
@@ -46,13 +49,14 @@ def init(
     template = _fitting_template(load_tokenizer(model))
     first = list(islice(parsed_rows(files, _READ), min(limit or _SAMPLE_ROWS, _SAMPLE_ROWS)))
     labels = find_labels(first, islice(parsed_rows(files, _READ), limit))
-    sample = _sample(data, model, template, "classification" if labels else "auto", progress)
+    columns = suggest_columns(first[0]) if first and is_object(first[0]) and not labels else {}
+    source = {"format": "classification" if labels else "auto", "columns": columns}
+    sample = _sample(data, model, template, source, progress)
     num_rows = min(_count_rows(files), limit or 1 << 62)
     facts = read_facts(model)
     held_out = _held_out_beside(files)
-    result = InitResult(
-        path, "", sample, facts, num_rows, held_out, template, starting_point(num_rows, facts.num_parameters), labels
-    )
+    start = starting_point(num_rows, facts.num_parameters)
+    result = InitResult(path, "", sample, facts, num_rows, held_out, template, start, labels, columns)
     text = config_text(result, data, model)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, text)
@@ -70,10 +74,10 @@ def _fitting_template(tokenizer: LoadedTokenizer) -> str:
     return "auto"
 
 
-def _sample(data: str, model: str, template: str, row_format: str, progress: ProgressListener) -> Manifest:
+def _sample(data: str, model: str, template: str, source: dict[str, Any], progress: ProgressListener) -> Manifest:
     """Prepare the first rows in a temporary folder, and return the manifest."""
     plain, limit = split_limit(data)
-    source = {"path": plain, "limit": min(limit or _SAMPLE_ROWS, _SAMPLE_ROWS), "format": row_format}
+    source = source | {"path": plain, "limit": min(limit or _SAMPLE_ROWS, _SAMPLE_ROWS)}
     values = {
         "model": model,
         "data": {"sources": [source], "held_out": 0.0},

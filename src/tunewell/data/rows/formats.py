@@ -148,13 +148,8 @@ def read_text(value: Any, name: str) -> str:
 
 def kind_of(value: object) -> str:
     """Return the type of a JSON value in plain words."""
-    names: dict[type[object], str] = {
-        dict: "an object",
-        list: "a list",
-        str: "text",
-        bool: "true or false",
-        type(None): "null",
-    }
+    names: dict[type[object], str] = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
+    names[type(None)] = "null"
     return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
 
 
@@ -205,11 +200,14 @@ def _suggest(row: Mapping[str, Any]) -> str:
     """Return the setting to add for column names that nearly match a format, or an empty text."""
     if is_labelled_text(row):
         return "; it looks like a classification set; set `format: classification`"
-    nearest = {key: known for key in row if (known := nearest_column(key))}
-    columns = {known: key for key, known in nearest.items()}
-    if not _candidates(columns):
-        return ""
-    return f"; set `columns: {{{', '.join(f'{known}: {key}' for known, key in columns.items())}}}`"
+    columns = ", ".join(f"{known}: {key}" for known, key in suggest_columns(row).items())
+    return f"; set `columns: {{{columns}}}`" if columns else ""
+
+
+def suggest_columns(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return the `columns` that make a known format of names that nearly match one, such as `Question`."""
+    columns = {known: key for key in row if (known := nearest_column(key))}
+    return columns if _candidates(columns) and not _candidates(row) else {}
 
 
 def is_labelled_text(row: Mapping[str, Any]) -> bool:
