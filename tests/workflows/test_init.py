@@ -128,6 +128,15 @@ def test_column_names_that_nearly_match_are_set(folder, tiny_model):
     assert main(["prepare"]) == 0
 
 
+def test_a_fix_in_the_config_comes_with_a_config(folder, tiny_model):
+    """Guards against a fix for a file that `init` has not written."""
+    (folder / "rows.csv").write_text("Frage,Antwort\nwas?,das\n", encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        init("rows.csv", model=str(tiny_model))
+    assert "columns" in str(caught.value.fix)
+    assert "sources: [{path: rows.csv, KEY: VALUE}]" in str(caught.value.fix)
+
+
 def test_paths_are_relative_to_the_folder_of_the_config(folder, tiny_model, monkeypatch):
     """Guards `--out` in another folder: the config was written with paths that it could not find."""
     (folder / "data").mkdir()

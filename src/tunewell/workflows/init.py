@@ -1,5 +1,7 @@
 """`tunewell init`: write a commented `tunewell.yaml` for your rows and a model."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -47,11 +49,12 @@ def init(
     plain, limit = split_limit(data)
     files = find_files(plain, base=Path())
     template = _fitting_template(load_tokenizer(model))
-    first = list(islice(parsed_rows(files, _READ), min(limit or _SAMPLE_ROWS, _SAMPLE_ROWS)))
-    labels = find_labels(first, islice(parsed_rows(files, _READ), limit))
-    columns = suggest_columns(first[0]) if first and is_object(first[0]) and not labels else {}
-    source = {"format": "classification" if labels else "auto", "columns": columns}
-    sample = _sample(data, model, template, source, progress)
+    with _naming_a_config(path, model, plain):
+        first = list(islice(parsed_rows(files, _READ), min(limit or _SAMPLE_ROWS, _SAMPLE_ROWS)))
+        labels = find_labels(first, islice(parsed_rows(files, _READ), limit))
+        columns = suggest_columns(first[0]) if first and is_object(first[0]) and not labels else {}
+        source = {"format": "classification" if labels else "auto", "columns": columns}
+        sample = _sample(data, model, template, source, progress)
     num_rows = min(_count_rows(files), limit or 1 << 62)
     facts = read_facts(model)
     held_out = _held_out_beside(files)
@@ -61,6 +64,18 @@ def init(
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, text)
     return replace(result, text=text)
+
+
+@contextmanager
+def _naming_a_config(path: Path, model: str, data: str) -> Generator[None, None, None]:
+    """Add a config to errors whose fix is a key of the source, because `init` has not written one yet."""
+    try:
+        yield
+    except UserError as error:
+        if "the source" not in (error.fix or ""):
+            raise
+        config = f"`model: {model}` and `data: {{sources: [{{path: {data}, KEY: VALUE}}]}}`"
+        raise UserError(error.what, where=error.where, fix=f"{error.fix}; write {config} to `{path}`") from error
 
 
 def _fitting_template(tokenizer: LoadedTokenizer) -> str:
