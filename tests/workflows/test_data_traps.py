@@ -126,7 +126,7 @@ def test_a_config_under_another_name_is_not_overlooked(tmp_path, monkeypatch):
     """A `config.yaml` was ignored, and every setting in it with it."""
     monkeypatch.chdir(tmp_path)
     config = tmp_path / "config.yaml"
-    config.write_text("model: m\ndata:\n  sources: rows.jsonl\n", encoding="utf-8")
+    config.write_text("model: m\ndata:\n  sources: rows.jsonl\nbf16: true\noptim: adamw\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"there is a `config.yaml` here, but no `tunewell.yaml`") as caught:
         load_config(model="other")
     assert "--config config.yaml" in str(caught.value.fix)

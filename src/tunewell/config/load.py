@@ -257,10 +257,12 @@ def _other_name(file: Path) -> UserError:
 
 
 def _is_our_config(file: Path) -> bool:
-    """Return True if all top-level keys of a file are keys of a tunewell config."""
+    """Return True if a file has `model` and `data`, or only keys of a tunewell config."""
     with file.open(encoding="utf-8", errors="replace") as opened:
         keys = re.findall(r"^(\w+):", opened.read(MAX_BYTES), flags=re.MULTILINE)
-    return bool(keys) and all(key in Config.model_fields or key in ALIASES for key in keys)
+    return {"model", "data"} <= {*keys} or bool(
+        keys and all(key in Config.model_fields or key in ALIASES for key in keys)
+    )
 
 
 def _read_file(draft: _Draft, file: Path) -> None:
