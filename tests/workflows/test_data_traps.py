@@ -325,5 +325,5 @@ def test_training_shows_what_preparing_found(tiny_model, tmp_path, monkeypatch, 
     sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     assert main(["train", "--no-supervisor", "--no-validate", "--json", *sets]) == 0
     notes = "\n".join(json.loads(capfd.readouterr().out)["notes"])
-    for part in ("1 of 42 rows dropped: 1 empty_reply", "1 e-mail address", "not used: `level`"):
+    for part in ("1 of 42 rows dropped: 1 empty_reply", "1 e-mail address", "unused columns: `level`"):
         assert part in notes
