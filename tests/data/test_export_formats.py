@@ -273,6 +273,16 @@ def test_a_whatsapp_chat_is_cut_at_long_pauses(tiny_model, tmp_path, name, text)
     assert "`Carl` wrote nothing" in unknown["what"]
 
 
+def test_marks_that_whatsapp_adds_are_not_learned(tiny_model, tmp_path):
+    """In a German chat, the model learned to reply that it has deleted or edited its message."""
+    lines = ["Anna: Bist du da?", "Ben: Du hast diese Nachricht gelöscht."]
+    lines += ["Ben: Ja, gleich <Diese Nachricht wurde bearbeitet.>"]
+    text = "".join(f"31.12.23, 21:0{number} - {line}\n" for number, line in enumerate(lines))
+    (tmp_path / "chat.txt").write_text(text, encoding="utf-8")
+    prepared(tmp_path, tiny_model, "chat.txt", *source(assistant="Ben"))
+    assert supervised(tmp_path) == ["Ja, gleich<|im_end|>"]
+
+
 @pytest.mark.parametrize("is_whole_account", [False, True])
 def test_a_telegram_export_is_read(tiny_model, tmp_path, is_whole_account):
     """One chat, or all chats of an account; formatted texts are lists of parts."""

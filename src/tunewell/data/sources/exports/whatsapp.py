@@ -28,7 +28,14 @@ _MEDIA = re.compile(
     r"|(?:image|video|audio|sticker|GIF|document|contact card|photo) omitted|.+\(file attached\)",
     re.IGNORECASE,
 )
-_DELETED = re.compile(r"(?:This message was deleted|You deleted this message|Diese Nachricht wurde gelöscht)\.?")
+_DELETED = re.compile(
+    r"(?:This message was deleted|You deleted this message"
+    r"|Diese Nachricht wurde gelöscht|Du hast diese Nachricht gelöscht"
+    r"|Se eliminó este mensaje|Eliminaste este mensaje|Ce message a été supprimé|Vous avez supprimé ce message"
+    r"|Questo messaggio è stato eliminato|Hai eliminato questo messaggio|Mensagem apagada|Você apagou esta mensagem"
+    r"|Dit bericht is verwijderd|Je hebt dit bericht verwijderd)\.?"
+)
+_EDITED = re.compile(r"\s*<[^<>\n]*(?:edited|bearbeitet|editó|editad[oa]|modifié|modificato|bewerkt)[^<>\n]*>\Z")
 
 
 def read(file: SourceFile, options: ReadOptions) -> Iterator[tuple[int, Any]]:
@@ -55,7 +62,7 @@ def _messages(file: SourceFile, options: ReadOptions) -> list[ChatMessage]:
     is_month_first = _is_month_first([match for _, match, _ in entries])
     messages: list[ChatMessage] = []
     for number, match, lines in entries:
-        sender, colon, text = "\n".join(lines).rstrip("\n").partition(": ")
+        sender, colon, text = _EDITED.sub("", "\n".join(lines).rstrip("\n")).partition(": ")
         if not colon or "\n" in sender or _DELETED.fullmatch(text):
             continue  # a notice: "Messages are end-to-end encrypted", "Anna changed the subject"
         is_media = bool(_MEDIA.fullmatch(text.strip()))
