@@ -73,7 +73,7 @@ def rebase_paths(base: Path, name: str, value: object) -> Any:
 def _is_path(name: str, value: str) -> bool:
     if not value or is_url(value) or value.startswith("~") or Path(value).is_absolute():
         return False
-    if name in ("model", "tokenizer"):
+    if name in ("model", "tokenizer", "method.adapter"):
         return value.endswith((".gguf", ".model")) or Path(value).exists()
     if name in ("template.name", "data.sources.template"):
         return value.endswith(".jinja")

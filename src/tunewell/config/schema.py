@@ -34,6 +34,7 @@ _OTHER_NAMES = {
     "method.dropout": "lora_dropout",
     "method.targets": "target_modules lora_target_modules",
     "method.rslora": "use_rslora",
+    "method.adapter": "lora_model_dir adapter_name_or_path",
     "train.schedule": "lr_scheduler_type lr_scheduler",
     "train.warmup": "warmup_ratio warmup_steps",
     "train.recompute": "gradient_checkpointing",
@@ -277,6 +278,9 @@ class MethodSettings(Section):
     """Decoder layers that get an adapter, counted from 0, or `all`."""
     modules_to_save: tuple[Text, ...] = ()
     """Modules that are fully fine-tuned and saved with the adapter, e.g. `[embed_tokens, lm_head]`."""
+    adapter: Text | None = None
+    """An adapter to go on training: the folder of a run, of one of its checkpoints or of a PEFT adapter, whose base
+    model is `model`. `model: RUN` sets both."""
 
 
 class Train(Section):
@@ -361,7 +365,8 @@ class Config(Section):
 
     model: Text | None = None
     """The base model: a folder, a hub id, a `.gguf` file, a SentencePiece `.model` file, `package:NAME` (inside an
-    installed Python package), or `preset:NAME` (a new model with random weights and the tokenizer of `tokenizer`)."""
+    installed Python package), or `preset:NAME` (a new model with random weights and the tokenizer of `tokenizer`). The
+    folder of a run or of an adapter goes on training it: the base model is found through it."""
     tokenizer: Text | None = None
     """The tokenizer, if it is not that of the model: a folder, a `tokenizer.json` or a SentencePiece `.model` file."""
     corpus: Text = "corpus"

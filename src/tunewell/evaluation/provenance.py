@@ -35,7 +35,8 @@ def collect_provenance(ref: ModelRef, model: ChatModel) -> dict[str, Any]:
             name=ref.name,
             kind=ref.kind,
             path=None if ref.path is None else str(ref.path),
-            base=ref.base,
+            base=ref.started_from,
+            base_role="where this run started" if ref.plan and ref.plan.start else "the base model",
             step=ref.step,
             because=ref.because,
             method=ref.method,
@@ -105,6 +106,8 @@ def _hashes(ref: ModelRef) -> dict[str, str]:
     hashes = {"corpus": ref.plan.corpus_sha256, "tokenizer": ref.plan.tokenizer_sha256}
     if ref.plan.template_sha256s:
         hashes["template"] = ref.plan.template_sha256s[0]
+    if ref.plan.start is not None:
+        hashes["start"] = ref.plan.start.sha256
     if ref.path is not None and ref.step is not None:
         weights = read_checkpoint(ref.path / "checkpoints" / f"step-{ref.step:06d}").files
         hashes |= {name: record.sha256 for name, record in weights.items() if name in _WEIGHT_FILES}

@@ -61,7 +61,9 @@ def model_card(facts: CardFacts, *, library: str | None = None, example: str | N
     """
     lines = [_front_matter(facts, library), f"# {facts.name}", ""]
     base = f"`{facts.base}`" if facts.base else "random weights"
-    lines += [f"Trained from {base} by {facts.method or 'training'} with {facts.made_by}.", ""]
+    start = facts.plan.start if facts.plan else None
+    earlier = f", going on from an earlier run (weights SHA-256 `{start.sha256}`)," if start else ""
+    lines += [f"Trained from {base}{earlier} by {facts.method or 'training'} with {facts.made_by}.", ""]
     if facts.documents is not None and facts.corpus_sha256:
         lines += [f"Trained on {count(facts.documents, 'document')}; corpus SHA-256 `{facts.corpus_sha256}`.", ""]
     if facts.license:

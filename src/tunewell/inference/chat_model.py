@@ -51,6 +51,8 @@ class ModelRef:
     added_tokens: tuple[str, ...] = ()
     """Tokens that were added to the model's tokenizer for the corpus."""
     plan: Plan | None = None
+    start: Path | None = None
+    """The adapter from which the run went on training; None if it started from the base model itself."""
     step: int | None = None
     because: str = ""
     """Why this checkpoint was chosen."""
@@ -69,10 +71,15 @@ class ModelRef:
             return self.plan.method.value
         return (adapter_method(self.adapter) or "") if self.adapter is not None else ""
 
+    @property
+    def started_from(self) -> str | None:
+        """The model with which this one is compared: the adapter where the run started, or the base model."""
+        return self.base if self.start is None else str(self.start)
+
     def base_ref(self) -> "ModelRef":
-        """Return a reference to the base model, with the same tokenizer and chat template."""
+        """Return a reference to the model where training started, with the same tokenizer and chat template."""
         assert self.base is not None
-        return replace(self, name=self.base, model=self.base, adapter=None, base=None)
+        return replace(self, name=self.started_from or "", model=self.base, adapter=self.start, base=None, start=None)
 
 
 Backend = Literal["packed", "plain", "llama_cpp"]
@@ -121,8 +128,8 @@ class ChatModel:
 
     @property
     def can_disable_adapter(self) -> bool:
-        """Whether disabling the adapter gives the base model."""
-        return self.adapter is not None and self.adapter.has_base
+        """Whether disabling the adapter gives the model where training started."""
+        return self.adapter is not None and self.adapter.has_base and self.ref.start is None
 
     @property
     def has_base(self) -> bool:
@@ -227,12 +234,8 @@ def _weights_loader(
 
 def _with_torch(chat_model: ChatModel, load: _Load, *, with_base: bool) -> ChatModel:
     ref, precision = chat_model.ref, chat_model.precision
-    found = load(ref.model)
+    found, adapter = _load_with_adapter(ref, load)
     model = found.model
-    adapter = None
-    if ref.adapter is not None:
-        adapter = load_adapter(model, ref.adapter, text_prefix=found.text_prefix)
-    model.requires_grad_(False)
     is_cpu = model.device.type == "cpu"
     num_threads = fastest_threads(tuple(weight.shape) for weight in model.parameters()) if is_cpu else None
     notes = [*chat_model.notes, *found.notes]
@@ -247,8 +250,19 @@ def _with_torch(chat_model: ChatModel, load: _Load, *, with_base: bool) -> ChatM
         _runtime=TorchRuntime(model.eval(), precision, num_threads=num_threads),
     )
     if with_base and ref.base is not None and not opened.can_disable_adapter:
-        opened._base = TorchRuntime(load(ref.base).model, precision, num_threads=num_threads)
+        opened._base = TorchRuntime(
+            _load_with_adapter(ref.base_ref(), load)[0].model, precision, num_threads=num_threads
+        )
     return opened
+
+
+def _load_with_adapter(ref: ModelRef, load: _Load) -> tuple[LoadedModel, AdapterMethod | None]:
+    found = load(ref.model)
+    adapter = None
+    if ref.adapter is not None:
+        adapter = load_adapter(found.model, ref.adapter, text_prefix=found.text_prefix)
+    found.model.requires_grad_(False)
+    return found, adapter
 
 
 def _with_llama_cpp(chat_model: ChatModel, llama: LlamaRuntime, text: TextPipeline, *, load: _Load | None) -> ChatModel:

@@ -136,8 +136,13 @@ class AdapterMethod(Method):
 
     @classmethod
     @abstractmethod
-    def load(cls, model: PreTrainedModel, folder: Path, *, text_prefix: str = "") -> Self:
-        """Load a saved adapter into a model. Raise UserError if it does not fit."""
+    def load(
+        cls, model: PreTrainedModel, folder: Path, *, text_prefix: str = "", settings: MethodSettings | None = None
+    ) -> Self:
+        """Load a saved adapter into a model. Raise UserError if it does not fit.
+
+        `settings` are those of a run that goes on training the adapter.
+        """
 
     @property
     def has_base(self) -> bool:

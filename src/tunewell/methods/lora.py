@@ -58,8 +58,8 @@ class Lora(AdapterMethod):
 
     @classmethod
     def identity(cls, settings: MethodSettings) -> dict[str, Any]:
-        """Return all settings of the adapter."""
-        return settings.model_dump(mode="json", exclude={"kind"})
+        """Return all settings of the adapter. The weights of an earlier adapter are compared, not its path."""
+        return settings.model_dump(mode="json", exclude={"kind", "adapter"})
 
     @classmethod
     def apply(
@@ -83,7 +83,7 @@ class Lora(AdapterMethod):
             if isinstance(module, LoraLinear):
                 module.reset_parameters(generator)
         method = cls(model, notes, spec)
-        method._initial = {name: tensor.cpu().clone() for name, tensor in method.tensors().items()}
+        method._keep_initial()
         return method
 
     @classmethod
@@ -92,25 +92,34 @@ class Lora(AdapterMethod):
         return config.get("peft_type") == "LORA"
 
     @classmethod
-    def load(cls, model: PreTrainedModel, folder: Path, *, text_prefix: str = "") -> Self:
-        """Load an adapter written by PEFT or tunewell into a model. Raise UserError if it is not supported."""
+    def load(
+        cls, model: PreTrainedModel, folder: Path, *, text_prefix: str = "", settings: MethodSettings | None = None
+    ) -> Self:
+        """Load an adapter written by PEFT or tunewell into a model. Raise UserError if it is not supported.
+
+        With `settings`, the adapter goes on being trained: they must select its layers.
+        """
         config, where = read_adapter_config(folder), str(folder / ADAPTER_WEIGHTS)
         require_supported_settings(config, folder / ADAPTER_CONFIG)
         tensors = {text_part_name(name): tensor for name, tensor in load_file(folder / ADAPTER_WEIGHTS).items()}
         _require_same_vocabulary(model, tensors, where=where)
         _require_tied(model, tensors, is_tied=bool(config.get("ensure_weight_tying")), where=where)
         selection = _saved_selection(model, config, tensors, where=str(folder / ADAPTER_CONFIG))
+        if settings is not None:
+            _require_same_layers(model, settings, selection, where=str(folder / ADAPTER_CONFIG))
         spec = _wrap_layers(
             model,
             selection,
             text_prefix,
             rank=config["r"],
             alpha=config["lora_alpha"],
-            dropout=config.get("lora_dropout", 0.0),
+            dropout=config.get("lora_dropout", 0.0) if settings is None else settings.dropout,
             rslora=bool(config.get("use_rslora")),
         )
         method = cls(model, [], spec)
         method._copy_in(tensors, where=where)
+        if settings is not None:
+            method._keep_initial()
         return method
 
     @property
@@ -130,6 +139,10 @@ class Lora(AdapterMethod):
         """Reset the model to its initial weights and the adapter to its initial matrices."""
         super().reset(weights)
         self._copy_in(self._initial, where="initial adapter")
+
+    def _keep_initial(self) -> None:
+        """Copy the adapter before the first step, for `reset`."""
+        self._initial = {name: tensor.cpu().clone() for name, tensor in self.tensors().items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the adapter's tensors by PEFT's names. A tied head and embedding are both listed, as in PEFT."""
@@ -190,6 +203,24 @@ def _saved_selection(
         layers=layers,
         full_names=full_names,
     )
+
+
+def _require_same_layers(model: PreTrainedModel, settings: MethodSettings, saved: Selection, *, where: str) -> None:
+    """Raise UserError if the settings that were given select other layers than an adapter that goes on training."""
+    if not {"targets", "layers", "modules_to_save"} & settings.model_fields_set:
+        return
+    given = select_layers(model, settings)
+    are_linears_set = {"targets", "layers"} & settings.model_fields_set
+    wrong = set(given.linears) ^ set(saved.linears) if are_linears_set else set[str]()
+    if "modules_to_save" in settings.model_fields_set:
+        wrong |= set(given.full_modules) ^ set(saved.full_modules)
+    if wrong:
+        raise UserError(
+            f"the config selects other layers than the adapter: {len(wrong)} differ, for example `{min(wrong)}`",
+            where=where,
+            fix="remove `method.targets`, `method.layers` and `method.modules_to_save`: the adapter has its own; to "
+            "train other layers, merge it first with `tunewell export --to merged`",
+        )
 
 
 def _suggest_names(expected: Collection[str], found: Collection[str]) -> str:

@@ -21,6 +21,16 @@ class Chosen(Record, Generic[T]):
     because: str
 
 
+class Start(Record):
+    """The trained model from which a run goes on: a checkpoint of an earlier run, or an adapter."""
+
+    path: str
+    step: int | None = None
+    """The step of the checkpoint; None for an adapter without a run."""
+    sha256: str
+    """Hash of its weight file."""
+
+
 class Plan(Record):
     """The plan of a run. Secrets are redacted, so a path that contains a secret cannot be used after reading."""
 
@@ -35,6 +45,8 @@ class Plan(Record):
     seed: int
     config: dict[str, Any]
     """The whole config as it was read."""
+    start: Start | None = None
+    """None if the run starts from a model that is no run and no adapter."""
 
     device: Chosen[str]
     precision: Chosen[Literal["fp32", "bf16", "fp16"]]

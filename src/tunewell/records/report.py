@@ -38,7 +38,9 @@ class EvaluatedModel(Record):
     kind: Literal["run", "adapter", "model"]
     path: str | None = None
     base: str | None = None
-    """The base model, or None if there is no base model to compare with."""
+    """The model that it is compared with, or None if there is none."""
+    base_role: str = "the base model"
+    """`the base model` or, if the run went on from an earlier run or adapter, `where this run started`."""
     step: int | None = None
     """The step of the evaluated checkpoint, if the model is a run."""
     because: str = ""

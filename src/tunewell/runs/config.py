@@ -17,8 +17,9 @@ from tunewell.config.yaml_reader import parse_scalar
 from tunewell.core.errors import UserError
 from tunewell.core.files import is_url
 from tunewell.core.redact import REDACTED, redact
+from tunewell.records.checkpoint import checkpoint_step
 from tunewell.records.manifest import MANIFEST
-from tunewell.records.plan import PLAN
+from tunewell.records.plan import PLAN, Start
 from tunewell.records.rundir import RUN_CONFIG, RunDir
 
 # Options of one `train` call that are not part of the config: resume, command line, process-wide settings.
@@ -94,7 +95,7 @@ def _key(text: str) -> tuple[str | int, ...]:
 
 
 def require_training_data(loaded: LoadedConfig, *, is_resuming: bool) -> None:
-    """Raise UserError if the config has no data or no model, or if the model is an adapter or a run."""
+    """Raise UserError if the config has no data or no model."""
     config = loaded.config
     fix = "run `tunewell init DATA --model MODEL` first, or add `--data` and `--model` to the command"
     if is_resuming and config.model is None:
@@ -106,15 +107,22 @@ def require_training_data(loaded: LoadedConfig, *, is_resuming: bool) -> None:
         )
     if config.model is None:
         raise UserError("`model` is not set in the config", fix=fix)
-    path = loaded.path(config.model)
-    for name, kind in ((_ADAPTER_CONFIG, "an adapter"), (PLAN, "a run")):
-        if (path / name).is_file():
-            export = f"tunewell export {shlex.quote(str(path))} --to merged --out NEW"
-            raise UserError(
-                f"`{config.model}` is {kind}; training needs a complete model",
-                where=loaded.origin("model"),
-                fix=f"merge it with `{export}`, then train `NEW/merged`",
-            )
+
+
+def with_start(loaded: LoadedConfig) -> tuple[LoadedConfig, Start | None]:
+    """Resolve a config whose `model` is a run or an adapter. Return the config of its base model, and the start.
+
+    Other configs are returned unchanged, and so is a resolved one. Raises UserError if training cannot go on from it.
+    """
+    config = loaded.config
+    path = loaded.path(config.model or "")
+    is_checkpoint = checkpoint_step(path.name) is not None and (path.parent.parent / PLAN).is_file()
+    is_start = config.model is not None and any((path / name).is_file() for name in (_ADAPTER_CONFIG, PLAN))
+    if not (is_start or is_checkpoint or config.method.adapter):
+        return loaded, None
+    from tunewell.runs.start import find_start  # imports torch, which `prepare` does without
+
+    return find_start(loaded)
 
 
 def dump_config(loaded: LoadedConfig, argv: Sequence[str] | None = None) -> str:
@@ -136,9 +144,9 @@ def _with_paths(loaded: LoadedConfig, respell: Callable[[str], str]) -> dict[str
     def respelled(path: str) -> str:
         return path if is_url(path) or Path(path).expanduser().is_absolute() else respell(path)
 
-    for key in ("model", "tokenizer"):
-        if config.get(key) and loaded.path(config[key]).exists():
-            config[key] = respelled(config[key])
+    for group, key in ((config, "model"), (config, "tokenizer"), (config.get("method", {}), "adapter")):
+        if group.get(key) and loaded.path(group[key]).exists():
+            group[key] = respelled(group[key])
     config["corpus"] = respelled(loaded.config.corpus)
     data = config.get("data", {})
     if isinstance(data.get("held_out"), str):

@@ -94,6 +94,7 @@ def _resolve_run(run: Path, checkpoint: str, base: str | None, sets: Sequence[st
         loaded=loaded,
         added_tokens=added,
         plan=plan,
+        start=loaded.path(loaded.config.method.adapter) if is_adapter and loaded.config.method.adapter else None,
         step=saved.step,
         because=because,
         notes=notes,

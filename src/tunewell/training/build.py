@@ -22,10 +22,10 @@ from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.inference.decoder import Decoding
 from tunewell.inference.degeneration import find_degeneration
 from tunewell.inference.generate import corpus_stop_ids, generate
-from tunewell.methods.base import Method
+from tunewell.methods.base import AdapterMethod, Method
 from tunewell.models import attention
 from tunewell.models.facts import fingerprint_weights
-from tunewell.models.load import LoadOptions, load_model, verify_placement
+from tunewell.models.load import LoadedModel, LoadOptions, load_model, verify_placement
 from tunewell.models.support import head_shape
 from tunewell.records.events import EventLog
 from tunewell.records.healing import HEALING, read_healing
@@ -115,13 +115,7 @@ def build_run(parts: RunInputs) -> Run:
     )
     found = load_model(options)
     model = found.model
-    method = method_class.apply(
-        model,
-        config.method,
-        seed=plan.seed,
-        text_prefix=found.text_prefix,
-        has_new_tokens=bool(found.new_token_ids),
-    )
+    method = _apply_method(method_class, parts, found)
     for message in (*found.notes, *method.notes):
         note(message)
     verify_placement(model, device=device, dtype=dtype, trainable=masters)
@@ -165,6 +159,19 @@ def build_run(parts: RunInputs) -> Run:
     )
 
 
+def _apply_method(method_class: type[Method], parts: RunInputs, found: LoadedModel) -> Method:
+    """Apply the training method to the model, or load the adapter that goes on being trained."""
+    settings, prefix = parts.config.method, found.text_prefix
+    if settings.adapter is not None:
+        assert issubclass(method_class, AdapterMethod)  # checked by `runs/start.py`
+        folder = parts.loaded.path(settings.adapter)
+        return method_class.load(found.model, folder, text_prefix=prefix, settings=settings)
+    has_new_tokens = bool(found.new_token_ids)
+    return method_class.apply(
+        found.model, settings, seed=parts.plan.seed, text_prefix=prefix, has_new_tokens=has_new_tokens
+    )
+
+
 def describe_start(parts: RunInputs, run: Run) -> RunStarted:
     """Return the first event of a run."""
     num_trainable = sum(parameter.numel() for parameter in run.learner.parameters.values())
@@ -194,6 +201,7 @@ def identity_of(plan: Plan, config: Config, weights: str | None) -> dict[str, An
         "seed": plan.seed,
         **{name: getattr(plan, name).value for name in _IDENTITY},
         **METHODS.load(plan.method.value).identity(config.method),
+        **({"adapter": plan.start.sha256} if plan.start and config.method.adapter else {}),
         **config.train.model_dump(mode="json", include=set(_OPTIMIZER)),
     }
 

@@ -25,6 +25,8 @@ from tunewell.models.facts import read_facts
 from tunewell.planning.first_config import InitResult, config_text
 from tunewell.planning.plan import starting_point
 from tunewell.records.manifest import Manifest
+from tunewell.records.plan import Chosen
+from tunewell.runs.config import with_start
 from tunewell.workflows.prepare import temporary_corpus
 
 _SAMPLE_ROWS = 1000
@@ -48,7 +50,9 @@ def init(
         raise UserError(f"`{path}` already exists", fix="use `--force` to replace it, or `--out` for another name")
     plain, limit = split_limit(data)
     files = find_files(plain, base=Path())
-    template = _fitting_template(load_tokenizer(model))
+    given = with_start(LoadedConfig(Config(model=model), Path(), None, {}))[0].config
+    base = given.model or model
+    template = _fitting_template(load_tokenizer(given.tokenizer or base))
     with _naming_a_config(path, model, plain):
         first = list(islice(parsed_rows(files, _READ), min(limit or _SAMPLE_ROWS, _SAMPLE_ROWS)))
         labels = find_labels(first, islice(parsed_rows(files, _READ), limit))
@@ -56,9 +60,13 @@ def init(
         source = {"format": "classification" if labels else "auto", "columns": columns}
         sample = _sample(data, model, template, source, progress)
     num_rows = min(_count_rows(files), limit or 1 << 62)
-    facts = read_facts(model)
+    facts = read_facts(base)
     held_out = _held_out_beside(files)
     start = starting_point(num_rows, facts.num_parameters)
+    if given.method.adapter is not None:
+        because = f"that of the adapter, which goes on being trained on `{facts.name}`"
+        rank = Chosen[int](value=given.method.rank, because=because)
+        start = replace(start, rank=rank, alpha=Chosen[int](value=given.method.alpha, because=because))
     result = InitResult(path, "", sample, facts, num_rows, held_out, template, start, labels, columns)
     text = config_text(result, data, model)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,14 +10,17 @@ from typing import Any
 
 from tunewell.config.load import ConfigLike, LoadedConfig, to_loaded_config
 from tunewell.config.schema import Config
+from tunewell.core.errors import UserError
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.data.corpus.build import build
 from tunewell.data.corpus.reader import Corpus, open_corpus
 from tunewell.data.corpus.spec import BuildSpec, make_spec, require_model_and_data
 from tunewell.data.corpus.writer import CorpusOutput
 from tunewell.data.text_pipeline import TextPipeline
+from tunewell.data.tokenizers.load import LoadedTokenizer
 from tunewell.models.facts import read_facts
 from tunewell.records.manifest import Manifest
+from tunewell.runs.config import with_start
 
 
 @dataclass(frozen=True)
@@ -90,12 +93,29 @@ def temporary_corpus(
 ) -> Iterator[Corpus]:
     """Yield a temporary corpus of a config with changed top-level values. It is deleted afterwards."""
     with tempfile.TemporaryDirectory(prefix="tunewell-corpus-") as folder:
-        tree = {**loaded.config.model_dump(), **changes, "corpus": str(Path(folder) / "corpus")}
+        tree = {**loaded.config.model_dump(exclude_unset=True), **changes, "corpus": str(Path(folder) / "corpus")}
         yield open_corpus(prepare(replace(loaded, config=Config.model_validate(tree)), progress=progress).corpus)
 
 
 def load_spec(loaded: LoadedConfig) -> BuildSpec:
     """Load the tokenizer and the templates, and return the build spec."""
+    loaded, _ = with_start(loaded)
     require_model_and_data(loaded)
     text = TextPipeline.load(loaded)
-    return make_spec(loaded, text, context_limit=read_facts(text.model).context_limit)
+    facts = read_facts(text.model)
+    if loaded.config.method.adapter is not None:
+        text.tokenizer = _with_earlier_tokens(text.tokenizer, facts.vocab_size)
+    return make_spec(loaded, text, context_limit=facts.context_limit)
+
+
+def _with_earlier_tokens(tokenizer: LoadedTokenizer, num_rows: int | None) -> LoadedTokenizer:
+    """Return the tokenizer of an adapter; tokens without a row in the base model's embedding count as added."""
+    if tokenizer.added_by_us:
+        named = ", ".join(f"`{token}`" for token in tokenizer.added_by_us)
+        raise UserError(
+            f"the chat template needs new tokens, {named}, which the adapter has not learned",
+            fix="leave out `tokenizer` and `template`, so that those of the earlier run are used; or merge the adapter "
+            "first with `tunewell export --to merged`, and train the merged model",
+        )
+    added = {token.id: text for text, token in tokenizer.added.items() if num_rows and token.id >= num_rows}
+    return replace(tokenizer, added_by_us=tuple(added[number] for number in sorted(added)))

@@ -19,8 +19,8 @@ from tunewell.export.preflight import require_exportable
 from tunewell.hardware.allocator import keep_freed_memory
 from tunewell.hardware.device import measure_threads, probe_device, torch_threads
 from tunewell.planning.plan import plan_run
-from tunewell.records.plan import Plan
-from tunewell.runs.config import RunOptions, require_training_data
+from tunewell.records.plan import Plan, Start
+from tunewell.runs.config import RunOptions, require_training_data, with_start
 from tunewell.runs.folder import RunFolder, keep_measured_settings, open_run_folder, require_known_changes, restore_run
 from tunewell.runs.heartbeat import Heartbeat
 from tunewell.runs.outcome import write_run_files
@@ -43,12 +43,13 @@ _EXIT_NOT_VALIDATED = 3
 def run_training(loaded: LoadedConfig, options: RunOptions, listener: Listener = silent) -> TrainResult:
     """Prepare the corpus, train the model and validate it. Raise UserError for problems before the first step."""
     require_known_changes(options.allowed_changes, is_resuming=options.is_resuming)
+    loaded, start = with_start(loaded)
     require_training_data(loaded, is_resuming=options.is_resuming)
     if loaded.config.export.to:
         require_exportable(loaded)
     if loaded.config.verdict.metrics:
         load_metrics(loaded.config.verdict.metrics, base=loaded.base)  # an error in them is raised now, not at the end
-    training = _Training(loaded, options, listener)
+    training = _Training(loaded, options, listener, start)
     result = training.run()
     if training.world.is_first and result.status == "finished" and loaded.config.verdict.after_training:
         return _validated(result, training)
@@ -58,8 +59,8 @@ def run_training(loaded: LoadedConfig, options: RunOptions, listener: Listener =
 class _Training:
     """One training run in this process, from the run folder to the result."""
 
-    def __init__(self, loaded: LoadedConfig, options: RunOptions, listener: Listener) -> None:
-        self.loaded, self.options = loaded, options
+    def __init__(self, loaded: LoadedConfig, options: RunOptions, listener: Listener, start: Start | None) -> None:
+        self.loaded, self.options, self.start = loaded, options, start
         self.heartbeat = Heartbeat(options.supervisor_fds) if options.supervisor_fds else None
         self.recorder = MetricsRecorder(*([self.heartbeat] if self.heartbeat else []), listener)
         self.hooks = parse_faults(options.faults, is_allowed=options.allow_faults) if options.faults else StepHooks()
@@ -109,6 +110,9 @@ class _Training:
             corpus = open_corpus(self.loaded.path(self.loaded.config.corpus), verify=True)
         with self.recorder.stage("plan"):
             plan, order = plan_run(self.loaded, corpus, self.device, measure_threads=measure_threads)
+            plan = plan.model_copy(update={"start": self.start})
+            if self.start is not None:
+                self.recorder.note(f"training goes on from `{self.start.path}`")
             if self.options.is_resuming:
                 plan = keep_measured_settings(folder.path, plan, self.options.allowed_changes, self.recorder)
             else:

@@ -116,8 +116,8 @@ def print_header(chat: "Chat", *, with_base: bool) -> None:
     template = f"template: {model.masker.template.name}" if model.masker else "no chat template: continues your text"
     runtime = f", runs with {one_line(model.computed_by)}" if model.computed_by else ""
     lines = [f"{one_line(ref.name)}{reason}"]
-    if ref.base is not None:
-        lines.append(f"trained from {one_line(ref.base)}" + (", which also answers" if with_base else ""))
+    if ref.started_from is not None:
+        lines.append(f"trained from {one_line(ref.started_from)}" + (", which also answers" if with_base else ""))
     lines.append(f"{template}; {options_text(chat)}; {model.precision} on {model.device.name}{runtime}")
     lines += [f"note: {one_line(note)}" for note in model.notes]
     print_aside("\n".join([*lines, "/help lists the commands, Ctrl-C stops an answer, Ctrl-D quits"]))

@@ -69,7 +69,7 @@ def _head(report: "Report") -> str:
     model = report.subject
     rows = [["tested", model.name, model.because]]
     if model.base:
-        rows.append(["against", model.base, "the base model"])
+        rows.append(["against", model.base, model.base_role])
     took = ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in report.seconds.items())
     rows.append(["on", report.data, f"took {duration(sum(report.seconds.values()))}: {took}" if took else ""])
     return lined(rows)
