@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from tunewell.core.errors import UserError
     from tunewell.data.corpus.reader import open_corpus
     from tunewell.integrations.hf_callback.callback import HealthCallback
-    from tunewell.library.functions import export, prepare, train, validate
+    from tunewell.library.functions import export, prepare, rehearse, train, validate
     from tunewell.library.model import load
 
     __version__: str
@@ -22,6 +22,7 @@ __all__ = [
     "load",
     "open_corpus",
     "prepare",
+    "rehearse",
     "train",
     "validate",
 ]
@@ -33,6 +34,7 @@ _HOMES = {
     "load": "tunewell.library.model",
     "open_corpus": "tunewell.data.corpus.reader",
     "prepare": "tunewell.library.functions",
+    "rehearse": "tunewell.library.functions",
     "train": "tunewell.library.functions",
     "validate": "tunewell.library.functions",
 }

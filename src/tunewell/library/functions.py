@@ -115,6 +115,7 @@ def _plain(value: Any) -> Any:
 
 if TYPE_CHECKING:
     from tunewell.library.export_result import ExportResult
+    from tunewell.library.rehearsal_result import Rehearsal
 
 Config = Mapping[str, Any] | str | Path | None
 
@@ -155,6 +156,28 @@ def train(
                 on_evaluate(event)
 
         return as_result(TrainResult, run_training(loaded, options, listen))
+
+
+def rehearse(
+    config: Config = None,
+    *,
+    model: str | Path | None = None,
+    data: Any = None,
+    progress: Show = True,
+    sets: Sequence[str] = (),
+    allow_pickle: bool = False,
+) -> "Rehearsal":
+    """Train on a few rows for two minutes at most, before a long run. No run is written; the corpus is prepared.
+
+    `problems` of the result lists what is wrong, each with its remedy: the loss of the rows must fall, and an answer
+    must change.
+    """
+    from tunewell.library.rehearsal_result import Rehearsal
+    from tunewell.workflows.rehearse import rehearse as run_rehearsal
+
+    loaded = load_for_run(config, _as_list(sets), is_resuming=False, model=_text(model), data=data_paths(data))
+    with shown(progress) as show:
+        return as_result(Rehearsal, run_rehearsal(loaded, RunOptions(allow_pickle=allow_pickle), show))
 
 
 def prepare(

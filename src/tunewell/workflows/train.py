@@ -42,6 +42,16 @@ _EXIT_NOT_VALIDATED = 3
 
 def run_training(loaded: LoadedConfig, options: RunOptions, listener: Listener = silent) -> TrainResult:
     """Prepare the corpus, train the model and validate it. Raise UserError for problems before the first step."""
+    loaded, start = require_trainable(loaded, options)
+    training = Training(loaded, options, listener, start)
+    result = training.run()
+    if training.world.is_first and result.status == "finished" and loaded.config.verdict.after_training:
+        return _validated(result, training)
+    return result
+
+
+def require_trainable(loaded: LoadedConfig, options: RunOptions) -> tuple[LoadedConfig, Start | None]:
+    """Check the config before anything is loaded. Return it with its base model, and the run from which it goes on."""
     require_known_changes(options.allowed_changes, is_resuming=options.is_resuming)
     loaded, start = with_start(loaded)
     require_training_data(loaded, is_resuming=options.is_resuming)
@@ -49,14 +59,10 @@ def run_training(loaded: LoadedConfig, options: RunOptions, listener: Listener =
         require_exportable(loaded)
     if loaded.config.verdict.metrics:
         load_metrics(loaded.config.verdict.metrics, base=loaded.base)  # an error in them is raised now, not at the end
-    training = _Training(loaded, options, listener, start)
-    result = training.run()
-    if training.world.is_first and result.status == "finished" and loaded.config.verdict.after_training:
-        return _validated(result, training)
-    return result
+    return loaded, start
 
 
-class _Training:
+class Training:
     """One training run in this process, from the run folder to the result."""
 
     def __init__(self, loaded: LoadedConfig, options: RunOptions, listener: Listener, start: Start | None) -> None:
@@ -73,14 +79,14 @@ class _Training:
         world, options = self.world, self.options
         with open_run_folder(self.loaded, world, is_resuming=options.is_resuming) as folder:
             with world.failing_together():
-                self._prepare()
+                self.prepare()
             with world.failing_together():
-                corpus, plan, order = self._plan(folder)
+                corpus, plan, order = self.plan(folder)
             for caution in [] if options.is_resuming else corpus.manifest.cautions():
                 self.recorder.note(caution)
-            with self._process_settings(plan):
+            with self.process_settings(plan):
                 with world.failing_together():
-                    inputs, run = self._build(folder, corpus, plan, order)
+                    inputs, run = self.build(folder, corpus, plan, order)
                 require_same_settings(inputs, run)
                 self._warn(corpus, run)
                 first_tokens = run.progress.tokens
@@ -98,13 +104,13 @@ class _Training:
             world.shut_down()
             return result
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
         """Prepare the corpus on rank 0. Without sources, the existing corpus is used."""
         with self.recorder.stage("prepare", "preparing the corpus"):
             if self.loaded.config.data.sources and self.world.is_first:
                 prepare(self.loaded)
 
-    def _plan(self, folder: RunFolder) -> tuple[Corpus, Plan, DataOrder]:
+    def plan(self, folder: RunFolder) -> tuple[Corpus, Plan, DataOrder]:
         """Open the corpus and plan the run. A resumed run keeps the measured settings of its first plan."""
         with self.recorder.stage("prepare"):
             corpus = open_corpus(self.loaded.path(self.loaded.config.corpus), verify=True)
@@ -119,7 +125,7 @@ class _Training:
                 folder.write_plan(self.loaded, plan, corpus, argv=self.options.argv)
         return corpus, plan, order
 
-    def _build(self, folder: RunFolder, corpus: Corpus, plan: Plan, order: DataOrder) -> tuple[RunInputs, Run]:
+    def build(self, folder: RunFolder, corpus: Corpus, plan: Plan, order: DataOrder) -> tuple[RunInputs, Run]:
         """Load the model, restore the checkpoint of a resumed run, and check that packed documents stay separate."""
         options, recorder = self.options, self.recorder
         with recorder.stage("load", "loading the model"):
@@ -146,7 +152,7 @@ class _Training:
             check_packing(inputs, run)
         return inputs, run
 
-    def _process_settings(self, plan: Plan) -> AbstractContextManager[None]:
+    def process_settings(self, plan: Plan) -> AbstractContextManager[None]:
         """Set the number of threads, permanently on the command line and temporarily in a library call."""
         if not self.options.owns_process:
             return torch_threads(plan.threads.value)
@@ -167,7 +173,7 @@ class _Training:
             self.recorder.note(warning)
 
 
-def _validated(result: TrainResult, training: _Training) -> TrainResult:
+def _validated(result: TrainResult, training: Training) -> TrainResult:
     """Validate the saved model and add the report to the result. A validation error becomes a note."""
     gc.collect()
     if torch.cuda.is_available():

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
     from tunewell.config.load import LoadedConfig
     from tunewell.config.rules import Healing
+    from tunewell.runs.config import RunOptions
 
+_REHEARSE = "Only train on a few rows, for two minutes at most: does the loss fall? No run is written."
 _RESUME = "Resume the run in that folder. Without a config, use the settings of the run."
 
 
@@ -42,6 +44,7 @@ def command(
         bool, typer.Option("--no-supervisor", help="Train in this process, for debuggers. A crash ends the run.")
     ] = False,
     worker: Annotated[str | None, typer.Option("--worker", "--supervised", hidden=True)] = None,
+    rehearse: Annotated[bool, typer.Option("--rehearse", help=_REHEARSE)] = False,
     no_validate: Annotated[bool, typer.Option("--no-validate", help="Do not test the model after training.")] = False,
     json: AsJson = False,
 ) -> None:
@@ -57,7 +60,7 @@ def command(
             sets.append("verdict.after_training=false")
         return load_for_run(config, sets, is_resuming=resume, model=model, data=data, seed=seed)
 
-    if worker is None and not no_supervisor and can_supervise():
+    if worker is None and not no_supervisor and not rehearse and can_supervise():
         raise typer.Exit(_supervise(load, context.obj))
     from tunewell.cli.screens.training import is_first_process, shown_training
     from tunewell.runs.config import RunOptions
@@ -73,6 +76,8 @@ def command(
         faults=os.environ.get("TUNEWELL_FAULTS"),
         allow_faults=enable_fault_injection,
     )
+    if rehearse:
+        raise typer.Exit(_rehearse(loaded, options, json=json))
     with shown_training() as listener:
         listener(Progress("importing torch"))
         # Importing torch takes seconds, so the screen is shown first.
@@ -97,6 +102,22 @@ def command(
         send_to_supervisor(worker, "printed")
     if result.exit_code:
         raise typer.Exit(result.exit_code)
+
+
+def _rehearse(loaded: "LoadedConfig", options: "RunOptions", *, json: bool) -> int:
+    """Rehearse the run, print the result and return the exit code."""
+    from tunewell.cli.progress import shown_stages
+    from tunewell.cli.screens.rehearsal import rehearsal_screen
+    from tunewell.cli.startup import import_libraries
+
+    with shown_stages() as progress:
+        progress(Progress("importing torch"))
+        import_libraries(device=loaded.config.device)
+        from tunewell.workflows.rehearse import rehearse
+
+        result = rehearse(loaded, options, lambda event: progress(event) if isinstance(event, Progress) else None)
+    emit(json_text(result.as_json()) if json else rehearsal_screen(result))
+    return result.exit_code
 
 
 def _supervise(load: "Callable[[], LoadedConfig]", argv: "Sequence[str]") -> int:

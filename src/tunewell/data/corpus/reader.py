@@ -1,5 +1,6 @@
 """Open a corpus and read its documents, or its packed sequences as a Hugging Face dataset."""
 
+import copy
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -114,6 +115,13 @@ class Split:
             return read(self.folder / name, in_memory=self._is_in_memory)
         except (OSError, ValueError) as error:  # including `pyarrow.ArrowInvalid`
             raise _damaged(self.folder / name) from error
+
+    def select(self, chosen: npt.NDArray[np.int64]) -> "Split":
+        """Return a split with only these documents, in this order."""
+        split = copy.copy(self)
+        split._record = self._record and self._record.model_copy(update={"documents": len(chosen)})
+        split.__dict__["index"] = {name: column[chosen] for name, column in self.index.items()}
+        return split
 
     def as_dataset(self) -> Any:
         """Return the packed sequences as a `datasets.Dataset` with `input_ids`, `labels`, `seq_lengths`."""
