@@ -165,7 +165,11 @@ def test_an_adapter_of_peft_goes_on(tmp_path: Path) -> None:
         _peft_loss("base", tmp_path / "foreign", "corpus-from-peft"), abs=1e-5
     )
     assert {tensor.shape[0] for name, tensor in _adapter("from-peft").items() if "lora_A" in name} == {3}
-    shutil.rmtree("corpus-from-peft")
+    config = json.loads((tmp_path / "foreign" / "adapter_config.json").read_text())
+    (tmp_path / "foreign" / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": None}))
+    with pytest.raises(UserError, match="does not name its base model") as error:
+        _train(str(tmp_path / "foreign"), "refused")
+    assert "method.adapter" in (error.value.fix or "")
     result = _train("base", "from-peft-2", method={"adapter": str(tmp_path / "foreign")}, **_NO_RATE)
     assert result.held_out_first == pytest.approx(
         _peft_loss("base", tmp_path / "foreign", "corpus-from-peft-2"), abs=1e-5

@@ -42,7 +42,7 @@ def find_start(loaded: LoadedConfig) -> tuple[LoadedConfig, Start]:
         _require_finished(path)
     elif adapter and not path.exists():
         raise UserError(f"there is no adapter `{name}`", where=loaded.origin(key))
-    ref = resolve_model(path, base=loaded.seen(config.model) if adapter and config.model else None)
+    ref = _resolve(path, name, loaded, base=loaded.seen(config.model) if adapter and config.model else None)
     if adapter and ref.adapter is None:
         raise UserError(
             f"`{name}` is a complete model, not an adapter", where=loaded.origin(key), fix=f"write `model: {name}`"
@@ -56,6 +56,16 @@ def find_start(loaded: LoadedConfig) -> tuple[LoadedConfig, Start]:
     folder, file = (ref.adapter, ADAPTER_WEIGHTS) if ref.adapter else (Path(ref.model), _MODEL_WEIGHTS)
     start = Start(path=_spelled(str(folder), loaded), step=ref.step, sha256=sha256_file(folder / file))
     return replace(loaded, config=config.model_copy(update=update)), start
+
+
+def _resolve(path: Path, name: str, loaded: LoadedConfig, base: str | None) -> ModelRef:
+    try:
+        return resolve_model(path, base=base)
+    except UserError as error:
+        if "--base" not in (error.fix or ""):  # other commands have this option
+            raise
+        fix = f"set `model` to the base model and `method.adapter` to `{name}`"
+        raise UserError(error.what, where=error.where or loaded.origin("model"), fix=fix) from error
 
 
 def _require_finished(run: Path) -> None:
