@@ -226,5 +226,5 @@ def test_a_start_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 
 def test_init_reads_a_run(tmp_path: Path) -> None:
     result = init("more.jsonl", model="first", out=tmp_path / "tunewell.yaml")
-    assert "model: first " in result.text and "rank: 4 " in result.text and "alpha: 8 " in result.text
+    assert "/first   #" in result.text and "rank: 4 " in result.text and "alpha: 8 " in result.text
     assert result.facts.name == "base" and result.template == "auto"

@@ -176,10 +176,8 @@ class Training:
 def _validated(result: TrainResult, training: Training) -> TrainResult:
     """Validate the saved model and add the report to the result. A validation error becomes a note."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    loaded, recorder = training.loaded, training.recorder
-    model = loaded.config.model or ""
+    torch.cuda.empty_cache()  # does nothing without a GPU
+    loaded, recorder, model = training.loaded, training.recorder, training.loaded.config.model or ""
     # A secret in the model's name is removed from the run's files, so the run does not know its base model.
     base = loaded.seen(model) if redact(model) != model else None
     options = ValidateOptions(device=loaded.config.device, base=base, allow_pickle=training.options.allow_pickle)
