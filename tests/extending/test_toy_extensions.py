@@ -94,7 +94,7 @@ def test_toy_formats_are_detected_and_can_be_named(tiny_model: Path, tmp_path: P
     assert [source.formats for source in manifest.sources] == [{"riddle": 20}, {"quiz": 20}]
     assert manifest.sources[0].unused == {"author": 20}
     named = tunewell.prepare(model=str(tiny_model), data="rows.jsonl", sets=["data.sources[0].format=riddle"])
-    assert named.manifest.documents == manifest.sources[0].documents
+    assert named.manifest.sources[0].formats == manifest.sources[0].formats
 
 
 def test_a_toy_command_runs_and_is_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
