@@ -82,7 +82,7 @@ def _first_not_finite(
         with learner.stance(batch):
             loss.backward()
     # The backward pass runs from the last layer to the first, so the last bad parameter became non-finite first.
-    broken = [name for name, p in learner.parameters.items() if p.grad is not None and not is_finite(p.grad)]
+    broken = [name for name, gradient in learner.optimizer.gradients().items() if not is_finite(gradient)]
     return f"gradient of `{broken[-1]}`" if broken else None
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tunewell.core.errors import UserError
 from tunewell.data.batches import MicroBatch
@@ -83,12 +83,11 @@ class FaultInjector(StepHooks):
         self._run_out("backward", number, "computing gradients")
 
     @contextmanager
-    def around_update(self, number: int, parameters: dict[str, nn.Parameter]) -> Iterator[None]:
+    def around_update(self, number: int, gradients: dict[str, Tensor]) -> Iterator[None]:
         """Set the gradients to NaN, scale them, or run out of memory while allocating optimizer state."""
         for fault in (*self._happening("gradients", number), *self._happening("loss", number)):
-            for parameter in parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(math.nan if fault.part == "gradients" else fault.number("factor"))
+            for gradient in gradients.values():
+                gradient.mul_(math.nan if fault.part == "gradients" else fault.number("factor"))
         yield
         self._run_out("optimizer", number, "allocating optimizer state")
 

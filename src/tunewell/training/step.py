@@ -61,7 +61,7 @@ class StepHooks:
         """Wrap the forward and backward pass of one micro-batch of step `number`."""
         return nullcontext()
 
-    def around_update(self, number: int, parameters: dict[str, nn.Parameter]) -> AbstractContextManager[None]:
+    def around_update(self, number: int, gradients: dict[str, Tensor]) -> AbstractContextManager[None]:
         """Wrap the allocation of optimizer state, when all gradients are present."""
         return nullcontext()
 
@@ -98,11 +98,12 @@ class TrainableModel(PackedModel):
         OutOfMemory on all ranks if one of them runs out of memory; the weights are then unchanged.
         """
         num_supervised = max(1, sum(len(batch.rows) for batch in batches))
+        self.optimizer.start(number)
         with self.sharing_out_of_memory():
             loss_sum = self._accumulate_gradients(batches, number=number, num_supervised=num_supervised)
         with self.sharing_out_of_memory():
             self._all_reduce(loss_sum)
-            with self.hooks.around_update(number, self.parameters):
+            with self.hooks.around_update(number, self.optimizer.gradients()):
                 self.optimizer.prepare()
         self.heartbeat()
         done = self.optimizer.update(
@@ -185,12 +186,8 @@ class TrainableModel(PackedModel):
             raise OutOfMemory(message or "in another process") from None
 
     def _all_reduce(self, loss_sum: Tensor) -> None:
-        if self.world.size == 1:
-            return
-        for parameter in self.parameters.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        self.world.all_reduce([loss_sum, *(p.grad for p in self.parameters.values() if p.grad is not None)])
+        if self.world.size > 1:
+            self.world.all_reduce([loss_sum, *self.optimizer.gradients(is_complete=True).values()])
 
     def _copy_to_host(self, values: Tensor) -> StepResult:
         """Start copying the metrics to the host without waiting for them."""

@@ -15,24 +15,31 @@ from torch import Tensor, nn
 from torch.utils._triton import has_triton
 
 from tunewell.config.schema import Train
-from tunewell.training.optimizers.base import GradientGuard, Scaler, Update, guard_gradients
+from tunewell.training.optimizers.base import GradientGuard, Optimizer, Scaler, Update, guard_gradients
 
 _NORM = re.compile(r"(?:^|[._])(?:layer|rms)?norm\d*(?:[._]|$)", re.IGNORECASE)
 """Matches norm layers by name, because Cohere's query and key norms are matrices with one row per head."""
 
 
-class AdamW:
-    """Fused AdamW with two parameter groups: weight decay applies to matrices, not to norms and biases."""
+class AdamW(Optimizer):
+    """Fused AdamW with two parameter groups: weight decay applies to matrices, not to norms and biases.
+
+    Subclasses keep the moments in another form. They override `new_moments` and `update_one`.
+    """
+
+    is_fused = True
+    """Whether torch's kernel updates all parameters in fp32 at once. If not, `update_one` updates one at a time."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], settings: Train) -> None:
-        self._parameters = parameters
-        is_matrix = {name: weight.ndim >= 2 and not _NORM.search(name) for name, weight in parameters.items()}
-        matrices = [weight for name, weight in parameters.items() if is_matrix[name]]
-        vectors = [weight for name, weight in parameters.items() if not is_matrix[name]]
+        super().__init__(parameters, settings)
+        self._matrices = {name for name, weight in parameters.items() if weight.ndim >= 2 and not _NORM.search(name)}
+        matrices = [weight for name, weight in parameters.items() if name in self._matrices]
+        vectors = [weight for name, weight in parameters.items() if name not in self._matrices]
         groups = [
             {"params": matrices, "weight_decay": settings.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
+        self._weight_decay = settings.weight_decay
         self.torch_optimizer = torch.optim.AdamW(
             [group for group in groups if group["params"]],
             lr=0.0,  # `update` sets the rate of each step
@@ -41,75 +48,86 @@ class AdamW:
             fused=True,
         )
 
+    def state_of(self, name: str) -> dict[str, Tensor]:
+        """Return the state of a parameter, by part."""
+        return self.torch_optimizer.state[self.parameters[name]]
+
+    def new_moments(self, gradient: Tensor) -> dict[str, Tensor]:
+        """Return the moments of a parameter before its first update."""
+        return {"exp_avg": torch.zeros_like(gradient), "exp_avg_sq": torch.zeros_like(gradient)}
+
     def prepare(self) -> None:
         """Allocate the moments now, because torch would allocate them in the middle of its first step.
 
         Existing moments take the dtype of their parameter, which healing may have changed.
         """
-        for parameter in self._parameters.values():
-            state = self.torch_optimizer.state[parameter]
-            if state and state["exp_avg"].dtype != parameter.dtype:
-                state |= {part: state[part].to(parameter.dtype) for part in ("exp_avg", "exp_avg_sq")}
-            elif parameter.grad is not None and not state:
-                self.torch_optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+        for name, gradient in self.gradients().items():
+            state = self.state_of(name)
+            if "step" not in state:
+                step = torch.zeros((), dtype=torch.float32, device=gradient.device)
+                state |= {"step": step, **self.new_moments(gradient)}
+            state |= {
+                part: value.to(gradient.dtype)
+                for part, value in state.items()
+                if _follows_weight(part, value) and value.dtype != gradient.dtype
+            }
 
     def update(
         self, *, rate: float, max_norm: float | None, loss: Tensor, scaler: Scaler, norm_limit: float = math.inf
     ) -> Update:
         """Clip the gradients and update the weights, unless the guard skips the update."""
+        grads = self.gradients()
+        guard = guard_gradients(grads.values(), loss=loss, scaler=scaler, max_norm=max_norm, norm_limit=norm_limit)
+        if not self.is_fused or any(grad.dtype == torch.bfloat16 for grad in grads.values()):
+            self._update_each(grads, guard, scaler, rate)
+        else:
+            self._update_fused(list(grads.values()), guard, scaler, rate)
+        self.zero_grad()
+        scaler.update(guard.found_inf)
+        return Update(guard.norm, guard.was_skipped)
+
+    def _update_fused(self, grads: list[Tensor], guard: GradientGuard, scaler: Scaler, rate: float) -> None:
         adamw = self.torch_optimizer
-        grads = [p.grad for group in adamw.param_groups for p in group["params"] if p.grad is not None]
-        guard = guard_gradients(grads, loss=loss, scaler=scaler, max_norm=max_norm, norm_limit=norm_limit)
         for group in adamw.param_groups:
             group["lr"] = rate
-        if any(grad.dtype == torch.bfloat16 for grad in grads):
-            self._update_rounded(guard, scaler)
-            return Update(guard.norm, guard.was_skipped)
-        if guard.norm.device.type == "mps":
-            return self._update_on_mps(grads, guard, scaler)
-        # torch's GradScaler sets these attributes on a fused optimizer: the kernel divides the gradients by
-        # `grad_scale`, and skips the update if `found_inf` is 1.
-        adamw.grad_scale = scaler.scale / guard.shrink  # pyright: ignore[reportAttributeAccessIssue]
-        adamw.found_inf = guard.was_skipped  # pyright: ignore[reportAttributeAccessIssue]
-        adamw.step()
-        self.zero_grad()
-        scaler.update(guard.found_inf)
-        return Update(guard.norm, guard.was_skipped)
-
-    @torch.no_grad()
-    def _update_rounded(self, guard: GradientGuard, scaler: Scaler) -> None:
-        """Update the parameters one by one, so that no temporary is larger than a block of one parameter."""
-        groups = [(g, [p for p in g["params"] if p.grad is not None]) for g in self.torch_optimizer.param_groups]
-        parameters = [parameter for _, own in groups for parameter in own]
-        states = [self.torch_optimizer.state[parameter] for parameter in parameters]
-        for state in states:
-            state["step"] += 1 - guard.was_skipped
-        steps_P = torch.stack([state["step"] for state in states])
-        decays_P = torch.cat(
-            [steps_P.new_full((len(own),), 1 - group["lr"] * group["weight_decay"]) for group, own in groups]
-        )
-        values_PV = _step_values(groups[0][0], steps_P, decays_P, guard.shrink / scaler.scale, guard.was_skipped)
-        seeds_P = mixed(steps_P.int() * 0x10001 + torch.arange(len(steps_P), dtype=torch.int32, device=steps_P.device))
-        update, size = _rounding_kernel(steps_P.device.type)
-        for parameter, state, values, seed in zip(parameters, states, values_PV, seeds_P, strict=True):
-            flat = [one.detach().view(-1) for one in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
-            for at in range(0, parameter.numel(), size):
-                update(*(one[at : at + size] for one in flat), values, seed + at if at else seed)
-        self.zero_grad()
-        scaler.update(guard.found_inf)
-
-    def _update_on_mps(self, grads: list[Tensor], guard: GradientGuard, scaler: Scaler) -> Update:
-        """Clip the gradients in Python, because the fused kernel on Apple GPUs ignores the two attributes."""
-        if not bool(guard.was_skipped):
+        if guard.norm.device.type != "mps":
+            # torch's GradScaler sets these attributes on a fused optimizer: the kernel divides the gradients by
+            # `grad_scale`, and skips the update if `found_inf` is 1.
+            adamw.grad_scale = scaler.scale / guard.shrink  # pyright: ignore[reportAttributeAccessIssue]
+            adamw.found_inf = guard.was_skipped  # pyright: ignore[reportAttributeAccessIssue]
+            adamw.step()
+        elif not bool(guard.was_skipped):  # the fused kernel on Apple GPUs ignores the two attributes
             for grad in grads:
                 grad.mul_(guard.shrink / scaler.scale)
-            self.torch_optimizer.step()
-        self.zero_grad()
-        return Update(guard.norm, guard.was_skipped)
+            adamw.step()
+
+    @torch.no_grad()
+    def _update_each(self, grads: dict[str, Tensor], guard: GradientGuard, scaler: Scaler, rate: float) -> None:
+        """Update the parameters one by one, so that no temporary is larger than a block of one parameter."""
+        names = sorted(grads, key=lambda name: name not in self._matrices)
+        for name in names:
+            self.state_of(name)["step"].add_(1 - guard.was_skipped)
+        steps_P = torch.stack([self.state_of(name)["step"] for name in names])
+        num_matrices = sum(name in self._matrices for name in names)
+        decays_P = torch.ones_like(steps_P)
+        decays_P[:num_matrices] = 1 - rate * self._weight_decay
+        betas_eps = self.torch_optimizer.defaults["betas"], self.torch_optimizer.defaults["eps"]
+        values_PV = _step_values(rate, *betas_eps, steps_P, decays_P, guard.shrink / scaler.scale, guard.was_skipped)
+        seeds_P = mixed(steps_P.int() * 0x10001 + torch.arange(len(steps_P), dtype=torch.int32, device=steps_P.device))
+        for name, values, seed in zip(names, values_PV, seeds_P, strict=True):
+            self.update_one(name, grads[name], values, seed)
+
+    def update_one(self, name: str, gradient: Tensor, values: Tensor, seed: Tensor) -> None:
+        """Update a parameter and its moments in place. `values` is a row of `_step_values`."""
+        self.update_moments(name, self.parameters[name].detach(), gradient, values, seed)
+
+    def update_moments(self, name: str, weight: Tensor, gradient: Tensor, values: Tensor, seed: Tensor) -> None:
+        """Update a tensor and the moments of the parameter `name` in place."""
+        state = self.state_of(name)
+        update, size = compiled(update_rounded, weight.device.type)
+        flat = [one.view(-1) for one in (weight, gradient, state["exp_avg"], state["exp_avg_sq"])]
+        for at in range(0, weight.numel(), size):
+            update(*(one[at : at + size] for one in flat), values, seed + at if at else seed)
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
@@ -119,7 +137,7 @@ class AdamW:
         """Return `step`, `exp_avg` and `exp_avg_sq` of every parameter that has been updated."""
         return {
             f"{name}/{part}": value
-            for name, parameter in self._parameters.items()
+            for name, parameter in self.parameters.items()
             for part, value in self.torch_optimizer.state.get(parameter, {}).items()
         }
 
@@ -128,31 +146,36 @@ class AdamW:
         self.torch_optimizer.state.clear()
         for key, value in tensors.items():
             name, _, part = key.rpartition("/")
-            parameter = self._parameters[name]
+            parameter = self.parameters[name]
             # Clone, because safetensors returns views of one buffer and the kernel needs aligned tensors.
-            dtype = value.dtype if part == "step" else parameter.dtype
-            self.torch_optimizer.state[parameter][part] = value.to(parameter.device, dtype).clone()
+            dtype = parameter.dtype if _follows_weight(part, value) else value.dtype
+            self.state_of(name)[part] = value.to(parameter.device, dtype).clone()
 
     def move(self, device: str) -> None:
-        """Move the moments to another device."""
+        """Move the state to another device."""
         for state in self.torch_optimizer.state.values():
             state |= {part: value.to(device) for part, value in state.items()}
 
 
+def _follows_weight(part: str, value: Tensor) -> bool:
+    """Return whether a part of the state has the dtype of its parameter. 8-bit moments and their scales do not."""
+    return value.is_floating_point() and part != "step" and not part.endswith("_scale")
+
+
 def _step_values(
-    group: dict[str, Any], steps_P: Tensor, decays_P: Tensor, scale: Tensor, was_skipped: Tensor
+    rate: float, betas: tuple[float, float], eps: float, steps_P: Tensor, decays_P: Tensor, *flags: Tensor
 ) -> Tensor:
-    """Return the values that `update_rounded` unpacks, one row per parameter."""
-    beta1, beta2 = group["betas"]
-    fixed = [steps_P.new_full((), value) for value in (group["eps"], beta1, beta2)]
-    step_sizes_P = group["lr"] / (1 - beta1 ** steps_P.double())
+    """Return the values that `update_rounded` unpacks, one row per parameter. `flags`: gradient scale, was skipped."""
+    beta1, beta2 = betas
+    fixed = [steps_P.new_full((), value) for value in (eps, beta1, beta2)]
+    step_sizes_P = rate / (1 - beta1 ** steps_P.double())
     root_scales_P = (1 - beta2 ** steps_P.double()).rsqrt()
-    columns = (step_sizes_P, root_scales_P, decays_P, scale, was_skipped, *fixed)
+    columns = (step_sizes_P, root_scales_P, decays_P, *flags, *fixed)
     return torch.stack([column.float().expand(len(steps_P)) for column in columns], 1)
 
 
 def update_rounded(weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, values: Tensor, seed: Tensor) -> None:
-    """Update a flat bf16 weight and its moments in place; compute in fp32 and round at the end.
+    """Update a flat weight and its moments in place; compute in fp32, and round to bf16 at the end.
 
     The noise depends only on `seed` and the position, so a resumed run repeats it. The mean of the gradients is rounded
     to nearest, because each step changes it by more than a rounding error; the mean of the squares is not.
@@ -162,10 +185,11 @@ def update_rounded(weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, v
     mean_ = torch.lerp(grad_, mean.float(), beta1)
     square_ = torch.lerp(grad_ * grad_, square.float(), beta2)
     weight_ = weight.float() * decay - step_size * mean_ / (square_.sqrt() * root_scale + eps)
-    noise = mixed(torch.arange(len(weight), dtype=torch.int32, device=weight.device) + seed)
+    is_rounding = torch.bfloat16 in (weight.dtype, square.dtype)
+    noise = noise_at(weight, seed) if is_rounding else seed
     is_skipped = was_skipped > 0
     weight.copy_(torch.where(is_skipped, weight, rounded(weight_, noise & 0xFFFF, weight.dtype)))
-    square.copy_(torch.where(is_skipped, square, rounded(square_, (noise >> 16) & 0xFFFF, weight.dtype)))
+    square.copy_(torch.where(is_skipped, square, rounded(square_, (noise >> 16) & 0xFFFF, square.dtype)))
     mean.copy_(torch.where(is_skipped, mean, mean_.to(mean.dtype)))
 
 
@@ -176,6 +200,11 @@ def rounded(value: Tensor, noise: Tensor, dtype: torch.dtype) -> Tensor:
     return ((value.view(torch.int32) + noise) & -0x10000).view(torch.float32).to(dtype)
 
 
+def noise_at(weight: Tensor, seed: Tensor) -> Tensor:
+    """Return 32 random bits for each element of a flat tensor. They depend only on the seed and the position."""
+    return mixed(torch.arange(len(weight), dtype=torch.int32, device=weight.device) + seed)
+
+
 def mixed(number: Tensor) -> Tensor:
     """Return pseudo-random int32 numbers: the hash `lowbias32`, with logical shifts written for signed numbers."""
     number = (number ^ ((number >> 16) & 0xFFFF)) * 0x7FEB352D
@@ -184,9 +213,9 @@ def mixed(number: Tensor) -> Tensor:
 
 
 @cache
-def _rounding_kernel(device: str) -> tuple[Callable[..., None], int]:
-    """Return `update_rounded`, compiled into one kernel where that is possible, and the elements per call."""
+def compiled(update: Callable[..., None], device: str) -> tuple[Callable[..., None], int]:
+    """Return an elementwise update, compiled into one kernel where that is possible, and the elements per call."""
     if device == "cuda" and has_triton():
-        compiled: Any = torch.compile(update_rounded, dynamic=True)
-        return compiled, 1 << 31
-    return update_rounded, 1 << 20
+        kernel: Any = torch.compile(update, dynamic=True)
+        return kernel, 1 << 31
+    return update, 1 << 20

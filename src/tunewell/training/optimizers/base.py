@@ -1,13 +1,14 @@
-"""The Optimizer protocol, and shared parts: gradient guard, fp16 loss scaler, learning-rate schedule.
+"""The Optimizer interface, and shared parts: gradient guard, fp16 loss scaler, learning-rate schedule.
 
-To add an optimizer, write a class with the methods of `Optimizer` in this package and add one line to `OPTIMIZERS` in
+To add an optimizer, write a subclass of `Optimizer` in this package and add one line to `OPTIMIZERS` in
 `config/extensions.py`. `train.optimizer`, `--help` and the docs take its name and description from there.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,21 +22,35 @@ _GROWTH_INTERVAL = 2000
 _FIRST_SCALE = 2.0**16
 
 
-class Optimizer(Protocol):
+class Optimizer(ABC):
     """Updates the weights from their gradients. Constructed from the named parameters and the train settings.
 
     No method may wait for the GPU: values that depend on a gradient stay tensors on the device.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], settings: Train) -> None: ...
+    def __init__(self, parameters: dict[str, nn.Parameter], settings: Train) -> None:
+        self.parameters = parameters
 
-    def prepare(self) -> None:
+    def start(self, number: int) -> None:  # noqa: B027  most optimizers need no number
+        """Called before the gradients of step `number` are computed; again if the step is repeated."""
+
+    def gradients(self, *, is_complete: bool = False) -> dict[str, Tensor]:
+        """Return the gradients accumulated since the last update. With several ranks, their sums replace them in place.
+
+        With `is_complete`, parameters without a gradient get one of zeros.
+        """
+        for parameter in self.parameters.values():
+            if is_complete and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return {name: own.grad for name, own in self.parameters.items() if own.grad is not None}
+
+    def prepare(self) -> None:  # noqa: B027  an optimizer may have no state
         """Allocate the state of every parameter that has a gradient and no state yet.
 
         Called before each update. An out-of-memory error here leaves the weights and the state unchanged.
         """
-        ...
 
+    @abstractmethod
     def update(
         self, *, rate: float, max_norm: float | None, loss: Tensor, scaler: "Scaler", norm_limit: float = math.inf
     ) -> "Update":
@@ -43,23 +58,23 @@ class Optimizer(Protocol):
 
         The update is skipped if the loss or a gradient is not finite, or the gradient norm exceeds `norm_limit`.
         """
-        ...
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
-        ...
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
+    @abstractmethod
     def state_tensors(self) -> dict[str, Tensor]:
         """Return the state as `PARAMETER/PART` -> tensor, for a checkpoint."""
-        ...
 
+    @abstractmethod
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Load the state from a checkpoint. An empty dict resets the state."""
-        ...
 
+    @abstractmethod
     def move(self, device: str) -> None:
         """Move the state to the device that the parameters have moved to."""
-        ...
 
 
 def build_optimizer(parameters: dict[str, nn.Parameter], settings: Train) -> Optimizer:
