@@ -32,6 +32,16 @@ def refusal(values: dict, *sets: str) -> str:
         ({"bf16": False, "fp16": False}, "precision", "fp32"),
         ({"bf16": "auto"}, "precision", "auto"),
         ({"optim": "adamw_torch_fused"}, "optimizer", "adamw"),
+        ({"optim": "paged_adamw_32bit"}, "optimizer", "adamw"),
+        ({"optim": "adamw_8bit"}, "optimizer", "adamw8bit"),
+        ({"optim": "adamw_bnb_8bit"}, "optimizer", "adamw8bit"),
+        ({"optim": "paged_adamw_8bit"}, "optimizer", "adamw8bit"),
+        ({"optim": "galore_adamw"}, "optimizer", "galore"),
+        ({"optim": "galore_adamw_layerwise", "optim_target_modules": ["attn", "mlp"]}, "optimizer", "galore"),
+        ({"optim": "galore_adamw_8bit"}, "galore_8bit", True),
+        ({"optim": "galore_adamw_8bit_layerwise", "optim_args": "rank=64"}, "galore_rank", 64),
+        ({"optim": "galore_adamw", "optim_args": "rank=64, update_proj_gap=50, scale=0.5"}, "galore_every", 50),
+        ({"optim": "galore_adamw", "optim_args": "rank=64, update_proj_gap=50, scale=0.5"}, "galore_scale", 0.5),
         ({"learning_rate": 1e-5}, "learning_rate", 1e-5),
         ({"weight_decay": 0.1}, "weight_decay", 0.1),
         ({"max_steps": 7}, "max_steps", 7),
@@ -51,7 +61,9 @@ def test_a_name_with_the_same_meaning_is_converted(foreign, key, value):
     [
         ({"gradient_accumulation_steps": 8}, "`train.batch_documents`"),
         ({"bf16": True, "fp16": True}, "`train.precision`"),
-        ({"optim": "adamw_8bit"}, "`train.optimizer: adamw`"),
+        ({"optim": "lion_8bit"}, "`train.optimizer` with one of `adamw`, `adamw8bit`, `galore`"),
+        ({"optim": "galore_adafactor"}, "`train.optimizer` with one of"),
+        ({"optim_args": "rank=8, proj_type=full", "optim": "galore_adamw"}, "`train.galore_rank`"),
         ({"eval_strategy": "epoch"}, "`evaluate.every_steps`"),
         ({"eval_strategy": "no"}, "`data.held_out: 0`"),
         ({"save_strategy": "epoch"}, "`checkpoints.every_steps`"),
@@ -70,6 +82,15 @@ def test_a_name_without_the_same_meaning_is_refused_with_the_reason(foreign, ins
     assert instead in message
     assert "did you mean" not in message
     assert next(iter(foreign)) in message
+
+
+def test_a_difference_to_the_other_trainer_is_noted():
+    """Paged states and chosen modules have no equivalent here; the run goes on without them."""
+    [paged] = load({"optim": "paged_adamw_8bit"}).notes
+    assert "nothing is paged" in paged
+    [modules] = load({"optim": "galore_adamw", "optim_target_modules": "all-linear"}).notes
+    assert "optim_target_modules" in modules
+    assert load({"optim": "adamw_8bit"}).notes == ()
 
 
 def test_the_origin_is_the_line_of_the_foreign_name(tmp_path):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import tunewell
 from corpora import row
 from tunewell.cli import main as command_line
-from tunewell.config.extensions import FORMATS, METHODS, OPTIMIZERS, FormatEntry, MethodEntry
+from tunewell.config.extensions import FORMATS, METHODS, OPTIMIZERS, FormatEntry, MethodEntry, OptimizerEntry
 from tunewell.core.registry import Entry, Registry
 from tunewell.data.sources.base import SOURCES
 
@@ -60,7 +60,7 @@ def test_a_toy_method_trains_saves_and_resumes(tiny_model: Path) -> None:
 
 def test_a_toy_optimizer_trains_and_resumes(tiny_model: Path) -> None:
     """AdamW must not be assumed anywhere outside its file."""
-    OPTIMIZERS.add(Entry("descent", "plain gradient descent", "toy_optimizer:GradientDescent"))
+    OPTIMIZERS.add(OptimizerEntry("descent", "plain gradient descent", "toy_optimizer:GradientDescent"))
     train = {"max_steps": 4, "batch_documents": 4, "optimizer": "descent", "learning_rate": 0.5, "warmup": 0}
     settings = _settings(tiny_model, method={"kind": "full"}, train=train)
     rows = [row(number) for number in range(30)]

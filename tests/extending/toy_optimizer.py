@@ -6,38 +6,30 @@ import torch
 from torch import Tensor, nn
 
 from tunewell.config.schema import Train
-from tunewell.training.optimizers.base import Scaler, Update, guard_gradients
+from tunewell.training.optimizers.base import Optimizer, Scaler, Update, guard_gradients
 
 
-class GradientDescent:
+class GradientDescent(Optimizer):
     """Subtracts the gradient times the learning rate; it has no state but the number of updates."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], settings: Train) -> None:
-        self._parameters = list(parameters.values())
+        super().__init__(parameters, settings)
         self._num_updates = torch.zeros(())
-
-    def prepare(self) -> None:
-        """Allocate nothing."""
 
     @torch.no_grad()
     def update(
         self, *, rate: float, max_norm: float | None, loss: Tensor, scaler: Scaler, norm_limit: float = math.inf
     ) -> Update:
         """Clip, step and drop the gradients; do nothing if they are not finite."""
-        grads = [own.grad for own in self._parameters if own.grad is not None]
-        guard = guard_gradients(grads, loss=loss, scaler=scaler, max_norm=max_norm, norm_limit=norm_limit)
+        grads = self.gradients()
+        guard = guard_gradients(grads.values(), loss=loss, scaler=scaler, max_norm=max_norm, norm_limit=norm_limit)
         factor = rate * guard.shrink / scaler.scale
-        for own in self._parameters:
-            if own.grad is not None:
-                own.copy_(torch.where(guard.was_skipped > 0, own, own - factor * own.grad))
+        for name, grad in grads.items():
+            own = self.parameters[name]
+            own.copy_(torch.where(guard.was_skipped > 0, own, own - factor * grad))
         self.zero_grad()
         self._num_updates += 1
         return Update(guard.norm, guard.was_skipped)
-
-    def zero_grad(self) -> None:
-        """Drop the gradients."""
-        for own in self._parameters:
-            own.grad = None
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return the number of updates."""

@@ -29,6 +29,10 @@ PLANS: dict[int, dict[str, Any]] = {
     3: {"num_steps": STEPS, "batch_documents": 2, "micro_batch_tokens": 1, "save_every": 3, "evaluate_every": 6},
 }
 TIMES = ("seconds", "memory_bytes")
+LEAN: dict[str, dict[str, Any]] = {
+    "adamw8bit": {"optimizer": "adamw8bit"},
+    "galore": {"optimizer": "galore", "galore_rank": 8, "galore_every": 7},
+}
 
 
 class _Killer(Remembering):
@@ -43,8 +47,14 @@ class _Killer(Remembering):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _begin_or_go_on(folder: Path, accumulation: int, *, kill_at: int | None = None) -> None:
-    run = make_run(folder, plan=PLANS[accumulation])
+def _begin_or_go_on(
+    folder: Path, accumulation: int, *, kill_at: int | None = None, optimizer: str | None = None
+) -> None:
+    if optimizer is None:
+        run = make_run(folder, plan=PLANS[accumulation])
+    else:
+        config = {"method": {"kind": "full"}, "train": LEAN[optimizer]}
+        run = make_run(folder, plan=PLANS[accumulation] | {"method": "full"}, config=config)
     saved = run.checkpoints.newest()
     if saved is None:
         run.events.truncate_to(-1)
@@ -70,28 +80,46 @@ def _log(folder: Path) -> list[dict[str, Any]]:
 
 
 @cache
-def _undisturbed(accumulation: int) -> Path:
+def _undisturbed(accumulation: int, optimizer: str | None = None) -> Path:
     folder = Path(mkdtemp(prefix="tunewell-undisturbed-")) / "run"
-    assert in_child(lambda: _begin_or_go_on(folder, accumulation)) == 0
+    assert in_child(lambda: _begin_or_go_on(folder, accumulation, optimizer=optimizer)) == 0
     return folder
 
 
-def _assert_same(folder: Path, accumulation: int) -> None:
-    whole = _undisturbed(accumulation)
+def _assert_same(folder: Path, accumulation: int, optimizer: str | None = None) -> None:
+    whole = _undisturbed(accumulation, optimizer)
     assert (folder / "state").read_text() == (whole / "state").read_text()
     assert _log(folder) == _log(whole)
 
 
-def _kill_at_step(tmp_path: Path, accumulation: int, step: int) -> None:
+def _kill_at_step(tmp_path: Path, accumulation: int, step: int, optimizer: str | None = None) -> None:
     folder = tmp_path / f"{accumulation}-{step}"
-    assert in_child(lambda: _begin_or_go_on(folder, accumulation, kill_at=step)) == -signal.SIGKILL
-    assert in_child(lambda: _begin_or_go_on(folder, accumulation)) == 0
-    _assert_same(folder, accumulation)
+    killed = in_child(lambda: _begin_or_go_on(folder, accumulation, kill_at=step, optimizer=optimizer))
+    assert killed == -signal.SIGKILL
+    assert in_child(lambda: _begin_or_go_on(folder, accumulation, optimizer=optimizer)) == 0
+    _assert_same(folder, accumulation, optimizer)
 
 
 @pytest.mark.parametrize(("accumulation", "step"), [(1, 1), (3, 12), (1, 40)])
 def test_a_run_killed_at_a_step_ends_as_if_it_had_not_been(tmp_path: Path, accumulation: int, step: int) -> None:
     _kill_at_step(tmp_path, accumulation, step)
+
+
+@pytest.mark.parametrize(("optimizer", "step"), [("adamw8bit", 20), ("galore", 5)])
+def test_a_run_with_small_states_killed_at_a_step_ends_as_if_it_had_not_been(
+    tmp_path: Path, optimizer: str, step: int
+) -> None:
+    """Codes, scales, bases and the schedule of their refreshes go on from the checkpoint of step 18, or of step 3."""
+    _kill_at_step(tmp_path, 3, step, optimizer)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("optimizer", LEAN)
+@pytest.mark.parametrize("step", range(1, STEPS + 1))
+def test_a_run_with_small_states_killed_at_every_step_ends_as_if_it_had_not_been(
+    tmp_path: Path, optimizer: str, step: int
+) -> None:
+    _kill_at_step(tmp_path, 3, step, optimizer)
 
 
 @pytest.mark.faults

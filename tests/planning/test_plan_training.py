@@ -167,6 +167,38 @@ def test_bf16_masters_are_refused_where_they_have_no_meaning(device, kind, preci
     assert _plan(fine).config["train"]["masters"] == "bf16"
 
 
+@pytest.mark.parametrize(
+    ("device", "optimizer", "kind", "named", "fix"),
+    [
+        (MPS, "adamw8bit", "lora", "an Apple GPU", "train.optimizer: adamw"),
+        (MPS, "galore", "full", "an Apple GPU", "device: cpu"),
+        (H200, "galore", "lora", "`method.kind: lora`", "method.kind: full"),
+    ],
+)
+def test_an_optimizer_that_cannot_work_is_refused_before_loading(device, optimizer, kind, named, fix):
+    """The fix names what works instead."""
+    with pytest.raises(UserError) as caught:
+        _plan(_inputs(device, train={"optimizer": optimizer}, method={"kind": kind}))
+    assert named in caught.value.what and fix in (caught.value.fix or "")
+
+
+def test_settings_of_an_optimizer_that_is_not_used_are_refused():
+    """A rank that changes nothing would be searched for in the results."""
+    with pytest.raises(UserError, match=r"`train\.galore_rank` has no effect: the optimizer is `adamw8bit`"):
+        _plan(_inputs(train={"optimizer": "adamw8bit", "galore_rank": 64}))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kind", "rate"),
+    [("adamw8bit", "lora", 2e-4), ("adamw8bit", "full", 2e-5), ("galore", "full", 2e-4)],
+)
+def test_the_default_rate_depends_on_the_optimizer(optimizer, kind, rate):
+    """GaLore's updates are a tenth as large, and the reason says so."""
+    chosen = _plan(_inputs(train={"optimizer": optimizer}, method={"kind": kind})).learning_rate
+    assert chosen.value == rate
+    assert ("times 10" in chosen.because) == (optimizer == "galore")
+
+
 def test_flash_is_not_chosen_for_fp32():
     """Guards `precision: fp32` on a GPU, for which the kernel has no code."""
     assert _plan(_inputs(H200, train={"precision": "fp32"})).attention.value == "sdpa"

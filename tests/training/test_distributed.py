@@ -1,6 +1,7 @@
 """Two processes that train together make the steps that one makes alone."""
 
 import ast
+import json
 import os
 import socket
 import subprocess
@@ -32,6 +33,29 @@ found = held_out_loss(learner, documents, budget=60, most=None)
 assert world.any(world.rank == world.size - 1) and not world.any(False)
 if world.is_first:
     torch.save({"numbers": numbers, "held_out": found.loss, "weights": dict(learner.parameters)}, sys.argv[2])
+world.shut_down()
+"""
+
+
+_LEAN = """
+import json, sys, torch
+sys.path.insert(0, sys.argv[1])
+from lessons import RandomDocuments, tiny_llama
+from tunewell.config.schema import MethodSettings, Train
+from tunewell.methods.full import Full
+from tunewell.training.distributed import World
+from tunewell.training.step import TrainableModel
+torch.set_num_threads(1)
+world = World.initialise(torch.device("cpu"))
+model = tiny_llama(hidden_size=64)
+Full.apply(model, MethodSettings(kind="full"))
+first, settings = json.loads(sys.argv[3])
+learner = TrainableModel(model, "fp32", 40, settings=Train(adam_epsilon=1e-4, **settings), world=world)
+documents = RandomDocuments()
+for number, chosen in enumerate([list(range(11)), [11], list(range(12, 24))]):
+    learner.take_step(documents.batches(chosen, 60), number=first + number, rate=1e-3)
+state = {**learner.parameters, **learner.optimizer.state_tensors()}
+torch.save({name: own.detach() for name, own in state.items()}, f"{sys.argv[2]}.{world.rank}")
 world.shut_down()
 """
 
@@ -96,6 +120,33 @@ def test_two_processes_make_the_steps_of_one(tmp_path: Path) -> None:
     assert abs(together["held_out"] - alone["held_out"]) < 1e-6
     for name, weight in alone["weights"].items():
         torch.testing.assert_close(together["weights"][name], weight, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "settings", "tolerance"),
+    [
+        (0, {"optimizer": "adamw8bit"}, 1e-4),
+        (101, {"optimizer": "galore", "galore_rank": 8}, 1e-6),
+        (0, {"optimizer": "galore", "galore_rank": 8, "galore_every": 2}, 1e-5),
+        (0, {"optimizer": "galore", "galore_rank": 8, "galore_every": 2, "galore_8bit": True}, 1e-4),
+    ],
+    ids=["adamw8bit", "galore, fixed basis", "galore", "galore, 8 bits"],
+)
+def test_two_processes_with_small_states_make_the_steps_of_one(
+    tmp_path: Path, first: int, settings: dict[str, Any], tolerance: float
+) -> None:
+    """Projected gradients are summed over the processes; a new basis is equal in both to the last bit."""
+    made = {}
+    for size in (1, 2):
+        out = tmp_path / f"{size}.pt"
+        started = _start(size, _LEAN, str(Path(__file__).parent), str(out), json.dumps([first, settings]))
+        assert [process.wait(120) for process in started] == [0] * size
+        made[size] = [torch.load(f"{out}.{rank}") for rank in range(size)]
+    [alone], (zeroth, other) = made[1], made[2]
+    assert zeroth.keys() == other.keys() and all(torch.equal(own, other[name]) for name, own in zeroth.items())
+    for name in (name for name in alone if "/" not in name):
+        torch.testing.assert_close(zeroth[name], alone[name], rtol=tolerance, atol=tolerance)
 
 
 def test_what_fails_in_one_fails_in_all_and_nobody_waits_for_one_that_is_gone() -> None:

@@ -11,11 +11,10 @@ from transformers import (
 )
 from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup
 
-from tunewell.config.extensions import OPTIMIZERS
+from tunewell.config.extensions import OPTIMIZERS, OptimizerEntry
 from tunewell.config.schema import Train
-from tunewell.core.registry import Entry
 from tunewell.training.engine import train
-from tunewell.training.optimizers.base import Update, guard_gradients, rate_at
+from tunewell.training.optimizers.base import Optimizer, Update, guard_gradients, rate_at
 from tunewell.training.run import resume
 
 PEAK = 3e-4
@@ -91,29 +90,23 @@ def test_the_drawing_in_the_docstring_is_true():
     assert rates == pytest.approx([1 / 3, 2 / 3, 1, 1, 4 / 5, 3 / 5, 2 / 5, 1 / 5])
 
 
-class Lion:
+class Lion(Optimizer):
     """A toy optimizer: the sign of the gradient, and one counter as state."""
 
     def __init__(self, parameters, settings):
-        self.parameters, self.count = parameters, torch.zeros(())
-
-    def prepare(self):
-        pass
+        super().__init__(parameters, settings)
+        self.count = torch.zeros(())
 
     def update(self, *, rate, max_norm, loss, scaler, norm_limit=float("inf")):
-        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-        guard = guard_gradients(grads, loss=loss, scaler=scaler, max_norm=max_norm, norm_limit=norm_limit)
+        grads = self.gradients()
+        guard = guard_gradients(grads.values(), loss=loss, scaler=scaler, max_norm=max_norm, norm_limit=norm_limit)
         with torch.no_grad():
-            for parameter in self.parameters.values():
-                step = torch.where(guard.was_skipped == 1, 0.0, parameter.grad.sign())
-                parameter.sub_(rate * step)
+            for name, grad in grads.items():
+                step = torch.where(guard.was_skipped == 1, 0.0, grad.sign())
+                self.parameters[name].sub_(rate * step)
         self.count += 1
         self.zero_grad()
         return Update(guard.norm, guard.was_skipped)
-
-    def zero_grad(self):
-        for parameter in self.parameters.values():
-            parameter.grad = None
 
     def state_tensors(self):
         return {"count": self.count}
@@ -128,7 +121,7 @@ class Lion:
 def test_a_new_optimizer_is_one_class_and_one_registry_line(tmp_path, monkeypatch):
     """Config, training, checkpoints and resume take it by its name; nothing else knows AdamW."""
     monkeypatch.setattr(OPTIMIZERS, "_entries", dict(OPTIMIZERS._entries))
-    OPTIMIZERS.add(Entry("lion", "the sign of the gradient", f"{__name__}:Lion"))
+    OPTIMIZERS.add(OptimizerEntry("lion", "the sign of the gradient", f"{__name__}:Lion"))
     config = {"train": {"optimizer": "lion"}}
     run = make_run(tmp_path / "run", config=config, plan={"learning_rate": 1e-3})
     assert isinstance(run.learner.optimizer, Lion) and train(run).status == "finished"

@@ -34,9 +34,39 @@ METHODS: Registry[MethodEntry] = Registry(
 )
 
 
-OPTIMIZERS: Registry[Entry] = Registry(
+@dataclass(frozen=True)
+class OptimizerEntry(Entry):
+    """An optimizer, with the properties that are needed without torch."""
+
+    rate_factor: float = 1.0
+    """The default learning rate is that of the training method times this factor."""
+    rate_reason: str = ""
+    """Why the factor is not 1."""
+    trains_adapters: bool = True
+    runs_on_mps: bool = True
+
+
+_OPTIMIZERS = "tunewell.training.optimizers"
+OPTIMIZERS: Registry[OptimizerEntry] = Registry(
     "optimizer",
-    [Entry("adamw", "AdamW, with two fp32 moments for each parameter", "tunewell.training.optimizers.adamw:AdamW")],
+    [
+        OptimizerEntry("adamw", "AdamW, with two fp32 moments for each parameter", f"{_OPTIMIZERS}.adamw:AdamW"),
+        OptimizerEntry(
+            "adamw8bit",
+            "AdamW with 8-bit moments, a quarter of the memory",
+            f"{_OPTIMIZERS}.adamw8bit:AdamW8bit",
+            runs_on_mps=False,
+        ),
+        OptimizerEntry(
+            "galore",
+            "AdamW on gradients projected to a low rank, for full fine-tuning",
+            f"{_OPTIMIZERS}.galore:GaLore",
+            rate_factor=10.0,
+            rate_reason="GaLore's updates are smaller by `train.galore_scale`, and by the root of rank / width",
+            trains_adapters=False,
+            runs_on_mps=False,
+        ),
+    ],
 )
 
 

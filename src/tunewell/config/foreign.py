@@ -8,7 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tunewell.config.extensions import OPTIMIZERS
+
 _ADAMW = frozenset(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"))
+_PAGED = frozenset(("paged_adamw", "paged_adamw_32bit"))
+_ADAMW8BIT = frozenset(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"))
+_GALORE = frozenset(f"galore_adamw{bits}{layerwise}" for bits in ("", "_8bit") for layerwise in ("", "_layerwise"))
+_GALORE_ARGUMENTS = {"rank": "galore_rank", "update_proj_gap": "galore_every", "scale": "galore_scale"}
 _BATCH = ("per_device_train_batch_size", "micro_batch_size", "train_batch_size")
 _ACCUMULATION = "gradient_accumulation_steps"
 _PACKED = "documents are packed without padding, so grouping by length saves nothing"
@@ -71,6 +77,8 @@ class Translation:
     """Foreign name -> the reason and tunewell's equivalent."""
     used: set[str] = field(default_factory=set[str])
     """All foreign names that were recognised."""
+    notes: list[str] = field(default_factory=list[str])
+    """What differs from the other trainer, for the user."""
 
     def set(self, key: str, value: Any, *names: str) -> None:
         """Set a key of tunewell from foreign names."""
@@ -144,11 +152,47 @@ def _translate_strategy(found: Mapping[str, Any], result: Translation) -> None:
             result.refuse(name, f"write `{section}.every_steps`: a number of steps, or `auto`")
 
 
-def _translate_choices(found: Mapping[str, Any], result: Translation) -> None:
-    if (optimizer := found.get("optim")) in _ADAMW:
+def _translate_optimizer(found: Mapping[str, Any], result: Translation) -> None:
+    """Translate transformers' names of optimizers. Nothing is paged here: paged states spill to the host unseen."""
+    name = found.get("optim")
+    if name in _GALORE:
+        result.set("train.optimizer", "galore", "optim")
+        if "8bit" in name:
+            result.set("train.galore_8bit", True, "optim")
+        _translate_galore(found, result)
+    elif name in _ADAMW8BIT:
+        result.set("train.optimizer", "adamw8bit", "optim")
+    elif name in _ADAMW | _PAGED:
         result.set("train.optimizer", "adamw", "optim")
     elif "optim" in found:
-        result.refuse("optim", f"{optimizer!r} is not supported; write `train.optimizer: adamw`")
+        known = ", ".join(f"`{name}`" for name in OPTIMIZERS.names())
+        result.refuse("optim", f"{name!r} is not supported; write `train.optimizer` with one of {known}")
+    if name in _PAGED | _ADAMW8BIT and str(name).startswith("paged"):
+        result.notes.append(f"`optim: {name}`: the optimizer states stay on the device; nothing is paged")
+
+
+def _translate_galore(found: Mapping[str, Any], result: Translation) -> None:
+    """Translate `optim_args: "rank=64, update_proj_gap=100, scale=0.1"`, and drop the list of target modules."""
+    if "optim_target_modules" in found:
+        result.used.add("optim_target_modules")
+        result.notes.append("`optim_target_modules` is not used: GaLore projects all matrices of the decoder layers")
+    if "optim_args" not in found:
+        return
+    pairs = dict(pair.split("=", 1) for pair in str(found["optim_args"]).replace(" ", "").split(",") if "=" in pair)
+    try:
+        if pairs.pop("proj_type", "std") != "std" or pairs.keys() - _GALORE_ARGUMENTS.keys():
+            raise ValueError
+        values = {key: float(pairs[name]) for name, key in _GALORE_ARGUMENTS.items() if name in pairs}
+    except ValueError:
+        result.refuse("optim_args", "write `train.galore_rank`, `train.galore_every` and `train.galore_scale`")
+        return
+    result.used.add("optim_args")
+    for key, value in values.items():
+        result.set(f"train.{key}", value if key == "galore_scale" else int(value), "optim_args")
+
+
+def _translate_choices(found: Mapping[str, Any], result: Translation) -> None:
+    _translate_optimizer(found, result)
     if (adapter := found.get("adapter", found.get("use_peft"))) in ("lora", True):
         result.set("method.kind", "lora", "adapter" if "adapter" in found else "use_peft")
     elif adapter in ("qlora", "dora"):

@@ -130,6 +130,8 @@ class LoadedConfig:
     file: Path | None
     origins: Mapping[str, str]
     """Dotted key -> `tunewell.yaml line 3`, `--model` or `--set KEY=VALUE`. Keys with their default are absent."""
+    notes: tuple[str, ...] = ()
+    """What differs from another trainer whose settings were converted."""
 
     def origin(self, key: str) -> str:
         """Return where a key or the section that contains it was set, or `default`."""
@@ -211,7 +213,7 @@ def load_config(
         raise
     raise_problems(draft.problems)
     origins = {format_key(key_path): origin for key_path, origin in draft.origins.items() if key_path}
-    return LoadedConfig(config, draft.base, file, origins)
+    return LoadedConfig(config, draft.base, file, origins, tuple(draft.notes))
 
 
 @dataclass
@@ -222,6 +224,7 @@ class _Draft:
     tree: dict[str, Any] = field(default_factory=dict[str, Any])
     origins: dict[KeyPath, str] = field(default_factory=dict[KeyPath, str])
     problems: list[Problem] = field(default_factory=list[Problem])
+    notes: list[str] = field(default_factory=list[str])
 
     def origin(self, key_path: KeyPath) -> str:
         """Return where a key path was set: the key itself, the first value inside it, or the section around it."""
@@ -318,6 +321,7 @@ def _translate_foreign(draft: _Draft) -> None:
     from tunewell.config.foreign import translate  # only for configs with unknown keys
 
     found = translate({name: _section(draft.tree, path[:-1])[path[-1]] for name, path in unknown.items()})
+    draft.notes += found.notes
     for name, reason in found.refused.items():
         draft.problems.append(Problem(f"`{name}` is not a setting of tunewell", draft.origin(unknown[name]), reason))
     for key, (value, name) in found.values.items():

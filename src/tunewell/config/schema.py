@@ -292,7 +292,7 @@ class Train(Section):
     """Number of optimizer steps, instead of `epochs`. `null`: as many as the epochs need."""
     learning_rate: Annotated[Float, Field(gt=0, le=1)] | Auto = "auto"
     """Peak learning rate, reached at the end of the warm-up. `auto`: 2e-4 for LoRA, 2e-5 for full fine-tuning, and
-    2e-4 for a new model with random weights."""
+    2e-4 for a new model with random weights; with `galore`, ten times that."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Learning rate schedule after the warm-up: cosine or linear decay to `min_rate_share`, or constant."""
     min_rate_share: Annotated[Float, Field(ge=0, le=1)] = 0.0
@@ -308,6 +308,14 @@ class Train(Section):
     """Adam beta2: decay of the running mean of the squared gradients."""
     adam_epsilon: Annotated[Float, Field(gt=0)] = 1e-8
     """Adam epsilon: added to the denominator to avoid division by zero."""
+    galore_rank: Annotated[Int, Field(ge=1, le=4096)] = 128
+    """GaLore: rank of the projected gradients. Matrices whose shorter side is not longer are not projected."""
+    galore_every: Annotated[Int, Field(ge=1)] = 200
+    """GaLore: steps between two refreshes of a projection. The refreshes of different matrices are spread over them."""
+    galore_scale: Annotated[Float, Field(gt=0)] = 0.25
+    """GaLore: factor of the updates of projected matrices."""
+    galore_8bit: Bool = False
+    """GaLore: store the moments in 8 bits, as `adamw8bit` does."""
     max_grad_norm: Annotated[Float, Field(gt=0)] | None = 1.0
     """Gradient clipping: a gradient with a larger norm is scaled down to this norm. `null`: no clipping."""
     batch_tokens: Annotated[Int, Field(ge=1)] | Auto = "auto"

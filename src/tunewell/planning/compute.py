@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from tunewell.config.extensions import METHODS, OPTIMIZERS
 from tunewell.config.load import LoadedConfig
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
@@ -145,6 +146,34 @@ def require_masters(inputs: PlanInputs, precision: Precision) -> None:
             where=inputs.where("train.masters"),
             fix="set `train.masters: fp32`, or set `method.kind: full` and `train.precision: bf16`",
         )
+
+
+def require_optimizer(inputs: PlanInputs) -> None:
+    """Raise UserError if the optimizer cannot be used with this method or device, or if its settings have no effect."""
+    name, method, where = inputs.config.train.optimizer, inputs.config.method.kind, inputs.where("train.optimizer")
+    entry = OPTIMIZERS.entry(name)
+    if not entry.trains_adapters and METHODS.entry(method).is_adapter:
+        raise UserError(
+            f"the optimizer `{name}` cannot be used with `method.kind: {method}`: an adapter has small "
+            "gradients, so projecting them saves nothing",
+            where=where,
+            fix="set `train.optimizer: adamw`, or set `method.kind: full`",
+        )
+    if not entry.runs_on_mps and inputs.device.kind == "mps":
+        raise UserError(
+            f"the optimizer `{name}` cannot be used on an Apple GPU: it is not tested there",
+            where=where,
+            fix="set `train.optimizer: adamw`; to save memory, set `method.kind: lora` or `device: cpu`",
+        )
+    for key, field in type(inputs.config.train).model_fields.items():
+        prefix = key.partition("_")[0]
+        is_changed = getattr(inputs.config.train, key) != field.default
+        if prefix in OPTIMIZERS.names() and prefix != name and is_changed:
+            raise UserError(
+                f"`train.{key}` has no effect: the optimizer is `{name}`",
+                where=inputs.where(f"train.{key}"),
+                fix=f"remove it, or set `train.optimizer: {prefix}`",
+            )
 
 
 def choose_attention(inputs: PlanInputs, precision: Precision) -> Chosen[Attention]:

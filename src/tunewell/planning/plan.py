@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tunewell import __version__
-from tunewell.config.extensions import METHODS
+from tunewell.config.extensions import METHODS, OPTIMIZERS
 from tunewell.config.fields import MethodName
 from tunewell.config.load import LoadedConfig
 from tunewell.core.errors import UserError
@@ -30,6 +30,7 @@ from tunewell.planning.compute import (
     choose_precision,
     choose_threads,
     require_masters,
+    require_optimizer,
 )
 from tunewell.records.plan import Chosen, Plan
 
@@ -136,6 +137,7 @@ def plan_training(inputs: PlanInputs, *, batch: Batch, num_steps: int, epochs: f
         raise UserError("no model is set", fix="set `model` in the config, or use `--model`")
     precision = choose_precision(inputs)
     require_masters(inputs, precision.value)
+    require_optimizer(inputs)
     attention = choose_attention(inputs, precision.value)
     evaluate_every = _evaluate_every(inputs, num_steps)
     has_max_steps = config.train.max_steps is not None
@@ -169,19 +171,24 @@ def plan_training(inputs: PlanInputs, *, batch: Batch, num_steps: int, epochs: f
 
 
 def choose_learning_rate(inputs: PlanInputs) -> Chosen[float]:
-    """Choose the learning rate: the configured one, or the default of the training method."""
+    """Choose the learning rate: the configured one, or the default of the training method and the optimizer."""
     setting, method = inputs.config.train.learning_rate, METHODS.entry(inputs.config.method.kind)
+    optimizer = OPTIMIZERS.entry(inputs.config.train.optimizer)
     is_new = is_preset(inputs.config.model or "")
+    default = METHODS.entry("lora").learning_rate if is_new else method.learning_rate
+    default = round(default * optimizer.rate_factor, 12)
     if setting != "auto":
-        is_high = not method.is_adapter and not is_new and setting > 5 * method.learning_rate
-        remark = f"; high for {method.title}, whose default is {method.learning_rate:g}" if is_high else ""
+        is_high = not method.is_adapter and not is_new and setting > 5 * default
+        remark = f"; high for {method.title}, whose default is {default:g}" if is_high else ""
         return Chosen[float](value=setting, because=inputs.why("train.learning_rate") + remark)
-    if is_new:
-        return Chosen[float](value=METHODS.entry("lora").learning_rate, because="the model starts from random weights")
     because = f"the default for {method.title}"
-    if not method.is_adapter:
+    if is_new:
+        because = "the model starts from random weights"
+    elif not method.is_adapter:
         because += ", about a tenth of LoRA's, because it changes every weight"
-    return Chosen[float](value=method.learning_rate, because=because)
+    if optimizer.rate_reason:
+        because += f"; times {optimizer.rate_factor:g}: {optimizer.rate_reason}"
+    return Chosen[float](value=default, because=because)
 
 
 def _num_steps(inputs: PlanInputs, batch: Batch, num_steps: int) -> Chosen[int]:

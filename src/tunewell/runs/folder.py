@@ -21,7 +21,7 @@ from tunewell.runs.config import dump_config
 from tunewell.runs.result import MetricsRecorder
 from tunewell.training.build import CHANGE_NAMES
 from tunewell.training.distributed import World
-from tunewell.training.run import OPTIMIZER, Run, resume
+from tunewell.training.run import OPTIMIZER, Run, has_same_optimizer, resume
 from tunewell.training.saved_checkpoints import compare_identity, find_newest
 
 _NUM_NAMED = 3
@@ -179,6 +179,8 @@ def restore_run(run: Run, folder: Path, allowed: Sequence[str], *, recorder: Met
         recorder.note(f"changed on resume: {line}")
         recorder.changes.append(line)
         run.events.append({"kind": "change", "step": state.step, "change": line})
+    if not has_same_optimizer(run, state):
+        recorder.note("the optimizer states start from zero: those of the checkpoint belong to another optimizer")
     resume(run, state)
     for event in read_events(run.events.path):
         if event["kind"] == "step" and event["supervised_tokens"]:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tunewell.config.extensions import METHODS
+from tunewell.config.extensions import METHODS, OPTIMIZERS
 from tunewell.config.load import LoadedConfig
-from tunewell.config.schema import Config, MethodSettings
+from tunewell.config.schema import Config, MethodSettings, Train
 from tunewell.core.errors import UserError
 from tunewell.core.presets import is_preset
 from tunewell.core.units import count
@@ -58,8 +58,19 @@ _OPTIMIZER = (
         "max_grad_norm",
     ),
 )
+
+
+def _own_settings(optimizer: str) -> list[str]:
+    """Return the train settings that only one optimizer uses: their names start with its name."""
+    return [name for name in Train.model_fields if name.startswith(f"{optimizer}_")]
+
+
 CHANGE_NAMES = frozenset(
-    ("model", "weights", "data", "tokenizer", "template", "seed", *_IDENTITY, *_OPTIMIZER, *MethodSettings.model_fields)
+    (
+        *("model", "weights", "data", "tokenizer", "template", "seed", *_IDENTITY, *_OPTIMIZER),
+        *(setting for optimizer in OPTIMIZERS.names() for setting in _own_settings(optimizer)),
+        *MethodSettings.model_fields,
+    )
 ) - {"kind"}
 """Every name that `--allow-change` accepts."""
 
@@ -202,7 +213,7 @@ def identity_of(plan: Plan, config: Config, weights: str | None) -> dict[str, An
         **{name: getattr(plan, name).value for name in _IDENTITY},
         **METHODS.load(plan.method.value).identity(config.method),
         **({"adapter": plan.start.sha256} if plan.start and config.method.adapter else {}),
-        **config.train.model_dump(mode="json", include=set(_OPTIMIZER)),
+        **config.train.model_dump(mode="json", include={*_OPTIMIZER, *_own_settings(config.train.optimizer)}),
     }
 
 

@@ -104,7 +104,7 @@ def state_of(run: Run) -> State:
 def resume(run: Run, state: State) -> None:
     """Restore a run from a checkpoint: weights, optimizer, loss scale, progress and logs."""
     run.method.restore(state.tensors)
-    run.learner.optimizer.load_state(state.tensors[OPTIMIZER])
+    run.learner.optimizer.load_state(state.tensors[OPTIMIZER] if has_same_optimizer(run, state) else {})
     known = {name: value for name, value in state.progress.items() if name in RunProgress.__dataclass_fields__}
     run.progress = RunProgress(**known)
     if not run.healing.entries:  # `healing.jsonl` is never truncated, so it has more entries than the checkpoint
@@ -115,6 +115,12 @@ def resume(run: Run, state: State) -> None:
         run.learner.scaler.scale.fill_(scaler["scale"])
         run.learner.scaler.steps_since.fill_(scaler["steps_since"])
     _truncate_logs(run)
+
+
+def has_same_optimizer(run: Run, state: State) -> bool:
+    """Return whether the optimizer states of a checkpoint fit the run. `--allow-change` allows another optimizer."""
+    names = {"optimizer": "adamw", "galore_rank": None, "galore_8bit": None}
+    return all(state.identity.get(name, old) == run.identity.get(name, old) for name, old in names.items())
 
 
 def rewind(run: Run, *, not_after: int, or_later: bool, are_weights_bad: bool) -> int:
