@@ -52,6 +52,10 @@ def test_every_value_gets_the_nearest_code(is_signed: bool) -> None:
     blocks[5] = 0
     codes, scale = quantised(blocks, kind)
     assert torch.equal(scale, blocks.abs().amax(1))
+    around = [kind.limits[1:-1].nextafter(torch.tensor(end)) for end in (-2.0, 2.0)]  # on both sides of each limit
+    for shift, values in enumerate(around):
+        padded = torch.cat([values, torch.ones(BLOCK - len(values))])[None]
+        assert torch.equal(quantised(padded, kind)[0][0, : len(values)].int(), torch.arange(1, 255) + shift)
     shares = blocks / scale.clamp_min(1e-30)[:, None]
     allowed = kind.values if is_signed else kind.values[1:]
     nearest = (shares[..., None] - allowed).abs().amin(-1)

@@ -111,10 +111,10 @@ def test_clipping_and_the_fp16_scale_cancel_out(name: str) -> None:
     torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-5)
 
 
-def _run(folder: Path, name: str, **settings: Any) -> Run:
+def _run(folder: Path, name: str, faults: str | None = None, **settings: Any) -> Run:
     own = OPTIMIZERS[name] | settings
     plan = {"method": "full", "precision": own.get("masters", "fp32")}
-    return make_run(folder, config={"train": own, "method": {"kind": "full"}}, plan=plan)
+    return make_run(folder, config={"train": own, "method": {"kind": "full"}}, plan=plan, faults=faults)
 
 
 def _tensors(run: Run) -> dict[str, torch.Tensor]:
@@ -145,6 +145,23 @@ def test_states_of_another_optimizer_are_not_loaded(tmp_path: Path) -> None:
     resume(other, other.checkpoints.load(Saved(saved := other.checkpoints.folder / "step-000012", verify(saved))))
     assert other.progress.step == 12 and other.learner.optimizer.state_tensors() == {}
     assert train(other).status == "finished"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_that_ran_out_of_memory_is_repeated_and_a_nan_is_skipped(tmp_path: Path, name: str) -> None:
+    """Gradients of the failed attempt, projected or whole, and bases found from them are dropped."""
+    plain = _run(tmp_path / "plain", name)
+    assert train(plain).status == "finished"
+    faults = "oom@backward:step=3;oom@optimizer:step=7"
+    short = _run(tmp_path / "short", name, faults=faults)
+    assert train(short).status == "finished"
+    assert [entry.action for entry in short.listener.healing] == ["split", "split"]  # type: ignore[attr-defined]
+    tolerance = 1e-3 if "8" in name else 1e-4
+    for part, own in short.learner.parameters.items():
+        torch.testing.assert_close(own, plain.learner.parameters[part], rtol=tolerance, atol=tolerance)
+    spoiled = _run(tmp_path / "spoiled", name, faults="nan@gradients:step=6")
+    assert train(spoiled).status == "finished"
+    assert [entry.action for entry in spoiled.listener.healing] == ["skip"]  # type: ignore[attr-defined]
 
 
 def test_a_run_from_the_library_is_not_resumed_with_another_rank(

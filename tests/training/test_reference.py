@@ -15,10 +15,13 @@ from tunewell.config.schema import MethodSettings, Train
 from tunewell.data.batches import make_batch, micro_batches
 from tunewell.data.corpus.reader import Corpus, open_corpus
 from tunewell.methods.base import trainable_parameters
+from tunewell.methods.full import Full
 from tunewell.methods.lora import Lora
 from tunewell.models import attention
 from tunewell.models.load import LoadOptions, load_model
 from tunewell.training.leak_probe import probe_leaks
+from tunewell.training.optimizers.adamw8bit import AdamW8bit
+from tunewell.training.optimizers.galore import GaLore
 from tunewell.training.step import TrainableModel
 from tunewell.workflows.prepare import prepare
 
@@ -77,6 +80,52 @@ def test_fifty_gsm8k_documents_packed_are_what_transformers_gives_one_by_one(tmp
     for name, gradient in found.items():
         assert distance(gradient, wanted[name]) < 1e-4, name
     assert probe_leaks(learner, corpus).packed_from_alone < 1e-4
+
+
+def _full_learner(corpus: Corpus, settings: Train) -> TrainableModel:
+    cpu, longest = torch.device("cpu"), int(corpus.index["length"].max())
+    options = LoadOptions(MODEL, corpus.path / "tokenizer", cpu, torch.float32, longest_document=longest)
+    model = load_model(options).model
+    Full.apply(model, MethodSettings(kind="full"))
+    return TrainableModel(model, "fp32", longest, settings=settings)
+
+
+@pytest.mark.slow
+@pytest.mark.shared
+@pytest.mark.parametrize(("name", "bound"), [("adamw8bit", 1e-3), ("galore", 1e-5)])
+def test_forty_steps_on_gsm8k_are_those_of_the_packages(
+    tmp_path: Path, shared_data: Path, name: str, bound: float
+) -> None:
+    """Full fine-tuning of SmolLM2 against bitsandbytes and galore-torch; each side computes its own gradients."""
+    theirs = pytest.importorskip("bitsandbytes" if name == "adamw8bit" else "galore_torch")
+    attention.register()
+    prepare(model=MODEL, data=f"{shared_data / 'gsm8k' / 'train.jsonl'}#60", out=tmp_path / "corpus")
+    corpus = open_corpus(tmp_path / "corpus")
+    settings = Train(max_grad_norm=None, galore_every=20)
+    ours, other = _full_learner(corpus, settings), _full_learner(corpus, settings)
+    weights, rate = list(other.parameters.values()), 2e-5 if name == "adamw8bit" else 2e-4
+    if name == "adamw8bit":
+        ours.optimizer = AdamW8bit(ours.parameters, settings)
+        reference = theirs.optim.AdamW8bit(weights, lr=rate, weight_decay=0.0)
+    else:
+        own = GaLore(ours.parameters, settings, is_exact=True, is_rotating=False, is_staggered=False)
+        ours.optimizer = own
+        low = {"rank": 128, "update_proj_gap": 20, "scale": 0.25, "proj_type": "std"}
+        groups = [
+            {"params": [other.parameters[name] for name in own.projected], **low},
+            {"params": [weight for name, weight in other.parameters.items() if name not in own.projected]},
+        ]
+        reference = theirs.GaLoreAdamW(groups, lr=rate, eps=1e-8, no_deprecation_warning=True)
+    start = torch.cat([weight.detach().reshape(-1) for weight in weights])
+    for number in range(40):
+        batch = make_batch(corpus, [number, (number + 7) % 50])
+        ours.take_step([batch], number=number, rate=rate)
+        (other.loss_sum(batch) / len(batch.rows)).backward()
+        reference.step()
+        reference.zero_grad()
+    flat = [torch.cat([own.detach().reshape(-1) for own in one.parameters.values()]) for one in (ours, other)]
+    assert distance(flat[0], flat[1]) < bound
+    assert distance(flat[0], start) > 1e-4
 
 
 @pytest.mark.slow

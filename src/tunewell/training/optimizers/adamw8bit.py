@@ -19,13 +19,18 @@ BLOCK = 256
 _MIN_SIZE = 4096
 """Smaller parameters keep their moments in full, as in bitsandbytes: norms are few, and small errors in them matter."""
 _DECADES = 7
+_HALF_BITS = 1 << 15
 
 
 class Codes(NamedTuple):
-    """The values that codes stand for, sorted, and the limits between them."""
+    """The values that codes stand for, sorted, and how to find the code of a value."""
 
     values: Tensor
     limits: Tensor
+    """The limit between each code and the next; infinite for the last code."""
+    guesses: Tensor
+    """For the upper 16 bits of an fp32 number, the code of the smallest number with these bits. There is at most one
+    limit between numbers with equal bits, so the code of any of them is this one or the next."""
 
 
 class Moment(NamedTuple):
@@ -137,7 +142,10 @@ def quantised(blocks: Tensor, kind: Codes) -> tuple[Tensor, Tensor]:
     """Return the nearest codes of blocks, one per row, and the largest magnitude of each block."""
     scale = blocks.abs().amax(1)
     shares = blocks / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
-    return torch.bucketize(shares, kind.limits, out_int32=True).to(torch.uint8), scale
+    # A search by `bucketize` takes ten times as long on a CPU.
+    guess = torch.index_select(kind.guesses, 0, (shares.view(torch.int32) >> 16).view(-1) + _HALF_BITS)
+    codes = guess + (shares.view(-1) > torch.index_select(kind.limits, 0, guess))
+    return codes.view_as(shares).to(torch.uint8), scale
 
 
 @cache
@@ -152,4 +160,7 @@ def dynamic_codes(device: torch.device, is_signed: bool) -> Codes:
     limits = (sorted_values[:-1] + sorted_values[1:]) / 2
     if not is_signed:
         limits[0] = -1.0  # no square becomes 0: the update divides by its root
-    return Codes(sorted_values, limits)
+    upper = torch.arange(-_HALF_BITS, _HALF_BITS, dtype=torch.int32, device=device) << 16
+    ends = torch.stack([upper, upper | 0xFFFF]).view(torch.float32)
+    guesses = torch.bucketize(ends, limits, out_int32=True).amin(0)
+    return Codes(sorted_values, torch.cat([limits, limits.new_full((1,), torch.inf)]), guesses)
