@@ -127,7 +127,7 @@ def build_run(parts: RunInputs) -> Run:
     found = load_model(options)
     model = found.model
     method = _apply_method(method_class, parts, found)
-    for message in (*found.notes, *method.notes):
+    for message in (*parts.loaded.notes, *found.notes, *method.notes):
         note(message)
     verify_placement(model, device=device, dtype=dtype, trainable=masters)
     folder = parts.rank_folder

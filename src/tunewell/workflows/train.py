@@ -162,10 +162,8 @@ class Training:
         return nullcontext()
 
     def _warn(self, corpus: Corpus, run: Run) -> None:
-        """Send notes about converted settings, settings without effect, and low disk space."""
+        """Send notes about settings without effect and about low disk space."""
         config = self.loaded.config
-        for note in self.loaded.notes:
-            self.recorder.note(note)
         if config.evaluate.patience is not None and not len(corpus.held_out):
             self.recorder.note("`evaluate.patience` has no effect: there are no held-out rows")
         # Each trainable parameter and AdamW's two states, which have its dtype; other optimizers have smaller ones.
