@@ -16,15 +16,26 @@ from typing import Any
 import torch
 from clock import Clock, Marks
 from gpu_peers import LOG_STEPS, random_model
-from loads import ALPHA, CASES, LEARNING_RATE, LONGEST, RANK, Case, Documents, draw_documents
+from loads import (
+    ALPHA,
+    CASES,
+    LEARNING_RATE,
+    LONGEST,
+    RANK,
+    VARIANTS,
+    Case,
+    Documents,
+    Variant,
+    draw_documents,
+)
 
+from tunewell.config.extensions import METHODS
 from tunewell.config.schema import Config
 from tunewell.data.batches import DataOrder
-from tunewell.methods.lora import Lora
 from tunewell.models import attention
 from tunewell.records.events import EventLog
 from tunewell.records.healing import HEALING
-from tunewell.records.plan import Plan
+from tunewell.records.plan import Plan, QuantizedBase
 from tunewell.training.checkpoints import Checkpoints
 from tunewell.training.engine import train as take_steps
 from tunewell.training.leak_probe import probe_leaks
@@ -58,7 +69,7 @@ def plan_of(case: Case, config: Config) -> Plan:
         "precision": "bf16" if has_gpu else "fp32",
         "attention": "flash" if has_gpu else "sdpa",
         "threads": torch.get_num_threads(),
-        "method": "lora",
+        "method": config.method.kind,
         "learning_rate": LEARNING_RATE,
         "schedule": "constant",
         "warmup_steps": 0,
@@ -80,21 +91,31 @@ def plan_of(case: Case, config: Config) -> Plan:
     )
 
 
-def put_together(case: Case, documents: Documents, *, model: Any, compiling: str, marks: Marks, folder: Path) -> Run:
+def put_together(
+    case: Case, variant: Variant, documents: Documents, *, model: Any, compiling: str, marks: Marks, folder: Path
+) -> Run:
     """Lay out a run as `tunewell train` does."""
     config = Config.model_validate(
         {
-            "method": {"rank": RANK, "alpha": ALPHA},
-            "train": {"learning_rate": LEARNING_RATE, "schedule": "constant", "compile": compiling},
+            "method": {"kind": variant.kind, "rank": RANK, "alpha": ALPHA, "quantize": variant.quantize},
+            "train": {
+                "learning_rate": LEARNING_RATE,
+                "schedule": "constant",
+                "compile": compiling,
+                "recompute": variant.recompute,
+            },
             "evaluate": {"samples": 0},
         }
     )
     plan = plan_of(case, config)
-    method = Lora.apply(model, config.method, seed=0)
+    method = METHODS.load(variant.kind).apply(model, config.method, seed=0)
+    learner = TrainableModel(model, plan.precision.value, LONGEST, settings=config.train)
+    if variant.recompute != "off":
+        learner.recompute(config.train.recompute)
     return Run(
         plan=plan,
         config=config,
-        learner=TrainableModel(model, plan.precision.value, LONGEST, settings=config.train),
+        learner=learner,
         order=DataOrder(documents.index["length"].astype("int64"), 0, plan.corpus_sha256, case.step_tokens),
         documents=documents,
         held_out=NoDocuments(),
@@ -108,7 +129,17 @@ def put_together(case: Case, documents: Documents, *, model: Any, compiling: str
     )
 
 
-def ours(case: Case, compiling: str, started_at: float) -> None:
+def quantize(model: Any, kind: str) -> None:
+    """Quantise the drawn weights, and forget the memory that they took in 16 bits."""
+    from tunewell.models.quantized import quantize_model
+
+    quantize_model(model, QuantizedBase.model_validate({"kind": kind}), model.device)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def ours(case: Case, variant: Variant, compiling: str, started_at: float) -> None:
     """Train the case and report; the clock is read when the engine has read a step's numbers."""
     attention.register()
     # The engine tells of a step when its numbers have arrived, so it is done by then.
@@ -116,9 +147,11 @@ def ours(case: Case, compiling: str, started_at: float) -> None:
     marks = Marks(clock)
     documents = draw_documents(case)
     model = random_model(case.shape, attention.FLASH if torch.cuda.is_available() else attention.SDPA)
+    if variant.quantize != "none":
+        quantize(model, variant.quantize)
     with tempfile.TemporaryDirectory() as name:
         clock.call()
-        run = put_together(case, documents, model=model, compiling=compiling, marks=marks, folder=Path(name))
+        run = put_together(case, variant, documents, model=model, compiling=compiling, marks=marks, folder=Path(name))
         probe_leaks(run.learner, documents)
         ending = take_steps(run)
         saved = sorted(path.name for path in (Path(name) / "checkpoints").iterdir())
@@ -162,9 +195,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train one case with tunewell and print what was measured.")
     parser.add_argument("case", choices=CASES)
     parser.add_argument("contender", choices=CONTENDERS)
+    parser.add_argument("--variant", choices=VARIANTS, default="lora")
     parser.add_argument("--started-at", type=float, default=time.time())
     wanted = parser.parse_args()
-    ours(CASES[wanted.case], CONTENDERS[wanted.contender], wanted.started_at)
+    variant = VARIANTS[wanted.variant]
+    ours(variant.case(wanted.case), variant, CONTENDERS[wanted.contender], wanted.started_at)
 
 
 if __name__ == "__main__":

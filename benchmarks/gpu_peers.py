@@ -7,6 +7,7 @@ Best-fit packing without padding, flash kernel, fused AdamW, nothing recomputed,
 
 import argparse
 import os
+import shutil
 import tempfile
 import time
 import warnings
@@ -17,7 +18,18 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 warnings.filterwarnings("ignore")
 
 from clock import Clock  # noqa: E402
-from loads import ALPHA, CASES, LEARNING_RATE, LINEARS, LONGEST, RANK, Shape, draw_documents  # noqa: E402
+from loads import (  # noqa: E402
+    ALPHA,
+    CASES,
+    LEARNING_RATE,
+    LINEARS,
+    LONGEST,
+    RANK,
+    VARIANTS,
+    Shape,
+    Variant,
+    draw_documents,
+)
 
 CONTENDERS = ("trl", "trl-liger")
 LOG_STEPS = 5
@@ -47,20 +59,61 @@ def random_model(shape: Shape, attention: str) -> Any:
         )
 
 
-def train(case_name: str, contender: str, started_at: float) -> None:
+def quantized_model(shape: Shape, attention: str, kind: str) -> Any:
+    """Write a drawn model to disk and load it quantised by bitsandbytes, as people do."""
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    folder = tempfile.mkdtemp()
+    random_model(shape, "sdpa").save_pretrained(folder)
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
+        torch.cuda.empty_cache()
+    dtype = torch.bfloat16 if has_gpu else torch.float32
+    how = BitsAndBytesConfig(load_in_8bit=True)
+    if kind == "nf4":
+        how = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype,
+        attn_implementation=attention,
+        quantization_config=how,
+        device_map={"": 0 if has_gpu else "cpu"},
+    )
+    shutil.rmtree(folder)
+    if has_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    return model
+
+
+def train(case_name: str, contender: str, started_at: float, variant: Variant) -> None:
     """Train the case and report; the clock is read in TRL's own callback."""
     import torch
     from peft import LoraConfig
     from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    case = CASES[case_name]
+    case = variant.case(case_name)
     has_gpu = torch.cuda.is_available()
     clock = Clock(case.marks, started_at)
-    model = random_model(case.shape, "flash_attention_2" if has_gpu else "sdpa")
+    kernel = "flash_attention_2" if has_gpu else "sdpa"
+    if variant.quantize == "none":
+        model = random_model(case.shape, kernel)
+    else:
+        model = quantized_model(case.shape, kernel, variant.quantize)
     dataset = draw_documents(case).as_dataset()
     adapter = LoraConfig(
-        r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, task_type="CAUSAL_LM", target_modules=list(LINEARS)
+        r=RANK,
+        lora_alpha=ALPHA,
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+        target_modules=list(LINEARS),
+        use_dora=variant.kind == "dora",
     )
     config = SFTConfig(
         tempfile.mkdtemp(),
@@ -75,7 +128,7 @@ def train(case_name: str, contender: str, started_at: float) -> None:
         bf16=has_gpu,
         use_cpu=not has_gpu,
         use_liger_kernel=contender == "trl-liger",
-        gradient_checkpointing=False,
+        gradient_checkpointing=variant.recompute != "off",
         dataloader_num_workers=4 if has_gpu else 0,
         logging_steps=LOG_STEPS,
         logging_first_step=True,
@@ -109,9 +162,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train one case with TRL and print what was measured.")
     parser.add_argument("case", choices=CASES)
     parser.add_argument("contender", choices=CONTENDERS)
+    parser.add_argument("--variant", choices=VARIANTS, default="lora")
     parser.add_argument("--started-at", type=float, default=time.time())
     wanted = parser.parse_args()
-    train(wanted.case, wanted.contender, wanted.started_at)
+    train(wanted.case, wanted.contender, wanted.started_at, VARIANTS[wanted.variant])
 
 
 if __name__ == "__main__":

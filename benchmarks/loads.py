@@ -1,6 +1,6 @@
 """What the training benchmarks train on: model shapes, documents, and the arithmetic that a token costs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -81,6 +81,33 @@ CASES = {
     "8b": Case(Shape(4096, 14_336, 32, 32, 8, 128_256, False), 16_384, warmup_steps=4, window_steps=5),
     # Small enough for a laptop's CPU: to see that the scripts run, not how fast.
     "smoke": Case(Shape(64, 128, 2, 4, 2, 512, True), 2_048, warmup_steps=2, window_steps=3),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A training method, and how it saves memory."""
+
+    kind: str = "lora"
+    quantize: str = "none"
+    recompute: str = "off"
+    step_tokens: int | None = None
+    """Instead of the tokens of the case."""
+    bars: dict[str, float] = field(default_factory=dict)
+    """At least so many times the best peer's tokens/s, by case."""
+
+    def case(self, name: str) -> Case:
+        """Return a case with the tokens of this variant."""
+        case = CASES[name]
+        return case if self.step_tokens is None else replace(case, step_tokens=self.step_tokens)
+
+
+VARIANTS = {
+    "lora": Variant(bars={"23m": 2.0, "1.1b": 1.4, "8b": 1.1}),
+    "qlora": Variant(quantize="nf4", bars={"1.1b": 1.3, "8b": 1.1}),
+    "qlora-lean": Variant(quantize="nf4", recompute="offload", step_tokens=2_048, bars={"1.1b": 1.0, "8b": 1.0}),
+    "int8": Variant(quantize="int8"),
+    "dora": Variant(kind="dora", bars={"1.1b": 2.0}),
 }
 
 

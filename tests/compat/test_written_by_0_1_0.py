@@ -288,6 +288,8 @@ def test_a_config_with_every_key_is_read_as_it_was() -> None:
 
 def old_keys(value: Any, other: Any) -> Any:
     """Leave out the keys of sources that only one version has, and those whose default changed."""
+    if isinstance(value, bool) and isinstance(other, str):
+        return SPELLED[value]
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         return value
     return [
@@ -296,7 +298,10 @@ def old_keys(value: Any, other: Any) -> Any:
     ]
 
 
+SPELLED = {True: "on", False: "off"}
+"""`train.recompute` was true or false, and is `on`, `off` or `offload`."""
 CHANGED_DEFAULTS = {
+    "train.recompute": "off",  # was false, which is still read
     "train.learning_rate": "auto",  # the same 2e-4 for LoRA, another one for full fine-tuning
     "data.sources.text_rows": "paragraph",  # a line of a text is rarely a document
 }
@@ -320,7 +325,7 @@ def test_the_names_other_tools_have_for_keys_are_still_read(tmp_path: Path) -> N
         config.write_text(json.dumps(tree), encoding="utf-8")  # JSON is YAML too
         ran = run_in(tmp_path, ["explain", expected["key"], "--config", "config.yaml", "--json"])
         assert ran.code == 0, f"{alias}: {ran.err}"
-        assert ran.told()["value"] == expected["value"], alias
+        assert ran.told()["value"] == old_keys(expected["value"], ran.told()["value"]), alias
 
 
 def test_nothing_but_the_export_names_the_folder_it_was_made_in() -> None:

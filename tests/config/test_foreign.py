@@ -57,6 +57,21 @@ def test_a_name_with_the_same_meaning_is_converted(foreign, key, value):
 
 
 @pytest.mark.parametrize(
+    ("foreign", "method"),
+    [
+        ({"load_in_4bit": True}, {"quantize": "nf4"}),
+        ({"load_in_8bit": True}, {"quantize": "int8"}),
+        ({"adapter": "qlora"}, {"kind": "lora", "quantize": "nf4"}),
+        ({"use_dora": True}, {"kind": "dora"}),
+        ({"adapter": "lora", "peft_use_dora": True}, {"kind": "dora"}),
+    ],
+)
+def test_methods_of_other_trainers_are_converted(foreign, method):
+    found = load(foreign).config.method
+    assert {name: getattr(found, name) for name in method} == method
+
+
+@pytest.mark.parametrize(
     ("foreign", "instead"),
     [
         ({"gradient_accumulation_steps": 8}, "`train.batch_documents`"),
@@ -67,10 +82,10 @@ def test_a_name_with_the_same_meaning_is_converted(foreign, key, value):
         ({"eval_strategy": "epoch"}, "`evaluate.every_steps`"),
         ({"eval_strategy": "no"}, "`data.held_out: 0`"),
         ({"save_strategy": "epoch"}, "`checkpoints.every_steps`"),
-        ({"load_in_4bit": True}, "quantised base models (QLoRA) are not supported"),
+        ({"quantization_config": {"load_in_4bit": True}}, "`method.quantize: nf4`"),
+        ({"load_in_4bit": "yes"}, "`method.quantize: nf4`"),
         ({"num_proc": 4}, "tokenizing uses threads"),
         ({"group_by_length": True}, "packed without padding"),
-        ({"adapter": "qlora"}, "`method.kind: lora`"),
         ({"per_device_eval_batch_size": 4}, "`train.micro_batch_tokens`"),
         ({"dataset_text_field": "body"}, "columns: {text: YOUR_COLUMN}"),
         ({"packing": True}, "documents are always packed"),

@@ -16,7 +16,7 @@ def test_the_schema_of_a_key_lists_the_registered_names() -> None:
 
 
 def test_an_unregistered_name_is_an_error_that_lists_the_registered_ones() -> None:
-    with pytest.raises(UserError, match=r"`method\.kind` must be `lora` or `full`, not 'lroa'"):
+    with pytest.raises(UserError, match=r"`method\.kind` must be `lora`, `dora` or `full`, not 'lroa'"):
         load_config(None, ["method.kind=lroa"], has_file=False)
 
 

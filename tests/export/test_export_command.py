@@ -188,7 +188,7 @@ def test_what_is_not_installed_is_said_before_anything_is_loaded(
 ) -> None:
     """It was called `not the model that was trained`, after all the work."""
     monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setattr(workflow, "open_chat_model", None)
+    monkeypatch.setattr(workflow, "open_for_export", None)
     with pytest.raises(UserError, match=module) as caught:
         exported(model / "adapter", tmp_path / "out", to=(kind,))
     assert "pip install" in str(caught.value.fix) and names(tmp_path) == set()

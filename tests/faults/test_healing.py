@@ -132,7 +132,7 @@ def test_out_of_memory_within_a_layer_that_is_computed_twice(tmp_path: Path, rec
     """What the half-finished layer has set up must not meet the next try; torch 2.11 keeps it while the error lives."""
     config = CONFIG | {"train": CONFIG["train"] | {"recompute": True}}
     run = make_run(tmp_path / "run", config=config, plan=PLAN, seed=seed)
-    run.learner.recompute(True)
+    run.learner.recompute("on")
     failures, kept = [5, 9, 10], []
 
     def fail(*_: Any) -> None:

@@ -28,11 +28,18 @@ PLANS: dict[int, dict[str, Any]] = {
     1: {"num_steps": STEPS, "batch_documents": 2, "micro_batch_tokens": 10_000, "save_every": 3, "evaluate_every": 6},
     3: {"num_steps": STEPS, "batch_documents": 2, "micro_batch_tokens": 1, "save_every": 3, "evaluate_every": 6},
 }
-TIMES = ("seconds", "memory_bytes")
-LEAN: dict[str, dict[str, Any]] = {
-    "adamw8bit": {"optimizer": "adamw8bit"},
-    "galore": {"optimizer": "galore", "galore_rank": 8, "galore_every": 7},
+CONFIGS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "nf4": {"method": {"rank": 4, "dropout": 0.2, "quantize": "nf4"}},
+    "int8": {"method": {"rank": 4, "dropout": 0.2, "quantize": "int8"}},
+    "dora": {"method": {"rank": 4, "dropout": 0.2, "kind": "dora"}},
+    "adamw8bit": {"method": {"kind": "full"}, "train": {"optimizer": "adamw8bit"}},
+    "galore": {
+        "method": {"kind": "full"},
+        "train": {"optimizer": "galore", "galore_rank": 8, "galore_every": 7},
+    },
 }
+TIMES = ("seconds", "memory_bytes")
 
 
 class _Killer(Remembering):
@@ -47,14 +54,10 @@ class _Killer(Remembering):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _begin_or_go_on(
-    folder: Path, accumulation: int, *, kill_at: int | None = None, optimizer: str | None = None
-) -> None:
-    if optimizer is None:
-        run = make_run(folder, plan=PLANS[accumulation])
-    else:
-        config = {"method": {"kind": "full"}, "train": LEAN[optimizer]}
-        run = make_run(folder, plan=PLANS[accumulation] | {"method": "full"}, config=config)
+def _begin_or_go_on(folder: Path, accumulation: int, *, kill_at: int | None = None, method: str = "lora") -> None:
+    config = CONFIGS[method]
+    plan = PLANS[accumulation] | {"method": config.get("method", {}).get("kind", "lora")}
+    run = make_run(folder, plan=plan, config=config)
     saved = run.checkpoints.newest()
     if saved is None:
         run.events.truncate_to(-1)
@@ -80,24 +83,24 @@ def _log(folder: Path) -> list[dict[str, Any]]:
 
 
 @cache
-def _undisturbed(accumulation: int, optimizer: str | None = None) -> Path:
+def _undisturbed(accumulation: int, method: str = "lora") -> Path:
     folder = Path(mkdtemp(prefix="tunewell-undisturbed-")) / "run"
-    assert in_child(lambda: _begin_or_go_on(folder, accumulation, optimizer=optimizer)) == 0
+    assert in_child(lambda: _begin_or_go_on(folder, accumulation, method=method)) == 0
     return folder
 
 
-def _assert_same(folder: Path, accumulation: int, optimizer: str | None = None) -> None:
-    whole = _undisturbed(accumulation, optimizer)
+def _assert_same(folder: Path, accumulation: int, method: str = "lora") -> None:
+    whole = _undisturbed(accumulation, method)
     assert (folder / "state").read_text() == (whole / "state").read_text()
     assert _log(folder) == _log(whole)
 
 
-def _kill_at_step(tmp_path: Path, accumulation: int, step: int, optimizer: str | None = None) -> None:
+def _kill_at_step(tmp_path: Path, accumulation: int, step: int, method: str = "lora") -> None:
     folder = tmp_path / f"{accumulation}-{step}"
-    killed = in_child(lambda: _begin_or_go_on(folder, accumulation, kill_at=step, optimizer=optimizer))
-    assert killed == -signal.SIGKILL
-    assert in_child(lambda: _begin_or_go_on(folder, accumulation, optimizer=optimizer)) == 0
-    _assert_same(folder, accumulation, optimizer)
+    is_killed = in_child(lambda: _begin_or_go_on(folder, accumulation, kill_at=step, method=method))
+    assert is_killed == -signal.SIGKILL
+    assert in_child(lambda: _begin_or_go_on(folder, accumulation, method=method)) == 0
+    _assert_same(folder, accumulation, method)
 
 
 @pytest.mark.parametrize(("accumulation", "step"), [(1, 1), (3, 12), (1, 40)])
@@ -105,21 +108,21 @@ def test_a_run_killed_at_a_step_ends_as_if_it_had_not_been(tmp_path: Path, accum
     _kill_at_step(tmp_path, accumulation, step)
 
 
-@pytest.mark.parametrize(("optimizer", "step"), [("adamw8bit", 20), ("galore", 5)])
-def test_a_run_with_small_states_killed_at_a_step_ends_as_if_it_had_not_been(
-    tmp_path: Path, optimizer: str, step: int
-) -> None:
-    """Codes, scales, bases and the schedule of their refreshes go on from the checkpoint of step 18, or of step 3."""
-    _kill_at_step(tmp_path, 3, step, optimizer)
+@pytest.mark.parametrize(
+    ("method", "step"), [("nf4", 12), ("int8", 12), ("dora", 12), ("adamw8bit", 20), ("galore", 5)]
+)
+def test_a_run_of_any_method_that_is_killed_ends_as_if_it_had_not_been(tmp_path: Path, method: str, step: int) -> None:
+    """Codes, scales, bases and the schedule of their refreshes go on from the checkpoint before."""
+    _kill_at_step(tmp_path, 3, step, method)
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("optimizer", LEAN)
+@pytest.mark.parametrize("method", ["adamw8bit", "galore"])
 @pytest.mark.parametrize("step", range(1, STEPS + 1))
 def test_a_run_with_small_states_killed_at_every_step_ends_as_if_it_had_not_been(
-    tmp_path: Path, optimizer: str, step: int
+    tmp_path: Path, method: str, step: int
 ) -> None:
-    _kill_at_step(tmp_path, 3, step, optimizer)
+    _kill_at_step(tmp_path, 3, step, method)
 
 
 @pytest.mark.faults

@@ -7,11 +7,13 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from tunewell.config.extensions import METHODS
 from tunewell.config.schema import MethodSettings, Train
 from tunewell.data.batches import MicroBatch, make_batch, micro_batches
 from tunewell.methods.base import trainable_parameters
-from tunewell.methods.lora import Lora
 from tunewell.models import attention
+from tunewell.models.quantized import quantize_model
+from tunewell.records.plan import QuantizedBase
 from tunewell.training.step import TrainableModel
 
 VOCABULARY = 131
@@ -73,14 +75,21 @@ def lora_learner(
     **more: Any,
 ) -> TrainableModel:
     """A tiny model with an adapter whose B is not zero, so that every gradient is there to be seen."""
-    model = model or tiny_llama()
-    Lora.apply(model, method or MethodSettings(rank=4, alpha=8), seed=1)
+    model, method = model or tiny_llama(), method or MethodSettings(rank=4, alpha=8)
+    quantize(model, method)
+    METHODS.load(method.kind).apply(model, method, seed=1)
     torch.manual_seed(2)
     with torch.no_grad():
         for name, parameter in trainable_parameters(model).items():
             if name.endswith("lora_B"):
                 parameter.normal_(std=0.1)
     return TrainableModel(model, "fp32", 40, settings=train or Train(), **more)
+
+
+def quantize(model: PreTrainedModel, method: MethodSettings) -> None:
+    """Quantise a model as `method.quantize` says."""
+    if method.quantize != "none":
+        quantize_model(model, QuantizedBase(kind=method.quantize), torch.device("cpu"))
 
 
 def gradients(learner: TrainableModel) -> dict[str, torch.Tensor]:

@@ -16,15 +16,16 @@ from tunewell.core.errors import UserError
 from tunewell.training.distributed import World
 
 _SCRIPT = """
-import sys, torch
+import ast, sys, torch
 sys.path.insert(0, sys.argv[1])
 from lessons import RandomDocuments, lora_learner
-from tunewell.config.schema import Train
+from tunewell.config.schema import MethodSettings, Train
 from tunewell.training.evaluate import held_out_loss
 from tunewell.training.distributed import World
 torch.set_num_threads(1)
 world = World.initialise(torch.device("cpu"))
-learner = lora_learner(train=Train(adam_epsilon=1e-4), world=world)
+method = MethodSettings(rank=4, alpha=8, **ast.literal_eval(sys.argv[3]))
+learner = lora_learner(train=Train(adam_epsilon=1e-4), method=method, world=world)
 documents = RandomDocuments()
 numbers = []
 for number, chosen in enumerate([list(range(11)), [11], list(range(12, 24))]):
@@ -105,17 +106,18 @@ def _start(size: int, *line: str, **how: Any) -> list["subprocess.Popen[str]"]:
     ]
 
 
-def _run(tmp_path: Path, size: int) -> dict:
+def _run(tmp_path: Path, size: int, method: dict[str, Any]) -> dict:
     out = tmp_path / f"{size}.pt"
-    started = _start(size, _SCRIPT, str(Path(__file__).parent), str(out))
+    started = _start(size, _SCRIPT, str(Path(__file__).parent), str(out), repr(method))
     assert [process.wait(120) for process in started] == [0] * size
     return torch.load(out, weights_only=False)
 
 
 @pytest.mark.slow
-def test_two_processes_make_the_steps_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", [{}, {"quantize": "nf4"}, {"quantize": "int8"}, {"kind": "dora"}], ids=str)
+def test_two_processes_make_the_steps_of_one(tmp_path: Path, method: dict[str, Any]) -> None:
     """The second step has one document, so one of the two has nothing to do in it."""
-    alone, together = _run(tmp_path, 1), _run(tmp_path, 2)
+    alone, together = _run(tmp_path, 1, method), _run(tmp_path, 2, method)
     torch.testing.assert_close(torch.tensor(together["numbers"]), torch.tensor(alone["numbers"]), rtol=1e-5, atol=1e-6)
     assert abs(together["held_out"] - alone["held_out"]) < 1e-6
     for name, weight in alone["weights"].items():

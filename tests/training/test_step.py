@@ -12,6 +12,13 @@ from tunewell.models.attention import stock_attention
 from tunewell.training.step import TrainableModel
 
 CHOSEN = list(range(11))
+METHODS = {
+    "lora": MethodSettings(rank=4, alpha=8),
+    "nf4": MethodSettings(rank=4, alpha=8, quantize="nf4"),
+    "int8": MethodSettings(rank=4, alpha=8, quantize="int8"),
+    "dora": MethodSettings(kind="dora", rank=4, alpha=8),
+    "dora on nf4": MethodSettings(kind="dora", rank=4, alpha=8, quantize="nf4"),
+}
 # Adam divides a gradient by its own size: with the usual 1e-8 here, rounding of one that is nearly zero becomes a step.
 TRAIN = Train(adam_epsilon=1e-4)
 
@@ -27,8 +34,9 @@ def _loss_alone(learner: TrainableModel, documents: RandomDocuments, chosen: lis
     return total
 
 
-def test_a_packed_step_is_what_transformers_gives_document_by_document() -> None:
-    learner, documents = lora_learner(), RandomDocuments()
+@pytest.mark.parametrize("kind", METHODS)
+def test_a_packed_step_is_what_transformers_gives_document_by_document(kind: str) -> None:
+    learner, documents = lora_learner(method=METHODS[kind]), RandomDocuments()
     theirs = _loss_alone(learner, documents, CHOSEN)
     theirs.backward()
     wanted = gradients(learner)
@@ -117,15 +125,15 @@ def test_where_something_is_drawn_every_document_draws_its_own_opening() -> None
     assert seen == [batch.num_tokens, batch.num_tokens - 12 * (len(CHOSEN) - 1)]
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("kind", ["full", *METHODS])
 @pytest.mark.parametrize("budget", [1, 40, 97, 10_000])
 def test_any_cut_into_micro_batches_makes_the_same_step(kind: str, budget: int) -> None:
     """1 means one document at a time: packed equals not packed, and the last short micro-batch weighs what it holds."""
     documents = RandomDocuments()
 
     def after(budget: int) -> tuple[tuple, dict[str, torch.Tensor]]:
-        if kind == "lora":
-            learner = lora_learner(train=TRAIN)
+        if kind != "full":
+            learner = lora_learner(train=TRAIN, method=METHODS[kind])
         else:
             model = tiny_llama()
             Full.apply(model, MethodSettings(kind="full"))
@@ -156,10 +164,11 @@ def test_filling_up_to_a_fixed_shape_changes_nothing() -> None:
         assert distance(gradient, wanted[name]) < 1e-5, name
 
 
+@pytest.mark.parametrize("kind", METHODS)
 @pytest.mark.parametrize("spoil", ["loss", "gradient"])
-def test_a_step_that_is_not_finite_changes_nothing_at_all(spoil: str) -> None:
+def test_a_step_that_is_not_finite_changes_nothing_at_all(kind: str, spoil: str) -> None:
     """Planted NaN: the update must be a no-op, the optimizer's count of steps included."""
-    learner, documents = lora_learner(), RandomDocuments()
+    learner, documents = lora_learner(method=METHODS[kind]), RandomDocuments()
     learner.take_step(documents.batches(CHOSEN, 64), number=0, rate=1e-3)
     weights = {name: p.detach().clone() for name, p in learner.parameters.items()}
     memory = {name: t.clone() for name, t in learner.optimizer.state_tensors().items()}
@@ -230,3 +239,40 @@ def test_under_fp16_an_overflow_halves_the_scale_and_skips_the_step() -> None:
     learner.scaler.scale.fill_(first)
     loss, norm, was_skipped, scale = learner.take_step(documents.batches(CHOSEN, 100), number=1, rate=1e-3).read()
     assert not was_skipped and np.isfinite([loss, norm]).all() and scale == first
+
+
+@pytest.mark.parametrize("mode", ["on", "offload"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("kind", ["lora", "nf4", "dora", "full"])
+def test_recomputed_layers_make_the_same_step(mode: str, dropout: float, kind: str) -> None:
+    """Also with dropout, whose mask must be the one of the first forward pass, and after a step that failed midway."""
+    documents = RandomDocuments()
+
+    def after(mode: str) -> dict[str, torch.Tensor]:
+        if kind == "full":
+            Full.apply(model := tiny_llama(attention_dropout=dropout), MethodSettings(kind="full"))
+            learner = TrainableModel(model, "fp32", 40, settings=TRAIN)
+        else:
+            learner = lora_learner(train=TRAIN, method=METHODS[kind].model_copy(update={"dropout": dropout}))
+        learner.recompute(mode)  # type: ignore[arg-type]
+        learner.model.train()
+        learner.loss_sum(make_batch(documents, CHOSEN))  # no backward pass follows
+        for number, chosen in enumerate([CHOSEN, list(range(11, 22))]):
+            learner.take_step(documents.batches(chosen, 97), number=number, rate=1e-3)
+        return {name: p.detach().clone() for name, p in learner.parameters.items()}
+
+    wanted = after("off")
+    for name, weight in after(mode).items():
+        torch.testing.assert_close(weight, wanted[name], rtol=1e-6, atol=1e-6)
+
+
+def test_full_fine_tuning_of_some_layers_freezes_the_rest_and_stops_below() -> None:
+    """Guards the memory that `method.layers` saves: nothing below the lowest trained layer has a gradient."""
+    Full.apply(model := tiny_llama(num_hidden_layers=3), MethodSettings(kind="full", layers=(1,)))
+    learner, documents = TrainableModel(model, "fp32", 40, settings=TRAIN), RandomDocuments()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    seen: list[bool] = []
+    model.model.layers[1].register_forward_pre_hook(lambda module, args: seen.append(args[0].requires_grad))
+    learner.take_step(documents.batches(CHOSEN, 400), number=0, rate=1e-2)
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert seen == [False] and changed == {name for name in before if ".layers.1." in name} == set(learner.parameters)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lessons import RandomDocuments, tiny_llama
+from lessons import RandomDocuments, quantize, tiny_llama
 from transformers import PreTrainedModel
 
 from tunewell.config.extensions import METHODS
@@ -105,6 +105,7 @@ def make_run(
     decided = make_plan(**(plan or {}))
     model = learned_llama(seed) if is_learned else tiny_llama(seed=seed)
     model = model.bfloat16() if settings.train.masters == "bf16" else model
+    quantize(model, settings.method)
     base = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     method = METHODS.load(decided.method.value).apply(model, settings.method, seed=seed)
     documents = RandomDocuments(23)

@@ -27,6 +27,7 @@ METHODS: Registry[MethodEntry] = Registry(
     "training method",
     [
         MethodEntry("lora", "small added matrices", "tunewell.methods.lora:Lora", "LoRA", is_adapter=True),
+        MethodEntry("dora", "LoRA and a length for each row", "tunewell.methods.dora:Dora", "DoRA", is_adapter=True),
         MethodEntry(
             "full", "every weight", "tunewell.methods.full:Full", "full fine-tuning", False, learning_rate=2e-5
         ),

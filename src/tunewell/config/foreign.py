@@ -18,14 +18,12 @@ _GALORE_ARGUMENTS = {"rank": "galore_rank", "update_proj_gap": "galore_every", "
 _BATCH = ("per_device_train_batch_size", "micro_batch_size", "train_batch_size")
 _ACCUMULATION = "gradient_accumulation_steps"
 _PACKED = "documents are packed without padding, so grouping by length saves nothing"
-_QUANTISED = "quantised base models (QLoRA) are not supported; `train.recompute: true` saves memory"
+_QUANTISED = "write `method.quantize: nf4` or `int8`"
 _WORKERS = "tokenizing uses threads and is cached; there are no worker processes"
 _LOGGED = "every step is logged to `events.jsonl` in the run folder"
 _SHARDED = "sharding is not supported: each GPU holds the whole model"
 
 _REFUSED = {
-    "load_in_4bit": _QUANTISED,
-    "load_in_8bit": _QUANTISED,
     "quantization_config": _QUANTISED,
     "group_by_length": _PACKED,
     "length_column_name": _PACKED,
@@ -193,10 +191,21 @@ def _translate_galore(found: Mapping[str, Any], result: Translation) -> None:
 
 def _translate_choices(found: Mapping[str, Any], result: Translation) -> None:
     _translate_optimizer(found, result)
-    if (adapter := found.get("adapter", found.get("use_peft"))) in ("lora", True):
-        result.set("method.kind", "lora", "adapter" if "adapter" in found else "use_peft")
-    elif adapter in ("qlora", "dora"):
-        result.refuse("adapter", f"{adapter!r} is not supported; write `method.kind: lora`")
+    for name, kind in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
+        if found.get(name) is True:
+            result.set("method.quantize", kind, name)
+        elif found.get(name, True) in _HARMLESS_IF:
+            result.used.add(name)
+        elif name in found:
+            result.refuse(name, _QUANTISED)
+    adapter = found.get("adapter", found.get("use_peft"))
+    name = "adapter" if "adapter" in found else "use_peft"
+    if adapter in ("lora", "qlora", True):
+        result.set("method.kind", "lora", name)
+    if adapter == "qlora":
+        result.set("method.quantize", "nf4", name)
+    if found.get("use_dora", found.get("peft_use_dora")) is True or adapter == "dora":
+        result.set("method.kind", "dora", *(key for key in ("use_dora", "peft_use_dora", "adapter") if key in found))
     for name in ("attn_implementation", "flash_attention"):
         if name in found:
             kernels = {"sdpa": "sdpa", "flash_attention_2": "flash", True: "flash"}

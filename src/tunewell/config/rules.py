@@ -48,6 +48,9 @@ class Export(Section):
         description=f"Export targets. {OneOf(EXPORT_TARGETS).doc()} `train` checks before its first step that the "
         "model can be exported to them.",
     )
+    merge_onto: Literal["trained", "original"] = "trained"
+    """The base weights of a run with `method.quantize`: the quantised ones on which the adapter was `trained`,
+    dequantised, or the `original` ones in 16 bits. An export shows the held-out loss of both."""
     precision: MergedPrecision = "bf16"
     """Precision of the merged weights. The adapter is merged in fp32."""
     gguf: tuple[GgufFormat, ...] = ("q8_0",)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import date
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from tunewell.config.extensions import FORMATS, METHODS, OPTIMIZERS
 from tunewell.config.fields import Auto, Bool, Float, Int, MethodName, OneOf, OptimizerName, Section, Text
@@ -275,12 +275,27 @@ class MethodSettings(Section):
     targets: Literal["all-linear"] | tuple[Text, ...] = "all-linear"
     """Linear layers with an adapter: `all-linear` (without the output head), or names like `[q_proj, v_proj]`."""
     layers: Literal["all"] | tuple[Annotated[Int, Field(ge=0)], ...] = "all"
-    """Decoder layers that get an adapter, counted from 0, or `all`."""
+    """Decoder layers that are trained, counted from 0, or `all`. With `kind: full`, all other weights are frozen, and
+    no gradient is computed below the lowest of these layers."""
     modules_to_save: tuple[Text, ...] = ()
     """Modules that are fully fine-tuned and saved with the adapter, e.g. `[embed_tokens, lm_head]`."""
     adapter: Text | None = None
     """An adapter to go on training: the folder of a run, of one of its checkpoints or of a PEFT adapter, whose base
     model is `model`. `model: RUN` sets both."""
+    quantize: Literal["none", "nf4", "int8"] = "none"
+    """Store the frozen linear layers in 4 bits (`nf4`, QLoRA) or 8 bits, to save memory. The loss that this costs is
+    measured before the first step. A model that was saved quantised is used as it is."""
+    keep: Literal["auto"] | tuple[Text, ...] = ()
+    """Linear layers that stay in 16 bits in a quantised model, e.g. `[down_proj]`. `auto`: those whose rounding costs
+    most per byte, until half of the cost is gone."""
+
+
+def _recompute_mode(value: Any) -> Any:
+    """Accept `true` and `false`; YAML reads `on` and `off` as these too."""
+    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+
+
+Recompute = Annotated[Literal["off", "on", "offload"], BeforeValidator(_recompute_mode)]
 
 
 class Train(Section):
@@ -337,9 +352,9 @@ class Train(Section):
     compile: Literal["auto", "on", "off"] = "auto"
     """Use `torch.compile` on CUDA. `auto`: compile when the remaining steps make up for the compile time. The first
     step never waits."""
-    recompute: Bool = False
+    recompute: Recompute = "off"
     """Gradient checkpointing: recompute activations in the backward pass. It needs less memory and is about a third
-    slower."""
+    slower. `offload` also keeps the inputs of the layers in main memory."""
     threads: Annotated[Int, Field(ge=1)] | Auto = "auto"
     """CPU threads. `auto`: measured at the start, because more threads can be slower on a busy machine."""
 

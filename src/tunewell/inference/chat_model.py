@@ -25,7 +25,7 @@ from tunewell.inference.llama_cpp.runtime import LlamaRuntime
 from tunewell.inference.runtime import Runtime, TorchRuntime, fastest_threads
 from tunewell.methods.base import AdapterMethod, adapter_method, load_adapter
 from tunewell.models.attention import SDPA
-from tunewell.models.load import LoadedModel, LoadOptions, load_model
+from tunewell.models.load import LoadedModel, LoadOptions, load_dequantized, load_model
 from tunewell.records.manifest import MANIFEST, read_manifest
 from tunewell.records.plan import Plan
 
@@ -227,9 +227,20 @@ def _weights_loader(
                 attention=SDPA if is_packed else "sdpa",
                 is_packed=is_packed,
             )
-            return load_model(options)
+            return _load_as_trained(options, chat_model)
 
         yield load
+
+
+def _load_as_trained(options: LoadOptions, chat_model: ChatModel) -> LoadedModel:
+    """Load a model. The base of a run is quantised as in training; in another precision, it is then dequantised."""
+    ref = chat_model.ref
+    base = None if ref.plan is None or options.model != ref.base else ref.plan.quantized
+    if base is None or ref.plan is None:
+        return load_model(options)
+    options, trained = replace(options, quantized=base), _DTYPES[ref.plan.precision.value]
+    is_same = options.dtype == trained and options.is_packed  # otherwise the weights are read one by one
+    return load_model(options) if is_same else load_dequantized(options, trained)
 
 
 def _with_torch(chat_model: ChatModel, load: _Load, *, with_base: bool) -> ChatModel:

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from tunewell.config.extensions import METHODS
 from tunewell.config.schema import MethodSettings
 from tunewell.core.errors import UserError
+from tunewell.hardware.device import probe_device
 from tunewell.methods.peft_format import ADAPTER_CONFIG, read_adapter_config
 from tunewell.models.load import not_finite_names
 
@@ -183,15 +184,27 @@ def adapter_layers(model: nn.Module) -> dict[str, AdapterLayer]:
 
 @contextmanager
 def weights_cast(model: PreTrainedModel) -> Iterator[None]:
-    """Cache the trained weights of adapters in the model's dtype inside a `with` block."""
+    """Cache the adapters' weights in the model's dtype inside a `with` block, and dequantised weights if they fit."""
     layers = adapter_layers(model).values()
+    quantized: list[Any] = [module for module in model.modules() if getattr(module, "is_matrix", False)]
     for layer in layers:
         layer.cast(model.dtype)
+    if quantized and _fits(sum(layer.in_features * layer.out_features for layer in quantized), model):
+        for layer in quantized:
+            layer.cached = layer.weight
     try:
         yield
     finally:
         for layer in layers:
             layer.cast(None)
+        for layer in quantized:
+            layer.cached = None
+
+
+def _fits(num_weights: int, model: PreTrainedModel) -> bool:
+    """Return whether weights in the model's dtype take at most half of the free memory of its device."""
+    free = probe_device(str(model.device)).free_bytes
+    return free is not None and 2 * num_weights * model.dtype.itemsize <= free
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -1,7 +1,7 @@
-"""Full fine-tuning: every weight is trained, in fp32 or, with `train.masters: bf16`, in bf16."""
+"""Full fine-tuning: every weight, or every weight of some layers, is trained, in fp32 or bf16 (`train.masters`)."""
 
 from collections.abc import Mapping
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -9,6 +9,8 @@ from transformers import PreTrainedModel
 
 from tunewell.config.schema import MethodSettings
 from tunewell.methods.base import Method, MethodFiles
+from tunewell.methods.peft_format import layer_index
+from tunewell.methods.targets import require_layers
 
 _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
 
@@ -31,9 +33,19 @@ class Full(Method):
         text_prefix: str = "",
         has_new_tokens: bool = False,
     ) -> Self:
-        """Make every parameter trainable, in the dtype in which it was loaded."""
-        model.requires_grad_(True)
+        """Make every parameter, or those of some decoder layers, trainable in the dtype in which it was loaded."""
+        if settings.layers == "all":
+            model.requires_grad_(True)
+            return cls(model, [])
+        require_layers([name for name, _ in model.named_parameters()], settings.layers)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(layer_index(name) in settings.layers)
         return cls(model, [])
+
+    @classmethod
+    def identity(cls, settings: MethodSettings) -> dict[str, Any]:
+        """Return the trained layers."""
+        return settings.model_dump(mode="json", include={"layers"})
 
     def files(self, base_model: str | None) -> MethodFiles:
         """Return the model's weights and its `config.json`."""

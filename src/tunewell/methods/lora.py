@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -42,9 +42,14 @@ from tunewell.methods.targets import (
     with_embeddings,
 )
 
+_TRAINED = (".lora_A", ".lora_B", ".lora_magnitude_vector")
+
 
 class Lora(AdapterMethod):
     """LoRA in fp32 on frozen linear layers, saved in PEFT's format."""
+
+    layer_class: ClassVar[type["LoraLinear"]]
+    is_dora: ClassVar = False
 
     def __init__(self, model: PreTrainedModel, notes: list[str], spec: AdapterSpec) -> None:
         super().__init__(model, notes)
@@ -77,7 +82,7 @@ class Lora(AdapterMethod):
         selection = select_layers(model, settings)
         notes = expert_notes(model, settings)
         sizes = settings.model_dump(include={"rank", "alpha", "dropout", "rslora"})
-        spec = _wrap_layers(model, selection, text_prefix, **sizes)
+        spec = cls._wrap_layers(model, selection, text_prefix, **sizes)
         generator = torch.Generator().manual_seed(seed)
         for module in model.modules():
             if isinstance(module, LoraLinear):
@@ -88,8 +93,8 @@ class Lora(AdapterMethod):
 
     @classmethod
     def reads(cls, config: Mapping[str, Any]) -> bool:
-        """Return True for adapters of PEFT's type LORA."""
-        return config.get("peft_type") == "LORA"
+        """Return True for adapters of PEFT's type LORA without `use_dora`."""
+        return config.get("peft_type") == "LORA" and not config.get("use_dora")
 
     @classmethod
     def load(
@@ -107,7 +112,7 @@ class Lora(AdapterMethod):
         selection = _saved_selection(model, config, tensors, where=str(folder / ADAPTER_CONFIG))
         if settings is not None:
             _require_same_layers(model, settings, selection, where=str(folder / ADAPTER_CONFIG))
-        spec = _wrap_layers(
+        spec = cls._wrap_layers(
             model,
             selection,
             text_prefix,
@@ -150,13 +155,27 @@ class Lora(AdapterMethod):
         tensors = {
             peft_name(name, prefix): parameter.detach()
             for name, parameter in self.model.named_parameters()
-            if name.endswith((".lora_A", ".lora_B")) or is_within(name, self.spec.full_modules)
+            if name.endswith(_TRAINED) or is_within(name, self.spec.full_modules)
         }
         tied = [peft_name(f"{name}.weight", prefix) for name in tied_names(self.model)]
         for tensor in [tensors[name] for name in tied if name in tensors]:
             for name in tied:
                 tensors.setdefault(name, tensor.clone())
         return tensors
+
+    @classmethod
+    def _wrap_layers(cls, model: PreTrainedModel, selection: Selection, text_prefix: str, **sizes: Any) -> AdapterSpec:
+        targets = peft_targets(model, selection, text_prefix)
+        spec = AdapterSpec(**sizes, is_tied=bool(tied_names(model)), is_dora=cls.is_dora, **targets)
+        model.requires_grad_(False)
+        for name in selection.linears:
+            base: Any = model.get_submodule(name)
+            layer = cls.layer_class(base, rank=spec.rank, scale=spec.scale, dropout=spec.dropout)
+            layer.train(base.training)
+            model.set_submodule(name, layer)
+        for name in selection.full_modules:
+            _train_in_full(model, name)
+        return spec
 
     @torch.no_grad()
     def _copy_in(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
@@ -269,19 +288,6 @@ def _require_tied(model: PreTrainedModel, tensors: dict[str, Tensor], *, is_tied
         )
 
 
-def _wrap_layers(model: PreTrainedModel, selection: Selection, text_prefix: str, **sizes: Any) -> AdapterSpec:
-    spec = AdapterSpec(**sizes, is_tied=bool(tied_names(model)), **peft_targets(model, selection, text_prefix))
-    model.requires_grad_(False)
-    for name in selection.linears:
-        base: Any = model.get_submodule(name)
-        layer = LoraLinear(base, rank=spec.rank, scale=spec.scale, dropout=spec.dropout)
-        layer.train(base.training)
-        model.set_submodule(name, layer)
-    for name in selection.full_modules:
-        _train_in_full(model, name)
-    return spec
-
-
 def _train_in_full(model: PreTrainedModel, name: str) -> None:
     """Make a module trainable in fp32. A tied head and embedding stay tied."""
     module = model.get_submodule(name)
@@ -308,7 +314,8 @@ class LoraLinear(AdapterLayer):
     """A frozen linear layer with low-rank matrices: y = W x + scale * B A x.
 
     The frozen layer may be any module with `weight`, `bias`, `in_features` and `out_features`. If it has its own
-    `forward`, as a quantised layer does, that is called. For a plain `nn.Linear`, the sum is computed in one pass.
+    `forward`, that is called. For a plain `nn.Linear`, and for modules with `is_matrix`, such as quantised ones, the
+    sum is computed in one pass.
     """
 
     def __init__(self, base: nn.Linear, *, rank: int, scale: float, dropout: float) -> None:
@@ -316,7 +323,7 @@ class LoraLinear(AdapterLayer):
         self.base_layer = base
         self.scale = scale
         self.dropout = dropout
-        self._is_plain = type(base).forward is nn.Linear.forward
+        self._is_plain = getattr(base, "is_matrix", type(base).forward is nn.Linear.forward)
         self._cast: tuple[Tensor, Tensor] | None = None
         device = base.weight.device
         self.lora_A = nn.Parameter(torch.empty(rank, base.in_features, device=device, dtype=torch.float32))
@@ -350,14 +357,13 @@ class LoraLinear(AdapterLayer):
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_enabled:
             return self.base_layer(x)
-        weight, bias = self.base_layer.weight, self.base_layer.bias
-        dtype = weight.dtype if self._is_plain else x.dtype
+        dtype = self.base_layer.weight.dtype if isinstance(self.base_layer, nn.Linear) else x.dtype
         a, b = self._cast or (self.lora_A.to(dtype), self.lora_B.to(dtype))
         has_dropout = self.dropout > 0 and self.training
         if has_dropout or not self._is_plain or torch.compiler.is_compiling():
             adapted = F.dropout(x, self.dropout) if has_dropout else x
             return self.base_layer(x) + F.linear(F.linear(adapted, a) * self.scale, b)
-        return _LowRank.apply(x.flatten(0, -2), self.scale, weight, bias, a, b).unflatten(0, x.shape[:-1])
+        return _LowRank.apply(x.flatten(0, -2), self.scale, self.base_layer, a, b).unflatten(0, x.shape[:-1])
 
     def cast(self, dtype: torch.dtype | None) -> None:
         """Cache the matrices in the model's dtype for decoding. None clears the cache."""
@@ -387,33 +393,35 @@ class LoraLinear(AdapterLayer):
         return self.lora_A.double().cpu(), self.lora_B.double().cpu() * self.scale
 
 
+Lora.layer_class = LoraLinear
+
+
 class _LowRank(torch.autograd.Function):
     """LoRA with the low-rank part added in place, which saves one pass over the output and over the gradient.
 
-    No gradient is computed for W. The gradient for x is computed only if an earlier layer is trained.
+    No gradient is computed for W, and W is read from its layer again in the backward pass: a quantised layer computes
+    it at each read. The gradient for x is computed only if an earlier layer is trained.
 
     Shapes: T tokens, K inputs, N outputs, R rank.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x_TK: Tensor, scale: float, w_NK: Tensor, bias_N: Tensor | None, a_RK: Tensor, b_NR: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, x_TK: Tensor, scale: float, base: nn.Linear, a_RK: Tensor, b_NR: Tensor) -> Tensor:
         xa_TR = x_TK @ a_RK.T
-        ctx.save_for_backward(x_TK, xa_TR, w_NK, a_RK, b_NR)
-        ctx.scale = scale
-        return F.linear(x_TK, w_NK, bias_N).addmm_(xa_TR, b_NR.T, alpha=scale)
+        ctx.save_for_backward(x_TK, xa_TR, a_RK, b_NR)
+        ctx.scale, ctx.base = scale, base
+        return F.linear(x_TK, base.weight, base.bias).addmm_(xa_TR, b_NR.T, alpha=scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         [dy_TN] = grads
-        x_TK, xa_TR, w_NK, a_RK, b_NR = ctx.saved_tensors
+        x_TK, xa_TR, a_RK, b_NR = ctx.saved_tensors
         zero = x_TK.new_zeros(())
         dxa_TR = torch.addmm(zero, dy_TN, b_NR, beta=0, alpha=ctx.scale)
         # Transposed, because a product with so few columns is two to five times slower than one with so few rows.
         db_NR = torch.addmm(zero, xa_TR.T, dy_TN, beta=0, alpha=ctx.scale).T
-        dx_TK = (dy_TN @ w_NK).addmm_(dxa_TR, a_RK) if ctx.needs_input_grad[0] else None
-        return dx_TK, None, None, None, dxa_TR.T @ x_TK, db_NR
+        dx_TK = (dy_TN @ ctx.base.weight).addmm_(dxa_TR, a_RK) if ctx.needs_input_grad[0] else None
+        return dx_TK, None, None, dxa_TR.T @ x_TK, db_NR
 
 
 class Fp32Embedding(nn.Embedding):

@@ -19,7 +19,6 @@ _LAYER = re.compile(r"\.(?:layers|h|blocks|block)\.(\d+)\.")
 _EXPERT_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 """In a model with stacked experts, PEFT treats layers with these names as experts."""
 _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
-    "use_dora": (False, None),
     "bias": ("none", None),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
@@ -53,6 +52,7 @@ class AdapterSpec:
     layers: tuple[int, ...] | None
     modules_to_save: tuple[str, ...]
     is_tied: bool = False
+    is_dora: bool = False
     parameters: tuple[str, ...] = ()
     """Paths of weights of linear layers that PEFT would treat as experts if they were listed as targets."""
     full_modules: tuple[str, ...] = ()
@@ -90,6 +90,7 @@ def adapter_config(spec: AdapterSpec, base_model: str | None) -> str:
         # PEFT rejects dropout together with `target_parameters`. The value matters only for further training.
         "lora_dropout": 0.0 if spec.parameters else spec.dropout,
         "use_rslora": spec.rslora,
+        "use_dora": spec.is_dora,
         "target_modules": sorted(spec.targets),
         "layers_to_transform": None if spec.layers is None else list(spec.layers),
         "modules_to_save": list(spec.modules_to_save) or None,
@@ -214,6 +215,7 @@ def peft_name(name: str, text_prefix: str = "") -> str:
 
 def text_part_name(name: str) -> str:
     """Convert PEFT's name of a tensor in a multimodal model to its name in the text part."""
+    name = name.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")  # before PEFT 0.12
     prefix = _PREFIX + TEXT_PREFIX
     return _PREFIX + _MODEL + name.removeprefix(prefix) if name.startswith(prefix) else name
 

@@ -27,7 +27,7 @@ def select_layers(model: PreTrainedModel, settings: MethodSettings) -> Selection
     selected = tuple(linears) if is_all else _match(linears, settings.targets, "linear layer")
     layers = None if settings.layers == "all" else tuple(settings.layers)
     if layers is not None:
-        _require_layers(linears, layers)
+        require_layers(linears, layers)
         selected = tuple(name for name in selected if layer_index(name) in layers)
     full_modules = _full_modules(model, settings)
     for target in () if is_all else settings.targets:
@@ -89,14 +89,16 @@ def expert_notes(model: PreTrainedModel, settings: MethodSettings) -> list[str]:
     ]
 
 
-def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return the linear layers by path, except the head and routers."""
+def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the linear layers, quantised or not, by path, except the head and routers."""
     head = model.get_output_embeddings()
     # The router of PhiMoE is a subclass of `nn.Linear` and returns three tensors.
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and "Router" not in type(module).__name__
+        if (isinstance(module, nn.Linear) or getattr(module, "is_matrix", False))
+        and module is not head
+        and "Router" not in type(module).__name__
     }
 
 
@@ -116,14 +118,14 @@ def last_names(paths: Iterable[str]) -> list[str]:
     return sorted({last_name(path) for path in paths})
 
 
-def _require_layers(linears: Iterable[str], layers: Iterable[int]) -> None:
-    known = sorted({index for name in linears if (index := layer_index(name)) is not None})
+def require_layers(paths: Iterable[str], layers: Iterable[int]) -> None:
+    """Raise UserError if the model has no layer with one of these numbers."""
+    known = sorted({index for path in paths if (index := layer_index(path)) is not None})
     if missing := [index for index in layers if index not in known]:
-        has = f"the model's layers are {known[0]} to {known[-1]}" if known else "the model's layers have no numbers"
         raise UserError(
             f"the model has no layer {', '.join(map(str, missing))}",
             where=f"`method.layers` {list(layers)}",
-            fix=f"{has}, and its linear layers are: {', '.join(last_names(linears))}",
+            fix=f"the model's layers are {known[0]} to {known[-1]}" if known else "the model's layers have no numbers",
         )
 
 

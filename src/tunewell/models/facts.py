@@ -99,6 +99,8 @@ class ModelFacts:
     hidden_size: int | None
     num_parameters: int | None
     """None for a preset, because the size of its embedding depends on the tokenizer."""
+    quantization: dict[str, Any] | None = None
+    """`quantization_config` of a model that was saved quantised."""
 
 
 def read_facts(model: str | Path) -> ModelFacts:
@@ -135,6 +137,7 @@ def _from_config(files: ModelFiles, config: dict[str, Any]) -> ModelFacts:
         vocab_size=_count(text, "vocab_size"),
         hidden_size=_count(text, "hidden_size", "n_embd"),
         num_parameters=None if isinstance(nested, dict) else _config_parameters(text),
+        quantization=saved if isinstance(saved := config.get("quantization_config"), dict) else None,
     )
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from tunewell.models.facts import find_key_map
 from tunewell.models.gguf import quantization_of, read_gguf_config, read_gguf_weights
 from tunewell.models.pretrained import first_names, from_files, from_tensors, read_config, require_safe_folder, skeleton
 from tunewell.models.support import quiet, require_supported, text_part
+from tunewell.records.plan import QuantizedBase
 
 # Verify a loaded model: every weight on the right device, in the right dtype, and finite.
 
@@ -169,6 +170,13 @@ def _weight(table: nn.Module) -> Tensor:
     return weight
 
 
+def count_parameters(model: nn.Module) -> int:
+    """Return the number of parameters, including those of quantised layers, which are buffers."""
+    quantized = [module for module in model.modules() if getattr(module, "is_matrix", False)]
+    number = sum(parameter.numel() for parameter in model.parameters())
+    return number + sum(int(part.in_features) * int(part.out_features) for part in quantized)  # pyright: ignore
+
+
 @dataclass(frozen=True)
 class LoadOptions:
     """The model to load, and the options for loading it."""
@@ -190,11 +198,15 @@ class LoadOptions:
     is_whole: bool = False
     """Whether to load a complete multimodal model, as `AutoModelForCausalLM` does, instead of only its text part."""
     allow_pickle: bool = False
+    quantized: QuantizedBase | None = None
+    """How to quantise the linear layers after loading. A model that was saved quantised is used as it is."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of `from_pretrained`."""
-        # On a GPU, each weight is loaded directly to the device, not through main memory.
-        device_map = {} if self.device.type == "cpu" else {"device_map": {"": self.device}}
+        # On a GPU, each weight is loaded directly to the device, not through main memory. A model that is quantised
+        # after loading would not fit there.
+        is_direct = self.device.type != "cpu" and (self.quantized is None or self.quantized.is_saved)
+        device_map = {"device_map": {"": self.device}} if is_direct else {}
         return {"dtype": self.dtype, "attn_implementation": self.attention, **device_map}
 
     def check(self, config: PreTrainedConfig) -> list[str]:
@@ -229,12 +241,36 @@ def load_model(options: LoadOptions) -> LoadedModel:
             f"{number} new token{'' if number == 1 else 's'}: embedding and head now have {vocabulary.size:,} rows; "
             "new rows start as the mean of the others"
         )
+    _quantize(model, options)
     # Documents are never padded, so the padding token (in SmolLM2 the end of a turn) is trained like any other.
     embedding: Any = model.get_input_embeddings()
     embedding.padding_idx = None
     model.eval().requires_grad_(False)
     verify_placement(model, device=options.device, dtype=options.dtype)
     return LoadedModel(model, notes, vocabulary.new_ids, text_prefix)
+
+
+def load_dequantized(options: LoadOptions, trained_dtype: torch.dtype) -> LoadedModel:
+    """Load a quantised model as it was trained, and dequantise it to plain layers in the dtype of the options."""
+    from tunewell.models.quantized import dequantize_model
+
+    found = load_model(replace(options, dtype=trained_dtype))
+    dequantize_model(found.model, options.dtype)
+    return found
+
+
+def _quantize(model: PreTrainedModel, options: LoadOptions) -> None:
+    """Quantise the linear layers, or take over those of a model that was saved quantised."""
+    is_saved_so = getattr(model.config, "quantization_config", None) is not None
+    if not is_saved_so and options.quantized is None:
+        return
+    from tunewell.models.quantized import quantize_model, take_over
+
+    if is_saved_so:
+        take_over(model, options.dtype)
+        nn.Module.to(model, options.device)
+    elif options.quantized is not None:
+        quantize_model(model, options.quantized, options.device)
 
 
 def _load(options: LoadOptions, vocabulary: Vocabulary) -> tuple[PreTrainedModel, list[str], str]:

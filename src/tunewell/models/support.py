@@ -62,7 +62,12 @@ def require_supported(config: PreTrainedConfig, *, longest_document: int, attent
     if getattr(config, "quantization_config", None) is not None:
         settings: Any = config.quantization_config
         method = (settings if isinstance(settings, dict) else settings.to_dict()).get("quant_method", "unknown method")
-        raise _not_supported(config, f"the weights are quantised ({method})", "use the unquantised model")
+        if method != "bitsandbytes":
+            raise _not_supported(
+                config,
+                f"the weights are quantised ({method}); only bitsandbytes is supported",
+                "use the unquantised model; `method.quantize: nf4` makes it as small",
+            )
     for reason, kinds in _table()["refused"].items():
         if config.model_type in kinds:
             raise _not_supported(config, reason)

@@ -1,7 +1,8 @@
 """Choose device, precision, attention, threads and compilation of a run, each with its reason."""
 
 from dataclasses import dataclass
-from typing import Literal
+from importlib.util import find_spec
+from typing import Any, Literal
 
 from tunewell.config.extensions import METHODS, OPTIMIZERS
 from tunewell.config.load import LoadedConfig
@@ -10,7 +11,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.units import count, size_bytes
 from tunewell.hardware.facts import DeviceFacts, num_cores
 from tunewell.records.manifest import Manifest, SplitRecord
-from tunewell.records.plan import Chosen
+from tunewell.records.plan import Chosen, QuantizedBase
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class PlanInputs:
     """The measured number of threads, or None on a GPU or if `train.threads` is set."""
     launcher_precision: str | None = None
     """The value of `accelerate launch --mixed_precision`, or None."""
+    saved_quantization: dict[str, Any] | None = None
+    """`quantization_config` of a model that was saved quantised."""
 
     @property
     def config(self) -> Config:
@@ -174,6 +177,65 @@ def require_optimizer(inputs: PlanInputs) -> None:
                 where=inputs.where(f"train.{key}"),
                 fix=f"remove it, or set `train.optimizer: {prefix}`",
             )
+
+
+def choose_quantization(inputs: PlanInputs) -> QuantizedBase | None:
+    """Return how the base model is quantised, or None; raise UserError if that cannot be trained here."""
+    setting, saved = inputs.config.method.quantize, inputs.saved_quantization
+    if setting == "none" and saved is None:
+        _require_no_keep(inputs)
+        return None
+    kind: Literal["nf4", "int8"] = "int8" if setting == "int8" else "nf4"
+    if saved is not None:
+        if (method_name := saved.get("quant_method", "unknown")) != "bitsandbytes":
+            raise UserError(
+                f"the model was saved quantised with {method_name}, which cannot be trained",
+                where="`quantization_config` in its `config.json`",
+                fix="use the unquantised model; `method.quantize: nf4` makes it as small",
+            )
+        kind = "int8" if saved.get("load_in_8bit") else "nf4"
+        if setting not in ("none", kind):
+            raise UserError(
+                f"the model was saved in {kind}, and `method.quantize` is `{setting}`",
+                where=inputs.where("method.quantize"),
+                fix="remove the setting, or use the unquantised model",
+            )
+    method = METHODS.entry(inputs.config.method.kind)
+    if not method.is_adapter:
+        fix = "set `method.kind: lora`, or use `method.quantize: none`"
+        fix = fix if saved is None else "set `method.kind: lora`, or use the unquantised model"
+        raise UserError(
+            f"a quantised model cannot be trained by {method.title}: its weights cannot change",
+            where=inputs.where("method.quantize" if saved is None else "method.kind"),
+            fix=fix,
+        )
+    if kind == "nf4" and inputs.device.kind == "mps":
+        raise UserError(
+            "nf4 is not tested on Apple GPUs",
+            where=inputs.where("method.quantize"),
+            fix="set `method.quantize: int8`, or train on a machine with an NVIDIA GPU: `tunewell notebook`",
+        )
+    if (kind == "nf4" or saved is not None) and find_spec("bitsandbytes") is None:
+        raise UserError(
+            f"{kind} on {inputs.device.label} needs `bitsandbytes`, which is not installed",
+            where=inputs.where("method.quantize"),
+            fix='pip install "tunewell[qlora]"; or set `method.quantize: int8`, which needs no other package',
+        )
+    if saved is not None:
+        keep: list[str] = saved.get("llm_int8_skip_modules") or []
+        return QuantizedBase(kind=kind, keep=keep, because="the model was saved quantised", is_saved=True)
+    chosen = inputs.config.method.keep
+    keep = [] if chosen == "auto" else list(chosen)
+    return QuantizedBase(kind=kind, keep=keep, because=inputs.why("method.quantize"))
+
+
+def _require_no_keep(inputs: PlanInputs) -> None:
+    if inputs.config.method.keep:
+        raise UserError(
+            "`method.keep` is set, but the base model is not quantised",
+            where=inputs.where("method.keep"),
+            fix="set `method.quantize: nf4` or `int8`, or remove `method.keep`",
+        )
 
 
 def choose_attention(inputs: PlanInputs, precision: Precision) -> Chosen[Attention]:

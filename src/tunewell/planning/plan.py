@@ -28,6 +28,7 @@ from tunewell.planning.compute import (
     choose_compile,
     choose_device,
     choose_precision,
+    choose_quantization,
     choose_threads,
     require_masters,
     require_optimizer,
@@ -72,7 +73,8 @@ def plan_run(
     if device.kind == "cpu" and config.train.threads == "auto":
         width = facts.hidden_size or 512
         threads = measure_threads([(512, width, width), (512, width, 3 * width), (512, 3 * width, width)])
-    inputs = PlanInputs(loaded, corpus.manifest, device, facts.num_parameters, threads, launcher_precision())
+    launched, saved = launcher_precision(), facts.quantization
+    inputs = PlanInputs(loaded, corpus.manifest, device, facts.num_parameters, threads, launched, saved)
     batch = choose_batch(inputs)
     order = DataOrder(
         lengths=corpus.index["length"].astype("int64"),
@@ -156,6 +158,7 @@ def plan_training(inputs: PlanInputs, *, batch: Batch, num_steps: int, epochs: f
         attention=attention,
         threads=choose_threads(inputs),
         method=Chosen[MethodName](value=config.method.kind, because=inputs.why("method.kind")),
+        quantized=choose_quantization(inputs),
         learning_rate=choose_learning_rate(inputs),
         schedule=Chosen[Schedule](value=config.train.schedule, because=inputs.why("train.schedule")),
         warmup_steps=_warmup_steps(inputs, num_steps),

@@ -9,6 +9,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
 from tunewell.records.base import Record, read_record
 from tunewell.records.events import plain, with_numbers
+from tunewell.records.plan import QuantizedBase
 
 FORMAT = "tunewell-parity"
 PARITY = "parity.json"
@@ -104,6 +105,10 @@ class Proof(Record):
     subject: str
     base: str | None
     is_lora: bool
+    quantized: QuantizedBase | None = None
+    """How the base model was quantised in training, if the adapter belongs to the dequantised weights."""
+    trained_precision: str = "fp32"
+    """The precision to which a quantised base model was dequantised in training."""
     stop_ids: list[int]
     bos_id: int | None = None
     added_tokens: list[str] = Field(default_factory=list)

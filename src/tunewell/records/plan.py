@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
+from pydantic import Field
+
 from tunewell.config.fields import MethodName
 from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
@@ -31,6 +33,39 @@ class Start(Record):
     """Hash of its weight file."""
 
 
+class QuantizedBase(Record):
+    """The quantised base model of a run, and what the rounding costs."""
+
+    kind: Literal["nf4", "int8"]
+    keep: list[str] = Field(default_factory=list[str])
+    """Linear layers in 16 bits, besides the head: names as in transformers' `llm_int8_skip_modules`."""
+    because: str = ""
+    loss: float | None = None
+    """Loss of the base model before quantisation; None if it was not measured."""
+    quantized_loss: float | None = None
+    """Loss of the quantised base model on the same documents."""
+    is_saved: bool = False
+    """Whether the model's files are quantised, so that the base model in 16 bits is unknown."""
+
+    @property
+    def cost(self) -> float | None:
+        """The relative increase of the loss; None if it was not measured."""
+        return None if not self.loss or self.quantized_loss is None else self.quantized_loss / self.loss - 1
+
+    @property
+    def loading_argument(self) -> str:
+        """The argument of `from_pretrained` that quantises the base model in the same way, as Python code.
+
+        Empty for a model that was saved quantised, and for int8, which bitsandbytes computes in another way: the base
+        model in 16 bits is nearer to it.
+        """
+        if self.is_saved or self.kind != "nf4":
+            return ""
+        skipped = f", llm_int8_skip_modules={[*self.keep, 'lm_head']!r}" if self.keep else ""
+        options = 'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True'
+        return f", quantization_config=BitsAndBytesConfig({options}{skipped})"
+
+
 class Plan(Record):
     """The plan of a run. Secrets are redacted, so a path that contains a secret cannot be used after reading."""
 
@@ -54,6 +89,8 @@ class Plan(Record):
     threads: Chosen[int]
 
     method: Chosen[MethodName]
+    quantized: QuantizedBase | None = None
+    """None if the base model is not quantised."""
     learning_rate: Chosen[float]
     schedule: Chosen[Literal["cosine", "linear", "constant"]]
     warmup_steps: Chosen[int]

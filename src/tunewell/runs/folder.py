@@ -157,6 +157,8 @@ def keep_measured_settings(folder: Path, plan: Plan, allowed: Sequence[str], rec
     for name, section in (("evaluate_every", "evaluate"), ("save_every", "checkpoints")):
         if plan.config[section]["every_steps"] == "auto" and before.num_steps.value == plan.num_steps.value:
             kept[name] = getattr(before, name)
+    if plan.quantized is not None and before.quantized is not None and before.quantized.kind == plan.quantized.kind:
+        kept["quantized"] = before.quantized
     if before.device.value != plan.device.value:
         recorder.note(f"the run was started on {before.device.value} and continues on {plan.device.value}")
         kept.pop("threads", None)
@@ -200,7 +202,8 @@ def _comparable(
     before: dict[str, Any], now: dict[str, Any], allowed: set[str]
 ) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
     """Return both identities and the allowed changes, adjusted so that a model with equal weights is unchanged."""
-    before = {"optimizer": "adamw", "masters": "fp32"} | before  # version 0.1.0 had only these and did not record them
+    defaults = {"optimizer": "adamw", "masters": "fp32", "layers": "all", "quantize": "none", "keep": []}
+    before = {name: value for name, value in defaults.items() if name in now} | before  # 0.1.0 did not record these
     if "weights" not in before:  # a checkpoint without a fingerprint of the weights
         return before, {name: value for name, value in now.items() if name != "weights"}, allowed
     if before["weights"] is not None and before["weights"] == now["weights"]:

@@ -124,6 +124,7 @@ class _Readme:
             "",
             "## Why these settings",
             "",
+            *self._quantization(),
             "| | value | reason |",
             "|---|---|---|",
             *[
@@ -149,6 +150,14 @@ class _Readme:
     def _pickle_flag(self) -> str:
         return " --allow-pickle" if self.allow_pickle else ""
 
+    def _quantization(self) -> list[str]:
+        base = self.plan.quantized
+        if base is None:
+            return []
+        losses = f": loss {base.quantized_loss:.4f} instead of {base.loss:.4f}" if base.loss is not None else ""
+        cost = f" ({base.cost:+.1%})" if base.cost is not None else ""
+        return [f"The base model is in {base.kind}{losses}{cost}; {base.because}.", ""]
+
     def _usage(self) -> list[str]:
         """Return code that loads the checkpoint in transformers, or tunewell commands if transformers cannot."""
         checkpoints = [path for path, _ in self.result.artefacts if "checkpoints" in path]
@@ -161,12 +170,16 @@ class _Readme:
             return _loading_code(f"model = AutoModelForCausalLM.from_pretrained({path!r})", config.corpus)
         if reason := _reason_for_tunewell(model):
             return _TUNEWELL_USAGE.format(reason=reason, flag=self._pickle_flag).splitlines()
-        lines = [f"base = AutoModelForCausalLM.from_pretrained({_model_argument(model)})"]
+        quantized = self.plan.quantized.loading_argument if self.plan.quantized else ""
+        lines = [f"base = AutoModelForCausalLM.from_pretrained({_model_argument(model)}{quantized})"]
         if num_added := len(self.manifest.tokenizer.added_by_us):
             comment = f"{num_added:,} token{' was' if num_added == 1 else 's were'} added"
             lines.append(f"base.resize_token_embeddings({self.vocabulary_rows}, mean_resizing=False)  # {comment}")
         lines.append(f"model = PeftModel.from_pretrained(base, {path!r})")
-        return _loading_code("\n".join(lines), config.corpus, "from peft import PeftModel")
+        imports = ["from peft import PeftModel"]
+        if quantized:
+            imports.append("from transformers import BitsAndBytesConfig")
+        return _loading_code("\n".join(lines), config.corpus, *imports)
 
 
 def _reason_for_tunewell(model: str) -> str | None:

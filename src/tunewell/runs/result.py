@@ -240,7 +240,7 @@ def advice(entries: Sequence[HealingEntry]) -> list[str]:
     if limits := [entry.micro_batch_tokens for entry in entries if entry.micro_batch_tokens is not None]:
         found.append(f"set `train.micro_batch_tokens: {limits[-1]}`: larger micro-batches ran out of memory")
     if any(entry.is_recomputing for entry in entries):
-        found.append("set `train.recompute: true`: without it, some documents ran out of memory")
+        found.append("set `train.recompute: on`: without it, some documents ran out of memory")
     if shares := [entry.rate_share for entry in entries if entry.rate_share is not None]:
         found.append(f"multiply `train.learning_rate` by {shares[-1]:g}: the run diverged at the planned rate")
     if precisions := [entry.precision for entry in entries if entry.precision is not None]:

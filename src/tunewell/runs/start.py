@@ -3,7 +3,7 @@
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tunewell.config.load import LoadedConfig, relative_path
 from tunewell.config.schema import MethodSettings
@@ -50,7 +50,7 @@ def find_start(loaded: LoadedConfig) -> tuple[LoadedConfig, Start]:
     update: dict[str, Any] = {"model": _spelled(ref.model, loaded)}
     if ref.adapter is not None:
         _require_base(ref, loaded)
-        update["method"] = _method_settings(ref.adapter, name, loaded)
+        update["method"] = _quantized_as_before(_method_settings(ref.adapter, name, loaded), ref, loaded)
     if config.tokenizer is None and (tokenizer := _tokenizer(ref)):
         update["tokenizer"] = _spelled(tokenizer, loaded)
     folder, file = (ref.adapter, ADAPTER_WEIGHTS) if ref.adapter else (Path(ref.model), _MODEL_WEIGHTS)
@@ -126,6 +126,21 @@ def _method_settings(adapter: Path, name: str, loaded: LoadedConfig) -> MethodSe
             )
     unset = {key: value for key, value in saved.items() if key not in given.model_fields_set}
     return given.model_copy(update=unset | {"adapter": _spelled(str(adapter), loaded)})
+
+
+def _quantized_as_before(method: MethodSettings, ref: ModelRef, loaded: LoadedConfig) -> MethodSettings:
+    """Return the settings with the quantisation of the earlier run, whose adapter belongs to these base weights."""
+    base = ref.plan.quantized if ref.plan else None
+    if ref.plan is None or (base is not None and base.is_saved):
+        return method
+    kind: Literal["none", "nf4", "int8"] = base.kind if base else "none"
+    if "quantize" in method.model_fields_set and method.quantize != kind:
+        raise UserError(
+            f"`{ref.name}` was trained on a base model with `method.quantize: {kind}`",
+            where=loaded.origin("method.quantize"),
+            fix="remove `method.quantize` to go on with the same base model",
+        )
+    return method.model_copy(update={"quantize": kind, "keep": tuple(base.keep) if base else ()})
 
 
 def _saved_settings(adapter: Path) -> dict[str, Any]:

@@ -25,11 +25,17 @@ from tunewell.inference.generate import corpus_stop_ids, generate
 from tunewell.methods.base import AdapterMethod, Method
 from tunewell.models import attention
 from tunewell.models.facts import fingerprint_weights
-from tunewell.models.load import LoadedModel, LoadOptions, load_model, verify_placement
+from tunewell.models.load import (
+    LoadedModel,
+    LoadOptions,
+    count_parameters,
+    load_model,
+    verify_placement,
+)
 from tunewell.models.support import head_shape
 from tunewell.records.events import EventLog
 from tunewell.records.healing import HEALING, read_healing
-from tunewell.records.plan import Plan
+from tunewell.records.plan import Plan, write_plan
 from tunewell.training.checkpoints import Checkpoints
 from tunewell.training.distributed import World
 from tunewell.training.evaluate import questions_of
@@ -124,7 +130,8 @@ def build_run(parts: RunInputs) -> Run:
         seed=plan.seed,
         allow_pickle=parts.allow_pickle,
     )
-    found = load_model(options)
+    found, plan = _load_model(options, parts)
+    options = replace(options, quantized=plan.quantized)
     model = found.model
     method = _apply_method(method_class, parts, found)
     for message in (*parts.loaded.notes, *found.notes, *method.notes):
@@ -144,8 +151,8 @@ def build_run(parts: RunInputs) -> Run:
     )
     if parts.heartbeat is not None:
         learner.heartbeat = parts.heartbeat
-    if config.train.recompute:
-        learner.recompute(True)
+    if config.train.recompute != "off":
+        learner.recompute(config.train.recompute)
     healing = HealingState(folder / HEALING, on_trouble=note)
     healing.restore(read_healing(parts.folder))
     return Run(
@@ -183,10 +190,24 @@ def _apply_method(method_class: type[Method], parts: RunInputs, found: LoadedMod
     )
 
 
+def _load_model(options: LoadOptions, parts: RunInputs) -> tuple[LoadedModel, Plan]:
+    """Load the model, and quantise it if the plan says so. Return the plan with the measured cost."""
+    base = parts.plan.quantized
+    if base is None or base.is_saved or base.loss is not None:
+        return load_model(replace(options, quantized=base)), parts.plan
+    from tunewell.training.quantization import load_quantized
+
+    found, base = load_quantized(options, base, parts)
+    parts.plan = parts.plan.model_copy(update={"quantized": base})
+    if parts.world.is_first:
+        write_plan(parts.folder, parts.plan)
+    return found, parts.plan
+
+
 def describe_start(parts: RunInputs, run: Run) -> RunStarted:
     """Return the first event of a run."""
     num_trainable = sum(parameter.numel() for parameter in run.learner.parameters.values())
-    num_parameters = sum(parameter.numel() for parameter in run.learner.model.parameters())
+    num_parameters = count_parameters(run.learner.model)
     return RunStarted(parts.plan, num_trainable, num_parameters, run.progress.step)
 
 

@@ -24,6 +24,7 @@ from torch import nn
 
 from tunewell.core.files import cache_folder, sha256_text, stable_json, write_atomic
 from tunewell.data.batches import DataOrder, FixedShape, micro_batches
+from tunewell.models.load import count_parameters
 from tunewell.models.loss import loss_and_grad_fused
 from tunewell.training.events import StepTaken
 from tunewell.training.run import Run
@@ -244,6 +245,7 @@ def describe_for_ahead(run: Run, shape: FixedShape) -> dict[str, Any] | None:
     return {
         "config": settings,
         "method": run.plan.method.value,
+        "quantized": run.plan.quantized.model_dump(mode="json") if run.plan.quantized else None,
         "method_settings": run.config.method.model_dump(mode="json"),
         "train": run.config.train.model_dump(mode="json"),
         "precision": run.plan.precision.value,
@@ -273,7 +275,7 @@ def can_use_graphs(learner: TrainableModel, layers: list[nn.Module]) -> bool:
     is_recomputing = getattr(learner.model, "is_gradient_checkpointing", False)
     if not learner.may_use_graphs or learner.has_dropout or is_recomputing or not is_in_main:
         return False
-    weights = max((sum(own.numel() for own in layer.parameters()) for layer in layers), default=0)
+    weights = max((count_parameters(layer) for layer in layers), default=0)
     return 0 < 6 * weights * learner.shape.tokens < _LAUNCH_BOUND_FLOP
 
 

@@ -21,6 +21,7 @@ from tunewell.config.schema import MethodSettings, Train
 from tunewell.data.batches import FixedShape, MicroBatch
 from tunewell.models import attention
 from tunewell.models.support import head_shape
+from tunewell.records.plan import QuantizedBase
 from tunewell.training.compile import Measured, compile_model, save_measured
 from tunewell.training.step import TrainableModel
 
@@ -38,6 +39,10 @@ def compile_ahead(description: dict[str, Any]) -> None:
         model = AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, description["dtype"]), attn_implementation=attention.FLASH
         )
+    if description["quantized"] is not None:
+        from tunewell.models.quantized import quantize_model
+
+        quantize_model(model, QuantizedBase.model_validate(description["quantized"]), model.device)
     METHODS.load(description["method"]).apply(
         model, MethodSettings.model_validate(description["method_settings"]), seed=0
     )
@@ -50,7 +55,7 @@ def compile_ahead(description: dict[str, Any]) -> None:
     )
     learner.may_use_graphs = description["may_use_graphs"]
     if description["is_recomputing"]:
-        learner.recompute(True)
+        learner.recompute(learner.settings.recompute if learner.settings.recompute != "off" else "on")
     compile_model(learner, FixedShape(**description["shape"]))
     ids = np.arange(8) % config.vocab_size
     batch = MicroBatch(

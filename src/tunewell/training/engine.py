@@ -136,7 +136,7 @@ class _Loop:
             compiler.budget(run.learner, planned) if compiler else planned,
             report=healer.memory_reporter(step.number + 1),
             is_on=run.config.healing.on,
-            is_always_recomputing=run.config.train.recompute,
+            is_always_recomputing=run.config.train.recompute != "off",
         )
         while True:
             # One document of a compiled shape is reserved for padding.

@@ -64,7 +64,7 @@ class Healer:
         if precision or device:
             run.learner.change(precision=precision, device=device)
         if run.healing.limits.is_recomputing:
-            run.learner.recompute(True)
+            run.learner.recompute("on")
 
     def norm_limit(self) -> float:
         """Return the gradient norm above which the next update is skipped; infinite if healing is off."""

@@ -104,7 +104,7 @@ class OomLadder:
             self.report("split", f"out of memory: the step is repeated with {count(tokens)} tokens at once")
         elif not is_recomputing:
             self._with_recompute = True
-            self.model.recompute(True)
+            self.model.recompute("on")
             self.report("recompute", "out of memory: the step is repeated with gradient checkpointing")
         else:
             longest = max(int(self.lengths[group].max()) for group in groups)
@@ -130,7 +130,7 @@ class OomLadder:
             )
             self.model.uncompile()  # the model is compiled again for the smaller shape
         if self._with_recompute and not limits.is_recomputing:
-            self.model.recompute(False)
+            self.model.recompute("off")
 
 
 def smaller(groups: Sequence[np.ndarray], lengths: np.ndarray, *, is_recomputing: bool) -> int | None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tunewell.config.schema import Train
+from tunewell.config.schema import Recompute, Train
 from tunewell.data.batches import MicroBatch, Step
 from tunewell.methods.base import trainable_parameters
 from tunewell.models.attention import SDPA
@@ -147,9 +147,13 @@ class TrainableModel(PackedModel):
         """Clear the gradients accumulated since the last update."""
         self.optimizer.zero_grad()
 
-    def recompute(self, is_on: bool) -> None:
-        """Switch gradient checkpointing (activation recomputation) on or off."""
-        if is_on:
+    def recompute(self, mode: Recompute) -> None:
+        """Switch gradient checkpointing (activation recomputation) on or off, or on with inputs in main memory."""
+        if mode == "offload":
+            from tunewell.training.offload import Offloader
+
+            Offloader.enable(self.model, self.device)
+        elif mode == "on":
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         else:
             self.model.gradient_checkpointing_disable()

@@ -10,6 +10,7 @@ from tunewell.config.extensions import EXPORT_TARGETS
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.text_pipeline import TextPipeline
 from tunewell.export.card import collect_card_facts, model_card
+from tunewell.export.merge_base import open_for_export
 from tunewell.export.options import ExportOptions
 from tunewell.export.preflight import preflight_facts, require_adapter, require_tools
 from tunewell.export.proof.reference import ANSWER_TOKENS, check_merge, complete_proof, find_stop_ids, make_reference
@@ -25,7 +26,7 @@ from tunewell.export.staging import (
 )
 from tunewell.export.targets.base import ExportContext, ExportTarget, NextStep, load_target, load_targets
 from tunewell.hardware.device import torch_threads
-from tunewell.inference.chat_model import ModelRef, open_chat_model
+from tunewell.inference.chat_model import ModelRef
 from tunewell.records.parity import PROOF, REFERENCE, Artefact, Parity, Proof, write_record
 from tunewell.records.report import Report
 from tunewell.runs.resolve import resolve_model
@@ -117,8 +118,7 @@ class _Job:
     def write(self, folder: Path, answer_tokens: int) -> tuple[Proof, list[str]]:
         """Load the model, and write all targets and the reference for verification. Return the record and notes."""
         self.progress(Progress("loading the trained model"))
-        allow_pickle = self.options.allow_pickle
-        model = open_chat_model(self.ref, device="cpu", allow_pickle=allow_pickle, precision="fp32", backend="plain")
+        model = open_for_export(self.ref, allow_pickle=self.options.allow_pickle, progress=self.progress)
         text = TextPipeline.load(self.ref.loaded)
         arguments = self.ref.loaded.config.template.arguments
         facts = preflight_facts(text, model.masker, arguments, model.model.config.to_dict)

@@ -98,7 +98,7 @@ class Training:
                 self.loaded, run, ending, recorder=self.recorder, first_tokens=first_tokens, options=options
             )
             if world.is_first:
-                write_run_files(run, result, plan, corpus, allow_pickle=options.allow_pickle)
+                write_run_files(run, result, run.plan, corpus, allow_pickle=options.allow_pickle)
             run.events.close()
             run.healing.close()
             world.shut_down()
@@ -145,7 +145,7 @@ class Training:
             run = build_run(inputs)
         if options.is_resuming:
             if restore_run(run, folder.path, options.allowed_changes, recorder=recorder, corpus=corpus):
-                folder.write_plan(self.loaded, plan, corpus, argv=options.argv)
+                folder.write_plan(self.loaded, run.plan, corpus, argv=options.argv)
             else:
                 folder.write_config(self.loaded, argv=options.argv)
         with recorder.stage("check", "checking that rows stay separate"):

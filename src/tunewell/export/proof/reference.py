@@ -118,6 +118,8 @@ def make_reference(model: ChatModel, *, answer_tokens: int, progress: ProgressLi
         subject=model.ref.name,
         base=model.ref.base,
         is_lora=model.adapter is not None,
+        quantized=model.ref.plan.quantized if model.ref.plan else None,
+        trained_precision=model.ref.plan.precision.value if model.ref.plan else "fp32",
         stop_ids=stop_ids,
         added_tokens=list(model.ref.added_tokens or model.tokenizer.added_by_us),
         date=template.date if template and template.uses_clock else None,

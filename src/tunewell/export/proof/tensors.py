@@ -154,7 +154,7 @@ def _largest_direction(layer: AdapterLayer) -> Rows | None:
 def _named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight with its name after the merge; tied weights are yielded once for each name."""
     for name, weight in model.named_parameters(remove_duplicate=False):
-        if name.endswith((".lora_A", ".lora_B")):
+        if name.endswith((".lora_A", ".lora_B", ".lora_magnitude_vector")):
             continue
         yield name.replace(".base_layer.", "."), weight
 

@@ -16,10 +16,11 @@ from tunewell.export.proof.reference import ProofContext, ProofUnavailable
 from tunewell.export.proof.tensors import Sketch, check_tensors, compare_weights
 from tunewell.inference.runtime import last_logits
 from tunewell.inference.transformers_generate import generate_with_transformers
-from tunewell.models.load import LoadOptions, load_model, not_finite_names
+from tunewell.models.load import LoadOptions, load_dequantized, load_model, not_finite_names
 from tunewell.models.support import quiet, text_weights
 from tunewell.records.parity import Artefact, Check, ModelFacts, Probe
 
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TENSOR_TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 
 
@@ -103,7 +104,10 @@ def _prove_tensors(model: Any, artefact: Artefact, context: ProofContext) -> lis
 
 
 def _load_base(folder: Path, context: ProofContext) -> Any:
-    """Load the base model of an adapter in fp32, as users of PEFT do; a GGUF file is dequantised."""
+    """Load the base model of an adapter in fp32, as users of PEFT do; a GGUF file is dequantised.
+
+    If the base model was quantised in training, it is quantised and dequantised again: the adapter belongs to that.
+    """
     written = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     name = context.base or written.get("base_model_name_or_path") or context.proof.base
     if name is None:
@@ -118,8 +122,11 @@ def _load_base(folder: Path, context: ProofContext) -> Any:
         is_packed=False,
         is_whole=True,
         allow_pickle=context.allow_pickle,
+        quantized=context.proof.quantized,
     )
     try:
+        if context.proof.quantized is not None:
+            return load_dequantized(options, _DTYPES[context.proof.trained_precision]).model
         return load_model(options).model
     except (UserError, OSError, ValueError, ImportError) as error:
         # The first line of an error message from transformers may be empty.

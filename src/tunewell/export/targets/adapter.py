@@ -10,9 +10,9 @@ from tunewell.export.targets.base import DiskUse, ExportContext, ExportTarget, R
 from tunewell.records.parity import Artefact, Check
 
 _EXAMPLE = """from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, {also}GenerationConfig
 
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base!r}), "adapter")
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base!r}{quantized}), "adapter")
 model.generation_config = GenerationConfig.from_pretrained("adapter")  # where replies end
 tokenizer = AutoTokenizer.from_pretrained("adapter")"""
 
@@ -42,7 +42,11 @@ class AdapterTarget(ExportTarget):
         adapter.files(base_path).write(folder)
         context.text.tokenizer.save(folder, context.template.source)
         context.generation_config().save_pretrained(folder)
-        context.write_card(folder, library="peft", example=_EXAMPLE.format(base=base or "the base model"))
+        plan = context.model.ref.plan
+        quantized = plan.quantized.loading_argument if plan and plan.quantized else ""
+        also = "BitsAndBytesConfig, " if quantized else ""
+        example = _EXAMPLE.format(base=base or "the base model", quantized=quantized, also=also)
+        context.write_card(folder, library="peft", example=example)
         return [context.artefact(self.name, "fp32", folder)]
 
     def prove(self, artefact: Artefact, context: ProofContext) -> list[Check]:
