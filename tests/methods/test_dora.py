@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from lessons import distance, lora_learner, tiny_llama
+from lessons import RandomDocuments, distance, lora_learner, tiny_llama
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from tunewell.config.schema import MethodSettings
 from tunewell.core.errors import UserError
+from tunewell.data.batches import make_batch
 from tunewell.methods.base import load_adapter
 from tunewell.methods.dora import Dora, DoraLinear
 from tunewell.methods.lora import Lora
@@ -69,12 +70,13 @@ def test_a_new_adapter_changes_nothing_and_the_composed_form_is_the_same(quantiz
     learner = lora_learner(method=SETTINGS.model_copy(update={"quantize": quantize}))
     layer = next(module for module in learner.model.modules() if isinstance(module, DoraLinear))
     x = torch.randn(3, layer.in_features)
-    a, b, factors = layer.lora_A, layer.lora_B, layer.lora_magnitude_vector / layer.norms
+    a, b = layer.lora_A, layer.lora_B
     layer.update_norms()
     factors = layer.lora_magnitude_vector / layer.norms
     assert torch.allclose(layer(x), layer._composed(x, factors, a, b, has_dropout=False), atol=1e-5)
     with torch.no_grad():
         b.zero_()
+    layer.update_norms()
     assert torch.allclose(layer(x), layer.base_layer(x), atol=1e-5)
 
 
@@ -124,3 +126,14 @@ def test_the_merged_weight_is_what_the_layer_computes() -> None:
         largest = torch.linalg.matrix_norm(change.double(), 2)
         found = directions[name]
         assert found is not None and float((change.double() @ found).norm()) > 0.95 * float(largest), name
+
+
+def test_the_norms_follow_every_update() -> None:
+    """Guards against norms of an earlier step: fused AdamW changes parameters without a new version."""
+    learner, documents = lora_learner(method=SETTINGS), RandomDocuments()
+    for number in range(3):
+        learner.take_step(documents.batches(list(range(8)), 400), number=number, rate=1e-1)
+    learner.loss_sum(make_batch(documents, [0]))
+    for layer in (module for module in learner.model.modules() if isinstance(module, DoraLinear)):
+        raised = layer.base_layer.weight + layer.scale * layer.lora_B @ layer.lora_A
+        assert torch.allclose(layer.norms, raised.norm(dim=1), rtol=1e-4)

@@ -2,8 +2,8 @@
 
     V = W + scale * B A        y = magnitude / |V| * (V x)        |V|: the norm of each row, without gradient
 
-|V|^2 = |W|^2 + 2 scale (W A^T . B) + scale^2 (B A A^T . B) per row needs neither B A nor an identity matrix. It changes
-only with A and B, so it is computed once per optimizer step.
+|V|^2 = |W|^2 + 2 scale (W A^T . B) + scale^2 (B A A^T . B) per row needs neither B A nor an identity matrix. It is
+computed once per forward pass of the model.
 """
 
 from collections.abc import Mapping
@@ -29,28 +29,30 @@ class DoraLinear(LoraLinear):
         self.lora_magnitude_vector = nn.Parameter(norms_N.clone())
         self.register_buffer("norms", norms_N, persistent=False)
         self.register_buffer("squares", norms_N.square(), persistent=False)
-        self._norms_of: tuple[int, int] | None = None
 
     @torch.no_grad()
     def update_norms(self) -> None:
-        """Compute the norms of the rows, if the matrices have changed."""
-        versions = (self.lora_A._version, self.lora_B._version)
-        if versions == self._norms_of:
+        """Compute the norms of the rows, unless the matrices are cached for decoding and cannot have changed."""
+        if self._cast is not None:
             return
         a, b, weight = self.lora_A, self.lora_B, self.base_layer.weight
         cross_N = ((weight @ a.T.to(weight.dtype)) * b).sum(1)
         low_rank_N = ((b @ (a @ a.T)) * b).sum(1)
         squares_N = self.squares + 2 * self.scale * cross_N + self.scale**2 * low_rank_N
         self.norms.copy_(squares_N.clamp(min=torch.finfo(torch.float32).tiny).sqrt())
-        self._norms_of = versions
+
+    def cast(self, dtype: torch.dtype | None) -> None:
+        """Cache the matrices in the model's dtype for decoding. None clears the cache."""
+        self.update_norms()
+        super().cast(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Compute the output with the current norms, which `Dora` updates before each forward pass of the model."""
         if not self.is_enabled:
             return self.base_layer(x)
-        if not torch.compiler.is_compiling():  # compiled layers are updated by the hook of `Dora`
-            self.update_norms()
         a, b = self._cast or (self.lora_A.to(x.dtype), self.lora_B.to(x.dtype))
-        factors_N = (self.lora_magnitude_vector / self.norms).to(x.dtype)
+        # A copy, because the next forward pass may overwrite the norms before the backward pass of this one.
+        factors_N = (self.lora_magnitude_vector / self.norms.clone()).to(x.dtype)
         has_dropout = self.dropout > 0 and self.training
         if has_dropout or not self._is_plain or torch.compiler.is_compiling():
             return self._composed(x, factors_N, a, b, has_dropout=has_dropout)
@@ -105,7 +107,8 @@ class Dora(Lora):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        # Layers are compiled one by one, and the norms are computed outside them.
+        # Outside the layers, which are compiled. torch's fused AdamW does not count versions of the parameters, so it
+        # is not known whether they have changed.
         self.model.base_model.register_forward_pre_hook(lambda *_: self.update_norms())
 
     @classmethod
@@ -114,7 +117,7 @@ class Dora(Lora):
         return config.get("peft_type") == "LORA" and bool(config.get("use_dora"))
 
     def update_norms(self) -> None:
-        """Compute the norms of all layers whose matrices have changed."""
+        """Compute the norms of all layers."""
         for module in self.model.modules():
             if isinstance(module, DoraLinear):
                 module.update_norms()
