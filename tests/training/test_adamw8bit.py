@@ -1,5 +1,7 @@
 """8-bit AdamW: its codes, its size, and forty steps of bitsandbytes' own."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from lessons import RandomDocuments, tiny_llama
@@ -66,7 +68,7 @@ def test_every_value_gets_the_nearest_code(is_signed: bool) -> None:
 
 @pytest.mark.parametrize("is_signed", [True, False])
 def test_the_codes_are_those_of_bitsandbytes(is_signed: bool) -> None:
-    theirs = pytest.importorskip("bitsandbytes").functional.create_dynamic_map(signed=is_signed)
+    theirs = import_module("bitsandbytes").functional.create_dynamic_map(signed=is_signed)
     assert torch.equal(dynamic_codes(CPU, is_signed).values, theirs)
 
 
@@ -110,7 +112,7 @@ def test_forty_steps_are_those_of_bitsandbytes_and_nearly_those_of_adamw(referen
     ]
     theirs = torch.optim.AdamW
     if reference == "bitsandbytes":
-        theirs = pytest.importorskip("bitsandbytes").optim.AdamW8bit
+        theirs = import_module("bitsandbytes").optim.AdamW8bit
     steps_like(ours, other, theirs(groups, lr=1e-4), rate=1e-4)
     kinds = {tensor.dtype for name, tensor in ours.optimizer.state_tensors().items() if name.endswith("exp_avg")}
     assert kinds == {torch.uint8, torch.float32}

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def test_forty_steps_on_gsm8k_are_those_of_the_packages(
     GaLore trains projected matrices only: for others galore-torch places epsilon differently, which decides the updates
     of embeddings of unused tokens, whose gradients are that small.
     """
-    theirs = pytest.importorskip("bitsandbytes" if name == "adamw8bit" else "galore_torch")
+    theirs = import_module("bitsandbytes" if name == "adamw8bit" else "galore_torch")
     attention.register()
     prepare(model=MODEL, data=f"{shared_data / 'gsm8k' / 'train.jsonl'}#60", out=tmp_path / "corpus")
     corpus = open_corpus(tmp_path / "corpus")
