@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lessons import RandomDocuments, gradients
 from tiny_runs import make_plan, make_run
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
@@ -54,6 +55,32 @@ SHAPES: dict[str, Any] = {
         )
     ),
 }
+
+
+@pytest.mark.parametrize(("heads", "groups", "size"), [(8, 2, 64), (4, 4, 128), (6, 1, 64)])
+def test_triton_attention_is_that_of_each_document_alone(heads: int, groups: int, size: int) -> None:
+    """Lengths beside the block size of 64, documents of one token, and empty ones as a compiled shape has."""
+    from tunewell.models.triton_attention import attend_in_documents
+
+    lengths = [1, 63, 64, 65, 300, 1, 0, 129, 0]
+    ends = torch.tensor(lengths).cumsum(0)
+    spans = [x.repeat_interleave(torch.tensor(lengths)).int().cuda() for x in (ends - torch.tensor(lengths), ends)]
+    torch.manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(sum(lengths), n, size, device="cuda").bfloat16() for n in (heads, groups, groups, heads)
+    )
+    ours = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attend_in_documents(*ours, starts_T=spans[0], ends_T=spans[1], scale=None)
+    out.backward(grad)
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    parts = []
+    for at, length in zip((ends - torch.tensor(lengths)).tolist(), lengths, strict=True):
+        own = [x[at : at + length].transpose(0, 1) for x in exact]
+        parts.append(F.scaled_dot_product_attention(*own, is_causal=True, enable_gqa=True).transpose(0, 1))
+    expected = torch.cat(parts)
+    expected.backward(grad.double())
+    pairs = [(out, expected), *((mine.grad, true.grad) for mine, true in zip(ours, exact, strict=True))]
+    assert [float((a.double() - b).norm() / b.norm()) < 5e-3 for a, b in pairs] == [True] * 4
 
 
 def _documents() -> RandomDocuments:

@@ -5,8 +5,8 @@
     runs      (1, 4) (1, 2) (1, 5)         consecutive documents of equal length: (number, length)
 
 Two implementations are registered with transformers under our own names, without patching. `tunewell_documents` calls
-torch's SDPA once per run of equal lengths, on any device. `tunewell_varlen` calls torch's variable-length flash kernel
-on CUDA. Both receive the layout through the model's keyword arguments.
+torch's SDPA once per run of equal lengths, on any device. `tunewell_varlen` calls our Triton kernels on Hopper GPUs and
+torch's variable-length flash kernel on others. Both receive the layout through the model's keyword arguments.
 
 Documents that start with the same tokens, such as a system prompt, may share them as the first run:
 
@@ -21,6 +21,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ from tunewell.models.cpu_attention import MAX_LENGTH, Runs, causal_attention
 
 # The names must not contain "sdpa" or "flash", which transformers treats as its own backends.
 SDPA, FLASH = "tunewell_documents", "tunewell_varlen"
+# Where the Triton kernels are faster than torch's flash kernel (benchmarks/RESULTS.md).
+_LONGEST_MEASURED, _HEAD_SIZES, _HOPPER = 8192, (64, 128), (9, 0)
 _HAS_GQA_SWITCH = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
@@ -163,11 +166,16 @@ def packed_flash(
     dropout: float = 0.0,
     packed_bounds: Tensor | None = None,
     packed_longest: int = 0,
+    packed_spans: tuple[Tensor, Tensor] | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within each document with torch's variable-length flash kernel (transformers' attention interface)."""
+    """Attend within each document (transformers' attention interface).
+
+    With `packed_spans`, where each token's document begins and ends, this uses our Triton kernels, otherwise torch's
+    variable-length flash kernel.
+    """
     _require_packed(attention_mask, packed_bounds, others)
     if softcap is not None:
         raise NotImplementedError("the flash kernel does not support softcap: set `train.attention: sdpa`")
@@ -176,6 +184,11 @@ def packed_flash(
     assert packed_bounds is not None
     # Models with fp32 weights rotate queries and keys in fp32, which the kernel does not accept.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype).contiguous() for x in (query, key, value))
+    if packed_spans is not None and (sliding_window is None or sliding_window >= packed_longest):
+        from tunewell.models.triton_attention import attend_in_documents
+
+        starts, ends = packed_spans
+        return attend_in_documents(q, k, v, starts_T=starts, ends_T=ends, scale=scaling).unsqueeze(0), None
     # The kernel's window counts only the keys before a query; transformers' window includes the query's own key.
     left = -1 if sliding_window is None or sliding_window >= packed_longest else sliding_window - 1
     more: Any = {"enable_gqa": q.shape[1] != k.shape[1]} if _HAS_GQA_SWITCH else {}
@@ -193,6 +206,19 @@ def packed_flash(
     )
     assert isinstance(out, Tensor)
     return out.unsqueeze(0), None
+
+
+def can_use_triton(model: PreTrainedModel, longest: int) -> bool:
+    """Return whether the Triton kernels support this model and are faster than torch's, as far as we measured."""
+    settings: Any = model.config.get_text_config()
+    size = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
+    return (
+        model.device.type == "cuda"
+        and longest <= _LONGEST_MEASURED
+        and size in _HEAD_SIZES
+        and torch.cuda.get_device_capability(model.device) == _HOPPER
+        and find_spec("triton") is not None
+    )
 
 
 def _require_packed(mask: Tensor | None, layout: Any, options: dict[str, Any]) -> None:

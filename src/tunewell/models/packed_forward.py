@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tunewell.data.batches import FixedShape, MicroBatch, cumulative_lengths, pad_to_shape, share_prefix
-from tunewell.models.attention import FLASH, runs_of
+from tunewell.models.attention import FLASH, can_use_triton, runs_of
 from tunewell.models.cpu_attention import MAX_LENGTH
 from tunewell.models.loss import COMPILED_ROWS, HeadShape, LossAndGrad, chunk_rows, supervised_loss
 
@@ -44,6 +44,7 @@ class PackedModel:
         self.body: nn.Module = self.model.base_model
         self.head_module: Any = self.model.get_output_embeddings()
         self.is_flash = self.model.config._attn_implementation == FLASH
+        self.uses_triton = self.is_flash and can_use_triton(self.model, self.longest)
         self.has_dropout = _uses_dropout(self.model)
         is_all_fp32 = all(parameter.dtype == torch.float32 for parameter in self.model.parameters())
         self._is_uncompiled = False
@@ -80,6 +81,11 @@ class PackedModel:
         if self.is_flash:
             bounds = cumulative_lengths(batch, num_documents)
             layout = {"packed_bounds": self._tensor(bounds), "packed_longest": self.longest}
+            if self.uses_triton:
+                lengths = np.diff(bounds)
+                layout["packed_spans"] = tuple(
+                    self._tensor(np.repeat(ends, lengths)) for ends in (bounds[:-1], bounds[1:])
+                )
         elif shared is not None:
             # The prefix is a separate run, even if the next document has the same length.
             runs = ((1, shared.size), *runs_of(shared.lengths[1:]))
