@@ -2,12 +2,13 @@
 
     python benchmarks/end_to_end.py --rows gsm8k.jsonl --tokenizer FOLDER              1.1B, one epoch, on one GPU
     python benchmarks/end_to_end.py ... --kind long           rows of 2 to 28 questions, up to some 6,000 tokens
-    python benchmarks/end_to_end.py ... --kind full           full fine-tuning, with bf16 and with fp32 masters
+    python benchmarks/end_to_end.py ... --kind full           full fine-tuning, twice with bf16 and with fp32 masters
     python benchmarks/end_to_end.py --cases smoke --rows rows.jsonl --tokenizer FOLDER     do the scripts run?
 
 `--rows` has `question` and `answer` in each line. The model has random weights and is written before the clock starts.
 Every command is a new process, timed from its start to its exit. `tunewell train` runs twice: the second time torch's
-compile cache is warm. The config is the one that `tunewell init` writes, with one epoch. "Reserved" is
+compile cache is warm. The config is the one that `tunewell init` writes, with one epoch. The model of an
+earlier call in `--work` is used again. "Reserved" is
 the memory that torch holds, idle memory included; for TRL, the maximum of allocated tensors is shown too.
 """
 
@@ -47,10 +48,13 @@ def main() -> int:
     print(setting("torch", "transformers", "trl", "peft"), flush=True)
     for case in wanted.cases:
         folder = wanted.work.resolve() / case
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        for old in folder.iterdir() if folder.is_dir() else ():
+            if old.is_dir() and old.name != "model":
+                shutil.rmtree(old)
+        folder.mkdir(exist_ok=True)
         write_messages(wanted.rows, folder / "rows.jsonl", is_long=wanted.kind == "long")
-        subprocess.run([sys.executable, __file__, "--make", case, folder / "model", wanted.tokenizer], check=True)
+        if not (folder / "model").is_dir():
+            subprocess.run([sys.executable, __file__, "--make", case, folder / "model", wanted.tokenizer], check=True)
         results = measure(case, folder, wanted)
         print(table(["command", "wall s", "of TRL", "train s", "first step s", "note"], rows_of(results)), flush=True)
         (folder / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
@@ -92,13 +96,14 @@ def measure(case: str, folder: Path, wanted: argparse.Namespace) -> list[dict[st
     command, results = tunewell_command(), []
     steps = wanted.max_steps or MAX_STEPS.get(case)
     limit = f"train.max_steps={steps}" if steps else "train.epochs=1"
+    (folder / "tunewell.yaml").unlink(missing_ok=True)
     run([*command, "init", "rows.jsonl", "--model", "model"], folder)
     results.append(run([*command, "prepare"], folder, "tunewell prepare"))
     is_plain = case not in MAX_STEPS and wanted.kind == "short"
     more = [] if is_plain else ["--no-validate"]
     sets = [f"--set={text}" for text in [limit, *wanted.set]]
     if wanted.kind == "full":
-        variants = [[f"--set=train.masters={kind}", *FULL] for kind in ("bf16", "fp32")]
+        variants = [[f"--set=train.masters={kind}", *FULL] for kind in ("bf16", "bf16", "fp32", "fp32")]
     else:
         variants = [[]] * (1 if "second" in wanted.without else 2)
     for number, own in enumerate(variants, 1):
@@ -164,9 +169,11 @@ def _events(run_folder: Path) -> dict[str, Any]:
     training = sum(step["seconds"] for step in steps)
     evaluating = sum(look["seconds"] for look in looks)
     memory = max(step["memory_bytes"] for step in steps) / 2**30
+    late = steps[len(steps) // 2 :]
+    late_rate = sum(step["tokens"] for step in late) / sum(step["seconds"] for step in late)
     note = (
         f"{len(looks)} evaluations, {evaluating:.1f} s = {evaluating / training:.0%} of training, {memory:.1f} GiB "
-        f"reserved, {sum(step['tokens'] for step in steps) / training:,.0f} tokens/s"
+        f"reserved, {sum(step['tokens'] for step in steps) / training:,.0f} tokens/s, {late_rate:,.0f} in the last half"
     )
     return {"train_seconds": training, "note": note, "outcome": outcome.get("seconds"), "steps": len(steps)}
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from clock import RESULT
-from loads import CASES, VARIANTS, draw_documents, flops_of
+from loads import CASES, VARIANTS, draw_documents, flops_of, serial_ceiling
 from setting import setting, table
 
 HERE = Path(__file__).parent
@@ -134,12 +134,13 @@ def rows_of(case: str, found: dict[str, dict[str, Any]]) -> list[list[str]]:
     """Compare a case's contenders with its best peer."""
     peers = [result for name, result in found.items() if name in PEERS and "error" not in result]
     best = max(peers, key=lambda peer: peer["rate"], default=None)
-    flops = sum(flops_of(CASES[case].shape, draw_documents(CASES[case], steps=8).index).values())
+    index = draw_documents(CASES[case], steps=8).index
+    flops, ceiling = sum(flops_of(CASES[case].shape, index).values()), serial_ceiling(CASES[case].shape, index)
     peak = next((result["matmul_flops"] for result in found.values() if result.get("matmul_flops")), None)
     rows = []
     for name, result in sorted(found.items(), key=lambda item: (item[0] not in PEERS, item[0])):
         if "error" in result:
-            rows.append([case, NAMES[name], result["error"][:60], *["-"] * 8])
+            rows.append([case, NAMES[name], result["error"][:60], *["-"] * 9])
             continue
         rates, rate = result["tokens_per_second"], result["rate"]
         rows.append(
@@ -152,6 +153,7 @@ def rows_of(case: str, found: dict[str, dict[str, Any]]) -> list[list[str]]:
                 f"{result['peak_gib']:.1f}",
                 f"{result['held_gib']:.1f}",
                 f"{rate * flops / peak:.0%}" if peak else "-",
+                f"{rate / ceiling:.0%}",
                 f"{result['call_seconds']:.1f}",
                 f"{result['first_step_seconds']:.1f}",
                 f"{result['losses'][0][1]:.3f} to {result['losses'][-1][1]:.3f}",
@@ -188,6 +190,7 @@ HEADER = [
     "peak GiB",
     "held GiB",
     "of the matmul rate",
+    "of the H200's serial ceiling",
     "first step after the call, s",
     "after the start, s",
     "loss",

@@ -16,7 +16,7 @@ from tunewell.records.events import read_events
 from tunewell.records.plan import read_plan
 from tunewell.training import checkpoints
 from tunewell.training.engine import train
-from tunewell.training.evaluate import limit_evaluations
+from tunewell.training.evaluate import limit_evaluations, limit_saves
 from tunewell.training.events import StepTaken
 from tunewell.training.run import Run, resume, state_of
 
@@ -205,18 +205,25 @@ def test_the_loss_curve_of_a_tiny_run_is_the_one_that_was_recorded(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("evaluation", "training", "every"),
-    [(20.0, 40.0, 28), (20.0, 400.0, 4), (0.1, 0.2, 4), (90.0, 1.0, 100)],
-    ids=["half of the time", "a tenth is allowed", "too short to matter", "not beyond the end"],
+    ("evaluation", "steps", "every"),
+    [
+        (20.0, [10.0] * 4, 28),
+        (20.0, [100.0] * 4, 4),
+        (0.05, [0.05] * 4, 4),
+        (90.0, [0.25] * 4, 100),
+        (0.8, [3.0, 8.0, 0.2, 0.2, 0.2], 52),
+    ],
+    ids=["half of the time", "a tenth is allowed", "too short to matter", "not beyond the end", "slow first steps"],
 )
 def test_evaluations_take_a_tenth_of_the_training_time(
-    tmp_path: Path, evaluation: float, training: float, every: int
+    tmp_path: Path, evaluation: float, steps: list[float], every: int
 ) -> None:
     """The interval follows what the evaluation at step 0 and the steps before the next one took."""
     run = make_run(tmp_path, plan={"num_steps": 100})
     limit_evaluations(run)
     assert run.plan.evaluate_every.value == 4, "nothing is measured yet"
-    run.progress.step, run.seconds = 4, {"train": training, "look": evaluation, "save": 0.0}
+    run.progress.step, run.seconds = 4, {"train": sum(steps), "look": evaluation, "save": 0.0}
+    run.step_seconds.extend(steps)
     limit_evaluations(run)
     assert run.plan.evaluate_every.value == every
     if every != 4:
@@ -230,6 +237,19 @@ def test_an_interval_in_the_config_is_never_changed(tmp_path: Path) -> None:
     run.progress.step, run.seconds = 4, {"train": 1.0, "look": 90.0, "save": 0.0}
     limit_evaluations(run)
     assert run.plan.evaluate_every.value == 4
+
+
+@pytest.mark.parametrize(("writing", "every"), [(20.0, 4), (40.0, 50)], ids=["in time", "longer than the rest"])
+def test_no_checkpoint_is_begun_that_would_delay_the_end(tmp_path: Path, writing: float, every: int) -> None:
+    """A run ends when its last checkpoint is saved, and that save waits for one that is being written."""
+    run = make_run(tmp_path, plan={"num_steps": 50})
+    run.progress.step, run.checkpoints.write_seconds = 20, writing
+    run.step_seconds.extend([1.0] * 8)
+    limit_saves(run)
+    assert run.plan.evaluate_every.value == every
+    if every != 4:
+        assert "training had 30 s left, and writing a checkpoint takes 40 s" in run.plan.evaluate_every.because
+        assert "`evaluate_every` is now 50 steps" in run.listener.notes[-1]
 
 
 def test_a_slow_first_step_is_announced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

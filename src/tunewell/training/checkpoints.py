@@ -145,6 +145,8 @@ class Checkpoints:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._pending: Future[None] | None = None
         self._is_large = False
+        self.write_seconds = 0.0
+        """Time that writing the last large checkpoint took, with its copy; 0 for small ones."""
         folder.mkdir(exist_ok=True)
         self._clean_up()
         self._best = newest_best_step(folder)
@@ -203,6 +205,7 @@ class Checkpoints:
         self._best = newest_best_step(self.folder)
 
     def _save(self, snapshot: Snapshot, is_best: bool) -> None:
+        started = time.monotonic()
         snapshot.wait()
         name = checkpoint_name(snapshot.step)
         if spoiled := snapshot.not_finite():
@@ -229,6 +232,7 @@ class Checkpoints:
         self.trouble, self._num_missed, self._best = None, 0, best
         self._whole.add(snapshot.step)
         self._rotate(snapshot.step)
+        self.write_seconds = time.monotonic() - started if self._is_large else 0.0
 
     def _stage(self, snapshot: Snapshot, staged: Path, best: int | None) -> None:
         if not self.folder.is_dir():

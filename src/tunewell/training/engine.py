@@ -231,6 +231,7 @@ class StepLog:
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         self._run.seconds["train"] += seconds
+        self._run.step_seconds.append(seconds)
         learner = self._run.learner
         event = StepTaken(
             step=record.step.number + 1,

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ _MIN_READ = 8
 """Number of held-out documents that are searched for questions, even if fewer are needed."""
 _EVALUATION_SHARE = 0.1
 _SAVE_SECONDS = 300.0
-_MIN_EVALUATION_SECONDS = 5.0
+_MIN_EVALUATION_SECONDS = 2.0
 """Evaluations that take less than this in a whole run are never reduced."""
 _ANSWER_TOKENS = (8192, 1024, 1)
 """Batch sizes for answers, in tokens, tried in this order. The last one means one question at a time."""
@@ -58,19 +59,22 @@ def limit_evaluations(run: Run) -> None:
     if run.config.evaluate.every_steps != "auto" or not is_first:
         return
     planned = math.ceil(plan.num_steps.value / every)
+    # The first steps are slower than the others: they are uncompiled, or wait for the compiler.
+    step_seconds = statistics.median(run.step_seconds)
+    training = seconds["train"] + (plan.num_steps.value - run.progress.step) * step_seconds
     # One evaluation was at step 0.
-    possible = max(1, int(_EVALUATION_SHARE * seconds["train"] * planned / seconds["look"]) - 1)
+    possible = max(1, int(_EVALUATION_SHARE * training / seconds["look"]) - 1)
     is_costly = seconds["look"] * planned > _MIN_EVALUATION_SECONDS
     factor = math.ceil(planned / possible) if is_costly else 1
     factor = run.learner.world.max(factor)
     if factor > 1:
         because = (
-            f"an evaluation takes {seconds['look']:.1f} s, a step {seconds['train'] / every:.2f} s: evaluating takes "
+            f"an evaluation takes {seconds['look']:.1f} s, a step {step_seconds:.2f} s: evaluating takes "
             f"at most {_EVALUATION_SHARE:.0%} of the training time"
         )
         chosen = Chosen[int](value=min(every * factor, plan.num_steps.value), because=because)
         update = {"evaluate_every": chosen}
-        save_every = run.learner.world.max(min(chosen.value, int(_SAVE_SECONDS * every / seconds["train"])))
+        save_every = run.learner.world.max(min(chosen.value, int(_SAVE_SECONDS / step_seconds)))
         if run.config.checkpoints.every_steps == "auto" and save_every > plan.save_every.value:
             rarer = "at every evaluation, or about every 5 minutes if that is more often"
             update["save_every"] = Chosen[int](value=save_every, because=rarer)
@@ -79,22 +83,34 @@ def limit_evaluations(run: Run) -> None:
 
 
 def limit_saves(run: Run) -> None:
-    """Evaluate and save less often if a large checkpoint is still being written when the next one is due.
+    """Evaluate and save less often if a large checkpoint would delay the next one, or the end of the run.
 
-    Each evaluation may be the best, which is saved, and that save would wait. The new intervals do not include this
-    step. They are recorded in the plan, so that a resumed run uses them too.
+    Each evaluation may be the best, which is saved, and that save would wait for the previous one. If writing takes
+    longer than the rest of the training, the next save is the last one. The new intervals do not include this step.
+    They are recorded in the plan, so that a resumed run uses them too.
     """
-    plan, step = run.plan, run.progress.step
+    plan, step, world = run.plan, run.progress.step, run.learner.world
     intervals = {"evaluate_every": run.config.evaluate.every_steps, "save_every": run.config.checkpoints.every_steps}
     due = [name for name, key in intervals.items() if key == "auto" and step % getattr(plan, name).value == 0]
-    if not due or step >= plan.num_steps.value or not run.learner.world.any(run.checkpoints.is_writing):
+    if not due or step >= plan.num_steps.value:
         return
-    because = f"at step {count(step)}, the previous checkpoint was still being written"
-    changes: dict[str, Chosen[int]] = {}
-    for name in due:
-        every = getattr(plan, name).value
-        longer = next(every * factor for factor in itertools.count(2) if step % (every * factor))
-        changes[name] = Chosen[int](value=min(longer, plan.num_steps.value), because=because)
+    remaining = (plan.num_steps.value - step) * statistics.median(run.step_seconds or [0.0])
+    if world.any(run.checkpoints.write_seconds > remaining):
+        last = plan.num_steps.value
+        because = (
+            f"at step {count(step)}, training had {remaining:.0f} s left, and writing a checkpoint takes "
+            f"{run.checkpoints.write_seconds:.0f} s"
+        )
+        changes = {name: Chosen[int](value=last, because=because) for name in due}
+    elif world.any(run.checkpoints.is_writing):
+        because = f"at step {count(step)}, the previous checkpoint was still being written"
+        changes = dict[str, Chosen[int]]()
+        for name in due:
+            every = getattr(plan, name).value
+            longer = next(every * factor for factor in itertools.count(2) if step % (every * factor))
+            changes[name] = Chosen[int](value=min(longer, plan.num_steps.value), because=because)
+    else:
+        return
     _change_plan(run, changes)
     shown = " and ".join(f"`{name}` is now {count(chosen.value, 'step')}" for name, chosen in changes.items())
     run.listener(Note(f"{shown}: {because}"))

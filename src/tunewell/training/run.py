@@ -1,6 +1,7 @@
 """The state of a training run: its parts, its progress, and functions to resume and rewind it."""
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +70,8 @@ class Run:
     """The checkpoint folder of the run. Ranks other than 0 write to a different folder."""
     identity: dict[str, Any] = field(default_factory=dict)
     progress: RunProgress = field(default_factory=RunProgress)
+    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=8))
+    """Times of the last steps."""
     seconds: dict[str, float] = field(default_factory=lambda: {"train": 0.0, "look": 0.0, "save": 0.0})
 
 
