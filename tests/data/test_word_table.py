@@ -56,17 +56,17 @@ def model() -> dict[str, object]:
     return json.loads(tokenizer.to_str())
 
 
-def _with(model: dict[str, object], pre_tokenizer: object) -> dict[str, object]:
-    return {**model, "pre_tokenizer": pre_tokenizer}
+def _with(model: dict[str, object], pre_tokenizer: object, **more: object) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_str(json.dumps({**model, "pre_tokenizer": pre_tokenizer, **more}))
 
 
 @pytest.mark.parametrize("name", KNOWN)
 @given(text=st.text(st.characters(max_codepoint=127), max_size=60) | st.text("a1 '\n\tsS.,", max_size=40))
 def test_words_from_the_table_are_the_tokenizers_ids(model: dict[str, object], name: str, text: str) -> None:
-    config = _with(model, KNOWN[name])
-    table = build_word_table(config)
+    backend = _with(model, KNOWN[name])
+    table = build_word_table(backend)
     assert table is not None
-    whole = tokenizers.Tokenizer.from_str(json.dumps(config)).encode(text, add_special_tokens=False).ids
+    whole = backend.encode(text, add_special_tokens=False).ids
     assert table.encode([text, text]) == [whole, whole]
 
 
@@ -77,8 +77,7 @@ def test_a_tokenizer_that_cuts_otherwise_has_no_table(model: dict[str, object], 
 
 def test_a_tokenizer_with_tokens_of_its_own_in_text_has_no_table(model: dict[str, object]) -> None:
     added = {"id": 5, "content": "it's", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    config = _with(model, _GPT2_WORDS) | {"added_tokens": [{**added, "special": False}]}
-    assert build_word_table(config) is None
+    assert build_word_table(_with(model, _GPT2_WORDS, added_tokens=[{**added, "special": False}])) is None
 
 
 def test_a_text_that_the_pattern_leaves_gaps_in_is_not_encoded(model: dict[str, object]) -> None:

@@ -42,6 +42,12 @@ def read_metadata(path: Path) -> dict[str, Any]:
     return _read(path)[0]
 
 
+def read_header(path: Path) -> tuple[dict[str, Any], list[TensorEntry]]:
+    """Return the metadata and the tensor table, read in one pass."""
+    metadata, _, table = _read(path, is_table_wanted=True)
+    return metadata, table
+
+
 def read_tensor_table(path: Path) -> list[TensorEntry]:
     """Return the tensor table of a GGUF file, without checking that the tensors are complete."""
     return _read(path, is_table_wanted=True)[2]

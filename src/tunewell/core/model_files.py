@@ -6,7 +6,6 @@ import json
 import re
 import socket
 import urllib.parse
-import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -223,11 +222,13 @@ def _on_hub(repository: str) -> ModelFiles:
 
 def hub_is_out_of_reach() -> str | None:
     """Return why the hub cannot be reached, or None if it can. Much faster than the hub library, which retries."""
+    from urllib.request import getproxies  # imports `http` and `ssl`, which local models do not need
+
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return "offline mode is on (HF_HUB_OFFLINE)"
-    if urllib.request.getproxies():
+    if getproxies():
         return None
     address = urllib.parse.urlsplit(constants.ENDPOINT)
     port = address.port or (80 if address.scheme == "http" else 443)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.core.errors import UserError
-from tunewell.core.gguf import read_metadata, read_tensor_table
+from tunewell.core.gguf import TensorEntry, read_header
 from tunewell.core.model_files import WEIGHT_SUFFIXES, ModelFiles, locate
 from tunewell.core.presets import PREFIX, find_preset, is_preset
 
@@ -142,7 +142,7 @@ def _from_config(files: ModelFiles, config: dict[str, Any]) -> ModelFacts:
 
 
 def _from_gguf(path: Path) -> ModelFacts:
-    metadata = read_metadata(path)
+    metadata, table = read_header(path)
     architecture = metadata.get("general.architecture")
     own = {key.removeprefix(f"{architecture}."): value for key, value in metadata.items()}
     tokens = metadata.get("tokenizer.ggml.tokens") or []
@@ -155,13 +155,13 @@ def _from_gguf(path: Path) -> ModelFacts:
         vocab_size=vocab_size,
         hidden_size=_count(own, "embedding_length"),
         num_parameters=_count(metadata, "general.parameter_count")
-        or (_tensor_parameters(path) if architecture in _LLAMA_SHAPED else None),
+        or (_tensor_parameters(table) if architecture in _LLAMA_SHAPED else None),
     )
 
 
-def _tensor_parameters(path: Path) -> int | None:
+def _tensor_parameters(table: list[TensorEntry]) -> int | None:
     """Return the number of parameters in a GGUF file, without the rope frequency table."""
-    return sum(math.prod(entry.shape) for entry in read_tensor_table(path) if "rope_freqs" not in entry.name) or None
+    return sum(math.prod(entry.shape) for entry in table if "rope_freqs" not in entry.name) or None
 
 
 def _config_parameters(config: dict[str, Any]) -> int | None:

@@ -15,7 +15,7 @@ from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tunewell.core.errors import UserError
-from tunewell.core.gguf import TensorEntry, read_metadata, read_tensor_table
+from tunewell.core.gguf import TensorEntry, read_header, read_tensor_table
 from tunewell.core.optional import import_optional
 from tunewell.models.external import split_rotary_pairs
 from tunewell.models.support import quiet
@@ -160,7 +160,8 @@ def read_gguf_config(path: Path) -> PreTrainedConfig:
     """Read a model's config from a GGUF file. Raise UserError if some metadata would be ignored."""
     if _PART.search(path.name):
         raise unusable(path, "the file is one part of a split file")
-    metadata, names = read_metadata(path), {entry.name for entry in read_tensor_table(path)}
+    metadata, table = read_header(path)
+    names = {entry.name for entry in table}
     if not names:
         raise UserError(f"`{path.name}` contains a vocabulary but no weights", where=str(path))
     kind = str(metadata.get("general.architecture"))

@@ -12,7 +12,8 @@ from tunewell.core.errors import UserError
 class Record(BaseModel):
     """The base class of records. Records are immutable; unknown keys, written by a later version, are ignored."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+    # The validator of a record is built when it is first used: a command imports many records and uses few.
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
 
 class FileRecord(Record):

@@ -1,5 +1,6 @@
 """`tunewell prepare`: build a corpus from rows."""
 
+import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,8 @@ from tunewell.core.units import duration
 if TYPE_CHECKING:
     from tunewell.workflows.prepare import PrepareResult
 
+_COLLECT_EVERY = 50_000
+
 
 def command(
     config: ConfigFile = None,
@@ -27,6 +30,8 @@ def command(
     json: AsJson = False,
 ) -> None:
     """Turn rows into a corpus for training: clean, tokenise, mask, pack."""
+    # A block of rows is many small objects. Searching them for cycles after every 700 took a tenth of the time.
+    gc.set_threshold(_COLLECT_EVERY)
     from tunewell.config.load import load_config
     from tunewell.workflows.prepare import prepare
 

@@ -242,8 +242,8 @@ def _render_row(value: Any, pipeline: RowPipeline, rendered: RenderedBlock, *, m
             _check_tools(conversation, pipeline.masker, rendered)
         layout = PlannedDocument(plan, texts)
     # The tokenizer has no tokens for these bytes and silently drops them.
-    lost = bytes(pipeline.encoder.tokenizer.lost_bytes)
-    if lost and any(len(data.translate(None, lost)) != len(data) for data in map(str.encode, layout.texts)):
+    lost, data = bytes(pipeline.encoder.tokenizer.lost_bytes), "".join(layout.texts).encode()
+    if lost and len(data.translate(None, lost)) != len(data):
         rendered.notes["characters_not_written"] += 1
     rendered.formats[format_name] += 1
     if conversation.unused:

@@ -11,7 +11,7 @@ from itertools import chain, product
 from typing import Any, Literal, get_args
 
 import orjson
-import tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tunewell.data.encoding.segments import Position
 
@@ -33,7 +33,7 @@ _ASCII_CLASSES = {r"\p{L}": "A-Za-z", r"\p{N}": "0-9"}
 class WordTable(dict[str, list[int]]):
     """The token ids of all words seen so far."""
 
-    def __init__(self, pattern: re.Pattern[str], backend: tokenizers.Tokenizer) -> None:
+    def __init__(self, pattern: re.Pattern[str], backend: Tokenizer) -> None:
         """Create a table from the pattern that splits ASCII text and a tokenizer that does not split text."""
         self._pattern = pattern
         self._backend = backend
@@ -58,16 +58,16 @@ class WordTable(dict[str, list[int]]):
         return ids
 
 
-def build_word_table(config: dict[str, Any]) -> WordTable | None:
-    """Return the word table of a tokenizer configuration, or None if its split pattern is not supported."""
-    if config["added_tokens"] or config["model"]["type"] != "BPE" or config["model"].get("dropout"):
+def build_word_table(backend: Tokenizer) -> WordTable | None:
+    """Return the word table of a tokenizer, or None if its split pattern is not supported."""
+    if backend.get_added_tokens_decoder() or not isinstance(backend.model, models.BPE) or backend.model.dropout:
         return None
-    pattern = _split_pattern(config["pre_tokenizer"])
+    pattern = _split_pattern(_state(backend.pre_tokenizer))
     if pattern is None:
         return None
-    whole = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    backend = tokenizers.Tokenizer.from_str(orjson.dumps(config | {"pre_tokenizer": whole}).decode())
-    return WordTable(pattern, backend)
+    whole = Tokenizer(backend.model)
+    whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return WordTable(pattern, whole)
 
 
 def _split_pattern(step: dict[str, Any] | None) -> re.Pattern[str] | None:
@@ -108,52 +108,69 @@ def _to_ascii_pattern(pattern: str) -> re.Pattern[str] | None:
 
 
 Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
+_WITHOUT_VOCABULARY: dict[str, Any] = {
+    "version": "1.0",
+    "added_tokens": [],
+    "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
+}
 
 
 class TextBackends:
     """Copies of a tokenizer, by position, that never encode text as special tokens. Equal copies are shared."""
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        config = orjson.loads(backend.to_str())
-        # A post-processor would exclude spaces from the offsets of a token, but the offsets must include them.
-        config |= {"truncation": None, "padding": None, "post_processor": None}
-        if all(token["special"] for token in config["added_tokens"]):
-            # These copies never match special tokens; removing the tokens saves the search.
-            config["added_tokens"] = []
-        self.keeps_text = config["normalizer"] is None or config["normalizer"].get("normalizers") == []
+    def __init__(self, backend: Tokenizer) -> None:
+        self._backend = backend
+        # Copies never match special tokens. Other added tokens are copied with their ids.
+        self._has_text_tokens = any(not token.special for token in backend.get_added_tokens_decoder().values())
+        normalizer, pre_tokenizer = _state(backend.normalizer), _state(backend.pre_tokenizer)
+        self.keeps_text = normalizer is None or normalizer.get("normalizers") == []
         """Whether text is encoded without normalisation."""
-        kind = config["normalizer"] and config["normalizer"]["type"]
+        kind = normalizer and normalizer["type"]
         self.form: Form | None = kind if kind in get_args(Form) else None
         """The Unicode normalisation form, if the tokenizer does no other normalisation."""
-        self.unknown_id: int | None = _unknown_id(config["model"])
-        self._config = config
+        self.unknown_id: int | None = _unknown_id(backend.model)
         self._parts: dict[Position, bytes] = {}
         for position in (Position(*flags) for flags in product((True, False), repeat=3)):
-            parts = {name: _for_position(position, config[name]) for name in ("normalizer", "pre_tokenizer")}
+            steps = {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer}
+            parts = {name: _for_position(position, step) for name, step in steps.items()}
             self._parts[position] = orjson.dumps(parts)
-        self._copies: dict[bytes, tokenizers.Tokenizer] = {}
-        is_one = len(set(self._parts.values())) == 1
-        self.word_table = build_word_table(config) if is_one and (self.keeps_text or self.form) else None
+        self._copies: dict[bytes, Tokenizer] = {}
+        is_one = len(set(self._parts.values())) == 1 and (self.keeps_text or self.form is not None)
+        self.word_table = build_word_table(self[Position(True, True)]) if is_one else None
         """A faster encoder for ASCII text, if available; Unicode normalisation does not change ASCII."""
 
-    def __getitem__(self, position: Position) -> tokenizers.Tokenizer:
+    def __getitem__(self, position: Position) -> Tokenizer:
         parts = self._parts[position]
         if parts not in self._copies:
-            self._copies[parts] = _as_text(self._config | orjson.loads(parts))
+            self._copies[parts] = self._copy(orjson.loads(parts))
         return self._copies[parts]
 
+    def _copy(self, parts: dict[str, Any]) -> Tokenizer:
+        """Return a copy without a post-processor, which would exclude spaces from the offsets of a token."""
+        if self._has_text_tokens:
+            config = orjson.loads(self._backend.to_str()) | {"truncation": None, "padding": None}
+            copy = Tokenizer.from_str(orjson.dumps(config | {"post_processor": None} | parts).decode())
+        else:
+            # The copy shares the vocabulary. Parsing a vocabulary of 49,000 tokens again takes 90 ms.
+            copy = Tokenizer(self._backend.model)
+            steps = Tokenizer.from_str(orjson.dumps(_WITHOUT_VOCABULARY | parts).decode())
+            if steps.normalizer is not None:
+                copy.normalizer = steps.normalizer
+            if steps.pre_tokenizer is not None:
+                copy.pre_tokenizer = steps.pre_tokenizer
+        copy.encode_special_tokens = True
+        return copy
 
-def _as_text(config: dict[str, Any]) -> tokenizers.Tokenizer:
-    backend = tokenizers.Tokenizer.from_str(orjson.dumps(config).decode())
-    backend.encode_special_tokens = True
-    return backend
+
+def _state(step: Any) -> dict[str, Any] | None:
+    """Return a normalizer or a pre-tokenizer as JSON, or None."""
+    return None if step is None else orjson.loads(step.__getstate__())
 
 
-def _unknown_id(model: dict[str, Any]) -> int | None:
-    if model["type"] == "Unigram":
-        return model.get("unk_id")
-    unknown = model.get("unk_token")
-    return model["vocab"].get(unknown) if unknown is not None else None
+def _unknown_id(model: Any) -> int | None:
+    if isinstance(model, models.Unigram):
+        return orjson.loads(model.__getstate__()).get("unk_id")
+    return None if model.unk_token is None else model.token_to_id(model.unk_token)
 
 
 def _for_position(position: Position, step: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -1,5 +1,6 @@
 """Rebuild the tokenizer of a GGUF file, with the same ids as llama.cpp."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def _vocabulary(metadata: dict[str, Any], path: Path) -> tuple[list[str], list[i
     types: list[int] = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     if len(types) < len(tokens) or len(set(tokens)) != len(tokens):
         raise UserError(f"`{path.name}` has a damaged vocabulary", where=f"{path}: tokenizer.ggml.tokens")
-    if any("\udc80" <= character <= "\udcff" for token in tokens for character in token):
+    if re.search("[\udc80-\udcff]", "".join(tokens)):
         raise UserError(f"`{path.name}` has tokens that are not text", where=f"{path}: tokenizer.ggml.tokens")
     always = frozenset(load_table("pretokenizers")["always_control"])
     return tokens, [CONTROL if token in always else kind for token, kind in zip(tokens, types, strict=False)]
