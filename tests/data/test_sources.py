@@ -26,6 +26,7 @@ from tunewell.data.rows.formats import Converter
 from tunewell.data.sources.base import find_files, split_limit
 from tunewell.data.sources.blocks import ReadOptions, parse_item, read_blocks
 from tunewell.data.sources.lines import TooLong, detect_encoding, read_lines, split_lines
+from tunewell.data.sources.local import unread_files
 
 LIMITS = ReadOptions(max_row_bytes=1 << 20, max_nesting=64)
 ROWS = [
@@ -299,13 +300,21 @@ def test_a_saved_dataset_without_one_of_its_files_is_refused(tmp_path):
         find_files("saved", base=tmp_path)
 
 
-def test_a_corpus_of_ours_beside_the_rows_is_not_read_as_rows(tmp_path):
-    """`prepare --data .` writes its corpus into the folder that it reads."""
+def test_outputs_of_ours_beside_the_rows_are_not_read_as_rows(tmp_path):
+    """`prepare --data .` writes its corpus into the folder that it reads; `train` and `export` write there too."""
     write_jsonl(tmp_path / "rows.jsonl", ROWS)
-    (tmp_path / "corpus").mkdir()
-    for name in ("manifest.json", "dropped.jsonl", "dataset_dict.json"):
-        (tmp_path / "corpus" / name).write_text('{"splits": ["train"]}')
+    (tmp_path / "tunewell.yaml").write_text("model: m\n")
+    outputs = {
+        "corpus": ("manifest.json", "dropped.jsonl", "dataset_dict.json"),
+        "runs/first": ("plan.json", "config.yaml", "documents.tsv", "events.jsonl", "samples.jsonl", "README.md"),
+        "runs/first/export": ("proof.json", "proof.safetensors", "tokenizer.json"),
+    }
+    for folder, names in outputs.items():
+        (tmp_path / folder).mkdir(parents=True)
+        for name in names:
+            (tmp_path / folder / name).write_text('{"splits": ["train"]}')
     assert [file.name for file in find_files(".", base=tmp_path)] == ["rows.jsonl"]
+    assert unread_files(".", base=tmp_path) == []
 
 
 # --- damaged containers

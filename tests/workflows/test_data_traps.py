@@ -152,7 +152,8 @@ def test_files_that_describe_a_folder_are_not_rows(tiny_model, tmp_path):
     assert (manifest.rows_in, manifest.dropped) == (40, {})
     [remark] = manifest.remarks
     assert remark.startswith("3 files in ")
-    assert "not read: `README.md`, `manifest.json`, `photo.png`" in remark
+    assert "not read: `README.md`, `manifest.json`, `photo.png`; to read a file, list it in `data.sources`" in remark
+    assert remark.endswith("; `photo.png`: images cannot be trained on; use text")
     by_glob = prepare_in(tmp_path, tiny_model, shards / "*.json*").manifest
     assert by_glob.rows_in == 40
     assert "`manifest.json`" in by_glob.remarks[0]

@@ -137,6 +137,24 @@ def test_a_fix_in_the_config_comes_with_a_config(folder, tiny_model):
     assert "sources: [{path: rows.csv, KEY: VALUE}]" in str(caught.value.fix)
 
 
+def test_a_chat_without_a_sender_gets_the_setting_in_the_config(folder, tiny_model):
+    """Guards the words `KEY: VALUE`, which nobody can copy."""
+    (folder / "_chat.txt").write_text("[03/02/2024, 10:15:32] Ann: Hi\n[03/02/2024, 10:16:01] Bob: Yes\n")
+    with pytest.raises(UserError) as caught:
+        init("_chat.txt", model=str(tiny_model))
+    assert "sources: [{path: _chat.txt, assistant: NAME}]" in str(caught.value.fix)
+
+
+def test_plain_text_gets_a_config_without_a_template(folder, tiny_model, capsys):
+    """Guards against `learn_from: responses` for texts, which have no responses and are supervised as a whole."""
+    (folder / "notes.txt").write_text("".join(f"Paragraph {n} of a text.\n\n" for n in range(12)), encoding="utf-8")
+    assert main(["init", "notes.txt", "--model", str(tiny_model)]) == 0
+    assert "not used for plain text" in capsys.readouterr().out
+    assert "template:" not in (folder / "tunewell.yaml").read_text(encoding="utf-8")
+    assert main(["prepare"]) == 0
+    assert "chat template: not used for plain text" in " ".join(capsys.readouterr().out.split())
+
+
 def test_paths_are_relative_to_the_folder_of_the_config(folder, tiny_model, monkeypatch):
     """Guards `--out` in another folder: the config was written with paths that it could not find."""
     (folder / "data").mkdir()

@@ -69,6 +69,12 @@ def config_text(result: InitResult, data: str, model: str) -> str:
         else f"the model has no template; its tokens fit `{result.template}`"
     )
     lengths, rate = sample.lengths, f"{start.learning_rate.value:.0e}".replace("e-0", "e-")
+    # The template does not apply to plain text, which is supervised as a whole.
+    template = f"""
+template:
+  name: {result.template}   # {why_template}
+  learn_from: responses   # only replies and their end marker are supervised, not questions
+"""
     return f"""\
 # Written by `tunewell init`. Every key: `tunewell explain`; one: `tunewell explain packing.context_length`.
 
@@ -78,11 +84,7 @@ data:
 {_sources_text(result, data)}   # {count(result.num_rows)} rows, read as: {formats}
   held_out: {_scalar(held_out)}   # {why_held_out}
   # Of the first {count(sample.rows_in)} rows, {fate}. Duplicates are dropped too.
-
-template:
-  name: {result.template}   # {why_template}
-  learn_from: responses   # only replies and their end marker are supervised, not questions
-
+{"" if formats == "text" else template}
 packing:
   context_length: auto   # longest of the first rows: {count(lengths.max)} tokens, mean {lengths.mean:.0f}
   long_documents: error   # or: split, drop

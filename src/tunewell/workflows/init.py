@@ -1,5 +1,6 @@
 """`tunewell init`: write a commented `tunewell.yaml` for your rows and a model."""
 
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -82,7 +83,9 @@ def _naming_a_config(path: Path, model: str, data: str) -> Generator[None, None,
     except UserError as error:
         if "the source" not in (error.fix or ""):
             raise
-        config = f"`model: {model}` and `data: {{sources: [{{path: {data}, KEY: VALUE}}]}}`"
+        found = re.search(r"`(\w+: [^`]+)` on the source", error.fix or "")
+        setting = found[1] if found else "KEY: VALUE"
+        config = f"`model: {model}` and `data: {{sources: [{{path: {data}, {setting}}}]}}`"
         raise UserError(error.what, where=error.where, fix=f"{error.fix}; write {config} to `{path}`") from error
 
 

@@ -43,12 +43,15 @@ def _screen(result: "InitResult", data: str) -> str:
     limit = f"context of {count(facts.context_limit)} tokens" if facts.context_limit else "context length unknown"
     lengths = f"{sample.lengths.mean:.0f} tokens on average, longest {count(sample.lengths.max)}"
     is_own_template = result.template == "auto"
+    template = "the model's own" if is_own_template else f"`{result.template}`; the model has none"
+    if formats == "text":
+        template = "not used for plain text"
     number = max(round(result.num_rows * 0.05), min(2, result.num_rows // 4))
     held_out = f"about {count(number)} of {count(result.num_rows, 'row')}"
     rows = [
         ["model", f"{facts.name}: {size}, {limit}"],
         ["rows", f"{count(result.num_rows)} in `{data}`, format {formats}; {lengths}"],
-        ["chat template", "the model's own" if is_own_template else f"`{result.template}`; the model has none"],
+        ["chat template", template],
         [
             "for testing",
             f"`{result.held_out}`, found beside the data"

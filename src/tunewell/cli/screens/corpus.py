@@ -17,6 +17,8 @@ def corpus_rows(manifest: "Manifest", *, has_details: bool = False) -> list[list
     num_tokens = tokens.supervised + tokens.context
     formats = ", ".join(sorted({name for source in manifest.sources for name in source.formats}))
     templates = ", ".join(dict.fromkeys(record.name for record in manifest.templates)) or "none (plain text)"
+    if formats == "text":
+        templates = "not used for plain text"
     rows = [
         ["rows", count(manifest.rows_in), f"format: {formats}; chat template: {templates}"],
         ["for training", count(manifest.documents), ""],

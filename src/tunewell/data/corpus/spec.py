@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from tunewell import __version__
@@ -16,7 +16,7 @@ from tunewell.core.units import count
 from tunewell.data.corpus.tokenized_block import PIPELINE_VERSION, RowPipeline
 from tunewell.data.rows.formats import Converter, FormatOptions
 from tunewell.data.rows.functions import load_row_function
-from tunewell.data.sources.base import SourceFile, find_files, is_url
+from tunewell.data.sources.base import UNREADABLE, SourceFile, detect_format, find_files, is_url
 from tunewell.data.sources.blocks import ReadOptions, parsed_rows
 from tunewell.data.sources.local import unread_files
 from tunewell.data.text_pipeline import TextPipeline
@@ -27,6 +27,7 @@ HELD_OUT_FILE = -1
 NO_SHARE = -2
 """Source index of all sources without a `share`."""
 _NUM_NAMED = 5
+_NUM_ADVISED = 2
 
 
 @dataclass
@@ -118,9 +119,10 @@ def _file_remarks(path: str, base: Path) -> list[str]:
         return []
     shown = ", ".join(f"`{name}`" for name in names[:_NUM_NAMED])
     more = f" and {len(names) - _NUM_NAMED:,} more" if len(names) > _NUM_NAMED else ""
-    return [
-        f"{count(len(names), 'file')} in `{path}` not read: {shown}{more}; to read a file, list it in `data.sources`"
-    ]
+    fixes = ["to read a file, list it in `data.sources`"] if any(detect_format(name)[0] for name in names) else []
+    kinds = {suffix: name for name in reversed(names) if (suffix := PurePath(name).suffix.lower()) in UNREADABLE}
+    fixes += [f"`{name}`: {UNREADABLE[suffix]}" for suffix, name in sorted(kinds.items())[:_NUM_ADVISED]]
+    return ["; ".join([f"{count(len(names), 'file')} in `{path}` not read: {shown}{more}", *fixes])]
 
 
 def _make_jobs(loaded: LoadedConfig, text: TextPipeline) -> list[Job]:

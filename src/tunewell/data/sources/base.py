@@ -75,7 +75,7 @@ FORMATS = {
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 READABLE = "`.jsonl .json .csv .tsv .parquet .xlsx .txt .md .zip`, also compressed as `.gz` or `.zst`"
 _SAVE_AS_TEXT = "in the program that wrote it: File > Save As > Plain Text (.txt)"
-_UNREADABLE = {
+UNREADABLE = {
     ".pdf": "extract its text, for example with `pdftotext -layout FILE.pdf FILE.txt`, and check the result",
     **dict.fromkeys((".docx", ".doc", ".odt", ".rtf", ".pages"), f"{_SAVE_AS_TEXT}; then use that file"),
     **dict.fromkeys((".html", ".htm", ".epub"), "convert it to Markdown, for example with `pandoc FILE -o FILE.md`"),
@@ -145,7 +145,7 @@ def detect_format(name: str) -> tuple[str | None, str | None]:
 def _source_file(source: Source) -> SourceFile:
     name = PurePosixPath(source.name).name
     file_format, compression = detect_format(name)
-    if file_format is None and (advice := _UNREADABLE.get(suffix := PurePosixPath(name).suffix.lower())):
+    if file_format is None and (advice := UNREADABLE.get(suffix := PurePosixPath(name).suffix.lower())):
         raise UserError(f"`{name}`: `{suffix}` files cannot be read", fix=advice)
     if file_format is None:
         raise UserError(f"`{name}` has no known file extension", fix=f"convert the file to one of {READABLE}")

@@ -22,6 +22,13 @@ _NOTICES = frozenset(
 )
 """Names of text files that come with a folder of rows."""
 _TEXTS = ("txt", "md")
+_CONFIG = "tunewell.yaml"
+_OUTPUTS = (
+    ("manifest.json", "dropped.jsonl", _SPLITS),
+    ("plan.json", "config.yaml", "documents.tsv"),
+    ("proof.json", "proof.safetensors"),
+)
+"""Files of a corpus, of a run and of an export."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +79,17 @@ class LocalFile:
 
 
 def unread_files(path: str, *, base: Path) -> list[str]:
-    """Return the names of the files of a folder or glob that `LocalFile.find` leaves out. Hidden files do not count."""
+    """Return the names of the files of a folder or glob that `LocalFile.find` leaves out.
+
+    Hidden files and the config do not count.
+    """
     path = path.removeprefix("file://")
     full = base / Path(path).expanduser()
     if full.is_file() or (full.is_dir() and _saved_dataset(full) is not None):
         return []
     files = _files_in(full, is_readable=False) if full.is_dir() else _files_matching(path, base)
-    read = set(_rows_of([file for file in files if detect_format(file.name)[0]]))
-    return [file.relative_to(full).as_posix() if full.is_dir() else file.name for file in files if file not in read]
+    known = {*_rows_of([file for file in files if detect_format(file.name)[0]]), full / _CONFIG}
+    return [file.relative_to(full).as_posix() if full.is_dir() else file.name for file in files if file not in known]
 
 
 def _rows_of(files: list[Path]) -> list[Path]:
@@ -107,7 +117,7 @@ def _files_in(folder: Path, *, is_readable: bool = True) -> list[Path]:
         if entry.name.startswith("."):
             continue
         if entry.is_dir() and not entry.is_symlink():
-            files += [] if _is_corpus(entry) else _files_in(entry, is_readable=is_readable)
+            files += [] if _is_output(entry) else _files_in(entry, is_readable=is_readable)
         elif entry.is_file() and (detect_format(entry.name)[0] or not is_readable):
             files.append(entry)
     return files
@@ -135,9 +145,9 @@ def _suggest_names(missing: Path) -> str:
     return f"files there: {', '.join(names)}" if names else f"give a path to your rows: {READABLE}"
 
 
-def _is_corpus(folder: Path) -> bool:
-    """Return True for the output folder of `prepare`. Its files must not become rows of the next run."""
-    return all((folder / name).is_file() for name in ("manifest.json", "dropped.jsonl", _SPLITS))
+def _is_output(folder: Path) -> bool:
+    """Return True for a corpus, a run or an export. Their files must not become rows of the next run."""
+    return any(all((folder / name).is_file() for name in names) for names in _OUTPUTS)
 
 
 def _saved_dataset(folder: Path) -> list[Path] | None:
