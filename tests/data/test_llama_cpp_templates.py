@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 from chat_references import Ours, messages_of
+from jinja2 import UndefinedError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from tunewell.core.errors import UserError
 from tunewell.data.rows.conversation import Conversation, Rejected
 from tunewell.data.templates.chat_template import ChatTemplate, required_markers
 from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
@@ -75,9 +77,13 @@ def test_a_template_is_rendered_as_transformers_does_and_learned_with_its_end(pa
     template = ChatTemplate(source, special_tokens=smollm2.special_tokens, name=path.stem, date=today)
     tokenizer = smollm2.with_tokens(required_markers(template, smollm2.special_tokens))
     if path.stem in REFUSED:
-        with pytest.raises(Exception, match=REFUSED[path.stem]):
+        with pytest.raises(UserError, match=REFUSED[path.stem]):
             Ours(tokenizer, source, date=today)
+        _check_refusal(source, REFUSED[path.stem], smollm2)
         return
+    if path.stem in NEED_TOOLS:
+        with pytest.raises(TypeError):
+            _transformers(source, ROWS[0], smollm2.special_tokens)
     ours = Ours(tokenizer, source, date=today)
     num_learned = 0
     for row in ROWS:
@@ -98,6 +104,17 @@ def test_a_template_is_rendered_as_transformers_does_and_learned_with_its_end(pa
 def _transformers(source: str, row: Conversation, special: dict[str, str]) -> str:
     [[text], _] = render_jinja_template([row.messages], tools=row.tools, chat_template=source, **special)
     return text
+
+
+def _check_refusal(source: str, reason: str, tokenizer: LoadedTokenizer) -> None:
+    """Check that the reason holds in transformers: it fails too, or no special token is after a reply."""
+    try:
+        text = _transformers(source, ROWS[2], tokenizer.special_tokens)
+    except UndefinedError as error:
+        assert reason in str(error)
+        return
+    after = [text.partition(reply)[2].partition("Two?")[0] for reply in ("First.", "The second reply.")]
+    assert not any(marker in part for part in after for marker in tokenizer.added)
 
 
 def _check_row(ours: Ours, row: Conversation, theirs: str) -> None:

@@ -203,7 +203,7 @@ def _without_shared_prefix(documents: Documents, order: Indices) -> TokenLists:
 
     A long shared prompt would make all documents similar.
     """
-    begins, lengths = documents.begins[order], documents.lengths[order].astype(np.int64)
+    begins, lengths = documents.begins[order], documents.lengths[order]
     sample = order[:: max(len(order) // _NUM_SAMPLED, 1)]
     texts = [documents.tokens[documents.begins[i] :][: documents.lengths[i]] for i in sample.tolist()]
     shared = [_num_shared(first, second) for first, second in zip(texts, islice(texts, 1, None), strict=False)]

@@ -25,6 +25,8 @@ _DISTANCE_ODD = 0x04000001
 _DOCUMENTS_PER_CHUNK = 512
 """Small enough for the processor's cache: larger chunks take twice as long."""
 _PAIRS_PER_CHUNK = 256
+_PAIRS_PER_BATCH = 1 << 16
+"""Pairs that are sorted by length together: more would take more memory and save no time."""
 _BYTES_PER_WRITE = 1 << 22
 _MIN_CHUNKS_FOR_THREADS = 64
 """Below it, starting threads takes longer than it saves."""
@@ -39,6 +41,8 @@ _ODD = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB866
 
 T = TypeVar("T")
 Indices = npt.NDArray[np.int64]
+SmallIndices = npt.NDArray[np.int32]
+"""Numbers of documents in arrays with an entry for each document: half the memory of 64 bits."""
 Hashes = npt.NDArray[np.uint64]
 Signatures = npt.NDArray[np.uint32]
 
@@ -49,14 +53,14 @@ class TokenLists:
 
     tokens: npt.NDArray[np.uint32]
     begins: Indices
-    lengths: Indices
+    lengths: npt.NDArray[np.integer[Any]]
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def shingles(self, documents: Indices, dtype: Any = np.uint64) -> tuple[npt.NDArray[Any], Indices]:
         """Return the shingle hashes of some documents, concatenated, and their number per document."""
-        lengths, begins = self.lengths[documents], self.begins[documents]
+        lengths, begins = self.lengths[documents].astype(np.int64), self.begins[documents]
         ends = begins + lengths
         if (begins[1:] >= ends[:-1]).all() and ends[-1] - begins[0] <= 2 * lengths.sum():
             tokens, begins = self.tokens[begins[0] : ends[-1]], begins - begins[0]  # neighbours: nothing is copied
@@ -178,34 +182,36 @@ class NearDuplicateSearch:
 
         With `num_references`, only the first `num_references` documents count as earlier.
         """
-        other = np.full(len(self._documents), -1)
+        other = np.full(len(self._documents), -1, dtype=np.int32)
         similarity = np.zeros(len(self._documents))
-        rejected = np.full(len(self._documents), -1)
+        rejected = other.copy()
         for keys in self._bands:
-            best = np.full(len(self._documents), -1)
-            best_equal = np.full(len(self._documents), self._min_equal - 1)
+            best = np.full(len(self._documents), -1, dtype=np.int32)
+            best_equal = np.full(len(self._documents), self._min_equal - 1, dtype=np.int8)
             for later, earlier in self._candidates(keys, num_references, other):
                 equal = self._count_equal(later, earlier)
                 is_best = (equal > best_equal[later]) & (rejected[later] != earlier)
                 best[later[is_best]] = earlier[is_best]
                 best_equal[later[is_best]] = equal[is_best]
-            later = np.flatnonzero(best >= 0)
-            exact = jaccard(self._documents, later, best[later], self._threshold)
-            is_near = exact >= self._threshold
-            other[later[is_near]] = best[later[is_near]]
-            similarity[later[is_near]] = exact[is_near]
-            rejected[later[~is_near]] = best[later[~is_near]]
+            for batch in _chunks(np.flatnonzero(best >= 0), _PAIRS_PER_BATCH):
+                exact = jaccard(self._documents, batch, best[batch], self._threshold)
+                is_near = exact >= self._threshold
+                other[batch[is_near]] = best[batch[is_near]]
+                similarity[batch[is_near]] = exact[is_near]
+                rejected[batch[~is_near]] = best[batch[~is_near]]
         found = np.flatnonzero(other >= 0)
-        return NearPairs(found, other[found], similarity[found])
+        return NearPairs(found, other[found].astype(np.int64), similarity[found])
 
-    def _candidates(self, keys: Hashes, num_references: int, other: Indices) -> Iterator[tuple[Indices, Indices]]:
+    def _candidates(
+        self, keys: Hashes, num_references: int, other: SmallIndices
+    ) -> Iterator[tuple[SmallIndices, SmallIndices]]:
         """Yield pairs that agree in a band: each document with the first earlier one and with the last ones."""
         all_rows, starts = self._runs(keys)
         rows = all_rows
-        num_earlier = np.arange(len(rows)) - starts
+        num_earlier = np.arange(len(rows), dtype=np.int32) - starts
         if num_references:
             # A run is sorted, so its references come first.
-            num_before = np.cumsum(rows < num_references)
+            num_before = np.cumsum(rows < num_references, dtype=np.int32)
             num_earlier = num_before - num_before[starts] + (rows[starts] < num_references)
         for offset in range(_MAX_OFFSET + 1):
             is_pair = (num_earlier > offset) & (rows >= num_references)
@@ -214,28 +220,35 @@ class NearDuplicateSearch:
             rows, starts, num_earlier = rows[is_pair], starts[is_pair], num_earlier[is_pair]
             yield rows, all_rows[starts + (num_earlier - offset if offset else 0)]
 
-    def _runs(self, keys: Hashes) -> tuple[Indices, Indices]:
+    def _runs(self, keys: Hashes) -> tuple[SmallIndices, SmallIndices]:
         """Return the documents that share a key with others, run by run, and the start of each one's run."""
         bits = np.uint64(max(len(keys) - 1, 1).bit_length())
         # Sorting the keys with the index in their low bits is faster than `argsort`.
-        packed = np.sort((keys >> bits << bits | np.arange(len(keys), dtype=np.uint64))[self._is_compared])
-        key = packed >> bits
-        is_repeat = np.zeros(len(key), dtype=bool)
-        is_repeat[1:] = key[1:] == key[:-1]
+        packed = keys[self._is_compared]
+        packed >>= bits
+        packed <<= bits
+        packed |= np.flatnonzero(self._is_compared).view(np.uint64)
+        packed.sort()
+        is_repeat = np.zeros(len(packed), dtype=bool)
+        # The keys of two neighbours are equal if only the low bits differ.
+        is_repeat[1:] = packed[1:] ^ packed[:-1] < np.uint64(1) << bits
         is_in_run = is_repeat.copy()
         is_in_run[:-1] |= is_repeat[1:]
-        rows = (packed & ((np.uint64(1) << bits) - np.uint64(1))).astype(np.int64)[is_in_run]
-        starts = np.maximum.accumulate(np.where(is_repeat[is_in_run], 0, np.arange(len(rows))))
-        return rows, starts
+        rows = (packed[is_in_run] & ((np.uint64(1) << bits) - np.uint64(1))).astype(np.int32)
+        del packed
+        starts = np.where(is_repeat[is_in_run], np.int32(0), np.arange(len(rows), dtype=np.int32))
+        return rows, np.maximum.accumulate(starts, out=starts)
 
-    def _count_equal(self, later: Indices, earlier: Indices) -> npt.NDArray[np.int64]:
+    def _count_equal(self, later: SmallIndices, earlier: SmallIndices) -> npt.NDArray[np.int8]:
         """Return the number of slots in which the signatures of each pair agree."""
 
-        def count(chunk: Indices) -> npt.NDArray[np.int64]:
-            return np.count_nonzero(self._signatures[later[chunk]] == self._signatures[earlier[chunk]], axis=1)
+        def count(start: int) -> npt.NDArray[np.int8]:
+            chunk = slice(start, start + _DOCUMENTS_PER_CHUNK)
+            is_equal = self._signatures[later[chunk]] == self._signatures[earlier[chunk]]
+            return np.count_nonzero(is_equal, axis=1).astype(np.int8)
 
-        chunks = _chunks(np.arange(len(later)), _DOCUMENTS_PER_CHUNK)
-        return np.concatenate([np.zeros(0, dtype=np.int64), *_in_threads(count, chunks)])
+        starts = range(0, len(later), _DOCUMENTS_PER_CHUNK)
+        return np.concatenate([np.zeros(0, dtype=np.int8), *_in_threads(count, starts)])
 
 
 def jaccard(documents: TokenLists, first: Indices, second: Indices, threshold: float = 0) -> npt.NDArray[np.float64]:
