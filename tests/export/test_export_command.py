@@ -12,17 +12,21 @@ from typing import Any
 
 import pytest
 from exports import exported, write_adapter, write_base
+from tiny import write_tiny_model
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import tunewell
+from corpora import write_rows
 from tunewell.cli.main import main
 from tunewell.core.errors import UserError
+from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.export import prove as process
 from tunewell.export import staging
 from tunewell.export.options import ExportOptions, is_ollama_name, ollama_name
 from tunewell.export.preflight import require_tools
 from tunewell.export.staging import ExistingExport, find_existing
 from tunewell.export.targets.base import load_targets
-from tunewell.records.parity import read_proof
+from tunewell.records.parity import PARITY, read_proof
 from tunewell.workflows import export as workflow
 from tunewell.workflows.verify import verify
 
@@ -365,3 +369,28 @@ def test_the_next_command_can_be_pasted(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["Mein Lauf ü#1", "...", "", "模型", "Run-1.5", "a" * 200])
 def test_any_text_gives_a_name_that_ollama_takes(text: str) -> None:
     assert is_ollama_name(ollama_name(text)) and len(ollama_name(text)) <= 60
+
+
+def test_the_share_of_rows_that_llama_cpp_tokenizes_differently_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards an export that is proven, although llama.cpp reads some training rows as other ids."""
+    monkeypatch.chdir(tmp_path)
+    vocab_size = load_tokenizer(write_tiny_model(tmp_path / "base")).vocab_size
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=vocab_size, **sizes)).save_pretrained(tmp_path / "base")
+    rows = [{"question": f"What is {n}?", "answer": "Yes." if n else "Say <|im_end|> now."} for n in range(20)]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    config = {
+        "model": "base",
+        "device": "cpu",
+        "data": {"sources": "rows.jsonl", "held_out": 0.1},
+        "train": {"max_steps": 1, "threads": 1},
+        "verdict": {"after_training": False},
+        "evaluate": {"samples": 0},
+    }
+    assert tunewell.train(config, out="run", progress=False).exit_code == 0
+    done = exported(Path("run"), tmp_path / "out", to=("adapter",))
+    assert done.parity.is_ok
+    assert json.loads((tmp_path / "out" / PARITY).read_text())["other_ids_share"] == 1 / 20
+    assert any("llama.cpp and Ollama tokenize 5.0% of the training conversations differently" in n for n in done.notes)
