@@ -194,7 +194,7 @@ class NearDuplicateSearch:
                 best[later[is_best]] = earlier[is_best]
                 best_equal[later[is_best]] = equal[is_best]
             for batch in _chunks(np.flatnonzero(best >= 0), _PAIRS_PER_BATCH):
-                exact = jaccard(self._documents, batch, best[batch], self._threshold)
+                exact = jaccard(self._documents, batch, best[batch].astype(np.int64), self._threshold)
                 is_near = exact >= self._threshold
                 other[batch[is_near]] = best[batch[is_near]]
                 similarity[batch[is_near]] = exact[is_near]

@@ -125,7 +125,7 @@ class TextBackends:
         normalizer, pre_tokenizer = _state(backend.normalizer), _state(backend.pre_tokenizer)
         self.keeps_text = normalizer is None or normalizer.get("normalizers") == []
         """Whether text is encoded without normalisation."""
-        kind = normalizer and normalizer["type"]
+        kind: Any = normalizer["type"] if normalizer else None
         self.form: Form | None = kind if kind in get_args(Form) else None
         """The Unicode normalisation form, if the tokenizer does no other normalisation."""
         self.unknown_id: int | None = _unknown_id(backend.model)
