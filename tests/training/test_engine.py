@@ -20,7 +20,7 @@ from tunewell.training.evaluate import limit_evaluations, limit_saves
 from tunewell.training.events import StepTaken
 from tunewell.training.run import Run, resume, state_of
 
-TIMES = ("seconds", "memory_bytes")
+TIMES = ("seconds", "memory_bytes", "phases")
 
 
 def _state(run: Run) -> dict[str, torch.Tensor]:

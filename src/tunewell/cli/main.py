@@ -20,7 +20,7 @@ from tunewell.cli.render import emit, emit_error, folded_table, json_text
 from tunewell.core.errors import SharedError, UserError, did_you_mean
 from tunewell.core.files import explain_os_error
 
-_NAMES = "init inspect prepare train validate export verify notebook chat serve explain glossary schema"
+_NAMES = "init inspect prepare train profile validate export verify notebook chat serve explain glossary schema"
 COMMANDS = tuple((name, f"tunewell.cli.commands.{name}") for name in _NAMES.split())
 """Each command, in the order of a typical project, and the module with its `command` function."""
 

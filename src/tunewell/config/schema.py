@@ -355,6 +355,8 @@ class Train(Section):
     recompute: Recompute = "off"
     """Gradient checkpointing: recompute activations in the backward pass. It needs less memory and is about a third
     slower. `offload` also keeps the inputs of the layers in main memory."""
+    read_ahead: Bool = False
+    """Read the documents of the next step while this one is computed, for a corpus on a slow disk or network drive."""
     threads: Annotated[Int, Field(ge=1)] | Auto = "auto"
     """CPU threads. `auto`: measured at the start, because more threads can be slower on a busy machine."""
 

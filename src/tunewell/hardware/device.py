@@ -93,7 +93,7 @@ def measure_threads(
     shapes: Sequence[Shape], *, candidates: Sequence[int] | None = None, seconds: float = _SECONDS
 ) -> Chosen[int]:
     """Time products of fp32 matrices (rows, inner, columns) for `seconds`; return the fastest number of threads."""
-    counts = sorted(set(candidates or thread_candidates(usable_cores(), physical_cores())))
+    counts = sorted(set(candidates or useful_threads()))
     if len(counts) == 1:
         return Chosen[int](value=counts[0], because=f"{count(counts[0], 'core')} available")
     with torch_threads(torch.get_num_threads()):
@@ -111,6 +111,11 @@ def torch_threads(num_threads: int | None) -> Iterator[None]:
     finally:
         if num_threads is not None:
             torch.set_num_threads(before)
+
+
+def useful_threads() -> list[int]:
+    """Return the thread counts that are worth trying on this machine."""
+    return thread_candidates(usable_cores(), physical_cores())
 
 
 def thread_candidates(num_cores: int, num_physical: int | None) -> list[int]:

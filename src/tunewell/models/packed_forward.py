@@ -38,6 +38,8 @@ class PackedModel:
     """Called before every forward pass, so that a supervisor can see that the run is alive."""
     fused_loss: LossAndGrad | None = None
     """A compiled `loss_and_grad_fused`, if the layers are compiled."""
+    num_computed: int = 0
+    """Number of tokens computed in training so far: with padding, but a shared prefix only once."""
 
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
@@ -93,6 +95,8 @@ class PackedModel:
         ids, positions = batch.input_ids, batch.position_ids
         if shared is not None:
             ids, positions = ids[shared.computed], positions[shared.computed]
+        if self.model.training:
+            self.num_computed += len(ids)
         with self.autocast(), stance:
             out = self.body(
                 input_ids=self._tensor(ids)[None],

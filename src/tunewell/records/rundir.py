@@ -185,6 +185,8 @@ class Outcome(Record):
     """The step with the best held-out loss."""
     seconds: float
     """Duration since the last start or resume."""
+    stages: dict[str, float] = Field(default_factory=dict)
+    """Seconds since the last start: prepare, plan, load, check, train (steps), look (evaluations), save, ..."""
     tokens: int
     """Tokens trained on, including those before a resume."""
     supervised_tokens: int = 0

@@ -65,6 +65,7 @@ def _outcome(result: TrainResult, plan: Plan) -> Outcome:
         held_out=HeldOutLosses(first=result.held_out_first, last=result.held_out_last, best=result.held_out_best),
         best_step=result.best_step,
         seconds=result.seconds,
+        stages={name: round(seconds, 3) for name, seconds in result.stages.items()},
         tokens=result.tokens,
         supervised_tokens=result.supervised_tokens,
         artefacts={what: _in_folder(path, result.run) for path, what in result.artefacts},

@@ -17,6 +17,7 @@ from tunewell.core.presets import is_preset
 from tunewell.core.units import count
 from tunewell.data.batches import DataOrder
 from tunewell.data.corpus.reader import Corpus
+from tunewell.data.read_ahead import ReadAhead
 from tunewell.data.templates.chat_template import ChatTemplate
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.inference.decoder import Decoding
@@ -153,6 +154,7 @@ def build_run(parts: RunInputs) -> Run:
         learner.heartbeat = parts.heartbeat
     if config.train.recompute != "off":
         learner.recompute(config.train.recompute)
+    documents = parts.hooks.documents(parts.corpus)
     healing = HealingState(folder / HEALING, on_trouble=note)
     healing.restore(read_healing(parts.folder))
     return Run(
@@ -160,7 +162,7 @@ def build_run(parts: RunInputs) -> Run:
         config=config,
         learner=learner,
         order=parts.order,
-        documents=parts.corpus,
+        documents=ReadAhead(documents) if config.train.read_ahead else documents,
         held_out=parts.corpus.held_out,
         checkpoints=Checkpoints(folder / "checkpoints", keep=config.checkpoints.keep, on_trouble=note),
         events=EventLog(folder / "events.jsonl", on_trouble=note),

@@ -303,6 +303,13 @@ class Checkpoints:
                 self._report(f"`{entry.name}`, left by a killed run, could not be removed: {_reason(error)}")
 
 
+class NoCheckpoints(Checkpoints):
+    """Checkpoints that are never written, for runs whose result is thrown away."""
+
+    def save(self, state: State, *, is_best: bool = False, wait: bool = False) -> None:
+        """Do nothing."""
+
+
 def disk_space_warning(folder: Path, *, checkpoint_bytes: int, keep: int) -> str | None:
     """Return a warning if the checkpoints of a run will not fit on the disk, or None if they will."""
     num_at_once = max(keep, _MIN_KEPT) + 3  # plus the best, the one at the lowest loss, and the one being written

@@ -9,6 +9,7 @@ import numpy as np
 from tunewell.core.progress import Progress
 from tunewell.core.units import count
 from tunewell.data.batches import make_batch, micro_batches
+from tunewell.data.read_ahead import ReadAhead
 from tunewell.training.compile import make_compiler
 from tunewell.training.evaluate import evaluate, is_evaluation_due, limit_evaluations, limit_saves
 from tunewell.training.events import Note, StepTaken
@@ -48,6 +49,7 @@ class _Loop:
 
     def train(self) -> Ending:
         run = self.run
+        run.learner.phases.start()
         self.healer.restore()
         with self.signals:
             if run.learner.world.size == 1:  # with several ranks, all must finish an evaluation together
@@ -67,12 +69,13 @@ class _Loop:
                     self.take_step()
                 except OutOfMemory as error:
                     return Ending("stopped", str(error), EXIT_STOPPED, advice=_memory_advice(run))
-                self.compile_if_due()
-                self.is_interrupted = run.learner.world.any(self.signals.asked is not None)
-                is_evaluating, is_saving = self.what_is_due()
-                if is_evaluating or is_saving:
-                    self.log.flush()  # check the last step before evaluating or saving it
-                action = self.healer.apply()
+                with run.learner.phases("health"):
+                    self.compile_if_due()
+                    self.is_interrupted = run.learner.world.any(self.signals.asked is not None)
+                    is_evaluating, is_saving = self.what_is_due()
+                    if is_evaluating or is_saving:
+                        self.log.flush()  # check the last step before evaluating or saving it
+                    action = self.healer.apply()
                 is_best = action is None and is_evaluating and self.evaluate()
                 match action or self.healer.apply():  # the evaluation may have found divergence
                     case Rewind():
@@ -115,10 +118,11 @@ class _Loop:
 
     def take_step(self) -> None:
         """Take one step and log it. If it runs out of memory, repeat it with smaller micro-batches."""
-        run, plan, healer = self.run, self.plan, self.healer
-        step = run.order.step(run.progress.step)
-        left_out = [document for document, since in run.healing.quarantine.items() if step.number >= since]
-        documents = step.documents[~np.isin(step.documents, left_out)] if left_out else step.documents
+        run, plan, healer, phases = self.run, self.plan, self.healer, self.run.learner.phases
+        with phases("data"):
+            step = run.order.step(run.progress.step)
+            left_out = [document for document, since in run.healing.quarantine.items() if step.number >= since]
+            documents = step.documents[~np.isin(step.documents, left_out)] if left_out else step.documents
         rate = healer.history.rate_share * rate_at(
             step.number,
             num_steps=plan.num_steps.value,
@@ -141,8 +145,11 @@ class _Loop:
         while True:
             # One document of a compiled shape is reserved for padding.
             max_documents = run.learner.shape.documents - 1 if run.learner.shape else None
-            groups = micro_batches(documents, run.order.lengths, ladder.micro_batch_tokens, most=max_documents)
-            batches = [make_batch(run.documents, group) for group in groups]
+            with phases("data"):
+                groups = micro_batches(documents, run.order.lengths, ladder.micro_batch_tokens, most=max_documents)
+                batches = [make_batch(run.documents, group) for group in groups]
+                if isinstance(run.documents, ReadAhead):
+                    run.documents.request(run.order.step(step.number + 1).documents)
             try:
                 with ladder.attempt():
                     result = run.learner.take_step(batches, number=step.number, rate=rate, norm_limit=limit)
@@ -171,7 +178,8 @@ class _Loop:
     def evaluate(self) -> bool:
         """Evaluate on the held-out rows, and return True if this is the best evaluation so far."""
         try:
-            is_best = evaluate(self.run, self.healer)
+            with self.run.learner.phases("evaluate"):
+                is_best = evaluate(self.run, self.healer)
         except Interrupted:
             self.is_interrupted = True  # the evaluation is repeated on resume
             return False
@@ -185,8 +193,14 @@ class _Loop:
             return
         started = time.perf_counter()
         run.listener(Progress("saving a checkpoint"))
-        run.events.sync()
-        run.checkpoints.save(state_of(run), is_best=is_best, wait=wait)
+        with run.learner.phases("save_wait"):  # one checkpoint is written at a time
+            run.checkpoints.wait()
+        with run.learner.phases("save"):
+            run.events.sync()
+            run.checkpoints.save(state_of(run), is_best=is_best)
+        with run.learner.phases("save_wait"):
+            if wait:
+                run.checkpoints.wait()
         run.seconds["save"] += time.perf_counter() - started
 
     def interrupted(self) -> Ending:
@@ -202,6 +216,7 @@ class StepLog:
         self._run, self._on_step = run, on_step
         self._late: StepRecord | None = None
         self._clock = time.perf_counter()
+        self._num_computed = run.learner.num_computed
 
     def add(self, record: StepRecord) -> None:
         """Add a step, and log the previous one."""
@@ -227,31 +242,38 @@ class StepLog:
         self._clock = time.perf_counter()
 
     def _write(self, record: StepRecord) -> None:
-        loss, norm, was_skipped, scale = record.result.read()
+        learner = self._run.learner
+        with learner.phases("wait"):
+            loss, norm, was_skipped, scale = record.result.read()
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         self._run.seconds["train"] += seconds
         self._run.step_seconds.append(seconds)
-        learner = self._run.learner
-        event = StepTaken(
-            step=record.step.number + 1,
-            epoch=round(record.step.seen, 6),
-            loss=loss,
-            grad_norm=norm,
-            learning_rate=record.rate,
-            tokens=record.tokens,
-            supervised_tokens=record.supervised_tokens,
-            documents=len(record.step.documents),
-            seconds=round(seconds, 6),
-            memory_bytes=peak_memory(learner.device),
-            batch_sha256=record.step.sha256,
-            was_skipped=was_skipped,
-            scale=scale if learner.scaler.is_on else None,
-        )
-        if learner.world.is_first:
-            self._run.events.append({"kind": "step", **event.__dict__})
-        self._run.listener(event)
-        self._on_step(record, event)
+        num_before, self._num_computed = self._num_computed, learner.num_computed
+        with learner.phases("log"):
+            event = StepTaken(
+                step=record.step.number + 1,
+                epoch=round(record.step.seen, 6),
+                loss=loss,
+                grad_norm=norm,
+                learning_rate=record.rate,
+                tokens=record.tokens,
+                supervised_tokens=record.supervised_tokens,
+                documents=len(record.step.documents),
+                seconds=round(seconds, 6),
+                memory_bytes=peak_memory(learner.device),
+                batch_sha256=record.step.sha256,
+                was_skipped=was_skipped,
+                scale=scale if learner.scaler.is_on else None,
+                micro_batches=len(record.groups),
+                computed_tokens=learner.num_computed - num_before,
+                phases=learner.phases.take(),
+            )
+            if learner.world.is_first:
+                self._run.events.append({"kind": "step", **event.__dict__})
+            self._run.listener(event)
+        with learner.phases("health"):
+            self._on_step(record, event)
 
 
 def _stopped(stop: Stop) -> Ending:

@@ -189,7 +189,8 @@ def _answers(run: Run, healer: Healer) -> list[Sample]:
     learner = run.learner
     if not run.config.evaluate.samples:
         return []
-    samples = _answer_in_batches(run, healer) if learner.world.is_first else []
+    with learner.phases("answers"):
+        samples = _answer_in_batches(run, healer) if learner.world.is_first else []
     # Only rank 0 ran out of memory, but all ranks must drop their CUDA graphs, which affect how a step is split.
     if learner.world.any(not learner.may_use_graphs):
         learner.drop_graphs()

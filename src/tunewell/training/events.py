@@ -45,6 +45,12 @@ class StepTaken:
     """Whether the update was skipped because of a non-finite loss or gradient, or a spike in the gradient norm."""
     scale: float | None = None
     """The loss scale in fp16; None in other precisions."""
+    micro_batches: int | None = None
+    """Number of micro-batches, over all ranks. 0.1.0 did not record this field and the next two."""
+    computed_tokens: int | None = None
+    """Tokens that this rank computed since the last event: with padding, but a shared prefix only once."""
+    phases: dict[str, float] | None = None
+    """Seconds of each phase since the last event (see `training/step.py`), with evaluations and checkpoints."""
 
 
 @dataclass(frozen=True)

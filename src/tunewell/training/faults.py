@@ -6,6 +6,7 @@
     nan@weights:step=5,name=NAME    a weight is set to NaN before step 5
     nan@document:document=4,name=N  the output of module N is NaN whenever document 4 is in the batch
     scale@loss:step=40,times=3,factor=1000      gradients of steps 40 to 42 are multiplied by 1000
+    slow@read:seconds=0.01          reading a document takes longer; with folder=F only from a corpus in F
     kill@step:step=7,marker=FILE    the process is killed once; FILE marks that it happened. Also hang@step, crash@step
 
 Fault injection requires `--enable-fault-injection`, so that it cannot be turned on by accident.
@@ -25,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from tunewell.core.errors import UserError
-from tunewell.data.batches import MicroBatch
+from tunewell.data.batches import MicroBatch, TokenizedDocuments
+from tunewell.data.corpus.reader import Corpus
 from tunewell.training.step import StepHooks
 
 VARIABLE = "TUNEWELL_FAULTS"
@@ -34,6 +36,7 @@ _PARTS = {
     "oom": ("forward", "backward", "optimizer", "held_out", "generation"),
     "nan": ("gradients", "weights", "document"),
     "scale": ("loss",),
+    "slow": ("read",),
     "kill": ("step",),
     "hang": ("step",),
     "crash": ("step",),
@@ -99,6 +102,12 @@ class FaultInjector(StepHooks):
         """Run out of memory if there are more prompts than the fault's limit."""
         self._run_out("generation", 0, f"answering {num_prompts} questions at once", size=num_prompts)
 
+    def documents(self, corpus: Corpus) -> TokenizedDocuments:
+        """Return documents that are slow to read, if the corpus is in the folder of a fault."""
+        folder = corpus.path.resolve()
+        slow = [fault for fault in self._of("read") if folder.is_relative_to(Path(fault.options.get("folder", "/")))]
+        return SlowDocuments(corpus, sum(fault.number("seconds") for fault in slow)) if slow else corpus
+
     def _poison(self, number: int, model: nn.Module) -> None:
         for fault in self._happening("weights", number):
             with torch.no_grad():
@@ -125,6 +134,22 @@ class FaultInjector(StepHooks):
     def _run_out(self, part: str, step: int, doing: str, *, size: float = math.inf) -> None:
         for _ in self._happening(part, step, size):
             raise torch.OutOfMemoryError(f"injected: out of memory while {doing}")
+
+
+class SlowDocuments:
+    """Documents that take longer to read."""
+
+    def __init__(self, corpus: Corpus, seconds: float) -> None:
+        self._corpus, self._seconds = corpus, seconds
+        self.index = corpus.index
+
+    def __len__(self) -> int:
+        return len(self._corpus)
+
+    def arrays(self, index: int) -> Any:
+        """Wait, then return the ids and labels of a document."""
+        time.sleep(self._seconds)
+        return self._corpus.arrays(index)
 
 
 def parse_faults(spec: str | None, *, is_allowed: bool) -> StepHooks:

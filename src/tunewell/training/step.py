@@ -1,9 +1,16 @@
 """One optimizer step: forward and backward over its micro-batches, then one update of the trainable parameters.
 
 documents of the step -> micro-batches -> loss and backward of each -> all-reduce -> clip, guard, update
+
+Its time is divided into phases, and so is the time between steps:
+
+data -> forward -> backward -> reduce -> optimizer -> wait -> log        then, when due: evaluate, answers, save
+
+On CUDA these are seconds of the host, which launches kernels and runs ahead. The time of the GPU is then in `wait`.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -14,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from tunewell.config.schema import Recompute, Train
-from tunewell.data.batches import MicroBatch, Step
+from tunewell.data.batches import MicroBatch, Step, TokenizedDocuments
+from tunewell.data.corpus.reader import Corpus
 from tunewell.methods.base import trainable_parameters
 from tunewell.models.attention import SDPA
 from tunewell.models.packed_forward import PackedModel
@@ -71,6 +79,69 @@ class StepHooks:
     def before_answers(self, num_prompts: int) -> None:
         """Run before held-out questions are answered."""
 
+    def documents(self, corpus: Corpus) -> TokenizedDocuments:
+        """Return the training documents of a corpus."""
+        return corpus
+
+
+PROCESSOR = "processor"
+"""The phase in which other programs use the processor."""
+_DIGITS = 6
+
+
+class PhaseClock:
+    """Adds up the seconds of each phase. A nested phase interrupts the outer one, so each second belongs to one phase.
+
+    Entering and leaving a phase takes a few microseconds.
+    """
+
+    def __init__(self) -> None:
+        self.total: dict[str, float] = {}
+        """Seconds of each phase since the clock was made."""
+        self.annotate: Callable[[str], AbstractContextManager[object]] = nullcontext
+        """Marks a phase in a trace; set while kernels are profiled."""
+        self.waited: Callable[[], float] | None = None
+        """Returns how long other programs kept this thread from the processor. If it is set, that is a phase too."""
+        self._waited = 0.0
+        self._active: list[str] = []
+        self._at = time.perf_counter()
+        self._taken: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Count the time of a `with` block as a phase."""
+        self._switch()
+        self._active.append(name)
+        try:
+            with self.annotate(name):
+                yield
+        finally:
+            self._switch()
+            self._active.pop()
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds of each phase since the last call. `other` is the time outside of all phases."""
+        self._switch()
+        since = {name: seconds - self._taken.get(name, 0.0) for name, seconds in self.total.items()}
+        self._taken = dict(self.total)
+        return {name: kept for name, seconds in since.items() if (kept := round(seconds, _DIGITS)) > 0}
+
+    def start(self) -> None:
+        """Start from here: the time since the last phase belongs to none."""
+        self._at = time.perf_counter()
+        self._waited = self.waited() if self.waited else 0.0
+
+    def _switch(self) -> None:
+        now = time.perf_counter()
+        name = self._active[-1] if self._active else "other"
+        seconds, self._at = now - self._at, now
+        if self.waited is not None:
+            total = self.waited()
+            waited, self._waited = min(total - self._waited, seconds), total
+            self.total[PROCESSOR] = self.total.get(PROCESSOR, 0.0) + waited
+            seconds -= waited
+        self.total[name] = self.total.get(name, 0.0) + seconds
+
 
 @dataclass
 class TrainableModel(PackedModel):
@@ -80,6 +151,7 @@ class TrainableModel(PackedModel):
     seed: int = 0
     world: World = field(default_factory=World)
     hooks: StepHooks = field(default_factory=StepHooks)
+    phases: PhaseClock = field(default_factory=PhaseClock)
     check_interrupt: Callable[[], None] = lambda: None
     """Called between the batches of an evaluation; raises Interrupted to end it."""
 
@@ -100,24 +172,26 @@ class TrainableModel(PackedModel):
         num_supervised = max(1, sum(len(batch.rows) for batch in batches))
         self.optimizer.start(number)
         with self.sharing_out_of_memory():
-            loss_sum = self._accumulate_gradients(batches, number=number, num_supervised=num_supervised)
+            loss_sum = self.accumulate_gradients(batches, number=number, num_supervised=num_supervised)
         with self.sharing_out_of_memory():
-            self._all_reduce(loss_sum)
-            with self.hooks.around_update(number, self.optimizer.gradients()):
+            with self.phases("reduce"):
+                self._all_reduce(loss_sum)
+            with self.hooks.around_update(number, self.optimizer.gradients()), self.phases("optimizer"):
                 self.optimizer.prepare()
         self.heartbeat()
-        done = self.optimizer.update(
-            rate=rate,
-            max_norm=self.settings.max_grad_norm,
-            loss=loss_sum,
-            scaler=self.scaler,
-            norm_limit=norm_limit,
-        )
+        with self.phases("optimizer"):
+            done = self.optimizer.update(
+                rate=rate,
+                max_norm=self.settings.max_grad_norm,
+                loss=loss_sum,
+                scaler=self.scaler,
+                norm_limit=norm_limit,
+            )
         self.heartbeat()
         values = torch.stack([loss_sum / num_supervised, done.grad_norm, done.was_skipped, self.scaler.scale])
         return self._copy_to_host(values)
 
-    def _accumulate_gradients(self, batches: Sequence[MicroBatch], *, number: int, num_supervised: int) -> Tensor:
+    def accumulate_gradients(self, batches: Sequence[MicroBatch], *, number: int, num_supervised: int) -> Tensor:
         """Run the forward and backward pass of this rank's micro-batches, and return the sum of their losses."""
         if not self.model.training:
             self.model.train()
@@ -126,8 +200,10 @@ class TrainableModel(PackedModel):
             if turn == 1 and self.uses_graphs:
                 self._copy_gradients()
             with self.hooks.around_batch(number, batch, self.model), self.stance(batch):
-                loss = self.compute(batch, number=number, index=index)
-                (loss * (self.scaler.scale * (1.0 / num_supervised))).backward()
+                with self.phases("forward"):
+                    loss = self.compute(batch, number=number, index=index)
+                with self.phases("backward"):
+                    (loss * (self.scaler.scale * (1.0 / num_supervised))).backward()
             loss_sum += loss.detach()
         return loss_sum
 

@@ -19,12 +19,11 @@ from tunewell.runs.config import RunOptions
 from tunewell.runs.folder import open_run_folder
 from tunewell.runs.rehearsal import Rehearsal
 from tunewell.runs.result import healing_summary
-from tunewell.training.checkpoints import Checkpoints
+from tunewell.training.checkpoints import NoCheckpoints
 from tunewell.training.engine import train as take_steps
 from tunewell.training.events import Event, Listener, Note, StepTaken
 from tunewell.training.memory import peak_memory
 from tunewell.training.run import Ending, Run
-from tunewell.training.saved_checkpoints import State
 from tunewell.workflows.train import Training, require_trainable
 
 _SECONDS = 100.0
@@ -135,7 +134,7 @@ def _use_rows(run: Run, corpus: Corpus, rows: Split, step_tokens: int) -> None:
     run.name_of = lambda document: f"{rows[document].source} row {rows[document].row}"
     lengths = rows.index["length"].astype(np.int64)
     run.order = DataOrder(lengths, run.plan.seed, run.plan.corpus_sha256, batch_tokens=step_tokens)
-    run.checkpoints = _NoCheckpoints(run.checkpoints.folder, keep=1, on_trouble=silent)
+    run.checkpoints = NoCheckpoints(run.checkpoints.folder, keep=1, on_trouble=silent)
 
 
 def _take_steps(run: Run, until: float, *, is_owner: bool) -> Ending:
@@ -156,10 +155,3 @@ def _up_to_step(run: Run, num_steps: int, *, is_owner: bool) -> Ending:
     }
     run.plan = run.plan.model_copy(update=update)
     return take_steps(run, handle_signals=is_owner)
-
-
-class _NoCheckpoints(Checkpoints):
-    """Checkpoints that are never written."""
-
-    def save(self, state: State, *, is_best: bool = False, wait: bool = False) -> None:
-        """Do nothing."""

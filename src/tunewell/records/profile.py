@@ -1,0 +1,179 @@
+"""A profile: where the time of a step goes, as measured in some steps or read from the events of a run."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from tunewell.records.base import Record
+
+
+class Rare(Record):
+    """Work that is done once in many steps: an evaluation or a checkpoint."""
+
+    seconds: float
+    """Seconds for which training waits, each time."""
+    number: int
+    """How often in the whole run."""
+    every: int
+    """Steps between two of them."""
+    number_measured: int = 0
+    queue_seconds: float = 0.0
+    """Seconds per step spent waiting until the previous checkpoint is written."""
+    answers_seconds: float = 0.0
+    """The part of `seconds` in which held-out questions are answered."""
+
+
+class Trial(Record):
+    """Another value of a setting, tried on the same documents in turn with the present value."""
+
+    key: str
+    value: int | str
+    seconds: float
+    """Seconds of the forward and backward pass."""
+    present_seconds: float
+    """Seconds with the present value."""
+
+    @property
+    def ratio(self) -> float:
+        return self.seconds / self.present_seconds
+
+
+class Kernels(Record):
+    """The time of the kernels of a step, from a trace of torch's profiler."""
+
+    seconds: dict[str, float]
+    """Seconds per step by kind: matmul, attention, head, pointwise, optimizer, copy; on a CPU also host."""
+    busy_seconds: float
+    """Seconds per step in which a kernel runs."""
+    wall_seconds: float
+    """Seconds per step while the trace was taken, which is slower than without it."""
+    num_syncs: float = 0.0
+    """How often per step the host waits for the GPU."""
+    sync_seconds: float = 0.0
+
+
+class Ceilings(Record):
+    """The best rates of this machine, measured in the profiled process."""
+
+    matmul_flops: float
+    """FLOP per second of a large matrix product in the precision of the run."""
+    bytes_per_second: float
+    """Bytes read and written per second by a large copy."""
+
+
+class Reading(Record):
+    """The time to read the documents of a step in other ways; None if it was not measured."""
+
+    copy_seconds: float | None = None
+    """From a copy of the corpus in memory."""
+    ahead_seconds: float | None = None
+    """With the threads of `train.read_ahead`."""
+
+
+class Profile(Record):
+    """Where the time of a step goes. All seconds are per optimizer step unless stated otherwise."""
+
+    format: str = "tunewell-profile"
+    format_version: int = 1
+    made_by: str
+    source: Literal["steps", "run"]
+    """Measured in some steps, or read from the events of a run."""
+    model: str
+    method: str
+    device: str
+    is_gpu: bool
+    precision: str
+    threads: int
+    micro_batch_tokens: int
+    compile: str = "off"
+    """`on` if the layers were compiled; `off` or `auto` if they were not."""
+    num_steps: int
+    """Steps of the whole run."""
+    num_measured: int
+    """Steps that were measured."""
+    tokens: float
+    """Tokens of the documents."""
+    computed_tokens: float | None = None
+    """Tokens that were computed, with padding; None if a run of 0.1.0 did not record it."""
+    micro_batches: float | None = None
+    phases: dict[str, float]
+    """Seconds by phase, without evaluations and checkpoints. Empty for a run of 0.1.0, which recorded none."""
+    seconds: float
+    """Seconds of a step, without evaluations and checkpoints."""
+    evaluation: Rare | None = None
+    checkpoint: Rare | None = None
+    kernels: Kernels | None = None
+    useful_flop: float | None = None
+    """FLOP that the documents of a step need: no padding, no recomputation."""
+    optimizer_bytes: float | None = None
+    """Bytes that an update has to read and write at least."""
+    ceilings: Ceilings | None = None
+    compute_seconds: float | None = None
+    """Forward and backward pass of a step while no checkpoint is written; `phases` may be slower."""
+    trials: list[Trial] = Field(default_factory=list[Trial])
+    reading: Reading = Reading()
+    settings: dict[str, int | str] = Field(default_factory=dict[str, int | str])
+    """Present values of the settings that a fix may change, by key."""
+    notes: list[str] = Field(default_factory=list[str])
+
+    @property
+    def evaluation_seconds(self) -> float:
+        """Seconds per step for evaluations."""
+        return self.evaluation.seconds * self.evaluation.number / self.num_steps if self.evaluation else 0.0
+
+    @property
+    def checkpoint_seconds(self) -> float:
+        """Seconds per step for checkpoints."""
+        if self.checkpoint is None:
+            return 0.0
+        return self.checkpoint.seconds * self.checkpoint.number / self.num_steps + self.checkpoint.queue_seconds
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds of a step with its share of the evaluations and checkpoints."""
+        return self.seconds + self.evaluation_seconds + self.checkpoint_seconds
+
+
+class Padding(Record):
+    """How much of the work of another training script is padding: every row is padded to a fixed length."""
+
+    format: str = "tunewell-padding"
+    format_version: int = 1
+    padded_to: int
+    rows: int
+    truncated_rows: int
+    """Rows longer than `padded_to`, which such a script truncates."""
+    tokens: int
+    """Tokens of all rows, without those that are truncated."""
+    mean: float
+    median: float
+    percentile_95: float
+    longest: int
+    batch_rows: int
+    longest_in_batch_tokens: int
+    """Tokens if each row were padded to the longest of its batch."""
+    predicted_ratio: float | None = None
+    """Predicted time of padded rows divided by that of packed rows, from the FLOP of the model; None without one."""
+    padded_seconds: float | None = None
+    """Measured seconds per row, padded."""
+    packed_seconds: float | None = None
+
+    @property
+    def padded_tokens(self) -> int:
+        return self.rows * self.padded_to
+
+    @property
+    def share(self) -> float:
+        """Share of the computed tokens that are padding."""
+        return 1 - self.tokens / self.padded_tokens
+
+    @property
+    def work(self) -> float:
+        """How many times as many tokens are computed as there are."""
+        return self.padded_tokens / self.tokens
+
+    @property
+    def measured_ratio(self) -> float | None:
+        if self.padded_seconds is None or self.packed_seconds is None:
+            return None
+        return self.padded_seconds / self.packed_seconds
