@@ -19,7 +19,6 @@ from gpu_peers import LOG_STEPS, random_model
 from loads import (
     ALPHA,
     CASES,
-    LEARNING_RATE,
     LONGEST,
     RANK,
     VARIANTS,
@@ -41,6 +40,7 @@ from tunewell.training.engine import train as take_steps
 from tunewell.training.leak_probe import probe_leaks
 from tunewell.training.recovery import HealingState
 from tunewell.training.run import Run
+from tunewell.training.saved_checkpoints import State
 from tunewell.training.step import TrainableModel
 
 CONTENDERS = {"ours-eager": "off", "ours-compiled": "on", "ours-auto": "auto"}
@@ -61,6 +61,47 @@ class NoDocuments:
         raise IndexError(index)
 
 
+class NoCheckpoints(Checkpoints):
+    """Writes nothing: some disks are smaller than the states of a large model."""
+
+    def save(self, state: State, *, is_best: bool = False, wait: bool = False) -> None:
+        """Do not save the state."""
+
+
+class Stopwatch:
+    """Adds up the time that calls of a function take on the GPU, without waiting for it."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[Any, Any]] = []
+        self._seconds = 0.0
+
+    def around(self, call: Any) -> Any:
+        """Return the function with a clock around it."""
+
+        def timed(*args: Any, **options: Any) -> Any:
+            if not torch.cuda.is_available():
+                begun = time.perf_counter()
+                result = call(*args, **options)
+                self._seconds += time.perf_counter() - begun
+                return result
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            result = call(*args, **options)
+            end.record()
+            self._pairs.append((begin, end))
+            return result
+
+        return timed
+
+    def read(self) -> float:
+        """Return the seconds since the last reading; the GPU must be done."""
+        if self._pairs:
+            torch.cuda.synchronize()
+        seconds = self._seconds + sum(begin.elapsed_time(end) for begin, end in self._pairs) / 1000
+        self._pairs, self._seconds = [], 0.0
+        return seconds
+
+
 def plan_of(case: Case, config: Config) -> Plan:
     """Write the plan that `tunewell train` would make of these settings."""
     has_gpu = torch.cuda.is_available()
@@ -70,7 +111,7 @@ def plan_of(case: Case, config: Config) -> Plan:
         "attention": "flash" if has_gpu else "sdpa",
         "threads": torch.get_num_threads(),
         "method": config.method.kind,
-        "learning_rate": LEARNING_RATE,
+        "learning_rate": config.train.learning_rate,
         "schedule": "constant",
         "warmup_steps": 0,
         # One more than is timed: the last step is told of at once, the others when the next is under way.
@@ -99,9 +140,12 @@ def put_together(
         {
             "method": {"kind": variant.kind, "rank": RANK, "alpha": ALPHA, "quantize": variant.quantize},
             "train": {
-                "learning_rate": LEARNING_RATE,
+                "learning_rate": variant.learning_rate,
                 "schedule": "constant",
                 "compile": compiling,
+                "optimizer": variant.optimizer,
+                # A rank that leaves something to project in the smallest case.
+                "galore_rank": min(128, case.shape.hidden // 4),
                 "recompute": variant.recompute,
             },
             "evaluate": {"samples": 0},
@@ -119,7 +163,9 @@ def put_together(
         order=DataOrder(documents.index["length"].astype("int64"), 0, plan.corpus_sha256, case.step_tokens),
         documents=documents,
         held_out=NoDocuments(),
-        checkpoints=Checkpoints(folder / "checkpoints", keep=2, on_trouble=marks.notes.append),
+        checkpoints=(Checkpoints if variant.saves else NoCheckpoints)(
+            folder / "checkpoints", keep=2, on_trouble=marks.notes.append
+        ),
         events=EventLog(folder / "events.jsonl"),
         samples=EventLog(folder / "samples.jsonl"),
         healing=HealingState(folder / HEALING),
@@ -146,14 +192,24 @@ def ours(case: Case, variant: Variant, compiling: str, started_at: float) -> Non
     clock = Clock(case.marks, started_at, is_waiting=False)
     marks = Marks(clock)
     documents = draw_documents(case)
-    model = random_model(case.shape, attention.FLASH if torch.cuda.is_available() else attention.SDPA)
+    kernel = attention.FLASH if torch.cuda.is_available() else attention.SDPA
+    model = random_model(case.shape, kernel, is_fp32=variant.kind == "full")
+    refresh, refreshes = Stopwatch(), list[float]()
+    if variant.optimizer == "galore":
+        marks.at_mark = lambda: refreshes.append(refresh.read())
     if variant.quantize != "none":
         quantize(model, variant.quantize)
     with tempfile.TemporaryDirectory() as name:
         clock.call()
         run = put_together(case, variant, documents, model=model, compiling=compiling, marks=marks, folder=Path(name))
         probe_leaks(run.learner, documents)
+        optimizer: Any = run.learner.optimizer
+        if variant.optimizer == "galore":
+            for part in ("_find_basis", "_replace_basis"):
+                setattr(optimizer, part, refresh.around(getattr(optimizer, part)))
         ending = take_steps(run)
+        states = sum(tensor.nbytes for tensor in optimizer.state_tensors().values())
+        (Path(name) / "checkpoints").mkdir(exist_ok=True)
         saved = sorted(path.name for path in (Path(name) / "checkpoints").iterdir())
         run.events.close()
         run.samples.close()
@@ -166,6 +222,9 @@ def ours(case: Case, variant: Variant, compiling: str, started_at: float) -> Non
         ending=ending.reason,
         checkpoints=saved,
         seconds=run.seconds,
+        state_bytes=states,
+        # Seconds of each window in which GaLore looks for new bases and rotates the moments into them.
+        refresh_seconds=refreshes[1:],
         matmul_flops=matmul_rate(),
     )
 

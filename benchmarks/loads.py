@@ -91,15 +91,22 @@ class Variant:
     kind: str = "lora"
     quantize: str = "none"
     recompute: str = "off"
+    optimizer: str = "adamw"
+    learning_rate: float = LEARNING_RATE
     step_tokens: int | None = None
     """Instead of the tokens of the case."""
+    warmup_steps: int | None = None
+    """Instead of the warm-up steps of the case."""
+    saves: bool = True
+    """Whether our contender writes a checkpoint in every window."""
     bars: dict[str, float] = field(default_factory=dict)
     """At least so many times the best peer's tokens/s, by case."""
 
     def case(self, name: str) -> Case:
-        """Return a case with the tokens of this variant."""
+        """Return a case with the tokens and the warm-up of this variant."""
         case = CASES[name]
-        return case if self.step_tokens is None else replace(case, step_tokens=self.step_tokens)
+        steps = {"step_tokens": self.step_tokens, "warmup_steps": self.warmup_steps}
+        return replace(case, **{key: value for key, value in steps.items() if value is not None})
 
 
 VARIANTS = {
@@ -108,6 +115,14 @@ VARIANTS = {
     "qlora-lean": Variant(quantize="nf4", recompute="offload", step_tokens=2_048, bars={"1.1b": 1.0, "8b": 1.0}),
     "int8": Variant(quantize="int8"),
     "dora": Variant(kind="dora", bars={"1.1b": 2.0}),
+    # Without checkpoints: one of 8 B parameters with its states takes more than some disks have. GaLore finds its first
+    # bases in 16 steps, which are not timed.
+    "full": Variant("full", learning_rate=1e-4, warmup_steps=18, saves=False),
+    "full-8bit": Variant("full", optimizer="adamw8bit", learning_rate=1e-4, warmup_steps=18, saves=False),
+    "full-galore": Variant("full", optimizer="galore", learning_rate=1e-3, warmup_steps=18, saves=False),
+    "full-recompute": Variant("full", recompute="on", learning_rate=1e-4, saves=False),
+    "full-8bit-recompute": Variant("full", recompute="on", optimizer="adamw8bit", learning_rate=1e-4, saves=False),
+    "full-galore-recompute": Variant("full", recompute="on", optimizer="galore", learning_rate=1e-3, saves=False),
 }
 
 

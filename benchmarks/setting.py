@@ -49,6 +49,11 @@ def setting(*packages: str) -> str:
     return f"{machine}; load before {load}.\n{', '.join(versions)}."
 
 
+def verdict(text: str, is_reached: bool | None) -> None:
+    """Print a bar and whether it is reached; None if a figure is missing."""
+    print(f"{text}: {'NOT MEASURED' if is_reached is None else 'reached' if is_reached else 'NOT reached'}", flush=True)
+
+
 def tunewell_command() -> list[str]:
     """Return the command line of this Python's tunewell."""
     return [sys.executable, "-m", "tunewell"]
