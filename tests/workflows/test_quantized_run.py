@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from exports import rehash
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tunewell
 from corpora import write_rows
 from tunewell.core.errors import UserError
 from tunewell.export.options import ExportOptions
+from tunewell.methods.peft_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tunewell.records.parity import PROOF, Parity
 from tunewell.records.plan import read_plan
 from tunewell.workflows.export import Exported, export
@@ -74,9 +77,10 @@ def test_every_export_of_a_run_is_proven(project: Path, method: dict[str, Any]) 
     assert (base is None) or any("held-out loss with the adapter" in note for note in done.notes)
 
 
-def test_the_other_base_is_another_model_and_is_proven_for_itself(project: Path) -> None:
+@pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
+def test_the_other_base_is_another_model_and_is_proven_for_itself(project: Path, kind: str) -> None:
     """Guards `export.merge_onto`: merging onto the other base must not pass as the trained model."""
-    run = _train(method__quantize="nf4")
+    run = _train(method__quantize=kind)
     assert _exported(run, "original", to=("adapter", "merged"), sets=["export.merge_onto=original"]).parity.is_ok
     assert _exported(run, "trained", to=("adapter", "merged")).parity.is_ok
     shutil.rmtree("trained/merged")
@@ -91,6 +95,59 @@ def test_the_other_base_is_another_model_and_is_proven_for_itself(project: Path)
     shutil.copytree("original/adapter", "trained/adapter")
     Path("trained", PROOF).write_text(json.dumps(proof))
     assert not verify(Path("trained")).is_ok
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_an_adapter_on_a_wrong_base_is_caught(project: Path, method: dict[str, Any]) -> None:
+    """Guards the base that an exported adapter names."""
+    assert _exported(_train(**method), "out", to=("adapter",)).parity.is_ok
+    torch.manual_seed(1)
+    other = LlamaForCausalLM.from_pretrained("model")
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.add_(0.02 * torch.randn_like(weight))
+    shutil.copytree("model", "other")
+    other.save_pretrained("other")
+    config = json.loads(Path("out/adapter", ADAPTER_CONFIG).read_text())
+    config["base_model_name_or_path"] = str(project / "other")
+    Path("out/adapter", ADAPTER_CONFIG).write_text(json.dumps(config))
+    rehash(Path("out"), only="adapter fp32")
+    parity = verify(Path("out"))
+    assert "logits" in [check.name for link in parity.links for check in link.checks if not check.is_ok]
+
+
+def test_a_lost_magnitude_vector_is_caught_in_the_adapter_and_in_the_merge(project: Path) -> None:
+    """Guards the part of DoRA that LoRA does not have: without it, the answers look nearly right."""
+    run = _train(method__kind="dora")
+    assert _exported(run, "out", to=("adapter", "merged")).parity.is_ok
+    shutil.copytree("out", "merge")
+    tensors = load_file(Path("out/adapter", ADAPTER_WEIGHTS))
+    magnitudes = {name for name in tensors if "magnitude" in name}
+    save_file(
+        {name: own for name, own in tensors.items() if name not in magnitudes}, Path("out/adapter", ADAPTER_WEIGHTS)
+    )
+    rehash(Path("out"), only="adapter fp32")
+    assert len(magnitudes) == 14 and not _is_proven(Path("out"))
+    # The merge of a program that takes the adapter for LoRA: W + scale B A.
+    merged = load_file("merge/merged/model.safetensors")
+    base = load_file("model/model.safetensors")
+    scale = json.loads(Path("out/adapter", ADAPTER_CONFIG).read_text())["lora_alpha"] / SETTINGS["method.rank"]
+    for name in magnitudes:
+        layer = name.removesuffix(".lora_magnitude_vector")
+        change = tensors[f"{layer}.lora_B.weight"] @ tensors[f"{layer}.lora_A.weight"]
+        own = f"{layer.removeprefix('base_model.model.')}.weight"
+        merged[own] = base[own] + scale * change
+    save_file(merged, "merge/merged/model.safetensors", metadata={"format": "pt"})
+    rehash(Path("merge"), only="merged fp32")
+    assert not _is_proven(Path("merge"))
+
+
+def _is_proven(folder: Path) -> bool:
+    try:
+        return verify(folder).is_ok
+    except UserError:
+        return False
 
 
 def test_a_resumed_run_quantises_as_before_and_does_not_measure_again(project: Path) -> None:
