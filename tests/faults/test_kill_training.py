@@ -38,6 +38,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "method": {"kind": "full"},
         "train": {"optimizer": "galore", "galore_rank": 8, "galore_every": 7},
     },
+    "galore 8-bit": {
+        "method": {"kind": "full"},
+        "train": {"optimizer": "galore", "galore_rank": 8, "galore_every": 7, "galore_8bit": True},
+    },
+    "dora on nf4, 8-bit moments": {
+        "method": {"rank": 4, "dropout": 0.2, "kind": "dora", "quantize": "nf4"},
+        "train": {"optimizer": "adamw8bit"},
+    },
 }
 TIMES = ("seconds", "memory_bytes")
 
@@ -109,7 +117,16 @@ def test_a_run_killed_at_a_step_ends_as_if_it_had_not_been(tmp_path: Path, accum
 
 
 @pytest.mark.parametrize(
-    ("method", "step"), [("nf4", 12), ("int8", 12), ("dora", 12), ("adamw8bit", 20), ("galore", 5)]
+    ("method", "step"),
+    [
+        ("nf4", 12),
+        ("int8", 12),
+        ("dora", 12),
+        ("adamw8bit", 20),
+        ("galore", 5),
+        ("galore 8-bit", 9),
+        pytest.param("dora on nf4, 8-bit moments", 7, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_of_any_method_that_is_killed_ends_as_if_it_had_not_been(tmp_path: Path, method: str, step: int) -> None:
     """Codes, scales, bases and the schedule of their refreshes go on from the checkpoint before."""

@@ -39,6 +39,22 @@ def test_every_choice_says_why():
     assert "0.26 M" in start.learning_rate.because
 
 
+@pytest.mark.parametrize(
+    ("method", "optimizer", "rate", "reason"),
+    [
+        ("dora", "adamw", 5e-4, "the rate of LoRA"),
+        ("full", "adamw", 5e-5, "a tenth of LoRA's"),
+        ("full", "adamw8bit", 5e-5, "a tenth of LoRA's"),
+        ("full", "galore", 5e-4, "times 10"),
+    ],
+)
+def test_each_method_has_a_rate_of_its_own(method, optimizer, rate, reason):
+    """Guards the factors that the plan uses too."""
+    start = starting_point(1_500, 1_100_000_000, method=method, optimizer=optimizer)
+    assert start.learning_rate.value == pytest.approx(rate)
+    assert reason in start.learning_rate.because and "1.1 B" in start.learning_rate.because
+
+
 def test_more_rows_never_ask_for_more_epochs_or_a_smaller_adapter():
     """Guards against a table entered in the wrong order."""
     starts = [starting_point(10**power, 10**9) for power in range(7)]

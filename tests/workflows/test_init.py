@@ -42,6 +42,39 @@ def test_reasons_stand_beside_the_numbers(folder, tiny_model):
         assert "#" in line, line
 
 
+@pytest.mark.parametrize(
+    ("method", "kind", "quantize", "optimizer", "share"),
+    [
+        ("lora", "lora", "none", "adamw", 1),
+        ("qlora", "lora", "nf4", "adamw", 1),
+        ("int8", "lora", "int8", "adamw", 1),
+        ("dora", "dora", "none", "adamw", 1),
+        ("full", "full", "none", "adamw", 0.1),
+        ("adamw8bit", "full", "none", "adamw8bit", 0.1),
+        ("galore", "full", "none", "galore", 1),
+    ],
+)
+def test_each_method_has_a_first_rate_with_a_reason(folder, tiny_model, method, kind, quantize, optimizer, share):
+    """Guards against LoRA's rate under full fine-tuning, which ruins a model."""
+    _rows(folder / "rows.jsonl")
+    plain = init("rows.jsonl", model=str(tiny_model)).start.learning_rate.value
+    result = init("rows.jsonl", model=str(tiny_model), method=method, is_overwriting=True)
+    config = load_config().config
+    assert (config.method.kind, config.method.quantize, config.train.optimizer) == (kind, quantize, optimizer)
+    assert config.train.learning_rate == result.start.learning_rate.value == pytest.approx(share * plain)
+    assert ("rank:" in result.text) == (kind != "full")
+    if kind == "full":
+        assert "a tenth of LoRA's, because it changes every weight" in result.text
+    assert ("times 10: GaLore's updates are smaller" in result.text) == (method == "galore")
+
+
+def test_an_unknown_method_is_an_error(folder, tiny_model):
+    _rows(folder / "rows.jsonl")
+    with pytest.raises(UserError, match="unknown method `qlra`"):
+        init("rows.jsonl", model=str(tiny_model), method="qlra")
+    assert not (folder / "tunewell.yaml").exists()
+
+
 def test_a_validation_file_beside_the_data_is_held_out(folder, tiny_model):
     """Guards against training on the file that people keep for validation."""
     _rows(folder / "train.jsonl")

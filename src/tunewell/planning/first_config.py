@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from tunewell.config.extensions import METHODS, OPTIMIZERS
+from tunewell.core.errors import UserError
 from tunewell.core.units import count
 from tunewell.data.sources.base import is_url, split_limit
 from tunewell.models.facts import ModelFacts
@@ -14,6 +16,39 @@ from tunewell.planning.plan import StartingPoint
 from tunewell.records.manifest import Manifest
 
 _SHOWN_LABELS = 5
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A training method as `init --method` names it: the settings that select it, each with a comment."""
+
+    kind: str
+    about: str
+    quantize: str = "none"
+    optimizer: str = "adamw"
+
+
+_LORA = "small added matrices; or full: every weight, at about a tenth of the learning rate"
+RECIPES = {
+    "lora": Recipe("lora", _LORA),
+    "qlora": Recipe("lora", "small added matrices, here on a base model in 4 bits", quantize="nf4"),
+    "int8": Recipe("lora", "small added matrices, here on a base model in 8 bits", quantize="int8"),
+    "dora": Recipe("dora", "LoRA and a length for each row of a weight; a little slower"),
+    "full": Recipe("full", "every weight; 16 bytes of memory per parameter"),
+    "adamw8bit": Recipe("full", "every weight; 10 bytes of memory per parameter", optimizer="adamw8bit"),
+    "galore": Recipe("full", "every weight; gradients and moments have a low rank", optimizer="galore"),
+}
+_ABOUT_BASE = {
+    "nf4": "`train` measures what this costs; `keep: auto` keeps the costliest layers in 16 bits",
+    "int8": "`train` measures what this costs, which is nearly nothing",
+}
+
+
+def find_recipe(name: str) -> Recipe:
+    """Return the settings of a method; raise UserError if the name is unknown."""
+    if name in RECIPES:
+        return RECIPES[name]
+    raise UserError(f"unknown method `{name}`", where="`--method`", fix=f"use one of: {', '.join(RECIPES)}")
 
 
 @dataclass(frozen=True)
@@ -32,6 +67,8 @@ class InitResult:
     """The labels of a classification set; empty for other rows."""
     columns: dict[str, str] = field(default_factory=dict[str, str])
     """The `columns` of the source, if its names nearly match a known format."""
+    method: str = "lora"
+    """A name in `RECIPES`."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `init --json` prints."""
@@ -43,6 +80,7 @@ class InitResult:
             "held_out": self.held_out,
             "lengths": self.sample.lengths.model_dump(exclude={"histogram"}),
             "dropped_in_sample": self.sample.dropped,
+            "method": self.method,
             "epochs": self.start.epochs.value,
             "learning_rate": self.start.learning_rate.value,
             "rank": self.start.rank.value,
@@ -90,18 +128,33 @@ packing:
   long_documents: error   # or: split, drop
 
 method:
-  kind: lora   # small added matrices; or full: every weight, at about a tenth of the learning rate
-  rank: {start.rank.value}   # {start.rank.because}
-  alpha: {start.alpha.value}   # {start.alpha.because}
+{_method_text(result)}
 
 train:
-  epochs: {start.epochs.value:g}   # {start.epochs.because}
+{_optimizer_text(result)}  epochs: {start.epochs.value:g}   # {start.epochs.because}
   learning_rate: {rate}   # {start.learning_rate.because}
   schedule: cosine   # the learning rate falls to zero; or: linear, constant
   batch_tokens: auto   # tokens per step; `train` prints its choice and the reason
 
 seed: 0
 """
+
+
+def _method_text(result: InitResult) -> str:
+    recipe, start = RECIPES[result.method], result.start
+    lines = [f"kind: {recipe.kind}   # {recipe.about}"]
+    if recipe.quantize != "none":
+        lines.append(f"quantize: {recipe.quantize}   # {_ABOUT_BASE[recipe.quantize]}")
+    if METHODS.entry(recipe.kind).is_adapter:
+        lines += [
+            f"{name}: {own.value}   # {own.because}" for name, own in {"rank": start.rank, "alpha": start.alpha}.items()
+        ]
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def _optimizer_text(result: InitResult) -> str:
+    optimizer = RECIPES[result.method].optimizer
+    return "" if optimizer == "adamw" else f"  optimizer: {optimizer}   # {OPTIMIZERS.entry(optimizer).doc}\n"
 
 
 def _sources_text(result: InitResult, data: str) -> str:

@@ -45,6 +45,7 @@ _MIN_SAVE_STEPS = 10
 _SHORT_RUN = 10
 """In shorter runs, a warm-up of a few percent is less than one step. It is rounded to the nearest step, not up."""
 _LARGE_MODEL = 3_000_000_000
+_WHY_FULL_RATE = ", about a tenth of LoRA's, because it changes every weight"
 
 Schedule = Literal["cosine", "linear", "constant"]
 _Limit = Chosen[int | None]
@@ -188,7 +189,7 @@ def choose_learning_rate(inputs: PlanInputs) -> Chosen[float]:
     if is_new:
         because = "the model starts from random weights"
     elif not method.is_adapter:
-        because += ", about a tenth of LoRA's, because it changes every weight"
+        because += _WHY_FULL_RATE
     if optimizer.rate_reason:
         because += f"; times {optimizer.rate_factor:g}: {optimizer.rate_reason}"
     return Chosen[float](value=default, because=because)
@@ -294,24 +295,31 @@ _RANKS = ((1_000, 16), (20_000, 32))
 _RATES = ((500_000_000, 1e-3), (2_000_000_000, 5e-4))
 
 
-def starting_point(num_rows: int, num_parameters: int | None) -> StartingPoint:
+def starting_point(
+    num_rows: int, num_parameters: int | None, *, method: str = "lora", optimizer: str = "adamw"
+) -> StartingPoint:
     """Return the values for a first run. If the size of the model is unknown, they are the safest ones."""
     epochs = next((epochs for limit, epochs in _EPOCHS if num_rows < limit), 1)
     rank = next((rank for limit, rank in _RANKS if num_rows < limit), 64)
     rate = next((rate for limit, rate in _RATES if (num_parameters or limit) < limit), 2e-4)
+    rate *= METHODS.entry(method).learning_rate / METHODS.entry("lora").learning_rate
+    rate = round(rate * OPTIMIZERS.entry(optimizer).rate_factor, 12)
     rows = count(num_rows, "row")
     why_epochs = "enough, so each is shown once" if epochs == 1 else f"few, so each is shown {epochs} times"
     why_rank = f"enough capacity for {rows}" if rank == 16 else f"{rows} need more than rank 16"
     return StartingPoint(
         epochs=Chosen[float](value=epochs, because=f"{rows} are {why_epochs}"),
-        learning_rate=Chosen[float](value=rate, because=_why_rate(num_parameters)),
+        learning_rate=Chosen[float](value=rate, because=_why_rate(num_parameters, method, optimizer)),
         rank=Chosen[int](value=rank, because=why_rank),
         alpha=Chosen[int](value=2 * rank, because="twice the rank; change both together"),
     )
 
 
-def _why_rate(num_parameters: int | None) -> str:
+def _why_rate(num_parameters: int | None, method: str, optimizer: str) -> str:
+    entry, own = METHODS.entry(method), OPTIMIZERS.entry(optimizer)
+    as_lora = "" if method == "lora" else ", the rate of LoRA" if entry.is_adapter else _WHY_FULL_RATE
+    factor = f", times {own.rate_factor:g}: {own.rate_reason}" if own.rate_reason else ""
     if num_parameters is None:
-        return "model size unknown; 2e-4 suits LoRA on models of several billion parameters"
+        return f"model size unknown; suits {entry.title} on models of several billion parameters{as_lora}{factor}"
     size = f"{num_parameters / 1e6:,.3g} M" if num_parameters < 1e9 else f"{num_parameters / 1e9:,.1f} B"
-    return f"for LoRA on {size} parameters; small models need higher rates than large ones"
+    return f"for {entry.title} on {size} parameters{as_lora}{factor}; small models need higher rates than large ones"

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tunewell.core.errors import UserError
+from tunewell.core.model_files import locate
 from tunewell.core.progress import Progress
 from tunewell.data.batches import TokenizedDocuments
 from tunewell.inference.runtime import measure_losses
+from tunewell.models.gguf import quantization_of
 from tunewell.models.load import LoadedModel, LoadOptions, load_model
 from tunewell.models.packed_forward import PackedModel
 from tunewell.models.quantized import QuantizedLinear, is_kept, quantized_names
@@ -46,6 +48,10 @@ def load_quantized(options: LoadOptions, base: QuantizedBase, parts: "RunInputs"
     parts.listener(Progress("measuring what the quantised weights cost"))
     base = quantizer.quantize(base, is_automatic=parts.config.method.keep == "auto", world=parts.world)
     parts.listener(Note(describe_cost(base, parts.plan.precision.value)))
+    if (path := locate(options.model).gguf) and (name := quantization_of(path)):
+        parts.listener(
+            Note(f"`{path.name}` was already rounded to {name}; the cost above is that of the second rounding alone")
+        )
     return found, base
 
 

@@ -23,7 +23,7 @@ from tunewell.data.sources.local import LocalFile
 from tunewell.data.templates.chat_template import builtin_template, required_markers
 from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
 from tunewell.models.facts import read_facts
-from tunewell.planning.first_config import InitResult, config_text
+from tunewell.planning.first_config import InitResult, config_text, find_recipe
 from tunewell.planning.plan import starting_point
 from tunewell.records.manifest import Manifest
 from tunewell.records.plan import Chosen
@@ -41,11 +41,16 @@ def init(
     data: str,
     *,
     model: str,
+    method: str = "lora",
     out: Path | None = None,
     is_overwriting: bool = False,
     progress: ProgressListener = silent,
 ) -> InitResult:
-    """Write `tunewell.yaml` for this data and model. Raise UserError if the file exists or no row can be used."""
+    """Write `tunewell.yaml` for this data and model. Raise UserError if the file exists or no row can be used.
+
+    `method` is a name in `planning.first_config.RECIPES`.
+    """
+    recipe = find_recipe(method)
     path = out or Path(FILE_NAME)
     if path.exists() and not is_overwriting:
         raise UserError(f"`{path}` already exists", fix="use `--force` to replace it, or `--out` for another name")
@@ -63,12 +68,12 @@ def init(
     num_rows = min(_count_rows(files), limit or 1 << 62)
     facts = read_facts(base)
     held_out = _held_out_beside(files)
-    start = starting_point(num_rows, facts.num_parameters)
+    start = starting_point(num_rows, facts.num_parameters, method=recipe.kind, optimizer=recipe.optimizer)
     if given.method.adapter is not None:
         because = f"that of the adapter, which goes on being trained on `{facts.name}`"
         rank = Chosen[int](value=given.method.rank, because=because)
         start = replace(start, rank=rank, alpha=Chosen[int](value=given.method.alpha, because=because))
-    result = InitResult(path, "", sample, facts, num_rows, held_out, template, start, labels, columns)
+    result = InitResult(path, "", sample, facts, num_rows, held_out, template, start, labels, columns, method)
     text = config_text(result, data, model)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, text)

@@ -9,6 +9,7 @@ from tunewell.cli.options import AsJson
 from tunewell.cli.progress import shown_progress
 from tunewell.cli.render import emit, folded_table, hanging, json_text
 from tunewell.cli.screens.corpus import dropped_reasons
+from tunewell.config.extensions import METHODS
 from tunewell.core.units import count
 
 if TYPE_CHECKING:
@@ -22,6 +23,14 @@ def command(
     model: Annotated[
         str, typer.Option(metavar="MODEL", help="Model: a folder, a `.gguf` file, a Hub id or `package:NAME`.")
     ],
+    method: Annotated[
+        str,
+        typer.Option(
+            metavar="METHOD",
+            help="Training method: `lora`, `qlora` (base model in 4 bits), `int8` (in 8 bits), `dora`, `full`, "
+            "`adamw8bit` or `galore` (full, with small optimizer states).",
+        ),
+    ] = "lora",
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Config file to write. Default: `tunewell.yaml`.")
     ] = None,
@@ -32,11 +41,13 @@ def command(
     from tunewell.workflows.init import init
 
     with shown_progress() as progress:
-        result = init(data, model=model, out=out, is_overwriting=force, progress=progress)
+        result = init(data, model=model, method=method, out=out, is_overwriting=force, progress=progress)
     emit(json_text(result.as_json()) if json else _screen(result, data))
 
 
 def _screen(result: "InitResult", data: str) -> str:
+    from tunewell.planning.first_config import RECIPES
+
     sample, start, facts = result.sample, result.start, result.facts
     formats = ", ".join(sorted({name for source in sample.sources for name in source.formats}))
     size = f"{count(facts.num_parameters)} parameters" if facts.num_parameters else "size unknown"
@@ -60,8 +71,9 @@ def _screen(result: "InitResult", data: str) -> str:
         ],
         ["epochs", f"{start.epochs.value:g}: {start.epochs.because}"],
         ["learning rate", f"{start.learning_rate.value:g}: {start.learning_rate.because}"],
-        ["LoRA rank", f"{start.rank.value}: {start.rank.because}"],
     ]
+    if METHODS.entry(RECIPES[result.method].kind).is_adapter:
+        rows.append(["LoRA rank", f"{start.rank.value}: {start.rank.because}"])
     if result.labels:
         remark = f"{count(len(result.labels), 'label')}; the model learns to name the label of a text (see the config)"
         rows.insert(2, ["classification", remark])
