@@ -1,10 +1,13 @@
 """The loss of learned rows is cross-entropy, value and gradients, whatever the chunk."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from lessons import distance
+from lessons import RandomDocuments, distance, lora_learner
 
+from tunewell.data.batches import make_batch
 from tunewell.models import loss
 from tunewell.models.loss import HeadShape, supervised_loss
 
@@ -47,6 +50,30 @@ def test_chunks_do_not_change_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss, "_CPU_BYTES", 4 * 50 * 64)
     assert loss.chunk_rows(50, torch.device("cpu")) == 64
     torch.testing.assert_close(supervised_loss(hidden, targets, weight_VH=weight), whole, rtol=1e-6, atol=0)
+    torch.testing.assert_close(supervised_loss(hidden, targets, weight_VH=weight, rows=7), whole, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_run_that_saves_memory_computes_few_logits_at_once(monkeypatch: pytest.MonkeyPatch, is_fused: bool) -> None:
+    """Guards the peak of QLoRA with `recompute: offload`, where whole logits take more than the adapter."""
+    learner, sizes = lora_learner(), []
+    batch = make_batch(RandomDocuments(), range(8))
+    whole = float(learner.loss_sum(batch))
+    learner.recompute("offload")
+    assert learner.loss_rows == loss.LEAN_ROWS
+    learner.loss_rows = 8
+    form = loss.loss_and_grad_fused if is_fused else loss.loss_and_grad
+
+    def counted(logits: torch.Tensor, *others: Any) -> Any:
+        sizes.append(len(logits))
+        return form(logits, *others)
+
+    monkeypatch.setattr(loss, "loss_and_grad", counted)
+    learner.fused_loss = counted if is_fused else None
+    assert float(learner.loss_sum(batch)) == pytest.approx(whole, rel=1e-6)
+    assert max(sizes) == 8 and len(sizes) == -(-len(batch.rows) // 8)
+    learner.recompute("off")
+    assert learner.loss_rows is None
 
 
 def test_a_frozen_head_costs_no_gradient() -> None:

@@ -40,6 +40,8 @@ class PackedModel:
     """A compiled `loss_and_grad_fused`, if the layers are compiled."""
     num_computed: int = 0
     """Number of tokens computed in training so far: with padding, but a shared prefix only once."""
+    loss_rows: int | None = None
+    """Rows of logits that are computed at once, in a run that saves memory; None: as many as is fastest."""
 
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
@@ -58,7 +60,7 @@ class PackedModel:
         hidden_TH = self.hidden(batch)
         rows, targets = batch.rows, batch.targets
         if self.fused_loss is not None:
-            spare = -len(rows) % COMPILED_ROWS
+            spare = -len(rows) % (self.loss_rows or COMPILED_ROWS)
             rows, targets = np.pad(rows, (0, spare)), np.pad(targets, (0, spare), constant_values=-100)
         hidden_RH = self._select(hidden_TH, rows)
         return supervised_loss(
@@ -68,6 +70,7 @@ class PackedModel:
             bias_V=getattr(self.head_module, "bias", None),
             head=self.head,
             fused_loss=self.fused_loss,
+            rows=self.loss_rows,
         )
 
     def hidden(self, batch: MicroBatch) -> Tensor:
@@ -163,7 +166,7 @@ class PackedModel:
         targets_R, losses = self._tensor(batch.targets), []
         weight, bias = self.head_module.weight.to(hidden_RH.dtype), getattr(self.head_module, "bias", None)
         bias = None if bias is None else bias.to(hidden_RH.dtype)
-        rows = chunk_rows(weight.shape[0], self.device)
+        rows = self.loss_rows or chunk_rows(weight.shape[0], self.device)
         for hidden, targets in zip(hidden_RH.split(rows), targets_R.split(rows), strict=True):
             logits = self.head.apply(torch.nn.functional.linear(hidden, weight, bias).float())
             losses.append(logits.logsumexp(-1) - logits.gather(-1, targets[:, None])[:, 0])

@@ -25,6 +25,7 @@ from tunewell.data.batches import MicroBatch, Step, TokenizedDocuments
 from tunewell.data.corpus.reader import Corpus
 from tunewell.methods.base import trainable_parameters
 from tunewell.models.attention import SDPA
+from tunewell.models.loss import LEAN_ROWS
 from tunewell.models.packed_forward import PackedModel
 from tunewell.training.distributed import World
 from tunewell.training.memory import OutOfMemory, is_out_of_memory
@@ -225,6 +226,7 @@ class TrainableModel(PackedModel):
 
     def recompute(self, mode: Recompute) -> None:
         """Switch gradient checkpointing (activation recomputation) on or off, or on with inputs in main memory."""
+        self.loss_rows = LEAN_ROWS if mode == "offload" else None
         if mode == "offload":
             from tunewell.training.offload import Offloader
 
