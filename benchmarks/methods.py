@@ -43,7 +43,6 @@ PACKAGES = (
 )
 EXPECTED_SECONDS = {"smoke": 40, "1.1b": 60, "8b": 90}
 """What a contender takes on an H200, roughly."""
-ADAMW_BYTES = 8
 NAMES = {
     "trl": "TRL",
     "trl-liger": "TRL, flash, Liger",
@@ -84,8 +83,8 @@ class Speeds:
             figures = [vars(job) | result for job, result in self.results.items()]
             (self.out / f"{self.title}.json").write_text(json.dumps(figures, indent=1), encoding="utf-8")
 
-    def rows(self, base: dict[str, str] | None = None) -> list[list[str]]:
-        """Return a row for each contender; `base` names the variant with which another one is compared."""
+    def rows(self) -> list[list[str]]:
+        """Return a row for each contender."""
         rows = []
         for job, result in self.results.items():
             if "error" in result:

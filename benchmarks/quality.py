@@ -81,7 +81,7 @@ class Trainings:
             thread.join()
 
     def _work(self, number: int) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
         line = [sys.executable, HERE / "quality_worker.py", self.folder]
         with (
             (self.wanted.out / f"quality-{number}.log").open("w", encoding="utf-8") as log,

@@ -182,6 +182,39 @@ def test_an_optimizer_that_cannot_work_is_refused_before_loading(device, optimiz
     assert named in caught.value.what and fix in (caught.value.fix or "")
 
 
+@pytest.mark.parametrize("name", ["gptq", "awq", "mxfp4", "fp8", "compressed-tensors"])
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_model_saved_in_a_format_that_cannot_be_trained_is_refused_before_loading(name, kind):
+    """Guards against minutes of loading, and a layer that has no gradient."""
+    inputs = replace(_inputs(H200, method={"kind": kind}), saved_quantization={"quant_method": name, "bits": 4})
+    with pytest.raises(UserError, match=f"saved quantised with {name}, which cannot be trained") as caught:
+        _plan(inputs)
+    assert "use the unquantised model" in str(caught.value.fix)
+
+
+@pytest.mark.parametrize(
+    ("saved", "kind"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "nf4"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": ["lm_head"]}, "int8"),
+        ({"load_in_4bit": True}, "nf4"),
+    ],
+)
+def test_a_model_saved_by_bitsandbytes_is_used_as_it_is(saved, kind):
+    found = _plan(replace(_inputs(H200), saved_quantization=saved)).quantized
+    assert found is not None and (found.kind, found.is_saved) == (kind, True)
+    assert found.keep == saved.get("llm_int8_skip_modules", [])
+    with pytest.raises(UserError, match="cannot be trained by full fine-tuning"):
+        _plan(replace(_inputs(H200, method={"kind": "full"}), saved_quantization=saved))
+
+
+def test_nf4_on_an_apple_gpu_names_what_works():
+    with pytest.raises(UserError, match="nf4 is not tested on Apple GPUs") as caught:
+        _plan(_inputs(MPS, method={"quantize": "nf4"}))
+    assert "int8" in str(caught.value.fix) and "tunewell notebook" in str(caught.value.fix)
+    assert _plan(_inputs(MPS, method={"quantize": "int8"})).quantized is not None
+
+
 def test_settings_of_an_optimizer_that_is_not_used_are_refused():
     """A rank that changes nothing would be searched for in the results."""
     with pytest.raises(UserError, match=r"`train\.galore_rank` has no effect: the optimizer is `adamw8bit`"):

@@ -166,7 +166,8 @@ def require_optimizer(inputs: PlanInputs) -> None:
         raise UserError(
             f"the optimizer `{name}` cannot be used on an Apple GPU: it is not tested there",
             where=where,
-            fix="set `train.optimizer: adamw`; to save memory, set `method.kind: lora` or `device: cpu`",
+            fix="set `train.optimizer: adamw`; to save memory, set `method.kind: lora` or `device: cpu`, or train on a "
+            "machine with an NVIDIA GPU: `tunewell notebook`",
         )
     for key, field in type(inputs.config.train).model_fields.items():
         prefix = key.partition("_")[0]
@@ -187,7 +188,9 @@ def choose_quantization(inputs: PlanInputs) -> QuantizedBase | None:
         return None
     kind: Literal["nf4", "int8"] = "int8" if setting == "int8" else "nf4"
     if saved is not None:
-        if (method_name := saved.get("quant_method", "unknown")) != "bitsandbytes":
+        # Folders of 2023 have no `quant_method`.
+        is_old = bool(saved.get("load_in_4bit") or saved.get("load_in_8bit"))
+        if (method_name := saved.get("quant_method", "bitsandbytes" if is_old else "unknown")) != "bitsandbytes":
             raise UserError(
                 f"the model was saved quantised with {method_name}, which cannot be trained",
                 where="`quantization_config` in its `config.json`",
