@@ -80,6 +80,33 @@ def test_a_new_adapter_changes_nothing_and_the_composed_form_is_the_same(quantiz
     assert torch.allclose(layer(x), layer.base_layer(x), atol=1e-5)
 
 
+@pytest.mark.parametrize("dropout", [None, 0.0, 0.1])
+def test_a_small_change_of_the_magnitudes_is_not_rounded_away_in_bf16(dropout: float | None) -> None:
+    """Guards the factors near 1: in bf16, the next one above 1 is 1.0078, and a change of 0.3% would have no effect."""
+    torch.manual_seed(0)
+    layer = DoraLinear(torch.nn.Linear(64, 256, dtype=torch.bfloat16), rank=4, scale=2.0, dropout=dropout or 0.0)
+    layer.reset_parameters(torch.Generator().manual_seed(0))
+    x = torch.randn(500, 64, dtype=torch.bfloat16)
+
+    def total() -> float:
+        if dropout is None:
+            y = layer(x)
+        else:
+            torch.manual_seed(1)
+            factors = layer.lora_magnitude_vector / layer.norms
+            a, b = layer.lora_A.to(x.dtype), layer.lora_B.to(x.dtype)
+            y = layer._composed(x, factors, a, b, has_dropout=dropout > 0)
+        assert y.dtype == torch.bfloat16
+        return float((y - layer.base_layer.bias).detach().double().abs().sum())
+
+    before = total()
+    with torch.no_grad():
+        layer.lora_magnitude_vector.mul_(1.003)
+    assert total() / before == pytest.approx(1.003, abs=1e-3)
+    layer(x).float().sum().backward()
+    assert layer.lora_magnitude_vector.grad is not None and layer.lora_magnitude_vector.grad.dtype == torch.float32
+
+
 def test_peft_reads_our_file_and_we_read_theirs(tmp_path: Path) -> None:
     """Guards the names: PEFT drops a name that it does not know without a word."""
     model, base = _trained()

@@ -51,8 +51,9 @@ class DoraLinear(LoraLinear):
         if not self.is_enabled:
             return self.base_layer(x)
         a, b = self._cast or (self.lora_A.to(x.dtype), self.lora_B.to(x.dtype))
-        # A copy, because the next forward pass may overwrite the norms before the backward pass of this one.
-        factors_N = (self.lora_magnitude_vector / self.norms.clone()).to(x.dtype)
+        # A copy, because the next forward pass may overwrite the norms before the backward pass of this one. In fp32,
+        # because the factors are near 1, where bf16 has steps of 0.4% and 0.8%.
+        factors_N = self.lora_magnitude_vector / self.norms.clone()
         has_dropout = self.dropout > 0 and self.training
         if has_dropout or not self._is_plain or torch.compiler.is_compiling():
             return self._composed(x, factors_N, a, b, has_dropout=has_dropout)
@@ -63,12 +64,15 @@ class DoraLinear(LoraLinear):
     def _composed(self, x: Tensor, factors_N: Tensor, a: Tensor, b: Tensor, *, has_dropout: bool) -> Tensor:
         """Compute the output from plain operations. With dropout, as in PEFT, only the change sees dropped inputs."""
         out, bias = self.base_layer(x), self.base_layer.bias
-        plain = out if bias is None else out - bias
-        dropped = F.dropout(x, self.dropout) if has_dropout else x
-        if has_dropout:
-            plain = self.base_layer(dropped) if bias is None else self.base_layer(dropped) - bias
+        if not has_dropout:
+            # The sum first: compiled code then keeps one output for the gradient of the factors, and not two.
+            plain = out if bias is None else out - bias
+            scaled = (plain + F.linear(F.linear(x, a) * self.scale, b)) * factors_N
+            return (scaled if bias is None else scaled + bias).to(out.dtype)
+        dropped = F.dropout(x, self.dropout)
+        plain = self.base_layer(dropped) if bias is None else self.base_layer(dropped) - bias
         low_rank = F.linear(F.linear(dropped, a) * self.scale, b)
-        return out + (factors_N - 1) * plain + factors_N * low_rank
+        return (out + (factors_N - 1) * plain + factors_N * low_rank).to(out.dtype)
 
     def merged(self) -> nn.Module:
         """Return the frozen layer with the weight magnitude / |V| * V, in fp32 to avoid rounding errors."""
@@ -124,7 +128,7 @@ class Dora(Lora):
 
 
 class _Magnitude(torch.autograd.Function):
-    """DoRA with the low-rank part added in place.
+    """DoRA with the low-rank part added in place. The factors are in fp32.
 
     The gradient of the magnitudes needs the output before scaling. It is computed from the output, which the next
     operation often saves too.
@@ -149,9 +153,9 @@ class _Magnitude(torch.autograd.Function):
         [dy_TN] = grads
         x_TK, xa_TR, factors_N, a_RK, b_NR, y_TN = ctx.saved_tensors
         scaled_TN = y_TN if ctx.base.bias is None else y_TN - ctx.base.bias
-        dots_N = torch.linalg.vecdot(dy_TN.T, scaled_TN.T)
+        dots_N = torch.linalg.vecdot(dy_TN.T, scaled_TN.T).float()
         dfactors_N = torch.where(factors_N == 0, 0, dots_N / factors_N)
-        du_TN = dy_TN * factors_N
+        du_TN = torch.mul(dy_TN, factors_N, out=torch.empty_like(dy_TN))
         zero = x_TK.new_zeros(())
         dxa_TR = torch.addmm(zero, du_TN, b_NR, beta=0, alpha=ctx.scale)
         db_NR = torch.addmm(zero, xa_TR.T, du_TN, beta=0, alpha=ctx.scale).T
