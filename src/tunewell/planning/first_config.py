@@ -45,9 +45,11 @@ _ABOUT_BASE = {
 
 
 def find_recipe(name: str) -> Recipe:
-    """Return the settings of a method; raise UserError if the name is unknown."""
+    """Return the settings of a method, also of one that was added to `METHODS`; raise UserError if it is unknown."""
     if name in RECIPES:
         return RECIPES[name]
+    if name in METHODS.names():
+        return Recipe(name, METHODS.entry(name).doc)
     raise UserError(f"unknown method `{name}`", where="`--method`", fix=f"use one of: {', '.join(RECIPES)}")
 
 
@@ -68,7 +70,7 @@ class InitResult:
     columns: dict[str, str] = field(default_factory=dict[str, str])
     """The `columns` of the source, if its names nearly match a known format."""
     method: str = "lora"
-    """A name in `RECIPES`."""
+    """A name that `find_recipe` knows."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `init --json` prints."""
@@ -141,7 +143,7 @@ seed: 0
 
 
 def _method_text(result: InitResult) -> str:
-    recipe, start = RECIPES[result.method], result.start
+    recipe, start = find_recipe(result.method), result.start
     lines = [f"kind: {recipe.kind}   # {recipe.about}"]
     if recipe.quantize != "none":
         lines.append(f"quantize: {recipe.quantize}   # {_ABOUT_BASE[recipe.quantize]}")
@@ -153,7 +155,7 @@ def _method_text(result: InitResult) -> str:
 
 
 def _optimizer_text(result: InitResult) -> str:
-    optimizer = RECIPES[result.method].optimizer
+    optimizer = find_recipe(result.method).optimizer
     return "" if optimizer == "adamw" else f"  optimizer: {optimizer}   # {OPTIMIZERS.entry(optimizer).doc}\n"
 
 

@@ -48,7 +48,7 @@ def init(
 ) -> InitResult:
     """Write `tunewell.yaml` for this data and model. Raise UserError if the file exists or no row can be used.
 
-    `method` is a name in `planning.first_config.RECIPES`.
+    `method` is a name in `planning.first_config.RECIPES` or `METHODS`.
     """
     recipe = find_recipe(method)
     path = out or Path(FILE_NAME)

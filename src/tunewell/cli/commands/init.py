@@ -46,7 +46,7 @@ def command(
 
 
 def _screen(result: "InitResult", data: str) -> str:
-    from tunewell.planning.first_config import RECIPES
+    from tunewell.planning.first_config import find_recipe
 
     sample, start, facts = result.sample, result.start, result.facts
     formats = ", ".join(sorted({name for source in sample.sources for name in source.formats}))
@@ -72,7 +72,7 @@ def _screen(result: "InitResult", data: str) -> str:
         ["epochs", f"{start.epochs.value:g}: {start.epochs.because}"],
         ["learning rate", f"{start.learning_rate.value:g}: {start.learning_rate.because}"],
     ]
-    if METHODS.entry(RECIPES[result.method].kind).is_adapter:
+    if METHODS.entry(find_recipe(result.method).kind).is_adapter:
         rows.append(["LoRA rank", f"{start.rank.value}: {start.rank.because}"])
     if result.labels:
         remark = f"{count(len(result.labels), 'label')}; the model learns to name the label of a text (see the config)"
