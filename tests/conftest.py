@@ -23,6 +23,7 @@ settings.load_profile("patient")
 for _folder in (
     "cli",
     "data",
+    "environment",
     "evaluation",
     "export",
     "faults",

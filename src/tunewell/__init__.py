@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from tunewell.core.errors import UserError
     from tunewell.data.corpus.reader import open_corpus
     from tunewell.integrations.hf_callback.callback import HealthCallback
+    from tunewell.library.doctor import doctor
     from tunewell.library.functions import export, prepare, rehearse, train, validate
     from tunewell.library.model import load
 
@@ -18,6 +19,7 @@ __all__ = [
     "HealthCallback",
     "UserError",
     "__version__",
+    "doctor",
     "export",
     "load",
     "open_corpus",
@@ -30,6 +32,7 @@ __all__ = [
 _HOMES = {
     "HealthCallback": "tunewell.integrations.hf_callback.callback",
     "UserError": "tunewell.core.errors",
+    "doctor": "tunewell.library.doctor",
     "export": "tunewell.library.functions",
     "load": "tunewell.library.model",
     "open_corpus": "tunewell.data.corpus.reader",

@@ -13,7 +13,17 @@ import tunewell
 
 PACKAGE = Path(tunewell.__file__).parent
 ROOT = PACKAGE.parents[1]
-TORCH_FREE = ("core", "config", "records", "data", "planning", "diagnosis", "models/facts.py", "hardware/facts.py")
+TORCH_FREE = (
+    "core",
+    "config",
+    "records",
+    "data",
+    "planning",
+    "diagnosis",
+    "environment",
+    "models/facts.py",
+    "hardware/facts.py",
+)
 HEAVY = ("torch", "transformers", "datasets", "rich", "typer")
 _IMPORT_ALL = """
 import importlib, json, sys

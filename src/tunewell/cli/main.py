@@ -20,7 +20,7 @@ from tunewell.cli.render import emit, emit_error, folded_table, json_text
 from tunewell.core.errors import SharedError, UserError, did_you_mean
 from tunewell.core.files import explain_os_error
 
-_NAMES = "init inspect prepare train profile validate export verify notebook chat serve explain glossary schema"
+_NAMES = "init inspect prepare train profile validate export verify notebook chat serve doctor explain glossary schema"
 COMMANDS = tuple((name, f"tunewell.cli.commands.{name}") for name in _NAMES.split())
 """Each command, in the order of a typical project, and the module with its `command` function."""
 
@@ -72,6 +72,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _dispatch(arguments: Sequence[str]) -> int:
     name = arguments[0] if arguments else "--help"
+    if name == "doctor":
+        return _run_doctor(arguments[1:])
     if name in dict(COMMANDS):
         return _run_command(name, arguments[1:])
     if name in ("--help", "-h", "help"):
@@ -132,6 +134,21 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
     return 0
 
 
+def _run_doctor(arguments: Sequence[str]) -> int:
+    """Run `doctor`. Without its options if a package of the command line itself, like pydantic, cannot be imported."""
+    try:
+        return _run_command("doctor", arguments)
+    except ImportError as error:
+        from tunewell.cli.screens.doctor import doctor_screen
+        from tunewell.workflows.doctor import doctor
+
+        sys.stderr.write(f"note: only `--json` and `--fix` are read, because a package is broken: {error}\n")
+        found = doctor()
+        text = json_text(found.as_json()) if "--json" in arguments else doctor_screen(found)
+        emit(found.fix_script() if "--fix" in arguments else text)
+        return found.exit_code
+
+
 def _report(error: UserError, *, wants_json: bool) -> int:
     is_shared = isinstance(error, SharedError)
     if wants_json and not (is_shared and os.environ.get("RANK", "0") != "0"):
@@ -156,5 +173,6 @@ def _crash(error: Exception, arguments: Sequence[str], *, wants_json: bool) -> i
     what = "this is a bug in tunewell or a fault of the machine"
     if wants_json:
         emit(json_text({"error": {"what": f"{what}: {summary}", "where": where, "fix": None}}))
-    sys.stderr.write(f"error: {what} ({summary}); traceback: {where}\n")
+    advice = "; `tunewell doctor` finds broken packages" if isinstance(error, ImportError) else ""
+    sys.stderr.write(f"error: {what} ({summary}); traceback: {where}{advice}\n")
     return EXIT_BUG

@@ -310,9 +310,14 @@ class NoCheckpoints(Checkpoints):
         """Do nothing."""
 
 
+def checkpoints_at_once(keep: int) -> int:
+    """Return the largest number of checkpoints on disk: also the best, the lowest loss, and the one being written."""
+    return max(keep, _MIN_KEPT) + 3
+
+
 def disk_space_warning(folder: Path, *, checkpoint_bytes: int, keep: int) -> str | None:
     """Return a warning if the checkpoints of a run will not fit on the disk, or None if they will."""
-    num_at_once = max(keep, _MIN_KEPT) + 3  # plus the best, the one at the lowest loss, and the one being written
+    num_at_once = checkpoints_at_once(keep)
     needed, free = num_at_once * checkpoint_bytes, shutil.disk_usage(folder).free
     if needed <= free:
         return None

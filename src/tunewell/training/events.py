@@ -1,12 +1,22 @@
 """The events of a training run (step, evaluation, healing, note, progress), and the listener that receives them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from tunewell.core.progress import Progress
 from tunewell.records.healing import HealingEntry
 from tunewell.records.plan import Plan
 from tunewell.records.report import Fault
+
+
+@dataclass(frozen=True)
+class CheckedItem:
+    """One line of the check list before the first step: `memory`, `20.1 GiB of 23.5 GiB were free`."""
+
+    name: str
+    value: str
+    state: Literal["ok", "warn", "unknown"] = "ok"
 
 
 @dataclass(frozen=True)
@@ -18,6 +28,7 @@ class RunStarted:
     num_parameters: int
     first_step: int
     """0 for a new run, or the number of finished steps for a resumed run."""
+    checklist: Sequence[CheckedItem] = ()
 
 
 @dataclass(frozen=True)

@@ -20,16 +20,16 @@ from tunewell.hardware.allocator import keep_freed_memory
 from tunewell.hardware.device import measure_threads, probe_device, torch_threads
 from tunewell.planning.plan import plan_run
 from tunewell.records.plan import Plan, Start
+from tunewell.runs.checklist import checklist, settings_without_effect, warnings
 from tunewell.runs.config import RunOptions, require_training_data, with_start
 from tunewell.runs.folder import RunFolder, keep_measured_settings, open_run_folder, require_known_changes, restore_run
 from tunewell.runs.heartbeat import Heartbeat
 from tunewell.runs.outcome import write_run_files
 from tunewell.runs.result import MetricsRecorder, TrainResult, make_result
 from tunewell.training.build import RunInputs, build_run, check_packing, describe_start, require_same_settings
-from tunewell.training.checkpoints import disk_space_warning
 from tunewell.training.distributed import World
 from tunewell.training.engine import train as take_steps
-from tunewell.training.events import Listener
+from tunewell.training.events import CheckedItem, Listener
 from tunewell.training.faults import parse_faults
 from tunewell.training.run import Run
 from tunewell.training.step import StepHooks
@@ -88,9 +88,8 @@ class Training:
                 with world.failing_together():
                     inputs, run = self.build(folder, corpus, plan, order)
                 require_same_settings(inputs, run)
-                self._warn(corpus, run)
                 first_tokens = run.progress.tokens
-                self.recorder(describe_start(inputs, run))
+                self.recorder(replace(describe_start(inputs, run), checklist=self.check(corpus, run)))
                 folder.keep()
                 with world.explaining_lost_ranks("resume from the newest checkpoint with `--resume` in all processes"):
                     ending = take_steps(run, handle_signals=options.owns_process)
@@ -161,16 +160,16 @@ class Training:
             keep_freed_memory(self.device.free_bytes)
         return nullcontext()
 
-    def _warn(self, corpus: Corpus, run: Run) -> None:
-        """Send notes about settings without effect and about low disk space."""
-        config = self.loaded.config
-        if config.evaluate.patience is not None and not len(corpus.held_out):
-            self.recorder.note("`evaluate.patience` has no effect: there are no held-out rows")
+    def check(self, corpus: Corpus, run: Run) -> list[CheckedItem]:
+        """Return the check list before the first step; send what needs attention as notes."""
         # Each trainable parameter and AdamW's two states, which have its dtype; other optimizers have smaller ones.
         size = sum(3 * parameter.nbytes for parameter in run.learner.parameters.values())
-        folder = run.checkpoints.folder.parent
-        if warning := disk_space_warning(folder, checkpoint_bytes=size, keep=config.checkpoints.keep):
-            self.recorder.note(warning)
+        folder, config = run.checkpoints.folder.parent, self.loaded.config
+        keep = config.checkpoints.keep
+        items = checklist(run.plan, corpus.manifest, self.device, folder=folder, checkpoint_bytes=size, keep=keep)
+        for message in [*settings_without_effect(config, len(corpus.held_out)), *warnings(items)]:
+            self.recorder.note(message)
+        return items
 
 
 def _validated(result: TrainResult, training: Training) -> TrainResult:

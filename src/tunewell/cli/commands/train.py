@@ -79,6 +79,10 @@ def command(
     if rehearse:
         raise typer.Exit(_rehearse(loaded, options, json=json))
     with shown_training() as listener:
+        from tunewell.training.events import send_notes
+        from tunewell.workflows.doctor import require_environment
+
+        require_environment(loaded, send_notes(listener))
         listener(Progress("importing torch"))
         # Importing torch takes seconds, so the screen is shown first.
         from tunewell.cli.startup import import_libraries
@@ -111,6 +115,9 @@ def _rehearse(loaded: "LoadedConfig", options: "RunOptions", *, json: bool) -> i
     from tunewell.cli.startup import import_libraries
 
     with shown_stages() as progress:
+        from tunewell.workflows.doctor import require_environment
+
+        require_environment(loaded, lambda message: print(f"note: {message}", file=sys.stderr))  # noqa: T201
         progress(Progress("importing torch"))
         import_libraries(device=loaded.config.device)
         from tunewell.workflows.rehearse import rehearse

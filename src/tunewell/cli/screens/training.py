@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tunewell.cli.render import BestEffortStream, is_interactive, one_line
+from tunewell.cli.render import BestEffortStream, folded_table, is_interactive, one_line
 from tunewell.cli.screens.numbers import (
     describe_method,
     format_loss,
@@ -75,6 +75,8 @@ class LivePanel:
             self.run(event)
         if self._live is None and not self._is_closed:
             self._open()
+        if isinstance(event, RunStarted) and event.checklist and self._live is not None:
+            self._live.console.print(checklist_lines(event))  # above the panel; it stays on the screen
 
     def close(self) -> None:
         """Remove the panel permanently, because a checkpoint that is still being written may send a note later."""
@@ -132,6 +134,8 @@ class LogLines:
         left = f", resuming after step {count(start.first_step)}" if start.first_step else ""
         self._write(f"training {short_model_name(start.plan.model)}: {describe_method(start)}")
         self._write(f"{count(self.run.num_steps, 'step')}{left}")
+        if start.checklist:
+            self._write(checklist_lines(start))
 
     def _write_step(self, event: StepTaken) -> None:
         is_finite = math.isfinite(event.loss) and math.isfinite(event.grad_norm)
@@ -183,6 +187,12 @@ class LogLines:
     def _write(self, line: str) -> None:
         self._stream.write(line + "\n")
         self._stream.flush()
+
+
+def checklist_lines(start: RunStarted) -> str:
+    """Return the check list before the first step."""
+    rows = [[f"  {item.name}", "-" if item.state == "unknown" else item.state, item.value] for item in start.checklist]
+    return f"checked before step {count(start.first_step + 1)}:\n{folded_table(rows, gap=2)}"
 
 
 def _cut(text: str) -> str:

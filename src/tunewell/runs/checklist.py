@@ -1,0 +1,99 @@
+"""The check list before the first step: device, precision, memory, disk, data, template and time of a run.
+
+`memory` and `time` show a prediction if the plan has one; otherwise what is free, and that the time is not known.
+"""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tunewell.config.schema import Config
+from tunewell.core.units import count, duration, size_bytes
+from tunewell.hardware.facts import DeviceFacts
+from tunewell.records.manifest import Manifest
+from tunewell.records.plan import Plan
+from tunewell.training.checkpoints import checkpoints_at_once, disk_space_warning
+from tunewell.training.events import CheckedItem
+
+_LITTLE_SHARE = 0.1
+
+
+def checklist(
+    plan: Plan,
+    manifest: Manifest,
+    device: DeviceFacts,
+    *,
+    folder: Path,
+    checkpoint_bytes: int,
+    keep: int,
+    predicted_bytes: int | None = None,
+    predicted_seconds: tuple[float, float] | None = None,
+) -> list[CheckedItem]:
+    """Return the items, in the order in which they are shown. `device` has the memory that was free at the start."""
+    return [
+        CheckedItem("device", f"{plan.device.value}: {plan.device.because}"),
+        CheckedItem("precision", f"{plan.precision.value}: {plan.precision.because}"),
+        _memory(device, predicted_bytes),
+        _disk(folder, checkpoint_bytes, keep),
+        _data(plan, manifest),
+        _template(manifest),
+        _time(plan, predicted_seconds),
+    ]
+
+
+def _memory(device: DeviceFacts, predicted_bytes: int | None) -> CheckedItem:
+    if device.free_bytes is None or not device.memory_bytes:
+        return CheckedItem("memory", "the system does not report it", state="unknown")
+    free = f"{size_bytes(device.free_bytes)} of {size_bytes(device.memory_bytes)} were free at the start"
+    if predicted_bytes is not None:
+        fits = predicted_bytes <= device.free_bytes
+        return CheckedItem("memory", f"{size_bytes(predicted_bytes)} needed; {free}", state="ok" if fits else "warn")
+    is_little = device.free_bytes < _LITTLE_SHARE * device.memory_bytes
+    return CheckedItem("memory", free, state="warn" if is_little else "ok")
+
+
+def _disk(folder: Path, checkpoint_bytes: int, keep: int) -> CheckedItem:
+    if warning := disk_space_warning(folder, checkpoint_bytes=checkpoint_bytes, keep=keep):
+        return CheckedItem("disk", warning.removeprefix("disk space: "), state="warn")
+    needed, free = checkpoints_at_once(keep) * checkpoint_bytes, shutil.disk_usage(folder).free
+    return CheckedItem("disk", f"checkpoints need about {size_bytes(needed)}, {size_bytes(free)} are free")
+
+
+def _data(plan: Plan, manifest: Manifest) -> CheckedItem:
+    split = manifest.splits["train"]
+    dropped = sum(manifest.dropped.values())
+    parts = [
+        f"{count(split.documents, 'document')} ({count(split.supervised)} of {count(split.tokens)} tokens trained on)",
+        f"{count(manifest.held_out)} held out",
+        *([f"{count(dropped, 'row')} dropped"] if dropped else []),
+        f"{plan.epochs.value:.3g} epochs",
+    ]
+    return CheckedItem("data", ", ".join(parts), state="ok" if manifest.held_out else "warn")
+
+
+def _template(manifest: Manifest) -> CheckedItem:
+    names = list(dict.fromkeys(record.name for record in manifest.templates))
+    if not names:
+        return CheckedItem("template", "none: the rows are plain text")
+    return CheckedItem("template", ", ".join(names))
+
+
+def _time(plan: Plan, predicted: tuple[float, float] | None) -> CheckedItem:
+    steps = count(plan.num_steps.value, "step")
+    if predicted is None:
+        return CheckedItem("time", f"{steps}; known after the first steps", state="unknown")
+    low, high = predicted
+    return CheckedItem("time", f"{duration(low)} to {duration(high)} for {steps}")
+
+
+def settings_without_effect(config: Config, num_held_out: int) -> Iterator[str]:
+    """Yield notes about settings that have no effect on this run."""
+    if config.evaluate.patience is not None and not num_held_out:
+        yield "`evaluate.patience` has no effect: there are no held-out rows"
+
+
+def warnings(items: Sequence[CheckedItem]) -> Iterator[str]:
+    """Yield what is short of as notes, which stay in the run's log. The corpus has its own notes."""
+    for item in items:
+        if item.state == "warn" and item.name in ("memory", "disk"):
+            yield f"{item.name} space: {item.value}" if item.name == "disk" else f"{item.name}: {item.value}"

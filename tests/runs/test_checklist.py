@@ -1,0 +1,66 @@
+"""The check list before the first step."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tunewell.hardware.facts import DeviceFacts
+from tunewell.records.plan import Chosen
+from tunewell.runs import checklist as module
+from tunewell.runs.checklist import checklist, settings_without_effect, warnings
+
+GIB = 1 << 30
+
+
+def items(tmp_path, monkeypatch, *, held_out=4, free=20 * GIB, disk=100 * GIB, templates=("chatml",), **predicted):
+    """Return the items by name."""
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: SimpleNamespace(free=disk))
+    plan = SimpleNamespace(
+        device=Chosen[str](value="cuda:0", because="the first GPU found"),
+        precision=Chosen[str](value="bf16", because="supported"),
+        num_steps=Chosen[int](value=100, because="x"),
+        epochs=Chosen[float](value=3.0, because="x"),
+    )
+    split = SimpleNamespace(documents=56, supervised=436, tokens=1851)
+    records = [SimpleNamespace(name=name) for name in templates]
+    manifest = SimpleNamespace(splits={"train": split}, dropped={"empty": 2}, held_out=held_out, templates=records)
+    device = DeviceFacts("cuda", "cuda:0", "NVIDIA T4", 24 * GIB, free, has_bf16=True, has_flash=True)
+    found = checklist(plan, manifest, device, folder=tmp_path, checkpoint_bytes=GIB, keep=2, **predicted)  # type: ignore[arg-type]
+    return {item.name: item for item in found}
+
+
+def test_the_list_has_every_item_in_order(tmp_path, monkeypatch):
+    """Device, precision, memory, disk, data, template and time: what a user asks before a long run."""
+    found = items(tmp_path, monkeypatch)
+    assert list(found) == ["device", "precision", "memory", "disk", "data", "template", "time"]
+    assert [name for name, item in found.items() if item.state != "ok"] == ["time"]
+    assert found["data"].value == "56 documents (436 of 1,851 tokens trained on), 4 held out, 2 rows dropped, 3 epochs"
+    assert "known after the first steps" in found["time"].value
+
+
+def test_what_is_missing_is_marked(tmp_path, monkeypatch):
+    """No held-out rows, a full disk and a full GPU are seen before step 1, and stay in the log as notes."""
+    found = items(tmp_path, monkeypatch, held_out=0, free=GIB, disk=2 * GIB)
+    assert [name for name, item in found.items() if item.state == "warn"] == ["memory", "disk", "data"]
+    notes = list(warnings(list(found.values())))
+    assert len(notes) == 2 and notes[1].startswith("disk space: checkpoints need about")
+
+
+@pytest.mark.parametrize(("needed", "state"), [(10 * GIB, "ok"), (30 * GIB, "warn")])
+def test_predictions_are_shown_if_there_are_any(tmp_path, monkeypatch, needed, state):
+    """The planner predicts memory and time; the list compares them with what is free."""
+    found = items(tmp_path, monkeypatch, predicted_bytes=needed, predicted_seconds=(60.0, 90.0))
+    assert found["memory"].state == state
+    assert found["time"].value == "1 m 00 s to 1 m 30 s for 100 steps" and found["time"].state == "ok"
+
+
+def test_plain_text_needs_no_template(tmp_path, monkeypatch):
+    """Rows of text are trained on as they are."""
+    assert items(tmp_path, monkeypatch, templates=())["template"].value == "none: the rows are plain text"
+
+
+def test_patience_without_held_out_rows_has_no_effect():
+    """A setting that is ignored is reported."""
+    config = SimpleNamespace(evaluate=SimpleNamespace(patience=3))
+    assert len(list(settings_without_effect(config, 0))) == 1  # type: ignore[arg-type]
+    assert list(settings_without_effect(config, 5)) == []  # type: ignore[arg-type]
