@@ -282,7 +282,7 @@ def test_a_run_without_held_out_rows_is_weak(base: Path, tmp_path: Path) -> None
     write_jsonl(tmp_path / "rows.jsonl", TRAINED)
     run = run_of(tmp_path, base, sets=FAST | {"data.held_out": 0.0, "train.max_steps": 2}).run
     report = judged(run).report
-    assert (report.verdict, report.reasons[0].code) == ("WEAK", "not_enough_evidence")
+    assert (report.verdict, report.reasons[0].code) == ("UNPROVEN", "not_enough_evidence")
     assert report.held_out is None and report.everyday is not None
 
 
@@ -292,7 +292,7 @@ def test_rows_of_several_kinds_are_judged(base: Path, tmp_path: Path) -> None:
     text = write_jsonl(tmp_path / "text.jsonl", everyday_rows())
     plain = judged(base, data=text, out=tmp_path / "plain").report
     assert plain.exchanges == [] and plain.held_out is not None and plain.held_out.documents == 40
-    assert (plain.verdict, plain.reasons[0].code) == ("WEAK", "not_enough_evidence")
+    assert (plain.verdict, plain.reasons[0].code) == ("UNPROVEN", "not_enough_evidence")
     turns = [
         [
             {"role": "user", "content": f"Is it {colour}?"},

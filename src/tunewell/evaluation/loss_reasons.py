@@ -1,4 +1,4 @@
-"""Reasons for WEAK or FAIL based on weights and losses: NaN, overfitting, forgetting, no gain, too little data."""
+"""Reasons based on weights and losses: NaN, overfitting, forgetting, no gain, too little data."""
 
 import math
 import shlex
@@ -30,8 +30,9 @@ FELL_TO = 0.1
 """A training loss below this value counts as near zero whatever its first value was: the rows are memorised."""
 MIN_RISE = 0.1
 """Minimum rise of the held-out loss, in nats, that is more than noise."""
-MIN_ROWS = 2
-"""Minimum number of held-out rows for a verdict; a single row may be unusually easy."""
+MIN_ROWS = 5
+"""Minimum number of held-out rows for a verdict: a model that is no better than its base is better on all of four rows
+in 1 of 16 cases, on all of five in 1 of 32 (sign test at 5%)."""
 GOOD_NUM_ROWS = 10
 """Number of held-out rows that the advice recommends."""
 _SHARES = (0.05, 0.1, 0.2, 0.25)
@@ -156,17 +157,19 @@ def not_enough_evidence(measured: Measurements) -> Iterator[Reason]:
     asked = len(measured.short_questions)
     if max(num_rows, asked) < MIN_ROWS:
         noun = "question" if measured.questions else "row"
-        held_out = f"only 1 {noun} was held out" if num_rows == 1 else f"no {noun} was held out"
+        number = max(num_rows, asked)
+        held_out = f"only {count(number, noun)} {'was' if number == 1 else 'were'} held out"
+        held_out = held_out if number else f"no {noun} was held out"
         yield Reason(
             code="not_enough_evidence",
-            level="WEAK",
+            level="UNPROVEN",
             what=f"Cannot tell: {held_out}; at least {MIN_ROWS} are needed.",
             next=_hold_out_more(measured),
         )
     elif measured.base_loss is None and asked < MIN_ROWS:
         yield Reason(
             code="not_enough_evidence",
-            level="WEAK",
+            level="UNPROVEN",
             what="Cannot tell: there is no base model to compare with, and only "
             f"{count(asked, 'question')} with a short reference; at least {MIN_ROWS} are needed.",
             next="Name the base model with `--base` (`tunewell validate "

@@ -1,4 +1,4 @@
-"""Decide PASS, WEAK or FAIL from `loss_reasons.py` and `answer_reasons.py`; thresholds are in `config/rules.py`."""
+"""Decide the verdict from `loss_reasons.py` and `answer_reasons.py`; thresholds are in `config/rules.py`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +33,7 @@ _EXPLAIN_ALL = ("weights_not_finite", "loss_not_finite", "nothing_changed")
 _EXPLAIN_WRONG = ("answers_nothing", "loops", "control_tokens")
 _EXPLAINED = ("few_right", "no_better_than_base")
 """Reasons that are left out if there is a FAIL in `_EXPLAIN_WRONG`, which explains them."""
+_RANKS = ("FAIL", "UNPROVEN", "WEAK")
 _THRESHOLDS = ("min_gain", "min_right", "max_faults", "max_rise", "max_forgetting")
 
 
@@ -44,7 +45,7 @@ class Verdict:
     summary: str
     """One sentence with the most important metrics."""
     reasons: list[Reason]
-    """Reasons for the verdict: FAIL before WEAK, causes before effects; empty for PASS."""
+    """Reasons for the verdict: FAIL, UNPROVEN, then WEAK, causes before effects; empty for PASS."""
 
 
 def decide_verdict(measured: Measurements, rules: VerdictRules) -> Verdict:
@@ -64,7 +65,7 @@ def decide_verdict(measured: Measurements, rules: VerdictRules) -> Verdict:
             *loss_reasons.not_enough_evidence(measured),
         ]
     reasons = _without_explained(found)
-    level: Level = "FAIL" if any(reason.level == "FAIL" for reason in reasons) else "WEAK" if reasons else "PASS"
+    level: Level = reasons[0].level if reasons else "PASS"
     return Verdict(level, _summary(measured, reasons), reasons)
 
 
@@ -79,7 +80,8 @@ def thresholds(rules: VerdictRules) -> dict[str, Chosen[Any]]:
 
 def _without_explained(found: list[Reason]) -> list[Reason]:
     order = list(REASON_CODES)
-    ranked = sorted(found, key=lambda reason: (reason.level == "WEAK", order.index(reason.code)))
+    # A WEAK from too few rows is as little proven as a PASS; a FAIL has another cause than chance.
+    ranked = sorted(found, key=lambda reason: (_RANKS.index(reason.level), order.index(reason.code)))
     if ranked and ranked[0].code in _EXPLAIN_ALL:
         return ranked[:1]
     is_explained = any(reason.level == "FAIL" and reason.code in _EXPLAIN_WRONG for reason in ranked)

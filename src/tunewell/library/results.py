@@ -13,7 +13,7 @@ from tunewell.runs.result import TrainResult as TrainRecord
 from tunewell.workflows.prepare import PrepareResult as PrepareRecord
 
 _MAX_ANSWERS = 5
-_COLORS = {"PASS": "#1a7f37", "WEAK": "#9a6700", "FAIL": "#cf222e"}
+_COLORS = {"PASS": "#1a7f37", "UNPROVEN": "#57606a", "WEAK": "#9a6700", "FAIL": "#cf222e"}
 R = TypeVar("R")
 
 
@@ -69,7 +69,7 @@ class Validation(ValidationRecord):
 
     @property
     def verdict(self) -> str:
-        """PASS, WEAK or FAIL."""
+        """PASS, WEAK, FAIL or UNPROVEN."""
         return self.report.verdict
 
     def __repr__(self) -> str:

@@ -14,7 +14,8 @@ from tunewell.records.plan import Chosen
 
 REPORT = "report.json"
 
-Level = Literal["PASS", "WEAK", "FAIL"]
+Level = Literal["PASS", "UNPROVEN", "WEAK", "FAIL"]
+"""UNPROVEN: the held-out rows are too few to tell."""
 Fault = Literal["empty", "ends_at_once", "loops", "echo", "no_stop", "other_language", "control_tokens"]
 
 
@@ -23,7 +24,7 @@ class Reason(Record):
 
     code: str
     """A term of the glossary: `answers_nothing`, `over_fitted`, ..."""
-    level: Literal["WEAK", "FAIL"]
+    level: Literal["UNPROVEN", "WEAK", "FAIL"]
     what: str
     """One sentence that describes the problem, with its numbers."""
     example: str | None = None
@@ -210,7 +211,7 @@ def read_report(folder: Path) -> Report:
 
 
 PAGE, MARKDOWN = "report.html", "report.md"
-EXIT_CODES = {"PASS": 0, "WEAK": 3, "FAIL": 4}
+EXIT_CODES = {"PASS": 0, "UNPROVEN": 3, "WEAK": 3, "FAIL": 4}
 
 
 @dataclass(frozen=True)

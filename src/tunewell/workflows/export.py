@@ -169,7 +169,7 @@ class _Job:
 
 def _verdict_notes(report: Report | None) -> list[str]:
     """Return a warning, if the verdict is bad, that a verified export says nothing about the model's quality."""
-    if report is None or report.verdict not in ("FAIL", "WEAK"):
+    if report is None or report.verdict not in ("FAIL", "WEAK", "UNPROVEN"):
         return []
     return [
         "the export matches the trained model, but this does not mean that the model is good (verdict: "

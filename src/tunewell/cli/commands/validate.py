@@ -32,9 +32,9 @@ def command(
     allow_pickle: AllowPickle = False,
     json: AsJson = False,
 ) -> None:
-    """Test a trained model on held-out rows: PASS, WEAK or FAIL.
+    """Test a trained model on held-out rows: PASS, WEAK, FAIL or UNPROVEN.
 
-    Exit codes: 0 PASS, 3 WEAK, 4 FAIL.
+    Exit codes: 0 PASS, 3 WEAK or UNPROVEN (too few rows to tell), 4 FAIL.
     """
     with shown_stages() as progress:
         progress(Progress("importing torch"))

@@ -24,12 +24,13 @@ from tunewell.records.plan import Chosen, Plan
 from tunewell.records.report import Curve, Report
 from tunewell.runs.loss_curve import LossPlot
 
+CANNOT_TELL = "Not enough held-out data for a verdict."
 HEADLINES = {
     "PASS": "No problems found.",
     "WEAK": "Usable with care: read the reasons below.",
     "FAIL": "Not usable.",
+    "UNPROVEN": CANNOT_TELL,
 }
-CANNOT_TELL = "Not enough held-out data for a verdict."
 _WIDE, _NARROW = (760, 320), (340, 260)
 _MAX_EVALUATIONS = 40
 _MAX_SCORES = 200
