@@ -1,4 +1,5 @@
-"""Write the generated pages: `docs/map.md` from docstrings, `docs/reference/` from the commands and the config schema.
+"""Write the generated pages: `docs/map.md` from docstrings, `docs/reference/` from the commands and the config schema,
+`docs/failures/` from the signature files.
 
 `make docs` runs it; `tests/house/test_generated_docs.py` fails when a page is out of date.
 """
@@ -10,6 +11,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "tunewell"
@@ -27,6 +29,7 @@ def pages() -> dict[Path, str]:
         ROOT / "docs" / "map.md": _map(),
         ROOT / "docs" / "reference" / "commands.md": _commands(),
         ROOT / "docs" / "reference" / "config.md": _config(),
+        **_failures(),
     }
 
 
@@ -99,6 +102,51 @@ def _config() -> str:
         parts.append(f"## {branch.name}\n\n{branch.doc}\n\n{_key_table(inside)}")
     sources = [key for key in keys if key.name.startswith("data.sources.")]
     parts.append("## data.sources\n\nKeys of one source, where `data.sources` is a list.\n\n" + _key_table(sources))
+    return "\n\n".join(parts) + "\n"
+
+
+def _failures() -> dict[Path, str]:
+    from tunewell.cli.main import COMMANDS
+    from tunewell.diagnosis import patterns
+    from tunewell.diagnosis.knowledge import FOLDER, load_classes, load_tools
+
+    commands = {name for name, _ in COMMANDS}
+    folder = ROOT / "docs" / "failures"
+    labels = {tool.name: tool.label for tool in load_tools()}
+    shown = {name: one for name, one in load_classes().items() if one.severity != "harmless"}
+    found = {folder / f"{name}.md": _failure(one, labels, commands) for name, one in shown.items()}
+    parts = [
+        "# Failures that `tunewell diagnose` knows",
+        _NOTE.replace("docstrings or the schema", "signature files"),
+        f"{len(shown)} failures. [The guide](../guides/diagnose.md) explains the command.",
+    ]
+    for family in sorted({one.family for one in shown.values()}):
+        rows = [f"| [{name}]({name}.md) | {one.title} |" for name, one in shown.items() if one.family == family]
+        parts.append("\n".join([f"## {family}", "", "| id | what happened |", "|---|---|", *rows]))
+    wildcards = (patterns.__doc__ or "").partition("\n\n")[2].partition("\n\n")[0]
+    parts.append((FOLDER / "README.md").read_text(encoding="utf-8") + f"\n```text\n{wildcards}\n```")
+    return {folder / "README.md": "\n\n".join(parts) + "\n", **found}
+
+
+def _failure(failure: Any, labels: dict[str, str], commands: set[str]) -> str:
+    page = failure.page
+    parts = [f"# {failure.title}", _NOTE.replace("docstrings or the schema", "signature file")]
+    parts.append(f"`{failure.id}`, {failure.family}, {failure.severity}. {page['example']}")
+    parts.append(f"**Why.** {page['cause']}")
+    parts.append(f"**Fix.** {page['fix']}")
+    fixes = [f"| {labels[tool]} | {text} |" for tool, text in page.get("fixes", {}).items()]
+    if fixes:
+        parts.append("\n".join(["| tool | change |", "|---|---|", *fixes]))
+    if page.get("next"):
+        parts.append(f"**To be surer.** {page['next']}")
+    if page.get("not"):
+        parts.append(f"**Not to be confused with.** {page['not']}")
+    caught = [f"`tunewell {name}`" for name in page.get("caught_by", ()) if name in commands]
+    if caught:
+        parts.append(f"**Caught earlier by** {', '.join(caught)}.")
+    messages = [p.text for one in failure.signatures if not one.is_sentence for p in (*one.all, *one.any)]
+    if messages:
+        parts.append("Recognised by:\n\n```text\n" + "\n".join(dict.fromkeys(messages)) + "\n```")
     return "\n\n".join(parts) + "\n"
 
 

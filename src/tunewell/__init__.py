@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tunewell.core.errors import UserError
     from tunewell.data.corpus.reader import open_corpus
+    from tunewell.diagnosis.diagnose import diagnose
     from tunewell.integrations.hf_callback.callback import HealthCallback
     from tunewell.library.doctor import doctor
     from tunewell.library.functions import export, prepare, rehearse, train, validate
@@ -20,6 +21,7 @@ __all__ = [
     "UserError",
     "__version__",
     "doctor",
+    "diagnose",
     "export",
     "load",
     "open_corpus",
@@ -33,6 +35,7 @@ _HOMES = {
     "HealthCallback": "tunewell.integrations.hf_callback.callback",
     "UserError": "tunewell.core.errors",
     "doctor": "tunewell.library.doctor",
+    "diagnose": "tunewell.diagnosis.diagnose",
     "export": "tunewell.library.functions",
     "load": "tunewell.library.model",
     "open_corpus": "tunewell.data.corpus.reader",

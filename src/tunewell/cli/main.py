@@ -20,7 +20,10 @@ from tunewell.cli.render import emit, emit_error, folded_table, json_text
 from tunewell.core.errors import SharedError, UserError, did_you_mean
 from tunewell.core.files import explain_os_error
 
-_NAMES = "init inspect prepare train profile validate export verify notebook chat serve doctor explain glossary schema"
+_NAMES = (
+    "init inspect prepare train profile validate export verify notebook chat serve "
+    "diagnose doctor explain glossary schema"
+)
 COMMANDS = tuple((name, f"tunewell.cli.commands.{name}") for name in _NAMES.split())
 """Each command, in the order of a typical project, and the module with its `command` function."""
 
@@ -170,9 +173,27 @@ def _crash(error: Exception, arguments: Sequence[str], *, wants_json: bool) -> i
     except OSError:
         sys.stderr.write(trace)
         where = "above"
-    what = "this is a bug in tunewell or a fault of the machine"
+    finding = _known_failure(trace)
+    what = "this is a bug in tunewell or a fault of the machine" if finding is None else finding["title"]
     if wants_json:
-        emit(json_text({"error": {"what": f"{what}: {summary}", "where": where, "fix": None}}))
+        fix = None if finding is None else finding["fix"]
+        emit(json_text({"error": {"what": f"{what}: {summary}", "where": where, "fix": fix, "finding": finding}}))
     advice = "; `tunewell doctor` finds broken packages" if isinstance(error, ImportError) else ""
     sys.stderr.write(f"error: {what} ({summary}); traceback: {where}{advice}\n")
+    if finding is not None:
+        rows = [["  found", f"{finding['id']}, {finding['certainty']} ({finding['confidence']:.2f})"]]
+        rows += [["  why", finding["cause"]], ["  fix", finding["fix"]]]
+        sys.stderr.write(folded_table(rows) + "\n")
     return EXIT_BUG
+
+
+def _known_failure(trace: str) -> dict[str, Any] | None:
+    """Return the failure that the exception of another library shows, as `tunewell diagnose` names it, or None."""
+    try:
+        from tunewell.diagnosis.diagnose import diagnose_text
+        from tunewell.diagnosis.findings import LIKELY
+
+        found = [finding for finding in diagnose_text(trace).findings if finding.severity == "failure"]
+        return found[0].as_json() if found and found[0].confidence >= LIKELY else None
+    except Exception:  # noqa: BLE001  the error itself must be reported, whatever fails here
+        return None

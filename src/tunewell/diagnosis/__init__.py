@@ -1,5 +1,6 @@
-"""Diagnosis: parse the training logs of tunewell and other trainers for the health rules.
+"""Diagnosis: name the failure in the log of any trainer, with evidence, cause and fix.
 
-This package knows the formats of training logs. It does not import torch and executes nothing. The rules are in
-`training/health.py` and `training/log_rules.py`. Start with `read_log` and `read_run` in `readers.py`.
+Owns the readers of logs, notebooks, state files and configs, the signature files, their pattern language, and the
+ranking of findings. It imports no torch, executes nothing and loads no pickle. The rules on series of losses are in
+`training/health.py` and `training/log_rules.py`. Start with `diagnose.py`, then `signatures/` (one file per failure).
 """

@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -79,6 +80,7 @@ NAME = "|".join(
 NUMBER = r"(?>[-+]?(?:nan|inf(?:inity)?|(?!0,\d)\d+(?:,\d{3})*(?:\.\d*)?(?:e[-+]?\d+)?|\.\d+(?:e[-+]?\d+)?))"
 
 
+@lru_cache(maxsize=4096)
 def field_of(name: str) -> str:
     """Return tunewell's name of a metric; an unknown name is returned in lower case."""
     name = name.strip().lower().removeprefix("train/")

@@ -79,9 +79,11 @@ _DEFAULT_ADVICE = "resume from the last checkpoint; if it fails at the same step
 class HealthStop(RuntimeError):
     """Raised to stop a training; the message contains the finding, the tensor and the fix."""
 
-    def __init__(self, what: str, *, step: int, place: str | None, log: Path, fix: str) -> None:
+    def __init__(self, what: str, *, name: str, step: int, place: str | None, log: Path, fix: str) -> None:
         where = f"\n  where: {place}" if place else ""
-        super().__init__(f"step {count(step)}: {what}{where}\n  log:   {log}\n  fix:   {fix}")
+        super().__init__(f"step {count(step)}: {what}{where}\n  found: {name}\n  log:   {log}\n  fix:   {fix}")
+        self.name = name
+        """Id of the failure, as `tunewell diagnose` and `docs/failures/` name it."""
         self.step = step
         self.place = place
 
@@ -286,7 +288,7 @@ class HealthCallback(TrainerCallback):
         log, fix = self._logs.healing_path, advice(finding.name, place)
         self._finish()
         self._close()
-        raise HealthStop(what, step=finding.step, place=place, log=log, fix=fix)
+        raise HealthStop(what, name=finding.name, step=finding.step, place=place, log=log, fix=fix)
 
     def _write(self, finding: Finding, action: ActionName, words: str, *, place: str | None = None) -> None:
         """Log a finding, and print it unless it is a note; each kind is printed once, loss spikes every time."""

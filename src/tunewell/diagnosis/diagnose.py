@@ -1,0 +1,84 @@
+"""`tunewell.diagnose`: name the failure in a log, a traceback, a config or a few sentences."""
+
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from tunewell.diagnosis.config_lint import lint_lengths
+from tunewell.diagnosis.findings import Diagnosis, Finding
+from tunewell.diagnosis.inputs import open_documents, read_stream
+from tunewell.diagnosis.knowledge import load_tools
+from tunewell.diagnosis.ranking import rank
+from tunewell.diagnosis.reading import Reading
+
+_LONGEST_PATH = 4096
+
+
+def diagnose(source: str | os.PathLike[str]) -> list[Finding]:
+    """Return the findings about a text, or about a file, folder or run, best first.
+
+    An empty list means healthy. A first finding with the id `unknown` means that the text does not decide. A text
+    without a line break that names an existing file is a path. Nothing is executed and no model is loaded.
+    """
+    return list(diagnose_source(source).findings)
+
+
+def diagnose_source(source: str | os.PathLike[str]) -> Diagnosis:
+    """Return the diagnosis of a text or a path."""
+    if isinstance(source, str) and not _is_path(source):
+        return diagnose_text(source)
+    return diagnose_paths([Path(source)])
+
+
+def diagnose_text(text: str | bytes) -> Diagnosis:
+    """Return the diagnosis of a text in memory."""
+    data = text.encode("utf-8", "replace") if isinstance(text, str) else text
+    return diagnose_stream(io.BytesIO(data))
+
+
+def diagnose_stream(file: BinaryIO) -> Diagnosis:
+    """Return the diagnosis of a stream such as stdin, which may be larger than memory."""
+    return _conclude([read_stream(file)], ())
+
+
+def diagnose_paths(paths: Sequence[Path]) -> Diagnosis:
+    """Return the diagnosis of files, folders or runs, read together as one run.
+
+    Raises UserError if a path does not exist, or if nothing in it can be read.
+    """
+    notes: list[str] = []
+    readings = list(open_documents(paths, notes))
+    return _conclude(readings, notes)
+
+
+def diagnose_config(config: Path, rows: Path) -> Diagnosis:
+    """Return the diagnosis of a config together with the rows that it will train on."""
+    notes: list[str] = []
+    readings = list(open_documents([config], notes))
+    lint_lengths(config.read_text(encoding="utf-8", errors="replace"), rows, readings[0])
+    return _conclude(readings, notes)
+
+
+def _conclude(readings: Sequence[Reading], notes: Sequence[str]) -> Diagnosis:
+    findings, more = rank(readings)
+    labels = {tool.name: tool.label for tool in load_tools()}
+    tool = next((reading.tool for reading in readings if reading.tool), None)
+    return Diagnosis(
+        findings=tuple(findings),
+        tool=labels.get(tool or ""),
+        notes=(*notes, *more),
+        num_lines=sum(reading.num_lines for reading in readings),
+        num_steps=sum(reading.num_steps for reading in readings),
+        sources=tuple(reading.name for reading in readings if reading.name),
+    )
+
+
+def _is_path(text: str) -> bool:
+    if "\n" in text or len(text) > _LONGEST_PATH or not text.strip() or "\0" in text:
+        return False
+    try:
+        return Path(text).exists()
+    except OSError:
+        return False
