@@ -27,9 +27,11 @@ for _folder in (
     "evaluation",
     "export",
     "faults",
+    "hardware",
     "inference",
     "integrations",
     "models",
+    "planning",
     "training",
     "workflows",
 ):

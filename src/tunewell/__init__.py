@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from tunewell.diagnosis.diagnose import diagnose
     from tunewell.integrations.hf_callback.callback import HealthCallback
     from tunewell.library.doctor import doctor
-    from tunewell.library.functions import export, prepare, rehearse, train, validate
+    from tunewell.library.functions import export, plan, prepare, rehearse, train, validate
     from tunewell.library.model import load
 
     __version__: str
@@ -25,6 +25,7 @@ __all__ = [
     "export",
     "load",
     "open_corpus",
+    "plan",
     "prepare",
     "rehearse",
     "train",
@@ -39,6 +40,7 @@ _HOMES = {
     "export": "tunewell.library.functions",
     "load": "tunewell.library.model",
     "open_corpus": "tunewell.data.corpus.reader",
+    "plan": "tunewell.library.functions",
     "prepare": "tunewell.library.functions",
     "rehearse": "tunewell.library.functions",
     "train": "tunewell.library.functions",

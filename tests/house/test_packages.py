@@ -22,7 +22,12 @@ TORCH_FREE = (
     "diagnosis",
     "environment",
     "models/facts.py",
+    "models/shape.py",
     "hardware/facts.py",
+    "hardware/machine.py",
+    "hardware/cards.py",
+    "runs/probe.py",
+    "workflows/plan.py",
 )
 HEAVY = ("torch", "transformers", "datasets", "rich", "typer")
 _IMPORT_ALL = """

@@ -1,12 +1,14 @@
-"""Config sections for automatic recovery (`healing`), for `export` and for the thresholds of the `verdict`."""
+"""Config sections for automatic recovery (`healing`), `plan`, `export` and the thresholds of the `verdict`."""
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, field_validator
 
 from tunewell.config.extensions import EXPORT_TARGETS, GgufFormat, MergedPrecision
 from tunewell.config.fields import Auto, Bool, Float, Int, OneOf, Section
+
+_MAX_PRICE = 1000
 
 
 class Healing(Section):
@@ -38,6 +40,25 @@ class Healing(Section):
     hang_seconds: Annotated[Float, Field(gt=0)] = 60.0
     """Number of seconds without progress after which a run counts as hung; at least three times the duration of a
     step."""
+
+
+class PlanRules(Section):
+    """The plan of a run: prices, and what happens if a run does not fit."""
+
+    prices: dict[str, float] = {}  # noqa: RUF012  pydantic copies it
+    """Your prices per hour by card, e.g. `{t4: 0.35, h200: 3.79}`; `here` is this machine. `tunewell plan` multiplies
+    them with the predicted hours, in your currency."""
+    memory: Literal["refuse", "warn"] = "refuse"
+    """What `train` does if a run cannot fit into memory, before it loads the model: `refuse` or `warn`."""
+
+    @field_validator("prices", mode="before")
+    @classmethod
+    def _require_plausible_prices(cls, value: Any) -> Any:
+        prices = cast(dict[Any, Any], value) if isinstance(value, dict) else {}
+        for name, price in prices.items():
+            if isinstance(price, bool) or not isinstance(price, int | float) or not 0 <= price <= _MAX_PRICE:
+                raise ValueError(f"has {price!r} for `{name}`: a price per hour is a number from 0 to {_MAX_PRICE}")
+        return cast(Any, value)
 
 
 class Export(Section):

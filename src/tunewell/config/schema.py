@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from tunewell.config.extensions import FORMATS, METHODS, OPTIMIZERS
 from tunewell.config.fields import Auto, Bool, Float, Int, MethodName, OneOf, OptimizerName, Section, Text
-from tunewell.config.rules import Export, Healing, VerdictRules
+from tunewell.config.rules import Export, Healing, PlanRules, VerdictRules
 
 LearnFrom = Literal["responses", "last_response", "everything"]
 Role = Literal["system", "user", "assistant", "tool"]
@@ -410,5 +410,6 @@ class Config(Section):
     evaluate: Evaluate = Evaluate()
     checkpoints: Checkpoints = Checkpoints()
     healing: Healing = Healing()
+    plan: PlanRules = PlanRules()
     verdict: VerdictRules = VerdictRules()
     export: Export = Export()

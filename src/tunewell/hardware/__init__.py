@@ -1,5 +1,6 @@
-"""Hardware: facts about this machine and its devices, and the fastest number of CPU threads.
+"""Hardware: facts about this machine and its devices, GPU cards, and the fastest number of CPU threads.
 
-Start with `facts.py` (facts without torch) and `probe.py` (torch devices). `threads.py` measures. Only the command line
-uses `allocator.py`. The package does not depend on models, data or runs.
+Start with `facts.py` and `machine.py` (facts without torch) and `device.py` (torch devices, and a measurement of
+threads). `cards.json` lists GPU cards. Only the command line uses `allocator.py`. The package does not depend on
+models, data or runs.
 """

@@ -1,4 +1,4 @@
-"""The public functions `train`, `prepare`, `validate` and `export`, with one calling convention.
+"""The public functions `plan`, `train`, `prepare`, `validate` and `export`, with one calling convention.
 
 A config is a path or a mapping; keyword arguments override it. `data` is a path, a list of paths, a list of dicts, a
 `datasets.Dataset` or a pandas DataFrame. `progress` is True, False (no output) or a function that receives every event.
@@ -19,7 +19,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import write_atomic
 from tunewell.core.progress import silent
 from tunewell.library.progress import Show, shown
-from tunewell.library.results import PrepareResult, TrainResult, Validation, as_result
+from tunewell.library.results import PlanResult, PrepareResult, TrainResult, Validation, as_result
 from tunewell.runs.config import RunOptions, load_for_run
 from tunewell.training.events import Evaluated, Event, StepTaken
 from tunewell.workflows.prepare import prepare as run_prepare
@@ -178,6 +178,28 @@ def rehearse(
     loaded = load_for_run(config, _as_list(sets), is_resuming=False, model=_text(model), data=data_paths(data))
     with shown(progress) as show:
         return as_result(Rehearsal, run_rehearsal(loaded, RunOptions(allow_pickle=allow_pickle), show))
+
+
+def plan(
+    config: Config = None,
+    *,
+    model: str | Path | None = None,
+    data: Any = None,
+    measure: bool = True,
+    gpus: Sequence[str] = (),
+    progress: Show = True,
+    sets: Sequence[str] = (),
+) -> PlanResult:
+    """Predict whether a run fits, how long it takes and what it costs. The corpus is prepared if needed.
+
+    With `measure`, a child process takes a few real steps. `gpus` are cards of `tunewell plan --gpu`, like `["t4"]`.
+    """
+    from tunewell.workflows.plan import PlanOptions
+    from tunewell.workflows.plan import plan as run_plan
+
+    loaded = load_for_run(config, _as_list(sets), is_resuming=False, model=_text(model), data=data_paths(data))
+    with shown(progress) as show:
+        return as_result(PlanResult, run_plan(loaded, PlanOptions(measure, _as_list(gpus)), progress=show))
 
 
 def prepare(

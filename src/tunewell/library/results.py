@@ -5,7 +5,8 @@ from dataclasses import fields
 from html import escape
 from typing import Any, TypeVar
 
-from tunewell.core.units import count, duration
+from tunewell.core.units import count, duration, size_bytes
+from tunewell.planning.result import PlanResult as PlanRecord
 from tunewell.records.report import Curve, Report
 from tunewell.records.report import Validation as ValidationRecord
 from tunewell.runs.loss_curve import loss_svg
@@ -62,6 +63,30 @@ class PrepareResult(PrepareRecord):
         ]
         rows += [(f"dropped: {reason}", count(number)) for reason, number in manifest.dropped.items() if number]
         return html_table(rows)
+
+
+class PlanResult(PlanRecord):
+    """The result of `tunewell.plan`: the prediction, and what would make the run fit."""
+
+    def __repr__(self) -> str:
+        memory, seconds = self.prediction.memory, self.prediction.seconds
+        return (
+            f"PlanResult(fits={self.fits}, memory={size_bytes(memory.peak_bytes)!r}, "
+            f"time='{duration(seconds.low)} to {duration(seconds.high)}')"
+        )
+
+    def _repr_html_(self) -> str:
+        memory, seconds = self.prediction.memory, self.prediction.seconds
+        free = "unknown" if memory.free_bytes is None else size_bytes(memory.free_bytes)
+        rows: list[tuple[str, object]] = [
+            ("fits", "yes" if self.fits else "no"),
+            ("memory", f"{size_bytes(memory.peak_bytes)}, {free} free on {self.device.label}"),
+            ("time", f"{duration(seconds.low)} to {duration(seconds.high)}"),
+            ("micro-batch", f"{count(self.plan.micro_batch_tokens.value)} tokens"),
+        ]
+        rows += [(rung.name, "fits" if rung.prediction.fits else "does not fit") for rung in self.ladder]
+        rows += [(row.card.name, "fits" if row.prediction and row.prediction.fits else "no") for row in self.cards]
+        return html_table([*rows, *(("note", note) for note in self.notes)])
 
 
 class Validation(ValidationRecord):

@@ -210,7 +210,7 @@ def fingerprint_weights(model: str) -> str | None:
     It covers file sizes and evenly spread blocks, not names, folders or times, so a copy has the same fingerprint. It
     reads the same files as `load_model`, which must be on this machine.
     """
-    files = [] if is_preset(model) else _weight_files(model)
+    files = [] if is_preset(model) else weight_files(model)
     if not files:
         return None
     digest = hashlib.sha256()
@@ -219,7 +219,8 @@ def fingerprint_weights(model: str) -> str | None:
     return digest.hexdigest()
 
 
-def _weight_files(model: str) -> list[Path]:
+def weight_files(model: str) -> list[Path]:
+    """Return the weight files of a model, which may not be on this machine."""
     files, path = locate(model), Path(model).expanduser()
     if files.origin == "file" and path.suffix in WEIGHT_SUFFIXES:
         return [path, *(other for other in [key_map_path(path)] if other.is_file())]

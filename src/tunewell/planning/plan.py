@@ -59,14 +59,14 @@ class Batch:
     documents: _Limit
 
 
+ThreadMeasurement = Callable[[Sequence[tuple[int, int, int]]], Chosen[int]]
+"""Times matrix products (rows, inner, columns) and returns the fastest number of threads."""
+
+
 def plan_run(
-    loaded: LoadedConfig,
-    corpus: Corpus,
-    device: DeviceFacts,
-    *,
-    measure_threads: Callable[[Sequence[tuple[int, int, int]]], Chosen[int]],
+    loaded: LoadedConfig, corpus: Corpus, device: DeviceFacts, *, measure_threads: ThreadMeasurement
 ) -> tuple[Plan, DataOrder]:
-    """Plan a run and the order of its documents. `measure_threads` times matrix products (rows, inner, columns)."""
+    """Plan a run and the order of its documents."""
     config = loaded.config
     assert config.model is not None
     facts = read_facts(loaded.seen(config.model))

@@ -10,6 +10,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import stable_json, write_atomic
 from tunewell.core.redact import redact
 from tunewell.records.base import Record, read_record
+from tunewell.records.prediction import Prediction
 
 PLAN = "plan.json"
 
@@ -104,6 +105,8 @@ class Plan(Record):
     compile: Chosen[Literal["auto", "on", "off"]]
     evaluate_every: Chosen[int]
     save_every: Chosen[int]
+    prediction: Prediction | None = None
+    """None in plans of earlier versions."""
 
 
 def write_plan(folder: Path, plan: Plan) -> None:

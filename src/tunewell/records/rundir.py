@@ -11,10 +11,11 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import FolderLock, require_output_path, stable_json, write_atomic, write_synced
 from tunewell.core.redact import redact
 from tunewell.core.units import count
-from tunewell.records.base import Record
+from tunewell.records.base import Record, read_record
 from tunewell.records.events import plain
 from tunewell.records.healing import HEALING
 from tunewell.records.plan import PLAN
+from tunewell.records.prediction import Measurement, Prediction
 
 _LOCK = ".lock"
 RUN_CONFIG = "config.yaml"
@@ -199,6 +200,10 @@ class Outcome(Record):
     """Problems, remedies and their cost, one line each; `healing.jsonl` has the numbers."""
     advice: list[str] = Field(default_factory=list)
     """Changes to the config that are recommended for the next run."""
+    predicted: Prediction | None = None
+    """What the plan predicted; None for runs of earlier versions."""
+    measured: Measurement | None = None
+    """What the process needed since its last start: peak memory and seconds by phase, the verdict included."""
     notes: list[str] = Field(default_factory=list)
     """Warnings, such as checkpoints that could not be saved or damage that was ignored."""
 
@@ -206,3 +211,12 @@ class Outcome(Record):
 def write_outcome(folder: Path, outcome: Outcome) -> None:
     """Write the outcome atomically, without secrets."""
     write_atomic(folder / OUTCOME, stable_json(plain(outcome.model_dump())))
+
+
+def read_outcome(run: Path) -> Outcome:
+    """Read the outcome of a run; raise UserError if it has none."""
+    path = run / OUTCOME
+    if not path.is_file():
+        fix = "name the folder of a run"
+        raise UserError(f"there is no finished run in `{run}`", where=f"expected `{path}`", fix=fix)
+    return read_record(path, Outcome)

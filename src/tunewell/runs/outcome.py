@@ -17,6 +17,7 @@ from tunewell.records.plan import Chosen, Plan
 from tunewell.records.report import Curve
 from tunewell.records.rundir import OUTCOME, RUN_CONFIG, HeldOutLosses, Outcome, write_outcome
 from tunewell.runs.loss_curve import write_loss_svg
+from tunewell.runs.prediction import make_measurement
 from tunewell.runs.result import TrainResult, healing_summary
 from tunewell.training.run import Run
 
@@ -74,6 +75,8 @@ def _outcome(result: TrainResult, plan: Plan) -> Outcome:
         advice=result.advice,
         signal=result.signal,
         allowed_changes=result.changes,
+        predicted=plan.prediction,
+        measured=make_measurement(result, plan.device.value),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from tunewell.config.load import LoadedConfig
 from tunewell.core.progress import Progress
 from tunewell.core.units import count, duration
+from tunewell.hardware.facts import process_seconds
 from tunewell.records.events import plain
 from tunewell.records.healing import HealingEntry
 from tunewell.records.report import Validation
@@ -55,6 +56,8 @@ class TrainResult:
     lacks_steps: bool = False
     """Whether `events.jsonl` lost steps, so that the first losses are unknown."""
     validation: Validation | None = None
+    start_seconds: float | None = None
+    """Seconds of this process before the run began: imports. None in a library call."""
 
     @property
     def first_loss(self) -> float | None:
@@ -187,6 +190,7 @@ def make_result(
         tokens=run.progress.tokens,
         supervised_tokens=run.progress.supervised_tokens,
         seconds=recorder.total_seconds,
+        start_seconds=_start_seconds(recorder) if options.owns_process else None,
         stages={**recorder.seconds, **run.seconds},
         tokens_per_second=tokens / seconds if seconds else 0.0,
         peak_memory_bytes=peak_memory(run.learner.device),
@@ -202,6 +206,11 @@ def make_result(
         healing=run.healing.entries,
         advice=[*([ending.advice] if ending.advice else []), *advice(run.healing.entries)],
     )
+
+
+def _start_seconds(recorder: MetricsRecorder) -> float | None:
+    age = process_seconds()
+    return None if age is None else max(0.0, age - recorder.total_seconds)
 
 
 def _next_command(loaded: LoadedConfig, ending: Ending, run: Path, options: RunOptions) -> str:

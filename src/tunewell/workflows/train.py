@@ -17,14 +17,14 @@ from tunewell.evaluation.metrics import load_metrics
 from tunewell.evaluation.session import ValidateOptions
 from tunewell.export.preflight import require_exportable
 from tunewell.hardware.allocator import keep_freed_memory
-from tunewell.hardware.device import measure_threads, probe_device, torch_threads
-from tunewell.planning.plan import plan_run
+from tunewell.hardware.device import probe_device, torch_threads
 from tunewell.records.plan import Plan, Start
 from tunewell.runs.checklist import checklist, settings_without_effect, warnings
 from tunewell.runs.config import RunOptions, require_training_data, with_start
 from tunewell.runs.folder import RunFolder, keep_measured_settings, open_run_folder, require_known_changes, restore_run
 from tunewell.runs.heartbeat import Heartbeat
 from tunewell.runs.outcome import write_run_files
+from tunewell.runs.prediction import plan_to_train, update_measurement
 from tunewell.runs.result import MetricsRecorder, TrainResult, make_result
 from tunewell.training.build import RunInputs, build_run, check_packing, describe_start, require_same_settings
 from tunewell.training.distributed import World
@@ -36,8 +36,7 @@ from tunewell.training.step import StepHooks
 from tunewell.workflows.prepare import prepare
 from tunewell.workflows.validate import validate
 
-_EXIT_NOT_VALIDATED = 3
-"""Exit code if the validation fails: the same as for WEAK, because nothing shows that the model is good."""
+_EXIT_NOT_VALIDATED = 3  # the same as for WEAK, because nothing shows that the model is good
 
 
 def run_training(loaded: LoadedConfig, options: RunOptions, listener: Listener = silent) -> TrainResult:
@@ -114,7 +113,7 @@ class Training:
         with self.recorder.stage("prepare"):
             corpus = open_corpus(self.loaded.path(self.loaded.config.corpus), verify=True)
         with self.recorder.stage("plan"):
-            plan, order = plan_run(self.loaded, corpus, self.device, measure_threads=measure_threads)
+            plan, order = plan_to_train(self.loaded, corpus, self.device, self.recorder, self.options, self.world)
             plan = plan.model_copy(update={"start": self.start})
             if self.start is not None:
                 self.recorder.note(f"training goes on from `{self.start.path}`")
@@ -188,7 +187,7 @@ def _validated(result: TrainResult, training: Training) -> TrainResult:
         command = f"tunewell validate {shlex.quote(str(result.run))}"
         return replace(result, exit_code=result.exit_code or _EXIT_NOT_VALIDATED, next_command=command)
     seconds = time.perf_counter() - started
-    return replace(
+    validated = replace(
         result,
         validation=validation,
         exit_code=result.exit_code or validation.exit_code,
@@ -197,3 +196,4 @@ def _validated(result: TrainResult, training: Training) -> TrainResult:
         artefacts=[*result.artefacts, (str(validation.page), "the verdict and its evidence")],
         next_command=validation.report.next,
     )
+    return update_measurement(validated, training.device.name)

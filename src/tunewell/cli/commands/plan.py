@@ -1,0 +1,105 @@
+"""`tunewell plan`: predict memory, time and cost of a run."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tunewell.cli.options import AsJson, ConfigFile, DataPaths, Sets
+from tunewell.cli.progress import shown_stages
+from tunewell.cli.render import emit, hanging, json_text
+
+if TYPE_CHECKING:
+    from tunewell.config.load import LoadedConfig
+    from tunewell.planning.result import PlanResult
+
+
+def command(
+    config: ConfigFile = None,
+    set_: Sets = None,
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help="Model to train.")] = None,
+    data: DataPaths = None,
+    no_measure: Annotated[
+        bool,
+        typer.Option("--no-measure", help="Take no real steps: compute from the architecture, in about a second."),
+    ] = False,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="CARDS", help="Other GPU cards, separated by commas: `t4,4090,a100-80,h200`.")
+    ] = None,
+    ram: Annotated[
+        float | None, typer.Option(metavar="GB", help="Plan for a CPU with this much main memory, in GB.")
+    ] = None,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="If it does not fit, write the mildest change that does into the config.")
+    ] = False,
+    rung: Annotated[
+        int | None, typer.Option(metavar="N", help="With `--apply`: the number of another change in the list, from 1.")
+    ] = None,
+    check: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Show what was predicted for a run beside what it needed.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Predict whether a run fits, how long it takes and what it costs.
+
+    Exit codes: 0 it fits, 2 it does not.
+    """
+    if check is not None:
+        emit(_checked(check, json=json))
+        return
+    from tunewell.config.load import load_config
+    from tunewell.core.errors import UserError
+    from tunewell.workflows.plan import PlanOptions, plan
+
+    if ram is not None and not 0.1 <= ram <= 100_000:
+        raise UserError(f"`--ram {ram:g}` is not a size of main memory in GB", fix="like `--ram 16`")
+    if rung is not None and not apply:
+        raise UserError("`--rung` works only together with `--apply`")
+    loaded = load_config(config, set_ or (), model=model, data=data)
+    names = [name.strip() for name in (gpu or "").split(",") if name.strip()]
+    options = PlanOptions(not no_measure, names, None if ram is None else int(ram * 1e9))
+    with shown_stages() as progress:
+        result = plan(loaded, options, progress=progress)
+    if apply:
+        emit(_applied(loaded, result, rung))
+        return
+    if json:
+        emit(json_text(result.as_json()))
+    else:
+        from tunewell.cli.screens.plan import plan_screen
+
+        emit(plan_screen(result))
+    if result.exit_code:
+        raise typer.Exit(result.exit_code)
+
+
+def _checked(run: str, *, json: bool) -> str:
+    from pathlib import Path
+
+    from tunewell.cli.screens.plan import check_screen
+    from tunewell.core.errors import UserError
+    from tunewell.records.rundir import read_outcome
+
+    outcome = read_outcome(Path(run))
+    predicted, measured = outcome.predicted, outcome.measured
+    if predicted is None or measured is None:
+        raise UserError(f"the run in `{run}` has no prediction", where=f"it was made by {outcome.made_by}")
+    if json:
+        return json_text({"predicted": predicted.model_dump(mode="json"), "measured": measured.model_dump(mode="json")})
+    return check_screen(run, predicted, measured)
+
+
+def _applied(loaded: "LoadedConfig", result: "PlanResult", number: int | None) -> str:
+    """Write a change of the ladder into the config, and return what was written."""
+    from tunewell.config.edit import edit_config
+    from tunewell.core.errors import UserError
+
+    if result.fits:
+        return "the run fits: nothing is changed"
+    if number is not None and not 1 <= number <= len(result.ladder):
+        raise UserError(f"there is no change {number}", fix=f"`tunewell plan` lists {len(result.ladder)} of them")
+    chosen = result.chosen if number is None else result.ladder[number - 1]
+    if chosen is None:
+        raise UserError("no change makes the run fit", fix="`tunewell plan` lists what was tried, and what would fit")
+    path = edit_config(loaded, chosen.changes)
+    written = ", ".join(f"`{key}: {value}`" for key, value in chosen.changes.items())
+    return "\n".join([hanging("wrote ", f"{written} into `{path}`"), hanging("next: ", "`tunewell train`")])

@@ -1,0 +1,70 @@
+"""Change keys in a config file, and leave its comments and the order of its lines as they are."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tunewell.config.keys import format_key
+from tunewell.config.load import LoadedConfig, load_config
+from tunewell.config.yaml_reader import read_yaml
+from tunewell.core.errors import UserError
+from tunewell.core.files import write_atomic
+
+_LINE = re.compile(r"^(\s*[\w-]+:)(?:\s+[^#\s][^#]*?)?(\s+#.*)?$")
+
+
+def edit_config(loaded: LoadedConfig, changes: Mapping[str, Any]) -> Path:
+    """Write dotted keys into the config file, and return its path. Raise UserError if that is not possible."""
+    sets = " ".join(f"--set {key}={_scalar(value)}" for key, value in changes.items())
+    if loaded.file is None:
+        raise UserError("there is no config file to change", fix=f"add to the command: `{sets}`")
+    before = loaded.file.read_text(encoding="utf-8")
+    text = before
+    for key, value in changes.items():
+        text = set_key(text, key, value)
+    write_atomic(loaded.file, text)
+    try:
+        again = load_config(loaded.file).config
+        is_written = all(_value(again, key) == value for key, value in changes.items())
+    except UserError:
+        is_written = False
+    if not is_written:
+        write_atomic(loaded.file, before)
+        raise UserError("the config file cannot be changed automatically", where=str(loaded.file), fix=f"set `{sets}`")
+    return loaded.file
+
+
+def set_key(text: str, key: str, value: Any) -> str:
+    """Return the text of a config with a key set. A new key is added to its section, a new section at the end."""
+    lines, path = text.splitlines(), tuple(key.split("."))
+    known = {format_key(found): number for found, number in read_yaml(text, "config").lines.items()}
+    entry = f"{path[-1]}: {_scalar(value)}"
+    if key in known:
+        at = known[key] - 1
+        if not (matched := _LINE.match(lines[at])):
+            raise UserError(f"`{key}` is not on a line of its own", fix=f"write `{entry}`")
+        lines[at] = f"{matched[1]} {_scalar(value)}{matched[2] or ''}"
+    elif len(path) == 1:
+        lines.append(entry)
+    elif path[0] in known:
+        at = known[path[0]]
+        if not re.match(rf"^{path[0]}:\s*(#.*)?$", lines[at - 1]):
+            raise UserError(f"`{path[0]}` is written on one line", fix=f"add `{entry}` to it")
+        following = next((line for line in lines[at:] if line.strip() and not line.lstrip().startswith("#")), "  ")
+        indent = re.match(r"\s*", following)
+        lines.insert(at, f"{(indent[0] if indent else '') or '  '}{entry}")
+    else:
+        lines += ["", f"{path[0]}:", f"  {entry}"]
+    return "\n".join(lines) + "\n"
+
+
+def _scalar(value: Any) -> str:
+    return value if isinstance(value, str) and re.fullmatch(r"[\w.-]+", value) else json.dumps(value)
+
+
+def _value(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config

@@ -1,0 +1,134 @@
+"""Predict a run: memory, time and disk space, from the architecture or corrected by real steps."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tunewell.config.load import LoadedConfig
+from tunewell.core.units import count
+from tunewell.data.batches import DataOrder
+from tunewell.data.corpus.reader import Corpus
+from tunewell.hardware.facts import DeviceFacts, cpu_flops
+from tunewell.models.shape import ModelShape, read_shape
+from tunewell.planning.memory import Memory, compute_memory
+from tunewell.planning.speed import MeasuredSpeed, Speed, checkpoint_bytes, compute_speed
+from tunewell.planning.workload import Workload, make_workload
+from tunewell.records.plan import Plan
+from tunewell.records.prediction import DiskPrediction, MemoryPrediction, Prediction, TimePrediction
+
+_SPREAD = {"cuda": 0.18, "mps": 0.3, "cpu": 0.18}
+"""Relative uncertainty of the computed memory, by device."""
+_MEASURED_SPREAD = 0.06
+_MARGIN = 0.02
+"""Share of the free memory that must remain for a run that is said to fit."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What real steps in a child process held and took."""
+
+    peak_bytes: int
+    needed_bytes: int
+    """Allocated tensors and the context, without memory that the allocator holds but does not use."""
+    micro_tokens: int
+    """Tokens of the largest micro-batch among these steps."""
+    is_compiled: bool
+    speed: MeasuredSpeed
+    because: str
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """A prediction, with the workload and the computed parts behind it."""
+
+    prediction: Prediction
+    work: Workload
+    memory: Memory
+    speed: Speed
+
+
+def shape_of(loaded: LoadedConfig, corpus: Corpus) -> ModelShape:
+    """Return the shape of the model of a config, with the vocabulary of its corpus."""
+    assert loaded.config.model is not None
+    return read_shape(loaded.seen(loaded.config.model), vocab_size=corpus.manifest.tokenizer.vocab_size)
+
+
+def workload_of(
+    plan: Plan, loaded: LoadedConfig, corpus: Corpus, order: DataOrder, *, device: DeviceFacts, shape: ModelShape
+) -> Workload:
+    """Return the workload of a planned run."""
+    split = corpus.manifest.splits["train"]
+    held_out = corpus.held_out.index.get("length", np.zeros(0)) if len(corpus.held_out) else np.zeros(0)
+    return make_workload(
+        plan,
+        loaded.config,
+        shape=shape,
+        device=device,
+        order=order,
+        supervised_share=split.supervised / max(1, split.tokens),
+        held_out_lengths=np.asarray(held_out, dtype=np.int64),
+    )
+
+
+def predict(work: Workload, *, measured: Measured | None = None, free_disk: int | None = None) -> Outlook:
+    """Predict the run. With `measured`, computed memory and time are corrected by what real steps needed."""
+    speed = compute_speed(work, cpu_flops(), measured=measured.speed if measured else None)
+    memory = compute_memory(work, is_compiled=speed.is_compiled)
+    peak, needed, spread = memory.peak_bytes, memory.needed_bytes, _SPREAD[work.device.kind]
+    if measured is not None:
+        peak, needed = _corrected(work, measured, memory, is_compiled=speed.is_compiled)
+        spread = _MEASURED_SPREAD
+    free = work.device.free_bytes
+    basis = [measured.because if measured else _architecture(work), *speed.basis]
+    prediction = Prediction(
+        fits=free is None or needed <= (1 - _MARGIN) * free,
+        is_measured=measured is not None,
+        memory=MemoryPrediction(
+            peak_bytes=peak,
+            needed_bytes=needed,
+            low_bytes=int(peak * (1 - spread)),
+            high_bytes=int(peak * (1 + spread)),
+            free_bytes=free,
+            parts=memory.parts,
+            phases=memory.phases,
+            host_bytes=memory.host_bytes,
+        ),
+        seconds=TimePrediction(
+            low=round(speed.seconds * (1 - speed.spread), 1),
+            high=round(speed.seconds * (1 + speed.spread), 1),
+            expected=round(speed.seconds, 1),
+            phases={name: round(seconds, 2) for name, seconds in speed.phases.items()},
+        ),
+        disk=_disk(work, free_disk),
+        is_compiled=speed.is_compiled,
+        basis=basis,
+    )
+    return Outlook(prediction, work, memory, speed)
+
+
+def _corrected(work: Workload, measured: Measured, memory: Memory, *, is_compiled: bool) -> tuple[int, int]:
+    """Return peak and needed bytes: those of the real steps, and the computed difference to the whole run."""
+    if measured.is_compiled == is_compiled and measured.micro_tokens >= work.largest_micro_batch:
+        return measured.peak_bytes, measured.needed_bytes
+    sampled = compute_memory(work.with_micro_tokens(measured.micro_tokens), is_compiled=measured.is_compiled)
+    peak = measured.peak_bytes + memory.peak_bytes - sampled.peak_bytes
+    return max(peak, 0), max(measured.needed_bytes + memory.needed_bytes - sampled.needed_bytes, 0)
+
+
+def _architecture(work: Workload) -> str:
+    source = "its weight files" if work.shape.is_exact else "its config"
+    return f"memory from the architecture: {count(work.shape.num_weights)} weights, by {source}"
+
+
+def _disk(work: Workload, free_bytes: int | None) -> DiskPrediction:
+    size = checkpoint_bytes(work)
+    kept = work.config.checkpoints.keep + (1 if len(work.held_out_lengths) else 0) + 1
+    weights, exports = work.shape.num_weights, 0
+    for target in work.config.export.to:
+        types = work.config.export.gguf if target in ("gguf", "ollama") else ()
+        bits = {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 8.5, "q6_k": 6.6, "q5_k_m": 5.7, "q4_k_m": 4.8}
+        exports += int(sum(weights * bits.get(kind, 16) / 8 for kind in types))
+        exports += {"merged": 2 * weights, "adapter": 4 * work.num_adapter_weights}.get(target, 0)
+    return DiskPrediction(
+        checkpoint_bytes=size, checkpoints_bytes=size * kept, export_bytes=exports, free_bytes=free_bytes
+    )

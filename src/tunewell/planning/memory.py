@@ -1,0 +1,276 @@
+"""Memory of a run by part and by phase, computed from the architecture.
+
+    weights + adapter + gradients + optimizer + activations + head + workspace      a training step
+    weights + adapter + optimizer + evaluation                                      an evaluation
+    weights + adapter + optimizer + generation                                      sample answers
+    weights + adapter + generation                                                  the verdict
+
+Saved activations were counted with autograd's hooks on our own forward pass (torch 2.13, 2026-11-17). The compiled ones
+were fitted to the peaks of the H200 rows in `benchmarks/RESULTS.md`: 23.0 GiB (1.1B) and 85.6 GiB (8B) are met to 1%.
+"""
+
+from dataclasses import dataclass
+
+from tunewell.planning.workload import Workload
+from tunewell.records.plan import Plan
+
+MiB = 1 << 20
+GiB = 1 << 30
+
+CONTEXT_BYTES = 540 * MiB
+"""CUDA context and loaded kernels, outside torch's allocator. An estimate that was not measured."""
+PROCESS_BYTES = 450 * MiB
+"""Resident set of a process that has imported torch and transformers (torch 2.13, CPU build)."""
+_MPS_BYTES = 300 * MiB
+_CPU_CHUNK_BYTES, _GPU_CHUNK_BYTES = 64 * MiB, 512 * MiB
+"""fp32 logits computed at once, as in `models/loss.py`."""
+_COMPILED_ROWS = 2048
+_ANSWER_TOKENS = 8192
+"""Tokens of the answers that are generated at once, as in `training/evaluate.py`."""
+_LAUNCH_BOUND_FLOP = 1.0e12
+_RESERVE_SHARE = {"eager": 0.08, "compiled": 0.04}
+_RESERVE_BYTES = 200 * MiB
+"""Memory that torch's allocator holds but does not use: a share of the activations and a constant."""
+_CPU_RESERVE_SHARE = 0.06
+_CPU_BLOCK = 192
+_CPU_MAX_KEYS = 512
+"""On a CPU, attention weights of documents up to this length are saved, in blocks of queries of the size above."""
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Saved numbers per token and layer: multiples of the hidden, query, key and feed-forward widths."""
+
+    hidden: float
+    query: float
+    kv: float
+    inner: float
+
+
+_EAGER = {
+    "lora": Coefficients(6, 2, 2, 4),
+    "dora": Coefficients(8, 3, 3, 4),
+    "full": Coefficients(8, 2, 2, 4),
+}
+_AUTOCAST = Coefficients(13, 2, 2, 4)
+"""Full fine-tuning with fp32 weights in a 16-bit precision: the residual stream is in fp32."""
+_COMPILED = Coefficients(1, 2, 2, 4)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by part and by phase."""
+
+    parts: dict[str, int]
+    phases: dict[str, int]
+    reserve_bytes: int
+    """Memory that the allocator holds but does not use, included in the phases."""
+    host_bytes: int | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.phases.values())
+
+    @property
+    def needed_bytes(self) -> int:
+        return self.peak_bytes - self.reserve_bytes
+
+
+def compute_memory(work: Workload, *, is_compiled: bool) -> Memory:
+    """Compute the memory of a run. `is_compiled` says whether its layers will be compiled."""
+    tokens = work.largest_micro_batch
+    fixed = {
+        "weights": _weight_bytes(work),
+        "adapter": 4 * work.num_adapter_weights,
+        "gradients": work.num_trainable * _master_bytes(work),
+        "optimizer": _optimizer_bytes(work),
+    }
+    activations = _activation_bytes(work, tokens, is_compiled=is_compiled)
+    head, workspace = _head_bytes(work, tokens, is_compiled=is_compiled), _workspace_bytes(work, tokens)
+    graphs = _graph_bytes(work, tokens) if is_compiled else 0
+    reserve = _reserve_bytes(work, activations, is_compiled=is_compiled)
+    base = {"cuda": CONTEXT_BYTES, "mps": _MPS_BYTES}.get(work.device.kind, PROCESS_BYTES)
+    base_name = "CUDA context" if work.device.kind == "cuda" else "process"
+    # Logits are computed before the backward pass needs its workspace.
+    at_once = max(head, workspace)
+    evaluation = _evaluation_bytes(work, tokens)
+    generation = _generation_bytes(work, work.config.evaluate.samples)
+    answers = _generation_bytes(work, min(work.config.verdict.questions, len(work.held_out_lengths)))
+    held = fixed["weights"] + fixed["adapter"] + base
+    # Gradients of a single micro-batch appear while its activations are freed.
+    is_single = work.mean_micro_batches <= 1.0 and not work.is_adapter
+    while_backward = max(activations + at_once, fixed["gradients"] + workspace) if is_single else None
+    step = activations + at_once + fixed["gradients"] if while_backward is None else while_backward
+    phases = {
+        "load": held + _load_bytes(work) - fixed["adapter"],
+        "steps": held + fixed["optimizer"] + step + graphs + reserve,
+        "evaluation": held + fixed["optimizer"] + evaluation + min(reserve, _RESERVE_BYTES),
+        "verdict": held + max(evaluation, answers) + min(reserve, _RESERVE_BYTES),
+    }
+    if work.config.evaluate.samples:
+        phases["generation"] = held + fixed["optimizer"] + generation + min(reserve, _RESERVE_BYTES)
+    parts = {
+        **fixed,
+        "activations": activations,
+        "head": head,
+        "workspace": max(0, at_once - head),
+        "graphs": graphs,
+        base_name: base,
+        "reserve": reserve,
+        "evaluation": evaluation,
+        "generation": generation,
+    }
+    return Memory(parts, phases, reserve if max(phases, key=lambda name: phases[name]) == "steps" else 0, _host(work))
+
+
+def _master_bytes(work: Workload) -> int:
+    return 2 if not work.is_adapter and work.config.train.masters == "bf16" else 4
+
+
+def _weight_bytes(work: Workload) -> int:
+    shape = work.shape
+    if not work.is_adapter:
+        return shape.num_weights * _master_bytes(work)
+    trained = work.num_trained_base_weights  # kept in fp32
+    plain = shape.num_weights - trained
+    if work.quantization == "none":
+        return plain * work.compute_bytes + 4 * trained
+    # int8: a byte, and a scale per row. NF4: half a byte, and a quantised scale for each block of 64.
+    size = 1.0 + 4 / shape.hidden_size if work.quantization == "int8" else 0.5 + 1 / 64 + 4 / (64 * 256)
+    keep = work.plan.quantized.keep if work.plan.quantized else []
+    quantized = sum(own.num_weights for own in shape.linears if own.name not in keep)
+    return int(quantized * size) + (plain - quantized) * work.compute_bytes + 4 * trained
+
+
+def _optimizer_bytes(work: Workload) -> int:
+    train, number = work.config.train, work.num_trainable
+    if train.optimizer == "adamw8bit":
+        return int(number * (2 + 8 / 256))
+    if train.optimizer != "galore":
+        return 2 * number * _master_bytes(work)
+    moments = 2 if train.galore_8bit else 8
+    total = 0
+    matrices = [(own.inputs, own.outputs) for own in work.shape.linears]
+    for short, long in (sorted(sizes) for sizes in matrices):
+        is_projected = short > train.galore_rank
+        rank = train.galore_rank
+        total += moments * rank * long + 4 * rank * short if is_projected else moments * short * long
+    return total + moments * (number - sum(a * b for a, b in matrices))
+
+
+def _per_token(work: Workload, own: Coefficients) -> float:
+    """Return the bytes that a layer saves for a token, without attention weights."""
+    shape = work.shape
+    numbers = own.hidden * shape.hidden_size + own.query * shape.query_size
+    numbers += own.kv * shape.kv_size + own.inner * shape.inner_size
+    return numbers * work.compute_bytes
+
+
+def _layer_bytes(work: Workload, tokens: int, *, is_compiled: bool) -> float:
+    own = _AUTOCAST if work.has_casts else _EAGER.get(work.config.method.kind, _EAGER["full"])
+    total = tokens * _per_token(work, _COMPILED if is_compiled else own)
+    if work.is_adapter:  # the narrow activations between A and B
+        total += tokens * 7 * work.config.method.rank * work.compute_bytes
+    if work.device.kind == "cpu" and work.precision == "fp32":
+        context = min(work.mean_context, _CPU_MAX_KEYS)
+        keys = context if context <= _CPU_BLOCK else (context + _CPU_BLOCK) / 2
+        total += tokens * work.shape.num_heads * keys * 4
+    if work.plan.attention.value == "sdpa" and work.device.kind != "cpu":
+        total += tokens * work.shape.query_size * work.compute_bytes
+    return total
+
+
+def _activation_bytes(work: Workload, tokens: int, *, is_compiled: bool) -> int:
+    shape, mode = work.shape, work.config.train.recompute
+    layer, casts = _layer_bytes(work, tokens, is_compiled=is_compiled), 0
+    if work.has_casts:
+        casts = 2 * shape.num_linear_weights
+    stream = tokens * shape.hidden_size * (4 if work.has_casts else work.compute_bytes)
+    if mode == "on":
+        return int(shape.num_layers * stream + layer + casts)
+    if mode == "offload" and work.is_gpu:
+        return int(3 * stream + layer + casts)
+    lowest = 0
+    if work.config.method.layers != "all" and not work.config.method.modules_to_save:
+        lowest = min(work.config.method.layers, default=0)  # layers below save nothing
+    return int((shape.num_layers - lowest) * layer + stream + casts)
+
+
+def _head_bytes(work: Workload, tokens: int, *, is_compiled: bool) -> int:
+    shape, size = work.shape, work.compute_bytes
+    supervised = max(1, int(tokens * work.supervised_share))
+    budget = _GPU_CHUNK_BYTES if work.device.kind == "cuda" else _CPU_CHUNK_BYTES
+    rows = 1 << (max(64, budget // (4 * shape.vocab_size)).bit_length() - 1)
+    rows = _COMPILED_ROWS if is_compiled else min(rows, supervised)
+    # Logits and their gradient in the run's precision; uncompiled also in fp32, in which a CPU computes in place.
+    per_logit = 2 * size if is_compiled else (4 + 4 if size == 4 else 2 * size + 4)
+    total = rows * shape.vocab_size * per_logit + 3 * supervised * shape.hidden_size * size
+    if not work.is_adapter or work.num_trained_base_weights:  # the gradient of the head, in fp32
+        total += 4 * shape.vocab_size * shape.hidden_size
+    return total
+
+
+def _workspace_bytes(work: Workload, tokens: int) -> int:
+    """Return the temporary tensors of the backward pass of one layer."""
+    shape = work.shape
+    total = tokens * (3 * shape.inner_size + 2 * shape.hidden_size) * work.compute_bytes
+    if work.quantization != "none":  # a dequantised weight
+        total += 2 * shape.hidden_size * shape.inner_size * work.compute_bytes
+    return total
+
+
+def _graph_bytes(work: Workload, tokens: int) -> int:
+    """Return the memory that CUDA graphs add: inputs and gradients of the layers that cannot be shared."""
+    flop = 6 * work.shape.num_linear_weights / work.shape.num_layers * tokens
+    uses_graphs = flop < _LAUNCH_BOUND_FLOP and work.config.train.recompute == "off" and not work.config.method.dropout
+    return int(0.1 * work.shape.num_layers * tokens * _per_token(work, _COMPILED)) if uses_graphs else 0
+
+
+def _reserve_bytes(work: Workload, activations: int, *, is_compiled: bool) -> int:
+    if work.device.kind == "cpu":
+        return int(_CPU_RESERVE_SHARE * activations)
+    return int(_RESERVE_SHARE["compiled" if is_compiled else "eager"] * activations) + _RESERVE_BYTES
+
+
+def _evaluation_bytes(work: Workload, tokens: int) -> int:
+    """Return the temporary tensors of a forward pass: those of one layer, and the logits."""
+    shape, size = work.shape, work.compute_bytes
+    held_out = int(work.held_out_lengths.sum()) if len(work.held_out_lengths) else 0
+    tokens = min(tokens, held_out) if held_out else tokens
+    layer = tokens * (4 * shape.hidden_size + 3 * shape.inner_size + 2 * shape.query_size) * size
+    return layer + _head_bytes(work, tokens, is_compiled=False)
+
+
+def _generation_bytes(work: Workload, questions: int) -> int:
+    """Return the KV cache of answers that are generated together, and logits for one token of each."""
+    shape, size = work.shape, work.compute_bytes
+    if not len(work.held_out_lengths) or not questions:
+        return 0
+    longest = int(work.held_out_lengths.max()) + work.config.evaluate.sample_tokens
+    tokens = max(longest, min(_ANSWER_TOKENS, questions * longest))
+    cache = 2 * shape.num_layers * shape.kv_size * tokens * size
+    return cache + questions * shape.vocab_size * 8 + 2 * work.num_adapter_weights * size
+
+
+def _load_bytes(work: Workload) -> int:
+    """Return what loading needs beyond the weights: on a CPU, the mapped file and a copy of one tensor."""
+    if work.device.kind != "cpu":
+        return 0
+    table = work.shape.vocab_size * work.shape.hidden_size * 4
+    return (work.shape.file_bytes or 0) + table
+
+
+def _host(work: Workload) -> int | None:
+    """Return the main memory of a run on a GPU, if it holds the model or activations there."""
+    if not work.is_gpu:
+        return None
+    total, plan = PROCESS_BYTES + GiB, work.plan
+    if _is_quantized_here(plan):
+        total += work.shape.num_weights * 2
+    if work.config.train.recompute == "offload":
+        total += work.shape.num_layers * work.largest_micro_batch * work.shape.hidden_size * work.compute_bytes
+    return total
+
+
+def _is_quantized_here(plan: Plan) -> bool:
+    return plan.quantized is not None and not plan.quantized.is_saved

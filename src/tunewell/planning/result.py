@@ -1,0 +1,102 @@
+"""The result of `tunewell plan`: the prediction, the ladder, other cards, and the object that `--json` prints."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tunewell.hardware.cards import Card
+from tunewell.hardware.facts import DeviceFacts
+from tunewell.planning.advice import Advice
+from tunewell.planning.fit import Rung
+from tunewell.records.plan import Chosen, Plan
+from tunewell.records.prediction import Prediction
+
+EXIT_DOES_NOT_FIT = 2
+
+
+@dataclass(frozen=True)
+class CardRow:
+    """The same run on another card."""
+
+    card: Card
+    prediction: Prediction | None
+    """None if the config cannot run there."""
+    micro_batch_tokens: int = 0
+    price: float | None = None
+    """Per hour."""
+
+    @property
+    def cost(self) -> float | None:
+        if self.price is None or self.prediction is None:
+            return None
+        return self.price * self.prediction.seconds.expected / 3600
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """The plan of a run with its prediction, the ladder if it does not fit, and notes about the machine."""
+
+    plan: Plan
+    prediction: Prediction
+    model: str
+    num_parameters: int
+    device: DeviceFacts
+    tokens_per_second: float
+    ladder: list[Rung] = field(default_factory=list[Rung])
+    cards: list[CardRow] = field(default_factory=list[CardRow])
+    fitting_cards: list[str] = field(default_factory=list[str])
+    notes: list[str] = field(default_factory=list[str])
+    advice: Advice | None = None
+    price: float | None = None
+    """Of this machine per hour."""
+    sizes: Sequence[tuple[int, float]] = ()
+    """Measured tokens/s by micro-batch size."""
+
+    @property
+    def fits(self) -> bool:
+        return self.prediction.fits
+
+    @property
+    def chosen(self) -> Rung | None:
+        """The mildest change with which the run fits."""
+        return next((rung for rung in self.ladder if rung.prediction.fits), None)
+
+    @property
+    def exit_code(self) -> int:
+        """2 if the run does not fit. With `--gpu`, if it fits on none of the cards."""
+        if self.cards:
+            return 0 if any(row.prediction and row.prediction.fits for row in self.cards) else EXIT_DOES_NOT_FIT
+        return 0 if self.fits else EXIT_DOES_NOT_FIT
+
+    @property
+    def cost(self) -> float | None:
+        return None if self.price is None else self.price * self.prediction.seconds.expected / 3600
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object that `plan --json` prints."""
+        prediction = self.prediction.model_dump(mode="json")
+        return {
+            **prediction,
+            "micro_batch_tokens": self.plan.micro_batch_tokens.value,
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "micro_batches": [{"tokens": tokens, "tokens_per_second": rate} for tokens, rate in self.sizes],
+            "cost": self.cost,
+            "device": self.device.label,
+            "plan": {name: value.model_dump() for name, value in self.plan if isinstance(value, Chosen)},
+            "ladder": [rung.as_json() for rung in self.ladder],
+            "fits_on": self.fitting_cards,
+            "cards": [
+                {
+                    "card": row.card.name,
+                    "fits": bool(row.prediction and row.prediction.fits),
+                    "peak_bytes": row.prediction.memory.peak_bytes if row.prediction else None,
+                    "seconds": row.prediction.seconds.model_dump(include={"low", "high"}) if row.prediction else None,
+                    "micro_batch_tokens": row.micro_batch_tokens,
+                    "cost": row.cost,
+                }
+                for row in self.cards
+            ],
+            "advice": self.advice.as_json() if self.advice else None,
+            "notes": self.notes,
+            "exit_code": self.exit_code,
+        }

@@ -1,0 +1,293 @@
+"""Duration of a run by phase, computed from the work of a token and the rates of the device.
+
+    seconds of a micro-batch = products / rate + passes over activations / bandwidth, and at least the kernel launches
+
+The constants were fitted to the H200 rows in `benchmarks/RESULTS.md` (2026-11-16: 84,867 tokens/s at 1.1B, 15,920 at 8B
+and 1,255,673 at 23M compiled; 0.28 s a step at 1.1B uncompiled) and, on CPUs, to its share of the rate of products (57
+to 71%). On other cards the rates of their makers are used, so the range is wider.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from tunewell.hardware.cards import match_card
+from tunewell.planning.workload import Workload
+
+_PRODUCT_SHARE = 0.64
+"""Share of the maker's rate that products of a training step reach: 790 of 989 TFLOP/s alone, 0.8 of that in a step."""
+_BANDWIDTH_SHARE = 0.73
+_PASSES = {"compiled": 12.0, "eager": 21.0}
+"""Passes over the saved activations of a step, forward and backward."""
+_LAUNCH_SECONDS = 7.4e-3
+"""Kernel launches of an uncompiled layer, forward and backward. 0.65 s for 4 micro-batches of 22 layers (H200)."""
+_COMPILED_LAYER_SECONDS = 6e-4
+"""Host time of a compiled layer that the GPU does not hide: 23M took 24 ms a step, its kernels 18 ms."""
+_CPU_SHARE = 0.62
+_CPU_LAYER_SECONDS = 4e-4
+_CPU_BANDWIDTH = 1.2e10
+_DECODE_SECONDS = 8e-3
+"""Seconds per generated token on a GPU, for all answers together: 8.2 ms at 135M and 1.1B, 19 ms at 8B (H200)."""
+_CPU_DECODE_SECONDS = 1.5e-2
+_COMPILE_SECONDS, _SWITCH_SECONDS, _SAVED_SHARE = 20.0, 3.0, 0.35
+"""Compiling by a second process until the switch, the switch itself, and what compiled steps save of the time."""
+_MIN_SAVED_SECONDS = 5.0
+_MIN_FREE_SHARE = 0.2
+_START_SECONDS = {"cuda": 10.0, "mps": 6.0, "cpu": 5.0}
+"""Imports of torch and transformers, and the start of the process."""
+_READ_BYTES, _WRITE_BYTES = 1.5e9, 5e8
+"""Bytes per second at which weights are read and checkpoints written."""
+_EVALUATION_SHARE = 0.1
+_MIN_EVALUATION_SECONDS = 5.0
+_EVERYDAY_TOKENS = 6_000
+"""Tokens of the bundled everyday text, which the verdict evaluates with both models."""
+_ANSWER_BATCH_TOKENS = 8192
+_MACS = {"Max": 1.0e13, "Ultra": 2.0e13, "Pro": 5e12}
+"""FLOP/s of Apple GPUs in fp32 by class; 2.6e12 for the others."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The speed of a device."""
+
+    flops: float
+    """FLOP/s of the matrix products of a training step."""
+    bytes_per_second: float
+    because: str
+    spread: float
+    """Relative uncertainty of the predicted seconds."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds by phase, and what they are made of."""
+
+    phases: dict[str, float]
+    step_seconds: float
+    tokens_per_second: float
+    is_compiled: bool
+    spread: float
+    basis: list[str] = field(default_factory=list[str])
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.phases.values())
+
+
+def device_rates(work: Workload, cpu_flops: float) -> Rates:
+    """Return the rates of the device. `cpu_flops` is the measured rate of fp32 products on this CPU."""
+    device = work.device
+    if device.kind == "cpu":
+        share = _CPU_SHARE * (1.6 if work.precision == "bf16" else 1.0)
+        return Rates(share * cpu_flops, _CPU_BANDWIDTH, f"{cpu_flops / 1e9:,.0f} GFLOP/s on this CPU", 0.35)
+    if device.kind == "mps":
+        flops = next((rate for name, rate in _MACS.items() if name in device.label), 2.6e12)
+        return Rates(0.3 * flops, 1e11, "a rough rate of Apple GPUs: none was measured", 0.6)
+    card = match_card(device.label)
+    if card is None:
+        return Rates(5e13, 5e11, f"{device.label} is not in the list of cards: its speed is a guess", 0.7)
+    spread = 0.3 if card.name == "h200" else 0.5
+    because = (
+        f"{card.label}: {card.rate(work.precision) / 1e12:,.3g} TFLOP/s and {card.bytes_per_second / 1e9:,.0f} GB/s"
+    )
+    source = f"{because} ({card.source})"
+    return Rates(_PRODUCT_SHARE * card.rate(work.precision), _BANDWIDTH_SHARE * card.bytes_per_second, source, spread)
+
+
+def token_flops(work: Workload) -> tuple[float, float]:
+    """Return the FLOP of a token in a training step, and in a forward pass. Nothing is counted twice."""
+    shape = work.shape
+    head = shape.vocab_size * shape.hidden_size * work.supervised_share
+    attention = 2 * work.mean_context * shape.query_size * shape.num_layers
+    body = shape.num_active_weights
+    forward = 2 * (body + head + work.num_adapter_weights) + attention
+    if not work.is_adapter:
+        trained = 1.0 if work.config.method.layers == "all" else work.num_trained_base_weights / shape.num_weights
+        return forward * 2 + 2 * (body + head) * trained + attention, forward
+    total = 4 * body + 4 * head + 6 * work.num_adapter_weights + 3 * attention
+    if work.config.train.recompute != "off":
+        total += 2 * body + attention
+    return total, forward
+
+
+def _saved_per_token(work: Workload) -> float:
+    shape = work.shape
+    numbers = shape.hidden_size + 2 * shape.query_size + 2 * shape.kv_size + 4 * shape.inner_size
+    return numbers * shape.num_layers * work.compute_bytes
+
+
+def micro_batch_seconds(work: Workload, rates: Rates, tokens: float, *, is_compiled: bool) -> float:
+    """Return the seconds of the forward and backward pass of a micro-batch."""
+    flops, _ = token_flops(work)
+    layers = work.shape.num_layers
+    if work.device.kind == "cpu":
+        return tokens * flops / rates.flops + layers * _CPU_LAYER_SECONDS
+    passes = _PASSES["compiled" if is_compiled else "eager"] * (1.3 if work.config.train.recompute != "off" else 1.0)
+    # Logits are written and read about six times.
+    logits = 6 * work.shape.vocab_size * work.supervised_share * work.compute_bytes
+    moved = tokens * (passes * _saved_per_token(work) + logits)
+    seconds = tokens * flops / rates.flops + moved / rates.bytes_per_second
+    if work.quantization != "none":  # weights are dequantised in the forward and in the backward pass
+        num_passes = 3 if work.config.train.recompute != "off" else 2
+        seconds += num_passes * 3.5 * work.shape.num_linear_weights / rates.bytes_per_second
+    launches = layers * _LAUNCH_SECONDS * (1.3 if work.config.train.recompute != "off" else 1.0)
+    return seconds + layers * _COMPILED_LAYER_SECONDS if is_compiled else max(seconds, launches)
+
+
+def _update_seconds(work: Workload, rates: Rates) -> float:
+    """Return the seconds of an optimizer update: each weight, gradient and moment is read and written."""
+    per_weight = 28.0 if work.config.train.optimizer == "adamw" else 20.0
+    return work.num_trainable * per_weight / rates.bytes_per_second
+
+
+def step_seconds(work: Workload, rates: Rates, *, is_compiled: bool) -> float:
+    """Return the mean seconds of an optimizer step."""
+    groups = work.groups or [[int(work.mean_step_tokens)]]
+    total = sum(micro_batch_seconds(work, rates, size, is_compiled=is_compiled) for sizes in groups for size in sizes)
+    return total / len(groups) + _update_seconds(work, rates)
+
+
+def compute_speed(work: Workload, cpu_flops: float, *, measured: "MeasuredSpeed | None" = None) -> Speed:
+    """Compute the duration of the whole run. Measured figures replace computed ones."""
+    rates, known = device_rates(work, cpu_flops), measured or MeasuredSpeed()
+    eager = known.eager_step or step_seconds(work, rates, is_compiled=False)
+    compiled = known.compiled_step or eager * min(
+        1.0, step_seconds(work, rates, is_compiled=True) / step_seconds(work, rates, is_compiled=False)
+    )
+    compile_seconds, is_compiled, steps = _steps(work, eager, compiled, known)
+    phases = {"start": known.start or _START_SECONDS[work.device.kind], "prepare": 0.5}
+    phases["load"] = known.load or 1.0 + (work.shape.file_bytes or 2 * work.shape.num_weights) / _READ_BYTES
+    phases["check"] = known.check or _check_seconds(work, rates)
+    if compile_seconds:
+        phases["compile"] = compile_seconds
+    phases["steps"] = steps
+    phases["evaluation"] = _evaluation_seconds(work, rates, steps, known)
+    phases["checkpoints"] = _checkpoint_seconds(work)
+    if work.config.verdict.after_training and len(work.held_out_lengths):
+        phases["verdict"] = _verdict_seconds(work, rates, phases["load"], known)
+    tokens = work.mean_step_tokens / (compiled if is_compiled else eager)
+    basis = [known.because] if known.because else [rates.because]
+    return Speed(phases, eager, tokens, is_compiled, known.spread if measured else rates.spread, basis)
+
+
+@dataclass(frozen=True)
+class MeasuredSpeed:
+    """Seconds that real steps took; 0 for what was not measured."""
+
+    start: float = 0.0
+    load: float = 0.0
+    check: float = 0.0
+    eager_step: float = 0.0
+    compiled_step: float = 0.0
+    compile: float = 0.0
+    """Seconds until the first compiled step, with torch's cache filled."""
+    evaluation: float = 0.0
+    forward_token: float = 0.0
+    """Seconds per token of an evaluation, without answers."""
+    answer_token: float = 0.0
+    """Seconds per generated token of the sample answers, for all of them together."""
+    spread: float = 0.12
+    because: str = ""
+
+
+def _steps(work: Workload, eager: float, compiled: float, known: MeasuredSpeed) -> tuple[float, bool, float]:
+    """Return the seconds to compile, whether the layers are compiled, and the seconds of all steps."""
+    mode, number = work.plan.compile.value, work.num_steps
+    if mode == "off" or work.device.kind != "cuda":
+        return 0.0, False, number * eager
+    if mode == "on":
+        first = known.compile or _COMPILE_SECONDS
+        return first, True, eager + (number - 1) * compiled
+    # As in `training/compile.py`: steps of half the micro-batch, a second process compiles, then the switch.
+    slow = min(2.0, 1.2 if eager > 0.5 else 1.3) * eager
+    saved = number * eager * (1 - compiled / eager)
+    if known.compile and saved > known.compile:
+        return known.compile, True, 3 * slow + max(0, number - 3) * compiled
+    if saved <= _MIN_SAVED_SECONDS or not _has_room(work):
+        return 0.0, False, 3 * slow + max(0, number - 3) * eager
+    before = min(number, math.ceil(_COMPILE_SECONDS / slow) + 3)
+    if (number - before) * (eager - compiled) <= _SWITCH_SECONDS + 1:
+        return 0.0, False, before * slow + (number - before) * eager
+    return _SWITCH_SECONDS, True, before * slow + (number - before) * compiled
+
+
+def _has_room(work: Workload) -> bool:
+    device = work.device
+    weights = work.shape.num_weights * 2
+    return device.free_bytes is None or device.free_bytes - weights > _MIN_FREE_SHARE * (device.memory_bytes or 0)
+
+
+def _check_seconds(work: Workload, rates: Rates) -> float:
+    """Return the seconds of the packing check: a few documents, packed, alone and with transformers' attention."""
+    _, forward = token_flops(work)
+    return 0.5 + 15 * work.mean_context * forward / rates.flops
+
+
+def _forward_seconds(work: Workload, rates: Rates, tokens: float, known: MeasuredSpeed) -> float:
+    if known.forward_token:
+        return tokens * known.forward_token
+    _, forward = token_flops(work)
+    seconds = tokens * forward / rates.flops
+    if work.device.kind != "cpu":
+        moved = tokens * 6 * _saved_per_token(work) / rates.bytes_per_second
+        num_batches = math.ceil(tokens / max(1, work.largest_micro_batch))
+        return max(seconds + moved, num_batches * work.shape.num_layers * _LAUNCH_SECONDS / 3)
+    return seconds
+
+
+def _answer_seconds(work: Workload, rates: Rates, *, questions: int, tokens: float, known: MeasuredSpeed) -> float:
+    """Return the seconds to answer questions together, each with `tokens` new tokens."""
+    if not questions:
+        return 0.0
+    prompt = float(work.held_out_lengths.mean()) * 0.6 if len(work.held_out_lengths) else 64.0
+    at_once = max(1, min(questions, int(_ANSWER_BATCH_TOKENS / (prompt + tokens))))
+    num_batches = math.ceil(questions / at_once)
+    weights = 2.0 * (work.shape.num_active_weights + work.shape.num_table_weights)
+    if known.answer_token:
+        per_token = known.answer_token
+    elif work.device.kind == "cpu":
+        per_token = max(_CPU_DECODE_SECONDS, 2 * weights / _CPU_BANDWIDTH + at_once * weights / rates.flops)
+    else:
+        per_token = max(_DECODE_SECONDS, weights / rates.bytes_per_second)
+    return num_batches * (tokens * per_token) + _forward_seconds(work, rates, questions * prompt, known)
+
+
+def _evaluation_seconds(work: Workload, rates: Rates, steps: float, known: MeasuredSpeed) -> float:
+    """Return the seconds of all evaluations. `train` evaluates less often if they take over a tenth of the time."""
+    if not len(work.held_out_lengths):
+        return 0.0
+    settings, every = work.config.evaluate, work.plan.evaluate_every.value
+    number = min(len(work.held_out_lengths), settings.max_documents or len(work.held_out_lengths))
+    tokens = number * float(work.held_out_lengths.mean())
+    once = known.evaluation or _forward_seconds(work, rates, tokens, known) + _answer_seconds(
+        work, rates, questions=settings.samples, tokens=settings.sample_tokens, known=known
+    )
+    planned = math.ceil(work.num_steps / every)
+    if settings.every_steps == "auto" and once * planned > _MIN_EVALUATION_SECONDS:
+        possible = max(1, int(_EVALUATION_SHARE * steps / once) - 1)
+        planned = min(planned, math.ceil(planned / math.ceil(planned / possible)))
+    return once * (planned + 1)  # one more before the first step
+
+
+def _checkpoint_seconds(work: Workload) -> float:
+    """Return the seconds that steps wait for checkpoints: most are written beside the training."""
+    return 0.3 + checkpoint_bytes(work) / _WRITE_BYTES
+
+
+def checkpoint_bytes(work: Workload) -> int:
+    """Return the size of a checkpoint: the trained weights and their optimizer states."""
+    size = 2 if not work.is_adapter and work.config.train.masters == "bf16" else 4
+    states = {"adamw8bit": 2.1, "galore": 2.0 * size}.get(work.config.train.optimizer, 2.0 * size)
+    model = work.num_trainable if work.is_adapter else work.shape.num_weights
+    return int(model * size + work.num_trainable * states)
+
+
+def _verdict_seconds(work: Workload, rates: Rates, load: float, known: MeasuredSpeed) -> float:
+    """Return the seconds of the verdict: the model is loaded again, both models are evaluated and answer questions."""
+    rules, lengths = work.config.verdict, work.held_out_lengths
+    number = min(len(lengths), rules.max_documents or len(lengths))
+    loss_tokens = 2 * (number * float(lengths.mean()) + _EVERYDAY_TOKENS)
+    questions = min(rules.questions, len(lengths))
+    expected = float(lengths.mean()) * work.supervised_share
+    longest = rules.answer_tokens if rules.answer_tokens != "auto" else min(512.0, max(32.0, 2.5 * expected))
+    answers = 2 * _answer_seconds(work, rates, questions=questions, tokens=longest, known=known)
+    return load + 1.0 + _forward_seconds(work, rates, loss_tokens, known) + answers

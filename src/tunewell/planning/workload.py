@@ -1,0 +1,160 @@
+"""The work of a run in numbers: the model's shape, what is trained, and the tokens of a step."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from tunewell.config.extensions import METHODS
+from tunewell.config.schema import Config
+from tunewell.data.batches import DataOrder, micro_batches
+from tunewell.hardware.facts import DeviceFacts
+from tunewell.models.shape import Linear, ModelShape
+from tunewell.records.plan import Plan
+
+Lengths = npt.NDArray[np.int64]
+_SAMPLED_STEPS = 64
+_TABLES = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A planned run in the numbers on which its memory and time depend."""
+
+    shape: ModelShape
+    config: Config
+    plan: Plan
+    device: DeviceFacts
+    lengths: Lengths
+    """Tokens of each training document."""
+    step_lengths: tuple[Lengths, ...]
+    """Lengths of the documents of some steps."""
+    supervised_share: float
+    held_out_lengths: Lengths
+    micro_tokens: int
+    """Limit of a micro-batch in tokens."""
+
+    @property
+    def is_adapter(self) -> bool:
+        return METHODS.entry(self.config.method.kind).is_adapter
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device.kind != "cpu"
+
+    @property
+    def precision(self) -> str:
+        return self.plan.precision.value
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of a number in the forward pass."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def has_casts(self) -> bool:
+        """Whether fp32 weights are cast to 16 bits for each forward pass (autocast)."""
+        return not self.is_adapter and self.precision != "fp32" and self.config.train.masters == "fp32"
+
+    @property
+    def quantization(self) -> str:
+        """`none`, `int8` or `nf4`."""
+        return self.plan.quantized.kind if self.plan.quantized else "none"
+
+    @cached_property
+    def adapted(self) -> list[Linear]:
+        """The linear layers that get an adapter."""
+        method = self.config.method
+        chosen = [linear for linear in self.shape.linears if method.layers == "all" or linear.layer in method.layers]
+        if method.targets == "all-linear":
+            return chosen
+        return [linear for linear in chosen if any(target.endswith(linear.name) for target in method.targets)]
+
+    @cached_property
+    def num_adapter_weights(self) -> int:
+        """Weights of the added matrices."""
+        if not self.is_adapter:
+            return 0
+        extra = 1 if self.config.method.kind == "dora" else 0
+        rank = self.config.method.rank
+        return sum(rank * (own.inputs + own.outputs) + extra * own.outputs for own in self.adapted)
+
+    @cached_property
+    def num_trained_base_weights(self) -> int:
+        """Weights of the model itself that are trained."""
+        shape, method = self.shape, self.config.method
+        if not self.is_adapter:
+            if method.layers == "all":
+                return shape.num_weights
+            return sum(own.num_weights for own in shape.linears if own.layer in method.layers)
+        tables = [name for name in method.modules_to_save if name.rpartition(".")[2] in _TABLES]
+        return shape.vocab_size * shape.hidden_size * min(len(tables), 1 if shape.is_tied else 2)
+
+    @property
+    def num_trainable(self) -> int:
+        return self.num_adapter_weights + self.num_trained_base_weights
+
+    @cached_property
+    def groups(self) -> list[list[int]]:
+        """The tokens of each micro-batch of some steps, by step."""
+        found: list[list[int]] = []
+        for lengths in self.step_lengths:
+            groups = micro_batches(np.arange(len(lengths)), lengths, self.micro_tokens)
+            found.append([int(lengths[group].sum()) for group in groups])
+        return found
+
+    @cached_property
+    def largest_micro_batch(self) -> int:
+        """Tokens of the largest micro-batch."""
+        sizes = [size for groups in self.groups for size in groups]
+        return max([int(self.lengths.max(initial=1)), *sizes])
+
+    @property
+    def mean_micro_batches(self) -> float:
+        """Micro-batches per step."""
+        return float(np.mean([len(groups) for groups in self.groups])) if self.groups else 1.0
+
+    @property
+    def mean_step_tokens(self) -> float:
+        return float(np.mean([lengths.sum() for lengths in self.step_lengths])) if self.step_lengths else 1.0
+
+    @property
+    def num_steps(self) -> int:
+        return self.plan.num_steps.value
+
+    @cached_property
+    def mean_context(self) -> float:
+        """Length of the document in which the mean token is."""
+        lengths = self.lengths.astype(np.float64)
+        return float((lengths**2).sum() / max(1.0, lengths.sum()))
+
+    def with_micro_tokens(self, tokens: int) -> "Workload":
+        """Return the workload with another limit of a micro-batch."""
+        return replace(self, micro_tokens=tokens)
+
+
+def make_workload(
+    plan: Plan,
+    config: Config,
+    *,
+    shape: ModelShape,
+    device: DeviceFacts,
+    order: DataOrder,
+    supervised_share: float,
+    held_out_lengths: Lengths,
+) -> Workload:
+    """Return the workload of a planned run. Steps are sampled from the first epoch."""
+    steps = order.steps_of_epoch(0)
+    chosen = steps if len(steps) <= _SAMPLED_STEPS else steps[:: -(-len(steps) // _SAMPLED_STEPS)]
+    return Workload(
+        shape=shape,
+        config=config,
+        plan=plan,
+        device=device,
+        lengths=order.lengths,
+        step_lengths=tuple(order.lengths[step] for step in chosen),
+        supervised_share=supervised_share,
+        held_out_lengths=held_out_lengths,
+        micro_tokens=plan.micro_batch_tokens.value,
+    )

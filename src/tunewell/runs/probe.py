@@ -1,0 +1,244 @@
+"""Start the process that takes a few real steps (`workflows/probe.py`), and read what it measured. No torch here.
+
+Results are cached by config, corpus, machine and versions, so that `train` after `plan` starts with them.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+from tunewell import __version__
+from tunewell.config.load import LoadedConfig
+from tunewell.core.files import cache_folder, sha256_text, stable_json, write_atomic
+from tunewell.core.progress import Progress, ProgressListener
+from tunewell.core.units import count
+from tunewell.hardware.facts import installed_versions
+from tunewell.planning.fit import Planner
+from tunewell.planning.forecast import Measured, Outlook
+from tunewell.planning.memory import CONTEXT_BYTES
+from tunewell.planning.speed import MeasuredSpeed
+from tunewell.records.plan import Chosen, Plan
+
+_RESULT = "RESULT "
+_MAX_SECONDS, _RUN_SHARE = 120.0, 0.05
+"""A sweep over micro-batch sizes takes at most this long, and at most this share of the run."""
+_STEP_SECONDS = 45.0
+"""Time for the steps without a sweep; a single step may take longer."""
+_TIMEOUT = 600.0
+_NEAR_BEST = 0.97
+"""The smallest micro-batch with this share of the best speed is chosen."""
+_CONTEXT_RANGE = (200 << 20, 2 << 30)
+_OUTSIDE = ("run", "plan", "verdict", "export", "evaluate", "checkpoints", "healing")
+"""Config sections that do not change a step."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """The measured speed of a micro-batch size."""
+
+    tokens: int
+    tokens_per_second: float
+    loss: float | None
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What the child process measured."""
+
+    measured: Measured
+    sizes: list[Size]
+
+    @property
+    def knee(self) -> Size | None:
+        """The smallest size within 3% of the fastest."""
+        if len(self.sizes) < 2:
+            return None
+        best = max(size.tokens_per_second for size in self.sizes)
+        return next(size for size in self.sizes if size.tokens_per_second >= _NEAR_BEST * best)
+
+    def describe_knee(self) -> str:
+        """Return why the knee was chosen, with the speed of every size."""
+        shown = ", ".join(f"{count(size.tokens)}: {size.tokens_per_second:,.0f}" for size in self.sizes)
+        return f"the smallest within 3% of the fastest, in tokens/s: {shown}"
+
+
+def sweep_sizes(outlook: Outlook) -> tuple[list[int], str]:
+    """Return the micro-batch sizes to measure, or none and the reason."""
+    work, seconds = outlook.work, outlook.prediction.seconds.expected
+    if work.config.train.micro_batch_tokens != "auto":
+        return [], "`train.micro_batch_tokens` is set"
+    budget = min(_MAX_SECONDS, _RUN_SHARE * seconds)
+    largest = int(max(step.sum() for step in work.step_lengths)) if work.step_lengths else work.micro_tokens
+    longest, planned = int(work.lengths.max(initial=1)), work.micro_tokens
+    sizes = {planned}
+    sizes |= {size for factor in (2, 4, 8) if longest <= (size := planned // factor) and size >= 128}
+    sizes |= {min(size, largest) for factor in (2, 4) if (size := planned * factor) < 2 * largest}
+    sizes = {size for size in sizes if size <= max(largest, planned)}
+    needed = 4 * outlook.speed.step_seconds * len(sizes)
+    if len(sizes) < 2:
+        return [], "a step is a single micro-batch"
+    if needed > budget:
+        return [], f"measuring would take {needed:.0f} s, more than 5% of the run"
+    return sorted(sizes), ""
+
+
+def probe_run(
+    loaded: LoadedConfig, plan: Plan, outlook: Outlook, progress: ProgressListener, *, is_sweeping: bool = True
+) -> tuple[ProbeResult | None, str]:
+    """Measure a planned run, or return the cached result. Without a result, return the reason."""
+    sizes = sweep_sizes(outlook)[0] if is_sweeping else []
+    key = _key(loaded, plan, outlook)
+    if (known := _read_cache(key)) is not None and (known.get("sizes") or not sizes):
+        return _result(known, plan, outlook), ""
+    if find_spec("torch") is None or find_spec("transformers") is None:
+        return None, "torch is not installed"
+    if outlook.work.shape.file_bytes is None and not (loaded.config.model or "").startswith("preset:"):
+        return None, "the weights are not on this machine yet"
+    progress(Progress("taking a few steps in a child process"))
+    report, reason = _run_child(loaded, plan, outlook, sizes)
+    if report is None:
+        return None, reason
+    _write_cache(key, report)
+    return _result(report, plan, outlook), ""
+
+
+def with_probe(planner: Planner, found: ProbeResult) -> Planner:
+    """Return a planner that uses what was measured, and the fastest micro-batch if sizes were compared."""
+    knee, measured = found.knee, found.measured
+    rates = tuple((size.tokens, round(size.tokens_per_second, 1)) for size in found.sizes)
+    planner = replace(planner, measured=measured, sizes=rates)
+    if knee is None or planner.loaded.config.train.micro_batch_tokens != "auto":
+        return planner
+    work = planner.outlook.work
+    speed = measured.speed
+    step = {"compiled_step" if speed.compiled_step else "eager_step": work.mean_step_tokens / knee.tokens_per_second}
+    measured = replace(
+        measured,
+        # What the largest micro-batch of the run needs beyond that of the sweep, in proportion.
+        peak_bytes=knee.peak_bytes,
+        needed_bytes=measured.needed_bytes + knee.peak_bytes - measured.peak_bytes,
+        micro_tokens=knee.tokens,
+        speed=replace(speed, **step),
+    )
+    chosen = Chosen[int](value=knee.tokens, because=found.describe_knee())
+    return replace(planner, measured=measured, micro_batch=chosen, sizes=rates)
+
+
+def cached_probe(loaded: LoadedConfig, plan: Plan, outlook: Outlook) -> ProbeResult | None:
+    """Return what an earlier `plan` or run measured with the same settings on this machine, or None."""
+    known = _read_cache(_key(loaded, plan, outlook))
+    return None if known is None else _result(known, plan, outlook)
+
+
+def _run_child(
+    loaded: LoadedConfig, plan: Plan, outlook: Outlook, sizes: list[int]
+) -> tuple[dict[str, Any] | None, str]:
+    device = outlook.work.device
+    used = device.memory_bytes - device.free_bytes if device.memory_bytes and device.free_bytes is not None else None
+    with tempfile.TemporaryDirectory(prefix="tunewell-probe-") as folder:
+        request = {
+            "config": loaded.config.model_dump(mode="json", exclude_unset=True),
+            "base": str(loaded.base.resolve()),
+            "folder": folder,
+            "micro_batch_tokens": outlook.work.micro_tokens,
+            "compile": plan.compile.value,
+            "sizes": sizes,
+            "seconds": _STEP_SECONDS + (_MAX_SECONDS if sizes else 0),
+            "used_bytes": used if device.kind == "cuda" else None,
+            "started_at": time.time(),
+        }
+        command = [sys.executable, "-c", "from tunewell.workflows.probe import main; main()"]
+        child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+        )
+        try:
+            out, err = child.communicate(json.dumps(request), timeout=_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            return None, f"the measuring process did not finish within {_TIMEOUT:.0f} s"
+        finally:
+            child.kill()
+            child.wait()
+    line = next((line for line in reversed(out.splitlines()) if line.startswith(_RESULT)), None)
+    if line is None:
+        return None, _how_it_died(child.returncode, err)
+    report = json.loads(line.removeprefix(_RESULT))
+    return (None, report["error"]) if "error" in report else (report, "")
+
+
+def _how_it_died(code: int, err: str) -> str:
+    if code == -signal.SIGKILL:
+        return "the measuring process was killed, most likely because the machine ran out of memory"
+    if code < 0:
+        return f"the measuring process crashed ({signal.Signals(-code).name})"
+    last = err.strip().splitlines()
+    return f"the measuring process failed: {last[-1] if last else f'exit code {code}'}"
+
+
+def _result(report: dict[str, Any], plan: Plan, outlook: Outlook) -> ProbeResult:
+    """Convert the report of the child to what a prediction uses."""
+    work = outlook.work
+    eager, compiled = report["eager"], report.get("compiled")
+    shown = compiled or eager
+    step_tokens = work.mean_step_tokens
+    is_cuda = work.device.kind == "cuda"
+    context = 0
+    if is_cuda:
+        low, high = _CONTEXT_RANGE
+        found = eager.get("context_bytes")
+        context = found if found is not None and low <= found <= high else CONTEXT_BYTES
+    largest = report["largest"]
+    peak = max(shown["reserved"], largest["reserved"]) if is_cuda else report["peak_rss"]
+    needed = max(shown["allocated"], largest["allocated"]) if is_cuda else report["peak_rss"]
+    answers = report.get("answers", 0)
+    speed = MeasuredSpeed(
+        start=report["start"],
+        load=report["load"],
+        check=report["check"],
+        eager_step=eager["seconds"] * step_tokens / max(1.0, eager["tokens"]),
+        compiled_step=compiled["seconds"] * step_tokens / max(1.0, compiled["tokens"]) if compiled else 0.0,
+        forward_token=report.get("forward_token", 0.0),
+        answer_token=report["answer_seconds"] / work.config.evaluate.sample_tokens if answers else 0.0,
+        because=f"speed from real steps: {shown['rate']:,.0f} tokens/s",
+    )
+    measured = Measured(
+        peak_bytes=peak + context,
+        needed_bytes=needed + context,
+        micro_tokens=largest["tokens"],
+        is_compiled=compiled is not None,
+        speed=speed,
+        because=f"memory from real steps with up to {count(largest['tokens'])} tokens at once",
+    )
+    sizes = [Size(own["tokens"], own["rate"], own["loss"], own["peak"] + context) for own in report["sizes"]]
+    return ProbeResult(measured, sorted(sizes, key=lambda size: size.tokens))
+
+
+def _key(loaded: LoadedConfig, plan: Plan, outlook: Outlook) -> str:
+    """Return a hash of everything on which a step depends: settings, documents, machine and versions."""
+    config = loaded.config.model_dump(mode="json", exclude=set(_OUTSIDE))
+    device = outlook.work.device
+    versions = installed_versions(["torch", "transformers", "bitsandbytes"]) | {"tunewell": __version__}
+    own = [plan.precision.value, plan.attention.value, outlook.work.micro_tokens, asdict(outlook.work.shape)]
+    machine = [device.kind, device.label, device.memory_bytes]
+    return sha256_text(stable_json([config, plan.corpus_sha256, own, machine, versions]))[:32]
+
+
+def _read_cache(key: str) -> dict[str, Any] | None:
+    with suppress(OSError, ValueError):
+        if (folder := cache_folder("probes")) is not None:
+            found = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
+            return found if isinstance(found, dict) and "eager" in found and "largest" in found else None
+    return None
+
+
+def _write_cache(key: str, report: dict[str, Any]) -> None:
+    with suppress(OSError):
+        if (folder := cache_folder("probes")) is not None:
+            write_atomic(folder / f"{key}.json", stable_json(report))

@@ -1,0 +1,194 @@
+"""Take a few steps of a built run on throw-away state, with one or several micro-batch sizes, and measure them.
+
+`workflows/probe.py` builds the run in a child process. The learning rate is zero, so every size sees the same model.
+"""
+
+import math
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tunewell.core.errors import UserError
+from tunewell.data.batches import make_batch, micro_batches, spread_evenly
+from tunewell.data.corpus.reader import Corpus
+from tunewell.hardware.facts import peak_memory_bytes
+from tunewell.records.plan import Chosen
+from tunewell.training.checkpoints import Checkpoints
+from tunewell.training.engine import train as take_steps
+from tunewell.training.evaluate import held_out_loss
+from tunewell.training.events import Event, Healed, StepTaken
+from tunewell.training.memory import OutOfMemory, free_memory
+from tunewell.training.run import Run, RunProgress
+from tunewell.training.saved_checkpoints import State
+
+_STEPS = {"cuda": 6, "mps": 4}
+_MAX_CPU_STEPS = 8
+_COMPILED_STEPS = 5
+_SIZE_SECONDS = 1.0
+"""Time for each micro-batch size; at least three steps are taken."""
+_EVALUATED = 8
+_CLIFF = 0.5
+"""A larger micro-batch with less than this share of the speed has spilled into main memory."""
+
+
+@dataclass
+class _Steps:
+    """The steps that were taken with one micro-batch size."""
+
+    events: list[StepTaken] = field(default_factory=list[StepTaken])
+    is_healed: bool = False
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, StepTaken):
+            self.events.append(event)
+        self.is_healed = self.is_healed or isinstance(event, Healed)
+
+
+class NoCheckpoints(Checkpoints):
+    def save(self, state: State, *, is_best: bool = False, wait: bool = False) -> None:
+        """Do nothing."""
+
+
+def take_probe_steps(run: Run, corpus: Corpus, request: dict[str, Any], deadline: float) -> dict[str, Any]:
+    """Take the steps of a request, and return what they held and took."""
+    kind = run.learner.device.type
+    run.held_out = corpus.held_out.select(spread_evenly(0, 0)) if len(corpus.held_out) else run.held_out
+    run.checkpoints = NoCheckpoints(run.checkpoints.folder, keep=1, on_trouble=lambda text: None)
+    mode, size = request["compile"], request["micro_batch_tokens"]
+    report: dict[str, Any] = {"sizes": []}
+    eager = _measure_uncompiled(run, size, deadline)
+    if eager is None:
+        raise UserError("out of memory: a step with the planned micro-batch does not fit")
+    report["eager"] = eager | {"context_bytes": _context_bytes(run, request)}
+    if kind == "cuda" and mode == "on":
+        report["compiled"] = measure_size(run, size, "on", _COMPILED_STEPS)
+    report["largest"] = _take_largest(run, size, known_tokens=eager["micro_tokens"])
+    report |= _forward(run, corpus)
+    best = report.get("compiled") or eager
+    compiled = "on" if report.get("compiled") else "off"
+    for other in request["sizes"]:
+        if time.perf_counter() > deadline:
+            break
+        number = int(min(max(_SIZE_SECONDS / max(best["seconds"], 1e-9), 3), 20))
+        own = best if other == size else measure_size(run, other, compiled, number)
+        if own is None or own["rate"] < _CLIFF * max([best["rate"], *(known["rate"] for known in report["sizes"])]):
+            break  # out of memory, or memory of the host
+        report["sizes"].append({"tokens": other, "rate": own["rate"], "loss": own["loss"], "peak": own["reserved"]})
+    report["peak_rss"] = peak_memory_bytes()
+    return report
+
+
+def _measure_uncompiled(run: Run, size: int, deadline: float) -> dict[str, Any] | None:
+    """Take as many steps as fit into half of the time. On a slow machine this is a single step."""
+    kind = run.learner.device.type
+    if kind != "cpu":
+        return measure_size(run, size, "off", _STEPS[kind])
+    first = measure_size(run, size, "off", 1)
+    if first is None:
+        return None
+    possible = int(min(0.5 * (deadline - time.perf_counter()) / max(first["seconds"], 1e-9), _MAX_CPU_STEPS))
+    return first if possible < 2 else measure_size(run, size, "off", possible)
+
+
+def measure_size(run: Run, micro_tokens: int, compiling: str, num_steps: int) -> dict[str, Any] | None:
+    """Take the first steps of the run with a micro-batch size. Return their speed and memory; None if out of memory."""
+    device, steps = run.learner.device, _Steps()
+    because = "a probe"
+    run.plan = run.plan.model_copy(
+        update={
+            "micro_batch_tokens": Chosen[int](value=micro_tokens, because=because),
+            "compile": run.plan.compile.model_copy(update={"value": compiling}),
+            # The first step warms up, and is not timed if there are others.
+            "num_steps": Chosen[int](value=num_steps + (num_steps > 1) + (compiling == "on"), because=because),
+        }
+    )
+    run.progress, run.listener = RunProgress(last_look=10**9), steps
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    try:
+        ending = take_steps(run, handle_signals=False)
+    except (OutOfMemory, torch.OutOfMemoryError) as error:
+        free_memory(error)
+        return None
+    if steps.is_healed or ending.status != "finished" or not steps.events:
+        return None
+    timed = steps.events[-num_steps:]
+    tokens = sum(step.tokens for step in timed)
+    # The median per token: on a busy machine single steps take twice as long.
+    seconds = tokens * statistics.median(step.seconds / max(1, step.tokens) for step in timed)
+    is_cuda = device.type == "cuda"
+    return {
+        "seconds": seconds / len(timed),
+        "tokens": tokens / len(timed),
+        "rate": tokens / max(seconds, 1e-9),
+        "first_seconds": steps.events[-num_steps - 1].seconds if len(steps.events) > num_steps else 0.0,
+        "loss": steps.events[0].loss if math.isfinite(steps.events[0].loss) else None,
+        "reserved": torch.cuda.max_memory_reserved(device) if is_cuda else peak_memory_bytes() or 0,
+        "allocated": torch.cuda.max_memory_allocated(device) if is_cuda else peak_memory_bytes() or 0,
+        "micro_tokens": _largest_group(run, micro_tokens, range(len(steps.events)))[1],
+    }
+
+
+def _largest_group(run: Run, micro_tokens: int, steps: Any) -> tuple[Any, int]:
+    """Return the documents of the largest micro-batch among some steps, and its tokens."""
+    best: Any = None
+    most = 0
+    for number in steps:
+        for group in micro_batches(run.order.step(number).documents, run.order.lengths, micro_tokens):
+            tokens = int(run.order.lengths[group].sum())
+            if tokens > most:
+                best, most = group, tokens
+    return best, most
+
+
+def _take_largest(run: Run, micro_tokens: int, *, known_tokens: int) -> dict[str, Any]:
+    """Take the largest micro-batch of the run in a step alone, unless one of that size was taken.
+
+    Return its tokens and the peak of all steps.
+    """
+    epoch_steps = len(run.order.steps_of_epoch(0))
+    group, tokens = _largest_group(run, micro_tokens, spread_evenly(epoch_steps, 64).tolist())
+    device = run.learner.device
+    if tokens > 1.02 * known_tokens and (device.type != "cuda" or run.plan.compile.value == "off"):
+        run.learner.take_step([make_batch(run.documents, group)], number=0, rate=0.0).read()
+    is_cuda = device.type == "cuda"
+    return {
+        "tokens": tokens,
+        "reserved": torch.cuda.max_memory_reserved(device) if is_cuda else peak_memory_bytes() or 0,
+        "allocated": torch.cuda.max_memory_allocated(device) if is_cuda else peak_memory_bytes() or 0,
+    }
+
+
+def _forward(run: Run, corpus: Corpus) -> dict[str, Any]:
+    """Return the seconds per token of an evaluation, and per generated token of sample answers."""
+    if not len(corpus.held_out):
+        return {}
+    split = corpus.held_out.select(spread_evenly(len(corpus.held_out), _EVALUATED))
+    budget = run.plan.micro_batch_tokens.value
+    held_out_loss(run.learner, split, budget=budget, most=None)
+    started = time.perf_counter()
+    held_out_loss(run.learner, split, budget=budget, most=None)
+    seconds = time.perf_counter() - started
+    found: dict[str, Any] = {"forward_token": seconds / max(1, int(split.index["length"].sum()))}
+    if run.config.evaluate.samples:
+        started = time.perf_counter()
+        samples = run.ask(0, 8192)
+        seconds = time.perf_counter() - started
+        # Reading the prompts is a forward pass; only the rest grows with the length of the answers.
+        prompts = sum(int((corpus.held_out.arrays(own.document)[1] == -100).sum()) for own in samples)
+        reading = min(prompts * found["forward_token"], 0.9 * seconds)
+        found |= {"answer_seconds": seconds - reading, "answers": len(samples)}
+    return found
+
+
+def _context_bytes(run: Run, request: dict[str, Any]) -> int | None:
+    """Return the memory of this process on the GPU outside torch's allocator; None if it is not known."""
+    device, before = run.learner.device, request.get("used_bytes")
+    if device.type != "cuda" or before is None:
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - before - torch.cuda.memory_reserved(device)

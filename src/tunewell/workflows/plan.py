@@ -1,0 +1,117 @@
+"""`tunewell plan`: predict memory, time and cost of a run, without torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tunewell.config.load import LoadedConfig
+from tunewell.core.errors import UserError
+from tunewell.core.progress import Progress, ProgressListener, silent
+from tunewell.core.units import count
+from tunewell.data.corpus.reader import open_corpus
+from tunewell.hardware.cards import Card, find_card
+from tunewell.hardware.facts import DeviceFacts
+from tunewell.hardware.machine import System, read_machine
+from tunewell.planning.advice import advise
+from tunewell.planning.fit import Planner, on_card
+from tunewell.planning.forecast import Outlook, shape_of
+from tunewell.planning.machine_notes import machine_notes
+from tunewell.planning.result import CardRow, PlanResult
+from tunewell.records.plan import Chosen
+from tunewell.runs.config import require_training_data, with_start
+from tunewell.runs.probe import probe_run, with_probe
+from tunewell.workflows.prepare import prepare
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Options of one `plan` call."""
+
+    is_measuring: bool = True
+    gpus: Sequence[str] = ()
+    ram_bytes: int | None = None
+    """Plan for a machine with this much main memory."""
+
+
+def plan(
+    loaded: LoadedConfig,
+    options: PlanOptions | None = None,
+    *,
+    progress: ProgressListener = silent,
+    system: System | None = None,
+) -> PlanResult:
+    """Predict a run. The corpus is prepared if needed. Raises UserError for a config that cannot be trained."""
+    options = options or PlanOptions()
+    cards = [find_card(name) for name in options.gpus]
+    loaded, _ = with_start(loaded)
+    require_training_data(loaded, is_resuming=False)
+    if loaded.config.data.sources:
+        progress(Progress("preparing the corpus"))
+        prepare(loaded, progress=progress)
+    corpus = open_corpus(loaded.path(loaded.config.corpus))
+    machine = read_machine(system)
+    device = _with_ram(machine.device(loaded.config.device), options.ram_bytes)
+    run = loaded.path(loaded.config.run)
+    planner = Planner(
+        loaded,
+        corpus,
+        device,
+        shape_of(loaded, corpus),
+        lambda shapes: Chosen[int](value=machine.cores, because=f"{count(machine.cores, 'core')}; measured by `train`"),
+        free_disk=(system or System()).free_disk(str(_existing(run))),
+    )
+    reason = ""
+    if options.is_measuring and not cards and options.ram_bytes is None:
+        planner, reason = _measured(planner, progress)
+    made, _, outlook = planner.first
+    fits = outlook.prediction.fits
+    prices = loaded.config.plan.prices
+    return PlanResult(
+        plan=made,
+        prediction=outlook.prediction,
+        model=loaded.config.model or "",
+        num_parameters=planner.shape.num_weights,
+        device=device,
+        tokens_per_second=outlook.speed.tokens_per_second,
+        ladder=[] if fits else planner.ladder,
+        cards=[_card_row(planner, card, prices) for card in cards],
+        fitting_cards=[] if fits else [card.name for card in planner.cards_that_fit()],
+        notes=[
+            *([reason] if reason else []),
+            *machine_notes(machine, made, outlook, corpus=corpus.path, run=run),
+        ],
+        advice=advise(corpus),
+        sizes=planner.sizes,
+        price=prices.get("here"),
+    )
+
+
+def _measured(planner: Planner, progress: ProgressListener) -> tuple[Planner, str]:
+    """Return the planner with what real steps measured, or with the reason why none were taken."""
+    made, _, outlook = planner.first
+    if planner.is_impossible:
+        return planner, ""
+    found, reason = probe_run(planner.loaded, made, outlook, progress)
+    if found is None:
+        return planner, f"no real steps were taken: {reason}"
+    return with_probe(planner, found), ""
+
+
+def _with_ram(device: DeviceFacts, ram_bytes: int | None) -> DeviceFacts:
+    if ram_bytes is None:
+        return device
+    if device.kind != "cpu":
+        raise UserError("`--ram` plans a run on a CPU", fix="add `--set device=cpu`, or use `--gpu`")
+    return replace(device, memory_bytes=ram_bytes, free_bytes=int(ram_bytes * 0.9))
+
+
+def _existing(path: Path) -> Path:
+    """Return the nearest folder that exists."""
+    return next((folder for folder in [path, *path.absolute().parents] if folder.is_dir()), Path.cwd())
+
+
+def _card_row(planner: Planner, card: Card, prices: dict[str, float]) -> CardRow:
+    outlook: Outlook | None = on_card(planner, card)
+    if outlook is None:
+        return CardRow(card, None, price=prices.get(card.name))
+    return CardRow(card, outlook.prediction, outlook.work.micro_tokens, prices.get(card.name))

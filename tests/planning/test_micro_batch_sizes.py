@@ -1,0 +1,35 @@
+"""The choice of a micro-batch from measured speeds."""
+
+from workloads import workload
+
+from tunewell.planning.forecast import Measured, predict
+from tunewell.planning.speed import MeasuredSpeed
+from tunewell.runs.probe import ProbeResult, Size, sweep_sizes
+
+
+def _result(**rates: float) -> ProbeResult:
+    measured = Measured(1, 1, 1, False, MeasuredSpeed(), "")
+    return ProbeResult(measured, [Size(int(name[1:]), rate, 1.0, 1) for name, rate in rates.items()])
+
+
+def test_the_smallest_size_within_three_percent_of_the_fastest_is_chosen():
+    """The fastest alone would take twice the memory for a percent."""
+    knee = _result(t1024=900.0, t2048=975.0, t4096=1000.0).knee
+    assert knee is not None and knee.tokens == 2048
+    assert _result(t2048=975.0).knee is None
+
+
+def test_a_short_run_keeps_the_constant_with_a_reason():
+    """Measuring for longer than 5% of the run costs more than it saves."""
+    sizes, reason = sweep_sizes(predict(workload("1.1b", tokens=32_768, compiling="off", num_steps=20)))
+    assert sizes == [] and "5% of the run" in reason
+
+
+def test_a_long_run_is_measured_around_the_constant():
+    """Sizes never exceed the step, and a size that the user set is not measured."""
+    work = workload("1.1b", tokens=32_768, compiling="off", num_steps=50_000).with_micro_tokens(16_384)
+    sizes, _ = sweep_sizes(predict(work))
+    largest = int(max(step.sum() for step in work.step_lengths))
+    assert 16_384 in sizes and len(sizes) >= 3 and max(sizes) <= largest
+    fixed = workload("1.1b", compiling="off", num_steps=50_000, train={"micro_batch_tokens": 4096})
+    assert sweep_sizes(predict(fixed))[0] == []

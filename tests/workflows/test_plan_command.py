@@ -1,0 +1,180 @@
+"""`tunewell plan`: what it predicts, what it offers if a run does not fit, and what is left when measuring fails."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recorded_system import RecordedSystem
+
+import tunewell
+from corpora import tree, write_sums
+from forked import run_command
+from tunewell.config.load import load_config
+from tunewell.core.errors import UserError
+from tunewell.hardware.facts import cpu_facts
+from tunewell.records.plan import read_plan
+from tunewell.records.rundir import read_outcome
+from tunewell.runs import probe
+from tunewell.workflows import plan as workflow
+from tunewell.workflows import train as train_workflow
+from tunewell.workflows.plan import PlanOptions
+
+FAST = ["device=cpu", "train.threads=1", "data.held_out=0.2", "train.max_steps=6", "train.batch_documents=4"]
+COMPUTED = PlanOptions(is_measuring=False)
+GiB = 1 << 30
+
+
+@pytest.fixture
+def project(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with rows, a config, and a cache of its own."""
+    write_sums(tmp_path, tiny_model, model="preset:tiny-1m", num_rows=60)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TUNEWELL_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def _plan(*sets: str, options: PlanOptions = COMPUTED, system: Any = None) -> Any:
+    return workflow.plan(load_config(None, [*FAST, *sets]), options, system=system)
+
+
+def test_the_command_prints_the_promised_keys_and_imports_no_torch(project: Path) -> None:
+    """Programs read these keys, and `plan` must work where torch is missing or broken."""
+    script = (
+        "import sys; from tunewell.cli.main import main; code = main(sys.argv[1:]);"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules; raise SystemExit(code)"
+    )
+    line = [sys.executable, "-c", script, "plan", "--no-measure", "--json"]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=project)
+    assert done.returncode == 0, done.stderr
+    payload = json.loads(done.stdout)
+    assert payload["fits"] is True and payload["is_measured"] is False
+    memory = payload["memory"]
+    assert memory["low_bytes"] < memory["peak_bytes"] < memory["high_bytes"] and memory["free_bytes"]
+    assert {"weights", "adapter", "gradients", "optimizer", "activations", "head", "graphs"} <= memory["parts"].keys()
+    assert payload["seconds"]["low"] < payload["seconds"]["expected"] < payload["seconds"]["high"]
+    assert payload["micro_batch_tokens"] > 0 and payload["ladder"] == []
+
+
+def test_real_steps_predict_what_the_run_then_needs(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child takes steps of the real engine, leaves nothing but the cache, and `train` uses what it measured."""
+    # A run and its child both import torch, so most of the memory is equal; the steps decide the rest.
+    before = set(Path(tempfile.gettempdir()).glob("tunewell-probe-*"))
+    result = tunewell.plan(sets=FAST, progress=False)
+    assert result.prediction.is_measured, result.notes
+    assert set(Path(tempfile.gettempdir()).glob("tunewell-probe-*")) == before
+    assert "fits=True" in repr(result) and "micro-batch" in result._repr_html_()
+    assert not (project / "run").exists()
+    monkeypatch.setattr(probe, "_run_child", lambda *args: pytest.fail("measured again"))
+    again = tunewell.plan(sets=FAST, progress=False).prediction
+    assert again.is_measured and again.memory.peak_bytes == result.prediction.memory.peak_bytes
+    tunewell.train(sets=[*FAST, "verdict.questions=2"], progress=False)
+    outcome = read_outcome(project / "run")
+    assert outcome.predicted is not None and outcome.measured is not None
+    assert outcome.predicted.is_measured
+    assert outcome.predicted == read_plan(project / "run").prediction
+    assert set(outcome.measured.phases) >= {"load", "steps", "evaluation", "verdict"}
+    shown = run_command("plan", "--check", "run", cwd=project)
+    assert shown.returncode == 0 and "peak memory" in shown.stdout and "verdict" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("kill -9 $$", "was killed, most likely because the machine ran out of memory"),
+        ("kill -11 $$", "crashed (SIGSEGV)"),
+        ("echo 'ImportError: libcudart' >&2; exit 1", "ImportError: libcudart"),
+        ("""echo 'RESULT {"error": "out of memory: a step does not fit"}'""", "a step does not fit"),
+    ],
+)
+def test_a_measuring_process_that_dies_leaves_the_computed_plan(
+    project: Path, monkeypatch: pytest.MonkeyPatch, script: str, reason: str
+) -> None:
+    """The plan is still worth something, and says why no step was taken."""
+    real = subprocess.Popen
+    monkeypatch.setattr(probe.subprocess, "Popen", lambda line, **options: real(["sh", "-c", script], **options))
+    result = _plan(options=PlanOptions())
+    assert not result.prediction.is_measured
+    assert reason in result.notes[0]
+    assert not list((project / "cache").rglob("*.json"))
+
+
+def test_a_run_that_does_not_fit_gets_a_ladder_and_exit_code_2(project: Path) -> None:
+    """Every rung has its numbers, and the chosen one fits."""
+    sets = ["model=preset:base-277m", "train.batch_documents=null", "train.batch_tokens=4096"]
+    result = _plan(*sets, options=PlanOptions(False, ram_bytes=int(3.4e9)))
+    assert not result.fits and result.exit_code == 2
+    names = [rung.name for rung in result.ladder]
+    assert "LoRA instead of full fine-tuning" in names
+    assert result.chosen is not None and result.chosen.prediction.fits
+    assert all(rung.prediction.memory.peak_bytes < result.prediction.memory.peak_bytes for rung in result.ladder)
+    assert "t4" in result.fitting_cards
+
+
+def test_apply_writes_a_config_that_fits(project: Path) -> None:
+    """The promise of the ladder: the same command with the written config says that it fits."""
+    more = "train:\n  batch_tokens: 4096   # large\n  max_steps: 5\ndevice: cpu\n"
+    text = (project / "tunewell.yaml").read_text().replace("preset:tiny-1m", "preset:base-277m")
+    (project / "tunewell.yaml").write_text(text + more)
+    line = ["plan", "--no-measure", "--ram", "3.4"]
+    done = run_command(*line, "--apply", cwd=project)
+    assert done.returncode == 0 and "wrote" in done.stdout, done.stderr
+    assert "batch_tokens: 4096   # large" in (project / "tunewell.yaml").read_text()
+    again = run_command(*line, cwd=project)
+    assert again.returncode == 0 and again.stdout.startswith("FITS"), again.stdout
+
+
+def test_a_smaller_micro_batch_is_chosen_if_the_constant_does_not_fit(project: Path) -> None:
+    """`auto` must not plan what runs out of memory, if half of it would do."""
+    sets = ["model=preset:base-277m", "method.kind=lora", "train.batch_documents=null", "train.batch_tokens=2048"]
+    whole = _plan(*sets)
+    small = _plan(*sets, options=PlanOptions(False, ram_bytes=int(whole.prediction.memory.peak_bytes * 0.9 / 0.9)))
+    assert small.fits
+    assert small.plan.micro_batch_tokens.value < whole.plan.micro_batch_tokens.value
+    assert "largest that fits" in small.plan.micro_batch_tokens.because
+
+
+def test_other_cards_are_compared_with_prices(project: Path) -> None:
+    """One table for machines that one does not have."""
+    result = _plan("plan.prices={t4: 0.5}", options=PlanOptions(False, gpus=["t4", "h200"]))
+    first, second = result.cards
+    assert first.prediction.fits and first.cost == pytest.approx(0.5 * first.prediction.seconds.expected / 3600)
+    assert second.cost is None and result.exit_code == 0
+    with pytest.raises(UserError, match="no GPU card `h2000`"):
+        _plan(options=PlanOptions(False, gpus=["h2000"]))
+    with pytest.raises(UserError, match="price per hour"):
+        _plan("plan.prices={t4: 1e9}")
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("wsl", ["WSL may use", "spills GPU memory"]),
+        ("colab_t4", ["emulates it", "Drive"]),
+        ("t4_busy", ["used by other processes: python (8.7 GiB)"]),
+        ("mac", ["Apple GPUs share"]),
+        ("container", ["the container may use 4.0 GiB", "the CPU is busy"]),
+    ],
+)
+def test_recorded_machines_get_their_notes(project: Path, name: str, texts: list[str]) -> None:
+    """Facts of WSL, Colab, T4, Mac and containers, replayed from files."""
+    result = _plan("device=auto", system=RecordedSystem(name))
+    notes = " ".join(result.notes)
+    assert [text for text in texts if text not in notes] == []
+    assert result.plan.precision.value == ("bf16" if name == "wsl" else "fp32")
+
+
+def test_train_refuses_what_cannot_fit_before_it_loads_weights(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8B on a T4 was planned without a word, and ended minutes later out of memory."""
+    small = replace(cpu_facts(), memory_bytes=GiB // 8, free_bytes=GiB // 16)
+    monkeypatch.setattr(train_workflow, "probe_device", lambda name: small)
+    monkeypatch.setattr(train_workflow, "build_run", lambda parts: pytest.fail("the model is being loaded"))
+    with pytest.raises(UserError, match="does not fit: it needs at least"):
+        tunewell.train(sets=FAST, progress=False)
+    assert "run" not in {path.split("/")[0] for path in tree(project)}
+    with pytest.raises(pytest.fail.Exception, match="is being loaded"):
+        tunewell.train(sets=[*FAST, "plan.memory=warn"], progress=False)
