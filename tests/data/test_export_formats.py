@@ -164,7 +164,7 @@ def test_a_chatgpt_export_is_read(tiny_model, tmp_path, name):
     report = prepared(tmp_path, tiny_model, name)
     assert (report["documents"], report["dropped"]) == (2, {"has_media": 1, "not_a_conversation": 1})
     assert supervised(tmp_path) == ["It is 4.<|im_end|>You are welcome.<|im_end|>", "Here it is.<|im_end|>"]
-    assert report["notes"] == {"tool_messages_left_out": 1}
+    assert report["notes"] == {"tool_messages_left_out": 1, "thinking_not_rendered": 1}
     [media] = [row for row in dropped_rows(tmp_path) if row["reason"] == "has_media"]
     assert media["row"] == 3 and "image" in media["detail"]
     everything = prepared(tmp_path, tiny_model, name, *source(paths="all"))

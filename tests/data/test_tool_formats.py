@@ -197,6 +197,14 @@ def test_thinking_is_kept_or_stripped_as_configured(tiny_model, tmp_path, form):
     assert not report["notes"]
 
 
+@pytest.mark.parametrize("form", ["a field", "blocks"])
+def test_thinking_that_the_template_does_not_render_is_counted(tiny_model, tmp_path, form):
+    """`thinking: keep` promises to supervise it, and it vanished without a word."""
+    row = {"messages": [{"role": "user", "content": "Ok?"}, {"role": "assistant", **THOUGHTS[form]}]}
+    report, [(_, supervised)] = prepared(tmp_path, tiny_model, row)
+    assert (supervised, report["notes"]) == ("Yes.<|im_end|>", {"thinking_not_rendered": 1})
+
+
 def test_a_reply_of_thinking_only_is_empty_without_it(tiny_model, tmp_path):
     """It would teach the model to say nothing."""
     rows = [

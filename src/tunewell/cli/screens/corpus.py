@@ -69,6 +69,8 @@ _NOTES = {
     "chosen_replies": "rows of a preference set: the `chosen` reply is trained on, the `rejected` one is not used",
     "other_ids_as_a_whole": "rows that llama.cpp and Ollama tokenize differently",
     "rows_with_markers": "rows that contain a template marker, which is encoded as plain text",
+    "thinking_not_rendered": "rows with thinking that the template leaves out, so it is not trained on; "
+    "`template.name: chatml` renders it",
 }
 """Explanations of notes whose name is not clear by itself."""
 

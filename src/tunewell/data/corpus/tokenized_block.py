@@ -20,7 +20,7 @@ from tunewell.config.schema import Clean
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_text, write_atomic
 from tunewell.data.encoding.encoder import EncodedDocuments, Encoder, PlannedDocument
-from tunewell.data.masking.masker import Masker
+from tunewell.data.masking.masker import Masker, Plan
 from tunewell.data.rows.cleaning import DIGEST_BYTES, Digests, clean, find_possible_secrets, find_secrets
 from tunewell.data.rows.conversation import Conversation, Rejected
 from tunewell.data.rows.formats import Converter
@@ -30,8 +30,8 @@ from tunewell.data.sources.blocks import Block, ReadOptions, parse_item
 if TYPE_CHECKING:
     from tunewell.data.masking.rendered import RenderedTextParser
 
-PIPELINE_VERSION = 2
-"""Version of the tokenised output. Increase it when the same rows give different tokens, to invalidate the cache."""
+PIPELINE_VERSION = 3
+"""Version of the tokenised output. Increase it when equal rows give other tokens or notes, to invalidate the cache."""
 _ARRAYS = ("status", "whole", "question", "lengths", "boundary", "tokens")
 _DETAIL_CHARS = 300
 _BAD_ROW_REASONS = {"unparsable", "not_a_conversation", "too_large", "mask_uncertain", "has_media"}
@@ -240,6 +240,8 @@ def _render_row(value: Any, pipeline: RowPipeline, rendered: RenderedBlock, *, m
             rendered.notes["replies_not_rendered"] += plan.num_unrendered_turns
         if conversation.tools or any(len(message) > 2 for message in conversation.messages):
             _check_tools(conversation, pipeline.masker, rendered)
+        if plan.unrendered_slots and _lacks_thinking(conversation, plan, texts):
+            rendered.notes["thinking_not_rendered"] += 1
         layout = PlannedDocument(plan, texts)
     # The tokenizer has no tokens for these bytes and silently drops them.
     lost, data = bytes(pipeline.encoder.tokenizer.lost_bytes), "".join(layout.texts).encode()
@@ -294,6 +296,13 @@ def _check_tools(conversation: Conversation, masker: Masker, rendered: RenderedB
             "nothing_to_learn", "the template does not render tool calls: the model would learn an empty reply"
         )
     rendered.notes["tool_calls_not_rendered"] += 1
+
+
+def _lacks_thinking(conversation: Conversation, plan: Plan, texts: list[str]) -> bool:
+    """Return True if the template leaves out the thinking of a reply. Rows may have the same thinking in two fields."""
+    unrendered = {texts[slot] for slot in plan.unrendered_slots}
+    contents = {message["content"] for message in conversation.messages}
+    return not unrendered <= contents.union(texts[piece.slot] for piece in plan.pieces if piece.slot >= 0)
 
 
 def join_tokens(rendered: RenderedBlock, encoded: EncodedDocuments) -> TokenizedBlock:

@@ -44,6 +44,8 @@ class Plan:
     num_supervised_turns: int
     num_unrendered_turns: int
     """Number of replies that the template does not render."""
+    unrendered_slots: tuple[int, ...] = ()
+    """The message texts that the template does not render, e.g. the thinking of replies."""
     compiled: Any = None
     """The compiled plan of the encoder, cached here."""
 
@@ -164,7 +166,8 @@ class Masker:
         )
         supervised, num_supervised, num_unrendered = self._supervised_spans(turns)
         pieces = _split_pieces(turns, spans, supervised, self._reply_starts(turns))
-        return Plan(pieces, trims, num_supervised, num_unrendered)
+        unrendered = sorted(set(range(len(slots))).difference(order))
+        return Plan(pieces, trims, num_supervised, num_unrendered, tuple(unrendered))
 
     def _reply_starts(self, turns: RenderedTurns) -> set[int]:
         """Return the start of each turn that a prompt can ask for, supervised in this row or not."""
