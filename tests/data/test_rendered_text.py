@@ -8,6 +8,7 @@ from tunewell.data.corpus.reader import open_corpus
 from tunewell.data.masking.rendered import RenderedTextParser
 from tunewell.data.rows.conversation import Rejected
 from tunewell.data.templates.chat_template import BUILTIN_NAMES, ChatTemplate, builtin_template
+from tunewell.data.tokenizers.load import load_tokenizer
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -97,6 +98,54 @@ def test_rendered_rows_give_the_ids_and_masks_of_their_messages(tmp_path):
         corpora.append([(list(document.input_ids), list(document.labels)) for document in corpus])
     assert corpora[0] == corpora[1]
     assert report["sources"][0]["formats"] == {"text rendered by the model's own": 6}
+
+
+ASKED = "<|im_start|>user\nQ{n}<|im_end|>\n<|im_start|>assistant\n"
+PROMPTS = {
+    "chatml": (ASKED, "A reply<|im_end|>", "prompt_completion rendered by the model's own"),
+    "two turns": (f"{ASKED}An earlier reply<|im_end|>\n{ASKED}", "A reply", "rendered by the model's own"),
+    "alpaca": ("### Instruction:\nQ{n}\n\n### Response:\n", "A reply</s>", "prompt_completion rendered by alpaca"),
+    "one line": ("### Instruction: Q{n} ### Response:", " A reply", "prompt_completion rendered by alpaca"),
+}
+
+
+@pytest.mark.parametrize("form", PROMPTS)
+def test_a_rendered_prompt_is_read_as_its_messages(tmp_path, form):
+    """The prompt became a question with markers as text, inside of the template's own markers."""
+    prompt, completion, name = PROMPTS[form]
+    model = write_tiny_model(tmp_path / "model")
+    rows = [{"prompt": prompt.replace("{n}", str(n)), "completion": completion} for n in range(3)]
+    report = prepare(tmp_path, model, write_jsonl(tmp_path / "rows.jsonl", rows), sets=["data.held_out=0"])
+    [(found, number)] = report["sources"][0]["formats"].items()
+    assert found.endswith(name) and number == 3
+    assert not report["notes"]
+    tokenizer = load_tokenizer(tmp_path / "corpus" / "tokenizer").backend
+    supervised = [[label for label in row.labels if label != -100] for row in open_corpus(tmp_path / "corpus")]
+    assert [tokenizer.decode(ids, skip_special_tokens=False) for ids in supervised] == ["A reply<|im_end|>"] * 3
+
+
+def test_a_prompt_of_an_unknown_template_is_refused_unless_the_format_is_named(tmp_path):
+    """`format` keeps the texts as they are."""
+    model = write_tiny_model(tmp_path / "model")
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "<|User|>hi<|End|><|Bot|>", "completion": "yo"}])
+    error = prepare(tmp_path, model, rows, code=2)["error"]
+    assert "unknown chat template" in error["what"] and "format: prompt_completion" in error["fix"]
+    sets = ["data.held_out=0", "data.sources[0].format=prompt_completion"]
+    assert prepare(tmp_path, model, rows, sets=sets)["sources"][0]["formats"] == {"prompt_completion": 1}
+
+
+def test_the_input_of_an_alpaca_prompt_belongs_to_the_question(parser):
+    prompt = "Below is an instruction, with an input.\n\n### Instruction:\nAdd\n\n### Input:\n1 2\n\n### Response:\n"
+    conversation, _ = parser.parse_prompt(prompt, "3", "rows", "prompt_completion")
+    assert [message["content"] for message in conversation.messages] == ["Add\n\n1 2", "3"]
+    own = RenderedTextParser(ChatTemplate(builtin_template("alpaca"), special_tokens=TOKENS, name="own"), TOKENS)
+    conversation, _ = own.parse_prompt(prompt, "3", "rows", "prompt_completion")
+    assert conversation.messages[0] == {"role": "user", "content": "Add\n\n### Input:\n1 2", "has_input": True}
+
+
+def test_questions_that_start_with_a_sign_or_a_name_stay_questions(parser):
+    questions = ["# A heading", "[1] or [2]?", "<b>bold</b>?", "User: he said hi. Why?", "### Instructions\nNone"]
+    assert [parser.parse_prompt(question, "Yes.", "rows", "question_answer") for question in questions] == [None] * 5
 
 
 def test_learn_from_on_plain_text_is_refused(tmp_path):

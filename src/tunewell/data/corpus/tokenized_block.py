@@ -7,6 +7,7 @@ Therefore a second `prepare` tokenises only new rows, and an interrupted `prepar
 import hashlib
 import io
 import json
+import re
 import zipfile
 from collections import Counter
 from dataclasses import dataclass, field
@@ -34,6 +35,9 @@ PIPELINE_VERSION = 3
 """Version of the tokenised output. Increase it when equal rows give other tokens or notes, to invalidate the cache."""
 _ARRAYS = ("status", "whole", "question", "lengths", "boundary", "tokens")
 _DETAIL_CHARS = 300
+_PAIR_FORMATS = frozenset(("prompt_completion", "question_answer", "preference", "unpaired_preference"))
+_MAY_BE_RENDERED = re.compile(r"\s*(?:[<\[\]#]|below is an |a chat between |(?:user|human):)", re.IGNORECASE)
+"""The start of a prompt that may be rendered. Nearly all others are recognised by this fast check."""
 _BAD_ROW_REASONS = {"unparsable", "not_a_conversation", "too_large", "mask_uncertain", "has_media"}
 
 
@@ -118,6 +122,15 @@ class RowPipeline:
     """Created for the first row of plain text."""
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
     """The config values from which the objects were created, for the cache key."""
+
+    def rendered_text_parser(self) -> "RenderedTextParser":
+        """Return the parser of rendered text; create it on first use."""
+        if self.parser is None:
+            from tunewell.data.masking.rendered import RenderedTextParser  # not needed for other rows
+
+            template = self.masker.template if self.masker else None
+            self.parser = RenderedTextParser(template, self.encoder.tokenizer.special_tokens)
+        return self.parser
 
     def cache_key(self) -> str:
         """Return a hash of everything that affects the tokens, except the rows."""
@@ -213,6 +226,8 @@ def _render_row(value: Any, pipeline: RowPipeline, rendered: RenderedBlock, *, m
     conversation, format_name = pipeline.converter.convert(value)
     if conversation.text is not None:
         conversation, format_name = _parse_rendered(conversation, format_name, pipeline)
+    elif format_name in _PAIR_FORMATS and _MAY_BE_RENDERED.match(conversation.messages[-2:][0]["content"]):
+        format_name = _parse_rendered_prompt(conversation, format_name, pipeline)
     if may_have_secret and (secrets := find_secrets(conversation, pipeline.clean)):
         rendered.secrets.append((len(rendered.status), dict(secrets)))
         if pipeline.clean.secrets == "drop":
@@ -261,12 +276,7 @@ def _parse_rendered(conversation: Conversation, format_name: str, pipeline: RowP
     assert conversation.text is not None
     found = None
     if not pipeline.converter.keeps_text:
-        if pipeline.parser is None:
-            from tunewell.data.masking.rendered import RenderedTextParser
-
-            template = pipeline.masker.template if pipeline.masker else None
-            pipeline.parser = RenderedTextParser(template, pipeline.encoder.tokenizer.special_tokens)
-        found = pipeline.parser.parse(conversation.text, pipeline.source)
+        found = pipeline.rendered_text_parser().parse(conversation.text, pipeline.source)
     if found is None:
         rule = pipeline.masker.rule.learn_from if pipeline.masker else "responses"
         if rule == "last_response" or pipeline.settings.get("source", {}).get("learn_from") == "responses":
@@ -277,6 +287,23 @@ def _parse_rendered(conversation: Conversation, format_name: str, pipeline: RowP
             )
         return conversation, format_name
     return found[0], f"text rendered by {found[1]}"
+
+
+def _parse_rendered_prompt(conversation: Conversation, format_name: str, pipeline: RowPipeline) -> str:
+    """Replace a prompt that a chat template has rendered, and its completion, by their messages."""
+    roles = [message["role"] for message in conversation.messages]
+    if roles[-2:] != ["user", "assistant"] or roles[:-2] not in ([], ["system"]) or pipeline.converter.keeps_text:
+        return format_name
+    *system, asked, replied = conversation.messages
+    parser = pipeline.rendered_text_parser()
+    found = parser.parse_prompt(asked["content"], replied["content"], pipeline.source, format_name)
+    if found is None:
+        return format_name
+    messages = found[0].messages
+    conversation.messages = messages if messages[0]["role"] == "system" else [*system, *messages]
+    if sum(message["role"] == "assistant" for message in messages) > 1:  # the earlier replies belong to the prompt
+        conversation.learn = [*[False] * (len(conversation.messages) - 1), None]
+    return f"{format_name} rendered by {found[1]}"
 
 
 def _check_tools(conversation: Conversation, masker: Masker, rendered: RenderedBlock) -> None:

@@ -28,6 +28,10 @@ _TURN_WORDS = re.compile(
     r"|\[INST\].*\[/INST\]",
     re.DOTALL | re.IGNORECASE,
 )
+# Alpaca's prompt, often without its introduction.
+_ALPACA = re.compile(r"\s*(?:Below is an instruction[^\n]*\n\s*)?### ?Instruction:")
+_ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<eos>")
+_PROMPT_END = re.compile(r"(?:assistant|ai|bot):\s*\Z|\[/INST\]\s*\Z", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,8 @@ class RenderedTextParser:
             for some in (tokens, tokens | _DEFAULTS)
             for name in BUILTIN_NAMES
         ]
+        self._marks_input = template is not None and "has_input" in template.source
+        self._ends = (tokens["eos_token"], *_ENDS)
         self._frames = [frame for one in (*own, *others) for frame in _frames(one)]
 
     def parse(self, text: str, source: str) -> tuple[Conversation, str] | None:
@@ -101,6 +107,27 @@ class RenderedTextParser:
         Raises Rejected if the text starts like a conversation of a known template but is not one, and UserError for a
         conversation of an unknown template.
         """
+        if (known := self._parse_known(text)) is not None:
+            return known
+        shown = text.lstrip()
+        plain = _without_known_bos(shown)
+        if _has_markers(plain) or _TURN_WORDS.match(plain):
+            raise _unknown_template(source, shown, "text", "train on the whole text, markers included")
+        return None
+
+    def parse_prompt(
+        self, prompt: str, completion: str, source: str, format_name: str
+    ) -> tuple[Conversation, str] | None:
+        """Return the conversation of a rendered prompt and its completion; raise like `parse`."""
+        if (known := self._parse_known(prompt + completion)) is not None:
+            return known
+        shown = prompt.lstrip()
+        plain = _without_known_bos(shown)
+        if _has_markers(plain) or (_TURN_WORDS.match(plain) and _PROMPT_END.search(plain)):
+            raise _unknown_template(source, shown, format_name, "keep the prompts as they are")
+        return None
+
+    def _parse_known(self, text: str) -> tuple[Conversation, str] | None:
         start = None
         for frame in self._frames:
             if (messages := frame.parse(text)) is not None:
@@ -112,17 +139,39 @@ class RenderedTextParser:
                 "not_a_conversation",
                 f"the text starts like the template `{start}`, but does not match it; convert the rows to `messages`",
             )
-        shown = text.lstrip()
-        plain = next((shown[len(bos) :].lstrip() for bos in _BOS if shown.startswith(bos)), shown)
-        has_markers = _LOOKS_RENDERED.match(plain) and len(_LOOKS_RENDERED.findall(plain)) > 1
-        if has_markers or _TURN_WORDS.match(plain):
-            raise UserError(
-                f"`{source}` has conversations as text, rendered by an unknown chat template",
-                where=f"a row starts with {shown[:60]!r}",
-                fix="convert the rows to `messages`, set `template.name` to the `.jinja` file that rendered them, or "
-                "set `format: text` on the source to train on the whole text, markers included",
-            )
-        return None
+        return self._parse_alpaca(text)
+
+    def _parse_alpaca(self, text: str) -> tuple[Conversation, str] | None:
+        head, has_reply, reply = text.partition("### Response:")
+        start = _ALPACA.match(head)
+        if not has_reply or start is None or "### Instruction:" in reply:
+            return None
+        question, _, given = (part.strip() for part in head[start.end() :].partition("### Input:"))
+        asked: Message = {"role": "user", "content": question}
+        if given and self._marks_input:
+            asked |= {"content": f"{question}\n\n### Input:\n{given}", "has_input": True}
+        elif given:
+            asked["content"] += f"\n\n{given}"
+        reply = reply.strip()
+        end = next((end for end in self._ends if reply.endswith(end)), "")
+        return Conversation([asked, {"role": "assistant", "content": reply.removesuffix(end).rstrip()}]), "alpaca"
+
+
+def _without_known_bos(text: str) -> str:
+    return next((text[len(bos) :].lstrip() for bos in _BOS if text.startswith(bos)), text)
+
+
+def _has_markers(text: str) -> bool:
+    return _LOOKS_RENDERED.match(text) is not None and len(_LOOKS_RENDERED.findall(text)) > 1
+
+
+def _unknown_template(source: str, text: str, format_name: str, effect: str) -> UserError:
+    return UserError(
+        f"`{source}` has conversations as text, rendered by an unknown chat template",
+        where=f"a row starts with {text[:60]!r}",
+        fix="convert the rows to `messages`, set `template.name` to the `.jinja` file that rendered them, or "
+        f"set `format: {format_name}` on the source to {effect}",
+    )
 
 
 def _frames(template: ChatTemplate) -> Iterator[_Frame]:

@@ -262,8 +262,8 @@ class Converter:
 
     @property
     def keeps_text(self) -> bool:
-        """Whether the config asks for plain text, even if it looks like a conversation."""
-        return self._format == "text"
+        """Whether the config names the format, so that texts are kept even if they look like a conversation."""
+        return self._format != "auto"
 
     def convert(self, row: Any) -> tuple[Conversation, str]:
         """Return the conversation of a row and the name of its format; raise Rejected if it is not a conversation."""
