@@ -238,6 +238,23 @@ def test_a_mapping_the_wrong_way_round_is_refused_at_once():
     assert "question: Frage" in str(caught.value.fix)
 
 
+@pytest.mark.parametrize(("value", "text"), [(0, "0"), (3.5, "3.5"), (True, "true"), (False, "false"), (-7, "-7")])
+def test_a_number_as_question_or_answer_is_its_json_text(value, text):
+    """A CSV file with the same cells gave text, and the same rows as JSON were dropped."""
+    rows = [
+        {"question": "q", "answer": value},
+        {"prompt": "q", "completion": value},
+        {"instruction": "q", "output": value},
+    ]
+    rows += [{"question": "q", "answer": value, "solution": "other"}, {"prompt": "q", "chosen": value, "rejected": "r"}]
+    for row in rows:
+        conversation, _ = Converter().convert(row)
+        assert conversation.messages == [user("q"), assistant(text)]
+        assert conversation.notes["numbers_as_text"] == 1
+        assert value in row.values()
+    assert Converter().convert({"question": "q", "answer": "3", "id": 5})[0].notes is None
+
+
 # --- refusals
 
 
@@ -250,7 +267,7 @@ def test_a_mapping_the_wrong_way_round_is_refused_at_once():
         ({}, "its columns: none"),
         ({"foo": 1, "bar": 2}, "its columns: bar, foo"),
         ({"text": 5}, "text is a number"),
-        ({"question": "q", "answer": 5}, "answer is a number"),
+        ({"question": "q", "answer": float("nan")}, "answer is a number"),
         ({"question": {"a": 1}, "answer": "a"}, "question is an object"),
         ({"question": "q", "answer": "a", "context": {"a": 1}}, "context is an object"),
         ({"question": "q", "answer": "a", "system": 5}, "system is a number"),

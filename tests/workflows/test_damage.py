@@ -51,7 +51,7 @@ DAMAGE: list[tuple[str, bytes, str]] = [
     ("an empty object", b"{}", "not_a_conversation"),
     ("a list of numbers", b"[1, 2, 3]", "not_a_conversation"),
     ("other names", b'{"ask": "q", "reply_text": "a"}', "not_a_conversation"),
-    ("another type", b'{"question": "q", "answer": 5}', "not_a_conversation"),
+    ("another type", b'{"question": "q", "answer": {"a": 5}}', "not_a_conversation"),
     ("an unknown role", b'{"messages": [{"role": "alien", "content": "x"}]}', "not_a_conversation"),
     ("no reply", b'{"messages": [{"role": "user", "content": "x"}]}', "not_a_conversation"),
     ("only a system message", b'{"messages": [{"role": "system", "content": "x"}]}', "not_a_conversation"),

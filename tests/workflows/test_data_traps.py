@@ -114,6 +114,13 @@ def test_near_misses_of_a_format_get_the_setting_that_fits(tiny_model, tmp_path,
     assert f"`data: {{sources: [{{path: rows.jsonl, {setting}}}]}}`" in str(caught.value.fix)
 
 
+def test_rows_that_cannot_be_read_name_a_setting_that_helps(tiny_model, tmp_path):
+    """The fix of `inspect` was to run `inspect`."""
+    with pytest.raises(UserError, match="no training data") as caught:
+        prepare_in(tmp_path, tiny_model, write_rows(tmp_path / "rows.jsonl", [{"text": 5}] * 5))
+    assert "`map: rows.py:to_messages`" in str(caught.value.fix) and "inspect" not in str(caught.value.fix)
+
+
 def test_a_misspelled_column_beside_a_known_format_is_named(tiny_model, tmp_path):
     """The row is valid as plain text, so nothing else shows the mistake."""
     rows = [{"text": f"what is {number}?", "respones": "a number"} for number in range(30)]

@@ -444,7 +444,7 @@ def _suggest_fix(first: dict[str, str]) -> str:
         found = detail.rpartition("; set `")[2].removesuffix("`") if "; set `" in detail else None
         setting = found or "columns: {question: YOURS, answer: YOURS}"
         return f"describe the source in tunewell.yaml: `data: {{sources: [{{path: {first['source']}, {setting}}}]}}`"
-    return (
-        "look at the first rows with `tunewell inspect DATA --model MODEL`; "
-        "`tunewell glossary REASON` explains a reason"
-    )
+    if reason is None:
+        return "set a lower `data.held_out`, or add rows"
+    remedy = "convert the rows with `map: rows.py:to_messages` on the source, or name other `columns`"
+    return f"{remedy if reason == 'not_a_conversation' else 'correct the rows'}; see `tunewell glossary {reason}`"

@@ -12,7 +12,7 @@ from typing import Any
 from tunewell.config.extensions import FORMATS
 from tunewell.core.errors import UserError
 from tunewell.data.rows.conversation import Conversation, ConversationRow, Message, Rejected, is_list, is_object
-from tunewell.data.rows.json_rows import parse_row
+from tunewell.data.rows.json_rows import numbers_as_text, parse_row
 
 ROLES = {
     "system": "system",
@@ -67,13 +67,12 @@ def _expanded(turn: Any) -> tuple[Any, ...] | list[Any]:
 def _message(turn: Any) -> tuple[Message, bool | None]:
     if not is_object(turn):
         raise Rejected("not_a_conversation", f"a turn is {kind_of(turn)}, not an object")
-    name = turn.get("role")
-    name = turn.get("from") if name is None else name
+    name = turn.get("from") if turn.get("role") is None else turn["role"]
     role = ROLES.get(name.lower()) if isinstance(name, str) else None
     if role is None:
         raise Rejected("not_a_conversation", f"unknown role {name!r}" if name is not None else "a turn has no role")
-    content = turn.get("content")
-    message: Message = {"role": role, "content": read_text(turn.get("value") if content is None else content, "a turn")}
+    content = turn.get("value") if turn.get("content") is None else turn["content"]
+    message: Message = {"role": role, "content": read_text(content, "a turn")}
     if name in _CALL_ROLES:
         calls = from_json(message["content"], "[{")
         calls = calls if is_list(calls) else [calls]
@@ -167,6 +166,8 @@ TEXTS = ("text", "sentence", "content", "document", "review", "utterance", "mess
 LABELS = ("label", "labels", "category", "class", "intent", "sentiment", "topic", "target", "tag")
 """Columns of a text and of its label in classification sets, by preference."""
 _KNOWN = dict.fromkeys([*_QUESTIONS, *_ANSWERS, *_EXTRAS, *_LISTS, *_SYSTEMS, "text", "tools", "label"])
+_COLUMN_FORMATS = frozenset((*_PAIRS, "question_answer", "preference", "unpaired_preference"))
+_TEXT_COLUMNS = frozenset((*_QUESTIONS, *_ANSWERS, *_EXTRAS, "chosen"))
 _MAX_SHAPES = 4096
 _Candidate = tuple[str, tuple[str, ...]]
 
@@ -280,7 +281,10 @@ class Converter:
         name = self._format if self._format != "auto" else self._detected(row)
         if name not in self._converters:
             self._converters[name] = FORMATS.load(name)
-        conversation = self._converters[name](row, self._options)
+        texts = numbers_as_text(row, _TEXT_COLUMNS) if name in _COLUMN_FORMATS else row
+        conversation = self._converters[name](texts, self._options)
+        if texts is not row:
+            conversation.notes = {**(conversation.notes or {}), "numbers_as_text": 1}
         if unused := self._unused_columns(name, row):
             conversation.unused += _with_values(unused, row)
         return self._with_system(conversation), name
@@ -373,8 +377,8 @@ def convert_prompt_completion(row: dict[str, Any], options: FormatOptions) -> Co
     asked, _ = read_turns(prompt if is_list(prompt) else [{"role": "user", "content": prompt}])
     replied, learn = read_turns(completion if is_list(completion) else [{"role": "assistant", "content": completion}])
     if is_list(prompt) or is_list(completion):
-        unsupervised: list[bool | None] = [False] * len(asked)
-        return _conversation(row, [*asked, *replied], [*unsupervised, *learn], read_objects(row.get("tools"), "tools"))
+        learn = [*[False] * len(asked), *learn]
+        return _conversation(row, [*asked, *replied], learn, read_objects(row.get("tools"), "tools"))
     return _conversation(row, [*asked, *replied])
 
 

@@ -2,9 +2,10 @@
 
 import codecs
 import json
+import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import orjson
@@ -14,6 +15,7 @@ from tunewell.data.rows.conversation import Rejected, is_object
 _MIN_EXACT, _MAX_EXACT = -float(2**63), float(2**64)
 """orjson reads integers beyond these as rounded floats."""
 _CONTAINERS: tuple[type[Any], ...] = (dict, list)
+_SCALARS: frozenset[type[Any]] = frozenset((int, float, bool))
 _MAX_DIGITS = 4300
 """Python's limit on the digits of an integer. Parsing longer integers takes more than linear time."""
 _NOT_SPACE = re.compile(r"[^ \t\r\n]|\Z")
@@ -74,6 +76,15 @@ def check_nesting(value: Any, max_nesting: int) -> bool:
                     has_huge = True
         level = deeper
     return has_huge
+
+
+def numbers_as_text(row: dict[str, Any], columns: Container[str]) -> dict[str, Any]:
+    """Return the row with JSON text for numbers, true and false in these columns; the same object if there are none."""
+    if _SCALARS.isdisjoint(map(type, row.values())):
+        return row
+    numbers = {key: value for key, value in row.items() if type(value) in _SCALARS and key in columns}
+    texts = {key: json.dumps(value) for key, value in numbers.items() if math.isfinite(value)}  # NaN: an empty cell
+    return row | texts if texts else row
 
 
 def text_of(line: bytes) -> str:
