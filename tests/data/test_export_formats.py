@@ -279,8 +279,38 @@ def test_marks_that_whatsapp_adds_are_not_learned(tiny_model, tmp_path):
     lines += ["Ben: Ja, gleich <Diese Nachricht wurde bearbeitet.>"]
     text = "".join(f"31.12.23, 21:0{number} - {line}\n" for number, line in enumerate(lines))
     (tmp_path / "chat.txt").write_text(text, encoding="utf-8")
-    prepared(tmp_path, tiny_model, "chat.txt", *source(assistant="Ben"))
+    report = prepared(tmp_path, tiny_model, "chat.txt", *source(assistant="Ben"))
     assert supervised(tmp_path) == ["Ja, gleich<|im_end|>"]
+    assert report["notes"] == {"deleted_messages_left_out": 1}
+
+
+LEFT_OUT = {
+    "deleted_messages_left_out": ["Anna: Diese Nachricht wurde gelöscht.", "Anna: This message was deleted"],
+    "calls_left_out": ["Anna: Verpasster Sprachanruf", "Anna: Missed voice call at 9:05 PM", "Verpasster Videoanruf"],
+    "media_left_out": [
+        "Anna: IMG-20240312-WA0001.jpg (Datei angehängt)",
+        "Anna: <Medien ausgeschlossen>\nSchau mal",
+        "Anna: <Anhang: 0001-PHOTO.jpg>",
+    ],
+}
+
+
+@pytest.mark.parametrize(("note", "line"), [(note, line) for note, lines in LEFT_OUT.items() for line in lines])
+def test_replies_around_a_message_that_is_left_out_are_not_joined(tiny_model, tmp_path, note, line):
+    """The reply to a deleted question was joined to the reply before, and calls became turns."""
+    lines = [
+        "Anna: Are you there?",
+        "Ben: Yes.",
+        line,
+        "Ben: No way!",
+        "Anna: Why?",
+        "Ben: No time. Missed call yours?",
+    ]
+    text = "".join(f"31.12.23, 21:0{number} - {line}\n" for number, line in enumerate(lines))
+    (tmp_path / "chat.txt").write_text(text, encoding="utf-8")
+    report = prepared(tmp_path, tiny_model, "chat.txt", *source(assistant="Ben"))
+    assert report["notes"] == {note: 1, "openings_left_out": 1}
+    assert supervised(tmp_path) == ["Yes.<|im_end|>", "No time. Missed call yours?<|im_end|>"]
 
 
 @pytest.mark.parametrize("is_whole_account", [False, True])

@@ -41,8 +41,8 @@ def _message(entry: dict[str, Any]) -> ChatMessage | None:
         raise UserError(
             f"a Telegram message has no valid date: {entry.get('date')!r}", fix="export the chat again as JSON"
         ) from error
-    is_media = not text.strip() and any(key in entry for key in _MEDIA)
-    return ChatMessage(int(entry.get("id") or 0), time, str(entry.get("from") or entry.get("from_id")), text, is_media)
+    left_out = "media_left_out" if not text.strip() and any(key in entry for key in _MEDIA) else ""
+    return ChatMessage(int(entry.get("id") or 0), time, str(entry.get("from") or entry.get("from_id")), text, left_out)
 
 
 def _text(value: Any) -> str:

@@ -58,7 +58,8 @@ class ChatMessage(NamedTuple):
     time: datetime
     sender: str
     text: str
-    is_media: bool = False
+    left_out: str = ""
+    """The name of the note that counts this message, if it is left out, e.g. `media_left_out`."""
 
 
 def chat_rows(
@@ -66,10 +67,11 @@ def chat_rows(
 ) -> Iterator[tuple[int, Any]]:
     """Yield a conversation for each part of a chat without a long pause. The messages of `assistant` are the replies.
 
-    In a chat of more than two people, each message of the others begins with the name of its sender.
+    In a chat of more than two people, each message of the others begins with the name of its sender. Messages of one
+    speaker before and after a message that is left out are not joined: a new conversation begins.
     """
     chat = list(messages)
-    senders = Counter(message.sender for message in chat)
+    senders = Counter(message.sender for message in chat if message.sender)
     if assistant is None or assistant not in senders:
         named = ", ".join(f"`{name}` ({count(number)})" for name, number in senders.most_common(_NUM_NAMED))
         raise UserError(
@@ -80,19 +82,22 @@ def chat_rows(
             fix="set `assistant: NAME` on the source: the person whose messages the model should learn; "
             "if the file is not a chat, set `format: text`",
         )
-    turns, first, previous = Turns(), 0, datetime.min
+    turns, first, previous, is_after_gap = Turns(), 0, datetime.min, False
     for message in chat:
-        if message.time - previous > timedelta(hours=gap_hours) and (turns.messages or turns.notes):
+        role = "assistant" if message.sender == assistant else "user"
+        last_role = turns.messages[-1]["role"] if turns.messages else None
+        is_cut = is_after_gap and not message.left_out and last_role == role
+        is_pause = message.time - previous > timedelta(hours=gap_hours)
+        if (is_cut or is_pause) and (turns.messages or turns.notes):
             yield first, _row(turns, format_name)
             turns = Turns()
         first = first if turns.messages or turns.notes else message.number
-        previous = message.time
-        if message.is_media:
-            turns.notes["media_left_out"] += 1
-        elif message.sender == assistant:
-            turns.add("assistant", message.text)
+        previous, is_after_gap = message.time, bool(message.left_out)
+        if message.left_out:
+            turns.notes[message.left_out] += 1
         else:
-            turns.add("user", f"{message.sender}: {message.text}" if len(senders) > 2 else message.text)
+            is_named = role == "user" and len(senders) > 2
+            turns.add(role, f"{message.sender}: {message.text}" if is_named else message.text)
     if turns.messages or turns.notes:
         yield first, _row(turns, format_name)
 

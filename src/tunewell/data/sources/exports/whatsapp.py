@@ -23,17 +23,34 @@ _LINE = re.compile(
     r"(?:\s?(?P<half>[ap])\.?\s?m\.?)?(?:\]|\s-)\s(?P<rest>.*)",
     re.IGNORECASE,
 )
+# The first line of a message with a file. A caption may follow.
 _MEDIA = re.compile(
-    r"<[^<>]*(?:omitted|ausgeschlossen|omitid[oa]s?|omis|weggelaten|omess[io]|oculta|attached:)[^<>]*>"
-    r"|(?:image|video|audio|sticker|GIF|document|contact card|photo) omitted|.+\(file attached\)",
+    r"<[^<>]*(?:omitted|ausgeschlossen|weggelassen|omitid[oa]s?|omis|weggelaten|omess[io]|oculta)[^<>]*>"
+    r"|<(?:attached|Anhang|adjunto|pièce jointe|allegato|anexado|bijgevoegd)\s?: [^<>]*>"
+    r"|(?:image|video|audio|sticker|GIF|document|contact card|photo) omitted"
+    r"|(?:Bild|Video|Audio|Sticker|GIF|Dokument|Kontaktkarte) (?:weggelassen|ausgelassen)"
+    r"|.+\((?:file attached|Datei angehängt|archivo adjunto|fichier joint|file allegato|arquivo anexado"
+    r"|ficheiro anexado|bestand bijgevoegd)\)",
     re.IGNORECASE,
 )
 _DELETED = re.compile(
-    r"(?:This message was deleted|You deleted this message"
+    r"(?:This message was deleted|You deleted this message|This message was deleted by admin .*"
     r"|Diese Nachricht wurde gelöscht|Du hast diese Nachricht gelöscht"
-    r"|Se eliminó este mensaje|Eliminaste este mensaje|Ce message a été supprimé|Vous avez supprimé ce message"
-    r"|Questo messaggio è stato eliminato|Hai eliminato questo messaggio|Mensagem apagada|Você apagou esta mensagem"
-    r"|Dit bericht is verwijderd|Je hebt dit bericht verwijderd)\.?"
+    r"|Se eliminó este mensaje|Este mensaje fue eliminado|Eliminaste este mensaje"
+    r"|Ce message a été supprimé|Vous avez supprimé ce message"
+    r"|Questo messaggio è stato eliminato|Hai eliminato questo messaggio"
+    r"|Mensagem apagada|Esta mensagem foi apagada|Você apagou esta mensagem"
+    r"|Dit bericht is verwijderd|Dit bericht werd verwijderd|Je hebt dit bericht verwijderd)\.?"
+)
+_CALL = re.compile(
+    r"(?:Missed (?:group )?(?:voice |video )?call"
+    r"|Verpasster (?:Gruppen-?)?(?:Sprach|Video)?anruf|Llamada(?: de voz)? perdida|Videollamada perdida"
+    r"|Appel (?:vocal|vidéo) manqué|(?:Chiamata(?: vocale)?|Videochiamata) persa"
+    r"|Chamada de (?:voz|vídeo) perdida|Gemiste (?:spraak|video-?)oproep|Gemist videogesprek)"
+    r"(?: (?:at|um|a las|à|alle|às|om) [\d:.]+(?: ?[ap]m)?)?\.?(?: (?:Tap to call back|Zum Zurückrufen tippen)\.?)?"
+    r"|(?:Voice call|Video call|Sprachanruf|Videoanruf)[.,] "
+    r"(?:\d+ ?(?:s|sec|sek|min|h|hr|std)\b.{0,20}|No answer|Keine Antwort)",
+    re.IGNORECASE,
 )
 _EDITED = re.compile(r"\s*<[^<>\n]*(?:edited|bearbeitet|editó|editad[oa]|modifié|modificato|bewerkt)[^<>\n]*>\Z")
 
@@ -63,14 +80,25 @@ def _messages(file: SourceFile, options: ReadOptions) -> list[ChatMessage]:
     messages: list[ChatMessage] = []
     for number, match, lines in entries:
         sender, colon, text = _EDITED.sub("", "\n".join(lines).rstrip("\n")).partition(": ")
-        if not colon or "\n" in sender or _DELETED.fullmatch(text):
-            continue  # a notice: "Messages are end-to-end encrypted", "Anna changed the subject"
-        is_media = bool(_MEDIA.fullmatch(text.strip()))
-        if number in notices and not is_media:
+        if not colon or "\n" in sender:
+            if not _CALL.fullmatch(sender.strip()):
+                continue  # a notice: "Messages are end-to-end encrypted", "Anna changed the subject"
+            sender, text = "", sender
+        left_out = _left_out(text.strip())
+        if number in notices and not left_out:
             continue
         time = _time(match, is_month_first, f"{file.name} line {number}")
-        messages.append(ChatMessage(number, time, sender, text, is_media))
+        messages.append(ChatMessage(number, time, sender, text, left_out))
     return messages
+
+
+def _left_out(text: str) -> str:
+    """Return the name of the note for a text that WhatsApp wrote instead of a message, or an empty text."""
+    if _DELETED.fullmatch(text):
+        return "deleted_messages_left_out"
+    if _CALL.fullmatch(text):
+        return "calls_left_out"
+    return "media_left_out" if _MEDIA.fullmatch(text.partition("\n")[0].strip()) else ""
 
 
 def _is_month_first(dates: list[re.Match[str]]) -> bool:
