@@ -478,6 +478,38 @@ def test_other_text_formats_know_the_same_encodings(name, encoding, tmp_path):
     assert not is_bare or read(path, text_rows="line", encoding=encoding) == rows
 
 
+@pytest.mark.parametrize("name", ["rows.csv", "rows.tsv", "rows.txt", "rows.md"])
+def test_tables_and_texts_of_windows_are_cp1252(name, tmp_path):
+    """A German Excel saves CSV in cp1252, and every row with an umlaut was dropped."""
+    path = tmp_path / name
+    path.write_bytes("text\nGrüße – “gut” für 5 €\n".encode("cp1252"))
+    (file,) = find_files(str(path), base=tmp_path)
+    assert detect_encoding(file, "auto") == "cp1252"
+    assert "Grüße – “gut”" in str(read(path, text_rows="file"))
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("rows.csv", "text\nGrüße aus Köln, schön\n".encode() + b"one damaged \xe9 byte\n"),
+        ("rows.csv", b"text\nno character of cp1252: \xe9\x81\n"),
+        ("rows.jsonl", b'{"text": "caf\xe9"}\n'),
+    ],
+)
+def test_other_files_stay_utf8(name, data, tmp_path):
+    """Read as cp1252, one damaged byte would turn every umlaut of a UTF-8 file into two wrong letters."""
+    (tmp_path / name).write_bytes(data)
+    (file,) = find_files(name, base=tmp_path)
+    assert detect_encoding(file, "auto") == "utf-8"
+
+
+def test_the_line_with_which_excel_names_the_delimiter_is_no_header(tmp_path):
+    """`sep=;` was read as the column names."""
+    rows = [{"question": "a, b?", "answer": "c"}]
+    assert csv_rows(tmp_path, b"sep=;\r\nquestion;answer\r\na, b?;c\r\n") == rows
+    assert csv_rows(tmp_path, b'"sep=,"\nquestion,answer\n"a, b?",c\n') == rows
+
+
 def test_an_encoding_can_be_named(tmp_path):
     """There is no telling `cp1252` from other encodings of its kind by looking."""
     path = tmp_path / "rows.csv"

@@ -129,6 +129,22 @@ def test_a_misspelled_column_beside_a_known_format_is_named(tiny_model, tmp_path
     assert json.loads((tmp_path / "corpus" / "manifest.json").read_text())["remarks"] == manifest.remarks
 
 
+def test_a_guessed_encoding_and_a_wrong_one_are_named(tiny_model, tmp_path):
+    """Nine of ten rows of a German Excel file were dropped as `bad_text`, with exit code 0."""
+    rows = [{"question": f"Größe {number}?", "answer": f"{number} Füße"} for number in range(20)]
+    text = "question;answer\n" + "".join(f"{row['question']};{row['answer']}\n" for row in rows)
+    (tmp_path / "rows.csv").write_bytes(text.encode("cp1252"))
+    result = prepare_in(tmp_path, tiny_model, tmp_path / "rows.csv")
+    assert not result.manifest.dropped and any("Füße" in text for text in texts(result))
+    note = "`rows.csv`: read as cp1252 (Windows, Excel); save it as UTF-8 if letters look wrong"
+    assert result.manifest.remarks == [note]
+    lines = [json.dumps(row, ensure_ascii=False) for row in [*rows, {"question": "q?", "answer": "a"}]]
+    (tmp_path / "rows.jsonl").write_bytes("\n".join(lines).encode("cp1252"))
+    (remark,) = prepare_in(tmp_path, tiny_model, tmp_path / "rows.jsonl").manifest.remarks
+    assert remark.startswith("`rows.jsonl`: 20 of 21 rows dropped as `bad_text`; first: row 1: ")
+    assert remark.endswith("save the file as UTF-8, or set its `encoding` on the source, like `encoding: cp1252`")
+
+
 def test_a_config_under_another_name_is_not_overlooked(tmp_path, monkeypatch):
     """A `config.yaml` was ignored, and every setting in it with it."""
     monkeypatch.chdir(tmp_path)

@@ -108,7 +108,7 @@ class SourceConfig(Section):
     the paragraph after it; `line`: one row per line; `file`: not at all."""
     encoding: Text = "auto"
     """Character encoding of text files, e.g. `cp1252` for many Excel files. `auto`: UTF-8, or the encoding of the byte
-    order mark."""
+    order mark; `cp1252` for tables and text files that are not UTF-8, with a note."""
 
     @model_validator(mode="before")
     @classmethod

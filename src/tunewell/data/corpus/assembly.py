@@ -57,6 +57,8 @@ class SourceLedger:
     formats: Counter[str] = field(default_factory=Counter[str])
     unused: Counter[str] = field(default_factory=Counter[str])
     """Number of documents by column that is not used."""
+    examples: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
+    """The first dropped row of each reason, with its details."""
 
     def is_balanced(self) -> bool:
         """Return True if every row is counted as a document, as held out or as dropped."""
@@ -177,6 +179,7 @@ class Assembly:
     def drop(self, ledger: SourceLedger, row: int, reason: str, detail: str = "") -> None:
         """Count a dropped row and write it to `dropped.jsonl`."""
         ledger.dropped[reason] += 1
+        ledger.examples.setdefault(reason, (row, detail))
         line = {"source": ledger.name, "row": row, "reason": reason}
         self._dropped.write(json.dumps(line | ({"detail": detail} if detail else {}), ensure_ascii=False) + "\n")
 

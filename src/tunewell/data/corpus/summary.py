@@ -14,6 +14,8 @@ from tunewell.data.corpus.packing import Mix, Packing, Units, padding_waste
 from tunewell.data.corpus.spec import BuildSpec
 from tunewell.data.corpus.tokenized_block import PIPELINE_VERSION
 from tunewell.data.rows.formats import LABELS, first_present, nearest_column
+from tunewell.data.sources.archive import open_archive
+from tunewell.data.sources.lines import detect_encoding
 from tunewell.records.manifest import (
     FileRecord,
     LengthRecord,
@@ -98,6 +100,8 @@ def make_manifest(
         sources=[source.record() for source in sources],
         remarks=[
             *spec.remarks,
+            *_encoding_remarks(spec),
+            *(remark for source in sources for remark in _drop_remarks(source)),
             *_text_remarks(spec, sources),
             *(remark for source in sources for remark in _column_remarks(source)),
         ],
@@ -109,6 +113,29 @@ def make_manifest(
         splits={name: record for name, (_, _, record) in splits.items()},
         files=files,
     )
+
+
+def _encoding_remarks(spec: BuildSpec) -> Iterator[str]:
+    """Yield a sentence about each file whose encoding is a guess."""
+    for job in spec.jobs:
+        file = open_archive(job.file) if job.file.format == "zip" else job.file
+        if job.pipeline.read.encoding == "auto" and detect_encoding(file, "auto") == "cp1252":
+            yield f"`{job.file.name}`: read as cp1252 (Windows, Excel); save it as UTF-8 if letters look wrong"
+
+
+_DROP_FIXES = {
+    "bad_text": "save the file as UTF-8, or set its `encoding` on the source, like `encoding: cp1252`",
+}
+
+
+def _drop_remarks(source: SourceLedger) -> Iterator[str]:
+    """Yield a sentence about a reason that drops at least half of a source: the cause is the file, not its rows."""
+    for reason, fix in _DROP_FIXES.items():
+        number = source.dropped[reason]
+        if number and 2 * number >= source.rows:
+            row, detail = source.examples[reason]
+            lost = f"{count(number)} of {count(source.rows, 'row')} dropped as `{reason}`"
+            yield f"`{source.name}`: {lost}; first: row {row}: {detail}; {fix}"
 
 
 _SPLITS = {"paragraph": "split into paragraphs at blank lines", "line": "split into lines", "file": "not split"}

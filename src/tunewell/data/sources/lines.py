@@ -2,6 +2,7 @@
 
 import codecs
 import gzip
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -26,6 +27,13 @@ _ZEROS: dict[tuple[bool, ...], str] = {
     (False, True, False, True): "utf-16-le",
     (True, False, True, False): "utf-16-be",
 }
+
+
+_CP1252_FORMATS = ("csv", "tsv", "txt", "md")
+_NOT_CP1252 = b"\0\x81\x8d\x8f\x90\x9d"
+"""Bytes that stand for no character of cp1252, the encoding of Windows in Western Europe and America."""
+_UTF8_CHARACTER = re.compile(rb"[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}")
+_ASCII = bytes(range(128))
 
 
 def _escape(error: UnicodeError) -> tuple[str, int]:
@@ -70,7 +78,10 @@ def _decompress(stored: BinaryIO, compression: str | None) -> IO[bytes]:
 
 
 def detect_encoding(file: SourceFile, configured: str) -> str:
-    """Return the configured encoding, or else the one indicated by the first bytes, or else UTF-8."""
+    """Return the configured encoding, or else the one indicated by the first bytes, or else UTF-8.
+
+    Tables and text files that are not UTF-8 are cp1252, as Excel writes them, if every byte has a meaning there.
+    """
     if configured != "auto":
         try:
             return codecs.lookup(configured).name
@@ -81,7 +92,26 @@ def detect_encoding(file: SourceFile, configured: str) -> str:
     found = marked or _ZEROS.get(tuple(byte == 0 for byte in start[:4]), "utf-8")
     # Some shells append UTF-8 to a file whose first line is UTF-16. Decoded as UTF-16, all rows would become one row.
     is_mixed = file.format not in ("txt", "md") and b"\0" not in start[-len(start) // 4 :]
-    return "utf-8" if is_mixed else found
+    if is_mixed or found == "utf-8":
+        return "cp1252" if not marked and file.format in _CP1252_FORMATS and _is_cp1252(file) else "utf-8"
+    return found
+
+
+def _is_cp1252(file: SourceFile) -> bool:
+    """Return whether a file is not UTF-8, but can be cp1252. A few damaged bytes in a UTF-8 file do not count."""
+    try:
+        for _ in codecs.iterdecode(read_bytes(file), "utf-8"):
+            pass
+    except UnicodeDecodeError:
+        num_valid = num_invalid = 0
+        for block in read_bytes(file):
+            if len(block.translate(None, _NOT_CP1252)) != len(block):
+                return False
+            rest, number = _UTF8_CHARACTER.subn(b"", block)
+            num_valid += number
+            num_invalid += len(rest.translate(None, _ASCII))
+        return num_invalid > num_valid
+    return False
 
 
 def read_utf8(file: SourceFile, encoding: str) -> Iterator[bytes]:

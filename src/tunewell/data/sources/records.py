@@ -81,6 +81,8 @@ def _find_rows(value: Any) -> list[Any]:
 
 
 _DELIMITERS = ",;\t|"
+_SEPARATOR_LINE = re.compile(r'"?sep=([,;\t|])"?[,;]*', re.IGNORECASE)
+"""A first line that Excel reads and hides. It names the delimiter."""
 _MAX_HEADING_CHARS = 80
 _MAX_HEADINGS = 3
 """Headings in a row (chapter, section, subsection) that stay with a paragraph. More short lines are a list."""
@@ -179,6 +181,8 @@ def _csv_head(file: SourceFile, lines: _CsvLines) -> tuple[Iterator[list[str]], 
     try:
         head = next((line for line in lines if line.strip()), "")
         delimiters = "\t" if file.format == "tsv" else _DELIMITERS
+        if named := _SEPARATOR_LINE.fullmatch(head.strip("\r\n")):
+            delimiters, head = named[1], next((line for line in lines if line.strip()), "")
         delimiter = max(delimiters, key=lambda mark: len(next(csv.reader([head], delimiter=mark), list[str]())))
         reader = csv.reader(chain([head], lines), delimiter=delimiter, strict=True)
         names = [name.strip() for name in next(reader, list[str]())]
