@@ -101,9 +101,9 @@ def test_free_text_is_not_a_label(tiny_model, tmp_path):
 @pytest.mark.parametrize(
     ("row", "setting"),
     [
-        ({"Question": "q?", "Answer": "a"}, "columns: {question: Question, answer: Answer}"),
+        ({"Questions": "q?", "Answers": "a"}, "columns: {question: Questions, answer: Answers}"),
         ({"instrution": "q?", "ouput": "a"}, "columns: {instruction: instrution, output: ouput}"),
-        ({"Conversations": [{"from": "human", "value": "q"}]}, "columns: {conversations: Conversations}"),
+        ({"Convesations": [{"from": "human", "value": "q"}]}, "columns: {conversations: Convesations}"),
         ({"utterance": "hi", "intent": "greeting"}, "format: classification"),
     ],
 )
@@ -119,6 +119,33 @@ def test_rows_that_cannot_be_read_name_a_setting_that_helps(tiny_model, tmp_path
     with pytest.raises(UserError, match="no training data") as caught:
         prepare_in(tmp_path, tiny_model, write_rows(tmp_path / "rows.jsonl", [{"text": 5}] * 5))
     assert "`map: rows.py:to_messages`" in str(caught.value.fix) and "inspect" not in str(caught.value.fix)
+
+
+def test_column_names_in_other_case_are_used_and_noted(tiny_model, tmp_path):
+    """`Question` and `Answer` are the usual names in Excel, and every such row was dropped."""
+    rows = [{"Question": f"what is {number}?", " ANSWER": "a number", "Notes": "n"} for number in range(20)]
+    path = write_csv(tmp_path / "rows.csv", rows)
+    for seed in (0, 1):  # the second time from the cached blocks
+        manifest = prepare_in(tmp_path, tiny_model, path, f"seed={seed}").manifest
+        assert (manifest.dropped, manifest.notes["names_in_other_case"]) == ({}, 20)
+        assert manifest.remarks == ["`rows.csv`: unused columns: `Notes`"]
+    both = [{"Question": "q?", "QUESTION": "r?", "Answer": "a"}] * 5
+    with pytest.raises(UserError, match="no training data"):
+        prepare_in(tmp_path, tiny_model, write_rows(tmp_path / "both.jsonl", both))
+
+
+def test_a_source_that_loses_most_rows_says_why_on_the_screen(tiny_model, tmp_path):
+    """The setting that helps was only in `dropped.jsonl`."""
+    known = [{"question": "what?", "answer": "that"}]
+    near = write_rows(tmp_path / "near.jsonl", [*known, *[{"Questions": f"q {n}?", "Answers": "a"} for n in range(9)]])
+    (remark,) = prepare_in(tmp_path, tiny_model, near).manifest.cautions()[:1]
+    assert remark.startswith(
+        "`near.jsonl`: 9 of 10 rows dropped as `not_a_conversation`; first: row 2: no known column"
+    )
+    assert remark.endswith("set `columns: {question: Questions, answer: Answers}`")
+    other = write_rows(tmp_path / "other.jsonl", [*known, *[{"Frage": f"q {n}?", "Antwort": "a"} for n in range(9)]])
+    (remark,) = prepare_in(tmp_path, tiny_model, other).manifest.remarks
+    assert "its columns: Antwort, Frage; if these are questions" in remark and "answer: YOURS" in remark
 
 
 def test_a_misspelled_column_beside_a_known_format_is_named(tiny_model, tmp_path):

@@ -14,8 +14,8 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import write_atomic
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.data.rows.classification import find_labels
+from tunewell.data.rows.column_names import suggest_columns
 from tunewell.data.rows.conversation import is_object
-from tunewell.data.rows.formats import suggest_columns
 from tunewell.data.sources.arrow import count_parquet_rows
 from tunewell.data.sources.base import SourceFile, find_files, split_limit
 from tunewell.data.sources.blocks import ReadOptions, parsed_rows, read_blocks

@@ -67,6 +67,7 @@ def corpus_rows(manifest: "Manifest", *, has_details: bool = False) -> list[list
 
 _NOTES = {
     "chosen_replies": "rows of a preference set: the `chosen` reply is trained on, the `rejected` one is not used",
+    "names_in_other_case": "rows whose column names match a format only if case is ignored (`Question`)",
     "numbers_as_text": "rows with a number, true or false as question or answer, which is read as text",
     "other_ids_as_a_whole": "rows that llama.cpp and Ollama tokenize differently",
     "rows_with_markers": "rows that contain a template marker, which is encoded as plain text",

@@ -13,7 +13,7 @@ from tunewell.data.corpus.assembly import Assembly, SourceLedger
 from tunewell.data.corpus.packing import Mix, Packing, Units, padding_waste
 from tunewell.data.corpus.spec import BuildSpec
 from tunewell.data.corpus.tokenized_block import PIPELINE_VERSION
-from tunewell.data.rows.formats import LABELS, first_present, nearest_column
+from tunewell.data.rows.column_names import LABELS, first_present, nearest_column
 from tunewell.data.sources.archive import open_archive
 from tunewell.data.sources.lines import detect_encoding
 from tunewell.records.manifest import (
@@ -125,7 +125,9 @@ def _encoding_remarks(spec: BuildSpec) -> Iterator[str]:
 
 _DROP_FIXES = {
     "bad_text": "save the file as UTF-8, or set its `encoding` on the source, like `encoding: cp1252`",
+    "not_a_conversation": "`tunewell glossary not_a_conversation` explains this reason",
 }
+_COLUMNS_FIX = "if these are questions and answers, set `columns: {question: YOURS, answer: YOURS}`"
 
 
 def _drop_remarks(source: SourceLedger) -> Iterator[str]:
@@ -135,7 +137,9 @@ def _drop_remarks(source: SourceLedger) -> Iterator[str]:
         if number and 2 * number >= source.rows:
             row, detail = source.examples[reason]
             lost = f"{count(number)} of {count(source.rows, 'row')} dropped as `{reason}`"
-            yield f"`{source.name}`: {lost}; first: row {row}: {detail}; {fix}"
+            if "its columns:" in detail:  # it may end in the setting for this source
+                fix = "" if "; set `" in detail else _COLUMNS_FIX
+            yield "; ".join(filter(None, [f"`{source.name}`: {lost}", f"first: row {row}: {detail}", fix]))
 
 
 _SPLITS = {"paragraph": "split into paragraphs at blank lines", "line": "split into lines", "file": "not split"}

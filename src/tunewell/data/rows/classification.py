@@ -5,8 +5,9 @@ from typing import Any
 
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
+from tunewell.data.rows.column_names import LABELS, TEXTS, first_present, is_labelled_text
 from tunewell.data.rows.conversation import Conversation, Rejected, is_object
-from tunewell.data.rows.formats import LABELS, TEXTS, FormatOptions, first_present, is_labelled_text, read_text
+from tunewell.data.rows.formats import FormatOptions, read_text
 
 _MAX_LABELS = 200
 """Every question lists all labels. With more labels, the list would be longer than most texts."""

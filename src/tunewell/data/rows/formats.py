@@ -3,14 +3,27 @@
 The format is detected for each row from its keys, so a file may change its format half-way.
 """
 
-import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tunewell.config.extensions import FORMATS
 from tunewell.core.errors import UserError
+from tunewell.data.rows.column_names import (
+    ANSWERS,
+    EXTRAS,
+    KNOWN,
+    LISTS,
+    PAIRS,
+    QUESTIONS,
+    SYSTEMS,
+    Candidate,
+    choose_format,
+    find_candidates,
+    first_present,
+    match_ignoring_case,
+)
 from tunewell.data.rows.conversation import Conversation, ConversationRow, Message, Rejected, is_list, is_object
 from tunewell.data.rows.json_rows import numbers_as_text, parse_row
 
@@ -152,74 +165,9 @@ def kind_of(value: object) -> str:
     return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
 
 
-_QUESTIONS = ("question", "query", "problem", "prompt", "instruction", "input", "user")
-_ANSWERS = ("answer", "solution", "response", "completion", "output", "reply", "assistant")
-_EXTRAS = ("input", "context")
-_LISTS = {"messages": "messages", "conversations": "sharegpt", "conversation": "sharegpt"}
-_PAIRS = {
-    "prompt_completion": ("prompt", "completion"),
-    "alpaca": ("instruction", "output"),
-    "dolly": ("instruction", "response"),
-}
-_SYSTEMS = ("system", "system_prompt")
-TEXTS = ("text", "sentence", "content", "document", "review", "utterance", "message", "comment", "title", *_QUESTIONS)
-LABELS = ("label", "labels", "category", "class", "intent", "sentiment", "topic", "target", "tag")
-"""Columns of a text and of its label in classification sets, by preference."""
-_KNOWN = dict.fromkeys([*_QUESTIONS, *_ANSWERS, *_EXTRAS, *_LISTS, *_SYSTEMS, "text", "tools", "label"])
-_COLUMN_FORMATS = frozenset((*_PAIRS, "question_answer", "preference", "unpaired_preference"))
-_TEXT_COLUMNS = frozenset((*_QUESTIONS, *_ANSWERS, *_EXTRAS, "chosen"))
+_COLUMN_FORMATS = frozenset((*PAIRS, "question_answer", "preference", "unpaired_preference"))
+_TEXT_COLUMNS = frozenset((*QUESTIONS, *ANSWERS, *EXTRAS, "chosen"))
 _MAX_SHAPES = 4096
-_Candidate = tuple[str, tuple[str, ...]]
-
-
-def _candidates(row: Mapping[str, Any]) -> list[_Candidate]:
-    """Return the formats that match the keys of the row, best first, each with the matching keys."""
-    found: list[_Candidate] = [(name, (key,)) for key, name in _LISTS.items() if key in row]
-    entries = [entry for entry in map(FORMATS.entry, FORMATS.names()) if entry.columns]
-    found += [(entry.name, entry.columns) for entry in entries if all(key in row for key in entry.columns)]
-    found += [(name, keys) for name, keys in _PAIRS.items() if all(key in row for key in keys)]
-    questions, answers = ([key for key in keys if key in row] for keys in (_QUESTIONS, _ANSWERS))
-    if questions and answers:
-        found.append(("question_answer", (*questions, *answers)))
-    if "text" in row and "role" not in row:  # with a role, the row is one message of a conversation tree
-        found.append(("text", ("text",)))
-    return found
-
-
-def _choose(candidates: list[_Candidate], row: Mapping[str, Any]) -> str:
-    """Return the first format with a non-empty value; tables leave the columns of other formats empty."""
-    for name, keys in candidates:
-        if any(row[key] for key in keys):
-            return name
-    if candidates:
-        return candidates[0][0]
-    keys = ", ".join(sorted(map(str, row))[:8]) or "none"
-    raise Rejected("not_a_conversation", f"no known column names; its columns: {keys}{_suggest(row)}")
-
-
-def _suggest(row: Mapping[str, Any]) -> str:
-    """Return the setting to add for column names that nearly match a format, or an empty text."""
-    if is_labelled_text(row):
-        return "; it looks like a classification set; set `format: classification`"
-    columns = ", ".join(f"{known}: {key}" for known, key in suggest_columns(row).items())
-    return f"; set `columns: {{{columns}}}`" if columns else ""
-
-
-def suggest_columns(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the `columns` that make a known format of names that nearly match one, such as `Question`."""
-    columns = {known: key for key in row if (known := nearest_column(key))}
-    return columns if _candidates(columns) and not _candidates(row) else {}
-
-
-def is_labelled_text(row: Mapping[str, Any]) -> bool:
-    """Return True for a row of a classification set: a text and a label, and no question with its answer."""
-    known = [name for name, _ in _candidates(row)]
-    return known in ([], ["text"]) and bool(first_present(TEXTS, row) and first_present(LABELS, row))
-
-
-def nearest_column(name: str) -> str | None:
-    """Return the known column name that a name resembles, as `response` for `Respones`, or None."""
-    return next(iter(difflib.get_close_matches(name.strip().casefold(), _KNOWN, n=1, cutoff=0.8)), None)
 
 
 @dataclass(frozen=True)
@@ -253,12 +201,12 @@ class Converter:
         self._unused: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {}
         self._columns = dict(columns or {})
         self._system = system
-        self._by_keys: dict[tuple[str, ...], list[_Candidate]] = {}
-        unknown = next((name for name in self._columns if name not in _KNOWN), None)
+        self._by_keys: dict[tuple[str, ...], tuple[list[Candidate], dict[str, str]]] = {}
+        unknown = next((name for name in self._columns if name not in KNOWN), None)
         if unknown is not None:
             raise UserError(
                 f"`{unknown}` in `columns` is not a tunewell field",
-                fix=f"write `FIELD: YOUR COLUMN`, like `question: Frage`; the fields are {', '.join(_KNOWN)}",
+                fix=f"write `FIELD: YOUR COLUMN`, like `question: Frage`; the fields are {', '.join(KNOWN)}",
             )
 
     @property
@@ -278,7 +226,9 @@ class Converter:
             row = self._renamed(row)
         if isinstance(row, ConversationRow):
             return self._with_system(_read_messages(row)), row.format_name
-        name = self._format if self._format != "auto" else self._detected(row)
+        name, renamed = self._format, dict[str, str]()
+        if name == "auto":
+            row, name, renamed = self._detected(row)
         if name not in self._converters:
             self._converters[name] = FORMATS.load(name)
         texts = numbers_as_text(row, _TEXT_COLUMNS) if name in _COLUMN_FORMATS else row
@@ -287,6 +237,8 @@ class Converter:
             conversation.notes = {**(conversation.notes or {}), "numbers_as_text": 1}
         if unused := self._unused_columns(name, row):
             conversation.unused += _with_values(unused, row)
+        if renamed:
+            conversation.notes = {**(conversation.notes or {}), "names_in_other_case": 1}
         return self._with_system(conversation), name
 
     def _with_system(self, conversation: Conversation) -> Conversation:
@@ -296,16 +248,22 @@ class Converter:
                 conversation.learn.insert(0, None)
         return conversation
 
-    def _detected(self, row: dict[str, Any]) -> str:
+    def _detected(self, row: dict[str, Any]) -> tuple[dict[str, Any], str, dict[str, str]]:
+        """Return the row with standard column names, its format, and the names that were in other case."""
         # The mapped columns determine the format, whatever other columns exist.
-        if self._columns and (mapped := _candidates(self._columns)):
-            return _choose(mapped, row)
+        if self._columns and (mapped := find_candidates(self._columns)):
+            return row, choose_format(mapped, row), {}
         keys = tuple(row)
         if keys not in self._by_keys:
             if len(self._by_keys) >= _MAX_SHAPES:
                 self._by_keys.clear()
-            self._by_keys[keys] = _candidates(row)
-        return _choose(self._by_keys[keys], row)
+            renamed = match_ignoring_case(row)
+            found = find_candidates({renamed.get(key, key): None for key in row})
+            self._by_keys[keys] = found, renamed
+        candidates, renamed = self._by_keys[keys]
+        if renamed:
+            row = {renamed.get(key, key): value for key, value in row.items()}
+        return row, choose_format(candidates, row), renamed
 
     def _unused_columns(self, name: str, row: dict[str, Any]) -> tuple[str, ...]:
         shape = (name, tuple(row))
@@ -317,7 +275,7 @@ class Converter:
             read = {*entry.columns, *entry.uses}
             if name == "question_answer":
                 # Which of several questions or answers is used depends on the values.
-                read |= {*_QUESTIONS, *_ANSWERS}
+                read |= {*QUESTIONS, *ANSWERS}
             unused = () if name == "classification" else tuple(key for key in row if key not in read)
             self._unused[shape] = unused
         return unused
@@ -334,23 +292,23 @@ class Converter:
 
 def convert_alpaca(row: dict[str, Any], options: FormatOptions) -> Conversation:
     """Convert `instruction`, `input` and `output`."""
-    return _asked_and_answered(row, *_PAIRS["alpaca"], options)
+    return _asked_and_answered(row, *PAIRS["alpaca"], options)
 
 
 def convert_dolly(row: dict[str, Any], options: FormatOptions) -> Conversation:
     """Convert `instruction`, `context` and `response`."""
-    return _asked_and_answered(row, *_PAIRS["dolly"], options)
+    return _asked_and_answered(row, *PAIRS["dolly"], options)
 
 
 def convert_question_answer(row: dict[str, Any], options: FormatOptions) -> Conversation:
     """Convert a question and an answer under their usual names; other questions and answers are not used."""
-    question, answer = first_present(_QUESTIONS, row), first_present(_ANSWERS, row)
+    question, answer = first_present(QUESTIONS, row), first_present(ANSWERS, row)
     if question is None or answer is None:
         raise Rejected("not_a_conversation", "the row has no question and answer")
     conversation = _asked_and_answered(row, question, answer, options)
     if len(row) > 2:
-        others = (key for key in (*_QUESTIONS, *_ANSWERS) if row.get(key) and key not in (question, answer))
-        conversation.unused = tuple(key for key in others if key not in _EXTRAS)
+        others = (key for key in (*QUESTIONS, *ANSWERS) if row.get(key) and key not in (question, answer))
+        conversation.unused = tuple(key for key in others if key not in EXTRAS)
     return conversation
 
 
@@ -358,7 +316,7 @@ def _asked_and_answered(row: dict[str, Any], question: str, answer: str, options
     """Return a conversation of one question and one reply; `input` or `context` is appended to the question."""
     require_columns(row, question, answer)
     asked: Message = {"role": "user", "content": read_text(row[question], question)}
-    for key in _EXTRAS:
+    for key in EXTRAS:
         if key in row and key != question and (extra := read_text(row[key], key)).strip():
             if not asked["content"].strip():
                 asked["content"] = extra
@@ -391,7 +349,7 @@ def _turns_or_text(value: Any, name: str) -> list[Any] | str:
 
 def convert_messages(row: dict[str, Any], options: FormatOptions) -> Conversation:
     """Convert a list of turns with `role` and `content`, or with `from` and `value`."""
-    key = first_present(_LISTS, row)
+    key = first_present(LISTS, row)
     turns = from_json(row[key]) if key else None
     if not is_list(turns):
         raise Rejected("not_a_conversation", f"the messages are {kind_of(turns)}, not a list of turns")
@@ -414,7 +372,7 @@ def _conversation(
     """Add the system message of the row, unless the turns already contain one."""
     if learn is not None and learn.count(None) == len(learn):
         learn = None
-    key = first_present(_SYSTEMS, row)
+    key = first_present(SYSTEMS, row)
     system = read_text(row[key], key) if key else ""
     if system.strip() and turns[0]["role"] != "system":
         turns = [{"role": "system", "content": system}, *turns]
@@ -442,9 +400,3 @@ def require_columns(row: dict[str, Any], *keys: str) -> None:
     for key in keys:
         if key not in row:
             raise Rejected("not_a_conversation", f"column {key!r} is missing")
-
-
-def first_present(names: Iterable[str], row: Mapping[str, Any]) -> str | None:
-    """Return the first name that has a value in the row, else the first that is a key of the row, else None."""
-    present = [name for name in names if name in row]
-    return next((name for name in present if row[name]), present[0] if present else None)

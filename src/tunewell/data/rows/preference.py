@@ -3,12 +3,12 @@
 import re
 from typing import Any
 
+from tunewell.data.rows.column_names import first_present
 from tunewell.data.rows.conversation import Conversation, Message, Rejected, is_list, is_object
 from tunewell.data.rows.formats import (
     FormatOptions,
     convert_messages,
     convert_prompt_completion,
-    first_present,
     from_json,
     read_text,
     require_columns,

@@ -1,0 +1,94 @@
+"""The column names of known formats: which formats match the columns of a row, and what near misses could mean."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tunewell.config.extensions import FORMATS
+from tunewell.data.rows.conversation import Rejected
+
+QUESTIONS = ("question", "query", "problem", "prompt", "instruction", "input", "user")
+ANSWERS = ("answer", "solution", "response", "completion", "output", "reply", "assistant")
+EXTRAS = ("input", "context")
+LISTS = {"messages": "messages", "conversations": "sharegpt", "conversation": "sharegpt"}
+PAIRS = {
+    "prompt_completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "dolly": ("instruction", "response"),
+}
+SYSTEMS = ("system", "system_prompt")
+TEXTS = ("text", "sentence", "content", "document", "review", "utterance", "message", "comment", "title", *QUESTIONS)
+LABELS = ("label", "labels", "category", "class", "intent", "sentiment", "topic", "target", "tag")
+"""Columns of a text and of its label in classification sets, by preference."""
+KNOWN = dict.fromkeys([*QUESTIONS, *ANSWERS, *EXTRAS, *LISTS, *SYSTEMS, "text", "tools", "label"])
+Candidate = tuple[str, tuple[str, ...]]
+
+
+def find_candidates(row: Mapping[str, Any]) -> list[Candidate]:
+    """Return the formats that match the keys of the row, best first, each with the matching keys."""
+    found: list[Candidate] = [(name, (key,)) for key, name in LISTS.items() if key in row]
+    entries = [entry for entry in map(FORMATS.entry, FORMATS.names()) if entry.columns]
+    found += [(entry.name, entry.columns) for entry in entries if all(key in row for key in entry.columns)]
+    found += [(name, keys) for name, keys in PAIRS.items() if all(key in row for key in keys)]
+    questions, answers = ([key for key in keys if key in row] for keys in (QUESTIONS, ANSWERS))
+    if questions and answers:
+        found.append(("question_answer", (*questions, *answers)))
+    if "text" in row and "role" not in row:  # with a role, the row is one message of a conversation tree
+        found.append(("text", ("text",)))
+    return found
+
+
+def choose_format(candidates: list[Candidate], row: Mapping[str, Any]) -> str:
+    """Return the first format with a non-empty value; tables leave the columns of other formats empty."""
+    for name, keys in candidates:
+        if any(row[key] for key in keys):
+            return name
+    if candidates:
+        return candidates[0][0]
+    keys = ", ".join(sorted(map(str, row))[:8]) or "none"
+    raise Rejected("not_a_conversation", f"no known column names; its columns: {keys}{_suggest(row)}")
+
+
+def _suggest(row: Mapping[str, Any]) -> str:
+    """Return the setting to add for column names that nearly match a format, or an empty text."""
+    if is_labelled_text(row):
+        return "; it looks like a classification set; set `format: classification`"
+    columns = ", ".join(f"{known}: {key}" for known, key in suggest_columns(row).items())
+    return f"; set `columns: {{{columns}}}`" if columns else ""
+
+
+def suggest_columns(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return the `columns` that make a known format of names that nearly match one, such as `Question`."""
+    columns = {known: key for key in row if (known := nearest_column(key))}
+    return columns if find_candidates(columns) and not find_candidates(row) else {}
+
+
+def match_ignoring_case(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return the columns to rename, such as `Question`, if a format matches only when case is ignored.
+
+    The result is empty if the names would not be unique, or if a format matches without this.
+    """
+    if find_candidates(row):
+        return {}
+    known = {*KNOWN, *TEXTS, *LABELS, *(column for name in FORMATS.names() for column in FORMATS.entry(name).columns)}
+    folded = {key: name for key in row if (name := str(key).strip().casefold()) in known}
+    names = [folded.get(key, key) for key in row]
+    is_match = len(set(names)) == len(names) and find_candidates(dict.fromkeys(names))
+    return {key: name for key, name in folded.items() if key != name} if is_match else {}
+
+
+def is_labelled_text(row: Mapping[str, Any]) -> bool:
+    """Return True for a row of a classification set: a text and a label, and no question with its answer."""
+    known = [name for name, _ in find_candidates(row)]
+    return known in ([], ["text"]) and bool(first_present(TEXTS, row) and first_present(LABELS, row))
+
+
+def nearest_column(name: str) -> str | None:
+    """Return the known column name that a name resembles, as `response` for `Respones`, or None."""
+    return next(iter(difflib.get_close_matches(name.strip().casefold(), KNOWN, n=1, cutoff=0.8)), None)
+
+
+def first_present(names: Iterable[str], row: Mapping[str, Any]) -> str | None:
+    """Return the first name that has a value in the row, else the first that is a key of the row, else None."""
+    present = [name for name in names if name in row]
+    return next((name for name in present if row[name]), present[0] if present else None)
