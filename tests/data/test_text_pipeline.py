@@ -127,4 +127,4 @@ def test_a_template_that_writes_two_bos_tokens_is_a_warning(tmp_path):
     loaded = config_in(tmp_path, model=str(model), template={"name": "two.jinja"}, data={"sources": str(rows)})
     manifest = prepare(loaded).manifest
     assert manifest.warnings == [warning]
-    assert ["warning", "", warning] in corpus_rows(manifest)
+    assert ["warning", "", warning] in corpus_rows(manifest, folder=None)

@@ -93,3 +93,29 @@ def test_a_document_that_is_not_there_is_an_error(corpus, capsys):
     """Guards against an empty screen for a wrong number."""
     assert main(["inspect", "corpus", "--document", "99"]) == 2
     assert "document 99 does not exist" in capsys.readouterr().err
+
+
+def test_files_are_named_only_where_they_exist(tmp_path, monkeypatch, tiny_model, capsys):
+    """`inspect` of a row file wrote nothing, but said "listed in `dropped.jsonl`"."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"what is {number}?", "answer": "a number"} for number in range(20)]
+    rows += [{"question": "q?", "answer": " "}, {"question": "mail?", "answer": "ann@some-company.org"}]
+    lines = [*map(json.dumps, rows), "{broken \x1b[31m"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    assert main(["inspect", "rows.jsonl", "--model", str(tiny_model)]) == 0
+    shown = capsys.readouterr().out
+    assert "dropped.jsonl" not in shown and "secrets.jsonl" not in shown and "\x1b[31m" not in shown
+    for words in (["empty_reply", "rows.jsonl", "row", "21"], ["e-mail", "address", "rows.jsonl", "row", "22"]):
+        assert words in [line.split() for line in shown.splitlines()]
+    assert "unparsable" in shown and "rows.jsonl row 23: Expecting property name" in shown
+    assert main(["prepare", "--data", "rows.jsonl", "--model", str(tiny_model)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for name in ("dropped.jsonl", "secrets.jsonl"):
+        assert f"listed in `corpus/{name}`" in shown and (tmp_path / "corpus" / name).is_file()
+    assert main(["inspect", "corpus", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert [row["reason"] for row in first["first_dropped"]] == ["empty_reply", "unparsable"]
+    assert first["first_secrets"] == {"e-mail address": {"source": "rows.jsonl", "row": 22}}
+    for path, is_named in (("rows.jsonl", False), ("corpus", True)):
+        assert main(["inspect", path, "--model", str(tiny_model)]) == 0
+        assert ("`corpus/dropped.jsonl`" in " ".join(capsys.readouterr().out.split())) == is_named

@@ -590,7 +590,7 @@ def test_unknown_tokens_are_counted_and_too_many_are_refused_with_the_characters
     assert manifest.notes["unknown_supervised_tokens"] == 1
     assert manifest.notes["unknown_tokens"] >= 1
     assert manifest.unknown_characters["z"] == 1
-    [warning] = [row for row in corpus_rows(manifest) if row[0] == "warning"]
+    [warning] = [row for row in corpus_rows(manifest, folder=None) if row[0] == "warning"]
     assert "'z'" in warning[2]
 
 

@@ -15,7 +15,7 @@ from tunewell.data.corpus.page import MAX_ROWS, CorpusPage
 from tunewell.data.corpus.reader import Corpus, open_corpus
 from tunewell.data.corpus.source_rows import SourceRows
 from tunewell.data.corpus.views import CorpusViews, DocumentView, PairView
-from tunewell.records.manifest import MANIFEST, Manifest
+from tunewell.records.manifest import MANIFEST, DroppedRow, Manifest, SecretRow
 from tunewell.workflows.prepare import temporary_corpus
 
 _NUM_PAIRS = 3
@@ -23,13 +23,17 @@ _NUM_PAIRS = 3
 
 @dataclass(frozen=True)
 class Inspection:
-    """The result of `inspect`: the manifest of the corpus, some documents and some near-duplicate pairs."""
+    """The result of `inspect`: the manifest of the corpus, and examples of its documents and of other rows."""
 
     path: str
     is_corpus: bool
     manifest: Manifest
     documents: list[DocumentView]
     pairs: list[PairView]
+    dropped: list[DroppedRow]
+    """The first dropped row of each reason."""
+    secrets: dict[str, SecretRow]
+    """Kind of secret -> the first listed row with one."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `inspect --json` prints."""
@@ -46,7 +50,12 @@ class Inspection:
             for view in self.documents
         ]
         pairs = [view.pair.model_dump() for view in self.pairs]
-        return {"path": self.path, "corpus": self.is_corpus, **manifest, "shown": documents, "near_pairs": pairs}
+        examples = {
+            "first_dropped": [row.model_dump() for row in self.dropped],
+            "first_secrets": {kind: {"source": row.source, "row": row.row} for kind, row in self.secrets.items()},
+        }
+        named = {"path": self.path, "corpus": self.is_corpus}
+        return {**named, **manifest, "shown": documents, "near_pairs": pairs, **examples}
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,25 @@ def inspect(
         if not isinstance(wanted, range):  # `--show N`: a corpus may have fewer rows
             _require_documents(wanted, num_documents)
         documents = [views.document(index, is_held_out=is_held_out) for index in wanted if index < num_documents]
-        return Inspection(opened.name, opened.is_corpus, opened.corpus.manifest, documents, views.pairs(_NUM_PAIRS))
+        return Inspection(
+            opened.name,
+            opened.is_corpus,
+            opened.corpus.manifest,
+            documents,
+            views.pairs(_NUM_PAIRS),
+            _first_dropped(opened.corpus),
+            dict(sorted({kind: row for row in reversed(opened.corpus.secret_rows()) for kind in row.kinds}.items())),
+        )
+
+
+def _first_dropped(corpus: Corpus) -> list[DroppedRow]:
+    """Return the first dropped row of each reason, the most frequent reason first."""
+    reasons, found = corpus.manifest.dropped, dict[str, DroppedRow]()
+    for row in corpus.dropped_rows():
+        found.setdefault(row.reason, row)
+        if len(found) == len(reasons):
+            break
+    return sorted(found.values(), key=lambda row: (-reasons.get(row.reason, 0), row.reason))
 
 
 def write_page(
@@ -108,7 +135,7 @@ def write_page(
         _require_documents(wanted, _num_documents(opened.corpus, is_held_out))
         rows = SourceRows(opened.corpus.manifest, opened.data, opened.bases)
         name = Path(opened.name).name if Path(opened.name).is_absolute() else opened.name
-        page = CorpusPage(CorpusViews(opened.corpus, is_joined=True), rows, name=name)
+        page = CorpusPage(CorpusViews(opened.corpus, is_joined=True), rows, name=name, is_corpus=opened.is_corpus)
         text = page.render(wanted, num_rows=min(num_rows, MAX_ROWS), is_held_out=is_held_out)
     write_atomic(file, text)
     return PageResult(file, file.stat().st_size)

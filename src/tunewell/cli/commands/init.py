@@ -80,7 +80,7 @@ def _screen(result: "InitResult", data: str) -> str:
     rows += [["note", remark] for remark in sample.remarks]
     if sample.dropped:
         dropped = f"{count(sum(sample.dropped.values()))} of the first {count(sample.rows_in, 'row')}"
-        rows.append(["dropped", f"{dropped}: {dropped_reasons(sample.dropped, '')}"])
+        rows.append(["dropped", f"{dropped}: {dropped_reasons(sample.dropped)}"])
     return "\n".join(
         [
             folded_table(rows),

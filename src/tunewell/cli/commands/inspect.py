@@ -88,11 +88,25 @@ def _write_page(
 
 
 def _screen(inspection: "Inspection", out: "Console", *, as_list: bool, has_details: bool) -> None:
-    out.print(folded_table(corpus_rows(inspection.manifest, has_details=has_details), right=(1,)))
+    folder = inspection.path if inspection.is_corpus else None
+    out.print(folded_table(corpus_rows(inspection.manifest, folder=folder, has_details=has_details), right=(1,)))
     out.print("\ntokens per row")
     out.print(_histogram(inspection.manifest))
     out.print("\nrows per source")
     out.print(_source_table(inspection.manifest))
+    if inspection.dropped:
+        out.print("\ndropped rows, the first of each reason")
+        rows = [
+            [row.reason, _visible(f"{row.source} row {row.row}" + f": {row.detail}" * bool(row.detail))]
+            for row in inspection.dropped
+        ]
+        out.print(folded_table(rows), markup=False)
+    if inspection.secrets:
+        out.print("\nrows with secrets, the first of each kind")
+        out.print(
+            folded_table([[kind, f"{row.source} row {row.row}"] for kind, row in inspection.secrets.items()]),
+            markup=False,
+        )
     if inspection.pairs:
         out.print("\nnear duplicates, the most similar first")
     for pair in inspection.pairs:

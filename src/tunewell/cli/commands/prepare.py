@@ -51,7 +51,7 @@ def screen(result: "PrepareResult", *, has_details: bool = False) -> str:
     )
     return "\n".join(
         [
-            folded_table(corpus_rows(result.manifest, has_details=has_details), right=(1,)),
+            folded_table(corpus_rows(result.manifest, folder=str(result.corpus), has_details=has_details), right=(1,)),
             outcome,
             hanging("next: ", f"`tunewell inspect {result.corpus}` to see the tokens, then `tunewell train`"),
         ]

@@ -1,5 +1,6 @@
 """The corpus table of `prepare` and `inspect`: rows, tokens, sequences, lengths, dropped rows."""
 
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from tunewell.core.units import count, percent
@@ -11,8 +12,8 @@ if TYPE_CHECKING:
 _NO_TEST = "no row is held out, so there will be no verdict; `data.held_out` can name a file of test rows"
 
 
-def corpus_rows(manifest: "Manifest", *, has_details: bool = False) -> list[list[str]]:
-    """Return the rows of the table: label, number, remark."""
+def corpus_rows(manifest: "Manifest", *, folder: str | None, has_details: bool = False) -> list[list[str]]:
+    """Return the rows of the table: label, number, remark. `folder` is the corpus on disk, or None."""
     tokens, packing, lengths = manifest.tokens, manifest.packing, manifest.lengths
     num_tokens = tokens.supervised + tokens.context
     formats = ", ".join(sorted({name for source in manifest.sources for name in source.formats}))
@@ -23,7 +24,11 @@ def corpus_rows(manifest: "Manifest", *, has_details: bool = False) -> list[list
         ["rows", count(manifest.rows_in), f"format: {formats}; chat template: {templates}"],
         ["for training", count(manifest.documents), ""],
         ["for testing", count(manifest.held_out), "held out: never trained on" if manifest.held_out else _NO_TEST],
-        ["dropped", count(sum(manifest.dropped.values())), dropped_reasons(manifest.dropped)],
+        [
+            "dropped",
+            count(sum(manifest.dropped.values())),
+            dropped_reasons(manifest.dropped) + _listed(folder, "dropped.jsonl", bool(manifest.dropped)),
+        ],
         ["tokens", count(num_tokens), f"{percent(tokens.supervised / num_tokens)} of them are trained on"],
         [
             "sequences",
@@ -57,8 +62,8 @@ def corpus_rows(manifest: "Manifest", *, has_details: bool = False) -> list[list
     if manifest.secrets and manifest.secrets.rows:
         kinds = ", ".join(f"{count(number)} {kind}" for kind, number in manifest.secrets.kinds.items())
         done = {"warn": "to replace them, set `data.clean.secrets: redact`", "redact": "replaced", "drop": "dropped"}
-        remark = f"rows with {kinds}; {done[manifest.secrets.action]}; listed in `secrets.jsonl`"
-        rows.append(["secrets", count(manifest.secrets.rows), remark])
+        remark = f"rows with {kinds}; {done[manifest.secrets.action]}"
+        rows.append(["secrets", count(manifest.secrets.rows), remark + _listed(folder, "secrets.jsonl")])
     for note, number in manifest.notes.items():
         term = note.replace("_", " ")
         rows.append(["note", count(number), f"{_NOTES.get(note, term)}; see `tunewell glossary '{term}'`"])
@@ -105,9 +110,13 @@ def _near_advice(kind: str, action: str) -> str:
     return f"{effect}; to drop them, set `data.clean.{kind}: drop`"
 
 
-def dropped_reasons(dropped: dict[str, int], where: str = "; listed in `dropped.jsonl`") -> str:
+def _listed(folder: str | None, name: str, is_written: bool = True) -> str:
+    return f"; listed in `{PurePath(folder) / name}`" if folder is not None and is_written else ""
+
+
+def dropped_reasons(dropped: dict[str, int]) -> str:
     """Return the reasons for dropped rows with their counts, most frequent first."""
     if not dropped:
         return "every row is used"
     ordered = sorted(dropped.items(), key=lambda entry: (-entry[1], entry[0]))
-    return ", ".join(f"{count(number)} {reason}" for reason, number in ordered) + where
+    return ", ".join(f"{count(number)} {reason}" for reason, number in ordered)

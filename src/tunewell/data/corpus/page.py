@@ -64,8 +64,9 @@ class DropReason:
 class CorpusPage:
     """The content of the page."""
 
-    def __init__(self, views: CorpusViews, rows: SourceRows, *, name: str) -> None:
-        self.name = name
+    def __init__(self, views: CorpusViews, rows: SourceRows, *, name: str, is_corpus: bool = True) -> None:
+        """If `is_corpus` is False, the corpus is temporary, and the page names none of its files."""
+        self.name, self.is_corpus = name, is_corpus
         self.manifest = views.corpus.manifest
         self._views, self._rows = views, rows
 
