@@ -209,7 +209,8 @@ def test_groups_left_empty_are_defaults():
         ("zzz: 1\n", "`tunewell explain` lists every key"),
         ("data: {sources: [{path: a, shares: 1}]}\n", "did you mean `data.sources.share`?"),
         ("data: {sources: [{limit: 1}]}\n", "`data.sources[0].path` is missing"),
-        ("data: rows.jsonl\n", "`data` is a section, not 'rows.jsonl'"),
+        ("data: 5\n", "`data` is a section, not 5"),
+        ("data: [{limit: 1}]\n", "`data.sources[0].path` is missing\n  where: tunewell.yaml line 1"),
         (
             "packing: {context_length: '512'}\n",
             "line 1\n  fix:   remove the quotes",
@@ -348,3 +349,25 @@ def test_loading_reads_no_environment(monkeypatch):
     for name in ("SEED", "TUNEWELL_SEED", "MODEL", "TUNEWELL_MODEL"):
         monkeypatch.setenv(name, "5")
     assert load("").config == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "paths"),
+    [
+        ("data: rows.csv", [("rows.csv", None)]),
+        ("data: [a.csv, b.jsonl#2]", [("a.csv", None), ("b.jsonl", 2)]),
+        ("data:\n- path: a.csv\n  limit: 3", [("a.csv", 3)]),
+    ],
+)
+def test_data_may_be_its_sources(text, paths):
+    """`data: rows.csv` was an error, though `--data rows.csv` and `data.sources: rows.csv` work."""
+    loaded = load(text + "\n")
+    assert [(source.path, source.limit) for source in loaded.config.data.sources] == paths
+    assert loaded.origin("data.sources[0].path").startswith("tunewell.yaml line ")
+    assert load(text + "\n", "data.held_out=0.1").config.data.held_out == 0.1
+    (source,) = load_config(Path("tunewell.yaml"), data="other.csv").config.data.sources
+    assert source.path == "other.csv"
+    loaded = load("data: {sources: x, held_out: 0.2}\n", f"data={[path for path, _ in paths]}")
+    assert [source.path for source in loaded.config.data.sources] == [path for path, _ in paths]
+    assert loaded.config.data.held_out == 0.2
+    assert load_config({"data": Path("rows.csv")}).config.data.sources[0].path == "rows.csv"

@@ -70,6 +70,7 @@ def json_schema() -> dict[str, Any]:
     one = {"anyOf": [{"type": "string", "minLength": 1}, sources.pop("items")]}
     sources.pop("type")
     sources["anyOf"] = [*one["anyOf"], {"type": "array", "items": one}]
+    schema["properties"]["data"] |= {"type": ["object", "string", "array"], "minLength": 1, "items": one}
     for alias, key in ALIASES.items():
         for path in alias_paths(alias) - {tuple(key.split("."))}:
             properties = _section_of(schema, path)

@@ -343,6 +343,11 @@ def _section(tree: object, key_path: KeyPath) -> dict[Any, Any]:
     return cast(dict[Any, Any], tree) if isinstance(tree, dict) else {}
 
 
+def _is_short_data(value: object) -> bool:
+    """Return True for `data: rows.jsonl` or a list, the short form of `data: {sources: ...}`."""
+    return isinstance(value, str | list)
+
+
 def _expand(tree: dict[str, Any]) -> None:
     """Remove empty sections and expand the short forms of sources, so that `--set` can address their keys."""
     for name in [key.name for key in all_keys().values() if key.is_section]:
@@ -350,6 +355,8 @@ def _expand(tree: dict[str, Any]) -> None:
         group = _section(tree, tuple(parents))
         if last in group and group[last] is None:
             del group[last]
+    if _is_short_data(tree.get("data")):
+        tree["data"] = {"sources": tree["data"]}
     data = _section(tree, ("data",))
     if "sources" in data:
         data["sources"] = as_sources(data["sources"])
@@ -357,6 +364,8 @@ def _expand(tree: dict[str, Any]) -> None:
 
 def _override(draft: _Draft, key: str, value: Any, origin: str) -> None:
     key_path = resolve_alias(parse_key(key))
+    if key_path == ("data",) and _is_short_data(value):
+        key_path = ("data", "sources")
     if key_path == ("data", "sources"):
         value = as_sources(value)
     try:

@@ -183,7 +183,7 @@ class Clean(Section):
 
 
 class Data(Section):
-    """The rows: sources, held-out rows, cleaning."""
+    """The rows: sources, held-out rows, cleaning. One path or a list of paths is short for `{sources: ...}`."""
 
     sources: tuple[SourceConfig, ...] = ()
     """Sources of rows: one path, a list of paths, or a list of sections with the keys below."""
