@@ -422,7 +422,9 @@ def test_a_workbook_is_read_sheet_by_sheet(tiny_model, tmp_path):
     assert supervised(tmp_path) == ["4<|im_end|>", "Köln & Bonn<|im_end|>"]
     assert report["remarks"] == ["`rows.xlsx`: unused columns: `id`"]
     write_workbook(tmp_path / "bad.xlsx", {"one": [["q", "q"], ["a", "b"]]})
-    assert "two columns with the same name" in prepare(tmp_path, tiny_model, "bad.xlsx", code=2)["error"]["what"]
+    assert "has 2 columns named `q`" in prepare(tmp_path, tiny_model, "bad.xlsx", code=2)["error"]["what"]
+    write_workbook(tmp_path / "bad.xlsx", {"one": [["Our FAQ", ""], ["question", "answer"], ["a", "b"]]})
+    assert "delete the rows above the header" in prepare(tmp_path, tiny_model, "bad.xlsx", code=2)["error"]["fix"]
     (tmp_path / "bad.xlsx").write_bytes(b"PK not a workbook")
     assert "cannot be read" in prepare(tmp_path, tiny_model, "bad.xlsx", code=2)["error"]["what"]
 

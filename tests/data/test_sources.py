@@ -704,11 +704,21 @@ def test_bare_carriage_returns_end_lines_too(tmp_path):
     assert csv_rows(tmp_path, b'q,a\r1,"x\ry"\r2,z\r') == [{"q": "1", "a": "x\ry"}, {"q": "2", "a": "z"}]
 
 
-@pytest.mark.parametrize("data", [b"", b"\n\n", b"a,a\n1,2\n", b",\n1,2\n"])
-def test_a_table_without_names_for_its_columns_is_refused(data, tmp_path):
+@pytest.mark.parametrize(
+    ("data", "what", "fix"),
+    [
+        (b"", "is empty", "name the columns in the first line, like `question,answer`"),
+        (b"\n\n", "is empty", "name the columns"),
+        (b"a,b,a\n1,2,3\n", "has 2 columns named `a`", "rename or delete one of them"),
+        (b",\n1,2\n", "names no columns", "name the columns"),
+        (b"Our FAQ,,\nq,a,b\n1,2,3\n", "has 2 columns without a name", "delete the rows above the header"),
+    ],
+)
+def test_a_table_without_names_for_its_columns_is_refused(data, what, fix, tmp_path):
     """Without names there is no telling question from answer."""
-    with pytest.raises(UserError, match="must name its columns"):
+    with pytest.raises(UserError, match=what) as caught:
         csv_rows(tmp_path, data)
+    assert fix in str(caught.value.fix)
 
 
 def test_a_table_whose_first_line_is_endless_is_refused(tmp_path):

@@ -172,6 +172,22 @@ def test_a_guessed_encoding_and_a_wrong_one_are_named(tiny_model, tmp_path):
     assert remark.endswith("save the file as UTF-8, or set its `encoding` on the source, like `encoding: cp1252`")
 
 
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("question,answer\n", "there are no rows below the header of `rows.csv`"),
+        ("Our FAQ\n\nquestion;answer\nq?;a\nr?;b\n", "delete the rows above the header"),
+        ("Our;FAQ\nquestion;answer;n\nq?;a;1\nr?;b;2\n", "delete the rows above the header"),
+    ],
+)
+def test_a_table_without_usable_rows_gets_a_fix(tiny_model, tmp_path, text, fix):
+    """A header alone was "empty", and a title above the header got no fix."""
+    (tmp_path / "rows.csv").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match="no training data") as caught:
+        prepare_in(tmp_path, tiny_model, tmp_path / "rows.csv")
+    assert fix in str(caught.value.fix)
+
+
 def test_a_config_under_another_name_is_not_overlooked(tmp_path, monkeypatch):
     """A `config.yaml` was ignored, and every setting in it with it."""
     monkeypatch.chdir(tmp_path)

@@ -125,6 +125,7 @@ def _encoding_remarks(spec: BuildSpec) -> Iterator[str]:
 
 _DROP_FIXES = {
     "bad_text": "save the file as UTF-8, or set its `encoding` on the source, like `encoding: cp1252`",
+    "unparsable": "correct these rows",
     "not_a_conversation": "`tunewell glossary not_a_conversation` explains this reason",
 }
 _COLUMNS_FIX = "if these are questions and answers, set `columns: {question: YOURS, answer: YOURS}`"
@@ -137,9 +138,48 @@ def _drop_remarks(source: SourceLedger) -> Iterator[str]:
         if number and 2 * number >= source.rows:
             row, detail = source.examples[reason]
             lost = f"{count(number)} of {count(source.rows, 'row')} dropped as `{reason}`"
+            if reason == "unparsable" and _OTHER_NUMBER in detail:
+                fix = _HEADER_FIX
             if "its columns:" in detail:  # it may end in the setting for this source
                 fix = "" if "; set `" in detail else _COLUMNS_FIX
             yield "; ".join(filter(None, [f"`{source.name}`: {lost}", f"first: row {row}: {detail}", fix]))
+
+
+_OTHER_NUMBER = " values for "
+"""Part of the detail of a record that has more or fewer values than the table has columns."""
+_HEADER_FIX = (
+    "the first line must name the columns: delete the rows above the header; put quotes around values that contain the "
+    "delimiter"
+)
+
+
+def suggest_rows(spec: BuildSpec) -> str:
+    """Return what to do if no file has a row."""
+    tables = [job.file.name for job in spec.jobs if job.file.format in ("csv", "tsv", "excel")]
+    if len(tables) < len(spec.jobs):
+        return "the files are empty or contain only blank lines"
+    return f"there are no rows below the header of {', '.join(f'`{name}`' for name in tables[:_NUM_NAMED])}: add rows"
+
+
+def suggest_fix(first: dict[str, str]) -> str:
+    """Return how to make rows usable, from the first line of `dropped.jsonl`."""
+    reason, detail = first.get("reason"), first.get("detail", "")
+    if reason == "bad_text" and "UTF-8" in detail:
+        return "the file is not UTF-8: save it as `CSV UTF-8` in Excel, or set `encoding: cp1252` on the source"
+    if reason == "unparsable" and _OTHER_NUMBER in detail:
+        return _HEADER_FIX
+    if reason == "has_media":
+        return "images, audio and video cannot be trained on: use rows of text, or remove the column with `map`"
+    if reason == "not_a_conversation" and "its columns:" in detail:
+        found = detail.rpartition("; set `")[2].removesuffix("`") if "; set `" in detail else None
+        if first["source"].endswith((".csv", ".tsv")) and "," not in detail:
+            return _HEADER_FIX  # a title above the header looks like a single column
+        setting = found or "columns: {question: YOURS, answer: YOURS}"
+        return f"describe the source in tunewell.yaml: `data: {{sources: [{{path: {first['source']}, {setting}}}]}}`"
+    if reason is None:
+        return "set a lower `data.held_out`, or add rows"
+    remedy = "convert the rows with `map: rows.py:to_messages` on the source, or name other `columns`"
+    return f"{remedy if reason == 'not_a_conversation' else 'correct the rows'}; see `tunewell glossary {reason}`"
 
 
 _SPLITS = {"paragraph": "split into paragraphs at blank lines", "line": "split into lines", "file": "not split"}

@@ -42,7 +42,15 @@ from tunewell.data.corpus.packing import (
 )
 from tunewell.data.corpus.reader import open_corpus
 from tunewell.data.corpus.spec import NO_SHARE, BuildSpec
-from tunewell.data.corpus.summary import WrittenSplit, data_card, describe_file, make_manifest, total_dropped
+from tunewell.data.corpus.summary import (
+    WrittenSplit,
+    data_card,
+    describe_file,
+    make_manifest,
+    suggest_fix,
+    suggest_rows,
+    total_dropped,
+)
 from tunewell.data.sources.arrow import Lists, write_columns, write_lists
 from tunewell.records.manifest import (
     COLUMNS,
@@ -361,7 +369,7 @@ class CorpusWriter:
         raise UserError(
             f"no training data: 0 of {count(num_rows, 'row')} can be used",
             where=where,
-            fix=_suggest_fix(first) if num_rows else "the files are empty or contain only blank lines",
+            fix=suggest_fix(first) if num_rows else suggest_rows(self._spec),
         )
 
     def _apply_length_policy(self, context: Chosen[int]) -> None:
@@ -432,19 +440,3 @@ class CorpusWriter:
         sync_tree(self._corpus)
         write_manifest(self._corpus, manifest)
         return manifest
-
-
-def _suggest_fix(first: dict[str, str]) -> str:
-    reason, detail = first.get("reason"), first.get("detail", "")
-    if reason == "bad_text" and "UTF-8" in detail:
-        return "the file is not UTF-8: save it as `CSV UTF-8` in Excel, or set `encoding: cp1252` on the source"
-    if reason == "has_media":
-        return "images, audio and video cannot be trained on: use rows of text, or remove the column with `map`"
-    if reason == "not_a_conversation" and "its columns:" in detail:
-        found = detail.rpartition("; set `")[2].removesuffix("`") if "; set `" in detail else None
-        setting = found or "columns: {question: YOURS, answer: YOURS}"
-        return f"describe the source in tunewell.yaml: `data: {{sources: [{{path: {first['source']}, {setting}}}]}}`"
-    if reason is None:
-        return "set a lower `data.held_out`, or add rows"
-    remedy = "convert the rows with `map: rows.py:to_messages` on the source, or name other `columns`"
-    return f"{remedy if reason == 'not_a_conversation' else 'correct the rows'}; see `tunewell glossary {reason}`"

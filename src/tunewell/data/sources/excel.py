@@ -34,9 +34,13 @@ def _sheet_rows(rows: list[list[str]], where: str) -> Iterator[dict[str, str]]:
     names = [cell.strip() for cell in rows[0]]
     used = [index for index, column in enumerate(names) if column]
     if any(row[index] != "" for row in rows[1:] for index in range(len(names)) if not names[index]):
-        raise UserError(f"{where} has a column without a name", fix="write a name into the first row of this column")
-    if len({names[index] for index in used}) != len(used):
-        raise UserError(f"{where} has two columns with the same name", fix="rename one of them")
+        raise UserError(
+            f"{where} has a column without a name",
+            where=f"the first row is {', '.join(name or '(empty)' for name in names)[:80]}",
+            fix="if this row is a title, delete the rows above the header; else write a name above the column",
+        )
+    if twice := next((name for name in names if name and names.count(name) > 1), None):
+        raise UserError(f"{where} has {names.count(twice)} columns named `{twice}`", fix="rename or delete one of them")
     yield from ({names[index]: row[index] for index in used} for row in rows[1:])
 
 

@@ -83,6 +83,7 @@ def _find_rows(value: Any) -> list[Any]:
 _DELIMITERS = ",;\t|"
 _SEPARATOR_LINE = re.compile(r'"?sep=([,;\t|])"?[,;]*', re.IGNORECASE)
 """A first line that Excel reads and hides. It names the delimiter."""
+_NAME_COLUMNS = "name the columns in the first line, like `question,answer`, with one row on each line below it"
 _MAX_HEADING_CHARS = 80
 _MAX_HEADINGS = 3
 """Headings in a row (chapter, section, subsection) that stay with a paragraph. More short lines are a list."""
@@ -187,11 +188,23 @@ def _csv_head(file: SourceFile, lines: _CsvLines) -> tuple[Iterator[list[str]], 
         reader = csv.reader(chain([head], lines), delimiter=delimiter, strict=True)
         names = [name.strip() for name in next(reader, list[str]())]
     except (_RecordTooLarge, csv.Error) as error:
-        raise UserError(f"the first line of `{file.name}` cannot be read as column names: {error}") from error
-    if not any(names) or len(set(names)) != len(names):
         raise UserError(
-            f"the first line of `{file.name}` must name its columns, without duplicates",
-            where=f"the first line is {head.strip()[:80]!r}" if head.strip() else "the first line is empty",
+            f"the first line of `{file.name}` cannot be read as column names: {error}", fix=_NAME_COLUMNS
+        ) from error
+    if not any(names):
+        what = f"the first line of `{file.name}` names no columns" if head.strip() else f"`{file.name}` is empty"
+        raise UserError(what, fix=_NAME_COLUMNS)
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(
+            f"`{file.name}` has {names.count(twice)} columns named `{twice}`",
+            where=f"the first line is {head.strip()[:80]!r}",
+            fix="rename or delete one of them in the first line",
+        )
+    if names.count("") > 1:
+        raise UserError(
+            f"the first line of `{file.name}` has {names.count('')} columns without a name",
+            where=f"the first line is {head.strip()[:80]!r}",
+            fix="name them, or delete the rows above the header if the first line is a title",
         )
     return reader, names
 
