@@ -47,7 +47,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "train": {"optimizer": "adamw8bit"},
     },
 }
-TIMES = ("seconds", "memory_bytes")
+TIMES = ("seconds", "memory_bytes", "phases")
 
 
 class _Killer(Remembering):

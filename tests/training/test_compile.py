@@ -23,6 +23,7 @@ from tunewell.training.compile import (
 )
 from tunewell.training.distributed import World
 from tunewell.training.evaluate import _answers
+from tunewell.training.step import PhaseClock
 
 
 def _order(lengths: list[int]) -> DataOrder:
@@ -45,7 +46,7 @@ def test_where_most_documents_are_longer_than_the_budget_they_make_the_shape() -
 
 def _learner(**values: Any) -> Any:
     known = {"device": torch.device("cuda"), "shape": None, "may_compile": True, "longest": 100, "world": World()}
-    return SimpleNamespace(**known | values)
+    return SimpleNamespace(**known | {"phases": PhaseClock()} | values)
 
 
 @pytest.mark.parametrize(
