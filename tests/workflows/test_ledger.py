@@ -66,7 +66,7 @@ def plant(seed: int, *, is_strict: bool) -> tuple[Planted, Planted]:
         plan.add(f'{{"question": "{text}", "answer": "a", "score": NaN}}'.encode(), "unparsable")
     for _ in range(17):
         plan.add([1, plan.unique()], "not_a_conversation")
-        plan.add(pair(plan.unique(), 5), "not_a_conversation")  # type: ignore[arg-type]
+        plan.add(pair(plan.unique(), {"a": 5}), "not_a_conversation")  # type: ignore[arg-type]
         plan.add({"messages": [turn("alien", plan.unique()), turn("assistant", "a")]}, "not_a_conversation")
         plan.add({"messages": [turn("user", plan.unique())]}, "not_a_conversation")
         plan.add({"category": plan.unique()}, "not_a_conversation")
