@@ -239,11 +239,15 @@ def test_an_interval_in_the_config_is_never_changed(tmp_path: Path) -> None:
     assert run.plan.evaluate_every.value == 4
 
 
-@pytest.mark.parametrize(("writing", "every"), [(20.0, 4), (40.0, 50)], ids=["in time", "longer than the rest"])
-def test_no_checkpoint_is_begun_that_would_delay_the_end(tmp_path: Path, writing: float, every: int) -> None:
+@pytest.mark.parametrize(
+    ("step", "writing", "every"),
+    [(20, 20.0, 4), (20, 40.0, 50), (48, 4.0, 4)],
+    ids=["in time", "longer than the rest", "too short to matter"],
+)
+def test_no_checkpoint_is_begun_that_would_delay_the_end(tmp_path: Path, step: int, writing: float, every: int) -> None:
     """A run ends when its last checkpoint is saved, and that save waits for one that is being written."""
     run = make_run(tmp_path, plan={"num_steps": 50})
-    run.progress.step, run.checkpoints.write_seconds = 20, writing
+    run.progress.step, run.checkpoints.write_seconds = step, writing
     run.step_seconds.extend([1.0] * 8)
     limit_saves(run)
     assert run.plan.evaluate_every.value == every

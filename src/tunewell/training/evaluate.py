@@ -28,6 +28,8 @@ _EVALUATION_SHARE = 0.1
 _SAVE_SECONDS = 300.0
 _MIN_EVALUATION_SECONDS = 2.0
 """Evaluations that take less than this in a whole run are never reduced."""
+_MIN_WRITE_SECONDS = 5.0
+"""A checkpoint that is written within this time is never put off."""
 _ANSWER_TOKENS = (8192, 1024, 1)
 """Batch sizes for answers, in tokens, tried in this order. The last one means one question at a time."""
 
@@ -95,11 +97,12 @@ def limit_saves(run: Run) -> None:
     if not due or step >= plan.num_steps.value:
         return
     remaining = (plan.num_steps.value - step) * statistics.median(run.step_seconds or [0.0])
-    if world.any(run.checkpoints.write_seconds > remaining):
+    seconds = run.checkpoints.write_seconds
+    if world.any(seconds > max(remaining, _MIN_WRITE_SECONDS)):
         last = plan.num_steps.value
         because = (
             f"at step {count(step)}, training had {remaining:.0f} s left, and writing a checkpoint takes "
-            f"{run.checkpoints.write_seconds:.0f} s"
+            f"{seconds:.0f} s"
         )
         changes = {name: Chosen[int](value=last, because=because) for name in due}
     elif world.any(run.checkpoints.is_writing):
