@@ -21,8 +21,10 @@ _HASH_CHARS = 64
 NEAR_DUPLICATES = "near_duplicates.jsonl"
 SECRETS = "secrets.jsonl"
 DROPPED = "dropped.jsonl"
+ANSWERS = "answers.jsonl"
 CORPUS_NAMES = frozenset(
-    {MANIFEST, NEAR_DUPLICATES, SECRETS, "README.md", "dataset_dict.json", DROPPED, "held_out"} | {"tokenizer", "train"}
+    {MANIFEST, NEAR_DUPLICATES, SECRETS, "README.md", "dataset_dict.json", DROPPED, ANSWERS, "held_out"}
+    | {"tokenizer", "train"}
 )
 """All names in a corpus folder."""
 
@@ -153,6 +155,15 @@ class SecretRow(Record):
     source: str
     row: int
     kinds: dict[str, int]
+
+
+class AnswerRow(Record):
+    """One line of `answers.jsonl`: a row with accepted answers, and the column that has them."""
+
+    source: str
+    row: int
+    column: str
+    answers: list[str]
 
 
 class NearDuplicateRecord(Record):

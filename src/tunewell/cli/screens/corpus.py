@@ -75,6 +75,7 @@ _NOTES = {
     "names_in_other_case": "rows whose column names match a format only if case is ignored (`Question`)",
     "numbers_as_text": "rows with a number, true or false as question or answer, which is read as text",
     "other_ids_as_a_whole": "rows that llama.cpp and Ollama tokenize differently",
+    "rows_with_answers": "rows with accepted answers in `answers` or `value`, by which `validate` judges",
     "rows_with_markers": "rows that contain a template marker, which is encoded as plain text",
     "thinking_not_rendered": "rows with thinking that the template leaves out, so it is not trained on; "
     "`template.name: chatml` renders it",

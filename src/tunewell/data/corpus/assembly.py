@@ -19,7 +19,7 @@ from tunewell.config.schema import Data
 from tunewell.core.errors import UserError
 from tunewell.core.units import count, percent
 from tunewell.data.corpus.tokenized_block import TokenizedBlock
-from tunewell.records.manifest import DROPPED, SECRETS, SourceRecord, unknown_remark
+from tunewell.records.manifest import ANSWERS, DROPPED, SECRETS, SourceRecord, unknown_remark
 
 _MAX_SECRET_ROWS = 1000
 _MIN_HELD_OUT = 2
@@ -133,6 +133,7 @@ class Assembly:
         self.unknown_characters.update(block.unknown_characters)
         for index, kinds in block.secrets:
             self._add_secrets(ledger, numbers[index], kinds)
+        self._add_answers(ledger, block, numbers)
         rows = np.asarray(numbers, dtype=np.int64)
         dropped = np.flatnonzero(block.status)
         for index, detail in zip(dropped.tolist(), block.details, strict=True):
@@ -175,6 +176,16 @@ class Assembly:
             line = {"source": ledger.name, "row": row, "kinds": kinds}
             with (self.folder / "corpus" / SECRETS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    def _add_answers(self, ledger: SourceLedger, block: TokenizedBlock, numbers: Sequence[int]) -> None:
+        """List the rows with accepted answers."""
+        lines = [
+            {"source": ledger.name, "row": numbers[index], "column": column, "answers": answers}
+            for index, column, answers in block.answers
+        ]
+        if lines:
+            with (self.folder / "corpus" / ANSWERS).open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
     def drop(self, ledger: SourceLedger, row: int, reason: str, detail: str = "") -> None:
         """Count a dropped row and write it to `dropped.jsonl`."""

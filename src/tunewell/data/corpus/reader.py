@@ -17,11 +17,13 @@ from tunewell.core.optional import import_optional
 from tunewell.data.sources.arrow import Lists, read_columns, read_lists
 from tunewell.records.base import Record
 from tunewell.records.manifest import (
+    ANSWERS,
     COLUMNS,
     DROPPED,
     MANIFEST,
     NEAR_DUPLICATES,
     SECRETS,
+    AnswerRow,
     DroppedRow,
     Manifest,
     NearPair,
@@ -178,6 +180,10 @@ class Corpus(Split):
     def dropped_rows(self) -> Iterator[DroppedRow]:
         """Yield every dropped row with its reason."""
         return self._records(DROPPED, DroppedRow)
+
+    def answer_rows(self) -> Iterator[AnswerRow]:
+        """Yield every row with accepted answers (`answers` or `value`)."""
+        return self._records(ANSWERS, AnswerRow)
 
     def _records(self, name: str, kind: type[R]) -> Iterator[R]:
         if name in self.manifest.files:

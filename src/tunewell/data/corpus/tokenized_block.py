@@ -31,7 +31,7 @@ from tunewell.data.sources.blocks import Block, ReadOptions, parse_item
 if TYPE_CHECKING:
     from tunewell.data.masking.rendered import RenderedTextParser
 
-PIPELINE_VERSION = 3
+PIPELINE_VERSION = 4
 """Version of the tokenised output. Increase it when equal rows give other tokens or notes, to invalidate the cache."""
 _ARRAYS = ("status", "whole", "question", "lengths", "boundary", "tokens")
 _DETAIL_CHARS = 300
@@ -70,6 +70,8 @@ class TokenizedBlock:
     """Characters that the vocabulary lacks, counted in the first rows that contain some."""
     secrets: list[tuple[int, dict[str, int]]] = field(default_factory=list[tuple[int, dict[str, int]]])
     """The index of each row with secrets, and their number by kind."""
+    answers: list[tuple[int, str, list[str]]] = field(default_factory=list[tuple[int, str, list[str]]])
+    """The index of each document's row with accepted answers, their column, and the answers."""
 
     def __post_init__(self) -> None:
         num_documents = int((self.status == 0).sum())
@@ -82,7 +84,7 @@ class TokenizedBlock:
 
 def save_tokenized(path: Path, block: TokenizedBlock) -> None:
     """Write a block atomically."""
-    names = ("reasons", "details", "formats", "notes", "unused", "unknown_characters", "secrets")
+    names = ("reasons", "details", "formats", "notes", "unused", "unknown_characters", "secrets", "answers")
     meta = {name: getattr(block, name) for name in names}
     arrays = {name: getattr(block, name) for name in _ARRAYS}
     arrays["learned"] = np.packbits(block.supervised)
@@ -158,6 +160,7 @@ class RenderedBlock:
     notes: Counter[str] = field(default_factory=Counter[str])
     unused: Counter[str] = field(default_factory=Counter[str])
     secrets: list[tuple[int, dict[str, int]]] = field(default_factory=list[tuple[int, dict[str, int]]])
+    answers: list[tuple[int, str, list[str]]] = field(default_factory=list[tuple[int, str, list[str]]])
 
     def reason_code(self, reason: str) -> int:
         """Return the status code of a drop reason; add the reason on first use."""
@@ -265,6 +268,8 @@ def _render_row(value: Any, pipeline: RowPipeline, rendered: RenderedBlock, *, m
     rendered.formats[format_name] += 1
     if conversation.unused:
         rendered.unused.update(conversation.unused)
+    if conversation.answers:
+        rendered.answers.append((len(rendered.status), conversation.answers_column, list(conversation.answers)))
     if conversation.notes:
         rendered.notes.update(conversation.notes)
     rendered.layouts.append(layout)
@@ -367,6 +372,7 @@ def join_tokens(rendered: RenderedBlock, encoded: EncodedDocuments) -> Tokenized
         unused=dict(rendered.unused),
         unknown_characters=dict(encoded.unknown_characters),
         secrets=rendered.secrets,
+        answers=rendered.answers,
     )
 
 

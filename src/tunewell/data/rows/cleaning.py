@@ -92,6 +92,7 @@ def find_secrets(conversation: Conversation, options: Clean) -> Counter[str]:
     text, tools = hide(conversation.text), map_leaves(conversation.tools, hide)
     if found and options.secrets == "redact":
         conversation.messages, conversation.text, conversation.tools = messages, text, tools
+        conversation.answers = tuple(hide_secrets(text, Counter()) for text in conversation.answers)
     return found
 
 

@@ -20,6 +20,8 @@ SYSTEMS = ("system", "system_prompt")
 TEXTS = ("text", "sentence", "content", "document", "review", "utterance", "message", "comment", "title", *QUESTIONS)
 LABELS = ("label", "labels", "category", "class", "intent", "sentiment", "topic", "target", "tag")
 """Columns of a text and of its label in classification sets, by preference."""
+ACCEPTED = ("answers", "value")
+"""Columns with the accepted answers to the question, by preference. `validate` judges by them."""
 KNOWN = dict.fromkeys([*QUESTIONS, *ANSWERS, *EXTRAS, *LISTS, *SYSTEMS, "text", "tools", "label"])
 Candidate = tuple[str, tuple[str, ...]]
 
@@ -86,6 +88,32 @@ def is_labelled_text(row: Mapping[str, Any]) -> bool:
 def nearest_column(name: str) -> str | None:
     """Return the known column name that a name resembles, as `response` for `Respones`, or None."""
     return next(iter(difflib.get_close_matches(name.strip().casefold(), KNOWN, n=1, cutoff=0.8)), None)
+
+
+def accepted_answers(row: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """Return the column with the accepted answers of a row and its texts, or two empty values if it has none.
+
+    The column has a text, a number, a list of them, or SQuAD's `{"text": [...]}`.
+    """
+    for column in ACCEPTED:
+        value = row.get(column)
+        if isinstance(value, dict):
+            value = value.get("text")
+        values = value if isinstance(value, list) else [value]
+        texts = [text for each in values if (text := _as_text(each)) is not None]
+        if texts and len(texts) == len(values):
+            return column, tuple(dict.fromkeys(texts))
+    return "", ()
+
+
+def _as_text(value: Any) -> str | None:
+    """Return a non-empty text, or a number as text; None for anything else."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        value = int(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    text = str(value).strip() if isinstance(value, str | int | float) else ""
+    return text or None
 
 
 def first_present(names: Iterable[str], row: Mapping[str, Any]) -> str | None:

@@ -18,6 +18,9 @@ class Conversation:
     """Plain text that is supervised as a whole. If it is set, `messages` is empty."""
     learn: list[bool | None] | None = None
     """For each message, whether its `weight` requests supervision, or None if it has no `weight`."""
+    answers: tuple[str, ...] = field(default=(), compare=False)
+    """Accepted answers of the row, by which `validate` judges; empty if it has none."""
+    answers_column: str = field(default="", compare=False)
     unused: tuple[str, ...] = field(default=(), compare=False)
     """Columns of the row that have a value and are not used."""
     notes: Mapping[str, int] | None = field(default=None, compare=False)

@@ -11,6 +11,7 @@ from typing import Any
 from tunewell.config.extensions import FORMATS
 from tunewell.core.errors import UserError
 from tunewell.data.rows.column_names import (
+    ACCEPTED,
     ANSWERS,
     EXTRAS,
     KNOWN,
@@ -19,6 +20,7 @@ from tunewell.data.rows.column_names import (
     QUESTIONS,
     SYSTEMS,
     Candidate,
+    accepted_answers,
     choose_format,
     find_candidates,
     first_present,
@@ -167,6 +169,7 @@ def kind_of(value: object) -> str:
 
 _COLUMN_FORMATS = frozenset((*PAIRS, "question_answer", "preference", "unpaired_preference"))
 _TEXT_COLUMNS = frozenset((*QUESTIONS, *ANSWERS, *EXTRAS, "chosen"))
+_ACCEPTED = frozenset(ACCEPTED)
 _MAX_SHAPES = 4096
 
 
@@ -202,11 +205,12 @@ class Converter:
         self._columns = dict(columns or {})
         self._system = system
         self._by_keys: dict[tuple[str, ...], tuple[list[Candidate], dict[str, str]]] = {}
-        unknown = next((name for name in self._columns if name not in KNOWN), None)
+        unknown = next((name for name in self._columns if name not in KNOWN and name not in ACCEPTED), None)
         if unknown is not None:
+            fields = ", ".join([*KNOWN, *ACCEPTED])
             raise UserError(
                 f"`{unknown}` in `columns` is not a tunewell field",
-                fix=f"write `FIELD: YOUR COLUMN`, like `question: Frage`; the fields are {', '.join(KNOWN)}",
+                fix=f"write `FIELD: YOUR COLUMN`, like `question: Frage`; the fields are {fields}",
             )
 
     @property
@@ -235,7 +239,10 @@ class Converter:
         conversation = self._converters[name](texts, self._options)
         if texts is not row:
             conversation.notes = {**(conversation.notes or {}), "numbers_as_text": 1}
-        if unused := self._unused_columns(name, row):
+        unused = self._unused_columns(name, row)
+        if not _ACCEPTED.isdisjoint(unused):
+            unused = _read_accepted(conversation, unused, row)
+        if unused:
             conversation.unused += _with_values(unused, row)
         if renamed:
             conversation.notes = {**(conversation.notes or {}), "names_in_other_case": 1}
@@ -384,6 +391,16 @@ def convert_text(row: dict[str, Any], options: FormatOptions) -> Conversation:
     """Return the column `text` as plain text."""
     require_columns(row, "text")
     return Conversation(text=read_text(row["text"], "text"))
+
+
+def _read_accepted(conversation: Conversation, unused: tuple[str, ...], row: dict[str, Any]) -> tuple[str, ...]:
+    """Read the accepted answers of a row, and return the columns that are still not used."""
+    column, answers = accepted_answers({name: row[name] for name in unused if name in _ACCEPTED})
+    if not answers or conversation.text is not None:
+        return unused
+    conversation.answers, conversation.answers_column = answers, column
+    conversation.notes = {**(conversation.notes or {}), "rows_with_answers": 1}
+    return tuple(name for name in unused if name != column)
 
 
 def _with_values(columns: tuple[str, ...], row: dict[str, Any]) -> tuple[str, ...]:
