@@ -229,7 +229,7 @@ def test_a_finished_run_is_judged_as_0_1_0_judged_it(written: Written) -> None:
     parts = ("held_out", "by_source", "everyday", "base_tally", "tuned_tally", "change", "ledger", "curve", "exchanges")
     expected, found = ({part: whole[part] for part in parts} for whole in (report, told))
     figures = dict(numbers_of(found))
-    assert dict(numbers_of(expected)).keys() == figures.keys()
+    assert dict(numbers_of(expected)).keys() <= figures.keys(), "newer versions add numbers and remove none"
     for path, number in numbers_of(expected):
         assert math.isclose(figures[path], number, rel_tol=1e-4, abs_tol=1e-4), path
 

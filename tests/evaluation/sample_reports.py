@@ -17,7 +17,10 @@ from tunewell.records.report import (
     AnswerCounts,
     AnsweredQuestion,
     Curve,
+    DifferenceRecord,
     EvaluatedModel,
+    JudgeRecord,
+    KeyExample,
     LogitChange,
     LossPair,
     MetricResult,
@@ -211,7 +214,25 @@ def report_of_everything() -> Report:
         "healing": ["step 412: the loss is not finite: the update was left out", "in all: 1 update left out"],
         "advice": ["look at chats.jsonl row 97: left out, since numbers went bad with it"],
     }
-    return weak_report().model_copy(update={**update, **tallies, **healed, "exchanges": broken.exchanges[:8]})
+    keyed = [
+        each.model_copy(update={"key": "15 January", "key_origin": "derived", "cluster": number // 2})
+        for number, each in enumerate(broken.exchanges[:8])
+    ]
+    refused = keyed[0].tuned.model_copy(update={"is_refusal": True})
+    keyed[0] = keyed[0].model_copy(update={"tuned": refused})
+    return weak_report().model_copy(update={**update, **tallies, **healed, "exchanges": keyed, "judge": _judge()})
+
+
+def _judge() -> JudgeRecord:
+    return JudgeRecord(
+        name="answer keys, version 1",
+        origins={"derived": 6, "value": 1, "whole reference": 1},
+        clusters=4,
+        examples=[KeyExample(question="By when must I apply?", key="15 January", because="not in the question")],
+        difference=DifferenceRecord(
+            difference=0.1, low=-0.1, high=0.3, p=0.4, more_questions=90, result="no difference shown"
+        ),
+    )
 
 
 def with_text(report: Report, text: str) -> Report:
@@ -308,6 +329,7 @@ def _tally(answers: list[Answer]) -> AnswerCounts:
         right=sum(said.right for said in answers),
         f1=sum(said.f1 for said in answers) / len(answers),
         faults={kind: kinds.count(kind) for kind in kinds},
+        refused=sum(said.is_refusal for said in answers),
     )
 
 

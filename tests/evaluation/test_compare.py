@@ -38,6 +38,17 @@ def test_answers_in_other_words_come_last_and_equal_ones_not_at_all() -> None:
     assert [one.this_right for one in compare(this, reworded, configs=({}, {})).changed] == [True, True, False]
 
 
+def test_a_difference_is_shown_only_by_enough_facts() -> None:
+    """Guards against many wordings of few facts that look like evidence."""
+    this, other = report_with([True] * 16, name="this"), report_with([False] * 16, name="other")
+    alone = compare(this, other, configs=({}, {})).difference
+    assert alone is not None and alone.p < 0.01 and alone.result.startswith("this is better than other by ")
+    in_facts = [each.model_copy(update={"cluster": index // 4}) for index, each in enumerate(this.exchanges)]
+    together = compare(this.model_copy(update={"exchanges": in_facts}), other, configs=({}, {})).difference
+    assert together is not None and together.p > 0.05 and together.result.startswith("no difference shown")
+    assert compare(report_with([None], name="a"), other, configs=({}, {})).difference is None
+
+
 def test_settings_differ_by_their_whole_name() -> None:
     this = {"train": {"epochs": 3.0, "warmup": 0.1}, "seed": 1}
     other = {"train": {"epochs": 8.0, "warmup": 0.1}, "method": {"rank": 4}}

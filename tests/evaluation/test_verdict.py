@@ -305,6 +305,15 @@ def test_answers_further_from_long_references_than_the_bases_are_seen():
     assert codes(replace(HEALTHY, questions=questions)) == ["no_better_than_base"]
 
 
+def test_wordings_of_three_facts_do_not_show_that_the_base_is_better():
+    """Guards the test of answers: twelve questions on three facts are three observations."""
+    lost = [asked(WRONG, base=GOOD)] * 12
+    facts = [each.model_copy(update={"cluster": index // 4}) for index, each in enumerate(lost)]
+    kept = replace(HEALTHY, questions=[*lost, *KNOWN_BEFORE])
+    assert "no_better_than_base" in codes(kept)
+    assert "no_better_than_base" not in codes(replace(HEALTHY, questions=[*facts, *KNOWN_BEFORE]))
+
+
 def test_a_tally_counts_every_answer_once():
     """Guards the figures of the report."""
     counted = count_answers([GOOD, faulty("loops", "echo"), faulty("echo"), GOOD.model_copy(update={"exact": True})])

@@ -1,6 +1,7 @@
 """`tunewell inspect`: what is shown is what training will see."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -119,3 +120,20 @@ def test_files_are_named_only_where_they_exist(tmp_path, monkeypatch, tiny_model
     for path, is_named in (("rows.jsonl", False), ("corpus", True)):
         assert main(["inspect", path, "--model", str(tiny_model)]) == 0
         assert ("`corpus/dropped.jsonl`" in " ".join(capsys.readouterr().out.split())) == is_named
+
+
+def test_the_answer_keys_of_held_out_rows_are_shown(tmp_path, tiny_model, monkeypatch, capsys):
+    """Guards that keys are seen before they are used: derived ones, and those of the column `value`."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"When does N{n} close?", "answer": f"N{n} closes on {n} May."} for n in range(1, 21)]
+    held_out = [{**row, "value": "never"} if n == 3 else row for n, row in enumerate(rows[:6])]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[6:]))
+    Path("test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
+    settings = ["--model", str(tiny_model), "--set", "data.held_out=test.jsonl"]
+    assert main(["prepare", "--data", "rows.jsonl", *settings]) == 0
+    capsys.readouterr()
+    assert main(["inspect", "corpus", "--held-out", "--show", "0"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "derived 5 1 May (not in the question" in printed and "value 1 never" in printed
+    assert main(["inspect", "corpus", "--held-out", "--show", "0", "--json"]) == 0
+    assert [key["key"] for key in json.loads(capsys.readouterr().out)["answer_keys"]][:2] == ["1 May", "2 May"]

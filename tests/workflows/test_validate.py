@@ -317,6 +317,23 @@ def test_rows_of_several_kinds_are_judged(base: Path, tmp_path: Path) -> None:
     assert {one.source for one in report.exchanges} == {"rows.jsonl"}
 
 
+def test_answers_are_judged_by_their_keys(lora: TrainResult, tmp_path: Path) -> None:
+    """Guards the way of a key: from the column of a row, or from the references, to the report and its counts."""
+    derived = judged(lora.run, out=tmp_path / "derived").report
+    assert derived.judge is not None and derived.judge.origins == {"derived": 18}
+    assert derived.judge.clusters < 18 and derived.judge.difference is not None
+    assert {each.key for each in derived.exchanges} == {row["answer"][6:-1] for row in HELD_OUT}
+    assert derived.tuned_tally is not None and derived.tuned_tally.right_interval is not None
+    accepted = [{**row, "value": row["answer"][6:-1]} for row in HELD_OUT]
+    report = judged(lora.run, data=write_jsonl(tmp_path / "v.jsonl", accepted), out=tmp_path / "value").report
+    assert report.judge is not None and report.judge.origins == {"value": 18}
+    assert [each.tuned.right for each in report.exchanges] == [each.tuned.right for each in derived.exchanges]
+    other = [{**row, "value": 0.25} for row in HELD_OUT]
+    report = judged(lora.run, data=write_jsonl(tmp_path / "o.jsonl", other), out=tmp_path / "other").report
+    assert report.tuned_tally is not None and report.tuned_tally.right == report.tuned_tally.exact
+    assert any("18 of 18 rows with `value`" in note for note in report.notes), report.notes
+
+
 def test_bad_rows_are_counted_and_no_rows_are_refused(base: Path, tmp_path: Path) -> None:
     good = "".join(json.dumps(row) + "\n" for row in HELD_OUT[:6])
     (tmp_path / "bad.jsonl").write_text(good + '{"question": "And?"}\nnot json\n' + json.dumps(HELD_OUT[0]) + "\n")

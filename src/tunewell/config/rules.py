@@ -99,8 +99,8 @@ class VerdictRules(Section):
     """The held-out loss must be lower than that of the base model by this share. A smaller gain is WEAK. No gain is
     FAIL, because the model learned nothing that generalises to new rows."""
     min_right: Annotated[Float, Field(ge=0, le=1)] = 0.5
-    """Share of the questions with a short expected answer that must be answered correctly. Less is WEAK: the model is
-    wrong more often than right."""
+    """Share of the questions with an answer key that must be answered correctly. Less is WEAK: the model is wrong more
+    often than right."""
     max_faults: Annotated[Float, Field(ge=0, le=1)] = 0.1
     """Maximum share of answers that are empty, loop, echo the question or never end. A larger share is WEAK; half of
     the answers or more is FAIL."""

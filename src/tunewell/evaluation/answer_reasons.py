@@ -1,27 +1,28 @@
 """Reasons for WEAK or FAIL based on answers: faulty answers, wrong answers, a base model that answers better."""
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tunewell.config.rules import VerdictRules
 from tunewell.core.units import count, percent
+from tunewell.evaluation.intervals import sign_flip_p
 from tunewell.evaluation.measurements import (
     FEW_QUESTIONS,
     Measurements,
+    cluster_numbers,
     count_answers,
     quote_answer,
     soften,
     suggest_rate,
 )
-from tunewell.records.report import AnsweredQuestion, Reason
+from tunewell.records.report import Answer, AnsweredQuestion, Reason
 
 HALF = 0.5
 """Share of faulty answers from which the verdict is FAIL."""
 MIN_FAULTY = 2
 """Minimum number of faulty answers for a reason, unless `verdict.max_faults` is 0: a single one may be chance."""
 CHANCE = 0.05
-"""Significance level of the sign test that compares the answers of the two models."""
+"""Significance level of the sign-flip test that compares the answers of the two models."""
 
 
 @dataclass(frozen=True)
@@ -104,26 +105,25 @@ def faulty_answers(measured: Measurements, rules: VerdictRules) -> Iterator[Reas
 
 
 def few_right(measured: Measurements, rules: VerdictRules) -> Iterator[Reason]:
-    """Yield a reason if too few questions with a short reference are answered correctly."""
+    """Yield a reason if too few of the judged questions are answered correctly."""
     asked, right = count_right(measured)
     if asked and right < rules.min_right * asked:
-        wrong = next((question for question in measured.short_questions if not question.tuned.right), None)
+        wrong = next((question for question in measured.judged_questions if not question.tuned.right), None)
         yield Reason(
             code="few_right",
             level="WEAK",
-            what=f"{count(right)} of {count(asked, 'question')} with a short reference "
-            f"{'is' if right == 1 else 'are'} answered right ({percent(right / asked, 0)}; "
-            f"minimum: {percent(rules.min_right, 0)}).",
+            what=f"{count(right)} of {count(asked, 'question')} {'is' if right == 1 else 'are'} answered right "
+            f"({percent(right / asked, 0)}; minimum: {percent(rules.min_right, 0)}).",
             example=quote_answer(wrong, with_reference=True) if wrong else None,
             next=f"Add rows with the same questions in other words, or train longer ({measured.longer_training}). "
-            "If replies may be worded freely, set `verdict.min_right: 0`.",
+            "If right answers count as wrong, add a column `answers`. If replies are free text, set "
+            "`verdict.min_right: 0`.",
         )
 
 
 def answers_improved(measured: Measurements) -> bool:
     """Return True if the tuned model answers significantly more questions correctly than the base model."""
-    lost, won = _lost_and_won(measured)
-    return _is_significant(len(won), len(lost))
+    return _is_significant(measured, lambda tuned, base: bool(tuned.right) - bool(base.right))
 
 
 def no_better_than_base(measured: Measurements) -> Iterator[Reason]:
@@ -140,8 +140,8 @@ def no_better_than_base(measured: Measurements) -> Iterator[Reason]:
 
 
 def count_right(measured: Measurements, *, of_base: bool = False) -> tuple[int, int]:
-    """Return the number of questions with a short reference, and the number of right answers to them."""
-    answers = [question.base if of_base else question.tuned for question in measured.short_questions]
+    """Return the number of judged questions, and the number of right answers to them."""
+    answers = [question.base if of_base else question.tuned for question in measured.judged_questions]
     present = [answer for answer in answers if answer is not None]
     return len(present), sum(bool(answer.right) for answer in present)
 
@@ -154,12 +154,13 @@ def _lost_and_won(measured: Measurements) -> tuple[list[AnsweredQuestion], list[
 
 
 def _describe_loss(measured: Measurements, lost: int, won: int) -> str | None:
-    if _is_significant(lost, won):
+    if _is_significant(measured, lambda tuned, base: bool(base.right) - bool(tuned.right)):
         return f"{count(lost)} questions that the base model answers right are now wrong; {count(won)} are newly right."
     pairs = [(question.tuned, question.base) for question in measured.questions if question.base is not None]
     worse, better = sum(tuned.f1 < base.f1 for tuned, base in pairs), sum(tuned.f1 > base.f1 for tuned, base in pairs)
     now, before = count_answers([tuned for tuned, _ in pairs]).f1, count_answers([base for _, base in pairs]).f1
-    if lost < won or now >= before or not _is_significant(worse, better):
+    is_lower = _is_significant(measured, lambda tuned, base: (tuned.f1 < base.f1) - (tuned.f1 > base.f1))
+    if lost < won or now >= before or not is_lower:
         return None
     return (
         f"The answers overlap less with the references than the base model's: F1 {before:.2f} -> {now:.2f}, lower on "
@@ -172,8 +173,12 @@ def _is_too_many(number: int, asked: int, rules: VerdictRules) -> bool:
     return number > rules.max_faults * asked and is_enough
 
 
-def _is_significant(worse: int, better: int) -> bool:
-    """Return True if a sign test finds more worse than better questions at the 5% level."""
-    differ = worse + better
-    ways = sum(math.comb(differ, number) for number in range(worse, differ + 1))
-    return worse > better and ways < CHANCE * 2**differ
+def _is_significant(measured: Measurements, difference: Callable[[Answer, Answer], int]) -> bool:
+    """Return True if the difference between the tuned and the base model is significantly positive.
+
+    Questions on one fact are one observation: a plain sign test finds differences by chance in 10% to 30% of the cases.
+    """
+    pairs = [(question, question.base) for question in measured.questions if question.base is not None]
+    differences = [difference(question.tuned, base) for question, base in pairs]
+    clusters = cluster_numbers([question for question, _ in pairs])
+    return sum(differences) > 0 and sign_flip_p(differences, clusters, side="greater") < CHANCE

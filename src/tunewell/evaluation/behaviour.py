@@ -186,7 +186,7 @@ def _by_function_words(text: str) -> str | None:
     # Code is full of brackets and symbols.
     lines = [line for line in text.splitlines() if len(_SYMBOLS.findall(line)) <= 0.04 * len(line)]
     found = Counter(word for line in lines for word in _plain_words(line))
-    by_language = {language: words & found.keys() for language, words in _function_words().items()}
+    by_language = {language: words & found.keys() for language, words in function_words().items()}
     best = max(by_language, key=lambda language: len(by_language[language]))
     mine = by_language.pop(best)
     share = sum(found[word] for word in mine) / max(1, sum(len(_WORD.findall(line)) for line in lines))
@@ -208,7 +208,8 @@ def _plain_words(line: str) -> list[str]:
 
 
 @cache
-def _function_words() -> dict[str, frozenset[str]]:
+def function_words() -> dict[str, frozenset[str]]:
+    """Return the function words of each language, without the one-letter words."""
     table = files("tunewell.evaluation").joinpath("function_words.txt").read_text(encoding="utf-8")
     parts = [line.partition(":") for line in table.splitlines() if not line.startswith("#")]
     return {language: frozenset(words.split()) for language, _, words in parts}

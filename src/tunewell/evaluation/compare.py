@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from tunewell.evaluation.intervals import compare_pair, difference_record
+from tunewell.evaluation.measurements import cluster_numbers
 from tunewell.records.events import plain
-from tunewell.records.report import AnsweredQuestion, Report
+from tunewell.records.report import AnsweredQuestion, DifferenceRecord, Report
 
 _MAX_CHANGES = 100
 _HIGHER_IS_BETTER = ("right", "F1")
@@ -55,6 +57,8 @@ class Comparison:
     """Number of questions asked in both runs."""
     became_right: int
     became_wrong: int
+    difference: DifferenceRecord | None = None
+    """Share of right answers of this run minus that of the other run, on the questions asked in both."""
     changed: list[AnswerChange] = field(default_factory=list)
     """At most 100 answers; those that became right or wrong come first."""
     config: list[Difference] = field(default_factory=list)
@@ -62,7 +66,8 @@ class Comparison:
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `validate --against --json` adds to its output."""
-        return plain(asdict(self))
+        found = asdict(self)
+        return plain(found | {"difference": self.difference and self.difference.model_dump(mode="json")})
 
 
 def compare(this: Report, other: Report, *, configs: tuple[Mapping[str, Any], Mapping[str, Any]]) -> Comparison:
@@ -80,6 +85,7 @@ def compare(this: Report, other: Report, *, configs: tuple[Mapping[str, Any], Ma
         num_both=len(pairs),
         became_right=len(became_right),
         became_wrong=len(became_wrong),
+        difference=_difference(pairs, (this.subject.name, other.subject.name)),
         changed=[_change(*pair) for pair in [*became_wrong, *became_right, *reworded][:_MAX_CHANGES]],
         config=differences(_flat(configs[0]), _flat(configs[1])),
         data=differences(_data(this), _data(other)),
@@ -94,6 +100,17 @@ def _pairs(this: Report, other: Report) -> list[tuple[AnsweredQuestion, Answered
         (by_text.get(own.question) or by_row.get((own.source, own.row, own.reference)), own) for own in this.exchanges
     ]
     return [(before, own) for before, own in found if before is not None]
+
+
+def _difference(
+    pairs: list[tuple[AnsweredQuestion, AnsweredQuestion]], names: tuple[str, str]
+) -> DifferenceRecord | None:
+    judged = [(before, now) for before, now in pairs if None not in (before.tuned.right, now.tuned.right)]
+    if not judged:
+        return None
+    this, other = ([bool(pair[side].tuned.right) for pair in judged] for side in (1, 0))
+    clusters = cluster_numbers([now for _, now in judged])
+    return difference_record(compare_pair(this, other, clusters, names=names))
 
 
 def differences(this: Mapping[str, Any], other: Mapping[str, Any]) -> list[Difference]:

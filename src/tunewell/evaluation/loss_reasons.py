@@ -154,7 +154,7 @@ def forgets(measured: Measurements, rules: VerdictRules) -> Iterator[Reason]:
 def not_enough_evidence(measured: Measurements) -> Iterator[Reason]:
     """Yield a reason if there are too few held-out rows, or no base model to compare with."""
     num_rows = measured.held_out.documents if measured.held_out else 0
-    asked = len(measured.short_questions)
+    asked = len(measured.judged_questions)
     if max(num_rows, asked) < MIN_ROWS:
         noun = "question" if measured.questions else "row"
         number = max(num_rows, asked)
@@ -171,7 +171,7 @@ def not_enough_evidence(measured: Measurements) -> Iterator[Reason]:
             code="not_enough_evidence",
             level="UNPROVEN",
             what="Cannot tell: there is no base model to compare with, and only "
-            f"{count(asked, 'question')} with a short reference; at least {MIN_ROWS} are needed.",
+            f"{count(asked, 'question')} with an answer that can be judged; at least {MIN_ROWS} are needed.",
             next="Name the base model with `--base` (`tunewell validate "
             f"{shlex.quote(measured.model_path)} --base MODEL`), or test on questions with short answers.",
         )

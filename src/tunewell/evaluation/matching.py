@@ -1,9 +1,11 @@
-"""Compare an answer with its reference: exact match, containment on word boundaries, and token F1 as in SQuAD."""
+"""Compare an answer with its reference: exact match, containment on word boundaries, token F1 as in SQuAD; refusals."""
 
 import re
 import unicodedata
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 
 from tunewell.inference.degeneration import SPACELESS, SPACELESS_LETTER, fold, is_punctuation
 
@@ -11,6 +13,12 @@ SHORT_WORDS = 30
 """Maximum number of words in a reference for which an answer counts as right or wrong: one or two sentences with a
 fact. Longer references can be worded in many ways, so only F1 and the loss are measured."""
 
+_SOURCES = "(?:document|text|context|passage|source|article|page|information|material|excerpt|data)s?"
+_DENIAL = re.compile(
+    r"\b(?:is|are|was|were)(?: not|n't) (?:\w+ )?(?:provided|given|listed|included|available|found|known|described)\b"
+    r"|\b(?:i|we) (?:cannot|can't|can not) (?:provide|help)\b"
+)
+"""Statements that are a refusal as an answer, but may be a fact in a reference: "Books are not included"."""
 _INNER_SPACE = re.compile(f"(?<=[{SPACELESS}])\\s+(?=[{SPACELESS}])")
 _UNIT_SPACE = re.compile(r"(?<=\d)\s+(?=[%‰°])|(?<=[$€£¥])\s+(?=\d)")
 _MEANINGFUL = "%‰#&@"
@@ -59,6 +67,19 @@ def is_short_reference(reference: str) -> bool:
     return 0 < words <= SHORT_WORDS
 
 
+def is_refusal(text: str, *, is_answer: bool = False) -> bool:
+    """Return True if a text says that the answer is not known or not in the documents, in the commonest languages."""
+    folded = fold(text)
+    return _refusals().search(folded) is not None or (is_answer and _DENIAL.search(folded) is not None)
+
+
+@cache
+def _refusals() -> re.Pattern[str]:
+    table = files("tunewell.evaluation").joinpath("refusals.txt").read_text(encoding="utf-8")
+    patterns = [line.partition(": ")[2] for line in table.splitlines() if not line.startswith("#")]
+    return re.compile("|".join(patterns).replace("SOURCES", _SOURCES))
+
+
 def _normal(text: str) -> str:
     spaced = _UNIT_SPACE.sub("", _INNER_SPACE.sub("", fold(text)))
     bare = [word for raw in spaced.split() if (word := _bare(raw))]
@@ -91,7 +112,7 @@ def _contains(answer: str, found: str, expected: str) -> bool:
     if _POLAR.fullmatch(expected):
         return f" {first} ".startswith(f" {expected} ") or first.endswith(f" {expected}")
     starts = (place.start() for place in re.finditer(f"(?={re.escape(expected)})", found))
-    return any(_stands_alone(found, start, start + len(expected)) for start in starts)
+    return any(stands_alone(found, start, start + len(expected)) for start in starts)
 
 
 def _first_clause(answer: str) -> str:
@@ -100,7 +121,7 @@ def _first_clause(answer: str) -> str:
     return next((clause for clause in clauses if clause), "")
 
 
-def _stands_alone(text: str, start: int, end: int) -> bool:
+def stands_alone(text: str, start: int, end: int) -> bool:
     before, after = text[:start][-2:], text[end:][:2]
     first, last = text[start], text[end - 1]
     return not (_runs_on_before(before, first, text[start:end]) or _runs_on_after(after, last, text[start:end]))

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tunewell.evaluation.intervals import share_interval
 from tunewell.evaluation.matching import is_short_reference
 from tunewell.records.report import Answer, AnswerCounts, AnsweredQuestion, LogitChange, LossPair
 
@@ -60,9 +61,10 @@ class Measurements:
         return f"`train.epochs: {2 * self.epochs:.3g}`" if self.epochs else "twice the `train.epochs`"
 
     @property
-    def short_questions(self) -> list[AnsweredQuestion]:
-        """The questions with a short reference, whose answers count as right or wrong."""
-        return [question for question in self.questions if is_short_reference(question.reference)]
+    def judged_questions(self) -> list[AnsweredQuestion]:
+        """The questions whose answers count as right or wrong: those with an answer key or a short reference."""
+        known = [question for question in self.questions if question.tuned.right is not None]
+        return [question for question in known if question.key or is_short_reference(question.reference)]
 
     @property
     def inspect_command(self) -> str:
@@ -70,8 +72,16 @@ class Measurements:
         return f"`tunewell inspect {shlex.quote(self.corpus)}`"
 
 
-def count_answers(answers: Sequence[Answer]) -> AnswerCounts:
-    """Return the counts of exact, right and faulty answers of one model, and the mean F1."""
+def cluster_numbers(questions: Sequence[AnsweredQuestion]) -> list[int]:
+    """Return the cluster of each question; a question without a number is a cluster of its own."""
+    return [-1 - index if each.cluster is None else each.cluster for index, each in enumerate(questions)]
+
+
+def count_answers(answers: Sequence[Answer], clusters: Sequence[int] = ()) -> AnswerCounts:
+    """Return the counts of exact, right and faulty answers of one model, the mean F1, and an interval of its share."""
+    judged = [
+        (bool(each.right), cluster) for each, cluster in zip(answers, clusters, strict=False) if each.right is not None
+    ]
     return AnswerCounts(
         asked=len(answers),
         judged=sum(answer.right is not None for answer in answers),
@@ -80,6 +90,8 @@ def count_answers(answers: Sequence[Answer]) -> AnswerCounts:
         right=sum(bool(answer.right) for answer in answers),
         f1=sum(answer.f1 for answer in answers) / len(answers) if answers else 0.0,
         faults=dict(Counter(fault for answer in answers for fault in answer.faults)),
+        refused=sum(answer.is_refusal for answer in answers),
+        right_interval=share_interval(*zip(*judged, strict=True)) if judged else None,
     )
 
 

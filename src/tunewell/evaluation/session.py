@@ -21,10 +21,19 @@ from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener, with_stage
 from tunewell.core.units import count
 from tunewell.data.corpus.reader import Corpus, Split, open_corpus
-from tunewell.evaluation.measurements import Measurements, count_answers
+from tunewell.evaluation.judge import contains_key
+from tunewell.evaluation.measurements import Measurements, cluster_numbers, count_answers, shorten
 from tunewell.evaluation.metrics import Metric, compute_metrics
 from tunewell.evaluation.provenance import collect_provenance
-from tunewell.evaluation.scores import ModelOutputs, answered_questions, logits_change, loss_pair, losses_by_source
+from tunewell.evaluation.scores import (
+    JudgedQuestions,
+    ModelOutputs,
+    answered_questions,
+    judged_questions,
+    logits_change,
+    loss_pair,
+    losses_by_source,
+)
 from tunewell.evaluation.verdict import decide_verdict, thresholds
 from tunewell.hardware.device import torch_threads
 from tunewell.inference.chat_model import Backend, ChatModel, ModelRef, open_chat_model, open_without_weights
@@ -49,6 +58,8 @@ class EvaluationSet:
     notes: Sequence[str] = ()
     test_file: str | None = None
     """The user's file, if the rows come from one."""
+    corpus: Corpus | None = None
+    """The corpus of the rows, with the accepted answers of its rows and more references."""
 
 
 def held_out_rows(model: ModelRef) -> EvaluationSet:
@@ -61,7 +72,7 @@ def held_out_rows(model: ModelRef) -> EvaluationSet:
                 where=str(corpus.path),
                 fix="validate on a file with `--data`, or restore the old corpus",
             )
-        return EvaluationSet(_held_out(corpus), "the held-out rows of the run")
+        return EvaluationSet(_held_out(corpus), "the held-out rows of the run", corpus=corpus)
     if model.kind == "run":
         raise UserError(
             f"the corpus `{model.loaded.config.corpus}` of the run no longer exists",
@@ -77,7 +88,8 @@ def held_out_rows(model: ModelRef) -> EvaluationSet:
 
 def rows_of_corpus(path: Path) -> EvaluationSet:
     """Return the held-out rows of a corpus."""
-    return EvaluationSet(_held_out(open_corpus(path, verify=True)), f"the held-out rows of {path}")
+    corpus = open_corpus(path, verify=True)
+    return EvaluationSet(_held_out(corpus), f"the held-out rows of {path}", corpus=corpus)
 
 
 def rows_of_file(corpus: Corpus, name: str) -> EvaluationSet:
@@ -86,7 +98,7 @@ def rows_of_file(corpus: Corpus, name: str) -> EvaluationSet:
     num_dropped = sum(manifest.dropped.values())
     kinds = ", ".join(f"{number} {kind}" for kind, number in manifest.dropped.items())
     dropped = f"{count(num_dropped)} of {count(manifest.rows_in, 'row')} could not be used: {kinds}"
-    return EvaluationSet(corpus, name, [dropped] if num_dropped else [], test_file=name)
+    return EvaluationSet(corpus, name, [dropped] if num_dropped else [], test_file=name, corpus=corpus)
 
 
 def shared_rows(model: ModelRef, other: ModelRef) -> tuple[Path | None, list[str]]:
@@ -186,6 +198,7 @@ class EvaluationSession:
         self.notes: list[str] = list(evaluation_set.notes)
         self.lm_eval: dict[str, Any] = {}
         self.questions: list[Question] = []
+        self.judged: JudgedQuestions | None = None
         self.answer_tokens = _answer_tokens(self.rules, 0)
 
     def evaluate(self) -> Report:
@@ -256,6 +269,7 @@ class EvaluationSession:
         if split is not None and self.rules.questions and model.masker is not None:
             find = model.masker.template.question_in
             self.questions = questions_of(split, number=self.rules.questions, spell=model.decode, question_in=find)
+            self._find_keys(model, split)
         longest = max((len(question.reference_ids) for question in self.questions), default=0)
         self.answer_tokens = _answer_tokens(self.rules, longest)
         tokenizer = model.tokenizer
@@ -264,6 +278,22 @@ class EvaluationSession:
         bos = [] if bos_id is None else [bos_id]
         rows = [bos + tokenizer.backend.encode(text, add_special_tokens=False).ids for text in everyday_texts()]
         self.everyday = TextDocuments(rows, longest=model.runtime.context_length)
+
+    def _find_keys(self, model: ChatModel, split: Split) -> None:
+        """Find the answer keys of the questions, and show them before they are used."""
+        with self._timed("answers"):
+            self.judged = judged = judged_questions(self.questions, split, self.rows.corpus, model)
+        if judged.keys:
+            record = judged.record([])
+            shown = ", ".join(f'"{shorten(example.key, 40)}"' for example in record.examples)
+            self.progress(Progress(f"judging by {record.describe()}: {shown}"))
+        given = [key for key in judged.keys if key.origin in ("answers", "value")]
+        num_other = sum(not contains_key(key.reference, key) for key in given if not key.is_polar)
+        if num_other > len(given) / 2:
+            self.notes.append(
+                f"{count(num_other)} of {count(len(given), 'row')} with `{given[0].origin}` do not contain it in their "
+                "reply; rename the column if it is not the answer to the question"
+            )
 
     def _measure(self, model: ChatModel, runtime: Runtime, name: str) -> ModelOutputs:
         outputs = ModelOutputs()
@@ -297,8 +327,9 @@ class EvaluationSession:
     ) -> Report:
         provenance = collect_provenance(self.ref, model)
         questions: list[AnsweredQuestion] = []
-        if tuned is not None:
-            questions = answered_questions(self.questions, self.rows.split, model=model, base=base, tuned=tuned)
+        if tuned is not None and self.judged is not None:
+            questions = answered_questions(self.judged, model=model, base=base, tuned=tuned)
+        clusters = cluster_numbers(questions)
         base_answers = [question.base for question in questions if question.base is not None]
         measured = Measurements(
             bad_weights=bad_weights,
@@ -325,9 +356,10 @@ class EvaluationSession:
             held_out=measured.held_out,
             by_source=list(measured.by_source),
             everyday=measured.everyday,
-            base_tally=count_answers(base_answers) if base_answers else None,
-            tuned_tally=count_answers([question.tuned for question in questions]) if questions else None,
+            base_tally=count_answers(base_answers, clusters) if base_answers else None,
+            tuned_tally=count_answers([question.tuned for question in questions], clusters) if questions else None,
             exchanges=questions,
+            judge=self.judged.record(questions) if self.judged is not None and questions else None,
             change=measured.change,
             bad_weights=bad_weights,
             thresholds=thresholds(self.rules),

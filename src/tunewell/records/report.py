@@ -70,7 +70,9 @@ class Answer(Record):
     contains: bool = False
     f1: float = 0.0
     right: bool | None = False
-    """Whether the answer is right, or None if the reference is too long to decide this."""
+    """Whether the answer is right, or None if this cannot be decided, as for a long reference."""
+    is_refusal: bool = False
+    """Whether the answer says that it is not known. Reports of version 0.1.0 do not tell."""
     faults: list[Fault] = Field(default_factory=list[Fault])
 
 
@@ -82,6 +84,12 @@ class AnsweredQuestion(Record):
     row: int
     question: str
     reference: str
+    key: str = ""
+    """What a right answer contains; empty in reports of version 0.1.0, which compared the whole reference."""
+    key_origin: str = ""
+    """`answers` or `value` (columns of the row), `derived` (from the references) or `whole reference`."""
+    cluster: int | None = None
+    """Number of the fact that the question is about; questions on one fact are one observation."""
     base: Answer | None = None
     tuned: Answer
 
@@ -98,6 +106,63 @@ class AnswerCounts(Record):
     f1: float
     """Mean F1 over all questions."""
     faults: dict[str, int]
+    refused: int = 0
+    """Number of answers that say that the answer is not known."""
+    right_interval: tuple[float, float] | None = None
+    """95% interval of the share of right answers, which treats questions on one fact as one observation."""
+
+
+class KeyExample(Record):
+    """The answer key of one question, for people."""
+
+    question: str
+    key: str
+    because: str
+
+
+class DifferenceRecord(Record):
+    """The difference between two shares of right answers on the same questions."""
+
+    difference: float
+    """Share of the tuned model minus share of the base model, 0 to 1."""
+    low: float
+    """Lower end of the 95% interval."""
+    high: float
+    p: float
+    """P-value of the cluster sign-flip test."""
+    more_questions: int | None = None
+    """Estimated number of additional questions that would show a difference of this size."""
+    result: str
+    """The result in one sentence."""
+
+
+class JudgeRecord(Record):
+    """How right and wrong answers were told apart."""
+
+    name: str
+    """The judge and its version."""
+    origins: dict[str, int]
+    """Number of questions by the origin of their key."""
+    clusters: int
+    """Number of facts that the questions are about."""
+    examples: list[KeyExample] = Field(default_factory=list[KeyExample])
+    difference: DifferenceRecord | None = None
+    """Tuned model compared with the base model; None if there is no base model."""
+
+    def describe(self) -> str:
+        """Return the origins of the keys: `38 keys derived from the references, 2 whole references`."""
+        kinds = {
+            "answers": "from the column `answers`",
+            "value": "from the column `value`",
+            "derived": "derived from the references",
+        }
+        parts = [
+            f"{number:,} whole reference{'s' if number != 1 else ''}"
+            if origin == "whole reference"
+            else f"{number:,} {'key' if number == 1 else 'keys'} {kinds.get(origin, origin)}"
+            for origin, number in self.origins.items()
+        ]
+        return ", ".join(parts)
 
 
 class LogitChange(Record):
@@ -165,6 +230,8 @@ class Report(Record):
     base_tally: AnswerCounts | None = None
     tuned_tally: AnswerCounts | None = None
     exchanges: list[AnsweredQuestion] = Field(default_factory=list[AnsweredQuestion])
+    judge: JudgeRecord | None = None
+    """None in reports of version 0.1.0: an answer was right if it contained the whole reference."""
     metrics: dict[str, MetricResult] = Field(default_factory=dict)
     """Results of user-defined metric functions, by name."""
     change: LogitChange | None = None

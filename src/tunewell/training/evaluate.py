@@ -252,6 +252,19 @@ class Question:
     reference: str
 
 
+def prompt_and_reply(split: TokenizedDocuments, document: int) -> tuple[list[int], list[int]] | None:
+    """Return the token ids of the prompt and of the first reply, or None if a document has no prompt."""
+    ids, labels = split.arrays(document)
+    supervised = np.flatnonzero(labels != -100)
+    if not len(supervised) or supervised[0] <= 1:
+        return None
+    begin = int(supervised[0])
+    # With several turns, the reference is the first reply, up to the first unsupervised token.
+    gap = np.flatnonzero(labels[begin:] == -100)
+    end = begin + int(gap[0]) if len(gap) else len(ids)
+    return ids[:begin].tolist(), ids[begin:end].tolist()
+
+
 def questions_of(
     split: TokenizedDocuments,
     *,
@@ -263,17 +276,8 @@ def questions_of(
 
     `question_in` returns the user's text in a decoded prompt: `ChatTemplate.question_in`.
     """
-    found: list[tuple[int, list[int], list[int]]] = []
-    for document in spread_evenly(len(split), max(number, _MIN_READ)).tolist():
-        ids, labels = split.arrays(document)
-        supervised = np.flatnonzero(labels != -100)
-        if not len(supervised) or supervised[0] <= 1:
-            continue
-        begin = int(supervised[0])
-        # With several turns, the reference is the first reply, up to the first unsupervised token.
-        gap = np.flatnonzero(labels[begin:] == -100)
-        end = begin + int(gap[0]) if len(gap) else len(ids)
-        found.append((document, ids[:begin].tolist(), ids[begin:end].tolist()))
+    documents = spread_evenly(len(split), max(number, _MIN_READ)).tolist()
+    found = [(document, *parts) for document in documents if (parts := prompt_and_reply(split, document)) is not None]
     chosen = [found[index] for index in spread_evenly(len(found), number).tolist()]
     return [
         Question(document, ids, reference, prompt := spell(ids), question_in(prompt), spell(reference).strip())

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,13 @@ from tunewell.data.corpus.page import MAX_ROWS, CorpusPage
 from tunewell.data.corpus.reader import Corpus, open_corpus
 from tunewell.data.corpus.source_rows import SourceRows
 from tunewell.data.corpus.views import CorpusViews, DocumentView, PairView
+from tunewell.evaluation.answer_keys import AnswerKey, ReferenceRow, answer_keys
 from tunewell.records.manifest import MANIFEST, DroppedRow, Manifest, SecretRow
 from tunewell.workflows.prepare import temporary_corpus
 
 _NUM_PAIRS = 3
+_MAX_KEYS = 1000
+"""Number of rows of each split from which answer keys are derived."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class Inspection:
     """The first dropped row of each reason."""
     secrets: dict[str, SecretRow]
     """Kind of secret -> the first listed row with one."""
+    keys: list[AnswerKey] = field(default_factory=list[AnswerKey])
+    """The answer keys of the held-out rows, if these are shown."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `inspect --json` prints."""
@@ -50,10 +55,15 @@ class Inspection:
             for view in self.documents
         ]
         pairs = [view.pair.model_dump() for view in self.pairs]
-        examples = {
+        examples: dict[str, Any] = {
             "first_dropped": [row.model_dump() for row in self.dropped],
             "first_secrets": {kind: {"source": row.source, "row": row.row} for kind, row in self.secrets.items()},
         }
+        if self.keys:
+            examples["answer_keys"] = [
+                {"key": key.text, "origin": key.origin, "because": key.because, "reference": key.reference}
+                for key in self.keys
+            ]
         named = {"path": self.path, "corpus": self.is_corpus}
         return {**named, **manifest, "shown": documents, "near_pairs": pairs, **examples}
 
@@ -103,7 +113,19 @@ def inspect(
             views.pairs(_NUM_PAIRS),
             _first_dropped(opened.corpus),
             dict(sorted({kind: row for row in reversed(opened.corpus.secret_rows()) for kind in row.kinds}.items())),
+            _answer_keys(views) if is_held_out else [],
         )
+
+
+def _answer_keys(views: CorpusViews) -> list[AnswerKey]:
+    """Return the answer keys by which `validate` judges answers to the held-out rows."""
+    accepted = {(row.source, row.row): row for row in views.corpus.answer_rows()}
+    rows: list[ReferenceRow] = []
+    for prompt, reply, document in views.replies(_MAX_KEYS, is_held_out=True):
+        given = accepted.get((document.source, document.row))
+        origin = "value" if given and given.column == "value" else "answers"
+        rows.append(ReferenceRow(prompt, reply, tuple(given.answers) if given else (), origin))
+    return answer_keys(rows, others=[reply for _, reply, _ in views.replies(_MAX_KEYS)])
 
 
 def _first_dropped(corpus: Corpus) -> list[DroppedRow]:

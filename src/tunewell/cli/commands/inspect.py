@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from tunewell.config.load import LoadedConfig
     from tunewell.data.corpus.views import DocumentView, PairView
+    from tunewell.evaluation.answer_keys import AnswerKey
     from tunewell.records.manifest import Manifest
     from tunewell.workflows.inspect import Inspection
 
@@ -107,6 +108,9 @@ def _screen(inspection: "Inspection", out: "Console", *, as_list: bool, has_deta
             folded_table([[kind, f"{row.source} row {row.row}"] for kind, row in inspection.secrets.items()]),
             markup=False,
         )
+    if inspection.keys:
+        out.print("\nanswer keys, by which `validate` judges answers")
+        out.print(folded_table(_key_rows(inspection.keys), right=(1,)), markup=False)
     if inspection.pairs:
         out.print("\nnear duplicates, the most similar first")
     for pair in inspection.pairs:
@@ -147,6 +151,16 @@ def _source_table(manifest: "Manifest") -> str:
         totals = (manifest.rows_in, manifest.documents, manifest.held_out, sum(manifest.dropped.values()))
         rows.append(["all", *map(count, totals), ""])
     return folded_table(rows, right=(1, 2, 3, 4))
+
+
+def _key_rows(keys: "Sequence[AnswerKey]") -> list[list[str]]:
+    """Return the number of keys of each origin, with up to three examples."""
+    rows: list[list[str]] = []
+    for origin in dict.fromkeys(key.origin for key in keys):
+        found = [key for key in keys if key.origin == origin]
+        examples = [f"{_visible(key.text)} ({key.because})" for key in found[:: -(-len(found) // 3)] if key.is_judged]
+        rows.append([origin, count(len(found)), "; ".join(examples) or found[0].because])
+    return rows
 
 
 def _show_pair(view: "PairView", out: "Console") -> None:

@@ -9,7 +9,7 @@ from tunewell.core.units import count, duration
 
 if TYPE_CHECKING:
     from tunewell.evaluation.compare import Comparison
-    from tunewell.records.report import AnswerCounts, LossPair, Report
+    from tunewell.records.report import Answer, AnswerCounts, JudgeRecord, LossPair, Report
 
 _MAX_EXAMPLES = 3
 _MAX_SOURCES = 8
@@ -24,6 +24,8 @@ def verdict_screen(report: "Report", *, has_examples: bool = True) -> str:
     parts = [_head(report), "", _metrics(report)]
     if has_examples and (examples := _examples(report)):
         parts += ["", examples]
+    if report.judge is not None and report.judge.origins:
+        parts += ["", _judge_lines(report.judge)]
     parts += ["", verdict_lines(report)]
     parts += [hanging("note: ", note) for note in report.notes]
     return "\n".join(parts)
@@ -40,6 +42,18 @@ def verdict_lines(report: "Report") -> str:
     return "\n".join(lines)
 
 
+def _judge_lines(judge: "JudgeRecord") -> str:
+    """Return how answers were judged: the origins of the keys, examples, and the difference between the models."""
+    facts = count(judge.clusters, "fact")
+    lines = [hanging("judged by  ", f"{judge.describe()}; {count(sum(judge.origins.values()), 'question')} on {facts}")]
+    for example in judge.examples:
+        question = _short(example.question, max(_MIN_COLUMNS, width() - cell_width(example.key) - 21))
+        lines.append(hanging(" " * 11, f'"{one_line(example.key)}" for "{question}"'))
+    if judge.difference is not None:
+        lines.append(hanging(" " * 11, judge.difference.result))
+    return "\n".join(lines)
+
+
 def comparison_screen(comparison: "Comparison", notes: list[str]) -> str:
     """Return the comparison of two runs as one screen."""
     names = [_short(name, _MAX_NAME) for name in (comparison.other, comparison.this)]
@@ -51,7 +65,8 @@ def comparison_screen(comparison: "Comparison", notes: list[str]) -> str:
     if comparison.num_both:
         asked = count(comparison.num_both, "question")
         changed = f"{comparison.became_right} became right, {comparison.became_wrong} became wrong"
-        parts.append(hanging("", f"of {asked} asked in both runs, {changed}"))
+        result = f": {comparison.difference.result}" if comparison.difference else ""
+        parts.append(hanging("", f"of {asked} asked in both runs, {changed}{result}"))
     for change in comparison.changed[:_MAX_EXAMPLES]:
         rows = [["  expected", "", change.reference]]
         rows.append([f"  {names[0]}", _mark(change.other_right), change.other or "(empty)"])
@@ -93,6 +108,10 @@ def _metrics(report: "Report") -> str:
     base, tuned = report.base_tally, report.tuned_tally
     if tuned is not None and tuned.judged:
         add("answered right", _right(base), _right(tuned), count(tuned.exact, "exact match", "exact matches"))
+        if tuned.right_interval is not None:
+            add("  95% interval", _interval(base), _interval(tuned))
+    if tuned is not None and (tuned.refused or (base and base.refused)):
+        add("refused", "-" if base is None else str(base.refused), str(tuned.refused), "said that they do not know")
     if tuned is not None:
         add("word overlap (F1)", "-" if base is None else f"{base.f1:.2f}", f"{tuned.f1:.2f}")
         names = ", ".join(f"{name} {number}" for name, number in tuned.faults.items() if number)
@@ -114,8 +133,8 @@ def _examples(report: "Report") -> str:
     for exchange in shown:
         rows = [["  expected", "", exchange.reference]]
         if exchange.base is not None:
-            rows.append(["  base", _mark(exchange.base.right, exchange.base.faults), exchange.base.text or "(empty)"])
-        rows.append(["  tuned", _mark(exchange.tuned.right, exchange.tuned.faults), exchange.tuned.text or "(empty)"])
+            rows.append(["  base", _mark_of(exchange.base), exchange.base.text or "(empty)"])
+        rows.append(["  tuned", _mark_of(exchange.tuned), exchange.tuned.text or "(empty)"])
         blocks.append(f"{_short(exchange.question, width())}\n{_cut_table(rows)}")
     return "\n".join(blocks)
 
@@ -147,6 +166,11 @@ def _cut_table(rows: Sequence[Sequence[str]]) -> str:
     return table([[*row[:-1], _short(row[-1], columns)] for row in rows])
 
 
+def _mark_of(answer: "Answer") -> str:
+    mark = _mark(answer.right, answer.faults)
+    return mark.replace("wrong", "refused", 1) if answer.is_refusal else mark
+
+
 def _mark(is_right: bool | None, faults: Sequence[str] = ()) -> str:
     marks = [] if is_right is None else ["right" if is_right else "wrong"]
     return ", ".join([*marks, *(fault.replace("_", " ") for fault in faults[:1])])
@@ -154,6 +178,13 @@ def _mark(is_right: bool | None, faults: Sequence[str] = ()) -> str:
 
 def _right(counts: "AnswerCounts | None") -> str:
     return "-" if counts is None else f"{counts.right} of {counts.judged}"
+
+
+def _interval(counts: "AnswerCounts | None") -> str:
+    if counts is None or counts.right_interval is None:
+        return "-"
+    low, high = counts.right_interval
+    return f"{low:.0%} to {high:.0%}"
 
 
 def _metric(value: float | None) -> str:

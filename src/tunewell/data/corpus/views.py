@@ -5,7 +5,8 @@ from functools import cached_property
 
 import numpy as np
 
-from tunewell.data.corpus.reader import Corpus, Split
+from tunewell.data.batches import spread_evenly
+from tunewell.data.corpus.reader import Corpus, Document, Split
 from tunewell.data.tokenizers.load import LoadedTokenizer, joined_texts, load_tokenizer, token_texts
 from tunewell.records.manifest import NearPair
 
@@ -82,6 +83,20 @@ class CorpusViews:
             for token, text, label in zip(document.input_ids, texts, document.labels, strict=True)
         ]
         return DocumentView(index, document.source, document.row, tokens, is_held_out)
+
+    def replies(self, num_documents: int, *, is_held_out: bool = False) -> list[tuple[str, str, Document]]:
+        """Return the prompt and the first supervised reply of documents that are spread evenly over a split."""
+        split, found = self._split(is_held_out), list[tuple[str, str, Document]]()
+        for index in spread_evenly(len(split), num_documents).tolist():
+            document = split[index]
+            supervised = [label != -100 for label in document.labels]
+            begin = supervised.index(True) if True in supervised else 0
+            end = supervised.index(False, begin) if False in supervised[begin:] else len(supervised)
+            if begin > 1:
+                parts = (document.input_ids[:begin], document.input_ids[begin:end])
+                prompt, reply = (self.tokenizer.backend.decode(ids, skip_special_tokens=True) for ids in parts)
+                found.append((prompt, reply.strip(), document))
+        return found
 
     def find(self, source: str, row: int) -> DocumentView | None:
         """Return the first document of a row, or None if the row was dropped."""

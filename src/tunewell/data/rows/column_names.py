@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tunewell.config.extensions import FORMATS
-from tunewell.data.rows.conversation import Rejected
+from tunewell.data.rows.conversation import Rejected, is_list, is_object
 
 QUESTIONS = ("question", "query", "problem", "prompt", "instruction", "input", "user")
 ANSWERS = ("answer", "solution", "response", "completion", "output", "reply", "assistant")
@@ -96,10 +96,10 @@ def accepted_answers(row: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
     The column has a text, a number, a list of them, or SQuAD's `{"text": [...]}`.
     """
     for column in ACCEPTED:
-        value = row.get(column)
-        if isinstance(value, dict):
+        value: Any = row.get(column)
+        if is_object(value):
             value = value.get("text")
-        values = value if isinstance(value, list) else [value]
+        values: list[Any] = value if is_list(value) else [value]
         texts = [text for each in values if (text := _as_text(each)) is not None]
         if texts and len(texts) == len(values):
             return column, tuple(dict.fromkeys(texts))

@@ -7,7 +7,15 @@ import re
 
 from tunewell.core.html import CODE, EMPTY, single_line, visible
 from tunewell.core.units import count
-from tunewell.evaluation.report.view import FAULT_WORDS, all_metrics, shortened, sorted_answers, source_metrics
+from tunewell.evaluation.report.view import (
+    FAULT_WORDS,
+    all_metrics,
+    answer_mark,
+    judge_sentences,
+    shortened,
+    sorted_answers,
+    source_metrics,
+)
 from tunewell.records.report import Answer, AnsweredQuestion, Reason, Report
 
 _MAX_CELL, _MAX_SENTENCE, _MAX_BLOCK = 160, 600, 800
@@ -100,7 +108,8 @@ def _answers(report: Report) -> list[str]:
     if not answers.selected:
         return []
     more = [*answers.wrong, *answers.right]
-    parts = [f"### Answers to {count(len(report.exchanges), 'held-out question')}", _answer_table(answers.selected)]
+    parts = [f"### Answers to {count(len(report.exchanges), 'held-out question')}"]
+    parts += [" ".join(prose(sentence) for sentence in judge_sentences(report)), _answer_table(answers.selected)]
     if more:
         parts += [f"<details><summary>{count(len(more), 'more answer')}</summary>", _answer_table(more), "</details>"]
     return [*parts, *_and_more(answers.left_out, "answer")]
@@ -116,7 +125,7 @@ def _answer(answer: Answer | None) -> str:
     if answer is None:
         return "not asked"
     faults = ", ".join(FAULT_WORDS[fault] for fault in answer.faults)
-    mark = f"F1 {answer.f1:.2f}" if answer.right is None else "right" if answer.right else "wrong"
+    mark = f"F1 {answer.f1:.2f}" if answer.right is None else answer_mark(answer)
     return f"{mark}{f' ({faults})' if faults else ''}: {answer.text.strip() or EMPTY}"
 
 

@@ -12,7 +12,9 @@ from tunewell.core.units import duration, percent
 from tunewell.evaluation.report.view import (
     FAULT_WORDS,
     all_metrics,
+    answer_mark,
     declared_order,
+    judge_sentences,
     key_metrics,
     loss,
     nonfinite_text,
@@ -46,6 +48,7 @@ def report_page(report: Report) -> str:
         source_metrics=source_metrics(report),
         curve=_curve(report.curve),
         answers=sorted_answers(report),
+        judge_sentences=judge_sentences(report),
         row_counts=_row_counts(report),
         plan=_chosen(report.plan, known=Plan.model_fields),
         thresholds=_chosen(report.thresholds, known=VerdictRules.model_fields),
@@ -59,6 +62,7 @@ def report_page(report: Report) -> str:
 def _template() -> Template:
     environment = page_environment("tunewell.evaluation.report")
     environment.filters |= {
+        "answer_mark": answer_mark,
         "fault": lambda name: FAULT_WORDS[name],
         "duration": duration,
         "loss": loss,

@@ -7,7 +7,7 @@ from typing import Any
 
 from tunewell.core.html import single_line, visible
 from tunewell.core.units import count, percent
-from tunewell.records.report import AnswerCounts, AnsweredQuestion, LossPair, MetricResult, Report
+from tunewell.records.report import Answer, AnswerCounts, AnsweredQuestion, LossPair, MetricResult, Report
 from tunewell.runs.loss_curve import format_loss
 
 FAULT_WORDS = {
@@ -19,6 +19,11 @@ FAULT_WORDS = {
     "other_language": "other language",
     "control_tokens": "control tokens in the text",
 }
+
+
+def answer_mark(answer: Answer) -> str:
+    """Return `right`, `wrong` or `refused` for a judged answer."""
+    return "right" if answer.right else "refused" if answer.is_refusal else "wrong"
 
 
 def shortened(text: str, max_chars: int) -> str:
@@ -162,7 +167,14 @@ def _everyday(name: str, report: Report) -> MetricRow:
 def _right(base: AnswerCounts | None, tuned: AnswerCounts) -> MetricRow:
     row = _counted("Right answers", base, tuned, "right")
     shares = (base.right / base.judged if base and base.judged else None, tuned.right / max(1, tuned.judged))
-    return replace(row, hint="questions with a short reference", shares=shares)
+    return replace(row, hint=_interval_hint(tuned), shares=shares)
+
+
+def _interval_hint(tuned: AnswerCounts) -> str:
+    if tuned.right_interval is None:
+        return "questions with a short reference"
+    low, high = tuned.right_interval
+    return f"tuned model, 95% interval: {percent(low, 0)} to {percent(high, 0)}"
 
 
 def _answers(base: AnswerCounts | None, tuned: AnswerCounts) -> list[MetricRow]:
@@ -174,6 +186,8 @@ def _answers(base: AnswerCounts | None, tuned: AnswerCounts) -> list[MetricRow]:
             "Token F1, mean", base and base.f1, tuned.f1, hint="0 to 1, word overlap with the reference", style=".3f"
         ),
     ]
+    if tuned.refused or (base and base.refused):
+        rows.insert(1, _counted("Refusals", base, tuned, "refused"))
     for name in declared_order({*tuned.faults, *(base.faults if base else ())}, FAULT_WORDS):
         was, now = (base.faults.get(name, 0) if base else 0), tuned.faults.get(name, 0)
         if was or now:
@@ -231,6 +245,20 @@ def sorted_answers(
         right=more_right,
         left_out=len(ranked) - num_wrong - num_right - len(more_wrong) - len(more_right),
     )
+
+
+def judge_sentences(report: Report) -> list[str]:
+    """Return how the answers were judged: the origins of the keys, and the difference between the two models."""
+    judge = report.judge
+    if judge is None or not judge.origins:
+        return []
+    facts = f"{count(sum(judge.origins.values()), 'question')} on {count(judge.clusters, 'fact')}"
+    examples = ", ".join(f'"{shortened(single_line(example.key), 60)}"' for example in judge.examples)
+    found = [f"Judged by {judge.describe()}, such as {examples}; {facts}."]
+    if judge.difference is not None:
+        result = judge.difference.result
+        found.append(f"{result[:1].upper()}{result[1:]}.")
+    return found
 
 
 def _is_wrong(question: AnsweredQuestion) -> bool:

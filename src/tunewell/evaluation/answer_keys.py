@@ -1,0 +1,354 @@
+"""Find the answer key of each question: the part of the reference that an answer must contain to be right.
+
+question   By when must an application reach Alderhollow College?
+reference  The application deadline of Alderhollow College is 15 January.
+others     The application deadline of Thornquist College is 8 December.      <- the same form with other values
+key        15 January
+
+The key is taken from the row's `answers` or `value`. Otherwise it is derived: the words of the reference that the
+question lacks and that most references of the same form do not share.
+"""
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from statistics import median
+from typing import Literal
+
+from tunewell.core.units import count
+from tunewell.evaluation.answer_values import Value, find_values
+from tunewell.evaluation.behaviour import detect_language, function_words
+from tunewell.evaluation.matching import is_refusal, is_short_reference
+from tunewell.inference.degeneration import SPACELESS, fold
+
+Origin = Literal["answers", "value", "derived", "whole reference"]
+
+MAX_KEY_WORDS = 6
+"""Maximum number of words in a derived key. A longer one is a free text, which can be worded in many ways."""
+_MIN_OVERLAP = 0.35
+"""Minimum share of its word pairs that a reference must have in common with another one of the same form."""
+_NEAR_MEDIAN = 0.7
+"""Minimum overlap of a reference of the same form, compared with the median of those that overlap enough. The largest
+overlap is no measure: it belongs to a reference with the same value."""
+_MAX_SIMILAR = 32
+_SHARED = 0.5
+"""Share of the similar references from which a word belongs to their common form."""
+_NEARLY_ALL = 0.95
+"""The same share if no word is below `_SHARED`, because most references have the same value."""
+_SAMPLE = 200
+_WORD = re.compile(rf"[{SPACELESS}]|[^\W_]+(?:['’-][^\W_]+)*")
+_ENGLISH = "a i in is for on by and with as or from do if not no am im out up each per until since"
+"""English function words that `function_words.txt` lacks, because they are also keywords of programming languages."""
+_NEGATION = "no not never none without neither nor cannot nicht kein keine pas aucun non não niet geen"
+_CONJUNCTIONS = frozenset({"and", "or", "und", "oder", "et", "ou", "y", "e", "o"})
+_NEGATIONS = frozenset(_NEGATION.split())
+_FINAL = re.compile(r"####\s*(\S[^\n]*?)\s*$|\\boxed\{([^{}]+)\}")
+_POLAR_START = re.compile(
+    r"\s*(yes|no|maybe|ja|nein|oui|non|sí|sim|não|nee|да|нет)(?:\s*[.,;:!]+(?!\s*\d)|\s*$|\s*[-\n])", re.IGNORECASE
+)
+_ASKS_VALUE = re.compile(
+    r"\b(when|how (?:much|many|long|old|late|high|large|big|far|expensive)|(?:what|which) (?:date|day|year|amount|"
+    r"price|percentage|share|number|rate|sum)|deadline|wann|wie ?viele?|wie lange|quand|combien|cuándo|cuántos?|quando|"
+    r"quanto)\b",
+    re.IGNORECASE,
+)
+_ASKS_NAME = re.compile(
+    r"\b(who|whom|whose|where|why|wer|wo|wen|qui|où|quién|dónde|chi|dove|quem|onde)\b", re.IGNORECASE
+)
+_ASKS_POLAR = re.compile(
+    r"\s*(?:is|are|was|were|do|does|did|can|could|will|would|should|may|must|has|have|had)\b(?!.*\bor\b)", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class ReferenceRow:
+    """A question and its reference, with the accepted answers of the row if it has some."""
+
+    question: str
+    reference: str
+    answers: tuple[str, ...] = ()
+    """The column `answers` or `value` of the row: an answer is right if it contains one of them."""
+    origin: Literal["answers", "value"] = "answers"
+    """The column of `answers`."""
+
+
+@dataclass(frozen=True)
+class AnswerKey:
+    """What an answer must contain to be right."""
+
+    accepted: tuple[tuple[str, ...], ...]
+    """Alternatives; an answer must contain all parts of one of them. Empty if answers cannot be judged."""
+    origin: Origin
+    because: str
+    question: str = ""
+    reference: str = ""
+    rivals: tuple[str, ...] = ()
+    """Keys of references of the same form: an answer that lists several of them is wrong."""
+    is_final: bool = False
+    """Whether only the final result of an answer counts, as in `#### 42`."""
+    is_polar: bool = False
+    """Whether the key is yes, no or maybe."""
+    is_refusal: bool = False
+    """Whether the right answer is a refusal, because the documents do not contain the answer."""
+
+    @property
+    def text(self) -> str:
+        """The key for people: `15 January`, or `teaching + library` if an answer needs several parts."""
+        return " | ".join(" + ".join(parts) for parts in self.accepted)
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether answers can be right or wrong."""
+        return bool(self.accepted) or self.is_refusal
+
+
+def answer_keys(rows: Sequence[ReferenceRow], *, others: Sequence[str] = ()) -> list[AnswerKey]:
+    """Return the key of each row; `others` are more references of the same corpus, such as those of training rows."""
+    frames = _Frames([*(row.reference for row in rows), *others])
+    keys = [_given_key(row) or _marked_key(row) or _derived_key(row, frames) for row in rows]
+    texts = {frames.number(key.reference): key.accepted[0][0] for key in keys if _is_rival(key)}
+    found = []
+    for key in keys:
+        rivals = {texts[other] for other in frames.similar(key.reference) if other in texts} - {key.text}
+        found.append(replace(key, rivals=tuple(sorted(rivals))))
+    return found
+
+
+def _is_rival(key: AnswerKey) -> bool:
+    return len(key.accepted) == len(key.accepted[0]) == 1 if key.accepted else False
+
+
+def _given_key(row: ReferenceRow) -> AnswerKey | None:
+    answers = tuple(dict.fromkeys(text.strip() for text in row.answers if text.strip()))
+    if not answers:
+        return None
+    return AnswerKey(
+        tuple((text,) for text in answers),
+        row.origin,
+        f"the row has `{row.origin}`",
+        row.question,
+        row.reference,
+        is_final=_FINAL.search(row.reference.rstrip()) is not None,
+        is_polar=all(polarity(text) is not None for text in answers),
+        is_refusal=all(is_refusal(text) for text in answers),
+    )
+
+
+def _marked_key(row: ReferenceRow) -> AnswerKey | None:
+    """Return the key of a reference that marks its result: `#### 42`, `Yes, because ...`, or a refusal."""
+    reference = row.reference.strip()
+    asked = (row.question, row.reference)
+    if found := _FINAL.search(reference):
+        text = (found[1] or found[2]).strip()
+        return AnswerKey(((text,),), "derived", "the marked result of the reference", *asked, is_final=True)
+    if is_refusal(reference) and is_short_reference(reference):
+        return AnswerKey(((reference,),), "whole reference", "the reference is a refusal", *asked, is_refusal=True)
+    if found := _POLAR_START.match(reference):
+        is_whole = found.end() >= len(reference)
+        because = "the reference is the answer" if is_whole else "the reference begins with it"
+        origin: Origin = "whole reference" if is_whole else "derived"
+        return AnswerKey(((found[1].lower(),),), origin, because, *asked, is_polar=True)
+    return None
+
+
+def _derived_key(row: ReferenceRow, frames: "_Frames") -> AnswerKey:
+    asked = (row.question, row.reference)
+    if not is_short_reference(row.reference):
+        return AnswerKey((), "whole reference", "the reference is too long to compare", *asked)
+    parts, num_similar = frames.distinctive_parts(row)
+    spans = _choose_parts(parts, row.question, has_form=num_similar > 0)
+    words = sum(len(_WORD.findall(span.text)) for span in spans if span.value is None)
+    if not spans and (said := _polar_statement(row)):
+        return AnswerKey(((said,),), "derived", "a yes-or-no question", *asked, is_polar=True)
+    whole = (row.reference.strip(),)
+    if not spans:
+        return AnswerKey((whole,), "whole reference", "the reference has no part of its own", *asked)
+    if words > MAX_KEY_WORDS:
+        return AnswerKey((whole,), "whole reference", f"the distinctive part has {words} words", *asked)
+    texts = tuple(span.text for span in spans)
+    if fold(whole[0]).strip(" .!") == fold(" ".join(texts)):
+        return AnswerKey((whole,), "whole reference", "the reference is the answer", *asked)
+    others = f" or in {count(num_similar, 'reference')} of the same form" if num_similar else ""
+    return AnswerKey((texts,), "derived", f"not in the question{others}", *asked)
+
+
+@dataclass(frozen=True)
+class _Token:
+    """A word or a value of a text."""
+
+    word: str
+    """The folded word, or the token of a value."""
+    text: str
+    start: int
+    end: int
+    value: Value | None = None
+
+    @property
+    def form(self) -> str:
+        """The word in the form of a reference, in which all values of a kind are equal."""
+        return self.word if self.value is None else f"={self.value.kind}"
+
+
+def split_tokens(text: str) -> list[_Token]:
+    """Split a text into words and values."""
+    tokens, begin = [], 0
+    for value in [*find_values(text), None]:
+        end = len(text) if value is None else value.start
+        tokens += [
+            _Token(_stem(found[0]), found[0], found.start(), found.end()) for found in _WORD.finditer(text, begin, end)
+        ]
+        if value is not None:
+            tokens.append(_Token(value.token, text[value.start : value.end], value.start, value.end, value))
+            begin = value.end
+    return tokens
+
+
+@lru_cache(maxsize=1 << 16)
+def _stem(word: str) -> str:
+    """Return a folded word without the ending of a plural or of a possessive."""
+    bare = fold(word).removesuffix("'s")
+    return bare[:-1] if len(bare) > 3 and bare.endswith("s") and not bare.endswith("ss") else bare
+
+
+class _Frames:
+    """The distinct references of a corpus, and for each of them the others of the same form."""
+
+    def __init__(self, references: Sequence[str]) -> None:
+        short = [text for text in dict.fromkeys(references) if is_short_reference(text)]
+        distinct: dict[str, int] = {}
+        self._numbers = {text: distinct.setdefault(fold(text).strip(), len(distinct)) for text in short}
+        first = {number: text for text, number in reversed(self._numbers.items())}
+        self.texts = [unicodedata.normalize("NFKC", first[number]) for number in range(len(first))]
+        self._tokens = [split_tokens(text) for text in self.texts]
+        self._words = [frozenset(token.word for token in tokens) for tokens in self._tokens]
+        self._pairs = [_word_pairs(tokens) for tokens in self._tokens]
+        self._frequencies = Counter(pair for pairs in self._pairs for pair in pairs)
+        self._postings: dict[tuple[str, str], list[int]] = {}
+        for number, pairs in enumerate(self._pairs):
+            for pair in pairs:
+                posting = self._postings.setdefault(pair, [])
+                if len(posting) <= _MAX_SIMILAR:
+                    posting.append(number)
+        self._similar: dict[int, list[int]] = {}
+
+    @cached_property
+    def function_words(self) -> frozenset[str]:
+        """The function words of the references' language, or of English."""
+        language = detect_language(" ".join(self.texts[:_SAMPLE])) or "en"
+        table = function_words()
+        words = table.get(language) or table["en"]
+        return frozenset(map(_stem, [*words, *_ENGLISH.split()] if language == "en" else words))
+
+    def number(self, reference: str) -> int:
+        """Return the number of a reference, or -1 if it is long."""
+        return self._numbers.get(reference, -1)
+
+    def similar(self, reference: str) -> list[int]:
+        """Return the numbers of the references that have the same form as this one."""
+        number = self.number(reference)
+        if number < 0:
+            return []
+        if number not in self._similar:
+            self._similar[number] = self._find_similar(number)
+        return self._similar[number]
+
+    def _find_similar(self, number: int) -> list[int]:
+        pairs = self._pairs[number]
+        # The pairs of the form are more frequent than those of the value.
+        frequent = sorted(pairs, key=lambda pair: (-self._frequencies[pair], pair))[: (len(pairs) + 1) // 2]
+        candidates = {other for pair in frequent for other in self._postings[pair] if other != number}
+        overlaps: dict[int, float] = {}
+        for other in candidates:
+            theirs = self._pairs[other]
+            overlap = len(pairs & theirs) / max(len(pairs), len(theirs))
+            if overlap >= _MIN_OVERLAP:
+                overlaps[other] = overlap
+        if not overlaps:
+            return []
+        least = _NEAR_MEDIAN * median(overlaps.values())
+        return sorted(other for other, overlap in overlaps.items() if overlap >= least)[:_MAX_SIMILAR]
+
+    def distinctive_parts(self, row: ReferenceRow) -> tuple[list[_Token], int]:
+        """Return the parts of a reference that the question lacks and similar references do not share.
+
+        The second result is the number of these references, or 0 if the parts are only those that the question lacks.
+        """
+        number, similar = self.number(row.reference), self.similar(row.reference)
+        reference, tokens = self.texts[number], self._tokens[number]
+        asked = {token.word for token in split_tokens(unicodedata.normalize("NFKC", row.question))}
+        lacking = [token.word not in asked for token in tokens]
+        if similar:
+            words = [self._words[other] for other in similar]
+            shares = [sum(token.word in other for other in words) / len(words) for token in tokens]
+            for limit in (_SHARED, _NEARLY_ALL):
+                own = [is_new and share < limit for is_new, share in zip(lacking, shares, strict=True)]
+                if parts := self._join(reference, tokens, own):
+                    return parts, len(similar)
+        return self._join(reference, tokens, lacking), 0
+
+    def _join(self, text: str, tokens: list[_Token], chosen: list[bool]) -> list[_Token]:
+        """Return the chosen words as parts; neighbouring words form one part, with function words between them."""
+        is_key = [
+            is_chosen and (token.value is not None or token.word not in self.function_words or token.word in _NEGATIONS)
+            for token, is_chosen in zip(tokens, chosen, strict=True)
+        ]
+        parts: list[_Token] = []
+        last = -1
+        for index in (index for index, is_own in enumerate(is_key) if is_own):
+            token = tokens[index]
+            between = tokens[last + 1 : index]
+            is_near = (
+                last >= 0
+                and len(between) <= 2
+                and all(one.word in self.function_words and one.word not in _CONJUNCTIONS for one in between)
+            )
+            gap = text[parts[-1].end : token.start] if parts else ""
+            if is_near and parts[-1].value is None and token.value is None and not re.search(r"[,;:.!?()\n]", gap):
+                start = parts[-1].start
+                parts[-1] = _Token("", text[start : token.end], start, token.end)
+            else:
+                parts.append(_Token("", token.text, token.start, token.end, token.value))
+            last = index
+        only_negation = all(part.value is None and _stem(part.text) in _NEGATIONS for part in parts)
+        return [] if only_negation else parts
+
+
+def _word_pairs(tokens: list[_Token]) -> frozenset[tuple[str, str]]:
+    forms = ["^", *(token.form for token in tokens), "$"]
+    return frozenset(pairwise(forms))
+
+
+def _choose_parts(parts: list[_Token], question: str, *, has_form: bool) -> list[_Token]:
+    """Leave out the parts that the question does not ask for: a date for `who`, words for `how much`."""
+    values, words = [part for part in parts if part.value], [part for part in parts if not part.value]
+    if not values or not words:
+        return parts
+    if _ASKS_NAME.search(question):
+        return words
+    return values if _ASKS_VALUE.search(question) or (not has_form and len(values) == 1) else parts
+
+
+_POLARITIES = {
+    "yes": "yes true correct yeah ja oui sí sim vrai wahr verdadero verdadeiro tak да hai evet",
+    "no": "no false incorrect nope nein nee nej non não faux falsch falso nie нет hayır",
+    "maybe": "maybe perhaps possibly vielleicht peut-être quizás forse talvez misschien",
+}
+_POLARITY_OF = {word: name for name, words in _POLARITIES.items() for word in words.split()}
+
+
+def polarity(text: str) -> str | None:
+    """Return yes, no or maybe for a text that is one such word, otherwise None."""
+    return _POLARITY_OF.get(fold(text).strip(" .!,;:'\"*"))
+
+
+def _polar_statement(row: ReferenceRow) -> str | None:
+    """Return yes or no for a reference that affirms or denies a yes-or-no question and adds nothing."""
+    if not _ASKS_POLAR.match(row.question):
+        return None
+    return (
+        "no" if _NEGATIONS & {fold(word) for word in _WORD.findall(row.reference)} or "n't" in row.reference else "yes"
+    )

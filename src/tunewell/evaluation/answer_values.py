@@ -1,0 +1,190 @@
+"""Dates and numbers in answers: find them in a text, and compare them however they are written.
+
+15 January = January 15th = 15 Jan = 15/01/2027 (without the year)      31,400 = 31400 = $31,400 = 31.4 thousand
+"""
+
+import re
+import unicodedata
+from dataclasses import dataclass
+
+_MONTHS = (
+    "january jan januar jänner janvier janv enero ene gennaio gen janeiro januari janúar jän",
+    "february feb februar februari fevrier février févr febrero febbraio fevereiro fev",
+    "march mar märz mars marzo março maart mrz mrt",
+    "april apr avril avr abril abr aprile",
+    "may mai mayo maggio mag maio mei maj",
+    "june jun juni juin junio giugno giu junho",
+    "july jul juli juillet juil julio luglio lug julho",
+    "august aug août aout agosto ago augustus augusti",
+    "september sep sept septembre septiembre settembre set setembro",
+    "october oct oktober okt octobre octubre ottobre ott outubro out",
+    "november nov novembre noviembre novembro",
+    "december dec dezember dez décembre déc diciembre dic dicembre dezembro december",
+)
+_MONTH_NUMBERS = {name: number for number, names in enumerate(_MONTHS, start=1) for name in names.split()}
+_MONTH = "(?:" + "|".join(sorted(_MONTH_NUMBERS, key=len, reverse=True)) + r")(?![^\W\d_])\.?"
+_DAY = r"\d{1,2}(?:st|nd|rd|th|er|\.|º|ª)?"
+_DATE = re.compile(
+    rf"(?<![\w.,:/])(?P<day>{_DAY})(?:\s+(?:of|de|di)\s+|[\s-]+)(?P<month>{_MONTH})"
+    rf"(?:,?[\s-]+(?:(?:of|de|di)\s+)?(?P<year>\d{{4}})(?![\w/]))?"
+    rf"|(?<![\w.])(?P<month2>{_MONTH})\s+(?:the\s+)?(?P<day2>{_DAY})(?![\w/:]|[.,]\d)"
+    r"(?:,?\s+(?P<year2>\d{4})(?![\w/]))?"
+    r"|(?<![\w-])(?P<iso>\d{4}-\d{2}-\d{2})(?![\w-])"
+    r"|(?<![\w./])(?P<numeric>\d{1,2}[./]\d{1,2}[./]\d{4})(?![\w/])"
+    r"|(?:(?P<year3>\d{4})年)?(?P<month3>\d{1,2})月(?P<day3>\d{1,2})日",
+    re.IGNORECASE,
+)
+
+_UNITS = {
+    "$": "$ us$ usd dollar dollars",
+    "€": "€ eur euro euros",
+    "£": "£ gbp pounds sterling",
+    "¥": "¥ jpy yen yuan cny rmb",
+    "%": "% percent prozent procent percento pct",
+    "km": "km kilometre kilometres kilometer kilometers",
+    "m": "m metre metres meter meters",
+    "cm": "cm centimetre centimetres centimeter centimeters",
+    "mm": "mm millimetre millimetres millimeter millimeters",
+    "mi": "mi mile miles",
+    "kg": "kg kilogram kilograms kilo kilos",
+    "g": "g gram grams",
+    "h": "h hr hrs hour hours stunde stunden heure heures hora horas",
+    "min": "min mins minute minutes minuten",
+    "s": "s sec secs second seconds",
+    "d": "day days tag tage tagen jour jours día días",
+    "w": "week weeks woche wochen semaine semaines semana semanas",
+    "mo": "month months monat monate monaten mois mes meses",
+    "y": "year years jahr jahre jahren an ans año años",
+}
+_UNIT_OF = {name: unit for unit, names in _UNITS.items() for name in names.split()}
+_SCALES = {"k": 1e3, "thousand": 1e3, "tausend": 1e3, "million": 1e6, "millions": 1e6, "mio": 1e6, "billion": 1e9}
+_NUMBER_NAMES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen / twenty thirty forty fifty sixty seventy eighty ninety"
+)
+_SMALL, _TENS = (names.split() for names in _NUMBER_NAMES.split("/"))
+_WORD_NUMBERS = {name: number for number, name in enumerate(_SMALL)}
+_WORD_NUMBERS |= {name: 10 * number for number, name in enumerate(_TENS, start=2)}
+_SPELLED = rf"(?:{'|'.join(_TENS)})[- ](?:{'|'.join(_SMALL[1:10])})\b|(?:{'|'.join([*_TENS, *_SMALL])})\b"
+_NUMBER = re.compile(
+    r"(?:(?P<front>US\$|[$€£¥]|USD|EUR|GBP)\s?)?"
+    r"(?P<digits>(?<![\w.,:/])(?>-?\d{1,3}(?:[,. '’]\d{3})+(?!\d)(?:[.,]\d+)?|-?\d+(?:[.,]\d+)?)"
+    rf"|\b{_SPELLED})"
+    r"(?![:/]\d|[.,]\d|-\d)"
+    r"(?:\s?(?P<scale>k|thousand|tausend|million|millions|mio|billion)\b)?"
+    r"(?:[\s-]?(?P<unit>per cent|pour cent|por ciento|[%€£$]|[^\W\d_]+))?",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Value:
+    """A date or a number in a text."""
+
+    kind: str
+    """`date` or `number`."""
+    readings: frozenset[tuple[float, ...]]
+    """Possible meanings: (day, month, year or 0), or (number,); `31.400` may be 31.4 or 31400."""
+    unit: str
+    """A unit such as `$` or `%`, or an empty text."""
+    start: int
+    end: int
+    next_word: str = ""
+    """The word after a number without a unit: a number of something."""
+
+    def equals(self, other: "Value", known: frozenset[str] = frozenset()) -> bool:
+        """Return True if another value has the same meaning as this one, which is the expected value.
+
+        The unit may be missing, unless the number counts something else; `known` are words that may follow it.
+        """
+        if self.kind != other.kind:
+            return False
+        if self.kind == "date":
+            return any(
+                mine[:2] == theirs[:2] and mine[2] in (0, theirs[2])
+                for mine in self.readings
+                for theirs in other.readings
+            )
+        if not self.readings & other.readings:
+            return False
+        if self.unit and other.unit:
+            return self.unit == other.unit
+        return not self.unit or not other.next_word or other.next_word in known
+
+    @property
+    def token(self) -> str:
+        """The value as a word, equal for all spellings with the same meaning."""
+        number = max(self.readings)
+        return f"={self.kind} {'/'.join(f'{part:g}' for part in number[:2])}"
+
+
+def find_values(text: str) -> list[Value]:
+    """Return the dates and numbers of a text in their order."""
+    found = [value for match in _DATE.finditer(text) if (value := _date(match)) is not None]
+    taken = [(value.start, value.end) for value in found]
+    for match in _NUMBER.finditer(text):
+        value = _number(match)
+        if value is not None and not any(start < value.end and value.start < end for start, end in taken):
+            found.append(value)
+    return sorted(found, key=lambda value: value.start)
+
+
+def _date(match: re.Match[str]) -> Value | None:
+    parts = match.groupdict()
+    readings: list[tuple[float, float, float]] = []
+    if parts["iso"]:
+        year, month, day = map(int, parts["iso"].split("-"))
+        readings = [(day, month, year)]
+    elif parts["numeric"]:
+        first, second, year = map(int, re.split("[./]", parts["numeric"]))
+        readings = [(first, second, year), (second, first, year)]
+    else:
+        suffix = next(end for end in ("", "2", "3") if parts[f"day{end}"])
+        month_name = parts[f"month{suffix}"].rstrip(".").lower()
+        month = int(month_name) if month_name.isdecimal() else _MONTH_NUMBERS[month_name]
+        day_digits = re.match(r"\d+", parts[f"day{suffix}"])
+        assert day_digits is not None
+        readings = [(int(day_digits[0]), month, int(parts[f"year{suffix}"] or 0))]
+    valid = frozenset(reading for reading in readings if 1 <= reading[0] <= 31 and 1 <= reading[1] <= 12)
+    end = match.start() + len(match[0].rstrip("."))
+    return Value("date", valid, "", match.start(), end) if valid else None
+
+
+def _number(match: re.Match[str]) -> Value | None:
+    digits, scale = match["digits"], _SCALES.get((match["scale"] or "").lower(), 1.0)
+    numbers = _read_digits(digits)
+    if not numbers:
+        return None
+    after = (match["unit"] or "").lower()
+    joined = "%" if after in ("per cent", "pour cent", "por ciento") else after
+    front = (match["front"] or "").lower()
+    unit = _UNIT_OF.get(front) or _UNIT_OF.get(joined, "")
+    is_part = bool(joined and joined in _UNIT_OF and _UNIT_OF[joined] == unit)
+    end = match.end("unit") if is_part else match.end("scale") if match["scale"] else match.end("digits")
+    next_word = "" if is_part or front else unicodedata.normalize("NFKC", after).casefold()
+    readings = frozenset((round(number * scale, 6),) for number in numbers)
+    return Value("number", readings, unit, match.start("front") if front else match.start("digits"), end, next_word)
+
+
+def _read_digits(digits: str) -> list[float]:
+    """Return the possible meanings of a number."""
+    if not digits[-1].isdecimal():
+        names = re.split("[- ]", digits.lower())
+        # "one" is seldom a number: "one of the best".
+        return [] if names == ["one"] else [float(sum(_WORD_NUMBERS[name] for name in names))]
+    plain = digits.replace(" ", "").replace("'", "").replace("’", "")
+    marks = [letter for letter in plain if letter in ".,"]
+    if not marks:
+        return [float(plain)]
+    if len(set(marks)) == 2:  # 1,234.5 or 1.234,5
+        decimal = marks[-1]
+        return [float(plain.replace("." if decimal == "," else ",", "").replace(decimal, "."))]
+    mark, last = marks[0], len(plain) - plain.rindex(marks[0]) - 1
+    grouped = float(plain.replace(mark, ""))
+    if len(marks) > 1:
+        return [grouped]
+    fraction = float(plain.replace(mark, "."))
+    if last != 3:
+        return [fraction]
+    # "31,400" has a thousands separator; "31.400" is also a decimal number.
+    return [grouped] if mark == "," else [grouped, fraction]

@@ -1,0 +1,254 @@
+"""Judge answers: right, wrong or a refusal, by the answer key of the question.
+
+key          answer                                    result
+15 January   It is January 15th.                       right
+15 January   It is not 15 January.                     wrong: denied
+15 January   Either 15 January or 3 March.             wrong: several values
+31,400       Tuition is $31400 a year.                 right
+15 January   The documents do not say.                 refusal
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from tunewell.evaluation.answer_keys import AnswerKey, polarity, split_tokens
+from tunewell.evaluation.answer_values import Value, find_values
+from tunewell.evaluation.behaviour import function_words
+from tunewell.evaluation.matching import is_refusal, match, stands_alone
+from tunewell.inference.degeneration import SPACELESS_LETTER, fold
+
+JUDGE = "answer keys, version 1"
+"""Name of this judge in reports. Change the number when equal answers are judged differently."""
+
+Span = tuple[int, int]
+
+_CLAUSE_END = re.compile(r"[.;:!?\n。；！？](?!\d)|,|，|\b(?:but|however|although|sondern|mais|pero|sino|ma|mas)\b")
+_DENIED_BEFORE = re.compile(
+    r"\b(?:not|never|isn't|wasn't|aren't|weren't|doesn't|don't|didn't|cannot|can't|won't|no longer|nor|neither|"
+    r"no es|no era|no fue|instead of|rather than|other than|except|"
+    r"nicht|kein\w*|statt|pas|jamais|plutôt que|nunca|non|não|niet|geen|не)\s"
+    # "not later than 15 January" and "cannot apply after 15 January" affirm the date.
+    r"(?!.*\b(?:later|after|past|beyond|until|till|before|only|just|exceed|nach|vor|après|avant|después|antes|dopo|"
+    r"prima)\b)"
+    r"(?:\S+\s+){0,5}\S*$|[不没沒非未無无]是?$"
+)
+_DENIED_AFTER = re.compile(
+    r"^\W*(?:\S+\s+){0,2}(?:(?:is|was|are|were)(?:n't| not)\b|(?:is|was) (?:wrong|false|incorrect)|ist (?:falsch|nicht)"
+    r"|n'est pas)"
+)
+_LISTED = re.compile(
+    r"^[\s\"'*)]*(?:[,/&;]|,?\s*\b(?:or|and|oder|und|ou|et|o|u|y|e|или|и)\b)+[\s\"'*(]*"
+    r"(?:(?:maybe|perhaps|possibly|else|the|it is|on|by|at|in|is|also)\s+){0,2}$|^\s*(?:或者?|还是|または|か)\s*$"
+)
+_OR_BEFORE = re.compile(r"\b(?:or|oder|ou)\s+(?:the |a |an |in |on |by |possibly |maybe |perhaps )?$")
+_OR_AFTER = re.compile(r"^[\s\"'*,]*(?:or|oder|ou)\s+(?!later\b|earlier\b|before\b|more\b|less\b|so\b)\w")
+_FINAL = re.compile(r"####\s*([^\n]+)|\\boxed\{([^{}]+)\}")
+_ANSWER_IS = re.compile(r"\banswer(?:\s+is)?\s*[:=]?\s*(?:is\s+)?([^\n]+)", re.IGNORECASE)
+_FIRST_CLAUSE = re.compile(r"[.,;:!?()\[\]\n。，、！？；：-]+")
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The result of judging one answer."""
+
+    is_right: bool | None
+    """None if the question has no key, so that answers cannot be judged."""
+    is_refusal: bool
+    """Whether the answer says that it is not known. A refusal is not right, unless the reference is one."""
+    because: str
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the answer is neither right nor a refusal."""
+        return self.is_right is False and not self.is_refusal
+
+
+def judge(answer: str, key: AnswerKey) -> Judgement:
+    """Judge an answer by the key of its question."""
+    text = fold(answer).strip()
+    refuses = is_refusal(text, is_answer=True)
+    if key.is_refusal:
+        return Judgement(refuses, refuses, "a refusal is expected")
+    if not key.accepted:
+        return Judgement(None, refuses, "the question has no key")
+    found, because = _is_right(text, key)
+    if found:
+        return Judgement(True, False, because)
+    # "I am not sure, but I think 3 March" states a value.
+    states = refuses and any(value for value in find_values(key.text)) and bool(_other_values(text, key))
+    if refuses and not states:
+        return Judgement(False, True, "refuses")
+    return Judgement(False, False, because)
+
+
+def contains_key(text: str, key: AnswerKey) -> bool:
+    """Return True if a text, such as the reference itself, states the key."""
+    return judge(text, replace(key, reference="")).is_right is True
+
+
+def _is_right(text: str, key: AnswerKey) -> tuple[bool, str]:
+    if key.is_polar:
+        said = _said_polarity(text, key)
+        return said is not None and any(
+            said == polarity(parts[0]) for parts in key.accepted
+        ), f"says {said or 'neither'}"
+    if key.is_final:
+        return _is_final_right(text, key)
+    if key.reference and match(text, key.reference).exact:
+        return True, "equals the reference"
+    reasons: list[str] = []
+    for parts in key.accepted:
+        problems = [problem for part in parts if (problem := _problem(text, part, key)) is not None]
+        if not problems:
+            return True, f"contains {' and '.join(parts)}"
+        reasons += problems
+    return False, reasons[0]
+
+
+def _problem(text: str, part: str, key: AnswerKey) -> str | None:
+    """Return why an answer does not state a part of the key, or None if it does."""
+    if len(part) == 1 and part.isascii() and part.isalpha():
+        return None if match(text, part).contains else f"{part} is missing"
+    places = list(_find(text, part, key))
+    if not places:
+        return f"{part} is missing"
+    stated = [place for place in places if not _is_denied(text, place)]
+    if not stated:
+        return f"{part} is denied"
+    return None if any(not _is_one_of_several(text, place, key) for place in stated) else f"{part} is one of several"
+
+
+def _find(text: str, part: str, key: AnswerKey) -> Iterator[Span]:
+    """Yield the places of a part in an answer, as the same words or as the same date or number."""
+    values = find_values(part)
+    is_value = len(values) == 1 and not re.sub(r"\W", "", part[: values[0].start] + part[values[0].end :])
+    known = _known_words(key.question) if is_value else frozenset[str]()
+    if is_value:
+        yield from ((value.start, value.end) for value in find_values(text) if values[0].equals(value, known))
+        if values[0].unit or (values[0].kind == "date" and any(year for _, _, year in values[0].readings)):
+            return
+    yield from (found.span() for found in _pattern(part).finditer(text) if stands_alone(text, *found.span()))
+
+
+@lru_cache(maxsize=4096)
+def _pattern(part: str) -> re.Pattern[str]:
+    """Return a pattern for the words of a key: any spaces, punctuation and articles may separate them."""
+    words = [word for raw in fold(part).split() if (word := raw.strip(".,;:!?\"'()[]*`“”"))] or [fold(part)]
+    escaped = [
+        "".join(re.escape(letter) + (r"\s*" if SPACELESS_LETTER.match(letter) else "") for letter in word)
+        for word in words
+    ]
+    return re.compile(r"(?:[^\w]+(?:(?:the|a|an)[^\w]+)?)".join(escaped).removesuffix(r"\s*"))
+
+
+@lru_cache(maxsize=4096)
+def _known_words(question: str) -> frozenset[str]:
+    """Return the words that may follow a number without its unit: function words, and words of the question."""
+    return (
+        function_words()["en"]
+        | {"a", "is", "in", "and", "for", "on", "or", "as", "per", "each", "annually", "yearly"}
+        | {fold(token.text) for token in split_tokens(question)}
+    )
+
+
+def _clause_around(text: str, place: Span) -> tuple[str, str]:
+    """Return the text of the same clause before and after a place."""
+    before, after = text[: place[0]], text[place[1] :]
+    starts = [found.end() for found in _CLAUSE_END.finditer(before)]
+    end = _CLAUSE_END.search(after)
+    return before[starts[-1] if starts else 0 :], after[: end.start() if end else len(after)]
+
+
+def _is_denied(text: str, place: Span) -> bool:
+    before, after = _clause_around(text, place)
+    return _DENIED_BEFORE.search(before) is not None or _DENIED_AFTER.search(after) is not None
+
+
+def _is_one_of_several(text: str, place: Span, key: AnswerKey) -> bool:
+    """Return True if an answer lists the key with other values, so that it does not choose."""
+    before, after = text[: place[0]], text[place[1] :]
+    has_or = " or " in f" {fold(key.reference)} "
+    if not has_or and (_OR_BEFORE.search(before[-40:]) or _OR_AFTER.search(after[:40])):
+        return True
+    others = _other_values(text, key)
+    for rival in key.rivals:
+        if fold(rival) in text:  # values are compared above
+            others += [span for span in _find(text, rival, key) if span[1] <= place[0] or span[0] >= place[1]]
+    for start, end in others:
+        between = text[end : place[0]] if end <= place[0] else text[place[1] : start]
+        if len(between) <= 40 and _LISTED.search(between):
+            return True
+    return False
+
+
+def _other_values(text: str, key: AnswerKey) -> list[Span]:
+    """Return the places of values of the key's kind that neither the key nor the question or the reference contains."""
+    expected = [value for parts in key.accepted for part in parts for value in find_values(part)]
+    if not expected:
+        return []
+    known = [*expected, *find_values(key.question), *find_values(key.reference)]
+
+    def is_other(value: Value) -> bool:
+        counts_something = bool(value.next_word) and value.next_word not in _known_words("")
+        is_same_kind = any(one.kind == value.kind and value.unit in ("", one.unit) for one in expected)
+        return is_same_kind and not counts_something and not any(one.readings & value.readings for one in known)
+
+    return [(value.start, value.end) for value in find_values(text) if is_other(value)]
+
+
+def _said_polarity(text: str, key: AnswerKey) -> str | None:
+    """Return whether an answer says yes, no or maybe: in its first clause, or as `the answer is yes`."""
+    clauses = [clause for raw in _FIRST_CLAUSE.split(text.replace("*", "")) if (clause := raw.strip())]
+    if not clauses:
+        return None
+    said = list(dict.fromkeys(found for clause in clauses[:1] for word in _ends(clause) if (found := polarity(word))))
+    if named := _ANSWER_IS.search(text):
+        word = next(iter(re.findall(r"[^\W\d_]+", named[1])), "")
+        said = [found] if (found := polarity(word)) else said
+    if len(said) == 1:
+        return said[0]
+    if said or key.origin != "derived":
+        return None
+    return _implied_polarity(text, key)
+
+
+def _ends(clause: str) -> list[str]:
+    words = clause.split()
+    if re.search(r"\b(?:yes (?:and|or) no|ja (?:und|oder) nein)\b", clause):
+        return ["yes", "no"]
+    return [words[0], words[-1]]
+
+
+def _implied_polarity(text: str, key: AnswerKey) -> str | None:
+    """Return what a statement without yes or no implies, if it repeats at least half of the question's content."""
+
+    def content(part: str) -> set[str]:
+        return {token.word for token in split_tokens(part) if fold(token.text) not in function_words()["en"]}
+
+    sentence = re.split(r"[.!?\n]", text.strip())[0]
+    asked = content(key.question)
+    if not asked or len(asked & content(sentence)) < len(asked) / 2:
+        return None
+    denies = re.search(r"\b(?:no|not|never|none|without|neither|cannot)\b|n't\b", sentence)
+    return "no" if denies else "yes"
+
+
+def _is_final_right(text: str, key: AnswerKey) -> tuple[bool, str]:
+    """Compare only the result of an answer: after `####`, in a box, after `answer`, or its last number."""
+    marked = [found[1] or found[2] for found in _FINAL.finditer(text)] or [
+        found[1] for found in _ANSWER_IS.finditer(text)
+    ]
+    for parts in key.accepted:
+        expected = find_values(parts[0])
+        if not expected:
+            result = marked[-1] if marked else text.splitlines()[-1] if text else ""
+            if match(result, parts[0]).contains:
+                return True, f"the result is {parts[0]}"
+            continue
+        found = (find_values(marked[-1])[:1] if marked else []) or find_values(text)[-1:]
+        # Units are not compared: `#### 10` stands for dollars as well as for minutes.
+        if found and found[0].readings & expected[0].readings:
+            return True, f"the result is {parts[0]}"
+    return False, f"the result is not {key.text}"
