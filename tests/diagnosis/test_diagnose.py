@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import struct
 import tarfile
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 import tunewell
 from tunewell.cli.main import main
+from tunewell.cli.screens.diagnosis import diagnosis_screen
 from tunewell.core.errors import UserError
 from tunewell.diagnosis.diagnose import diagnose_paths, diagnose_text
 
@@ -243,6 +245,20 @@ def test_configs_are_linted(config: str, name: str) -> None:
     assert first(config) == name
 
 
+def test_a_long_log_states_how_many_steps_it_has_and_how_many_were_judged() -> None:
+    """A log over 200 kB is judged by a sample of its steps, whose number is not that of the log."""
+    lines = [LINE.format(loss=2.0 - step / 10_000, epoch=step / 5000) for step in range(9000)]
+    found = diagnose_text("\n".join(lines))
+    assert found.status == "healthy" and found.num_steps == 9000 and 200 < found.num_judged < 700
+    screen = diagnosis_screen(found, commands=())
+    assert "9,000 lines, about 9,000 logged steps" in screen
+    rising = [LINE.format(loss=1 + abs(4000 - step) / 2000, epoch=0) for step in range(4000)]
+    broken = diagnose_text("\n".join([*rising, *(LINE.format(loss=3 + n, epoch=0) for n in range(3000))]))
+    numbers = [int(word) for word in re.findall(r"at step (\d+)", broken.findings[0].evidence[0].note)]
+    assert all(3000 < number < 4100 for number in numbers)
+    assert 4000 < broken.findings[0].evidence[0].line < 4300
+
+
 def test_a_run_folder_of_our_own_is_read(tmp_path: Path) -> None:
     events = [{"kind": "step", "step": n, "loss": 2.0, "grad_norm": 0.0, "seconds": 1.0} for n in range(1, 9)]
     (tmp_path / "events.jsonl").write_text("\n".join(json.dumps(event) for event in events))
@@ -282,7 +298,7 @@ def test_a_limit_that_cuts_rows_is_found_before_the_run(capsys: pytest.CaptureFi
     rows.write_text("\n".join(json.dumps({"messages": [{"content": "x" * 4 * n}]}) for n in (10, 100, 600, 900)))
     assert main(["diagnose", str(config), "--rows", str(rows), "--json"]) == 3
     [finding] = json.loads(capsys.readouterr().out)["findings"]
-    assert finding["id"] == "silent-truncation" and "50.0% of 4 rows" in finding["evidence"][0]["text"]
+    assert finding["id"] == "silent-truncation" and "50.0% of 4 rows" in finding["evidence"][0]["note"]
     rows.write_text('{"text": "short"}')
     assert main(["diagnose", str(config), "--rows", str(rows)]) == 0
     rows.write_text("{broken")

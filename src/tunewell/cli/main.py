@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tunewell import __version__
 from tunewell.cli.render import emit, emit_error, folded_table, json_text
 from tunewell.core.errors import SharedError, UserError, did_you_mean
 from tunewell.core.files import explain_os_error
@@ -82,13 +81,20 @@ def _dispatch(arguments: Sequence[str]) -> int:
     if name in ("--help", "-h", "help"):
         emit(_help())
     elif name == "--version":
-        emit(f"tunewell {__version__}")
+        emit(f"tunewell {_version()}")
     else:
         kind = "option" if name.startswith("-") else "command"
         close = difflib.get_close_matches(name, [*dict(COMMANDS), "--help", "--version"], n=1, cutoff=0.5)
         fix = did_you_mean([f"tunewell {name}" for name in close], "`tunewell --help` lists the commands")
         raise UserError(f"there is no {kind} `{name}`", fix=fix)
     return 0
+
+
+def _version() -> str:
+    # Reading the version imports `importlib.metadata`, which takes 25 ms; most commands do not need it.
+    from tunewell import __version__
+
+    return __version__
 
 
 def _help() -> str:
@@ -168,7 +174,7 @@ def _crash(error: Exception, arguments: Sequence[str], *, wants_json: bool) -> i
     try:
         handle, where = tempfile.mkstemp(prefix="tunewell-crash-", suffix=".log")
         with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(f"tunewell {__version__}, Python {platform.python_version()}, {platform.platform()}\n")
+            file.write(f"tunewell {_version()}, Python {platform.python_version()}, {platform.platform()}\n")
             file.write(f"arguments: {list(arguments)}\n\n{trace}")
     except OSError:
         sys.stderr.write(trace)

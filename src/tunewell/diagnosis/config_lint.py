@@ -93,8 +93,8 @@ def lint_lengths(text: str, rows: Path, reading: Reading) -> None:
             f"about {percent(num_cut / len(lengths))} of {count(len(lengths))} rows are longer than {limit.text} tokens"
         )
         words += f"; the longest has about {count(max(lengths))} (estimated, {_CHARS_PER_TOKEN} characters per token)"
-        shown = f"{' '.join(lines[limit.line - 1].split())[:100]}  [{words}]"
-        reading.facts["config:silent-truncation"] = [Evidence(limit.line, shown, reading.name)]
+        shown = " ".join(lines[limit.line - 1].split())[:100]
+        reading.facts["config:silent-truncation"] = [Evidence(limit.line, shown, reading.name, words)]
 
 
 def _row_lengths(rows: Path) -> list[int]:

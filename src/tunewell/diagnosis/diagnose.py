@@ -71,6 +71,7 @@ def _conclude(readings: Sequence[Reading], notes: Sequence[str]) -> Diagnosis:
         notes=(*notes, *more),
         num_lines=sum(reading.num_lines for reading in readings),
         num_steps=sum(reading.num_steps for reading in readings),
+        num_judged=sum(reading.num_judged for reading in readings),
         sources=tuple(reading.name for reading in readings if reading.name),
     )
 

@@ -18,6 +18,8 @@ class Evidence:
     line: int
     text: str
     file: str | None = None
+    note: str = ""
+    """What a rule computed from this line and others."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Diagnosis:
     """Facts about what was read: harmless warnings, skipped files."""
     num_lines: int = 0
     num_steps: int = 0
+    num_judged: int = 0
+    """Number of logged steps that the rules on series judged: in a log over 200 kB, a sample of them."""
     sources: tuple[str, ...] = field(default_factory=tuple)
 
     @property
@@ -88,6 +92,7 @@ class Diagnosis:
             "notes": redact(list(self.notes)),
             "num_lines": self.num_lines,
             "num_steps": self.num_steps,
+            "num_judged": self.num_judged,
             "sources": list(self.sources),
             "exit_code": self.exit_code,
         }

@@ -55,6 +55,8 @@ class Pattern:
     @cached_property
     def words(self) -> tuple[frozenset[bytes], ...]:
         """Sets of words. A text that matches contains all words of at least one set. `=m1` is a part of the text."""
+        if "<" not in self.text and "{" not in self.text and (fixed := _whole_words(self.text, [], [])):
+            return (frozenset(fixed),)  # no wildcards: most patterns, and three times as fast
         return tuple(_required(_split(self.text), self.phrases))
 
     @cached_property

@@ -209,8 +209,11 @@ class TrainingLog:
     about: RunContext
 
 
-def read_log(text: str) -> TrainingLog:
-    """Parse the log of any trainer. A log without numbers gives no steps."""
+def read_log(text: str, *, every: int = 1) -> TrainingLog:
+    """Parse the log of any trainer. A log without numbers gives no steps.
+
+    `every` is n if the text has only each n-th line of a log; lines without a step are numbered accordingly.
+    """
     text = _COLOUR.sub("", text)
     rest = text
     entries: list[dict[str, Any]] = []
@@ -219,9 +222,9 @@ def read_log(text: str) -> TrainingLog:
         entries += [entry for entry in state["log_history"] if isinstance(entry, dict)]
     entries += _lines(join_lines(rest))
     per_step = [entry for entry in entries if "train_runtime" not in entry]
-    steps = list(_to_metrics(per_step))
+    steps = list(_to_metrics(per_step, every))
     if not steps and len(unnamed := _ALONE.findall(text)) > 1:
-        steps = list(_to_metrics({"loss": value} for value in unnamed))
+        steps = list(_to_metrics(({"loss": value} for value in unnamed), every))
     if not steps:
         # The log has only the mean loss of the whole run. It is 0 and meaningless if a finished run was resumed.
         steps = [step for step in _to_metrics(entries) if step.loss != 0.0]
@@ -290,8 +293,8 @@ def _lines(text: str) -> Iterator[dict[str, Any]]:
         yield found
 
 
-def _to_metrics(entries: Iterable[dict[str, Any]]) -> Iterator[StepMetrics]:
-    """Convert entries to metrics; entries without a step are numbered consecutively."""
+def _to_metrics(entries: Iterable[dict[str, Any]], every: int = 1) -> Iterator[StepMetrics]:
+    """Convert entries to metrics; entries without a step are numbered in intervals of `every`."""
     step = 0
     for raw in entries:
         entry: dict[str, Any] = {}
@@ -304,7 +307,7 @@ def _to_metrics(entries: Iterable[dict[str, Any]]) -> Iterator[StepMetrics]:
         if numbers["loss"] == 0.0 and any(_REWARDED.search(key) for key in entry):
             numbers |= {"loss": None, "grad_norm": numbers["grad_norm"] or None}
         held_out, at = number_of(entry.get("held_out_loss")), number_of(entry.get("step"))
-        step = int(at) if at is not None and math.isfinite(at) else step + 1
+        step = int(at) if at is not None and math.isfinite(at) else step + every
         if numbers["loss"] is not None or numbers["grad_norm"] is not None:
             yield StepMetrics(step, **numbers)
         if held_out is not None:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from tunewell.diagnosis.findings import Evidence
@@ -36,6 +36,8 @@ class Reading:
     facts: Facts
     num_lines: int
     num_steps: int
+    """Number of logged steps; an estimate if only a sample was judged."""
+    num_judged: int
     errors: list[Evidence]
     """The first and the last lines that name an exception."""
     prose: str
@@ -72,20 +74,33 @@ class _MetricLines:
 
     def add(self, chunk: Chunk) -> None:
         number = chunk.line_of(chunk.fresh)
+        may_be_nan = _NOT_FINITE.search(chunk.data, chunk.fresh) is not None
         for line in chunk.data[chunk.fresh :].split(b"\n"):
-            if len(line) < _LONGEST_METRIC_LINE and _METRIC.search(line):
-                self._add(number, line)
+            # Nearly all lines with metrics have the word in lower case, and `in` is faster than a search.
+            if len(line) < _LONGEST_METRIC_LINE and (b"loss" in line or b"norm" in line or _METRIC.search(line)):
+                self._add(number, line, may_be_nan=may_be_nan)
             number += 1
 
-    def _add(self, number: int, line: bytes) -> None:
+    def _add(self, number: int, line: bytes, *, may_be_nan: bool) -> None:
         self._seen += 1
-        if len(self._not_finite) < _NOT_FINITE_LINES and _NOT_FINITE.search(line):
+        if may_be_nan and len(self._not_finite) < _NOT_FINITE_LINES and _NOT_FINITE.search(line):
             self._not_finite.append((number, line))
         elif self._seen % self._stride == 0:
             self._kept.append((number, line))
             if len(self._kept) > 2 * _METRIC_LINES:
                 self._kept = self._kept[::2]
                 self._stride *= 2
+
+    @property
+    def stride(self) -> int:
+        """n if each n-th line is kept, besides those with NaN."""
+        return self._stride
+
+    def scale(self, num_steps: int) -> int:
+        """Return the number of steps of the whole log, for the number of steps in the lines that are kept."""
+        if self._stride == 1:
+            return num_steps
+        return round(self._seen * num_steps / (len(self._kept) + len(self._not_finite)))
 
     def text(self) -> tuple[str, list[int]]:
         lines = sorted([*self._kept, *self._not_finite])
@@ -117,14 +132,15 @@ def read_document(chunks: Iterable[Chunk], *, name: str | None = None) -> Readin
     else:
         text, numbers = metrics.text()
     is_report = is_small and len(_HEADING.findall(text)) > 1
-    facts, log = read_facts(text)
+    facts, log = read_facts(text, every=1 if is_small else metrics.stride)
     facts = {key: [_renumber(evidence, numbers, name) for evidence in found] for key, found in facts.items()}
     return Reading(
         name=name,
         hits=hits,
         facts=facts,
         num_lines=num_lines,
-        num_steps=len(log.steps),
+        num_steps=len(log.steps) if is_small else metrics.scale(len(log.steps)),
+        num_judged=len(log.steps),
         errors=errors,
         prose=text if is_small and not is_report and is_prose(text) else "",
         is_small=is_small,
@@ -135,8 +151,8 @@ def read_document(chunks: Iterable[Chunk], *, name: str | None = None) -> Readin
 
 def _renumber(evidence: Evidence, numbers: list[int] | None, name: str | None) -> Evidence:
     if numbers is None:
-        return Evidence(evidence.line, evidence.text, name)
-    return Evidence(numbers[evidence.line - 1] if evidence.line <= len(numbers) else 0, evidence.text, name)
+        return replace(evidence, file=name)
+    return replace(evidence, line=numbers[evidence.line - 1] if evidence.line <= len(numbers) else 0, file=name)
 
 
 def _collect_errors(chunk: Chunk, errors: list[Evidence], name: str | None) -> None:

@@ -21,10 +21,10 @@ _METRIC = re.compile(r"loss|norm|perplexity", re.I)
 _NOT_FINITE = re.compile(r"\b(?:nan|inf)\b", re.I)
 
 
-def read_facts(text: str, *, first_line: int = 1) -> tuple[Facts, TrainingLog]:
-    """Return the facts of a text, and the metrics read from it."""
+def read_facts(text: str, *, first_line: int = 1, every: int = 1) -> tuple[Facts, TrainingLog]:
+    """Return the facts of a text, and the metrics read from it. `every`: see `read_log`."""
     facts: Facts = {}
-    log = read_log(text)
+    log = read_log(text, every=every)
     lines = text.split("\n")
     found = replay(log.steps, log.about) if log.steps else []
     has_fault = any(finding.severity != "note" for finding in found)
@@ -37,7 +37,7 @@ def read_facts(text: str, *, first_line: int = 1) -> tuple[Facts, TrainingLog]:
             has_broken_numbers = True
         is_benign = finding.name == "fp16-scaler-skip-benign" and not has_fault
         if (finding.severity != "note" or is_benign) and finding.name != NOTHING_READ:
-            facts.setdefault(f"series:{finding.name}", [_evidence_of(finding, lines, first_line)])
+            facts.setdefault(f"series:{finding.name}", [_evidence_of(finding, lines, first_line, log)])
     for name, rule in _RULES.items():
         evidence = rule(lines)
         if evidence:
@@ -73,16 +73,20 @@ def is_sentence(line: str) -> bool:
 _LOG_LINE = re.compile(r"(?m)^\s*[{<\[]|^\S+Error:|it/s\]|s/it\]|^\w+_\w+: ")
 
 
-def _evidence_of(finding: SeriesFinding, lines: list[str], first_line: int) -> Evidence:
-    """Return the line of a finding: one with NaN, one with a number of the finding, or the first with a metric."""
+def _evidence_of(finding: SeriesFinding, lines: list[str], first_line: int, log: TrainingLog) -> Evidence:
+    """Return the line of a finding: that of its step, one with NaN, one with one of its numbers, or the first."""
     values = [value for value in finding.numbers.values() if isinstance(value, int | float)]
     wants_nan = any(not math.isfinite(value) for value in values)
     keys = {f"{value:g}" for value in values if math.isfinite(value)} | {repr(value) for value in values}
     metric = [at for at, line in enumerate(lines) if _METRIC.search(line)]
-    best = next((at for at in metric if wants_nan and _NOT_FINITE.search(lines[at])), None)
+    best = None
+    if len(metric) == len(log.steps):  # one line per step
+        best = next((at for at, step in zip(metric, log.steps, strict=True) if step.step == finding.step), None)
+    if best is None:
+        best = next((at for at in metric if wants_nan and _NOT_FINITE.search(lines[at])), None)
     if best is None:
         best = next((at for at in metric if any(key in lines[at] for key in keys)), metric[0] if metric else 0)
-    return Evidence(first_line + best, f"{_shorten(lines[best])}  [{finding.words}]")
+    return Evidence(first_line + best, _shorten(lines[best]), note=finding.words)
 
 
 def _shorten(line: str) -> str:

@@ -29,8 +29,11 @@ def diagnosis_screen(diagnosis: "Diagnosis", *, commands: Collection[str], is_fu
 
 def _headline(diagnosis: "Diagnosis") -> str:
     read = f"{count(diagnosis.num_lines)} {'line' if diagnosis.num_lines == 1 else 'lines'}"
-    if diagnosis.num_steps:
-        read += f", {count(diagnosis.num_steps)} logged steps"
+    if diagnosis.num_judged < diagnosis.num_steps:
+        about = int(float(f"{diagnosis.num_steps:.2g}"))
+        read += f", about {count(about)} logged steps, {count(diagnosis.num_judged)} of them judged"
+    elif diagnosis.num_steps:
+        read += f", {count(diagnosis.num_steps, 'logged step')}"
     if len(diagnosis.sources) > 1:
         read += f", {count(len(diagnosis.sources))} files"
     read += f", written by {diagnosis.tool}" if diagnosis.tool else ""
@@ -58,13 +61,16 @@ def _evidence(finding: "Finding") -> list[str]:
     for shown in finding.evidence:
         place = f"{shown.line:,}" if shown.line else "-"
         name = f"{shown.file}:{place}" if shown.file and _has_files(finding) else place
-        rows.append([name, one_line(redact(shown.text))])
+        rows.append([name, one_line(redact(shown.text)), redact(shown.note)])
     if not rows:
         return []
-    lines = table([[place, "|"] for place, _ in rows], right=(0,), gap=2).splitlines()
-    room = max(width() - len(lines[0]) - 4, _MIN_TEXT)
-    texts = [text if len(text) <= room else fitting(text, room - 4) + " ..." for _, text in rows]
-    return [*(f"  {line} {text}" for line, text in zip(lines, texts, strict=True)), ""]
+    places = table([[place, "|"] for place, *_ in rows], right=(0,), gap=2).splitlines()
+    room = max(width() - len(places[0]) - 4, _MIN_TEXT)
+    lines: list[str] = []
+    for place, (_, text, note) in zip(places, rows, strict=True):
+        lines.append(f"  {place} {text if len(text) <= room else fitting(text, room - 4) + ' ...'}")
+        lines += [hanging(" " * (len(place) + 1) + "= ", note)] if note else []
+    return [*lines, ""]
 
 
 def _has_files(finding: "Finding") -> bool:
