@@ -121,6 +121,7 @@ def test_the_same_step_is_tried_four_times_in_all(watched: Any, tmp_path: Path) 
     code, told = watched("steps(5); os.abort()")
     assert code == 1 and (tmp_path / "starts").read_text() == "xxxx"
     assert "4 times at the same step" in told[-1]
+    assert told[-1].endswith(f"next: `tunewell diagnose {tmp_path}`")
     assert [entry.action for entry in read_healing(tmp_path)] == [*["restart"] * 3, "stop"]
 
 

@@ -13,6 +13,7 @@ import tunewell
 from corpora import write_sums
 from forked import run_command
 from parrots import write_parrot
+from tunewell.diagnosis.diagnose import diagnose_paths
 from tunewell.inference.decoder import Generated
 from tunewell.records.events import read_events
 from tunewell.records.healing import HealingEntry, read_healing
@@ -150,4 +151,8 @@ def test_the_run_stops_with_the_evidence(tmp_path: Path, tiny_model: Path, says:
     assert evidence in outcome["healing"][-1] and evidence in " ".join(done.stdout.split()) + " "
     [entry] = findings(tmp_path / "run")
     assert (entry.step, entry.action) == (4, "stop")
+    assert done.stdout.rstrip().endswith("next: `tunewell diagnose run`")
+    assert "`tunewell diagnose .`" in (tmp_path / "run" / "README.md").read_text()
+    [named, *_] = diagnose_paths([tmp_path / "run"]).findings
+    assert named.id == "degenerate-answers" and named.evidence[0].file == "healing.jsonl"
     assert (tmp_path / "run" / "checkpoints" / "step-000004").is_dir(), "the model can be examined"

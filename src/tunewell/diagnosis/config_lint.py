@@ -158,6 +158,7 @@ def _rate_too_high(keys: Keys) -> list[Value]:
     rate = keys.get("learning_rate") or keys.get("lr")
     number = rate.number if rate is not None else None
     is_lora = bool(keys.keys() & {"lora_r", "lora_rank", "lora_alpha", "adapter", "lora_target"})
+    is_lora = is_lora or keys.get("kind", Value("", False, 0)).text in ("lora", "dora")  # tunewell's own config
     limit = 3e-3 if is_lora else 1e-3
     return [rate] if rate is not None and number is not None and number >= limit else []
 

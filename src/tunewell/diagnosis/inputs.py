@@ -18,10 +18,12 @@ from tunewell.diagnosis.notebook import notebook_text
 from tunewell.diagnosis.reading import SMALL_BYTES, Reading, read_document
 from tunewell.diagnosis.tensorboard import event_lines
 from tunewell.diagnosis.text import read_chunks
+from tunewell.records.healing import HEALING
 
 _MAX_FILES, _MAX_DEPTH, _MAX_SEEN = 200, 3, 20_000
 _MAX_JSON = 64 << 20
 _HEAD = 4096
+EVENTS = "events.jsonl"
 _ARCHIVES = {
     b"PK\x03\x04": "a ZIP archive",
     b"\x1f\x8b": "a gzip file",
@@ -47,8 +49,7 @@ def open_documents(paths: Sequence[Path], notes: list[str]) -> Iterator[Reading]
         if not path.exists():
             raise UserError(f"there is no file or folder `{path}`", fix="give a log, a run folder, a config or `-`")
         for file, name in _files(path, notes):
-            reading = _read(file, name, refused)
-            if reading is not None:
+            for reading in _readings(file, name, refused, notes):
                 num_read += 1
                 yield reading
     notes += refused
@@ -76,14 +77,39 @@ class _Joined(io.RawIOBase):
         return head + self._rest.read(size if size < 0 else max(0, size - len(head)))
 
 
+def _readings(file: Path, name: str, refused: list[str], notes: list[str]) -> Iterator[Reading]:
+    """Yield the readings of a file, or of a run folder of tunewell."""
+    if file.is_dir():
+        from tunewell.diagnosis.own_runs import read_own_run, traceback_of
+
+        yield from read_own_run(file, notes)
+        if (crash := traceback_of(file)) is not None and (reading := _read(crash, crash.name, refused)) is not None:
+            yield reading
+    elif (reading := _read(file, name, refused)) is not None:
+        yield reading
+
+
+def _is_own_run(folder: Path) -> bool:
+    """Return whether a folder holds a run of `tunewell train` or the log of `HealthCallback`."""
+    names = (EVENTS, "plan.json", HEALING)
+    has_events, has_plan, has_healing = ((folder / name).is_file() for name in names)
+    return has_events and (has_plan or has_healing)
+
+
 def _files(path: Path, notes: list[str]) -> Iterator[tuple[Path, str]]:
+    """Yield the files to read with their names. A run folder of tunewell is yielded itself."""
     if path.is_file():
         yield path, path.name
         return
     found: list[Path] = []
+    runs: list[Path] = []
     num_seen = 0
     for folder, folders, names in os.walk(path):
         depth = len(Path(folder).relative_to(path).parts)
+        if _is_own_run(Path(folder)):
+            runs.append(Path(folder))
+            folders.clear()
+            continue
         folders[:] = sorted(name for name in folders if not name.startswith(".")) if depth < _MAX_DEPTH else []
         for name in sorted(names):
             num_seen += 1
@@ -94,6 +120,12 @@ def _files(path: Path, notes: list[str]) -> Iterator[tuple[Path, str]]:
         if num_seen > _MAX_SEEN:
             notes.append(f"only the first {count(num_seen)} files of `{path}` were looked at")
             break
+    if runs:
+        newest = max(runs, key=lambda run: (run / EVENTS).stat().st_mtime)
+        if len(runs) > 1:
+            notes.append(f"`{path}` has {count(len(runs))} runs; the newest, `{newest.relative_to(path)}`, was read")
+        yield newest, newest.name
+        return
     found.sort(key=lambda file: (len(file.relative_to(path).parts), str(file)))
     states = [file for file in found if file.name == "trainer_state.json"]
     if len(states) > 1:  # each checkpoint has a copy: the newest holds the whole history

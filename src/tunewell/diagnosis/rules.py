@@ -67,10 +67,13 @@ def is_sentence(line: str) -> bool:
         and plain >= 0.55 * len(words)
         and line.count(" | ") < 2
         and line.lstrip()[:1] not in ("{", "<", "[")
+        and _SETTING.match(line) is None
     )
 
 
-_LOG_LINE = re.compile(r"(?m)^\s*[{<\[]|^\S+Error:|it/s\]|s/it\]|^\w+_\w+: ")
+_SETTING = re.compile(r"\s*(?:- )?[a-z_][a-z0-9_.]*:\s+\S+\s+#")
+"""Matches a setting of a YAML file with a comment, which is a sentence about the setting and not about a run."""
+_LOG_LINE = re.compile(r"(?m)^\s*[{<\[]|^\S+Error:|it/s\]|s/it\]|^\s*\w+_\w+: ")
 
 
 def _evidence_of(finding: SeriesFinding, lines: list[str], first_line: int, log: TrainingLog) -> Evidence:

@@ -1,6 +1,7 @@
 """The run folder: the paths of its files, a lock that allows only one process at a time, and `outcome.json`."""
 
 import os
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -24,6 +25,8 @@ DOCUMENTS = "documents.tsv"
 """The file with a short hash of every training document."""
 _FIRST_FILES = (PLAN, RUN_CONFIG, DOCUMENTS, "events.jsonl", "samples.jsonl", HEALING)
 """Files that a run writes before its first step."""
+CRASH = "crash.log"
+"""The traceback of the exception that ended a run; a later success removes it."""
 _NOT_OURS = frozenset({_LOCK, ".DS_Store"})
 
 
@@ -104,9 +107,14 @@ class RunDir:
     def __enter__(self) -> "RunDir":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if kind is not None and issubclass(kind, UserError) and not self._is_kept:
             self._remove_files()
+        elif error is not None and isinstance(error, Exception) and not isinstance(error, UserError):
+            with suppress(OSError):  # the exception itself is reported in any case
+                self.write(CRASH, "".join(traceback.format_exception(error)))
+        elif error is None:
+            (self.path / CRASH).unlink(missing_ok=True)
         self.close()
 
     def _remove_files(self) -> None:

@@ -105,6 +105,7 @@ class _Readme:
             f"`{plan.model}` was trained with the method `{plan.method.value}` on "
             f"{count(manifest.documents, 'document')} (corpus {manifest.corpus_sha256[:16]}). "
             f"Status: {result.status} ({result.reason}).",
+            *self._failure(),
             "",
             "| | first | last |",
             "|---|---|---|",
@@ -149,6 +150,11 @@ class _Readme:
             *_section("What to change next time", result.advice),
             *_section("Notes", result.notes),
         ]
+
+    def _failure(self) -> list[str]:
+        if self.result.status not in ("stopped", "failed"):
+            return []
+        return ["", "`tunewell diagnose .` in this folder names the failure, its evidence and what to change."]
 
     @property
     def _pickle_flag(self) -> str:

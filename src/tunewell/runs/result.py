@@ -216,7 +216,7 @@ def _start_seconds(recorder: MetricsRecorder) -> float | None:
 def _next_command(loaded: LoadedConfig, ending: Ending, run: Path, options: RunOptions) -> str:
     if ending.is_resumable:
         return resume_command(loaded, options)
-    return f"tunewell validate {shlex.quote(str(run))}" if ending.status == "finished" else ""
+    return f"tunewell {'validate' if ending.status == 'finished' else 'diagnose'} {shlex.quote(str(run))}"
 
 
 def healing_summary(entries: Sequence[HealingEntry]) -> list[str]:

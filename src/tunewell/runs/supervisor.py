@@ -9,6 +9,7 @@ import functools
 import math
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -82,10 +83,10 @@ def supervise(command_line: CommandLine, *, settings: RunSettings, report: Calla
                 return signals.exit_code
             num_deaths, exhausted = budget.add(step)
             if step < 1 or not rules.on:
-                report(f"{message}{_stacks_hint(folder)}")
+                report(f"{message}{_stacks_hint(folder)}{_diagnose_hint(folder)}")
                 return EXIT_MACHINE
             if exhausted:
-                report(f"{message}, {exhausted}; not restarted{_stacks_hint(folder)}")
+                report(f"{message}, {exhausted}; not restarted{_stacks_hint(folder)}{_diagnose_hint(folder)}")
                 _log(folder, HealingEntry(step, name, "fault", "stop", f"{cause}, {exhausted}; not restarted"))
                 return EXIT_MACHINE
             halved = _halved_micro_batch(folder) if name == "killed" and num_deaths > 1 else None
@@ -281,6 +282,11 @@ def _log(folder: Path, entry: "HealingEntry") -> None:
 
     with EventLog(folder / HEALING) as log:
         log.append(entry.as_json())
+
+
+def _diagnose_hint(folder: Path) -> str:
+    """Return the next command, if the run has left anything to read."""
+    return f"\nnext: `tunewell diagnose {shlex.quote(str(folder))}`" if (folder / "events.jsonl").is_file() else ""
 
 
 def _stacks_hint(folder: Path) -> str:

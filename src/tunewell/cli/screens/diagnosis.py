@@ -11,19 +11,22 @@ if TYPE_CHECKING:
     from tunewell.diagnosis.findings import Diagnosis, Finding
 
 _MIN_TEXT = 20
+_MAX_NOTES = 4
 
 
 def diagnosis_screen(diagnosis: "Diagnosis", *, commands: Collection[str], is_full: bool = False) -> str:
     """Return the screen of a diagnosis. `commands` are the commands that exist, of those that a finding names."""
     parts = [_headline(diagnosis)]
     shown = diagnosis.findings if is_full else diagnosis.findings[:1]
-    parts += [_finding(finding, commands) for finding in shown]
+    parts += [_finding(finding, commands, has_files=len(diagnosis.sources) > 1) for finding in shown]
     rest = diagnosis.findings[len(shown) :]
     if rest:
         rows = [[finding.id, f"{finding.confidence:.2f}", _reason(finding)] for finding in rest]
         hint = hanging("next: ", "`tunewell diagnose --all ...` shows them in full")
         parts.append(f"also found\n{folded_table(rows)}\n{hint}")
-    parts += [hanging("note: ", redact(note)) for note in diagnosis.notes[:4]]
+    notes = list(dict.fromkeys(diagnosis.notes))
+    if notes:
+        parts.append("\n".join(hanging("note: ", redact(note)) for note in notes[:_MAX_NOTES]))
     return "\n\n".join(parts)
 
 
@@ -43,7 +46,7 @@ def _headline(diagnosis: "Diagnosis") -> str:
     return hanging(word, f"{diagnosis.findings[0].title} ({read})")
 
 
-def _finding(finding: "Finding", commands: Collection[str]) -> str:
+def _finding(finding: "Finding", commands: Collection[str], *, has_files: bool) -> str:
     certainty = f"{finding.certainty} ({finding.confidence:.2f})"
     rows = [["id", f"{finding.id}, {finding.family}, {certainty}"], ["why", finding.cause], ["fix", finding.fix]]
     if finding.next:
@@ -53,14 +56,14 @@ def _finding(finding: "Finding", commands: Collection[str]) -> str:
         rows.append(["caught by", ", ".join(caught)])
     if finding.because_of:
         rows.append(["because of", finding.because_of])
-    return "\n".join([*_evidence(finding), folded_table(rows)])
+    return "\n".join([*_evidence(finding, has_files=has_files), folded_table(rows)])
 
 
-def _evidence(finding: "Finding") -> list[str]:
+def _evidence(finding: "Finding", *, has_files: bool) -> list[str]:
     rows: list[list[str]] = []
     for shown in finding.evidence:
         place = f"{shown.line:,}" if shown.line else "-"
-        name = f"{shown.file}:{place}" if shown.file and _has_files(finding) else place
+        name = f"{shown.file}:{place}" if shown.file and has_files else place
         rows.append([name, one_line(redact(shown.text)), redact(shown.note)])
     if not rows:
         return []
@@ -71,10 +74,6 @@ def _evidence(finding: "Finding") -> list[str]:
         lines.append(f"  {place} {text if len(text) <= room else fitting(text, room - 4) + ' ...'}")
         lines += [hanging(" " * (len(place) + 1) + "= ", note)] if note else []
     return [*lines, ""]
-
-
-def _has_files(finding: "Finding") -> bool:
-    return len({shown.file for shown in finding.evidence}) > 1
 
 
 def _reason(finding: "Finding") -> str:
