@@ -310,6 +310,63 @@ def _(tmp: Path) -> None:
     SFTTrainer(_model(), arguments, train_dataset=rows, processing_class=tokenizer, formatting_func=lambda row: "a")
 
 
+def _quantized(tmp: Path, **options: Any) -> Any:
+    """Load a model in 8 bits with bitsandbytes on the CPU."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    _model().save_pretrained(tmp)
+    bits = BitsAndBytesConfig(load_in_8bit=True)
+    return AutoModelForCausalLM.from_pretrained(str(tmp), quantization_config=bits, **options)
+
+
+@live("quantized-full-finetune")
+def _(tmp: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    Trainer(_quantized(tmp), TrainingArguments(output_dir=str(tmp), report_to="none", use_cpu=True))
+
+
+@live("quantized-model-moved")
+def _(tmp: Path) -> None:
+    _quantized(tmp).half()
+
+
+@live("quantized-offload-refused")
+def _(tmp: Path) -> None:
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.norm": "cpu", "lm_head": "cpu"}
+    _quantized(tmp, device_map={**places, "model.rotary_emb": "cpu"}, offload_folder=str(tmp))
+
+
+@live("accelerator-not-visible")
+def _(tmp: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    _quantized(tmp, device_map={"": 0})
+
+
+@live("adapter-config-missing")
+def _(tmp: Path) -> None:
+    from peft import PeftModel
+
+    _model().save_pretrained(tmp)
+    PeftModel.from_pretrained(_model(), str(tmp))
+
+
+@live("inplace-on-leaf")
+def _(tmp: Path) -> None:
+    embeddings = _model().get_input_embeddings().weight
+    embeddings += 1
+
+
+@live("dataset-path-wrong")
+def _(tmp: Path) -> None:
+    from datasets import load_dataset
+
+    load_dataset(str(tmp))
+
+
 @live("unrecognized-architecture")
 def _(tmp: Path) -> None:
     from transformers import AutoConfig

@@ -16,11 +16,13 @@ from typing import Any, cast
 
 from tunewell.core.errors import UserError
 from tunewell.core.units import count, percent
+from tunewell.diagnosis.config_versions import Versions, version_hints, wrong_keys
 from tunewell.diagnosis.findings import Evidence
 from tunewell.diagnosis.reading import Reading
 
 _KEYS_FILE = Path(__file__).with_name("config_keys.txt")
 _LEAST_KEYS = 3
+_BEFORE_KEY = 24
 _LIMITS = ("max_length", "max_seq_length", "cutoff_len", "sequence_len", "max_seq_len", "model_max_length")
 _CHARS_PER_TOKEN = 4
 """Usual for English. The result is called an estimate; `tunewell prepare` counts."""
@@ -63,20 +65,33 @@ def known_keys() -> frozenset[str]:
     return frozenset(_KEYS_FILE.read_text(encoding="utf-8").split())
 
 
-def lint(text: str, reading: Reading) -> None:
-    """Add the facts about a config to a reading. Text that is not a config is left alone."""
+def lint(text: str, reading: Reading, versions: Versions) -> list[str]:
+    """Add the facts about a config to a reading, and return notes. Text that is not a config is left alone.
+
+    `versions` are the releases of libraries for which keys are checked.
+    """
     lines = text.split("\n")
+    for wrong in wrong_keys(text, versions):
+        if wrong.is_certain or not wrong.is_known:
+            name = wrong.fact
+            line = " ".join(lines[wrong.line - 1].split())
+            start = max(0, line.find(wrong.key) - _BEFORE_KEY)
+            shown = Evidence(
+                wrong.line, f"{'... ' if start else ''}{line[start : start + 300]}", reading.name, wrong.note
+            )
+            reading.facts.setdefault(f"config:{name}", []).append(shown)
     keys = read_keys(lines)
     known = sorted(keys.keys() & known_keys())
     is_call = re.search(r"\b(?:SFTConfig|TrainingArguments|LoraConfig|DPOConfig|GRPOConfig)\(", text) is not None
     if len(known) < (1 if is_call else _LEAST_KEYS):
-        return
+        return []
     for name, rule in _RULES.items():
         for value in rule(keys):
             shown = " ".join(lines[value.line - 1].split())[:300]
             reading.facts.setdefault(f"config:{name}", []).append(Evidence(value.line, shown, reading.name))
     if not reading.errors:
         reading.config = known
+    return version_hints(text, versions)
 
 
 def lint_lengths(text: str, rows: Path, reading: Reading) -> None:
@@ -160,6 +175,8 @@ def _rate_too_high(keys: Keys) -> list[Value]:
     is_lora = bool(keys.keys() & {"lora_r", "lora_rank", "lora_alpha", "adapter", "lora_target"})
     is_lora = is_lora or keys.get("kind", Value("", False, 0)).text in ("lora", "dora")  # tunewell's own config
     limit = 3e-3 if is_lora else 1e-3
+    if "muon" in getattr(keys.get("optimizer") or keys.get("optim"), "text", ""):
+        return []  # its rates are not those of AdamW
     return [rate] if rate is not None and number is not None and number >= limit else []
 
 

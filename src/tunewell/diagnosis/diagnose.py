@@ -4,9 +4,11 @@ import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import BinaryIO
 
-from tunewell.diagnosis.config_lint import lint_lengths
+from tunewell.diagnosis.config_lint import lint, lint_lengths
+from tunewell.diagnosis.config_versions import Versions, stated_versions
 from tunewell.diagnosis.findings import Diagnosis, Finding
 from tunewell.diagnosis.inputs import open_documents, read_stream
 from tunewell.diagnosis.knowledge import load_tools
@@ -14,6 +16,7 @@ from tunewell.diagnosis.ranking import rank
 from tunewell.diagnosis.reading import Reading
 
 _LONGEST_PATH = 4096
+_NONE: Versions = MappingProxyType({})
 
 
 def diagnose(source: str | os.PathLike[str]) -> list[Finding]:
@@ -38,37 +41,42 @@ def diagnose_text(text: str | bytes) -> Diagnosis:
     return diagnose_stream(io.BytesIO(data))
 
 
-def diagnose_stream(file: BinaryIO) -> Diagnosis:
+def diagnose_stream(file: BinaryIO, *, versions: Versions = _NONE) -> Diagnosis:
     """Return the diagnosis of a stream such as stdin, which may be larger than memory."""
-    return _conclude([read_stream(file)], ())
+    return _conclude([read_stream(file)], (), versions)
 
 
-def diagnose_paths(paths: Sequence[Path]) -> Diagnosis:
+def diagnose_paths(paths: Sequence[Path], *, versions: Versions = _NONE) -> Diagnosis:
     """Return the diagnosis of files, folders or runs, read together as one run.
 
+    `versions` are releases of libraries for which the keys of configs are checked, besides those stated in the files.
     Raises UserError if a path does not exist, or if nothing in it can be read.
     """
     notes: list[str] = []
     readings = list(open_documents(paths, notes))
-    return _conclude(readings, notes)
+    return _conclude(readings, notes, versions)
 
 
-def diagnose_config(config: Path, rows: Path) -> Diagnosis:
+def diagnose_config(config: Path, rows: Path, *, versions: Versions = _NONE) -> Diagnosis:
     """Return the diagnosis of a config together with the rows that it will train on."""
     notes: list[str] = []
     readings = list(open_documents([config], notes))
     lint_lengths(config.read_text(encoding="utf-8", errors="replace"), rows, readings[0])
-    return _conclude(readings, notes)
+    return _conclude(readings, notes, versions)
 
 
-def _conclude(readings: Sequence[Reading], notes: Sequence[str]) -> Diagnosis:
+def _conclude(readings: Sequence[Reading], notes: Sequence[str], versions: Versions) -> Diagnosis:
+    stated = stated_versions("\n".join(reading.text for reading in readings if reading.text))
+    hints = [
+        hint for reading in readings if reading.text for hint in lint(reading.text, reading, stated | dict(versions))
+    ]
     findings, more = rank(readings)
     labels = {tool.name: tool.label for tool in load_tools()}
     tool = next((reading.tool for reading in readings if reading.tool), None)
     return Diagnosis(
         findings=tuple(findings),
         tool=labels.get(tool or ""),
-        notes=(*notes, *more),
+        notes=(*notes, *more, *hints),
         num_lines=sum(reading.num_lines for reading in readings),
         num_steps=sum(reading.num_steps for reading in readings),
         num_judged=sum(reading.num_judged for reading in readings),

@@ -13,7 +13,6 @@ from typing import Any, BinaryIO, cast
 
 from tunewell.core.errors import UserError
 from tunewell.core.units import count, size_bytes
-from tunewell.diagnosis.config_lint import lint
 from tunewell.diagnosis.notebook import notebook_text
 from tunewell.diagnosis.reading import SMALL_BYTES, Reading, read_document
 from tunewell.diagnosis.tensorboard import event_lines
@@ -182,7 +181,7 @@ def _read_bytes(data: bytes, name: str | None) -> Reading:
     text = _as_text(data)
     reading = read_document(read_chunks(io.BytesIO(data if text is None else text.encode())), name=name)
     if reading.is_small:
-        lint((text or data.decode("utf-8", "replace")), reading)
+        reading.text = text or data.decode("utf-8", "replace")
     return reading
 
 

@@ -83,7 +83,9 @@ def _lines_by_step(folder: Path) -> dict[int, tuple[int, str]]:
             event: dict[str, Any] = json.loads(line)
         except ValueError:  # the last line of a run that was killed
             continue
-        shown = ", ".join(f"{key} {event[key]}" for key in ("step", "loss", "grad_norm", "learning_rate") if key in event)
+        shown = ", ".join(
+            f"{key} {event[key]}" for key in ("step", "loss", "grad_norm", "learning_rate") if key in event
+        )
         found[event.get("step", 0)] = (number, shown)
     return found
 

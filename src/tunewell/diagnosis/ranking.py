@@ -21,6 +21,8 @@ _EQUAL = 0.05
 _PER_LINE, _MOST_LINES = 0.03, 10
 """In a written report of several problems, the one that most lines are about is named first."""
 _MAX_EVIDENCE = 4
+_WHOLE_CONFIG = 8
+"""Known keys from which a text is a whole config, and not a few lines that a person comments on."""
 _MAX_FINDINGS = 12
 
 
@@ -74,10 +76,18 @@ def find_candidates(reading: Reading) -> list[Candidate]:
                 best, other = (one, best) if one.confidence > best.confidence else (best, one)
                 sure = min(0.99, best.confidence + _MORE_EVIDENCE)
                 best = replace(best, confidence=sure, evidence=(*best.evidence, *other.evidence))
+        if best is not None and _is_comment(best, reading):
+            continue
         if best is not None:
             lines = 1 + _lines_about(failure, reading) if reading.is_report else 0
             found.append(replace(best, num_lines=lines))
     return _with_guess(found, reading) if reading.prose else found
+
+
+def _is_comment(candidate: Candidate, reading: Reading) -> bool:
+    """Return whether a candidate rests on a comment of a whole config, which explains settings and not a failure."""
+    is_noted = any(shown.text.startswith("#") or " # " in shown.text for shown in candidate.evidence)
+    return len(reading.config) >= _WHOLE_CONFIG and is_noted
 
 
 def _lines_about(failure: FailureClass, reading: Reading) -> int:
@@ -207,10 +217,10 @@ def _finding(candidate: Candidate, tool: str | None, because: str | None) -> Fin
 
 
 def _unique(candidates: list[Candidate]) -> list[Evidence]:
-    seen: dict[tuple[str | None, int], Evidence] = {}
+    seen: dict[tuple[str | None, int, str], Evidence] = {}
     for candidate in candidates:
         for evidence in candidate.evidence:
-            seen.setdefault((evidence.file, evidence.line), evidence)
+            seen.setdefault((evidence.file, evidence.line, evidence.note), evidence)
     return list(seen.values())
 
 

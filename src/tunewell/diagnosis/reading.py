@@ -46,6 +46,8 @@ class Reading:
     is_report: bool = False
     """Whether it is a written report with headings, and not a log."""
     tool: str | None = None
+    text: str = ""
+    """The text of a small document, in which configs are looked for."""
     config: list[str] = field(default_factory=list[str])
     """Keys of a config that was understood, or empty."""
 

@@ -22,6 +22,14 @@ def command(
     rows: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Rows (JSONL) to compare with the length limit of a config.")
     ] = None,
+    with_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with",
+            metavar="NAME==VERSION",
+            help="Check the keys of a config for this release, or for those `installed` here. Can be repeated.",
+        ),
+    ] = None,
     all_: Annotated[bool, typer.Option("--all", help="Show every finding in full.")] = False,
     json: AsJson = False,
 ) -> None:
@@ -39,7 +47,7 @@ def command(
         )
     if sources == ["-"] and sys.stdin.isatty():
         sys.stderr.write("paste the log, or describe the problem; end with Ctrl-D on an empty line\n")
-    result = diagnose(sources, sys.stdin.buffer, rows=rows)
+    result = diagnose(sources, sys.stdin.buffer, rows=rows, releases=with_ or ())
     emit(json_text(result.as_json()) if json else diagnosis_screen(result, commands=dict(COMMANDS), is_full=all_))
     if result.exit_code:
         raise typer.Exit(result.exit_code)
