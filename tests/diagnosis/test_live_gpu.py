@@ -16,24 +16,34 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from datasets import Dataset
 def model(**changes):
     sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=1000, max_position_embeddings=65536, **sizes, **changes))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=8000, max_position_embeddings=65536, **sizes, **changes))
 def train(rows, **options):
-    options = dict(output_dir=".", report_to="none", per_device_train_batch_size=1, logging_steps=1, **options)
-    arguments = TrainingArguments(**options)
-    evaluation = options.get("eval_strategy") and Dataset.from_list([row(8000)] * 64)
-    Trainer(model(), arguments, train_dataset=Dataset.from_list(rows), eval_dataset=evaluation or None).train()
+    sizes = dict(per_device_train_batch_size=1, per_device_eval_batch_size=1)
+    arguments = TrainingArguments(output_dir=".", report_to="none", logging_steps=1, **sizes, **options)
+    data = dict(train_dataset=Dataset.from_list(rows))
+    if "eval_strategy" in options:  # with a metric, the logits of all rows are kept on the GPU
+        data |= dict(eval_dataset=Dataset.from_list([row(8000)] * 64), compute_metrics=lambda _: {})
+    Trainer(model(), arguments, **data).train()
 def row(length):
     return {"input_ids": [1] * length, "labels": [1] * length}
-torch.cuda.set_per_process_memory_fraction(0.02)
+torch.cuda.set_per_process_memory_fraction(2.5 * 2**30 / torch.cuda.mem_get_info()[1])
 """
+# 8,000 logits in fp32 are 32 kB per token: 1.9 GB for a row of 60,000 tokens, 0.26 GB for one of 8,000.
 FAILURES = {
     "oom-cuda": "train([row(60000)] * 4, max_steps=4)",
     "oom-long-sequence": "train([row(16)] * 30 + [row(60000)], max_steps=60, seed=3)",
     "oom-eval": "train([row(16)] * 4, max_steps=4, eval_strategy='steps', eval_steps=2)",
-    "embedding-index-out-of-range": "model().cuda()(input_ids=torch.tensor([[5000]]).cuda()); torch.cuda.synchronize()",
+    "embedding-index-out-of-range": "model().cuda()(input_ids=torch.tensor([[9000]]).cuda()); torch.cuda.synchronize()",
     "fp16-unscale-gradients": "m = model().half().cuda(); ids = torch.tensor([[1, 2]]).cuda()\n"
     "s = torch.amp.GradScaler('cuda'); o = torch.optim.SGD(m.parameters(), 1e-3)\n"
     "s.scale(m(input_ids=ids, labels=ids).loss).backward(); s.step(o)",
+    "nan-gradients": "m = model().half().cuda(); ids = torch.tensor([[1, 2, 3, 4]]).cuda()\n"
+    "o = torch.optim.SGD(m.parameters(), 1e4)\n"
+    "for step in range(1, 9):\n"
+    "    loss = m(input_ids=ids, labels=ids).loss; loss.backward()\n"
+    "    norm = torch.nn.utils.clip_grad_norm_(m.parameters(), 1e9)\n"
+    "    o.step(); o.zero_grad(); print({'loss': loss.item(), 'grad_norm': norm.item(), 'step': step})\n"
+    "raise SystemExit(1)",
     "sampling-nan-logits": "m = model().half().cuda(); m.lm_head.weight.data.fill_(float('inf'))\n"
     "m.generate(torch.tensor([[1]]).cuda(), do_sample=True, max_new_tokens=3); torch.cuda.synchronize()",
     "cuda-in-forked-worker": "torch.zeros(1).cuda()\n"

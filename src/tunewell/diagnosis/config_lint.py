@@ -31,6 +31,7 @@ _PAIR = re.compile(
     r"(?:^|[\s{(,])-{0,2}['\"]?([A-Za-z_]\w{0,60})['\"]?(?:\s{0,4}[:=]\s{0,4}|(?<=\w)\s)"
     r"(?:(['\"])([^'\"\n]{0,200})\2|([^\s,()'\"{}#]{1,200}))?"
 )
+_METRICS = re.compile(r"['\"](?:loss|eval_loss|grad_norm|train_runtime|train_loss)['\"]\s*:")
 _TRUE = ("true", "yes", "on", "1")
 _QUOTED_NUMBER = re.compile(r"\d+(?:\.\d*)?(?:e[-+]?\d+)?", re.I)
 _NUMERIC = ("learning_rate", "lr", "weight_decay", "warmup_ratio", "gradient_accumulation_steps", "max_grad_norm")
@@ -137,6 +138,8 @@ def read_keys(lines: list[str]) -> Keys:
     """Return the keys of a config with their first value that is not empty."""
     found: Keys = {}
     for number, line in enumerate(lines[:20_000], start=1):
+        if _METRICS.search(line):
+            continue  # newer trainers print their metrics as quoted numbers
         for match in _PAIR.finditer(line[:4000]):
             key, _, quoted, plain = match.groups()
             value = quoted if quoted is not None else plain or ""

@@ -16,7 +16,7 @@ from tunewell.core.units import count, size_bytes
 from tunewell.diagnosis.notebook import notebook_text
 from tunewell.diagnosis.reading import SMALL_BYTES, Reading, read_document
 from tunewell.diagnosis.tensorboard import event_lines
-from tunewell.diagnosis.text import read_chunks
+from tunewell.diagnosis.text import read_chunks, utf16_of
 from tunewell.records.healing import HEALING
 
 _MAX_FILES, _MAX_DEPTH, _MAX_SEEN = 200, 3, 20_000
@@ -171,8 +171,7 @@ def _refusal(file: Path, head: bytes) -> str | None:
         return None
     if file.suffix in (".safetensors", ".gguf", ".parquet", ".arrow", ".so"):
         return f"is a binary file ({size_bytes(file.stat().st_size)}), not a log"
-    zeros = head.count(0)
-    if zeros and zeros < len(head) // 3 and not head.startswith((b"\xff\xfe", b"\xfe\xff")):
+    if 0 in head and utf16_of(head) is None:
         return "is a binary file, not a log"
     return None
 

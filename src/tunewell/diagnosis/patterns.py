@@ -24,6 +24,7 @@ _FOLD = bytes.maketrans(_LOWER + b'"`', _LOWER.lower() + b"''")
 _LETTERS = bytes(code if 97 <= code <= 122 or code == 95 else 32 for code in range(256))
 _WORD = b"abcdefghijklmnopqrstuvwxyz0123456789_"
 _GAPS = {"<*>": r"[^\n\x0b]{0,160}?", "<**>": r"[\s\S]{0,600}?", "<w>": r"[\w./\\:@+=~\[\]-]{0,200}?"}
+_TAIL = 8192
 _FAR_GAPS = ("<*>", "<**>")
 """Gaps beside which a word of the pattern is a whole word of the text."""
 _PIECES = {
@@ -85,9 +86,18 @@ class Pattern:
         return False
 
     def spans(self, folded: bytes, limit: int, *, at: int = 0) -> list[tuple[int, int]]:
-        """Return the first matches in a folded text that end after `at`, at most `limit`."""
+        """Return the first matches in a folded text that end after `at`, at most `limit`, and as many near its end.
+
+        A pattern that matches often, like a progress bar, is needed where the text ends: beside the error.
+        """
+        found = self._search(folded, 0, limit, at)
+        if len(found) == limit:
+            found += self._search(folded, max(found[-1][1], len(folded) - _TAIL), limit, at)
+        return found
+
+    def _search(self, folded: bytes, begin: int, limit: int, at: int) -> list[tuple[int, int]]:
         found: list[tuple[int, int]] = []
-        for match in self.regex.finditer(folded):
+        for match in self.regex.finditer(folded, begin):
             start = match.start()
             if match.end() <= at:
                 continue

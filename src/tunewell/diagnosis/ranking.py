@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from tunewell.core.units import count
 from tunewell.diagnosis.findings import HEALTHY, LIKELY, UNKNOWN, Evidence, Finding
 from tunewell.diagnosis.knowledge import FailureClass, load_classes
 from tunewell.diagnosis.matcher import complete
@@ -87,7 +88,8 @@ def find_candidates(reading: Reading) -> list[Candidate]:
 def _is_comment(candidate: Candidate, reading: Reading) -> bool:
     """Return whether a candidate rests on a comment of a whole config, which explains settings and not a failure."""
     is_noted = any(shown.text.startswith("#") or " # " in shown.text for shown in candidate.evidence)
-    return len(reading.config) >= _WHOLE_CONFIG and is_noted
+    is_config = not reading.is_report and len(reading.config) >= max(_WHOLE_CONFIG, reading.num_lines / 12)
+    return is_config and is_noted
 
 
 def _lines_about(failure: FailureClass, reading: Reading) -> int:
@@ -248,7 +250,10 @@ def _unknown(
     page = failure.page
     evidence = [*_unique(decides), *reversed(errors)][:_MAX_EVIDENCE]
     num_lines = sum(reading.num_lines for reading in readings)
-    cause = page["cause"] if evidence else f"{num_lines} lines were read, and none names a known failure."
+    read = (
+        f"{count(num_lines, 'line')} {'was' if num_lines == 1 else 'were'} read" if num_lines else "The text is empty"
+    )
+    cause = page["cause"] if evidence else f"{read}: nothing names a known failure."
     possible = f" It could be {' or '.join(hint.failure.id for hint in hints[:3])}." if hints else ""
     return Finding(
         id=UNKNOWN,

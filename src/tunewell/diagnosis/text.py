@@ -74,7 +74,7 @@ def _overlap_start(data: bytes, cut: int) -> int:
 
 def _utf8_pieces(file: BinaryIO) -> Iterator[bytes]:
     first = file.read(CHUNK_BYTES)
-    encoding = _utf16(first)
+    encoding = utf16_of(first)
     if encoding is None:
         while first:
             yield first
@@ -86,7 +86,7 @@ def _utf8_pieces(file: BinaryIO) -> Iterator[bytes]:
         first = file.read(CHUNK_BYTES)
 
 
-def _utf16(head: bytes) -> str | None:
+def utf16_of(head: bytes) -> str | None:
     """Return the UTF-16 encoding of a text by its byte-order mark or its zero bytes, or None."""
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
