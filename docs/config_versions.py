@@ -116,7 +116,7 @@ def main() -> None:
             for field in fields:
                 spans[field].append(release)
         first, last = releases[0], releases[-1]
-        print(config, library, len(releases), "releases,", len(spans), "keys")
+        sys.stderr.write(f"{config}: {len(releases)} releases of {library}, {len(spans)} keys\n")
         lines.append(f"[{config} {library} {first[0]}.{first[1]} {last[0]}.{last[1]}]\n")
         for field, known in sorted(spans.items()):
             whole = known[0] == first and known[-1] == last

@@ -138,8 +138,7 @@ def version_hints(text: str, versions: Versions) -> list[str]:
         table = next((table for table in tables if key in table.keys), None)
         if table is None or table.library in versions:
             continue
-        first, last = table.keys[key]
-        if last < table.last:
+        if table.keys[key][1] < table.last:
             hints.append(f"{_note(key, table, tables, versions)}. `--with {table.library}==VERSION` checks all keys")
     return list(dict.fromkeys(hints))
 

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, cast
 from tunewell.core.errors import UserError
 from tunewell.core.units import count, size_bytes
 from tunewell.diagnosis.notebook import notebook_text
-from tunewell.diagnosis.reading import SMALL_BYTES, Reading, read_document
+from tunewell.diagnosis.reading import EVENTS, SMALL_BYTES, Reading, read_document
 from tunewell.diagnosis.tensorboard import event_lines
 from tunewell.diagnosis.text import read_chunks, utf16_of
 from tunewell.records.healing import HEALING
@@ -22,7 +22,6 @@ from tunewell.records.healing import HEALING
 _MAX_FILES, _MAX_DEPTH, _MAX_SEEN = 200, 3, 20_000
 _MAX_JSON = 64 << 20
 _HEAD = 4096
-EVENTS = "events.jsonl"
 _ARCHIVES = {
     b"PK\x03\x04": "a ZIP archive",
     b"\x1f\x8b": "a gzip file",

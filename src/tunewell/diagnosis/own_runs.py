@@ -11,10 +11,9 @@ from typing import Any
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
 from tunewell.diagnosis.findings import Evidence
-from tunewell.diagnosis.inputs import EVENTS
 from tunewell.diagnosis.matcher import Hits
 from tunewell.diagnosis.readers import read_run
-from tunewell.diagnosis.reading import Reading, signatures
+from tunewell.diagnosis.reading import EVENTS, Reading, signatures
 from tunewell.records.healing import HEALING, HealingEntry, read_healing
 from tunewell.records.rundir import CRASH, OUTCOME
 from tunewell.training.log_rules import NOTHING_READ, replay

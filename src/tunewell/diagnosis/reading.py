@@ -12,6 +12,7 @@ from tunewell.diagnosis.patterns import Pattern
 from tunewell.diagnosis.rules import Facts, is_prose, read_facts
 from tunewell.diagnosis.text import Chunk, line_around
 
+EVENTS = "events.jsonl"
 SMALL_BYTES = 200_000
 """A larger text is a log: signatures for sentences are not tried, and only some of its lines with metrics are read."""
 _METRIC_LINES = 300
