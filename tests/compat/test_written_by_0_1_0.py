@@ -301,6 +301,7 @@ def old_keys(value: Any, other: Any) -> Any:
 SPELLED = {True: "on", False: "off"}
 """`train.recompute` was true or false, and is `on`, `off` or `offload`."""
 CHANGED_DEFAULTS = {
+    "data.held_out": "auto",  # 5% of few rows were too few to judge
     "train.recompute": "off",  # was false, which is still read
     "train.learning_rate": "auto",  # the same 2e-4 for LoRA, another one for full fine-tuning
     "data.sources.text_rows": "paragraph",  # a line of a text is rarely a document

@@ -281,11 +281,16 @@ def test_too_few_rows_say_how_many_to_hold_out():
         "Cannot tell: only 1 question was held out; at least 5 are needed."
     )
     assert verdict.reasons[0].next == (
-        "Hold out more rows: set `data.held_out: 0.25` in tunewell.yaml (about 10 of your 40 rows), or set it to a "
-        "separate test file. Then run `tunewell train --out run2`."
+        "Test this model on 5 or more other questions: `tunewell validate run --data FILE`. Or set `data.held_out: "
+        "auto` in tunewell.yaml, which holds out 10 of your 40 rows, and run `tunewell train --out run2`."
+    )
+    few = decide_verdict(replace(one, num_rows=12), RULES).reasons[0].next
+    assert few.endswith("Or add 8 rows to your 12, and run `tunewell train --out run2`.")
+    assert decide_verdict(replace(one, num_rows=None), RULES).reasons[0].next == (
+        "Test this model on 5 or more other questions: `tunewell validate run --data FILE`."
     )
     large = decide_verdict(replace(one, num_rows=4000), RULES).reasons[0].next
-    assert "`data.held_out: 0.05` in tunewell.yaml (about 200 of your 4,000 rows)" in large
+    assert "`data.held_out: auto` in tunewell.yaml, which holds out 200 of your 4,000 rows" in large
     file = decide_verdict(replace(one, test_file="held.jsonl"), RULES).reasons[0].next
     assert file == "Use a test file with more rows: `tunewell validate run --data FILE`."
 

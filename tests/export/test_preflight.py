@@ -110,7 +110,7 @@ def test_a_package_that_is_missing_is_named(
     monkeypatch.setattr("tunewell.core.optional.importlib.import_module", without)
     with pytest.raises(UserError, match=f"needs `{package}`") as caught:
         _wish(model)
-    assert "tunewell[export]" in str(caught.value.fix)
+    assert "[export]" in str(caught.value.fix)
     _wish(model, f"export.to={left}")
 
 

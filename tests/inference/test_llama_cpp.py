@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from tunewell.core.errors import UserError
 from tunewell.core.model_files import locate
+from tunewell.core.optional import install_command
 from tunewell.inference.decoder import Decoding
 from tunewell.inference.llama_cpp import library as llama_cpp
 from tunewell.inference.llama_cpp.bindings import Bindings, UnusableLibrary
@@ -367,7 +368,7 @@ def test_no_library_is_said_with_a_way_to_get_one(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(llama_cpp, "installed_candidates", lambda: iter(()))
     with pytest.raises(UserError, match=r"no usable llama\.cpp library") as none:
         find_llama()
-    assert 'pip install "tunewell[export]"' in str(none.value)
+    assert install_command("export") in str(none.value)
     with pytest.raises(UserError, match=r"no llama\.cpp library at the given path"):
         find_llama(tmp_path)
     strange = next(path for path in map(Path, _loaded_libraries()) if path.name.startswith("libc."))

@@ -143,9 +143,9 @@ def test_a_source_that_loses_most_rows_says_why_on_the_screen(tiny_model, tmp_pa
         "`near.jsonl`: 9 of 10 rows dropped as `not_a_conversation`; first: row 2: no known column"
     )
     assert remark.endswith("set `columns: {question: Questions, answer: Answers}`")
-    other = write_rows(tmp_path / "other.jsonl", [*known, *[{"Frage": f"q {n}?", "Antwort": "a"} for n in range(9)]])
+    other = write_rows(tmp_path / "other.jsonl", [*known, *[{"Eins": f"q {n}?", "Zwei": "a"} for n in range(9)]])
     (remark,) = prepare_in(tmp_path, tiny_model, other).manifest.remarks
-    assert "its columns: Antwort, Frage; if these are questions" in remark and "answer: YOURS" in remark
+    assert "its columns: Eins, Zwei; if these are questions" in remark and "answer: YOURS" in remark
 
 
 def test_a_misspelled_column_beside_a_known_format_is_named(tiny_model, tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import tunewell
 from tunewell.cli.main import main
 from tunewell.config.load import load_config
+from tunewell.core import optional
 from tunewell.core.errors import UserError
 from tunewell.environment import imports
 from tunewell.environment.facts import Environment, Package, Python
@@ -116,9 +117,14 @@ def environment(*names):
 def test_training_without_torch_is_refused_with_the_command(place, monkeypatch):
     """A missing torch was reported as a bug in tunewell."""
     monkeypatch.setattr(workflow, "read_packages", lambda *_, **__: environment("numpy"))
+    monkeypatch.setattr(optional, "direct_url", lambda: None)
     with pytest.raises(UserError, match="training needs torch, transformers, safetensors: not installed") as caught:
         workflow.require_environment(load_config(None), lambda _: None)
     assert caught.value.fix == '/venv/bin/python -m pip install "tunewell[train]"'
+    monkeypatch.setattr(optional, "direct_url", lambda: {"url": "file:///clone", "dir_info": {"editable": True}})
+    with pytest.raises(UserError) as caught:
+        workflow.require_environment(load_config(None), lambda _: None)
+    assert caught.value.fix == '/venv/bin/python -m pip install -e "/clone[train]"'
 
 
 def test_a_broken_package_that_training_does_not_use_is_ignored(place, monkeypatch):

@@ -8,6 +8,7 @@ from tunewell.cli.main import main
 from tunewell.config.load import load_config
 from tunewell.core.errors import UserError
 from tunewell.workflows.init import init
+from tunewell.workflows.prepare import prepare
 
 
 @pytest.fixture
@@ -161,21 +162,119 @@ def test_column_names_that_nearly_match_are_set(folder, tiny_model):
     assert main(["prepare"]) == 0
 
 
-def test_a_fix_in_the_config_comes_with_a_config(folder, tiny_model):
-    """Guards against a fix for a file that `init` has not written."""
-    (folder / "rows.csv").write_text("Frage,Antwort\nwas?,das\n", encoding="utf-8")
-    with pytest.raises(UserError) as caught:
-        init("rows.csv", model=str(tiny_model))
-    assert "columns" in str(caught.value.fix)
-    assert "sources: [{path: rows.csv, KEY: VALUE}]" in str(caught.value.fix)
+@pytest.mark.parametrize(
+    ("head", "columns"),
+    [
+        ("Frage;Antwort;Datum", {"question": "Frage", "answer": "Antwort"}),
+        ("Datum;Réponse;Question", {"question": "Question", "answer": "Réponse"}),
+        ("質問;回答;id", {"question": "質問", "answer": "回答"}),
+        ("Вопрос;Ответ;id", {"question": "Вопрос", "answer": "Ответ"}),
+    ],
+)
+def test_headings_in_other_languages_are_known(folder, tiny_model, head, columns):
+    """Guards the circle in which `init` named `inspect`, which repeated the error, and no config was written."""
+    values = ["wo ist Nummer {0}?", "es ist dort, bei {0}", "2024"]
+    order = [*columns.values()]
+    rows = [
+        ";".join(values[order.index(name) if name in order else 2] for name in head.split(";")).format(n)
+        for n in range(9)
+    ]
+    (folder / "rows.csv").write_text("\n".join([head, *rows]), encoding="utf-8")
+    assert init("rows.csv", model=str(tiny_model)).source.open_points == {}
+    assert load_config().config.data.sources[0].columns == columns
+    assert main(["prepare"]) == 0
 
 
-def test_a_chat_without_a_sender_gets_the_setting_in_the_config(folder, tiny_model):
-    """Guards the words `KEY: VALUE`, which nobody can copy."""
-    (folder / "_chat.txt").write_text("[03/02/2024, 10:15:32] Ann: Hi\n[03/02/2024, 10:16:01] Bob: Yes\n")
-    with pytest.raises(UserError) as caught:
-        init("_chat.txt", model=str(tiny_model))
-    assert "sources: [{path: _chat.txt, assistant: NAME}]" in str(caught.value.fix)
+def test_what_nobody_decided_is_open_in_the_config(folder, tiny_model, capfd):
+    """Guards a config with a guess in it that looks like a decision, and an error without a config."""
+    (folder / "rows.csv").write_text(
+        "a1,b1,n\n" + "".join(f"wo {n}?,dort {n},{n}\n" for n in range(9)), encoding="utf-8"
+    )
+    assert main(["init", "rows.csv", "--model", str(tiny_model)]) == 2
+    shown = " ".join(capfd.readouterr().out.split())
+    assert "1 open point" in shown and '--force --columns "question=a1,answer=b1"`' in shown
+    assert load_config().config.data.sources[0].columns == {"question": "?", "answer": "?"}
+    for command in ("prepare", "train", "plan", "inspect"):
+        assert main([command]) == 2
+        error = capfd.readouterr().err
+        assert "importing" not in error
+        assert "open point: `data.sources[0].columns`" in error and "tunewell.yaml line 8" in error, error
+    arguments = ["init", "rows.csv", "--model", str(tiny_model), "--force", "--columns", "question=a1,answer=b1"]
+    assert main(arguments) == 0
+    assert main(["prepare"]) == 0
+
+
+def test_a_column_that_does_not_exist_is_an_error(folder, tiny_model, capsys):
+    _rows(folder / "rows.jsonl")
+    assert main(["init", "rows.jsonl", "--model", str(tiny_model), "--columns", "question=Frage"]) == 2
+    assert "the columns are question, answer" in capsys.readouterr().err
+    assert main(["init", "rows.jsonl", "--model", str(tiny_model), "--columns", "Frage,Antwort"]) == 2
+    assert "--columns question=Frage,answer=Antwort" in capsys.readouterr().err
+
+
+def test_settings_on_the_command_line_are_written_to_the_config(folder, tiny_model):
+    """Guards `init --set`: the value is in the file, and its comment does not give another reason."""
+    (folder / "rows.csv").write_bytes(
+        b"question,answer\n" + "".join(f"wie {n}?,schön {n}\n" for n in range(9)).encode("cp1250")
+    )
+    sets = ["train.epochs=2", "data.clean.secrets=redact", "lr=3e-5", "data.sources[0].system=Be brief."]
+    arguments = [word for text in sets for word in ("--set", text)]
+    assert main(["init", "rows.csv", "--model", str(tiny_model), "--encoding", "cp1250", *arguments]) == 0
+    config = load_config().config
+    assert (config.train.epochs, config.train.learning_rate, config.data.clean.secrets) == (2, 3e-5, "redact")
+    assert (config.data.sources[0].encoding, config.data.sources[0].system) == ("cp1250", "Be brief.")
+    assert "epochs: 2   # as you said" in (folder / "tunewell.yaml").read_text(encoding="utf-8")
+    assert main(["prepare"]) == 0
+
+
+def test_a_chat_asks_whose_messages_are_the_replies(folder, tiny_model, capsys):
+    """Guards a chat between people, in which either could be the one to imitate."""
+    turns = [
+        f"[0{day}/02/2024, 10:{minute}:32] {who}: Hi {day}\n"
+        for day in range(1, 10)
+        for minute, who in ((15, "Ann"), (16, "Bob"), (17, "Ann"))
+    ]
+    (folder / "_chat.txt").write_text("".join(turns), encoding="utf-8")
+    assert main(["init", "_chat.txt", "--model", str(tiny_model)]) == 2
+    assert "data.sources[0].assistant=Ann" in capsys.readouterr().out
+    asked = []
+    init("_chat.txt", model=str(tiny_model), is_overwriting=True, ask=lambda question: asked.append(question) or "Bob")
+    assert [value for value, _ in asked[0].options] == ["Ann", "Bob"]
+    assert load_config().config.data.sources[0].assistant == "Bob"
+    assert main(["prepare"]) == 0
+
+
+def test_two_possible_separators_are_asked_for(folder, tiny_model):
+    """Guards a table that can be read in two ways, of which one cuts the answers."""
+    lines = ["question;more, answer", *(f"who {n}?;he, she {n}" for n in range(9))]
+    (folder / "rows.csv").write_text("\n".join(lines), encoding="utf-8")
+    chosen = {"What separates": ";", "Which column of": "question", "Which column is": "more, answer"}
+
+    def answer(question):
+        return next(value for start, value in chosen.items() if question.text.startswith(start))
+
+    init("rows.csv", model=str(tiny_model), ask=answer)
+    source = load_config().config.data.sources[0]
+    assert (source.separator, source.columns) == (";", {"question": "question", "answer": "more, answer"})
+    assert main(["prepare"]) == 0
+
+
+def test_an_unknown_encoding_stays_open_until_somebody_reads_the_letters(folder, tiny_model):
+    """Guards letters that are wrong in every row: bytes of Shift-JIS have no meaning in cp1252."""
+    rows = "question,answer\n" + "".join(f"これは何ですか {n},答えは {n} です\n" for n in range(9))
+    (folder / "rows.csv").write_bytes(rows.encode("shift_jis"))
+    assert "shift_jis" in init("rows.csv", model=str(tiny_model)).source.open_points["encoding"]
+    with pytest.raises(UserError, match="open point"):
+        prepare(load_config())
+    seen = []
+    init(
+        "rows.csv",
+        model=str(tiny_model),
+        is_overwriting=True,
+        ask=lambda question: seen.append(question) or "shift_jis",
+    )
+    assert any("これは何ですか" in text for value, text in seen[0].options if value == "shift_jis")
+    assert prepare(load_config()).manifest.dropped == {}
 
 
 def test_plain_text_gets_a_config_without_a_template(folder, tiny_model, capsys):

@@ -615,6 +615,42 @@ def test_a_small_data_set_always_holds_out_two_rows(tiny_model, tmp_path):
         trained |= {document.row for document in corpus}
 
 
+def test_test_questions_of_a_growing_corpus_are_never_trained_on(tiny_model, tmp_path):
+    """Few rows hold out a quarter, many 5%: the questions in between must not become training rows."""
+    tested: set[int] = set()
+    for number, least in ((10, 2), (40, 10), (60, 15), (150, 20), (1000, 20)):
+        corpus = open_corpus(prepare_in(tmp_path, tiny_model, rows_file(tmp_path / "rows.jsonl", number)).corpus)
+        held_out = {document.row for document in corpus.held_out}
+        assert tested <= held_out, "a test question became a training row"
+        assert least <= len(held_out) <= 2 * least + number // 20
+        assert held_out.isdisjoint(document.row for document in corpus)
+        assert corpus.manifest.questions == number
+        tested = held_out
+    alone = open_corpus(prepare_in(tmp_path / "other", tiny_model, tmp_path / "rows.jsonl").corpus)
+    assert len(alone.held_out) < len(tested), "the corpus kept nothing, so this test shows nothing"
+
+
+def test_removed_rows_never_leave_mostly_test_questions(tiny_model, tmp_path):
+    """Someone who keeps only the held-out rows of a corpus still trains on some of them."""
+    path = rows_file(tmp_path / "rows.jsonl", 100)
+    held_out = {document.row for document in open_corpus(prepare_in(tmp_path, tiny_model, path).corpus).held_out}
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    path.write_text("".join(line for number, line in enumerate(lines, 1) if number in held_out), encoding="utf-8")
+    manifest = prepare_in(tmp_path, tiny_model, path).manifest
+    assert (manifest.held_out, manifest.documents) == (5, 15)
+
+
+@pytest.mark.parametrize(("number", "fix"), [(10, "add 10 rows with other questions"), (1, "add 19 rows")])
+def test_too_few_rows_to_judge_are_reported_with_the_number_to_add(tiny_model, tmp_path, number, fix):
+    """The verdict of a run on ten rows was UNPROVEN, and this was known before the first step."""
+    few = prepare_in(tmp_path, tiny_model, rows_file(tmp_path / "rows.jsonl", number)).manifest
+    assert few.too_few_to_judge in few.cautions() and fix in (few.too_few_to_judge or "")
+    path = rows_file(tmp_path / "rows.jsonl", 40)
+    share = prepare_in(tmp_path, tiny_model, path, "data.held_out=0.05").manifest
+    assert "set it to `auto`" in (share.too_few_to_judge or "")
+    assert prepare_in(tmp_path, tiny_model, path, "data.held_out=auto").manifest.too_few_to_judge is None
+
+
 def test_held_out_rows_never_leave_nothing_to_train_on(tiny_model, tmp_path):
     """The only row was held out, and the error did not help."""
     for number in range(1, 8):

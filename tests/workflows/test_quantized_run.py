@@ -194,4 +194,4 @@ def test_nf4_without_bitsandbytes_names_what_works(project: Path, monkeypatch: p
     monkeypatch.setattr("tunewell.planning.compute.find_spec", lambda name: None)
     with pytest.raises(UserError, match="needs `bitsandbytes`") as caught:
         _train(method__quantize="nf4")
-    assert "tunewell[qlora]" in str(caught.value) and "int8" in str(caught.value)
+    assert "[qlora]" in str(caught.value) and "int8" in str(caught.value)

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tunewell.cli.render import emit, emit_error, folded_table, json_text
+from tunewell.cli.render import emit, emit_error, folded_table, hanging, json_text
 from tunewell.core.errors import SharedError, UserError, did_you_mean
 from tunewell.core.files import explain_os_error
 
@@ -73,7 +73,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
-    name = arguments[0] if arguments else "--help"
+    if not arguments or list(arguments) == ["--json"]:
+        return _show_overview(is_json=bool(arguments))
+    name = arguments[0]
     if name == "doctor":
         return _run_doctor(arguments[1:])
     if name in dict(COMMANDS):
@@ -97,6 +99,19 @@ def _version() -> str:
     return __version__
 
 
+def _show_overview(*, is_json: bool) -> int:
+    """Print where the project in this folder stands; in a folder without one, the commands and how to start."""
+    from tunewell.runs.overview import read_overview
+
+    found = read_overview()
+    if is_json:
+        emit(json_text(found.as_json()))
+        return 0
+    lines = [_help(), ""] if found.is_empty else [folded_table([list(entry) for entry in found.entries])]
+    emit("\n".join([*lines, hanging("start: " if found.is_empty else "next: ", found.next_step)]))
+    return 0
+
+
 def _help() -> str:
     summaries = [(f"  {name}", (_function(name).__doc__ or "").strip().partition("\n")[0]) for name, _ in COMMANDS]
     return "\n".join(
@@ -107,6 +122,7 @@ def _help() -> str:
             "",
             folded_table(summaries),
             "",
+            "`tunewell` alone shows where the project in this folder stands.",
             "`tunewell COMMAND --help` shows the options of a command.",
             "`tunewell --version` shows the version.",
         ]

@@ -36,8 +36,11 @@ def edit_config(loaded: LoadedConfig, changes: Mapping[str, Any]) -> Path:
     return loaded.file
 
 
-def set_key(text: str, key: str, value: Any) -> str:
-    """Return the text of a config with a key set. A new key is added to its section, a new section at the end."""
+def set_key(text: str, key: str, value: Any, *, comment: str | None = None) -> str:
+    """Return the text of a config with a key set. A new key is added to its section, a new section at the end.
+
+    `comment` replaces the comment of a line that is changed.
+    """
     lines, path = text.splitlines(), tuple(key.split("."))
     known = {format_key(found): number for found, number in read_yaml(text, "config").lines.items()}
     entry = f"{path[-1]}: {_scalar(value)}"
@@ -45,17 +48,23 @@ def set_key(text: str, key: str, value: Any) -> str:
         at = known[key] - 1
         if not (matched := _LINE.match(lines[at])):
             raise UserError(f"`{key}` is not on a line of its own", fix=f"write `{entry}`")
-        lines[at] = f"{matched[1]} {_scalar(value)}{matched[2] or ''}"
+        lines[at] = f"{matched[1]} {_scalar(value)}{matched[2] or '' if comment is None else f'   # {comment}'}"
     elif len(path) == 1:
         lines.append(entry)
     elif path[0] in known:
-        at = known[path[0]]
-        if not re.match(rf"^{path[0]}:\s*(#.*)?$", lines[at - 1]):
-            raise UserError(f"`{path[0]}` is written on one line", fix=f"add `{entry}` to it")
-        following = next((line for line in lines[at:] if line.strip() and not line.lstrip().startswith("#")), "  ")
+        depth = next(depth for depth in range(len(path) - 1, 0, -1) if ".".join(path[:depth]) in known)
+        section, at = ".".join(path[:depth]), known[".".join(path[:depth])]
+        for name in reversed(path[depth:-1]):
+            entry = f"{name}: {{{entry}}}"
+        if not (header := re.match(rf"^(\s*){path[depth - 1]}:\s*(#.*)?$", lines[at - 1])):
+            raise UserError(f"`{section}` is written on one line", fix=f"add `{entry}` to it")
+        following = next((line for line in lines[at:] if line.strip() and not line.lstrip().startswith("#")), "")
         indent = re.match(r"\s*", following)
-        lines.insert(at, f"{(indent[0] if indent else '') or '  '}{entry}")
+        is_inside = indent is not None and len(indent[0]) > len(header[1])
+        lines.insert(at, f"{indent[0] if indent and is_inside else header[1] + '  '}{entry}")
     else:
+        for name in reversed(path[1:-1]):
+            entry = f"{name}: {{{entry}}}"
         lines += ["", f"{path[0]}:", f"  {entry}"]
     return "\n".join(lines) + "\n"
 

@@ -47,7 +47,7 @@ _REFUSED = {
     "remove_unused_columns": "unused columns never reach the model; `prepare` lists them",
     "resume_from_checkpoint": "use `tunewell train --resume`",
     "push_to_hub": "nothing is uploaded; `tunewell export` writes the model",
-    "val_set_size": "write `data.held_out: 0.05` for a share of the rows, or a file",
+    "val_set_size": "write `data.held_out: 0.05` for a share of the rows, or a file; `auto` is the default",
     "dataset_text_field": "write `columns: {text: YOUR_COLUMN}` on the source in `data.sources`",
     "formatting_func": "write `map: file.py:function` on the source in `data.sources`",
     "datasets": "write `data.sources`: a path, a list of paths or a list of sections",

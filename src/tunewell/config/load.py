@@ -77,7 +77,7 @@ def _is_path(name: str, value: str) -> bool:
         return value.endswith((".gguf", ".model")) or Path(value).exists()
     if name in ("template.name", "data.sources.template"):
         return value.endswith(".jinja")
-    return name in _ALWAYS_PATHS
+    return name in _ALWAYS_PATHS and (name, value) != ("data.held_out", "auto")
 
 
 def relative_path(value: str | Path, base: Path) -> str:

@@ -67,7 +67,7 @@ class Export(Section):
     to: tuple[Annotated[str, OneOf(EXPORT_TARGETS)], ...] = Field(
         default=(),
         description=f"Export targets. {OneOf(EXPORT_TARGETS).doc()} `train` checks before its first step that the "
-        "model can be exported to them.",
+        "model can be exported to them, and exports it at the end, unless the verdict is FAIL.",
     )
     merge_onto: Literal["trained", "original"] = "trained"
     """The base weights of a run with `method.quantize`: the quantised ones on which the adapter was `trained`,

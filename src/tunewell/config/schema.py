@@ -45,6 +45,8 @@ _OTHER_NAMES = {
     "checkpoints.keep": "save_total_limit",
     "run": "output_dir",
 }
+OPEN = "?"
+"""The value of a key that `init` could not decide. Such a config cannot be trained with."""
 ALIASES = {alias: key for key, aliases in _OTHER_NAMES.items() for alias in aliases.split()}
 """Names of these keys in other tools, accepted at the top level of the file and in the section of the key."""
 
@@ -110,6 +112,10 @@ class SourceConfig(Section):
     """Character encoding of text files, e.g. `cp1252` for many Excel files. `auto`: UTF-8, or the encoding of the byte
     order mark; `cp1252` for tables and text files that are not UTF-8, with a note."""
 
+    separator: Annotated[str, Field(pattern=r"^(auto|tab|\?|[^\w\s\"'])$")] = "auto"
+    """Separator of the columns in a `.csv` file: one character like `;`, or `tab`. `auto`: the one of `,`, `;`, tab and
+    `|` that divides the first lines most evenly."""
+
     @model_validator(mode="before")
     @classmethod
     def _read_short_form(cls, value: Any) -> Any:
@@ -126,7 +132,7 @@ class SourceConfig(Section):
     @classmethod
     def _require_known_encoding(cls, value: str) -> str:
         try:
-            "".encode("utf-8" if value == "auto" else value)
+            "".encode("utf-8" if value in ("auto", OPEN) else value)
         except (LookupError, ValueError):
             raise ValueError(
                 f"must be `auto` or an encoding of Python, like `utf-8` or `cp1252`, not {value!r}"
@@ -187,13 +193,19 @@ class Data(Section):
 
     sources: tuple[SourceConfig, ...] = ()
     """Sources of rows: one path, a list of paths, or a list of sections with the keys below."""
-    held_out: Annotated[Float, Field(ge=0, lt=0.5)] | Text = 0.05
-    """Share of the rows that are reserved for testing and never trained on, or a file of held-out rows, read like the
-    first source. A hash of the question chooses the share, so the same rows stay held out when rows are added. Of eight
-    or more questions, at least two are held out."""
+    held_out: Annotated[Float, Field(ge=0, lt=0.5)] | Auto | Text = "auto"
+    """Rows that are reserved for testing and never trained on. `auto`: 20 questions or 5%, but at most a quarter; a
+    question that the corpus has held out stays held out when rows are added. A number: this share of the questions. A
+    path: a file of test rows, read like the first source. Questions are chosen by their hash, so their order does not
+    matter."""
     max_repeats: Annotated[Int, Field(ge=1)] = 4
     """Maximum number of copies of a document that are made to reach the `share` of its source."""
     clean: Clean = Clean()
+
+    @property
+    def held_out_file(self) -> str | None:
+        """The file of test rows, or None if the rows themselves are divided."""
+        return self.held_out if isinstance(self.held_out, str) and self.held_out != "auto" else None
 
     @field_validator("sources", mode="before")
     @classmethod

@@ -315,6 +315,15 @@ class FolderLock:
         self.release()
 
 
+def lock_owner(path: Path) -> Owner | None:
+    """Return the process that holds a lock, or None. The lock itself is not touched."""
+    try:
+        owner = _read_owner(path.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
+    return owner if owner is not None and _may_be_running(owner) else None
+
+
 def _is_locked_by_other(file: TextIO) -> bool | None:
     """Try to lock an open file. Return False if this process now holds the lock, None if locks are not supported."""
     if fcntl is None:

@@ -1,7 +1,13 @@
-"""Import optional dependencies when they are used."""
+"""Import optional dependencies when they are used, and name the command that adds a missing one."""
 
 import importlib
+import importlib.metadata
+import json
+import urllib.parse
+import urllib.request
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from tunewell.core.errors import UserError
 
@@ -11,4 +17,35 @@ def import_optional(module: str, *, extra: str, purpose: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise UserError(f"{purpose} needs `{module}`", fix=f'pip install "tunewell[{extra}]"') from error
+        raise UserError(f"{purpose} needs `{module}`", fix=install_command(extra)) from error
+
+
+def install_command(extra: str) -> str:
+    """Return the command that adds an extra to this installation of tunewell, as it can be pasted."""
+    *options, requirement = install_arguments(extra)
+    return " ".join(["pip install", *options, f'"{requirement}"'])
+
+
+def install_arguments(extra: str) -> list[str]:
+    """Return the arguments of `pip install`: a clone is installed from its folder, because no index may have it."""
+    origin = direct_url()
+    if origin is None:
+        return [f"tunewell[{extra}]"]
+    url = str(origin.get("url", ""))
+    if urllib.parse.urlsplit(url).scheme == "file":
+        path = urllib.request.url2pathname(urllib.parse.urlsplit(url).path)
+        about: dict[str, Any] = origin.get("dir_info") or {}
+        is_editable = bool(about.get("editable"))
+        return [*(["-e"] if is_editable else []), f"{path}[{extra}]"]
+    if control := origin.get("vcs_info"):
+        url = f"{control['vcs']}+{url}@{control['commit_id']}"
+    return [f"tunewell[{extra}] @ {url}"]
+
+
+def direct_url() -> dict[str, Any] | None:
+    """Return the `direct_url.json` (PEP 610) of the installed package, or None if it comes from an index."""
+    try:
+        text = importlib.metadata.distribution("tunewell").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        return {"url": Path(__file__).parents[3].as_uri()}  # not installed: run from a source tree
+    return json.loads(text) if text else None

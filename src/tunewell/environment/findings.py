@@ -91,7 +91,7 @@ class Diagnosis:
 
 def pip_install(python: Python, *arguments: str) -> str:
     """Return the command that installs into this interpreter; an environment of uv has no pip."""
-    quoted = " ".join(argument if argument.startswith("--") else _quote(argument) for argument in arguments)
+    quoted = " ".join(argument if argument.startswith("-") else _quote(argument) for argument in arguments)
     if python.has_pip:
         return f"{shlex.quote(python.executable)} -m pip install {quoted}"
     return f"uv pip install --python {shlex.quote(python.executable)} {quoted}"

@@ -8,8 +8,10 @@ from typing import Literal
 
 from tunewell.config.rules import VerdictRules
 from tunewell.core.units import count, percent
+from tunewell.data.corpus.held_out import num_auto
 from tunewell.evaluation.answer_reasons import answers_improved
 from tunewell.evaluation.measurements import FEW_QUESTIONS, Measurements, short_loss, shorten, soften, suggest_rate
+from tunewell.records.manifest import MIN_TO_JUDGE
 from tunewell.records.report import LossPair, Reason
 
 SAME_LOGITS = 1e-4
@@ -30,12 +32,6 @@ FELL_TO = 0.1
 """A training loss below this value counts as near zero whatever its first value was: the rows are memorised."""
 MIN_RISE = 0.1
 """Minimum rise of the held-out loss, in nats, that is more than noise."""
-MIN_ROWS = 5
-"""Minimum number of held-out rows for a verdict: a model that is no better than its base is better on all of four rows
-in 1 of 16 cases, on all of five in 1 of 32 (sign test at 5%)."""
-GOOD_NUM_ROWS = 10
-"""Number of held-out rows that the advice recommends."""
-_SHARES = (0.05, 0.1, 0.2, 0.25)
 
 
 def weights_not_finite(measured: Measurements) -> Iterator[Reason]:
@@ -155,7 +151,7 @@ def not_enough_evidence(measured: Measurements) -> Iterator[Reason]:
     """Yield a reason if there are too few held-out rows, or no base model to compare with."""
     num_rows = measured.held_out.documents if measured.held_out else 0
     asked = len(measured.judged_questions)
-    if max(num_rows, asked) < MIN_ROWS:
+    if max(num_rows, asked) < MIN_TO_JUDGE:
         noun = "question" if measured.questions else "row"
         number = max(num_rows, asked)
         held_out = f"only {count(number, noun)} {'was' if number == 1 else 'were'} held out"
@@ -163,15 +159,15 @@ def not_enough_evidence(measured: Measurements) -> Iterator[Reason]:
         yield Reason(
             code="not_enough_evidence",
             level="UNPROVEN",
-            what=f"Cannot tell: {held_out}; at least {MIN_ROWS} are needed.",
+            what=f"Cannot tell: {held_out}; at least {MIN_TO_JUDGE} are needed.",
             next=_hold_out_more(measured),
         )
-    elif measured.base_loss is None and asked < MIN_ROWS:
+    elif measured.base_loss is None and asked < MIN_TO_JUDGE:
         yield Reason(
             code="not_enough_evidence",
             level="UNPROVEN",
             what="Cannot tell: there is no base model to compare with, and only "
-            f"{count(asked, 'question')} with an answer that can be judged; at least {MIN_ROWS} are needed.",
+            f"{count(asked, 'question')} with an answer that can be judged; at least {MIN_TO_JUDGE} are needed.",
             next="Name the base model with `--base` (`tunewell validate "
             f"{shlex.quote(measured.model_path)} --base MODEL`), or test on questions with short answers.",
         )
@@ -181,14 +177,16 @@ def _hold_out_more(measured: Measurements) -> str:
     path = shlex.quote(measured.model_path)
     if measured.test_file is not None:
         return f"Use a test file with more rows: `tunewell validate {path} --data FILE`."
-    known = [share for share in _SHARES if measured.num_rows and share * measured.num_rows >= GOOD_NUM_ROWS]
-    share = known[0] if known else _SHARES[-1]
-    rows = measured.num_rows
-    about = f" (about {count(max(MIN_ROWS, round(share * rows)))} of your {count(rows, 'row')})" if rows else ""
-    return (
-        f"Hold out more rows: set `data.held_out: {share:g}` in tunewell.yaml{about}, or set it to a separate test "
-        f"file. Then run `tunewell train --out {shlex.quote(measured.model_path.rstrip('/') + '2')}`."
-    )
+    now = f"Test this model on {MIN_TO_JUDGE} or more other questions: `tunewell validate {path} --data FILE`."
+    rows, again = measured.num_rows, f"`tunewell train --out {shlex.quote(measured.model_path.rstrip('/') + '2')}`"
+    if not rows:
+        return now
+    if (number := num_auto(rows)) >= MIN_TO_JUDGE:
+        return (
+            f"{now} Or set `data.held_out: auto` in tunewell.yaml, which holds out {count(number)} of your "
+            f"{count(rows, 'row')}, and run {again}."
+        )
+    return f"{now} Or add {count(4 * MIN_TO_JUDGE - rows, 'row')} to your {count(rows)}, and run {again}."
 
 
 def _level(measured: Measurements, number: int) -> Literal["WEAK", "FAIL"]:

@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import os
 import shlex
 import tempfile
 import time
@@ -384,10 +385,16 @@ def _training_settings(ref: ModelRef, counts: RowCounts | None) -> dict[str, Any
     if ref.plan is not None:
         found |= {"learning_rate": ref.plan.learning_rate.value, "epochs": ref.plan.epochs.value}
         found["max_steps"] = ref.plan.config.get("train", {}).get("max_steps")
-        found["corpus"] = str(ref.corpus or ref.plan.corpus)
+        found["corpus"] = _short_path(ref.corpus or ref.plan.corpus)
     if counts is not None:
         found["num_rows"] = counts.documents + counts.held_out
     return found
+
+
+def _short_path(path: str | Path) -> str:
+    """Return a path without `..` inside, unless a symbolic link makes that another place."""
+    short = Path(os.path.normpath(path))
+    return str(short if short.exists() and short.samefile(path) else path)
 
 
 def _answer_tokens(rules: VerdictRules, longest: int) -> Chosen[int]:

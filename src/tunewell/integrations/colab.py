@@ -2,12 +2,10 @@
 
 import glob as globbing
 import importlib.metadata
-import json
 import os
 import urllib.parse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -17,6 +15,7 @@ from tunewell.config.schema import Config
 from tunewell.config.yaml_reader import read_yaml
 from tunewell.core.errors import UserError
 from tunewell.core.files import is_url
+from tunewell.core.optional import direct_url
 from tunewell.core.redact import redact
 from tunewell.core.units import size_bytes
 
@@ -65,8 +64,8 @@ def _local_paths(loaded: LoadedConfig) -> list[str]:
     """Return the local files and folders that the config refers to."""
     config = loaded.config
     paths = [source.path for source in config.data.sources]
-    if isinstance(config.data.held_out, str):
-        paths.append(config.data.held_out)
+    if config.data.held_out_file is not None:
+        paths.append(config.data.held_out_file)
     paths += [source.map.rpartition(":")[0] for source in config.data.sources if source.map]
     templates = (config.template.name, *(source.template for source in config.data.sources))
     paths += [name for name in templates if name and name.endswith(".jinja")]
@@ -196,12 +195,3 @@ def _installed() -> str:
     elif sha := (origin.get("archive_info") or {}).get("hashes", {}).get("sha256"):
         fragments.append(f"sha256={sha}")
     return f"{url}#{'&'.join(fragments)}" if fragments else url
-
-
-def direct_url() -> dict[str, Any] | None:
-    """Return the `direct_url.json` (PEP 610) of the installed package, or None if it comes from an index."""
-    try:
-        text = importlib.metadata.distribution("tunewell").read_text("direct_url.json")
-    except importlib.metadata.PackageNotFoundError:
-        return {"url": Path(__file__).parents[1].as_uri()}  # not installed: run from a source tree
-    return json.loads(text) if text else None

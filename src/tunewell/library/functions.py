@@ -9,6 +9,7 @@ import hashlib
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,7 +156,15 @@ def train(
             if on_evaluate is not None and isinstance(event, Evaluated):
                 on_evaluate(event)
 
-        return as_result(TrainResult, run_training(loaded, options, listen))
+        result = run_training(loaded, options, listen)
+        if not loaded.config.export.to:
+            return as_result(TrainResult, result)
+        from tunewell.workflows.finish import export_after_training
+
+        step = export_after_training(loaded, result, allow_pickle=allow_pickle, progress=listen)
+        notes = [*result.notes, *([step.note] if step.note else [])]
+        following = step.exported.next_command if step.exported else result.next_command
+        return as_result(TrainResult, replace(result, notes=notes, next_command=following))
 
 
 def rehearse(

@@ -8,6 +8,7 @@ from tunewell.config.extensions import METHODS, OPTIMIZERS
 from tunewell.config.load import LoadedConfig
 from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
+from tunewell.core.optional import install_command
 from tunewell.core.units import count, size_bytes
 from tunewell.hardware.facts import DeviceFacts, num_cores
 from tunewell.records.manifest import Manifest, SplitRecord
@@ -222,7 +223,7 @@ def choose_quantization(inputs: PlanInputs) -> QuantizedBase | None:
         raise UserError(
             f"{kind} on {inputs.device.label} needs `bitsandbytes`, which is not installed",
             where=inputs.where("method.quantize"),
-            fix='pip install "tunewell[qlora]"; or set `method.quantize: int8`, which needs no other package',
+            fix=f"{install_command('qlora')}; or set `method.quantize: int8`, which needs no other package",
         )
     if saved is not None:
         keep: list[str] = saved.get("llm_int8_skip_modules") or []

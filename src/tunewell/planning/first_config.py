@@ -10,12 +10,19 @@ import yaml
 from tunewell.config.extensions import METHODS, OPTIMIZERS
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
+from tunewell.data.corpus.held_out import MIN_AUTO, num_auto
 from tunewell.data.sources.base import is_url, split_limit
+from tunewell.data.sources.recognise import Recognised
 from tunewell.models.facts import ModelFacts
 from tunewell.planning.plan import StartingPoint
-from tunewell.records.manifest import Manifest
+from tunewell.records.manifest import Manifest, too_few_to_judge
 
 _SHOWN_LABELS = 5
+_LONG_DOCUMENTS = {
+    "error": "`train` stops if a row is longer than the model can read; or: split, drop",
+    "split": "rows that are longer than the model can read are cut into pieces; or: drop, error",
+    "drop": "rows that are longer than the model can read are left out and counted; or: split, error",
+}
 
 
 @dataclass(frozen=True)
@@ -63,14 +70,41 @@ class InitResult:
     facts: ModelFacts
     num_rows: int
     held_out: str | None
+    """A file of test rows beside the data, or None."""
     template: str
     start: StartingPoint
-    labels: tuple[str, ...] = ()
-    """The labels of a classification set; empty for other rows."""
-    columns: dict[str, str] = field(default_factory=dict[str, str])
-    """The `columns` of the source, if its names nearly match a known format."""
+    source: Recognised = field(default_factory=Recognised)
+    """How the rows are read, and what nobody has decided yet."""
+    long_documents: str = "error"
     method: str = "lora"
     """A name that `find_recipe` knows."""
+    num_rows_in_file: int = 0
+    """Rows of the file of test rows."""
+
+    @property
+    def num_held_out(self) -> int:
+        """Rows that will be held out."""
+        return self.num_rows_in_file if self.held_out else num_auto(self.num_questions)
+
+    @property
+    def kept_for_testing(self) -> str:
+        """How many rows are held out, in words."""
+        if self.held_out:
+            return f"{count(self.num_held_out, 'row')} of `{self.held_out}`, found beside the data"
+        about = "about " if self.num_held_out > MIN_AUTO else ""  # 5% of the hashes are not exactly 5% of the rows
+        return f"{about}{count(self.num_held_out)} of {count(self.num_rows, 'row')}, always the same ones"
+
+    @property
+    def too_few_to_judge(self) -> str | None:
+        """A sentence, if so few rows are held out that every verdict will be UNPROVEN, or None."""
+        return too_few_to_judge(self.num_held_out, self.num_rows, self.num_questions)
+
+    @property
+    def num_questions(self) -> int:
+        """Distinct questions; of a large file, estimated from its first rows."""
+        sample = self.sample
+        known = sample.documents if sample.questions is None else sample.questions
+        return round(known * max(1.0, self.num_rows / max(1, sample.rows_in)))
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `init --json` prints."""
@@ -80,12 +114,15 @@ class InitResult:
             "formats": sorted({name for source in self.sample.sources for name in source.formats}),
             "template": self.template,
             "held_out": self.held_out,
+            "rows_for_testing": self.num_held_out,
             "lengths": self.sample.lengths.model_dump(exclude={"histogram"}),
             "dropped_in_sample": self.sample.dropped,
             "method": self.method,
             "epochs": self.start.epochs.value,
             "learning_rate": self.start.learning_rate.value,
             "rank": self.start.rank.value,
+            "source": self.source.written(),
+            "open": self.source.open_points,
         }
 
 
@@ -97,12 +134,7 @@ def config_text(result: InitResult, data: str, model: str) -> str:
     dropped = sum(sample.dropped.values())
     fate = f"{count(dropped)} would be dropped ({', '.join(sample.dropped)})" if dropped else "none would be dropped"
     size = f", {count(facts.num_parameters)} parameters" if facts.num_parameters else ""
-    held_out = _from(base, result.held_out) if result.held_out else 0.05
-    why_held_out = (
-        "found beside the data; kept for testing, never trained on"
-        if result.held_out
-        else "5% of the rows are kept for testing, always the same ones; they are never trained on"
-    )
+    held_out = _from(base, result.held_out) if result.held_out else "auto"
     why_template = (
         "the template of the model"
         if result.template == "auto"
@@ -121,13 +153,13 @@ template:
 model: {_scalar(model)}   # {facts.architecture or "unknown architecture"}{size}
 
 data:
-{_sources_text(result, data)}   # {count(result.num_rows)} rows, read as: {formats}
-  held_out: {_scalar(held_out)}   # {why_held_out}
+{_sources_text(result, data, f"{count(result.num_rows)} rows, read as: {formats}")}
+  held_out: {_scalar(held_out)}   # kept for testing, never trained on: {result.kept_for_testing}
   # Of the first {count(sample.rows_in)} rows, {fate}. Duplicates are dropped too.
 {"" if formats == "text" else template}
 packing:
   context_length: auto   # longest of the first rows: {count(lengths.max)} tokens, mean {lengths.mean:.0f}
-  long_documents: error   # or: split, drop
+  long_documents: {result.long_documents}   # {_LONG_DOCUMENTS[result.long_documents]}
 
 method:
 {_method_text(result)}
@@ -159,24 +191,25 @@ def _optimizer_text(result: InitResult) -> str:
     return "" if optimizer == "adamw" else f"  optimizer: {optimizer}   # {OPTIMIZERS.entry(optimizer).doc}\n"
 
 
-def _sources_text(result: InitResult, data: str) -> str:
+def _sources_text(result: InitResult, data: str, about: str) -> str:
     path = _from(result.path.parent, data)
     plain, limit = split_limit(path)
-    if not result.labels and not result.columns:
-        return f"  sources: {_scalar(path)}"
-    end = [*([f"      limit: {limit}"] if limit else []), f"      path: {_scalar(plain)}"]
-    if result.columns:
-        columns = yaml.safe_dump(result.columns, default_flow_style=True, allow_unicode=True, width=10**9).strip()
-        return "\n".join(["  sources:", f"    - columns: {columns}   # our name: the name in your rows", *end])
-    labels = f"{count(len(result.labels), 'label')}: {', '.join(result.labels[:_SHOWN_LABELS])}"
-    more = ", ..." if len(result.labels) > _SHOWN_LABELS else ""
-    lines = [
-        "  sources:",
-        f"    - format: classification   # {' '.join(labels.split())}{more}; the answer to a text is its label",
-        "      # `format: text` would train on the texts alone, without the labels.",
-        *end,
-    ]
-    return "\n".join(lines)
+    settings, reasons = result.source.written(), result.source.reasons
+    if not settings:
+        return f"  sources: {_scalar(path)}   # {about}"
+    lines = [f"path: {_scalar(plain)}   # {about}"]
+    for key, value in settings.items():
+        is_open = key in result.source.open_points
+        reason = f"OPEN: {reasons[key]}; likeliest: {_scalar(result.source.settings[key])}" if is_open else reasons[key]
+        own = _from(result.path.parent, value) if key == "map" else value
+        lines.append(f"{key}: {_scalar(own)}   # {' '.join(reason.split())}")
+    if result.source.labels:
+        labels = ", ".join(result.source.labels[:_SHOWN_LABELS])
+        more = ", ..." if len(result.source.labels) > _SHOWN_LABELS else ""
+        lines.append(f"# Labels: {' '.join(labels.split())}{more}. `format: text` would train on the texts alone.")
+    if limit:
+        lines.append(f"limit: {limit}")
+    return "\n".join(["  sources:", f"    - {lines[0]}", *(f"      {line}" for line in lines[1:])])
 
 
 def _from(base: Path, path: str) -> str:
@@ -186,4 +219,5 @@ def _from(base: Path, path: str) -> str:
 
 
 def _scalar(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**9).splitlines()[0]
+    dumped = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**9, sort_keys=False)
+    return dumped.splitlines()[0]

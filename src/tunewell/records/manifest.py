@@ -22,6 +22,11 @@ NEAR_DUPLICATES = "near_duplicates.jsonl"
 SECRETS = "secrets.jsonl"
 DROPPED = "dropped.jsonl"
 ANSWERS = "answers.jsonl"
+QUESTIONS = "held_out/questions.bin"
+"""Hashes of the questions that `data.held_out: auto` holds out, as sorted little-endian 64-bit integers."""
+MIN_TO_JUDGE = 5
+"""Minimum number of held-out rows for a verdict: a model that is no better than its base is better on all of four rows
+in 1 of 16 cases, on all of five in 1 of 32 (sign test at 5%)."""
 CORPUS_NAMES = frozenset(
     {MANIFEST, NEAR_DUPLICATES, SECRETS, "README.md", "dataset_dict.json", DROPPED, ANSWERS, "held_out"}
     | {"tokenizer", "train"}
@@ -203,6 +208,8 @@ class Manifest(Record):
     rows_in: int
     documents: int
     held_out: int
+    questions: int | None = None
+    """Distinct questions of all documents that are used; None in a corpus of 0.1.0."""
     pieces: int
     repeats: int
     dropped: dict[str, int]
@@ -243,9 +250,14 @@ class Manifest(Record):
             return None
         return self.notes.get("other_ids_as_a_whole", 0) / num_encoded
 
+    @property
+    def too_few_to_judge(self) -> str | None:
+        """A sentence, if so few rows are held out that every verdict will be UNPROVEN, or None."""
+        return too_few_to_judge(self.held_out, self.documents + self.held_out, self.questions)
+
     def cautions(self) -> list[str]:
         """Return what a user should know before training: rows that are dropped, not used, unsafe or too similar."""
-        found = [*self.warnings, *self.remarks]
+        found = [*self.warnings, *self.remarks, *([self.too_few_to_judge] if self.too_few_to_judge else [])]
         if self.dropped:
             reasons = ", ".join(f"{count(number)} {reason}" for reason, number in self.dropped.items())
             total = f"{count(sum(self.dropped.values()))} of {count(self.rows_in, 'row')}"
@@ -265,6 +277,19 @@ class Manifest(Record):
                 "`data.clean.secrets: redact` replaces them"
             )
         return found
+
+
+def too_few_to_judge(num_held_out: int, num_rows: int, num_questions: int | None = None) -> str | None:
+    """Return a sentence with a remedy if a verdict will be UNPROVEN, because too few rows are held out, or None."""
+    if num_held_out >= MIN_TO_JUDGE:
+        return None
+    needed, known = 4 * MIN_TO_JUDGE, num_rows if num_questions is None else num_questions
+    remedy = f"add {count(needed - known, 'row')} with other questions" if known < needed else "set it to `auto`"
+    rows = "no row is" if not num_held_out else "1 row is" if num_held_out == 1 else f"{num_held_out} rows are"
+    return (
+        f"{rows} held out (`data.held_out`), and a verdict needs {MIN_TO_JUDGE}: it will be UNPROVEN; {remedy}, or "
+        "name a file of test rows there"
+    )
 
 
 def unknown_remark(characters: dict[str, int], normalizer: str) -> str:

@@ -18,7 +18,8 @@ from tunewell.records.healing import HEALING
 from tunewell.records.plan import PLAN
 from tunewell.records.prediction import Measurement, Prediction
 
-_LOCK = ".lock"
+LOCK = ".lock"
+"""The lock of a run folder. Its text names the process that works in it."""
 RUN_CONFIG = "config.yaml"
 """The file with the settings of the last start of a run."""
 DOCUMENTS = "documents.tsv"
@@ -27,7 +28,7 @@ _FIRST_FILES = (PLAN, RUN_CONFIG, DOCUMENTS, "events.jsonl", "samples.jsonl", HE
 """Files that a run writes before its first step."""
 CRASH = "crash.log"
 """The traceback of the exception that ended a run; a later success removes it."""
-_NOT_OURS = frozenset({_LOCK, ".DS_Store"})
+_NOT_OURS = frozenset({LOCK, ".DS_Store"})
 
 
 class RunDir:
@@ -50,7 +51,7 @@ class RunDir:
         if path.exists() and not path.is_dir():
             raise UserError(f"`{path}` is a file", fix="choose another folder with `--out`")
         known = _NOT_OURS | _parts_within(path, corpus)
-        if path.is_dir() and not (path / _LOCK).exists():
+        if path.is_dir() and not (path / LOCK).exists():
             _require_empty(path, known)  # check before a lock file is created among other files
         is_ours = not path.exists()
         run = cls._hold(path)
@@ -79,7 +80,7 @@ class RunDir:
     def _hold(cls, path: Path) -> "RunDir":
         try:
             path.mkdir(parents=True, exist_ok=True)
-            lock = FolderLock.take(path / _LOCK, doing=f"training in `{path}`")
+            lock = FolderLock.take(path / LOCK, doing=f"training in `{path}`")
             try:
                 _check_writable(path)
             except OSError:
@@ -125,8 +126,8 @@ class RunDir:
         with suppress(OSError):  # the folder is not empty
             (self.path / "checkpoints").rmdir()
         with suppress(OSError):
-            if self._is_ours and [entry.name for entry in self.path.iterdir()] == [_LOCK]:
-                (self.path / _LOCK).unlink()
+            if self._is_ours and [entry.name for entry in self.path.iterdir()] == [LOCK]:
+                (self.path / LOCK).unlink()
                 self.path.rmdir()
 
 

@@ -12,6 +12,7 @@ import yaml
 
 from tunewell.config.keys import parse_key, resolve_alias
 from tunewell.config.load import ConfigLike, LoadedConfig, load_config, relative_path, to_loaded_config
+from tunewell.config.open_points import require_no_open_points
 from tunewell.config.schema import Config
 from tunewell.config.yaml_reader import parse_scalar
 from tunewell.core.errors import UserError
@@ -60,7 +61,9 @@ def load_for_run(given: ConfigLike, sets: Sequence[str] = (), *, is_resuming: bo
     is_unnamed = given is None or given == ""
     saved = _saved_config(sets) if is_resuming and is_unnamed and flags.get("model") is None else None
     if saved is None:
-        return to_loaded_config(given, sets, **flags)
+        loaded = to_loaded_config(given, sets, **flags)
+        require_no_open_points(loaded)
+        return loaded
     loaded = load_config(saved, sets, **flags)
     if REDACTED in json.dumps(loaded.config.model_dump(mode="json"), ensure_ascii=False):
         raise UserError(
@@ -107,6 +110,7 @@ def require_training_data(loaded: LoadedConfig, *, is_resuming: bool) -> None:
         )
     if config.model is None:
         raise UserError("`model` is not set in the config", fix=fix)
+    require_no_open_points(loaded)
 
 
 def with_start(loaded: LoadedConfig) -> tuple[LoadedConfig, Start | None]:
@@ -149,7 +153,7 @@ def _with_paths(loaded: LoadedConfig, respell: Callable[[str], str]) -> dict[str
             group[key] = respelled(group[key])
     config["corpus"] = respelled(loaded.config.corpus)
     data = config.get("data", {})
-    if isinstance(data.get("held_out"), str):
+    if loaded.config.data.held_out_file is not None:
         data["held_out"] = respelled(data["held_out"])
     if metrics := config.get("verdict", {}).get("metrics"):
         config["verdict"]["metrics"] = [respelled(reference) for reference in metrics]

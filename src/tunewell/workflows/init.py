@@ -1,25 +1,24 @@
 """`tunewell init`: write a commented `tunewell.yaml` for your rows and a model."""
 
 import re
-from collections.abc import Generator
+import shlex
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tunewell.config.load import FILE_NAME, LoadedConfig
+from tunewell.config.edit import set_key
+from tunewell.config.keys import dotted_name, parse_key, resolve_alias
+from tunewell.config.load import FILE_NAME, LoadedConfig, load_config
 from tunewell.config.schema import Config
+from tunewell.config.yaml_reader import read_value
 from tunewell.core.errors import UserError
 from tunewell.core.files import write_atomic
 from tunewell.core.progress import ProgressListener, silent
-from tunewell.data.rows.classification import find_labels
-from tunewell.data.rows.column_names import suggest_columns
-from tunewell.data.rows.conversation import is_object
-from tunewell.data.sources.arrow import count_parquet_rows
-from tunewell.data.sources.base import SourceFile, find_files, split_limit
-from tunewell.data.sources.blocks import ReadOptions, parsed_rows, read_blocks
-from tunewell.data.sources.local import LocalFile
+from tunewell.core.questions import Asker, Question
+from tunewell.data.sources.base import find_files, split_limit
+from tunewell.data.sources.recognise import Recognised, count_rows, held_out_beside, recognise
 from tunewell.data.templates.chat_template import builtin_template, required_markers
 from tunewell.data.tokenizers.load import LoadedTokenizer, load_tokenizer
 from tunewell.models.facts import read_facts
@@ -31,10 +30,9 @@ from tunewell.runs.config import with_start
 from tunewell.workflows.prepare import temporary_corpus
 
 _SAMPLE_ROWS = 1000
-_READ = ReadOptions(1 << 22, 64)
-_HELD_OUT_NAMES = ("held_out", "heldout", "held-out", "validation", "valid", "val", "eval", "dev")
 _BY_FIT = ("chatml", "llama3", "gemma", "alpaca")
 """Built-in templates, in the order in which they are tried for a model without a chat template."""
+_OF_SOURCE = "data.sources"
 
 
 def init(
@@ -43,12 +41,16 @@ def init(
     model: str,
     method: str = "lora",
     out: Path | None = None,
+    sets: Sequence[str] = (),
     is_overwriting: bool = False,
+    ask: Asker | None = None,
     progress: ProgressListener = silent,
 ) -> InitResult:
     """Write `tunewell.yaml` for this data and model. Raise UserError if the file exists or no row can be used.
 
-    `method` is a name in `planning.first_config.RECIPES` or `METHODS`.
+    `method` is a name in `planning.first_config.RECIPES` or `METHODS`. `sets` are `KEY=VALUE` of the config; keys of
+    the rows are `data.sources[0].columns` and so on. `ask` is called for what cannot be told from the files. Without
+    it, such points stay open in the config.
     """
     recipe = find_recipe(method)
     path = out or Path(FILE_NAME)
@@ -56,42 +58,89 @@ def init(
         raise UserError(f"`{path}` already exists", fix="use `--force` to replace it, or `--out` for another name")
     plain, limit = split_limit(data)
     files = find_files(plain, base=Path())
-    given = with_start(LoadedConfig(Config(model=model), Path(), None, {}))[0].config
+    wanted = load_config({"data": {"sources": [{"path": plain}]}}, sets, model=model)
+    given = with_start(replace(wanted, config=wanted.config.model_copy(update={"data": Config().data})))[0].config
     base = given.model or model
-    template = _fitting_template(load_tokenizer(given.tokenizer or base))
-    with _naming_a_config(path, model, plain):
-        first = list(islice(parsed_rows(files, _READ), min(limit or _SAMPLE_ROWS, _SAMPLE_ROWS)))
-        labels = find_labels(first, islice(parsed_rows(files, _READ), limit))
-        columns = suggest_columns(first[0]) if first and is_object(first[0]) and not labels else {}
-        source = {"format": "classification" if labels else "auto", "columns": columns}
-        sample = _sample(data, model, template, source, progress)
-    num_rows = min(_count_rows(files), limit or 1 << 62)
-    facts = read_facts(base)
-    held_out = _held_out_beside(files)
+    template = given.template.name
+    if template == "auto":
+        template = _fitting_template(load_tokenizer(given.tokenizer or base))
+    source_sets = wanted.config.data.sources[0].model_dump(exclude_unset=True, exclude={"path", "limit"})
+    with _naming_the_option():
+        source = recognise(files, source_sets, limit=limit, ask=ask)
+        sample = _sample(wanted, data, template, source, progress)
+    facts, held_out = read_facts(base), held_out_beside(files)
+    num_rows = min(count_rows(files, source), limit or 1 << 62)
     start = starting_point(num_rows, facts.num_parameters, method=recipe.kind, optimizer=recipe.optimizer)
     if given.method.adapter is not None:
         because = f"that of the adapter, which goes on being trained on `{facts.name}`"
         rank = Chosen[int](value=given.method.rank, because=because)
         start = replace(start, rank=rank, alpha=Chosen[int](value=given.method.alpha, because=because))
-    result = InitResult(path, "", sample, facts, num_rows, held_out, template, start, labels, columns, method)
+    tested = count_rows(find_files(held_out, base=Path()), source) if held_out else 0
+    result = InitResult(
+        path,
+        text="",
+        sample=sample,
+        facts=facts,
+        num_rows=num_rows,
+        held_out=held_out,
+        template=template,
+        start=start,
+        source=source,
+        long_documents=_long_documents(sample, facts.context_limit, ask),
+        method=method,
+        num_rows_in_file=tested,
+    )
     text = config_text(result, data, model)
+    for key, value in _other_sets(sets):
+        text = set_key(text, key, value, comment="as you said")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, text)
     return replace(result, text=text)
 
 
+def init_to_train(
+    data: str, *, model: str | None, ask: Asker | None = None, progress: ProgressListener = silent
+) -> InitResult | None:
+    """Write `tunewell.yaml` for `tunewell train DATA`. Return None if the one that is there has this data and model."""
+    command = f"tunewell init {shlex.quote(data)} --model {shlex.quote(model or 'MODEL')}"
+    if Path(FILE_NAME).exists():
+        known = load_config()
+        if [own.path for own in known.config.data.sources] == [split_limit(data)[0]] and model in (
+            None,
+            known.config.model,
+        ):
+            return None
+        raise UserError(
+            f"`{FILE_NAME}` is here already, for other rows or another model",
+            fix=f"`tunewell train` uses it as it is; `{command} --force` replaces it",
+        )
+    if model is None:
+        raise UserError("no model is named", fix=f"add `--model`: `tunewell train {shlex.quote(data)} --model MODEL`")
+    result = init(data, model=model, ask=ask, progress=progress)
+    if result.source.open_points:
+        questions = "; ".join(f"`{key}`: {question}" for key, question in result.source.open_points.items())
+        flags = " ".join(result.source.flags.values())
+        raise UserError(questions, fix=f"decide, for example: `{command} --force {flags}`; then `tunewell train`")
+    return result
+
+
+def _other_sets(sets: Sequence[str]) -> list[tuple[str, Any]]:
+    """Return the keys and values of `--set` that are not keys of the source, which the source has already."""
+    parts = [(text, *text.partition("=")[::2]) for text in sets]
+    values = [(dotted_name(resolve_alias(parse_key(key.strip()))), read_value(own, text)) for text, key, own in parts]
+    return [(key, value) for key, value in values if not key.startswith(_OF_SOURCE)]
+
+
 @contextmanager
-def _naming_a_config(path: Path, model: str, data: str) -> Generator[None, None, None]:
-    """Add a config to errors whose fix is a key of the source, because `init` has not written one yet."""
+def _naming_the_option() -> Generator[None, None, None]:
+    """Add the option of `init` to errors whose fix is a key of the source."""
     try:
         yield
     except UserError as error:
-        if "the source" not in (error.fix or ""):
+        if not (found := re.search(r"`(\w+): ([^`]+)` on the source", error.fix or "")):
             raise
-        found = re.search(r"`(\w+: [^`]+)` on the source", error.fix or "")
-        setting = found[1] if found else "KEY: VALUE"
-        config = f"`model: {model}` and `data: {{sources: [{{path: {data}, {setting}}}]}}`"
-        raise UserError(error.what, where=error.where, fix=f"{error.fix}; write {config} to `{path}`") from error
+        option = f"add `--set 'data.sources[0].{found[1]}={found[2]}'` to `tunewell init`"
+        raise UserError(error.what, where=error.where, fix=f"{error.fix}; {option}") from error
 
 
 def _fitting_template(tokenizer: LoadedTokenizer) -> str:
@@ -105,38 +154,26 @@ def _fitting_template(tokenizer: LoadedTokenizer) -> str:
     return "auto"
 
 
-def _sample(data: str, model: str, template: str, source: dict[str, Any], progress: ProgressListener) -> Manifest:
+def _sample(wanted: LoadedConfig, data: str, template: str, source: Recognised, progress: ProgressListener) -> Manifest:
     """Prepare the first rows in a temporary folder, and return the manifest."""
     plain, limit = split_limit(data)
-    source = source | {"path": plain, "limit": min(limit or _SAMPLE_ROWS, _SAMPLE_ROWS)}
+    own = {**source.settings, "path": plain, "limit": min(limit or _SAMPLE_ROWS, _SAMPLE_ROWS)}
+    tree = wanted.config.model_dump(exclude_unset=True)
     values = {
-        "model": model,
-        "data": {"sources": [source], "held_out": 0.0},
-        "template": {"name": template},
-        "packing": {"long_documents": "split"},
+        "data": {**tree["data"], "sources": [own], "held_out": 0.0},
+        "template": {**tree.get("template", {}), "name": template},
+        "packing": {**tree.get("packing", {}), "long_documents": "split"},
     }
-    with temporary_corpus(LoadedConfig(Config(), Path(), None, {}), values, progress) as corpus:
+    with temporary_corpus(wanted, values, progress) as corpus:
         return corpus.manifest
 
 
-def _count_rows(files: list[SourceFile]) -> int:
-    total = 0
-    for file in files:
-        if file.format == "parquet":
-            total += count_parquet_rows(file)
-        else:
-            total += sum(len(block) for block in read_blocks(file, _READ))
-    return total
-
-
-def _held_out_beside(files: list[SourceFile]) -> str | None:
-    """Return a file in the folder of the data with a name such as `validation` or `held_out`, or None."""
-    if len(files) != 1 or not isinstance(files[0].source, LocalFile):
-        return None
-    path = files[0].source.path
-    endings = "".join(path.suffixes[-2:]) if files[0].compression else path.suffix
-    for name in _HELD_OUT_NAMES:
-        found = path.with_name(name + endings)
-        if found.is_file() and found != path:
-            return found.as_posix()
-    return None
+def _long_documents(sample: Manifest, limit: int | None, ask: Asker | None) -> str:
+    """Return what happens to rows that are longer than the model can read: texts are split, chats are asked for."""
+    if not sample.pieces:
+        return "error"
+    if {name for source in sample.sources for name in source.formats} == {"text"}:
+        return "split"
+    options = (("split", "cut them into pieces"), ("drop", "leave them out"))
+    text = f"Some rows are longer than the {limit or sample.packing.context_length:,} tokens that the model can read."
+    return (ask(Question(text, options)) if ask else None) or "error"

@@ -78,6 +78,7 @@ def plan(
         fitting_cards=[] if fits else [card.name for card in planner.cards_that_fit()],
         notes=[
             *([reason] if reason else []),
+            *([few] if (few := corpus.manifest.too_few_to_judge) else []),
             *machine_notes(machine, made, outlook, corpus=corpus.path, run=run),
         ],
         advice=advise(corpus),

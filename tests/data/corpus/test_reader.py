@@ -205,7 +205,7 @@ def test_a_dataset_without_datasets_says_what_to_install(corpus, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError) as caught:
         corpus.as_dataset()
-    assert "tunewell[datasets]" in (caught.value.fix or "")
+    assert "[datasets]" in (caught.value.fix or "")
 
 
 def test_a_corpus_in_memory_is_the_same_and_needs_its_files_no_more(tiny_model, tmp_path):

@@ -1,19 +1,27 @@
 """`tunewell init`: write a config for rows and a model."""
 
+import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tunewell.cli.options import AsJson
-from tunewell.cli.progress import shown_progress
+from tunewell.cli.options import AsJson, Sets
+from tunewell.cli.prompt import progress_and_questions
 from tunewell.cli.render import emit, folded_table, hanging, json_text
 from tunewell.cli.screens.corpus import dropped_reasons
 from tunewell.config.extensions import METHODS
+from tunewell.core.errors import UserError
 from tunewell.core.units import count
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tunewell.planning.first_config import InitResult
+
+EXIT_OPEN = 2
+_LABELS = {"columns": "columns", "encoding": "encoding", "separator": "separator", "assistant": "replies of"}
+"""Settings of the source that the screen shows."""
 
 
 def command(
@@ -34,18 +42,54 @@ def command(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Config file to write. Default: `tunewell.yaml`.")
     ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES", help="Your columns: `question=Frage,answer=Antwort`. Not needed for known names."
+        ),
+    ] = None,
+    encoding: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Character encoding of the rows, like `cp1252`. Default: found.")
+    ] = None,
+    set_: Sets = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing config.")] = False,
     json: AsJson = False,
 ) -> None:
-    """Write a config for your rows and a model, with the reasons."""
+    """Write a config for your rows and a model, with the reasons.
+
+    In a terminal, it asks for what it cannot tell: columns, encoding, separator, whose messages are the replies.
+    Elsewhere, such points are marked `?` in the config, and the exit code is 2.
+    """
     from tunewell.workflows.init import init
 
-    with shown_progress() as progress:
-        result = init(data, model=model, method=method, out=out, is_overwriting=force, progress=progress)
-    emit(json_text(result.as_json()) if json else _screen(result, data))
+    sets = [*source_sets(columns, encoding), *(set_ or ())]
+    with progress_and_questions(can_ask=not json) as (progress, ask):
+        result = init(
+            data, model=model, method=method, out=out, sets=sets, is_overwriting=force, ask=ask, progress=progress
+        )
+    emit(json_text(result.as_json()) if json else _screen(result, data, model, set_ or ()))
+    if result.source.open_points:
+        raise typer.Exit(EXIT_OPEN)
 
 
-def _screen(result: "InitResult", data: str) -> str:
+def source_sets(columns: str | None, encoding: str | None) -> list[str]:
+    """Return `--columns` and `--encoding` as settings of the first source."""
+    from tunewell.config.load import as_sets
+
+    sets = as_sets(**{"data.sources[0].encoding": encoding})
+    if columns is not None:
+        pairs = dict(part.split("=", 1) for part in columns.split(",") if "=" in part)
+        if len(pairs) != len(columns.split(",")):
+            raise UserError(
+                f"`--columns {columns}` is not a list of names", fix="write `--columns question=Frage,answer=Antwort`"
+            )
+        named = {ours.strip(): theirs.strip() for ours, theirs in pairs.items()}
+        sets.append(f"data.sources[0].columns={json_text(named)}")
+    return sets
+
+
+def config_table(result: "InitResult", data: str, sets: "Sequence[str]" = ()) -> str:
+    """Return what the config is based on, with the reasons."""
     from tunewell.planning.first_config import find_recipe
 
     sample, start, facts = result.sample, result.start, result.facts
@@ -57,34 +101,52 @@ def _screen(result: "InitResult", data: str) -> str:
     template = "the model's own" if is_own_template else f"`{result.template}`; the model has none"
     if formats == "text":
         template = "not used for plain text"
-    number = max(round(result.num_rows * 0.05), min(2, result.num_rows // 4))
-    held_out = f"about {count(number)} of {count(result.num_rows, 'row')}"
     rows = [
         ["model", f"{facts.name}: {size}, {limit}"],
         ["rows", f"{count(result.num_rows)} in `{data}`, format {formats}; {lengths}"],
+        *(
+            [_LABELS[key], _setting(value)]
+            for key, value in result.source.settings.items()
+            if key in _LABELS and key not in result.source.open_points
+        ),
         ["chat template", template],
-        [
-            "for testing",
-            f"`{result.held_out}`, found beside the data"
-            if result.held_out
-            else f"{held_out} (5%, always the same ones)",
-        ],
+        ["kept for testing", result.kept_for_testing],
         ["epochs", f"{start.epochs.value:g}: {start.epochs.because}"],
         ["learning rate", f"{start.learning_rate.value:g}: {start.learning_rate.because}"],
     ]
     if METHODS.entry(find_recipe(result.method).kind).is_adapter:
         rows.append(["LoRA rank", f"{start.rank.value}: {start.rank.because}"])
-    if result.labels:
-        remark = f"{count(len(result.labels), 'label')}; the model learns to name the label of a text (see the config)"
+    if labels := result.source.labels:
+        remark = f"{count(len(labels), 'label')}; the model learns to name the label of a text (see the config)"
         rows.insert(2, ["classification", remark])
+    rows += [["set", f"`{text}`"] for text in sets]
     rows += [["note", remark] for remark in sample.remarks]
+    if result.too_few_to_judge:
+        rows.append(["warning", result.too_few_to_judge])
     if sample.dropped:
         dropped = f"{count(sum(sample.dropped.values()))} of the first {count(sample.rows_in, 'row')}"
         rows.append(["dropped", f"{dropped}: {dropped_reasons(sample.dropped)}"])
-    return "\n".join(
-        [
-            folded_table(rows),
-            f"wrote `{result.path}`",
-            hanging("next: ", "`tunewell inspect` to see the rows as the model does, then `tunewell train`"),
-        ]
-    )
+    rows += [["open", f"`{key}`: {question}"] for key, question in result.source.open_points.items()]
+    return folded_table(rows)
+
+
+def _screen(result: "InitResult", data: str, model: str, sets: "Sequence[str]") -> str:
+    from tunewell.config.load import FILE_NAME
+
+    open_points = result.source.open_points
+    config = "" if str(result.path) == FILE_NAME else f" --config {shlex.quote(str(result.path))}"
+    next_step = f"`tunewell train{config}`; `tunewell inspect{config}` shows the rows as the model sees them"
+    marked = ""
+    if open_points:
+        flags = " ".join(result.source.flags.values())
+        given = shlex.join(["tunewell", "init", data, "--model", model])
+        out = f" --out {shlex.quote(str(result.path))}" if config else ""
+        next_step = f"decide, for example: `{given}{out} --force {flags}`"
+        marked = f" with {count(len(open_points), 'open point')}, marked `?`"
+    return "\n".join([config_table(result, data, sets), f"wrote `{result.path}`{marked}", hanging("next: ", next_step)])
+
+
+def _setting(value: Any) -> str:
+    if not isinstance(value, dict):
+        return f"`{value}`"
+    return ", ".join(f"{ours}: `{theirs}`" for ours, theirs in value.items())

@@ -127,7 +127,8 @@ def _screen(inspection: "Inspection", out: "Console", *, as_list: bool, has_deta
         legend = f"tokens {mark} are trained on, the others are context; `--tokens` lists them with their ids"
         out.print("\n" + hanging("", legend))
     if not inspection.is_corpus:
-        out.print("nothing was written. next: `tunewell prepare`")
+        out.print("nothing was written")
+    out.print("next: `tunewell train`")
 
 
 def _histogram(manifest: "Manifest") -> str:

@@ -53,6 +53,6 @@ def screen(result: "PrepareResult", *, has_details: bool = False) -> str:
         [
             folded_table(corpus_rows(result.manifest, folder=str(result.corpus), has_details=has_details), right=(1,)),
             outcome,
-            hanging("next: ", f"`tunewell inspect {result.corpus}` to see the tokens, then `tunewell train`"),
+            hanging("next: ", f"`tunewell train`; `tunewell inspect {result.corpus}` shows the tokens"),
         ]
     )

@@ -3,12 +3,14 @@
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tunewell.cli.options import AllowPickle, AsJson, ConfigFile, DataPaths, Sets
-from tunewell.cli.render import BestEffortStream, emit, json_text
+from tunewell.cli.prompt import progress_and_questions
+from tunewell.cli.render import BestEffortStream, emit, hanging, json_text
+from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress
 
 if TYPE_CHECKING:
@@ -17,13 +19,16 @@ if TYPE_CHECKING:
     from tunewell.config.load import LoadedConfig
     from tunewell.config.rules import Healing
     from tunewell.runs.config import RunOptions
+    from tunewell.runs.result import TrainResult
 
+_ROWS = "File, folder or glob of rows, for which `tunewell.yaml` is written first, as by `init`. Needs `--model`."
 _REHEARSE = "Only train on a few rows, for two minutes at most: does the loss fall? No run is written."
 _RESUME = "Resume the run in that folder. Without a config, use the settings of the run."
 
 
 def command(
     context: typer.Context,
+    rows: Annotated[str | None, typer.Argument(metavar="[DATA]", help=_ROWS, show_default=False)] = None,
     config: ConfigFile = None,
     set_: Sets = None,
     model: Annotated[str | None, typer.Option(metavar="MODEL", help="Model to train.")] = None,
@@ -46,10 +51,17 @@ def command(
     worker: Annotated[str | None, typer.Option("--worker", "--supervised", hidden=True)] = None,
     rehearse: Annotated[bool, typer.Option("--rehearse", help=_REHEARSE)] = False,
     no_validate: Annotated[bool, typer.Option("--no-validate", help="Do not test the model after training.")] = False,
+    export: Annotated[
+        str | None,
+        typer.Option(metavar="TARGETS", help="Export the model afterwards, unless it fails: `ollama`, `gguf,merged`."),
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Train the model and test it (prepares the data first if needed)."""
     from tunewell.runs.supervisor import can_supervise
+
+    if rows is not None:
+        _write_first_config(rows, model, config, data, is_worker=worker is not None, json=json)
 
     def load() -> "LoadedConfig":
         from tunewell.config.load import as_sets
@@ -58,6 +70,8 @@ def command(
         sets = [*as_sets(run=out, device=device), *(set_ or ())]
         if no_validate:
             sets.append("verdict.after_training=false")
+        if export is not None:
+            sets.append(f"export.to={json_text([name.strip() for name in export.split(',')])}")
         return load_for_run(config, sets, is_resuming=resume, model=model, data=data, seed=seed)
 
     if worker is None and not no_supervisor and not rehearse and can_supervise():
@@ -95,17 +109,62 @@ def command(
         result = run_training(loaded, options, listener)
         if worker:
             send_to_supervisor(worker, f"ended {result.exit_code}")
-    if is_first_process() and json:
-        emit(json_text(result.as_json()))
-    elif is_first_process():
+    if is_first_process() and not json:
         from tunewell.cli.screens.train_result import train_result_screen
 
         emit(train_result_screen(result, listener.run.start))
+        sys.stdout.flush()
+    exported, export_code = _export(loaded, result, allow_pickle=allow_pickle, json=json)
+    if is_first_process() and json:
+        emit(json_text(result.as_json() | exported))
     if worker:
         sys.stdout.flush()
         send_to_supervisor(worker, "printed")
-    if result.exit_code:
-        raise typer.Exit(result.exit_code)
+    if code := result.exit_code or export_code:
+        raise typer.Exit(code)
+
+
+def _write_first_config(
+    rows: str,
+    model: str | None,
+    config: Path | None,
+    data: list[str] | None,
+    *,
+    is_worker: bool,
+    json: bool,
+) -> None:
+    """Write `tunewell.yaml` for these rows as `init` does, unless the one that is there is for them."""
+    from tunewell.workflows.init import init_to_train
+
+    if config is not None or data:
+        raise UserError("the rows are named twice", fix="leave out `--config` and `--data`, or the first argument")
+    with progress_and_questions(can_ask=not is_worker and not json) as (progress, ask):
+        result = init_to_train(rows, model=model, ask=ask, progress=progress)
+    if result is not None:
+        from tunewell.cli.commands.init import config_table
+
+        sys.stderr.write(f"{config_table(result, rows)}\nwrote `{result.path}`\n")
+        sys.stderr.flush()
+
+
+def _export(
+    loaded: "LoadedConfig", result: "TrainResult", *, allow_pickle: bool, json: bool
+) -> "tuple[dict[str, Any], int]":
+    """Carry out `export.to`, and print it. Return the entry for `--json` and the exit code."""
+    if not loaded.config.export.to:
+        return {}, 0
+    from tunewell.cli.commands.export import announce, summary
+    from tunewell.cli.progress import shown_stages
+    from tunewell.cli.screens.export import parity_screen
+    from tunewell.workflows.finish import export_after_training
+
+    with shown_stages() as progress:
+        step = export_after_training(loaded, result, allow_pickle=allow_pickle, progress=progress, announce=announce)
+    if step.note:
+        sys.stderr.write(hanging("note: ", step.note) + "\n")
+    if step.exported is not None and not json:
+        emit(f"\n{parity_screen(step.exported.parity)}\n{summary(step.exported)}")
+    return {"export": step.exported.as_json() if step.exported else None}, step.exit_code
 
 
 def _rehearse(loaded: "LoadedConfig", options: "RunOptions", *, json: bool) -> int:

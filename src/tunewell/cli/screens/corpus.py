@@ -9,9 +9,6 @@ if TYPE_CHECKING:
     from tunewell.records.manifest import Manifest
 
 
-_NO_TEST = "no row is held out, so there will be no verdict; `data.held_out` can name a file of test rows"
-
-
 def corpus_rows(manifest: "Manifest", *, folder: str | None, has_details: bool = False) -> list[list[str]]:
     """Return the rows of the table: label, number, remark. `folder` is the corpus on disk, or None."""
     tokens, packing, lengths = manifest.tokens, manifest.packing, manifest.lengths
@@ -23,7 +20,7 @@ def corpus_rows(manifest: "Manifest", *, folder: str | None, has_details: bool =
     rows = [
         ["rows", count(manifest.rows_in), f"format: {formats}; chat template: {templates}"],
         ["for training", count(manifest.documents), ""],
-        ["for testing", count(manifest.held_out), "held out: never trained on" if manifest.held_out else _NO_TEST],
+        ["for testing", count(manifest.held_out), manifest.too_few_to_judge or "held out: never trained on"],
         [
             "dropped",
             count(sum(manifest.dropped.values())),

@@ -18,12 +18,13 @@ import numpy.typing as npt
 from tunewell.config.schema import Data
 from tunewell.core.errors import UserError
 from tunewell.core.units import count, percent
+from tunewell.data.corpus.held_out import Hashes, choose_auto, choose_share
 from tunewell.data.corpus.tokenized_block import TokenizedBlock
 from tunewell.records.manifest import ANSWERS, DROPPED, SECRETS, SourceRecord, unknown_remark
 
 _MAX_SECRET_ROWS = 1000
 _MIN_HELD_OUT = 2
-"""Questions that are held out of a small data set, if it has at least eight: a verdict needs two."""
+"""Rows of a share that need no adjustment."""
 _TWO_64 = float(2**64)
 _COLUMNS = {
     "tokens": "<u4",
@@ -100,15 +101,20 @@ class Documents:
 class Assembly:
     """A collector that appends tokenized blocks to staging files. It must be closed, even after an error."""
 
-    def __init__(self, folder: Path, config: Data) -> None:
+    def __init__(self, folder: Path, config: Data, held_out_before: Hashes | None = None) -> None:
         self.folder = folder
+        self.num_questions = 0
+        self.held_out_questions: Hashes = np.zeros(0, dtype=np.uint64)
+        """The questions that `auto` holds out; empty for a share or a file."""
         self.sources: list[SourceLedger] = []
         self.notes: Counter[str] = Counter()
         self.unknown_characters: Counter[str] = Counter()
         self.secrets: Counter[str] = Counter()
         self.num_secret_rows = 0
         self.num_tokens = 0
+        self._is_auto = config.held_out == "auto"
         self._held_out_share = 0.0 if isinstance(config.held_out, str) else config.held_out
+        self._held_out_before = self.held_out_questions if held_out_before is None else held_out_before
         self._clean = config.clean
         self._has_held_out_file = False
         self._open = ExitStack()
@@ -222,25 +228,21 @@ class Assembly:
             candidates = np.flatnonzero(~documents.is_dropped)
             for index in candidates[find_repeats(documents.whole[candidates])].tolist():
                 self.drop_document(documents, index, "exact_duplicate")
-        if self._held_out_share and not self._has_held_out_file:
-            self._adjust_held_out(documents)
+        is_used = ~documents.is_dropped
+        questions = np.unique(documents.question[:, 0][is_used])
+        self.num_questions = len(questions)
+        if self._is_auto:
+            self.held_out_questions = choose_auto(questions, self._held_out_before)
+            self._hold_out(documents, self.held_out_questions)
+        elif self._held_out_share and not self._has_held_out_file:
+            num_rows = int((documents.is_held_out & is_used).sum())
+            if not _MIN_HELD_OUT <= num_rows <= int(is_used.sum()) // 2:  # chance may choose none or all of a few rows
+                self._hold_out(documents, choose_share(questions, self._held_out_share))
         return documents
 
-    def _adjust_held_out(self, documents: Documents) -> None:
-        """Hold out at least two questions of a small data set, and never most of them: those with the smallest hashes.
-
-        Chance may choose none or all of a few rows. In a set of at least eight questions, the rows that are added later
-        never turn a training row into a held-out row.
-        """
-        is_used, hashes = ~documents.is_dropped, documents.question[:, 0]
-        if _MIN_HELD_OUT <= int((documents.is_held_out & is_used).sum()) <= int(is_used.sum()) // 2:
-            return
-        questions = np.unique(hashes[is_used])
-        chosen = int((questions / _TWO_64 < self._held_out_share).sum())
-        number = min(max(chosen, min(_MIN_HELD_OUT, len(questions) // 4)), len(questions) // 2)
-        if number == chosen:
-            return
-        is_held_out = hashes < questions[number]
+    def _hold_out(self, documents: Documents, questions: Hashes) -> None:
+        """Hold out the rows with these questions and no others, and count them in the ledger."""
+        is_used, is_held_out = ~documents.is_dropped, np.isin(documents.question[:, 0], questions)
         for index in np.flatnonzero(is_used & (is_held_out != documents.is_held_out)).tolist():
             ledger, change = self.sources[int(documents.source[index])], 1 if is_held_out[index] else -1
             ledger.held_out += change

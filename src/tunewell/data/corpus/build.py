@@ -18,6 +18,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import disk_full_as_user_error, publish_folder
 from tunewell.core.progress import Progress
 from tunewell.data.corpus.assembly import Assembly, Documents
+from tunewell.data.corpus.held_out import read_questions
 from tunewell.data.corpus.similarity import SHINGLE_TOKENS, Indices, NearDuplicateSearch, NearPairs, TokenLists
 from tunewell.data.corpus.spec import BuildSpec, Job
 from tunewell.data.corpus.tokenized_block import (
@@ -50,7 +51,7 @@ def build(spec: BuildSpec, *, out: Path, work_dir: Path) -> Manifest:
         cache.mkdir(parents=True, exist_ok=True)
         (staging / "corpus").mkdir(parents=True)
         try:
-            with closing(Assembly(staging, spec.data)) as assembly:
+            with closing(Assembly(staging, spec.data, read_questions(out))) as assembly:
                 used = _assemble(assembly, spec, cache, space)
                 documents = assembly.finish()
                 space.is_read = True

@@ -74,7 +74,7 @@ def _find_candidates(manifest: Manifest, data: Data, bases: Sequence[Path]) -> I
     same_sources = len(made_with.sources) == len(data.sources)
     for index in range(HELD_OUT_FILE, len(made_with.sources)):
         known = [made_with, data] if same_sources else [made_with]
-        paths = [each.held_out if index == HELD_OUT_FILE else each.sources[index].path for each in known]
+        paths = [each.held_out_file if index == HELD_OUT_FILE else each.sources[index].path for each in known]
         for path in dict.fromkeys(path for path in paths if isinstance(path, str)):
             for base in dict.fromkeys(bases):
                 try:

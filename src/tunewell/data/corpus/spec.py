@@ -8,6 +8,7 @@ from typing import Any
 
 from tunewell import __version__
 from tunewell.config.load import LoadedConfig
+from tunewell.config.open_points import require_no_open_points
 from tunewell.config.schema import Data, Packing, SourceConfig
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_text, stable_json
@@ -78,6 +79,7 @@ def require_model_and_data(loaded: LoadedConfig) -> None:
         )
     if not loaded.config.data.sources:
         raise UserError("no data is set", fix="add `data.sources` to the config, or `--data FILE` to the command")
+    require_no_open_points(loaded)
 
 
 def make_spec(loaded: LoadedConfig, text: TextPipeline, *, context_limit: int | None) -> BuildSpec:
@@ -128,8 +130,8 @@ def _file_remarks(path: str, base: Path) -> list[str]:
 def _make_jobs(loaded: LoadedConfig, text: TextPipeline) -> list[Job]:
     data, base = loaded.config.data, loaded.base
     found: list[tuple[int, SourceFile]] = []
-    if isinstance(data.held_out, str):
-        found += [(HELD_OUT_FILE, file) for file in find_files(data.held_out, base=base)]
+    if data.held_out_file is not None:
+        found += [(HELD_OUT_FILE, file) for file in find_files(data.held_out_file, base=base)]
     for index, source in enumerate(data.sources):
         found += [(index, file) for file in find_files(source.path, base=base)]
     found = _with_distinct_names(found)
@@ -159,6 +161,7 @@ def read_options(data: Data, index: int) -> ReadOptions:
         paths=source.paths,
         assistant=source.assistant,
         gap_hours=source.gap_hours,
+        separator=source.separator,
     )
 
 

@@ -70,6 +70,7 @@ def make_manifest(
         rows_in=rows,
         documents=documents,
         held_out=held_out,
+        questions=assembly.num_questions,
         pieces=pieces,
         repeats=units.num_repeats,
         dropped=dict(sorted(total_dropped(assembly).items())),

@@ -6,6 +6,7 @@ from typing import Any
 
 from tunewell.config.extensions import FORMATS
 from tunewell.data.rows.conversation import Rejected, is_list, is_object
+from tunewell.data.rows.headings import known_heading
 
 QUESTIONS = ("question", "query", "problem", "prompt", "instruction", "input", "user")
 ANSWERS = ("answer", "solution", "response", "completion", "output", "reply", "assistant")
@@ -60,9 +61,15 @@ def _suggest(row: Mapping[str, Any]) -> str:
 
 
 def suggest_columns(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the `columns` that make a known format of names that nearly match one, such as `Question`."""
-    columns = {known: key for key in row if (known := nearest_column(key))}
-    return columns if find_candidates(columns) and not find_candidates(row) else {}
+    """Return the `columns` that make a known format of names that nearly match one, such as `Questions` or `Frage`."""
+    columns: dict[str, str] = {}
+    for key in map(str, row):
+        if known := known_heading(key) or nearest_column(key):
+            columns.setdefault(known, key)
+    found = find_candidates(columns)
+    if not found or find_candidates(row):
+        return {}
+    return {known: key for known, key in columns.items() if known != "text" or found[0][0] == "text"}
 
 
 def match_ignoring_case(row: Mapping[str, Any]) -> dict[str, str]:

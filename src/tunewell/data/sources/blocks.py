@@ -57,6 +57,7 @@ class ReadOptions:
     paths: str = "best"
     assistant: str | None = None
     gap_hours: float = 8.0
+    separator: str = "auto"
 
 
 def read_blocks(file: SourceFile, options: ReadOptions) -> Iterator[Block]:
@@ -97,7 +98,11 @@ def _numbered(file: SourceFile, options: ReadOptions) -> Iterator[tuple[int, Any
 
 def _numbered_records(file: SourceFile, options: ReadOptions) -> Iterator[tuple[int, Any, bytes]]:
     records = read_records(
-        file, text_rows=options.text_rows, encoding=options.encoding, max_bytes=options.max_row_bytes
+        file,
+        text_rows=options.text_rows,
+        encoding=options.encoding,
+        max_bytes=options.max_row_bytes,
+        separator=options.separator,
     )
     yield from _numbered_items(records, options)
 

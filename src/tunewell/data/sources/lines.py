@@ -154,3 +154,46 @@ def split_lines(blocks: Iterable[bytes], *, max_bytes: int, keep_ends: bool = Fa
         yield TooLong(num_held)
     elif held:
         yield b"".join(held) if keep_ends else b"".join(held).removesuffix(b"\r")
+
+
+_LATIN = ("cp1252", "cp1250", "mac_roman", "cp850")
+_OTHER = ("shift_jis", "cp1251", "gb18030", "euc_kr", "big5")
+_MAX_ACCENTED = 0.4
+"""Share of letters outside ASCII above which a text is not written in Latin letters."""
+_SAMPLE_CHARS = 60
+
+
+def likely_encodings(file: SourceFile) -> list[tuple[str, str]]:
+    """Return encodings in which a file that is not UTF-8 can be read, each with a line that differs between them.
+
+    Latin encodings come first if the text looks like it. The list is empty for UTF-8 and for other files whose first
+    bytes name the encoding.
+    """
+    if file.format not in _CP1252_FORMATS or detect_encoding(file, "auto") not in ("cp1252", "utf-8"):
+        return []
+    start = next(read_bytes(file), b"")
+    lines = [line.strip() for line in start.splitlines()[:-1] or [start]]
+    foreign = [line for line in lines if not line.isascii()]
+    try:
+        b"\n".join(foreign).decode("utf-8")
+        return []
+    except UnicodeDecodeError:
+        pass
+    found: dict[str, str] = {}
+    letters = [mark for mark in b"\n".join(foreign).decode("latin-1") if mark.isalpha() or not mark.isascii()]
+    is_latin = sum(not mark.isascii() for mark in letters) < _MAX_ACCENTED * len(letters)
+    for name in (*_LATIN, *_OTHER) if is_latin else (*_OTHER, *_LATIN):
+        try:
+            text = b"\n".join(foreign).decode(name)
+        except UnicodeDecodeError:
+            continue
+        if text.replace("\n", "").isprintable():
+            found.setdefault(_around_foreign(text), name)
+    return [(name, sample) for sample, name in found.items()]
+
+
+def _around_foreign(text: str) -> str:
+    """Return the part of the first line around its first character that is not ASCII."""
+    line = text.partition("\n")[0]
+    at = next((index for index, mark in enumerate(line) if not mark.isascii()), 0)
+    return line[max(0, at - _SAMPLE_CHARS // 2) :][:_SAMPLE_CHARS]

@@ -3,7 +3,7 @@
 import csv
 import re
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from tunewell.core.errors import UserError
@@ -81,6 +81,7 @@ def _find_rows(value: Any) -> list[Any]:
 
 
 _DELIMITERS = ",;\t|"
+_HEAD_LINES, _HEAD_BYTES = 40, 1 << 16
 _SEPARATOR_LINE = re.compile(r'"?sep=([,;\t|])"?[,;]*', re.IGNORECASE)
 """A first line that Excel reads and hides. It names the delimiter."""
 _NAME_COLUMNS = "name the columns in the first line, like `question,answer`, with one row on each line below it"
@@ -93,7 +94,9 @@ Record = Any
 """A parsed record, or `Rejected` if it could not be read."""
 
 
-def read_records(file: SourceFile, *, text_rows: str, encoding: str, max_bytes: int) -> Iterator[tuple[int, Record]]:
+def read_records(
+    file: SourceFile, *, text_rows: str, encoding: str, max_bytes: int, separator: str = "auto"
+) -> Iterator[tuple[int, Record]]:
     """Yield each record, or `Rejected`, with its number from 1; in a `.txt` file, the number of its first line."""
     if file.format == "parquet":
         return enumerate(parquet_rows(file), start=1)
@@ -107,7 +110,7 @@ def read_records(file: SourceFile, *, text_rows: str, encoding: str, max_bytes: 
     if file.format == "json":
         return enumerate(read_json_rows(file, encoding=encoding), start=1)
     if file.format in ("csv", "tsv"):
-        return enumerate(_csv_rows(file, encoding, max_bytes), start=1)
+        return enumerate(_csv_rows(file, encoding, max_bytes, separator), start=1)
     return _text_rows(file, text_rows, encoding, max_bytes)
 
 
@@ -151,11 +154,11 @@ class _CsvLines:
         return self._waiting.pop(0)
 
 
-def _csv_rows(file: SourceFile, encoding: str, max_bytes: int) -> Iterator[Record]:
+def _csv_rows(file: SourceFile, encoding: str, max_bytes: int, separator: str) -> Iterator[Record]:
     # The field limit of the csv module is global to the process and lower than the configured row limit.
     csv.field_size_limit(max(max_bytes, csv.field_size_limit()))
     lines = _CsvLines(file, encoding, max_bytes)
-    reader, names = _csv_head(file, lines)
+    reader, names = _csv_head(file, lines, encoding, separator)
     while True:
         lines.begin_record()
         first_line = lines.num_lines + 1
@@ -177,14 +180,34 @@ def _csv_rows(file: SourceFile, encoding: str, max_bytes: int) -> Iterator[Recor
             yield Rejected("unparsable", f"{len(values)} values for {len(names)} columns (line {first_line})")
 
 
-def _csv_head(file: SourceFile, lines: _CsvLines) -> tuple[Iterator[list[str]], list[str]]:
-    """Read the column names and detect the delimiter from them."""
+def likely_separators(file: SourceFile, encoding: str) -> list[str]:
+    """Return the separators that divide the first lines of a table, best first. Several are a tie; none is possible."""
+    lines = read_lines(file, encoding=encoding, max_bytes=_HEAD_BYTES, keep_ends=True)
+    texts = [text_of(line) for line in islice(lines, _HEAD_LINES) if isinstance(line, bytes) and line.strip()]
+    found: dict[str, tuple[float, int]] = {}
+    for mark in _DELIMITERS:
+        rows = list(csv.reader(texts, delimiter=mark))
+        if rows and (width := len(rows[0])) > 1:
+            found[mark] = sum(len(row) == width for row in rows) / len(rows), width
+    best = max((share for share, _ in found.values()), default=0.0)
+    return sorted((mark for mark, (share, _) in found.items() if share == best), key=lambda mark: -found[mark][1])
+
+
+def _csv_head(
+    file: SourceFile, lines: _CsvLines, encoding: str, separator: str
+) -> tuple[Iterator[list[str]], list[str]]:
+    """Read the column names and detect the separator from the first lines, unless it is set."""
     try:
         head = next((line for line in lines if line.strip()), "")
         delimiters = "\t" if file.format == "tsv" else _DELIMITERS
+        if separator != "auto":
+            delimiters = "\t" if separator == "tab" else separator
         if named := _SEPARATOR_LINE.fullmatch(head.strip("\r\n")):
             delimiters, head = named[1], next((line for line in lines if line.strip()), "")
-        delimiter = max(delimiters, key=lambda mark: len(next(csv.reader([head], delimiter=mark), list[str]())))
+        widths = {mark: len(next(csv.reader([head], delimiter=mark), list[str]())) for mark in delimiters}
+        delimiter = max(widths, key=widths.__getitem__)
+        if sum(width > 1 for width in widths.values()) > 1:
+            delimiter = next(iter(likely_separators(file, encoding)), delimiter)
         reader = csv.reader(chain([head], lines), delimiter=delimiter, strict=True)
         names = [name.strip() for name in next(reader, list[str]())]
     except (_RecordTooLarge, csv.Error) as error:

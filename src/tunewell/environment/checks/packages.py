@@ -10,6 +10,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from tunewell.core.optional import install_arguments
 from tunewell.core.units import count
 from tunewell.environment.facts import Environment, ImportTrial, Package
 from tunewell.environment.findings import Finding, pip_install, pip_uninstall
@@ -101,7 +102,7 @@ def training_packages(facts: Environment) -> Iterator[Finding]:
             f"training needs {', '.join(missing)}: not installed",
             f"installed packages of {facts.python.executable}",
             "install the packages for training",
-            [pip_install(facts.python, "tunewell[train]")],
+            [pip_install(facts.python, *install_arguments("train"))],
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tunewell.core.errors import UserError
+from tunewell.core.optional import install_command
 from tunewell.export.gguf.architecture import llama_cpp_facts
 from tunewell.inference.llama_cpp.library import find_llama
 
@@ -51,7 +52,7 @@ def quantize_rows(numbers: np.ndarray, ggml_type: Any) -> np.ndarray:
         raise UserError(
             "this build of llama.cpp cannot quantise weights",
             where=str(bindings.path),
-            fix='run `pip install "tunewell[export]"`, or export `q8_0` or `f16`',
+            fix=f"run `{install_command('export')}`, or export `q8_0` or `f16`",
         )
     stored = np.empty(quant_shape_to_byte_shape(numbers.shape, ggml_type), np.uint8)
     arguments = (numbers.ctypes.data, stored.ctypes.data, 0, *numbers.shape, None)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tunewell.core.errors import UserError
+from tunewell.core.optional import install_command
 from tunewell.inference.llama_cpp.bindings import Bindings, UnusableLibrary
 from tunewell.inference.llama_cpp.model import LlamaModel
 
@@ -93,7 +94,7 @@ def find_llama(path: Path | None = None) -> LlamaLibrary:
             raise UserError(
                 f"the given llama.cpp library {problem}",
                 where=f"{named.path} ({named.origin})",
-                fix='give the path of another library, or no path and run `pip install "tunewell[export]"`',
+                fix=f"give the path of another library, or no path and run `{install_command('export')}`",
             ) from None
     tried = []
     for candidate in installed_candidates():
@@ -104,7 +105,7 @@ def find_llama(path: Path | None = None) -> LlamaLibrary:
     raise UserError(
         "no usable llama.cpp library was found",
         where="; ".join(tried) or f"searched {', '.join(name for name, _ in _PACKAGES)} and the system's libraries",
-        fix=f'pip install "tunewell[export]", or set {VARIABLE} to the path of a `libllama` file',
+        fix=f"{install_command('export')}, or set {VARIABLE} to the path of a `libllama` file",
     )
 
 

@@ -51,6 +51,14 @@ class Turns:
         return ConversationRow(self.messages[start:], format_name, dict(self.notes))
 
 
+class UnknownSpeaker(UserError):
+    """Raised for a chat of which nobody has said whose messages are the replies."""
+
+    def __init__(self, senders: Counter[str], what: str, *, where: str, fix: str) -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.senders = senders
+
+
 class ChatMessage(NamedTuple):
     """One message of a chat between people."""
 
@@ -74,7 +82,8 @@ def chat_rows(
     senders = Counter(message.sender for message in chat if message.sender)
     if assistant is None or assistant not in senders:
         named = ", ".join(f"`{name}` ({count(number)})" for name, number in senders.most_common(_NUM_NAMED))
-        raise UserError(
+        raise UnknownSpeaker(
+            senders,
             f"whose messages in `{file_name}` are the replies?"
             if assistant is None
             else f"`{assistant}` wrote nothing in `{file_name}`",

@@ -1,0 +1,92 @@
+"""`tunewell` alone: where a project stands, from its files."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tunewell.cli.main import main
+from tunewell.core.files import FolderLock
+from tunewell.records.rundir import LOCK
+from tunewell.runs.overview import read_overview
+
+WRITTEN = Path(__file__).parents[1] / "compat" / "written_by_0_1_0"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_config(folder: Path, text: str = "") -> None:
+    (folder / "tunewell.yaml").write_text(f"model: m\ndata: {{sources: rows.csv{text}}}\nrun: run\n", encoding="utf-8")
+
+
+def test_an_empty_folder_shows_the_commands_and_how_to_start(folder, capsys):
+    """Guards the first minute: the file that is there is in the command."""
+    (folder / "README.md").write_text("not rows", encoding="utf-8")
+    (folder / "my chats.csv").write_text("question,answer\n", encoding="utf-8")
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert "usage: tunewell COMMAND" in shown and "start: `tunewell train 'my chats.csv' --model MODEL`" in shown
+
+
+def test_each_stage_names_the_next_command(folder, capsys):
+    """Guards against two places that disagree about the next step."""
+    write_config(folder)
+    found = read_overview()
+    assert dict(found.entries)["corpus"].startswith("not prepared yet") and found.next_step == "`tunewell train`"
+    shutil.copytree(WRITTEN / "corpus", folder / "corpus")
+    assert "for training" in dict(read_overview().entries)["corpus"]
+    shutil.copytree(WRITTEN / "run_lora", folder / "run")
+    (folder / "run" / "outcome.json").unlink(missing_ok=True)
+    write_config(folder)
+    assert "not finished" in dict(read_overview().entries)["run"]
+    assert read_overview().next_step == "`tunewell train --resume`"
+    with FolderLock.take(folder / "run" / LOCK, doing="training"):
+        assert "a process is working in it" in dict(read_overview().entries)["run"]
+        assert read_overview().next_step == "wait until it ends"
+    shutil.rmtree(folder / "run")
+    (folder / "tunewell.yaml").unlink()
+    shutil.copytree(WRITTEN / "run_finished", folder / "run")
+    report = json.loads((folder / "run" / "report.json").read_text(encoding="utf-8"))
+    assert main(["--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["verdict"].startswith(report["verdict"]) and shown["next"].startswith(report["next"])
+    (folder / "run" / "report.json").unlink()
+    assert read_overview().next_step == "`tunewell validate run`"
+
+
+def test_a_config_that_changed_after_the_run_is_trained_in_a_new_folder(folder):
+    """Guards advice about a run that the user has already acted on."""
+    shutil.copytree(WRITTEN / "run_finished", folder / "run")
+    write_config(folder)
+    assert read_overview().next_step == "`tunewell train --out run2` with the changed config"
+
+
+def test_problems_are_entries_and_not_errors(folder):
+    """Guards the command for somebody who has lost the thread: it must not fail on the file that is broken."""
+    write_config(folder, ", held_out: 7")
+    assert "has an error" in dict(read_overview().entries)["config"]
+    (folder / "tunewell.yaml").write_text(
+        "model: m\ndata: {sources: {path: r.csv, assistant: '?'}}\n", encoding="utf-8"
+    )
+    assert "replace `?`" in read_overview().next_step
+    (folder / "corpus").mkdir()
+    (folder / "corpus" / "manifest.json").write_text("{", encoding="utf-8")
+    (folder / "run").mkdir()
+    (folder / "run" / "plan.json").write_text("{", encoding="utf-8")
+    entries = dict(read_overview().entries)
+    assert "damaged" in entries["corpus"] and "damaged" in entries["run"]
+
+
+def test_it_imports_no_torch(folder):
+    """A look at a folder takes a second, not ten."""
+    shutil.copytree(WRITTEN / "run_finished", folder / "run")
+    check = "assert not {'torch', 'transformers'} & set(sys.modules)"
+    code = f"import sys; from tunewell.cli.main import main; main([]); {check}"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
