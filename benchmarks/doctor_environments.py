@@ -27,7 +27,7 @@ OLD = (
     *(TORCH, "trl==0.8.6", "transformers==4.41.2", "accelerate==0.30.1", "peft==0.11.1", "datasets==2.19.2"),
     *("numpy<2", "huggingface_hub<0.26", "pyarrow==16.1.0", "rich"),
 )
-T4 = "Tesla T4, {driver}, 15360, 14900, 7.5"
+T4 = "0, Tesla T4, 15360, 14900, 7.5, {driver}, 0"
 
 
 @dataclass

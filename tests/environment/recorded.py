@@ -3,7 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from tunewell.environment.facts import Disk, Environment, Gpu, ImportTrial, Machine, Package, Python, TorchBuild
+from tunewell.environment.facts import Disk, Environment, ImportTrial, Machine, Package, Python, TorchBuild
+from tunewell.hardware.nvidia_smi import Gpu
 
 GIB = 1 << 30
 SITE = "/home/ada/venv/lib/python3.11/site-packages"

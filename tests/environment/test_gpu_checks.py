@@ -1,13 +1,11 @@
 """GPU checks on recorded facts: driver, nvidia-smi, torch's wheel, GPU generation, bf16, bitsandbytes."""
 
-import stat
 from dataclasses import replace
 
 import pytest
 from recorded import GIB, H200, RTX_5090, T4, V100, sound, with_gpu
 
 from tunewell.environment.facts import ImportTrial, TorchBuild
-from tunewell.environment.machine import parse_gpus, query_gpus
 from tunewell.environment.registry import run_checks
 
 
@@ -133,37 +131,3 @@ def test_a_gpu_that_torch_does_not_find_is_named():
     assert ids(old) == ["driver-too-old"]  # the reason is known
     machine = replace(facts.machine, variables={"CUDA_VISIBLE_DEVICES": "7"})
     assert ids(replace(facts, machine=machine)) == ["gpu-not-visible"]
-
-
-def test_the_table_of_nvidia_smi_is_parsed():
-    """Fields that a GPU does not report are `[N/A]`."""
-    text = "NVIDIA H200, 580.159.04, 143771, 143000, 9.0\nGRID K1, 367.134, [N/A], [N/A], [N/A]\n"
-    state, _, gpus = parse_gpus(text)
-    assert state == "ok" and gpus[0].capability == (9, 0) and gpus[1].capability is None
-    assert parse_gpus("")[0] == "ok" and parse_gpus("")[2] == []
-    assert parse_gpus("Hello, world")[0] == "unreadable"
-
-
-@pytest.mark.parametrize(
-    ("script", "state"),
-    [
-        ("echo 'Tesla T4, 580.65.06, 15360, 14900, 7.5'", "ok"),
-        ("exec sleep 30", "hangs"),
-        ("echo 'NVIDIA-SMI has failed'; exit 9", "fails"),
-        ("echo 'usage: not the real one'", "unreadable"),
-        ("printf '\\377\\376'", "fails"),
-    ],
-)
-def test_a_stand_in_nvidia_smi_is_asked(tmp_path, monkeypatch, script, state):
-    """The real program may hang in the kernel, fail, or be something else."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert query_gpus(seconds=1.0)[0] == state
-
-
-def test_a_missing_nvidia_smi_is_no_error(tmp_path, monkeypatch):
-    """Most machines have none."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert query_gpus()[0] == "missing"

@@ -2,14 +2,13 @@
 
 import json
 import struct
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from recorded import GIB, sound
 
-from tunewell.environment.checks.models import BASE_MODELS, suggest
+from tunewell.environment.checks.models import suggest
 from tunewell.environment.facts import Disk, ModelState
 from tunewell.environment.model_files import read_models, weight_problem
 from tunewell.environment.registry import run_checks
@@ -168,9 +167,6 @@ def test_a_model_that_is_larger_than_the_memory_gets_a_suggestion(tmp_path):
     assert run_checks(replace(facts, bytes_per_parameter=0.5)) == []
 
 
-def test_the_suggested_models_are_complete_and_ordered_by_size():
-    """A contributor adds an entry without code."""
-    entries = tomllib.loads(BASE_MODELS.read_text(encoding="utf-8"))["model"]
-    assert all(set(entry) == {"name", "type", "parameters"} and "/" in entry["name"] for entry in entries)
-    assert suggest("phi", 16 * GIB, 4.0) == ["HuggingFaceTB/SmolLM2-1.7B-Instruct", "Qwen/Qwen3-1.7B"]
+def test_the_suggested_models_are_ordered_by_size():
+    assert suggest("phi", 16 * GIB, 4.0) == ["Qwen/Qwen3-1.7B", "HuggingFaceTB/SmolLM2-1.7B-Instruct"]
     assert suggest("llama", 1 << 20, 4.0) == []

@@ -3,10 +3,12 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from tunewell.hardware.machine import System
+from tunewell.hardware.system import System
 
 _FOLDER = Path(__file__).parent / "recorded"
+NAMES = sorted(path.stem for path in _FOLDER.glob("*.json"))
 
 
 class RecordedSystem(System):
@@ -32,6 +34,15 @@ class RecordedSystem(System):
     def free_disk(self, path: str) -> int | None:
         """Return the recorded free bytes."""
         return self._facts["free_disk"].get(path, 50 << 30)
+
+    def total_disk(self, path: str) -> int | None:
+        """Return the recorded bytes; an idle machine has nothing in them."""
+        return None if self.platform == "darwin" else self.free_disk(path)
+
+    @property
+    def doctor(self) -> dict[str, Any]:
+        """The packages of the machine, and what `doctor` finds there; empty if they were not recorded."""
+        return self._facts.get("doctor", {})
 
     def installed(self, package: str) -> str | None:
         """Return the recorded version of torch."""

@@ -25,8 +25,11 @@ TORCH_FREE = (
     "models/shape.py",
     "hardware/facts.py",
     "hardware/machine.py",
+    "hardware/nvidia_smi.py",
+    "hardware/system.py",
     "hardware/cards.py",
     "runs/probe.py",
+    "workflows/models.py",
     "workflows/plan.py",
 )
 HEAVY = ("torch", "transformers", "datasets", "rich", "typer")

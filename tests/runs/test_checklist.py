@@ -6,13 +6,14 @@ import pytest
 
 from tunewell.hardware.facts import DeviceFacts
 from tunewell.records.plan import Chosen
+from tunewell.records.prediction import MemoryPrediction, Prediction, TimePrediction
 from tunewell.runs import checklist as module
 from tunewell.runs.checklist import checklist, settings_without_effect, warnings
 
 GIB = 1 << 30
 
 
-def items(tmp_path, monkeypatch, *, held_out=4, free=20 * GIB, disk=100 * GIB, templates=("chatml",), **predicted):
+def items(tmp_path, monkeypatch, *, held_out=4, free=20 * GIB, disk=100 * GIB, templates=("chatml",), prediction=None):
     """Return the items by name."""
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: SimpleNamespace(free=disk))
     plan = SimpleNamespace(
@@ -20,12 +21,13 @@ def items(tmp_path, monkeypatch, *, held_out=4, free=20 * GIB, disk=100 * GIB, t
         precision=Chosen[str](value="bf16", because="supported"),
         num_steps=Chosen[int](value=100, because="x"),
         epochs=Chosen[float](value=3.0, because="x"),
+        prediction=prediction,
     )
     split = SimpleNamespace(documents=56, supervised=436, tokens=1851)
     records = [SimpleNamespace(name=name) for name in templates]
     manifest = SimpleNamespace(splits={"train": split}, dropped={"empty": 2}, held_out=held_out, templates=records)
     device = DeviceFacts("cuda", "cuda:0", "NVIDIA T4", 24 * GIB, free, has_bf16=True, has_flash=True)
-    found = checklist(plan, manifest, device, folder=tmp_path, checkpoint_bytes=GIB, keep=2, **predicted)  # type: ignore[arg-type]
+    found = checklist(plan, manifest, device, folder=tmp_path, checkpoint_bytes=GIB, keep=2)  # type: ignore[arg-type]
     return {item.name: item for item in found}
 
 
@@ -46,12 +48,15 @@ def test_what_is_missing_is_marked(tmp_path, monkeypatch):
     assert len(notes) == 2 and notes[1].startswith("disk space: checkpoints need about")
 
 
-@pytest.mark.parametrize(("needed", "state"), [(10 * GIB, "ok"), (30 * GIB, "warn")])
-def test_predictions_are_shown_if_there_are_any(tmp_path, monkeypatch, needed, state):
+@pytest.mark.parametrize(("fits", "state"), [(True, "ok"), (False, "warn")])
+def test_predictions_are_shown_if_there_are_any(tmp_path, monkeypatch, fits, state):
     """The planner predicts memory and time; the list compares them with what is free."""
-    found = items(tmp_path, monkeypatch, predicted_bytes=needed, predicted_seconds=(60.0, 90.0))
-    assert found["memory"].state == state
-    assert found["time"].value == "1 m 00 s to 1 m 30 s for 100 steps" and found["time"].state == "ok"
+    size = 10 * GIB
+    memory = MemoryPrediction(peak_bytes=size, needed_bytes=size, low_bytes=size, high_bytes=size)
+    prediction = Prediction(fits=fits, memory=memory, seconds=TimePrediction(low=60.0, high=90.0, expected=75.0))
+    found = items(tmp_path, monkeypatch, prediction=prediction)
+    assert found["memory"].state == state and found["memory"].value.startswith("about 10.0 GiB expected; 20.0 GiB of")
+    assert found["time"].value == "1 m 00 s to 1 m 30 s in all; 100 steps" and found["time"].state == "ok"
 
 
 def test_plain_text_needs_no_template(tmp_path, monkeypatch):

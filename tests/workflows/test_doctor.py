@@ -46,7 +46,7 @@ def test_json_and_the_screen_agree_on_a_gpu_that_torch_cannot_use(place, capsys,
     monkeypatch.setattr("tunewell.environment.packages._torch_build", lambda _: build)
     (place / "bin").mkdir()
     program = place / "bin" / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'Tesla T4, 580.65.06, 15360, 14900, 7.5'\n")
+    program.write_text("#!/bin/sh\necho '0, Tesla T4, 15360, 14900, 7.5, 580.65.06, 0'\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     code, out = run(capsys, "--json")
     found = json.loads(out)

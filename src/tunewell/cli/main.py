@@ -20,7 +20,7 @@ from tunewell.core.errors import SharedError, UserError, did_you_mean
 from tunewell.core.files import explain_os_error
 
 _NAMES = (
-    "init inspect prepare plan train profile validate export verify notebook chat serve "
+    "models init inspect prepare plan train profile validate export verify notebook chat serve "
     "diagnose doctor explain glossary schema"
 )
 COMMANDS = tuple((name, f"tunewell.cli.commands.{name}") for name in _NAMES.split())

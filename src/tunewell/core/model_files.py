@@ -1,4 +1,4 @@
-"""Find the files of a model: a folder, a single file, an installed package, or a Hugging Face Hub repository."""
+"""Find the files of a model: a folder, a file, an installed package, Ollama's folder, or a Hub repository."""
 
 import importlib.metadata
 import importlib.util
@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from tunewell.core.errors import UserError
+from tunewell.core.catalogue import close_models, find_in_catalogue
+from tunewell.core.errors import UserError, did_you_mean
+from tunewell.core.ollama import PREFIX as OLLAMA
+from tunewell.core.ollama import find_ollama, list_ollama
 
-Origin = Literal["folder", "file", "package", "hub", "preset"]
+Origin = Literal["folder", "file", "package", "hub", "ollama", "preset"]
 
 # The tokenizer and configuration files of a model. This module never downloads weights.
 SMALL_FILES = (
@@ -74,7 +77,7 @@ class ModelFiles:
 
 
 def locate(model: str | Path) -> ModelFiles:
-    """Find the files of a path, `package:NAME` (never imported) or hub id; raise UserError if nothing is found."""
+    """Find the files of a path, `package:NAME` (never imported), `ollama:NAME` or hub id; raise UserError if none."""
     source = str(model)
     if source.startswith("preset:"):
         raise UserError(
@@ -83,6 +86,8 @@ def locate(model: str | Path) -> ModelFiles:
         )
     if isinstance(model, str) and model.startswith("package:"):
         return _in_package(source, model.removeprefix("package:"))
+    if isinstance(model, str) and model.startswith(OLLAMA):
+        return ModelFiles(source, "ollama", gguf=find_ollama(model).blob)
     path = Path(model).expanduser()
     if path.is_dir():
         return _in_folder(source, path, "folder")
@@ -93,8 +98,19 @@ def locate(model: str | Path) -> ModelFiles:
     raise UserError(
         f"there is no model `{source}`",
         where="the name is neither a file nor a folder",
-        fix="give a model folder, a `.gguf`, `.model` or `tokenizer.json` file, `package:NAME`, or a hub id",
+        fix=_suggestion(source)
+        or "give a model folder, a `.gguf`, `.model` or `tokenizer.json` file, `package:NAME`, "
+        "`ollama:NAME` or a hub id; `tunewell models` lists some",
     )
+
+
+def _suggestion(name: str) -> str:
+    """Return the closest models of the catalogue and of Ollama as a question, or an empty text."""
+    if find_in_catalogue(name) or any(mark in name for mark in "\\:") or name.startswith((".", "/", "~")):
+        return ""
+    own = tuple(OLLAMA + model.name for model in list_ollama() if not model.problem)
+    guesses = did_you_mean(close_models(name, own), "")
+    return f"{guesses} `tunewell models` lists others" if guesses else ""
 
 
 def _from_file(source: str, path: Path, origin: Origin = "file") -> ModelFiles:
@@ -215,7 +231,8 @@ def _on_hub(repository: str) -> ModelFiles:
         raise UserError(
             f"could not download `{repository}`: {problem}",
             where="the model is neither a local folder nor in the hub cache",
-            fix="check the name and your network connection, or give a local model folder or `.gguf` file",
+            fix=_suggestion(repository)
+            or "check the name and your network connection, or give a local model folder or `.gguf` file",
         )
     return ModelFiles(repository, "hub", small, sentencepiece=sentencepiece)
 

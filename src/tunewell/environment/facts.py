@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tunewell.core.errors import UserError
+from tunewell.hardware.nvidia_smi import Gpu, SmiState
 
 _COLLECTOR_SECONDS = 60
 
@@ -62,21 +63,6 @@ class ImportTrial:
     """The package in which the import failed."""
     seconds: float | None = None
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-
-SmiState = Literal["ok", "missing", "hangs", "fails", "unreadable", "not asked"]
-"""How nvidia-smi answered."""
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """An NVIDIA GPU as nvidia-smi reports it."""
-
-    name: str
-    driver: str
-    memory_bytes: int
-    free_bytes: int
-    capability: tuple[int, int] | None
 
 
 @dataclass(frozen=True)

@@ -85,18 +85,19 @@ def physical_cores(cpuinfo: str | None = None) -> int | None:
     return len(set(zip(sockets, cores, strict=False))) or None
 
 
-def cpu_flops(cpuinfo: str | None = None) -> float:
+def cpu_flops(cpuinfo: str | None = None, *, cores: int | None = None, load: float | None = None) -> float:
     """Estimate the rate of fp32 products on the cores that other processes leave, in FLOP/s.
 
-    Measured shares of the peak were 0.57 to 0.75 (2 cores of a Xeon with AVX-512) and 0.68 (2 cores of an EPYC, AVX2).
+    Without arguments for this machine. Measured shares of the peak were 0.57 to 0.75 (2 cores of a Xeon with AVX-512)
+    and 0.68 (2 cores of an EPYC, AVX2).
     """
-    text = _read(Path("/proc/cpuinfo")) if cpuinfo is None else cpuinfo
-    clock = re.search(r"^cpu MHz\s*:\s*([\d.]+)$", text, re.MULTILINE)
-    flags = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    if cpuinfo is None:
+        cpuinfo, load = _read(Path("/proc/cpuinfo")), os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    clock = re.search(r"^cpu MHz\s*:\s*([\d.]+)$", cpuinfo, re.MULTILINE)
+    flags = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
     per_cycle = next((rate for flag, rate in _FLOPS_PER_CYCLE.items() if flags and flag in flags[1].split()), 16)
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    cores = usable_cores()
-    return 0.65 * cores * float(clock[1] if clock else 3000) * 1e6 * per_cycle / max(1.0, load / cores)
+    cores = cores or usable_cores()
+    return 0.65 * cores * float(clock[1] if clock else 3000) * 1e6 * per_cycle / max(1.0, (load or 0.0) / cores)
 
 
 def peak_memory_bytes() -> int | None:

@@ -3,99 +3,16 @@
 All facts come from a `System`: files, environment variables and programs. Tests replay recorded ones.
 """
 
-import os
 import re
-import shutil
-import subprocess
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
-from tunewell.hardware.cards import match_card, parse_capability
-from tunewell.hardware.facts import DeviceFacts, has_real_bf16, usable_cores
+from tunewell.hardware.facts import DeviceFacts, cpu_flops, has_real_bf16
+from tunewell.hardware.nvidia_smi import Gpu, SmiAnswer, gpu_users, query_gpus
+from tunewell.hardware.system import System
 
-_QUERY = "index,name,memory.total,memory.free,compute_cap,driver_version,utilization.gpu"
-_SMI_SECONDS = 5.0
-_AMPERE = (8, 0)
+_PROGRAM_SECONDS = 5.0
 _MPS_SHARE = 0.75
 """Share of a Mac's memory that Metal recommends for the GPU, on machines with more than 32 GB; two thirds below."""
-
-
-class System:
-    """The files, variables and programs of the machine."""
-
-    platform = sys.platform
-
-    def read(self, path: str) -> str:
-        """Return the text of a file, or an empty text if it does not exist."""
-        try:
-            return Path(path).read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return ""
-
-    def variable(self, name: str) -> str | None:
-        """Return an environment variable."""
-        return os.environ.get(name)
-
-    def run(self, command: Sequence[str], *, seconds: float) -> str | None:
-        """Return the output of a program, or None if it does not exist. Raise OSError if it fails or hangs."""
-        if shutil.which(command[0]) is None:
-            return None
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds)
-        except subprocess.TimeoutExpired:
-            raise OSError(f"`{command[0]}` did not answer within {seconds:g} s") from None
-        if done.returncode:
-            reason = (done.stdout + done.stderr).strip().splitlines()
-            raise OSError(f"`{command[0]}` failed: {reason[0] if reason else f'exit code {done.returncode}'}")
-        return done.stdout
-
-    def free_disk(self, path: str) -> int | None:
-        """Return the free bytes of the file system of a path, or None if it does not exist."""
-        try:
-            return shutil.disk_usage(path).free
-        except OSError:
-            return None
-
-    def installed(self, package: str) -> str | None:
-        """Return the version of an installed package, or None."""
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return None
-
-    def cores(self) -> int:
-        """Return the number of usable cores."""
-        return usable_cores()
-
-    def load(self) -> float | None:
-        """Return the load average of the last minute, or None on Windows."""
-        return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """An NVIDIA GPU as nvidia-smi reports it."""
-
-    index: int
-    name: str
-    memory_bytes: int
-    free_bytes: int
-    capability: tuple[int, int]
-    driver: str
-    busy_share: float | None = None
-    users: tuple[str, ...] = ()
-    """Other processes that hold memory on it: `python, 3.2 GiB`."""
-
-    def facts(self) -> DeviceFacts:
-        """Return the facts as torch would report them."""
-        is_new = self.capability >= _AMPERE
-        name = f"cuda:{self.index}"
-        return DeviceFacts(
-            "cuda", name, self.name, self.memory_bytes, self.free_bytes, has_bf16=is_new, has_flash=is_new
-        )
 
 
 @dataclass(frozen=True)
@@ -104,6 +21,8 @@ class Machine:
 
     cpu: DeviceFacts
     cores: int
+    flops: float
+    """Rate of fp32 products on the CPU, beside its other work."""
     load: float | None = None
     is_wsl: bool = False
     is_colab: bool = False
@@ -139,8 +58,11 @@ class Machine:
         return self.cpu
 
 
-def read_machine(system: System | None = None) -> Machine:
-    """Read the facts of the machine. nvidia-smi may be missing, hang or fail; `gpu_problem` says so."""
+def read_machine(system: System | None = None, *, asks_gpus: bool = True) -> Machine:
+    """Read the facts of the machine. nvidia-smi may be missing, hang or fail; `gpu_problem` says so.
+
+    Without `asks_gpus`, nvidia-smi is not started.
+    """
     system = system or System()
     kernel = system.read("/proc/version").lower()
     is_mac = system.platform == "darwin"
@@ -148,11 +70,14 @@ def read_machine(system: System | None = None) -> Machine:
     label = _cpu_label(system, is_mac=is_mac)
     has_bf16 = has_real_bf16(system.read("/proc/cpuinfo"))
     cpu = DeviceFacts("cpu", "cpu", label, total, free, has_bf16=has_bf16, has_flash=False)
-    gpus, problem = _gpus(system)
+    answer = query_gpus(system) if asks_gpus else SmiAnswer("not asked")
+    gpus, problem = _gpus(system, answer)
+    cores, load = system.cores(), system.load()
     return Machine(
         cpu=cpu,
-        cores=system.cores(),
-        load=system.load(),
+        cores=cores,
+        flops=cpu_flops(system.read("/proc/cpuinfo"), cores=cores, load=load),
+        load=load,
         is_wsl="microsoft" in kernel,
         is_colab=system.variable("COLAB_RELEASE_TAG") is not None or system.variable("COLAB_GPU") is not None,
         is_kaggle=system.variable("KAGGLE_KERNEL_RUN_TYPE") is not None,
@@ -174,7 +99,7 @@ def _cpu_label(system: System, *, is_mac: bool) -> str:
 
 def _try(system: System, command: list[str]) -> str | None:
     try:
-        return system.run(command, seconds=_SMI_SECONDS)
+        return system.run(command, seconds=_PROGRAM_SECONDS)
     except OSError:
         return None
 
@@ -207,52 +132,17 @@ def _memory(system: System) -> tuple[int | None, int | None, int | None]:
     return total, free, None
 
 
-def _gpus(system: System) -> tuple[list[Gpu], str | None]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES allows, and why they are not known."""
+def _gpus(system: System, answer: SmiAnswer) -> tuple[list[Gpu], str | None]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES allows, as torch counts them, and why they are not known."""
     visible = system.variable("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return [], None
-    try:
-        text = system.run(
-            ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"], seconds=_SMI_SECONDS
-        )
-        found = [_parse_gpu(line) for line in (text or "").strip().splitlines()]
-    except OSError as error:
-        return [], str(error)
-    except (ValueError, IndexError):
-        return [], "`nvidia-smi` printed something else than its table"
-    users = _users(system) if found else ()
+    found = [gpu for gpu in answer.gpus if gpu.memory_bytes]
+    if len(found) < len(answer.gpus):
+        return [], f"`nvidia-smi` does not report the memory of {answer.gpus[0].name}"
+    users = gpu_users(system) if len(found) == 1 else ()
     numbers = [part.strip() for part in (visible or "").split(",") if part.strip()]
     chosen = [gpu for gpu in found if not numbers or str(gpu.index) in numbers or not numbers[0].isdigit()]
     ordered = sorted(chosen, key=lambda gpu: numbers.index(str(gpu.index)) if str(gpu.index) in numbers else gpu.index)
     # torch counts the visible GPUs from 0.
-    return [
-        Gpu(number, *_fields(gpu), users=users if len(found) == 1 else ()) for number, gpu in enumerate(ordered)
-    ], None
-
-
-def _fields(gpu: Gpu) -> tuple[str, int, int, tuple[int, int], str, float | None]:
-    return gpu.name, gpu.memory_bytes, gpu.free_bytes, gpu.capability, gpu.driver, gpu.busy_share
-
-
-def _parse_gpu(line: str) -> Gpu:
-    index, name, total, free, capability, driver, *busy = (part.strip() for part in line.split(","))
-    card = match_card(name)
-    known = parse_capability(capability) if re.fullmatch(r"\d+\.\d+", capability) else None
-    share = float(busy[0]) / 100 if busy and re.fullmatch(r"\d+", busy[0]) else None
-    total_bytes, free_bytes = int(total) << 20, int(free) << 20
-    if not 0 <= free_bytes <= total_bytes or not total_bytes:
-        raise ValueError("memory")
-    own = known or (card.capability if card else (0, 0))
-    return Gpu(int(index), name, total_bytes, free_bytes, own, driver, share)
-
-
-def _users(system: System) -> tuple[str, ...]:
-    command = ["nvidia-smi", "--query-compute-apps=process_name,used_memory", "--format=csv,noheader,nounits"]
-    lines = (_try(system, command) or "").strip().splitlines()
-    pairs = [line.rpartition(",")[::2] for line in lines]
-    return tuple(
-        f"{name.strip().rpartition('/')[2]} ({int(size) / 1024:.1f} GiB)"
-        for name, size in ((name, size.strip()) for name, size in pairs)
-        if size.isdigit()
-    )
+    return [replace(gpu, index=number, users=users) for number, gpu in enumerate(ordered)], answer.problem

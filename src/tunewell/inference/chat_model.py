@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 
 from tunewell.config.load import LoadedConfig
 from tunewell.core.errors import UserError
+from tunewell.core.model_files import locate
+from tunewell.core.ollama import PREFIX as OLLAMA
 from tunewell.data.encoding.encoder import Encoder
 from tunewell.data.masking.masker import Masker
 from tunewell.data.text_pipeline import TextPipeline
@@ -297,8 +299,8 @@ def open_in_llama_cpp(ref: ModelRef, text: TextPipeline, *, device: str) -> tupl
 
     Raises UserError if llama.cpp rejects the file, because every program based on llama.cpp would reject it too.
     """
-    path = Path(ref.model).expanduser()
-    if ref.kind != "model" or not (_is_gguf(path) and _is_gguf(ref.path)) or device not in ("auto", "cpu"):
+    path = _gguf_file(ref)
+    if path is None or device not in ("auto", "cpu"):
         return None, []
     if added := [*ref.added_tokens, *text.tokenizer.added_by_us]:
         return None, [f"the chat template needs the token `{added[0]}`, which is not in the file; {_DEQUANTISED}"]
@@ -319,6 +321,16 @@ def open_in_llama_cpp(ref: ModelRef, text: TextPipeline, *, device: str) -> tupl
     if best.kind == "cpu":
         return runtime, []
     return runtime, [f"llama.cpp runs on the CPU; `--device {best.kind}` runs the dequantised weights on the GPU"]
+
+
+def _gguf_file(ref: ModelRef) -> Path | None:
+    """Return the file that llama.cpp can open: a `.gguf` file, or the one of a model in Ollama's folder."""
+    if ref.kind != "model":
+        return None
+    if ref.model.startswith(OLLAMA):
+        return locate(ref.model).gguf
+    path = Path(ref.model).expanduser()
+    return path if _is_gguf(path) and _is_gguf(ref.path) else None
 
 
 def _is_gguf(path: Path | None) -> bool:

@@ -13,8 +13,10 @@ import tunewell
 from tunewell.config.load import FILE_NAME, LoadedConfig, load_config
 from tunewell.config.schema import Config
 from tunewell.config.yaml_reader import read_yaml
-from tunewell.core.errors import UserError
+from tunewell.core.catalogue import close_models
+from tunewell.core.errors import UserError, did_you_mean
 from tunewell.core.files import is_url
+from tunewell.core.ollama import PREFIX as OLLAMA
 from tunewell.core.optional import direct_url
 from tunewell.core.redact import redact
 from tunewell.core.units import size_bytes
@@ -161,7 +163,16 @@ def requirement(package: str | None, notes: list[str]) -> list[str]:
 
 
 def model_packages(loaded: LoadedConfig) -> list[str]:
-    """Return pip requirements for the packages that contain the model or the tokenizer, at their installed versions."""
+    """Return pip requirements for the packages that contain the model or the tokenizer, at their installed versions.
+
+    Raises UserError for a model of Ollama, which is on this machine only.
+    """
+    if (model := loaded.config.model or "").startswith(OLLAMA):
+        raise UserError(
+            f"`{model}` is in Ollama's folder on this machine, which the notebook cannot access",
+            where=loaded.origin("model"),
+            fix=did_you_mean(close_models(model), "set `model` to a Hub id: `tunewell models` lists some"),
+        )
     named = [name for name in (loaded.config.model, loaded.config.tokenizer) if name and name.startswith(PACKAGE)]
     found, modules = [], importlib.metadata.packages_distributions() if named else {}
     for name in dict.fromkeys(name.removeprefix(PACKAGE) for name in named):

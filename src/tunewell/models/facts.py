@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,8 @@ def read_facts(model: str | Path) -> ModelFacts:
     if config:
         return _from_config(files, config)
     if files.gguf is not None:
-        return _from_gguf(files.gguf)
+        facts = _from_gguf(files.gguf)
+        return replace(facts, name=_name(files)) if files.origin == "ollama" else facts
     return ModelFacts(_name(files), None, None, None, None, None)
 
 
@@ -191,8 +192,8 @@ def _count(values: dict[str, Any], *keys: str) -> int | None:
 def _name(files: ModelFiles) -> str:
     if files.origin == "hub":
         return files.source
-    if files.origin == "package":
-        return files.source.removeprefix("package:")
+    if files.origin in ("package", "ollama"):
+        return files.source.partition(":")[2]
     path = Path(files.source).expanduser()
     return path.resolve().name if path.is_dir() else path.stem
 

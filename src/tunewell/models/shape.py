@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.core.errors import UserError
-from tunewell.core.gguf import read_metadata, read_tensor_table
+from tunewell.core.gguf import read_header
 from tunewell.core.model_files import WEIGHT_SUFFIXES, locate
 from tunewell.core.presets import find_preset, is_preset, llama_settings
 from tunewell.models.facts import find_key_map, weight_files
@@ -96,10 +96,10 @@ def read_shape(model: str, *, vocab_size: int) -> ModelShape:
     Raises UserError if the files do not describe a model.
     """
     if is_preset(model):
-        return _from_config(llama_settings(find_preset(model), vocab_size, {}), vocab_size)
+        return shape_of_config(llama_settings(find_preset(model), vocab_size, {}), vocab_size)
     files, path = locate(model), Path(model).expanduser()
     if files.origin == "file" and path.suffix in WEIGHT_SUFFIXES and (shape := find_key_map(path).model):
-        return _from_config(llama_settings(find_preset(shape), vocab_size, {}), vocab_size)
+        return shape_of_config(llama_settings(find_preset(shape), vocab_size, {}), vocab_size)
     config = files.read_object("config.json")
     if not config and files.gguf is not None:
         return _from_gguf(files.gguf, vocab_size)
@@ -108,7 +108,7 @@ def read_shape(model: str, *, vocab_size: int) -> ModelShape:
             f"`{model}` has no `config.json`, so its size is unknown",
             fix="use a folder of a model in transformers format, a `.gguf` file, a hub id or `preset:NAME`",
         )
-    shape = _from_config(config, vocab_size)
+    shape = shape_of_config(config, vocab_size)
     try:
         found = [file for file in weight_files(model) if file.is_file()]
     except (UserError, OSError, ValueError, KeyError):
@@ -120,7 +120,8 @@ def read_shape(model: str, *, vocab_size: int) -> ModelShape:
     return _with_tensors(shape, tensors, size) if tensors else replace(shape, file_bytes=size)
 
 
-def _from_config(config: dict[str, Any], vocab_size: int) -> ModelShape:
+def shape_of_config(config: dict[str, Any], vocab_size: int = 0) -> ModelShape:
+    """Return the shape that the values of a `config.json` describe."""
     nested = config.get("text_config")
     text: dict[str, Any] = config | nested if isinstance(nested, dict) else config
 
@@ -164,7 +165,7 @@ def _from_config(config: dict[str, Any], vocab_size: int) -> ModelShape:
 
 
 def _from_gguf(path: Path, vocab_size: int) -> ModelShape:
-    metadata = read_metadata(path)
+    metadata, table = read_header(path)
     own = {key.partition(".")[2]: value for key, value in metadata.items()}
     head_count = own.get("attention.head_count")
     config = {
@@ -180,8 +181,7 @@ def _from_gguf(path: Path, vocab_size: int) -> ModelShape:
         "num_experts_per_tok": own.get("expert_used_count"),
         "moe_intermediate_size": own.get("expert_feed_forward_length"),
     }
-    table = read_tensor_table(path)
-    shape = _from_config(config, vocab_size)
+    shape = shape_of_config(config, vocab_size)
     is_tied = not any(entry.name == "output.weight" for entry in table)
     return replace(shape, is_tied=is_tied, file_bytes=path.stat().st_size, is_exact=True)
 

@@ -1,6 +1,6 @@
 """Make a run fit: choose a micro-batch that fits, and list what else would, from the mildest change on (the ladder)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -18,6 +18,7 @@ from tunewell.hardware.facts import DeviceFacts
 from tunewell.models.shape import ModelShape
 from tunewell.planning.forecast import Measured, Outlook, predict, workload_of
 from tunewell.planning.plan import ThreadMeasurement, plan_run
+from tunewell.planning.workload import Workload
 from tunewell.records.plan import Chosen, Plan
 from tunewell.records.prediction import Prediction
 
@@ -98,16 +99,9 @@ class Planner:
         return predict(work, measured=measured, free_disk=self.free_disk)
 
     def _smaller(self, outlook: Outlook) -> Outlook | None:
-        """Return the outlook with the largest micro-batch that fits, or None if a single document does not fit."""
-        tokens = min(outlook.work.micro_tokens, outlook.work.largest_micro_batch)
-        longest = int(outlook.work.lengths.max(initial=1))
-        while tokens > max(longest, _MIN_MICRO_TOKENS):
-            tokens = max(tokens // 2, longest, _MIN_MICRO_TOKENS)
-            work = outlook.work.with_micro_tokens(tokens)
-            found = predict(work, measured=self.measured, free_disk=self.free_disk)
-            if found.prediction.fits:
-                return found
-        return None
+        return smaller_micro_batch(
+            outlook, lambda work: predict(work, measured=self.measured, free_disk=self.free_disk)
+        )
 
     def changed(self, changes: Changes, *, context: int | None = None) -> Outlook | None:
         """Return the outlook of a changed config with the largest micro-batch that fits; None if it cannot be planned.
@@ -227,6 +221,18 @@ class Planner:
             where=f"{self.loaded.config.model}, {describe_method(self.outlook)}",
             fix=fix,
         )
+
+
+def smaller_micro_batch(outlook: Outlook, forecast: Callable[[Workload], Outlook]) -> Outlook | None:
+    """Return the outlook with the largest micro-batch that fits, or None if a single document does not fit."""
+    tokens = min(outlook.work.micro_tokens, outlook.work.largest_micro_batch)
+    longest = int(outlook.work.lengths.max(initial=1))
+    while tokens > max(longest, _MIN_MICRO_TOKENS):
+        tokens = max(tokens // 2, longest, _MIN_MICRO_TOKENS)
+        found = forecast(outlook.work.with_micro_tokens(tokens))
+        if found.prediction.fits:
+            return found
+    return None
 
 
 def describe_method(outlook: Outlook) -> str:

@@ -70,9 +70,14 @@ def workload_of(
     )
 
 
-def predict(work: Workload, *, measured: Measured | None = None, free_disk: int | None = None) -> Outlook:
-    """Predict the run. With `measured`, computed memory and time are corrected by what real steps needed."""
-    speed = compute_speed(work, cpu_flops(), measured=measured.speed if measured else None)
+def predict(
+    work: Workload, *, measured: Measured | None = None, free_disk: int | None = None, flops: float | None = None
+) -> Outlook:
+    """Predict the run. With `measured`, computed memory and time are corrected by what real steps needed.
+
+    `flops` is the rate of the CPU of another machine; the default is this one's.
+    """
+    speed = compute_speed(work, flops or cpu_flops(), measured=measured.speed if measured else None)
     memory = compute_memory(work, is_compiled=speed.is_compiled)
     peak, needed, spread = memory.peak_bytes, memory.needed_bytes, _SPREAD[work.device.kind]
     if measured is not None:
@@ -109,7 +114,9 @@ def predict(work: Workload, *, measured: Measured | None = None, free_disk: int 
 def _corrected(work: Workload, measured: Measured, memory: Memory, *, is_compiled: bool) -> tuple[int, int]:
     """Return peak and needed bytes: those of the real steps, and the computed difference to the whole run."""
     if measured.is_compiled == is_compiled and measured.micro_tokens >= work.largest_micro_batch:
-        return measured.peak_bytes, measured.needed_bytes
+        # On a CPU, the verdict after the steps needs more.
+        later = max(0, memory.phases["verdict"] - memory.phases["steps"]) if work.device.kind == "cpu" else 0
+        return measured.peak_bytes + later, measured.needed_bytes + later
     sampled = compute_memory(work.with_micro_tokens(measured.micro_tokens), is_compiled=measured.is_compiled)
     peak = measured.peak_bytes + memory.peak_bytes - sampled.peak_bytes
     return max(peak, 0), max(measured.needed_bytes + memory.needed_bytes - sampled.needed_bytes, 0)

@@ -27,6 +27,8 @@ _CPU_CHUNK_BYTES, _GPU_CHUNK_BYTES = 64 * MiB, 512 * MiB
 _COMPILED_ROWS = 2048
 _ANSWER_TOKENS = 8192
 """Tokens of the answers that are generated at once, as in `training/evaluate.py`."""
+_VERDICT_TOKENS = 4096
+"""Tokens of a batch of the verdict on a CPU, as in `inference/runtime.py`."""
 _LAUNCH_BOUND_FLOP = 1.0e12
 _RESERVE_SHARE = {"eager": 0.08, "compiled": 0.04}
 _RESERVE_BYTES = 200 * MiB
@@ -107,6 +109,12 @@ def compute_memory(work: Workload, *, is_compiled: bool) -> Memory:
         "evaluation": held + fixed["optimizer"] + evaluation + min(reserve, _RESERVE_BYTES),
         "verdict": held + max(evaluation, answers) + min(reserve, _RESERVE_BYTES),
     }
+    if work.device.kind == "cpu" and work.config.verdict.after_training and len(work.held_out_lengths):
+        # Freed memory stays in the process, and the verdict loads the model again: 1,438 MiB became 1,715 (135M, GGUF).
+        # Its batches need new memory if they are larger than those of the steps: 823 MiB became 1,249 (31M).
+        batch = _evaluation_bytes(work, _VERDICT_TOKENS, is_everyday=True)
+        again = _load_bytes(work) + (batch if batch > activations else 0)
+        phases["verdict"] = max(phases["verdict"], phases["steps"] + again)
     if work.config.evaluate.samples:
         phases["generation"] = held + fixed["optimizer"] + generation + min(reserve, _RESERVE_BYTES)
     parts = {
@@ -232,11 +240,14 @@ def _reserve_bytes(work: Workload, activations: int, *, is_compiled: bool) -> in
     return int(_RESERVE_SHARE["compiled" if is_compiled else "eager"] * activations) + _RESERVE_BYTES
 
 
-def _evaluation_bytes(work: Workload, tokens: int) -> int:
-    """Return the temporary tensors of a forward pass: those of one layer, and the logits."""
+def _evaluation_bytes(work: Workload, tokens: int, *, is_everyday: bool = False) -> int:
+    """Return the temporary tensors of a forward pass: those of one layer, and the logits.
+
+    Everyday text has more tokens than the held-out rows of a small set.
+    """
     shape, size = work.shape, work.compute_bytes
     held_out = int(work.held_out_lengths.sum()) if len(work.held_out_lengths) else 0
-    tokens = min(tokens, held_out) if held_out else tokens
+    tokens = min(tokens, held_out) if held_out and not is_everyday else tokens
     layer = tokens * (4 * shape.hidden_size + 3 * shape.inner_size + 2 * shape.query_size) * size
     return layer + _head_bytes(work, tokens, is_compiled=False)
 

@@ -1,6 +1,6 @@
 """The check list before the first step: device, precision, memory, disk, data, template and time of a run.
 
-`memory` and `time` show a prediction if the plan has one; otherwise what is free, and that the time is not known.
+`memory` and `time` show the prediction of the plan; without one, what is free, and that the time is not known.
 """
 
 import shutil
@@ -12,6 +12,7 @@ from tunewell.core.units import count, duration, size_bytes
 from tunewell.hardware.facts import DeviceFacts
 from tunewell.records.manifest import Manifest
 from tunewell.records.plan import Plan
+from tunewell.records.prediction import Prediction
 from tunewell.training.checkpoints import checkpoints_at_once, disk_space_warning
 from tunewell.training.events import CheckedItem
 
@@ -26,28 +27,26 @@ def checklist(
     folder: Path,
     checkpoint_bytes: int,
     keep: int,
-    predicted_bytes: int | None = None,
-    predicted_seconds: tuple[float, float] | None = None,
 ) -> list[CheckedItem]:
     """Return the items, in the order in which they are shown. `device` has the memory that was free at the start."""
     return [
         CheckedItem("device", f"{plan.device.value}: {plan.device.because}"),
         CheckedItem("precision", f"{plan.precision.value}: {plan.precision.because}"),
-        _memory(device, predicted_bytes),
+        _memory(device, plan.prediction),
         _disk(folder, checkpoint_bytes, keep),
         _data(plan, manifest),
         _template(manifest),
-        _time(plan, predicted_seconds),
+        _time(plan),
     ]
 
 
-def _memory(device: DeviceFacts, predicted_bytes: int | None) -> CheckedItem:
+def _memory(device: DeviceFacts, prediction: Prediction | None) -> CheckedItem:
     if device.free_bytes is None or not device.memory_bytes:
         return CheckedItem("memory", "the system does not report it", state="unknown")
     free = f"{size_bytes(device.free_bytes)} of {size_bytes(device.memory_bytes)} were free at the start"
-    if predicted_bytes is not None:
-        fits = predicted_bytes <= device.free_bytes
-        return CheckedItem("memory", f"{size_bytes(predicted_bytes)} needed; {free}", state="ok" if fits else "warn")
+    if prediction is not None:
+        expected = f"about {size_bytes(prediction.memory.peak_bytes)} expected"
+        return CheckedItem("memory", f"{expected}; {free}", state="ok" if prediction.fits else "warn")
     is_little = device.free_bytes < _LITTLE_SHARE * device.memory_bytes
     return CheckedItem("memory", free, state="warn" if is_little else "ok")
 
@@ -78,12 +77,12 @@ def _template(manifest: Manifest) -> CheckedItem:
     return CheckedItem("template", ", ".join(names))
 
 
-def _time(plan: Plan, predicted: tuple[float, float] | None) -> CheckedItem:
+def _time(plan: Plan) -> CheckedItem:
     steps = count(plan.num_steps.value, "step")
-    if predicted is None:
+    if plan.prediction is None:
         return CheckedItem("time", f"{steps}; known after the first steps", state="unknown")
-    low, high = predicted
-    return CheckedItem("time", f"{duration(low)} to {duration(high)} for {steps}")
+    seconds = plan.prediction.seconds
+    return CheckedItem("time", f"{duration(seconds.low)} to {duration(seconds.high)} in all; {steps}")
 
 
 def settings_without_effect(config: Config, num_held_out: int) -> Iterator[str]:

@@ -196,7 +196,7 @@ def _reason_for_tunewell(model: str) -> str | None:
     """Return why only tunewell can load a model, or None if transformers can load it."""
     if is_preset(model):
         return f"`{model}` is created from random weights and has no files"
-    if model.startswith("package:") or Path(model).suffix in WEIGHT_SUFFIXES:
+    if model.startswith(("package:", "ollama:")) or Path(model).suffix in WEIGHT_SUFFIXES:
         return f"`{model}` is not a folder that transformers can load"
     return None
 

@@ -11,7 +11,8 @@ from tunewell.core.units import count
 from tunewell.data.corpus.reader import open_corpus
 from tunewell.hardware.cards import Card, find_card
 from tunewell.hardware.facts import DeviceFacts
-from tunewell.hardware.machine import System, read_machine
+from tunewell.hardware.machine import read_machine
+from tunewell.hardware.system import System
 from tunewell.planning.advice import advise
 from tunewell.planning.fit import Planner, on_card
 from tunewell.planning.forecast import Outlook, shape_of

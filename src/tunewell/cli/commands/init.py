@@ -1,6 +1,7 @@
 """`tunewell init`: write a config for rows and a model."""
 
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,8 +30,13 @@ def command(
         str, typer.Argument(metavar="DATA", help="File, folder or glob of rows. `rows.jsonl#500` uses the first 500.")
     ],
     model: Annotated[
-        str, typer.Option(metavar="MODEL", help="Model: a folder, a `.gguf` file, a Hub id or `package:NAME`.")
-    ],
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Model: a Hub id, a folder, a `.gguf` file, `ollama:NAME` or `package:NAME`. Default: the one that "
+            "`tunewell models` recommends.",
+        ),
+    ] = None,
     method: Annotated[
         str,
         typer.Option(
@@ -64,6 +70,11 @@ def command(
 
     sets = [*source_sets(columns, encoding), *(set_ or ())]
     with progress_and_questions(can_ask=not json) as (progress, ask):
+        if model is None:
+            from tunewell.workflows.models import recommend_model
+
+            model, because = recommend_model(data, progress=progress)
+            sys.stderr.write(hanging("model: ", f"{model}: {because} (`tunewell models` compares others)") + "\n")
         result = init(
             data, model=model, method=method, out=out, sets=sets, is_overwriting=force, ask=ask, progress=progress
         )

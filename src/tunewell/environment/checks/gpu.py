@@ -7,9 +7,10 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from tunewell.core.units import size_bytes
-from tunewell.environment.facts import Environment, Gpu
+from tunewell.environment.facts import Environment
 from tunewell.environment.findings import Finding, pip_install
 from tunewell.environment.shield import TorchWheel, read_shield
+from tunewell.hardware.nvidia_smi import Gpu
 
 _AMPERE = (8, 0)
 _FULL_SHARE = 0.2

@@ -1,17 +1,13 @@
 """Checks of the model: damaged files, an offline hub, a model that is too large for this machine."""
 
 import shlex
-import tomllib
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
-from typing import Any
 
+from tunewell.core.catalogue import catalogue
 from tunewell.core.units import size_bytes
 from tunewell.environment.facts import Environment, ModelState
 from tunewell.environment.findings import Finding
 
-BASE_MODELS = Path(__file__).parents[1] / "base_models.toml"
 _SHARE = 0.5
 """A suggested model takes at most this share of the memory: gradients, activations and the system need the rest."""
 
@@ -120,11 +116,7 @@ def _memory(facts: Environment) -> tuple[int | None, str]:
 
 def suggest(model_type: str | None, memory: int, bytes_per_parameter: float) -> list[str]:
     """Return at most two chat models that fit, the largest first, of the same family if there are any."""
-    fitting = [entry for entry in _base_models() if entry["parameters"] * 1e9 * bytes_per_parameter <= _SHARE * memory]
-    related = [entry for entry in fitting if entry["type"] == model_type] or fitting
-    return [entry["name"] for entry in sorted(related, key=lambda entry: -entry["parameters"])[:2]]
-
-
-@cache
-def _base_models() -> list[dict[str, Any]]:
-    return tomllib.loads(BASE_MODELS.read_text(encoding="utf-8"))["model"]
+    chat = [model for model in catalogue() if model.kind == "chat" and model.purpose == "general"]
+    fitting = [model for model in chat if model.num_parameters * bytes_per_parameter <= _SHARE * memory]
+    related = [model for model in fitting if model.config["model_type"] == model_type] or fitting
+    return [model.name for model in sorted(related, key=lambda model: -model.num_parameters)[:2]]

@@ -1,0 +1,117 @@
+"""The screen of `models`: models on this disk, models of the catalogue, and the recommended one."""
+
+import shlex
+from typing import TYPE_CHECKING
+
+from tunewell.cli.render import folded_table, hanging, table, width
+from tunewell.cli.screens.numbers import format_parameters
+from tunewell.core.units import count, size_bytes
+from tunewell.data.row_statistics import LANGUAGES
+
+if TYPE_CHECKING:
+    from tunewell.planning.model_choice import ModelNeeds
+    from tunewell.workflows.models import ModelsResult
+
+_GAP = 2
+_ALWAYS = 4
+"""Columns that are never left out: mark, name, memory, time."""
+
+
+def models_screen(result: "ModelsResult") -> str:
+    """Return the tables and the recommendation, as wide as the screen."""
+    lines = [_subject(result), ""]
+    if result.local:
+        lines += [_table(result.local, result, title="on this disk", place="where"), ""]
+    if result.models:
+        ordered = sorted(result.models, key=lambda model: model.num_parameters)
+        lines += [_table(ordered, result, title="model", place="download"), ""]
+    lines += _legend(result)
+    return "\n".join([*lines, *_recommended(result)])
+
+
+def _subject(result: "ModelsResult") -> str:
+    rows, device = result.rows, result.machine.device("auto")
+    language = f", {LANGUAGES[rows.language]}" if rows.language else ""
+    about = f"{count(rows.num_rows, 'row')} of about {count(round(rows.num_tokens / max(1, rows.num_rows)))} tokens"
+    named = f"`{result.data}`: {about}{language}" if result.data else f"no rows named; assumed: {about}"
+    memory = (
+        f"{size_bytes(device.free_bytes)} of {size_bytes(device.memory_bytes)} free"
+        if device.free_bytes is not None and device.memory_bytes
+        else "memory unknown"
+    )
+    where = f"{device.label}, {count(result.machine.cores, 'core')}" if device.kind == "cpu" else device.label
+    return folded_table([["rows", named], ["machine", f"{where}, {memory}"], ["run", "LoRA, as `init` sets it up"]])
+
+
+def _table(models: "list[ModelNeeds]", result: "ModelsResult", *, title: str, place: str) -> str:
+    """Return a table with as many columns as fit on the screen."""
+    head = ["", title, "memory", "time", place, "weights", "kind", "licence"]
+    rows = [head, *(_row(model, is_best=model is result.recommended) for model in models)]
+    for number in range(len(head), _ALWAYS - 1, -1):
+        shown = table([row[:number] for row in rows], right=(2, 3, 4, 5), gap=_GAP)
+        if max(map(len, shown.splitlines())) <= width():
+            return shown
+    # A long path: its start is left out.
+    others = max(len(row[2]) for row in rows) + max(len(row[3]) for row in rows) + 3 * _GAP + 1
+    short = [[row[0], _end(row[1], max(20, width() - others)), *row[2:_ALWAYS]] for row in rows]
+    return table(short, right=(2, 3), gap=_GAP)
+
+
+def _end(text: str, columns: int) -> str:
+    return text if len(text) <= columns else f"...{text[len(text) - columns + 3 :]}"
+
+
+def _row(model: "ModelNeeds", *, is_best: bool) -> list[str]:
+    entry = model.model
+    mark = "*" if is_best else "x" if model.problem else "4" if model.method == "qlora" else ""
+    download = model.where or size_bytes(model.download_bytes)
+    licence = f"{entry.license}{' (login)' if entry.is_gated else ''}" if entry else ""
+    seconds = model.seconds if model.fits else None
+    return [
+        mark,
+        model.name,
+        size_bytes(model.peak_bytes) if model.peak_bytes is not None else "-",
+        rough_duration(seconds) if seconds is not None else "-",
+        download,
+        format_parameters(model.num_parameters) if model.num_parameters else "-",
+        entry.kind if entry else "",
+        licence,
+    ]
+
+
+def _legend(result: "ModelsResult") -> list[str]:
+    shown = [*result.local, *result.models]
+    marks = [["*", "recommended"]] if result.recommended else []
+    reasons = [model.problem.partition(":")[0] for model in result.models if model.problem]
+    reasons += [f"{model.name}: {model.problem}" for model in result.local if model.problem]
+    if reasons:
+        marks.append(["x", "; ".join(dict.fromkeys(reasons))])
+    if any(model.method == "qlora" and not model.problem for model in shown):
+        marks.append(["4", "fits with a base model in 4 bits: `tunewell init --method qlora`"])
+    return [folded_table(marks), ""] if marks else []
+
+
+def rough_duration(seconds: float) -> str:
+    """Return an estimate of a duration in one unit: `40 s`, `12 min`, `3.4 h`, `2 days`."""
+    for limit, unit, size in ((90, "s", 1), (5400, "min", 60), (129_600, "h", 3600)):
+        if seconds < limit:
+            value = seconds / size
+            return f"{value:.1f} {unit}" if unit == "h" else f"{value:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} days"
+
+
+def _recommended(result: "ModelsResult") -> list[str]:
+    best = result.recommended
+    if best is None:
+        return ["no model of the list suits", hanging("next: ", "train on a larger GPU: `tunewell notebook`")]
+    name, data = shlex.quote(best.name), f" {shlex.quote(result.data)}" if result.data else " ROWS"
+    seconds = f"; about {rough_duration(best.seconds)}" if best.seconds is not None else ""
+    rows = [["recommended", f"{best.name}: {result.because}{seconds}"]]
+    if best.model is not None:
+        entry = best.model
+        languages = "English" if entry.num_languages == 1 else f"{entry.num_languages} languages"
+        rows.append(["good for", entry.good_for])
+        rows.append(["licence", f"{entry.license}; {languages}; context of {count(entry.context)} tokens"])
+    method = " --method qlora" if best.method == "qlora" else ""
+    steps = f"`tunewell init{data} --model {name}{method}`; to talk to it first: `tunewell chat {name}`"
+    return [folded_table(rows), hanging("next: ", steps)]

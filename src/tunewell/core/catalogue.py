@@ -1,0 +1,91 @@
+"""The open models that `tunewell models` compares, from `catalogue.toml`, and the names close to a wrong one."""
+
+import difflib
+import re
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+_SIMILAR = 0.7
+"""Least similarity of two names, from 0 to 1."""
+
+
+@dataclass(frozen=True)
+class CatalogueModel:
+    """A model of the catalogue; the fields are explained in `catalogue.toml`."""
+
+    name: str
+    license: str
+    kind: str
+    good_for: str
+    languages: tuple[str, ...]
+    num_languages: int
+    context: int
+    config: dict[str, Any]
+    ollama: str = ""
+    is_gated: bool = False
+    purpose: str = "general"
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of embedding, head and linear layers, computed from the configuration."""
+        own = self.config
+        hidden, heads = own["hidden_size"], own["num_attention_heads"] + own["num_key_value_heads"]
+        layer = 2 * hidden * own["head_dim"] * heads + 3 * hidden * own["intermediate_size"]
+        tables = own["vocab_size"] * hidden * (1 if own["tie_word_embeddings"] else 2)
+        return own["num_hidden_layers"] * layer + tables
+
+    @property
+    def download_bytes(self) -> int:
+        """Size of the weight files in 16 bits, which is how all of them are published."""
+        return 2 * self.num_parameters
+
+
+@cache
+def catalogue() -> tuple[CatalogueModel, ...]:
+    """Return the models in the order in which they are recommended."""
+    text = files("tunewell.core").joinpath("catalogue.toml").read_text(encoding="utf-8")
+    return tuple(
+        CatalogueModel(
+            **{key: value for key, value in entry.items() if key not in ("languages", "gated")},
+            languages=tuple(entry["languages"]),
+            is_gated=entry.get("gated", False),
+        )
+        for entry in tomllib.loads(text)["model"]
+    )
+
+
+def find_in_catalogue(name: str) -> CatalogueModel | None:
+    """Return the model with this hub id, or None."""
+    return next((model for model in catalogue() if model.name.lower() == name.lower()), None)
+
+
+def close_models(name: str, also: tuple[str, ...] = ()) -> list[str]:
+    """Return at most three models with a similar name: of the catalogue, and of `also`.
+
+    close_models("llama3.2") = ["meta-llama/Llama-3.2-3B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"]
+    """
+    wanted = _plain(name)
+    if len(wanted) < 3:
+        return []
+    known = [(other, (other,)) for other in also]
+    known += [(model.name, (model.name, *([model.ollama] if model.ollama else []))) for model in catalogue()]
+    scored = [(max(_similarity(wanted, name, spelling) for spelling in spellings), own) for own, spellings in known]
+    best = max((score for score, _ in scored), default=0.0)
+    close = [(score, own) for score, own in scored if score >= max(_SIMILAR, best - 0.1)]
+    return [own for _, own in sorted(close, key=lambda pair: -pair[0])[:3]]
+
+
+def _similarity(wanted: str, name: str, spelling: str) -> float:
+    own, ends = _plain(spelling), _plain(spelling.rpartition("/")[2])
+    if ends.startswith(wanted) or wanted == own:
+        return 1.0
+    without_owner = _plain(name.rpartition("/")[2])
+    scores = [difflib.SequenceMatcher(None, *pair).ratio() for pair in ((wanted, own), (without_owner, ends))]
+    return max(scores)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower().removeprefix("ollama:"))

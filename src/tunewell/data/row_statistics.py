@@ -1,0 +1,172 @@
+"""Estimate the tokens and the language of rows without a tokenizer, to compare models that are not downloaded yet.
+
+Compared with the tokenizers of SmolLM2, Qwen3, Llama 3.2 and Gemma 3 on ten texts (2026-11-17): English texts, numbers
+and program code get 0.91 to 1.21 of the real number of tokens.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tunewell.config.schema import Data
+from tunewell.data.corpus.spec import read_options
+from tunewell.data.rows.conversation import Conversation, Rejected, is_list, is_object
+from tunewell.data.rows.formats import Converter
+from tunewell.data.sources.arrow import count_parquet_rows
+from tunewell.data.sources.base import find_files
+from tunewell.data.sources.blocks import ReadOptions, parse_item, read_blocks
+
+_SAMPLE_ROWS = 1000
+_PIECES = re.compile(r"[^\W\d_]+|\d|[^\w\s]+|_+|\n+")
+_MESSAGE_TOKENS, _CONVERSATION_TOKENS = 5, 10
+"""Markers and role of a message, as in ChatML, and a short system prompt that some templates add."""
+_WIDE = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
+_SCRIPTS = {
+    "ja": r"[\u3040-\u30ff]",
+    "ko": r"[\uac00-\ud7af]",
+    "zh": r"[\u4e00-\u9fff]",
+    "ru": r"[\u0400-\u04ff]",
+    "ar": r"[\u0600-\u06ff]",
+    "he": r"[\u0590-\u05ff]",
+    "el": r"[\u0370-\u03ff]",
+    "hi": r"[\u0900-\u097f]",
+    "th": r"[\u0e00-\u0e7f]",
+}
+_COMMON_WORDS = {
+    "en": "the and of to is in that it for you with what are how this have can not",
+    "de": "der die das und ist nicht ich sie ein eine zu den mit wie auf von wir für",
+    "fr": "le la les et est des une que pas pour dans vous qui il je sur avec ce de du en",
+    "es": "el la los las y es una que por para con no se como del su qué más está de en",
+    "it": "il lo la gli di che è una per non con sono del della si come mi questo ho",
+    "pt": "os as e é um uma que não para com por como do da em se você mais de no",
+    "nl": "de het een en van ik is niet dat op te zijn voor met je hoe wat er",
+}
+LANGUAGES = {
+    **{"en": "English", "de": "German", "fr": "French", "es": "Spanish", "it": "Italian", "pt": "Portuguese"},
+    **{"nl": "Dutch", "ja": "Japanese", "ko": "Korean", "zh": "Chinese", "ru": "Russian or another Cyrillic script"},
+    **{"ar": "Arabic", "he": "Hebrew", "el": "Greek", "hi": "Hindi", "th": "Thai"},
+}
+_MIN_WORDS = 12
+_CLEAR = 1.3
+"""A language is named if its common words are this many times as frequent as those of the next."""
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """The number of rows, and estimates from the first thousand."""
+
+    num_rows: int
+    lengths: tuple[int, ...]
+    """Tokens of the first rows, with the markers of a chat template."""
+    supervised_share: float
+    language: str | None = None
+    """A key of `LANGUAGES`; None if it is not clear."""
+    is_plain_text: bool = False
+    """Whether the rows are texts without questions, as for a base model."""
+
+    @property
+    def num_tokens(self) -> int:
+        return round(sum(self.lengths) / max(1, len(self.lengths)) * self.num_rows)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths, default=1)
+
+
+def estimate_tokens(text: str) -> int:
+    """Estimate the tokens of a text: a word of up to 7 letters is one, and each digit is one."""
+    total = 0
+    for piece in _PIECES.findall(text):
+        if not piece[0].isalpha():
+            total += (len(piece) + 1) // 2
+        elif piece.isascii():
+            total += 1 if len(piece) <= 7 else 2 if len(piece) <= 12 else 3
+        else:
+            wide = len(_WIDE.findall(piece))
+            total += wide + -(-(len(piece) - wide) // 3)
+    return total
+
+
+def guess_language(texts: Iterable[str]) -> str | None:
+    """Return the language of some texts, or None if it is not clear."""
+    text = " ".join(texts)[:200_000]
+    letters = sum(character.isalpha() for character in text)
+    for name, script in _SCRIPTS.items():
+        if letters and len(re.findall(script, text)) > 0.2 * letters:
+            return name
+    words = Counter(re.findall(r"[^\W\d_]+", text.lower()))
+    if words.total() < _MIN_WORDS:
+        return None
+    scores = sorted(((sum(words[word] for word in own.split()), name) for name, own in _COMMON_WORDS.items()))
+    (second, _), (best, name) = scores[-2:]
+    return name if best >= 0.05 * words.total() and best > _CLEAR * second else None
+
+
+def read_statistics(data: Data, base: Path) -> RowStatistics:
+    """Read the sources of a config and estimate the tokens of their rows. Raises UserError for missing files."""
+    total, lengths, supervised, texts, num_plain = 0, list[int](), 0, list[str](), 0
+    for number, source in enumerate(data.sources):
+        files, options = find_files(source.path, base=base), read_options(data, number)
+        converter = Converter(format_name=source.format, columns=source.columns, system=source.system)
+        items = (item for file in files for block in read_blocks(file, options) for item in block.items)
+        for item in islice(items, _SAMPLE_ROWS - len(lengths)):
+            length, learned, own = _measure(item, options, converter)
+            lengths.append(length)
+            supervised += learned
+            texts += own
+            num_plain += learned == length
+        num_rows = sum(
+            count_parquet_rows(file) if file.format == "parquet" else sum(map(len, read_blocks(file, options)))
+            for file in files
+        )
+        total += min(num_rows, source.limit or num_rows)
+    return RowStatistics(
+        num_rows=total,
+        lengths=tuple(lengths),
+        supervised_share=supervised / max(1, sum(lengths)),
+        language=guess_language(texts),
+        is_plain_text=bool(lengths) and num_plain == len(lengths),
+    )
+
+
+def _measure(item: Any, options: ReadOptions, converter: Converter) -> tuple[int, int, Sequence[str]]:
+    """Return the tokens of a row, those that are supervised, and its texts."""
+    conversation, row = None, None
+    with suppress(Rejected):
+        row = parse_item(item, options)
+        conversation = converter.convert(row)[0]
+    if conversation is None:  # columns that are not known yet: half of the text is the answer
+        texts = [*_strings(row)]
+        length = max(1, sum(map(estimate_tokens, texts)) + _CONVERSATION_TOKENS)
+        return length, length // 2, texts
+    return _measure_conversation(conversation)
+
+
+def _measure_conversation(conversation: Conversation) -> tuple[int, int, Sequence[str]]:
+    if conversation.text is not None:
+        length = max(1, estimate_tokens(conversation.text))
+        return length, length, [conversation.text]
+    total, learned, texts = _CONVERSATION_TOKENS, 0, list[str]()
+    for message in conversation.messages:
+        text = " ".join(_strings({key: value for key, value in message.items() if key != "role"}))
+        length = estimate_tokens(text)
+        total += length + _MESSAGE_TOKENS
+        learned += length + 1 if message.get("role") == "assistant" else 0
+        texts.append(text)
+    return total, learned, texts
+
+
+def _strings(value: Any) -> Iterable[str]:
+    if isinstance(value, str):
+        yield value
+    elif is_object(value):
+        for inner in value.values():
+            yield from _strings(inner)
+    elif is_list(value):
+        for inner in value:
+            yield from _strings(inner)

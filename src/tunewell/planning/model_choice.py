@@ -1,0 +1,248 @@
+"""Compare models for some rows on a machine: what a first run of each needs, and which one is recommended."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tunewell.config.load import LoadedConfig
+from tunewell.config.schema import Config
+from tunewell.core.catalogue import CatalogueModel
+from tunewell.core.errors import UserError
+from tunewell.core.units import count, size_bytes
+from tunewell.data.batches import DataOrder
+from tunewell.data.row_statistics import LANGUAGES, RowStatistics
+from tunewell.hardware.machine import Machine
+from tunewell.models.shape import ModelShape
+from tunewell.planning.compute import PlanInputs
+from tunewell.planning.fit import smaller_micro_batch
+from tunewell.planning.forecast import Outlook, predict
+from tunewell.planning.plan import choose_batch, plan_training, starting_point
+from tunewell.planning.workload import Workload, make_workload
+from tunewell.records.manifest import LengthRecord, Manifest, SplitRecord, TokenizerRecord
+from tunewell.records.plan import Chosen
+
+_PATIENCE_SECONDS = (1800.0, 4 * 3600.0)
+"""The recommended model trains in half an hour, because a first run shows mistakes in the rows, which the next run
+corrects; with more than 1,800 rows in one second per row, at most in four hours."""
+_HELD_OUT = (20, 0.05, 0.25)
+"""Rows kept for testing: at least 20 or 5%, at most 25%, as `data.held_out: auto` keeps them."""
+
+
+@dataclass(frozen=True)
+class ModelNeeds:
+    """What a first run of one model needs on a machine."""
+
+    name: str
+    num_parameters: int
+    download_bytes: int
+    """Zero if the model is on this disk."""
+    outlook: Outlook | None
+    """None if no run can be planned."""
+    model: CatalogueModel | None = None
+    """Its entry in the catalogue; None for another model on this disk."""
+    where: str = ""
+    """Where it is on this disk; empty if it is not."""
+    problem: str = ""
+    """Why it does not suit; empty if it does."""
+    method: str = "lora"
+    """`qlora` if it fits only with a base model in 4 bits."""
+    safe_bytes: int = 0
+    """The upper end of the memory's range. On a GPU with the smallest micro-batch, to which a run goes back by itself
+    if it is out of memory; on a CPU, the system would end the process."""
+
+    @property
+    def fits(self) -> bool:
+        return self.outlook is not None and self.outlook.prediction.fits
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return self.outlook.prediction.memory.peak_bytes if self.outlook else None
+
+    @property
+    def seconds(self) -> float | None:
+        return self.outlook.prediction.seconds.expected if self.outlook else None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object in `models --json`."""
+        prediction, entry = self.outlook.prediction if self.outlook else None, self.model
+        return {
+            "name": self.name,
+            "parameters": self.num_parameters,
+            "fits": self.fits,
+            "method": self.method,
+            "problem": self.problem or None,
+            "peak_bytes": self.peak_bytes,
+            "seconds": prediction.seconds.model_dump(include={"low", "expected", "high"}) if prediction else None,
+            "download_bytes": self.download_bytes,
+            "on_disk": self.where or None,
+            "license": entry.license if entry else None,
+            "gated": entry.is_gated if entry else None,
+            "kind": entry.kind if entry else None,
+            "languages": list(entry.languages) if entry else None,
+            "num_languages": entry.num_languages if entry else None,
+            "context": entry.context if entry else None,
+            "good_for": entry.good_for if entry else None,
+        }
+
+
+def forecast_model(name: str, shape: ModelShape, rows: RowStatistics, machine: Machine, *, quantize: str) -> Outlook:
+    """Predict the run that `init` would configure for these rows and a model of this shape.
+
+    The micro-batch is the largest that fits. Raises UserError if the run cannot be planned on this machine.
+    """
+    start = starting_point(rows.num_rows, shape.num_weights)
+    config = Config.model_validate(
+        {
+            "model": name,
+            "method": {"rank": start.rank.value, "alpha": start.alpha.value, "quantize": quantize},
+            "train": {"epochs": start.epochs.value, "learning_rate": start.learning_rate.value},
+        }
+    )
+    lengths = np.resize(np.array(rows.lengths or (1,), dtype=np.int64), max(1, rows.num_rows))
+    least, share, most = _HELD_OUT
+    num_held_out = int(min(max(least, share * len(lengths)), most * len(lengths)))
+    held_out, lengths = lengths[:num_held_out], lengths[num_held_out:]
+    device = machine.device("auto")
+    inputs = PlanInputs(
+        LoadedConfig(config, Path(), None, {}),
+        _manifest(lengths, num_held_out, shape, rows.supervised_share),
+        device,
+        shape.num_weights,
+        threads=Chosen[int](value=machine.cores, because="the cores of this machine"),
+    )
+    batch = choose_batch(inputs)
+    order = DataOrder(lengths, 0, "", batch_tokens=batch.tokens.value, batch_documents=batch.documents.value)
+    num_steps = order.num_steps(config.train.epochs)
+    plan = plan_training(inputs, batch=batch, num_steps=num_steps, epochs=config.train.epochs)
+    work = make_workload(
+        plan,
+        config,
+        shape=shape,
+        device=device,
+        order=order,
+        supervised_share=rows.supervised_share,
+        held_out_lengths=held_out,
+    )
+
+    def forecast(work: Workload) -> Outlook:
+        return predict(work, flops=machine.flops)
+
+    outlook = forecast(work)
+    return outlook if outlook.prediction.fits else smaller_micro_batch(outlook, forecast) or outlook
+
+
+def _manifest(lengths: Any, num_held_out: int, shape: ModelShape, supervised_share: float) -> Manifest:
+    """Return the manifest that the corpus of these rows would have, as far as a plan reads it."""
+    total = int(lengths.sum())
+    split = SplitRecord(
+        documents=len(lengths), sequences=0, tokens=total, supervised=int(total * supervised_share), shards=[]
+    )
+    held_out = SplitRecord(documents=num_held_out, sequences=0, tokens=0, supervised=0, shards=[])
+    middle = float(lengths.mean())
+    return Manifest.model_construct(
+        corpus_sha256="",
+        tokenizer=TokenizerRecord(
+            source="", kind="", sha256="", vocab_size=shape.vocab_size, special_tokens={}, added_by_us=[]
+        ),
+        templates=[],
+        lengths=LengthRecord(
+            mean=middle, median=middle, p95=middle, p99=middle, max=int(lengths.max()), padding_waste=0.0, histogram=[]
+        ),
+        splits={"train": split, "held_out": held_out},
+    )
+
+
+def compare_model(
+    name: str,
+    shape: ModelShape,
+    rows: RowStatistics,
+    machine: Machine,
+    *,
+    model: CatalogueModel | None = None,
+    where: str = "",
+    free_disk: int | None = None,
+) -> ModelNeeds:
+    """Return what a first run of a model needs. On an NVIDIA GPU, 4 bits are tried if 16 bits do not fit."""
+    download = 0 if where else 2 * shape.num_weights
+    needs = ModelNeeds(name, shape.num_weights, download, None, model, where)
+    try:
+        outlook = forecast_model(name, shape, rows, machine, quantize="none")
+        method = "lora"
+        if not outlook.prediction.fits and outlook.work.device.kind == "cuda":
+            small = forecast_model(name, shape, rows, machine, quantize="nf4")
+            outlook, method = (small, "qlora") if small.prediction.fits else (outlook, method)
+    except UserError as error:
+        return replace(needs, problem=error.what)
+    safe = outlook
+    if outlook.work.is_gpu:
+        safe = predict(outlook.work.with_micro_tokens(max(64, rows.longest)), flops=machine.flops)
+    needs = replace(needs, outlook=outlook, method=method, safe_bytes=safe.prediction.memory.high_bytes)
+    return replace(needs, problem=_problem(needs, rows, free_disk))
+
+
+def _problem(needs: ModelNeeds, rows: RowStatistics, free_disk: int | None) -> str:
+    assert needs.outlook is not None
+    memory, entry = needs.outlook.prediction.memory, needs.model
+    if not needs.fits:
+        free = size_bytes(memory.free_bytes or 0)
+        return f"does not fit: it needs {size_bytes(memory.needed_bytes)}, and {free} are free"
+    if free_disk is not None and needs.download_bytes > 0.9 * free_disk:
+        return f"not enough disk space: {size_bytes(needs.download_bytes)} to download, {size_bytes(free_disk)} free"
+    if entry is None:
+        return ""
+    if rows.longest > entry.context:
+        return f"rows have up to {count(rows.longest)} tokens, and its context is {count(entry.context)}"
+    if rows.language and rows.language not in entry.languages:
+        return f"not trained on {LANGUAGES[rows.language]}"
+    return ""
+
+
+def recommend(needs: list[ModelNeeds], rows: RowStatistics, *, is_online: bool) -> tuple[ModelNeeds, str] | None:
+    """Return the recommended model and the reason; None if no model suits. `needs` are in the catalogue's order.
+
+    It is the first model of the catalogue that suits the rows, fits with a margin, and trains in half an hour, or
+    longer with many rows. Models behind a login count only if they are on this disk, as do all if the hub cannot be
+    reached. If none of them can be had, it is the largest of the other models on this disk.
+    """
+    suiting = [own for own in needs if not own.problem and own.method == "lora" and own.outlook is not None]
+    listed = [own for own in suiting if own.model is not None and _suits(own, own.model, rows, is_online=is_online)]
+    others = sorted((own for own in suiting if own.model is None), key=lambda own: -own.num_parameters)
+    candidates = listed or others
+    if not candidates:
+        return None
+    certain = [own for own in candidates if _has_margin(own)] or candidates
+    patience = min(max(_PATIENCE_SECONDS[0], float(rows.num_rows)), _PATIENCE_SECONDS[1])
+    quick = [own for own in certain if (own.seconds or 0.0) <= patience]
+    best = quick[0] if quick else min(certain, key=lambda own: own.seconds or 0.0)
+    which = ("strongest" if listed else "largest") if quick else "fastest"
+    where = "of the list" if listed else "on this disk; none of the list suits" if is_online else "on this disk"
+    goal = f"{patience / 60:.0f} minutes here" if patience < 7200 else f"{patience / 3600:.1f} hours here"
+    first = f"the {which} {where}" + (f" that fits and trains in {goal}" if quick else f", as none trains in {goal}")
+    return best, _reason(best, rows, first, is_online=is_online)
+
+
+def _suits(own: ModelNeeds, model: CatalogueModel, rows: RowStatistics, *, is_online: bool) -> bool:
+    is_kind = model.kind == ("base" if rows.is_plain_text else "chat") and model.purpose == "general"
+    return is_kind and (bool(own.where) or (is_online and not model.is_gated))
+
+
+def _has_margin(needs: ModelNeeds) -> bool:
+    assert needs.outlook is not None
+    free = needs.outlook.prediction.memory.free_bytes
+    return free is None or needs.safe_bytes <= free
+
+
+def _reason(needs: ModelNeeds, rows: RowStatistics, first: str, *, is_online: bool) -> str:
+    assert needs.outlook is not None
+    memory = needs.outlook.prediction.memory
+    free = f" of {size_bytes(memory.free_bytes)}" if memory.free_bytes is not None else ""
+    parts = [first, f"it needs {size_bytes(memory.peak_bytes)}{free} of memory"]
+    if rows.language not in (None, "en") and needs.model is not None:
+        parts.append(f"it knows {LANGUAGES[rows.language]}")
+    if needs.download_bytes:
+        parts.append(f"{size_bytes(needs.download_bytes)} to download")
+    if not is_online:
+        parts.append("the hub cannot be reached")
+    return "; ".join(parts)
