@@ -71,6 +71,7 @@ class Result:
 def trained(monkeypatch):
     """Put a workflow in place that plays a run and gives a result; what it was called with is kept."""
     calls = []
+    monkeypatch.setattr("tunewell.runs.config.require_inputs", lambda *_, **__: None)  # these runs have no rows
 
     def add(result):
         def run_training(config, options, listener):

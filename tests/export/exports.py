@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tunewell.config.schema import MethodSettings
 from tunewell.core.files import sha256_file
+from tunewell.core.progress import ProgressListener, silent
 from tunewell.export.options import ExportOptions
 from tunewell.methods.base import trainable_parameters
 from tunewell.methods.lora import Lora
@@ -52,9 +53,9 @@ def rehash(folder: Path, *, only: str) -> None:
     (folder / PROOF).write_text(json.dumps(proof))
 
 
-def prove_here(folder: Path, *, allow_pickle: bool) -> Parity:
+def prove_here(folder: Path, *, allow_pickle: bool, progress: ProgressListener = silent) -> Parity:
     """Prove in this process: a new one takes seconds to start."""
-    return verify(folder, allow_pickle=allow_pickle)
+    return verify(folder, allow_pickle=allow_pickle, progress=progress)
 
 
 def exported(place: Path, out: Path, **options: Any) -> Exported:

@@ -1,5 +1,6 @@
 """What `export` and `verify` do to people's files, and how they speak of what goes wrong."""
 
+import io
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import stat
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,8 @@ from corpora import write_rows
 from tunewell.cli.main import main
 from tunewell.core.errors import UserError
 from tunewell.data.tokenizers.load import load_tokenizer
-from tunewell.export import prove as process
-from tunewell.export import staging
+from tunewell.export import proof_process as process
+from tunewell.export import prove, staging
 from tunewell.export.options import ExportOptions, is_ollama_name, ollama_name
 from tunewell.export.preflight import require_tools
 from tunewell.export.staging import ExistingExport, find_existing
@@ -231,19 +233,50 @@ def test_without_llama_cpp_a_gguf_cannot_be_tried(
         require_tools(load_targets(["ollama"]))
 
 
+class FakeProcess:
+    """A process that runs `act` when it is waited for, with what was written to its stdin."""
+
+    def __init__(self, act: Callable[[str], int]) -> None:
+        self.stdin, self.stdout, self._act = io.StringIO(), io.StringIO("noise\n"), act
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        return self._code
+
+    def wait(self) -> int:
+        if self._code is None:
+            self._code = self._act(self.stdin.getvalue())
+        return self._code
+
+    def kill(self) -> None:
+        self._code = -9
+
+
 def test_the_error_of_the_proving_process_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["process", str(tmp_path)])
-    monkeypatch.setattr(process.subprocess, "run", lambda *_, **__: types.SimpleNamespace(returncode=process.main()))
+    def act(sent: str) -> int:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(sent))
+        return prove.main()
+
+    monkeypatch.setattr(process.subprocess, "Popen", lambda *_, **__: FakeProcess(act))
     with pytest.raises(UserError, match=r"could not be verified: .* is not an export") as caught:
         process.prove_in_new_process(tmp_path)
     assert "tunewell export" in str(caught.value.fix) and "exited with code 2" in str(caught.value.where)
 
 
 def test_a_proving_process_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process.subprocess, "run", lambda *_, **__: types.SimpleNamespace(returncode=-9))
+    monkeypatch.setattr(process.subprocess, "Popen", lambda *_, **__: FakeProcess(lambda _: -9))
     with pytest.raises(UserError, match="could not be verified") as caught:
         process.prove_in_new_process(tmp_path)
     assert "exited with code -9" in str(caught.value.where)
+
+
+def test_a_proving_process_without_work_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a process that waits for ever after an export that failed before its proof."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert prove.main() == 0
+    with process.ProofProcess() as started:
+        assert started._process.poll() is None
+    assert started._process.poll() is not None
 
 
 @pytest.mark.parametrize(("verdict", "is_said"), [("FAIL", True), ("WEAK", True), ("PASS", False)])
@@ -322,7 +355,8 @@ def test_what_will_be_written_is_said_first_and_held_against_the_disk(
     with pytest.raises(UserError, match="not enough disk space") as caught:
         tunewell.export(model / "adapter", announce=told.append, **options)
     said = str(caught.value)
-    assert all(name in said for name in ("adapter ", "merged bf16 ", "gguf q8_0 ", "gguf q4_k_m ", "temporarily"))
+    assert all(name in said for name in ("adapter ", "merged bf16 ", "gguf q8_0 ", "gguf q4_k_m "))
+    assert "temporarily" not in said, "GGUF files are written from memory"
     assert names(tmp_path) == set() and told == []
     monkeypatch.setattr(workflow, "make_reference", _stop)
     monkeypatch.setattr(staging.shutil, "disk_usage", lambda place: _Usage(1 << 40))

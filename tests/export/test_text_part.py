@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config
 from tunewell.config.schema import MethodSettings
 from tunewell.methods.base import trainable_parameters
 from tunewell.methods.lora import Lora
-from tunewell.methods.peft_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tunewell.models.load import LoadOptions, load_model
+from tunewell.records.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tunewell.workflows.verify import verify
 
 _SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}

@@ -20,7 +20,7 @@ from checkpoint_states import FILES, filled, names, same, state_at
 from tunewell.core.errors import UserError
 from tunewell.records.checkpoint import DamagedCheckpoint
 from tunewell.training.checkpoints import Checkpoints
-from tunewell.training.saved_checkpoints import find_best
+from tunewell.training.find_checkpoints import find_best
 
 # Loads everything once and forks, so that each killed save costs a save and not a start of Python too.
 SERVER = """

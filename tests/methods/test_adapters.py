@@ -16,8 +16,8 @@ from tunewell.config.schema import MethodSettings, Train
 from tunewell.core.errors import UserError
 from tunewell.methods.base import load_adapter, trainable_parameters
 from tunewell.methods.lora import Lora
-from tunewell.methods.peft_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tunewell.models.attention import stock_attention
+from tunewell.records.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tunewell.training.step import TrainableModel
 
 IDS = torch.randint(0, 100, (2, 17), generator=torch.Generator().manual_seed(0))

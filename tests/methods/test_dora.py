@@ -17,8 +17,9 @@ from tunewell.data.batches import make_batch
 from tunewell.methods.base import load_adapter
 from tunewell.methods.dora import Dora, DoraLinear
 from tunewell.methods.lora import Lora
-from tunewell.methods.peft_format import ADAPTER_WEIGHTS, peft_name
+from tunewell.methods.peft_format import peft_name
 from tunewell.models.attention import stock_attention
+from tunewell.records.adapter import ADAPTER_WEIGHTS
 
 NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SETTINGS = MethodSettings(kind="dora", rank=4, alpha=8)

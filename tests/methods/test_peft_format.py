@@ -17,10 +17,10 @@ from tunewell.config.schema import MethodSettings
 from tunewell.core.errors import UserError
 from tunewell.methods.base import load_adapter, trainable_parameters
 from tunewell.methods.lora import Lora
-from tunewell.methods.peft_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tunewell.models.attention import stock_attention
 from tunewell.models.load import load_model
 from tunewell.models.support import text_weights
+from tunewell.records.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 IDS = torch.randint(0, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(0))
 # Dense layers and shared experts beside the routed ones, under the names that PEFT takes for experts.

@@ -10,10 +10,10 @@ from torch import nn
 from tunewell.config.schema import Train
 from tunewell.records.checkpoint import verify
 from tunewell.training.engine import train
+from tunewell.training.find_checkpoints import Saved
 from tunewell.training.optimizers.adamw import AdamW, mixed, rounded
 from tunewell.training.optimizers.base import Scaler
 from tunewell.training.run import Run, resume, rewind
-from tunewell.training.saved_checkpoints import Saved
 
 
 def test_norms_and_vectors_do_not_decay_whatever_their_shape() -> None:

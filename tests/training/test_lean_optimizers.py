@@ -15,8 +15,8 @@ from tunewell.config.schema import MethodSettings, Train
 from tunewell.methods.full import Full
 from tunewell.records.checkpoint import verify
 from tunewell.training.engine import train
+from tunewell.training.find_checkpoints import Saved
 from tunewell.training.run import Run, resume, rewind
-from tunewell.training.saved_checkpoints import Saved
 from tunewell.training.step import TrainableModel
 
 GALORE: dict[str, Any] = {"optimizer": "galore", "galore_rank": 8, "galore_every": 5}

@@ -15,7 +15,7 @@ import tunewell
 from corpora import write_rows
 from tunewell.core.errors import UserError
 from tunewell.export.options import ExportOptions
-from tunewell.methods.peft_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from tunewell.records.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tunewell.records.parity import PROOF, Parity
 from tunewell.records.plan import read_plan
 from tunewell.workflows.export import Exported, export
@@ -54,7 +54,7 @@ def _train(model: str = "model", **settings: Any) -> Path:
 
 
 def _exported(run: Path, out: str, **options: Any) -> Exported:
-    def prove(folder: Path, *, allow_pickle: bool) -> Parity:
+    def prove(folder: Path, *, allow_pickle: bool, **_: Any) -> Parity:
         return verify(folder, allow_pickle=allow_pickle)
 
     return export(run, order=ExportOptions(out=Path(out), precision="fp32", **options), prove=prove, answer_tokens=6)

@@ -5,6 +5,7 @@ the requested command is imported, so that commands start quickly.
 """
 
 import difflib
+import gc
 import importlib
 import io
 import os
@@ -46,6 +47,8 @@ def run() -> None:
     if code == EXIT_PIPE:
         # The reader has closed the pipe, so buffered output would raise again while Python shuts down.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    # Python looks for cycles among all objects before it exits, which takes a second with torch and transformers.
+    gc.freeze()
     sys.exit(code)
 
 
@@ -116,14 +119,14 @@ def _help() -> str:
     summaries = [(f"  {name}", (_function(name).__doc__ or "").strip().partition("\n")[0]) for name, _ in COMMANDS]
     return "\n".join(
         [
-            "Fine-tune a language model on your own data, and prove that it worked.",
+            hanging("", "Fine-tune a language model on your own data, and prove that it worked."),
             "",
             "usage: tunewell COMMAND [OPTIONS]",
             "",
             folded_table(summaries),
             "",
-            "`tunewell` alone shows where the project in this folder stands.",
-            "`tunewell COMMAND --help` shows the options of a command.",
+            hanging("", "`tunewell` alone shows where the project in this folder stands."),
+            hanging("", "`tunewell COMMAND --help` shows the options of a command."),
             "`tunewell --version` shows the version.",
         ]
     )

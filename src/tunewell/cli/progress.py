@@ -1,16 +1,20 @@
 """Show the progress of a command on stderr: bars or a status line in a terminal, log lines elsewhere."""
 
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from tunewell.cli.render import console, is_interactive
-from tunewell.core.progress import Progress, ProgressListener
+from tunewell.core.progress import Progress, ProgressListener, Timetable
 from tunewell.core.units import count, duration
 
 _LINE_SECONDS = 5.0
 _STAGE_LINE_SECONDS = 10.0
+_SHOWN_LEFT_SECONDS = 3.0
+"""Shorter times are not worth a number on the screen."""
+_SURE_SHARE = 0.05
 
 
 @contextmanager
@@ -65,33 +69,111 @@ def _lines() -> ProgressListener:
     return show
 
 
+class StageText:
+    """A listener that keeps the last progress, and describes it: stage, count, and the time left.
+
+    `verifying gguf q8_0, 12 of 20, about 25 s left`. The time left is that of the whole command if it is known,
+    otherwise that of the stage.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.progress = Progress("")
+        self._began = self._received = clock()
+
+    def __call__(self, progress: Progress) -> None:
+        """Keep the progress."""
+        self._received = self.clock()
+        if progress.stage != self.progress.stage:
+            self._began = self._received
+        self.progress = progress
+
+    @property
+    def stage_seconds(self) -> float:
+        """The time since the stage began."""
+        return self.clock() - self._began
+
+    def text(self) -> str:
+        """Return the line for the screen, as of now."""
+        progress = self.progress
+        parts = [progress.stage]
+        if progress.total:
+            parts.append(f"{_amount(progress.done, progress.unit)} of {_amount(progress.total, progress.unit)}")
+        if (left := self._seconds_left()) is not None and left >= _SHOWN_LEFT_SECONDS:
+            parts.append(f"about {duration(round(left))} left")
+        elif not progress.total and self.stage_seconds >= _LINE_SECONDS:
+            parts.append(duration(round(self.stage_seconds)))
+        return ", ".join(parts)
+
+    def _seconds_left(self) -> float | None:
+        progress = self.progress
+        if progress.seconds_left is not None:
+            return progress.seconds_left - (self.clock() - self._received)
+        share = progress.done / progress.total if progress.total else 0.0
+        return self.stage_seconds * (1 - share) / share if share >= _SURE_SHARE else None
+
+    def __rich__(self) -> str:
+        return self.text()
+
+
+def _amount(number: int, unit: str) -> str:
+    return f"{number >> 20:,} MiB" if unit == "bytes" else count(number)
+
+
 @contextmanager
-def shown_stages() -> Iterator[ProgressListener]:
-    """Yield a listener that shows the current stage in a status line, or in log lines without a terminal."""
+def shown_stages(expected: Mapping[str, float] | None = None) -> Iterator[ProgressListener]:
+    """Yield a listener that shows the current stage in a status line, or in log lines without a terminal.
+
+    `expected` are the seconds of each stage (`planning.pace`); with it, the time left is that of the whole command.
+    """
+    with _shown_stages() as show:
+        yield Timetable(show, expected) if expected else show
+
+
+@contextmanager
+def _shown_stages() -> Iterator[ProgressListener]:
     if not is_interactive():
-        yield _stage_lines()
+        with _stage_lines() as show:
+            yield show
         return
-    from rich.status import Status
+    from rich.live import Live
+    from rich.spinner import Spinner
 
-    with Status("", console=console(stderr=True)) as status:
-        yield lambda progress: status.update(_stage_text(progress))
-
-
-def _stage_text(progress: Progress) -> str:
-    done = f", {count(progress.done)} of {count(progress.total)}" if progress.total else ""
-    return progress.stage + done
+    text = StageText()
+    screen = console(stderr=True)
+    with Live(Spinner("dots", text=text), console=screen, transient=True, refresh_per_second=8):  # type: ignore[arg-type]
+        yield text
 
 
-def _stage_lines() -> ProgressListener:
-    last_stage, last_time = "", 0.0
+@contextmanager
+def _stage_lines() -> Iterator[ProgressListener]:
+    """Write a line when a stage begins, and one every few seconds while it lasts, also if it reports nothing."""
+    text, lock, is_over = StageText(), threading.Lock(), threading.Event()
+    last_time = 0.0
 
-    def show(progress: Progress) -> None:
-        nonlocal last_stage, last_time
-        now = time.monotonic()
-        if progress.stage == last_stage and now - last_time < _STAGE_LINE_SECONDS:
-            return
-        last_stage, last_time = progress.stage, now
-        sys.stderr.write(_stage_text(progress) + "\n")
+    def write() -> None:
+        nonlocal last_time
+        last_time = time.monotonic()
+        sys.stderr.write(text.text() + "\n")
         sys.stderr.flush()
 
-    return show
+    def show(progress: Progress) -> None:
+        with lock:
+            is_new = progress.stage != text.progress.stage
+            text(progress)
+            if is_new or time.monotonic() - last_time >= _STAGE_LINE_SECONDS:
+                write()
+
+    def tick() -> None:
+        while not is_over.wait(1.0):
+            with lock:
+                if text.progress.stage and time.monotonic() - last_time >= _STAGE_LINE_SECONDS:
+                    write()
+
+    ticker = threading.Thread(target=tick, daemon=True)
+    ticker.start()
+    try:
+        yield show
+    finally:
+        is_over.set()
+        ticker.join()

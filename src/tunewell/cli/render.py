@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _MAX_WIDTH = 120
 _MIN_FOLD_WIDTH = 16
 _LONGEST_TEXT = 2000
+_ERROR_LEAD = re.compile(r"error: |  where: |  fix: +")
 
 
 def console(*, stderr: bool = False) -> "Console":
@@ -24,6 +25,11 @@ def console(*, stderr: bool = False) -> "Console":
     from rich.console import Console
 
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+def has_color(out: "Console") -> bool:
+    """Return whether a console shows colours. With `NO_COLOR`, rich still names a colour system."""
+    return out.color_system is not None and not out.no_color
 
 
 def is_interactive() -> bool:
@@ -47,8 +53,16 @@ def json_text(value: Any) -> str:
 
 
 def emit_error(error: UserError) -> None:
-    """Write a user error to stderr."""
-    sys.stderr.write(f"error: {error}\n")
+    """Write a user error to stderr, folded to the width of a terminal."""
+    text = f"error: {error}"
+    if sys.stderr.isatty():
+        text = "\n".join(_folded(line) for line in text.splitlines())
+    sys.stderr.write(text + "\n")
+
+
+def _folded(line: str) -> str:
+    lead = _ERROR_LEAD.match(line)
+    return line if lead is None else hanging(lead[0], line[lead.end() :])
 
 
 def width() -> int:

@@ -11,7 +11,8 @@ import torch
 from tunewell import __version__
 from tunewell.core.units import count, size_bytes
 from tunewell.hardware.facts import installed_versions, num_cores
-from tunewell.inference.chat_model import ChatModel, ModelRef
+from tunewell.inference.chat_model import ChatModel
+from tunewell.inference.model_ref import ModelRef
 from tunewell.records.checkpoint import read_manifest as read_checkpoint
 from tunewell.records.events import as_number, read_events
 from tunewell.records.healing import read_healing
@@ -77,7 +78,7 @@ def _row_counts(ref: ModelRef) -> RowCounts | None:
         tokens=manifest.tokens.total - manifest.tokens.padding,
         supervised=manifest.tokens.supervised,
         sources=[
-            source.model_dump(mode="json", include={"name", "rows", "documents", "held_out", "dropped"})
+            source.model_dump(mode="json", include={"name", "formats", "rows", "documents", "held_out", "dropped"})
             for source in manifest.sources
         ],
     )

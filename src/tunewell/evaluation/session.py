@@ -8,7 +8,7 @@ import shlex
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -21,11 +21,14 @@ from tunewell.config.rules import VerdictRules
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener, with_stage
 from tunewell.core.units import count
-from tunewell.data.corpus.reader import Corpus, Split, open_corpus
+from tunewell.data.corpus.reader import Split
+from tunewell.evaluation.base_outputs import FILE as BASE_OUTPUTS
+from tunewell.evaluation.base_outputs import outputs_key, read_base_outputs, write_base_outputs
 from tunewell.evaluation.judge import contains_key
 from tunewell.evaluation.measurements import Measurements, cluster_numbers, count_answers, shorten
 from tunewell.evaluation.metrics import Metric, compute_metrics
 from tunewell.evaluation.provenance import collect_provenance
+from tunewell.evaluation.rows import EvaluationSet
 from tunewell.evaluation.scores import (
     JudgedQuestions,
     ModelOutputs,
@@ -37,90 +40,14 @@ from tunewell.evaluation.scores import (
 )
 from tunewell.evaluation.verdict import decide_verdict, thresholds
 from tunewell.hardware.device import torch_threads
-from tunewell.inference.chat_model import Backend, ChatModel, ModelRef, open_chat_model, open_without_weights
+from tunewell.inference.chat_model import Backend, ChatModel, open_chat_model, open_without_weights
+from tunewell.inference.model_ref import ModelRef
 from tunewell.inference.runtime import Runtime, TextDocuments, nonfinite_weights_in
 from tunewell.models.attention import stock_attention
 from tunewell.models.support import quiet
-from tunewell.records.manifest import read_manifest
 from tunewell.records.plan import Chosen
 from tunewell.records.report import AnsweredQuestion, Report, RowCounts
 from tunewell.training.evaluate import Question, questions_of
-
-# Choose the evaluation rows: the held-out rows of the run, or rows of another corpus.
-
-
-@dataclass(frozen=True)
-class EvaluationSet:
-    """The rows on which a model is evaluated."""
-
-    split: Split | None
-    """The rows to evaluate, or None if there are no rows."""
-    name: str
-    notes: Sequence[str] = ()
-    test_file: str | None = None
-    """The user's file, if the rows come from one."""
-    corpus: Corpus | None = None
-    """The corpus of the rows, with the accepted answers of its rows and more references."""
-
-
-def held_out_rows(model: ModelRef) -> EvaluationSet:
-    """Return the held-out rows of a run; raise UserError if the corpus is missing or has changed since the run."""
-    if model.corpus is not None:
-        corpus = open_corpus(model.corpus, verify=True)
-        if model.plan is not None and model.plan.corpus_sha256 != corpus.manifest.corpus_sha256:
-            raise UserError(
-                "the corpus has changed since the run: its held-out rows may have been used for training",
-                where=str(corpus.path),
-                fix="validate on a file with `--data`, or restore the old corpus",
-            )
-        return EvaluationSet(_held_out(corpus), "the held-out rows of the run", corpus=corpus)
-    if model.kind == "run":
-        raise UserError(
-            f"the corpus `{model.loaded.config.corpus}` of the run no longer exists",
-            fix="validate on a file with `--data`, or build the corpus again with `tunewell prepare`",
-        )
-    is_log = model.path is not None and model.path.name in ("trainer_state.json", "events.jsonl")
-    raise UserError(
-        f"`validate` needs questions with answers to test `{model.name}`",
-        where=f"`{model.name}` is a training log, not a model" if is_log else None,
-        fix="name a run, an adapter or a model, and add `--data rows.jsonl`" if is_log else "add `--data rows.jsonl`",
-    )
-
-
-def rows_of_corpus(path: Path) -> EvaluationSet:
-    """Return the held-out rows of a corpus."""
-    corpus = open_corpus(path, verify=True)
-    return EvaluationSet(_held_out(corpus), f"the held-out rows of {path}", corpus=corpus)
-
-
-def rows_of_file(corpus: Corpus, name: str) -> EvaluationSet:
-    """Return every row of a corpus built from the user's test file, with a note on the number of dropped rows."""
-    manifest = corpus.manifest
-    num_dropped = sum(manifest.dropped.values())
-    kinds = ", ".join(f"{number} {kind}" for kind, number in manifest.dropped.items())
-    dropped = f"{count(num_dropped)} of {count(manifest.rows_in, 'row')} could not be used: {kinds}"
-    return EvaluationSet(corpus, name, [dropped] if num_dropped else [], test_file=name, corpus=corpus)
-
-
-def shared_rows(model: ModelRef, other: ModelRef) -> tuple[Path | None, list[str]]:
-    """Return the corpus on which two runs can be compared, with notes; None if each run needs its own rows."""
-    if model.corpus is None:
-        return None, []
-    manifest = read_manifest(model.corpus)
-    if other.corpus is not None and read_manifest(other.corpus).corpus_sha256 == manifest.corpus_sha256:
-        return model.corpus, []
-    plan, templates = other.plan, [template.sha256 for template in manifest.templates]
-    if plan is not None and plan.tokenizer_sha256 == manifest.tokenizer.sha256 and plan.template_sha256s == templates:
-        return model.corpus, [
-            "the runs were trained on different rows; both are evaluated on the held-out rows of the first, which the "
-            "second may have trained on"
-        ]
-    return None, ["the runs use different tokens or templates, so each is evaluated on its own held-out rows"]
-
-
-def _held_out(corpus: Corpus) -> Split | None:
-    return corpus.held_out if len(corpus.held_out) else None
-
 
 # Everyday text: bundled passages whose loss shows how much a model has forgotten.
 
@@ -215,12 +142,36 @@ class EvaluationSession:
         if self.options.lm_eval:
             with self._timed("lm-eval"):
                 self._run_tasks(model)
+        if self.ref.base is not None:
+            base = self._measure_base(model)
+        return self._report(model, base, tuned, bad_weights)
+
+    def _measure_base(self, model: ChatModel) -> ModelOutputs:
+        """Measure the base model, or read its outputs from an earlier evaluation of this run on the same rows."""
+        is_own = self.ref.kind == "run" and self.rows.test_file is None and self.options.corpus is None
+        folder, key = self.ref.path, self._base_key(model) if is_own else None
+        if folder is not None and key is not None and (known := read_base_outputs(folder, key)) is not None:
+            self.notes.append(f"the base model was measured before on the same rows; see `{folder / BASE_OUTPUTS}`")
+            return known
         if model.can_disable_adapter:
             with model.base_runtime() as runtime:
                 base = self._measure(model, runtime, "base")
-        elif self.ref.base is not None:
+        else:
             base = self._measure_separate_base(model)
-        return self._report(model, base, tuned, bad_weights)
+        if folder is not None and key is not None and base.everyday is not None:
+            with suppress(OSError):  # a folder that cannot be written costs only time
+                write_base_outputs(folder, key, base)
+        return base
+
+    def _base_key(self, model: ChatModel) -> str | None:
+        prompts = [question.ids for question in self.questions]
+        rules = {
+            "answer_tokens": self.answer_tokens.value,
+            "max_documents": self.rules.max_documents,
+            "batch_size": self.rules.batch_size,
+            "is_packed": bool(self.options.lm_eval),
+        }
+        return outputs_key(model, [self.rows.split, self.everyday], prompts, **rules)
 
     def _run_tasks(self, model: ChatModel) -> None:
         self.progress(Progress(f"lm-eval: {', '.join(self.options.lm_eval)}"))
@@ -300,8 +251,9 @@ class EvaluationSession:
         outputs = ModelOutputs()
         split, stage = self.rows.split, f"testing the {name} model"
         with self._timed("losses"):
-            self.progress(Progress(f"{stage}: everyday text"))
-            outputs.everyday = runtime.losses(self.everyday, most=None)
+            part = f"{stage}: everyday text"
+            self.progress(Progress(part))
+            outputs.everyday = runtime.losses(self.everyday, most=None, progress=with_stage(self.progress, part))
             if split is not None:
                 outputs.held_out = runtime.losses(
                     split,
@@ -311,13 +263,15 @@ class EvaluationSession:
         prompts = [question.ids for question in self.questions]
         with self._timed("answers"):
             if prompts:
-                self.progress(Progress(f"{stage}: {count(len(prompts), 'question')}"))
+                part = f"{stage}: {count(len(prompts), 'question')}"
+                self.progress(Progress(part))
                 outputs.logits = runtime.next_logits(prompts[:_NUM_COMPARED])
                 outputs.answers = runtime.generate(
                     prompts,
                     max_new_tokens=self.answer_tokens.value,
                     stop_ids=model.stop_ids,
                     batch_size=None if self.rules.batch_size == "auto" else self.rules.batch_size,
+                    progress=with_stage(self.progress, part),
                 )
             elif len(self.everyday):
                 outputs.logits = runtime.next_logits([self.everyday.arrays(index)[0].tolist() for index in range(4)])

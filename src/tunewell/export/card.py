@@ -15,7 +15,8 @@ from tunewell.core.gguf import read_metadata
 from tunewell.core.model_files import ModelFiles, hub_is_out_of_reach, locate
 from tunewell.core.redact import redact
 from tunewell.core.units import count
-from tunewell.inference.chat_model import ChatModel, ModelRef
+from tunewell.inference.chat_model import ChatModel
+from tunewell.inference.model_ref import ModelRef
 from tunewell.records.manifest import read_manifest
 from tunewell.records.plan import Chosen, Plan
 from tunewell.records.report import Report, read_report

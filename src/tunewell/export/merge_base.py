@@ -9,7 +9,8 @@ from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener
 from tunewell.data.batches import spread_evenly
 from tunewell.data.corpus.reader import open_corpus
-from tunewell.inference.chat_model import ChatModel, ModelRef, open_chat_model
+from tunewell.inference.chat_model import ChatModel, open_chat_model
+from tunewell.inference.model_ref import ModelRef
 
 _NUM_DOCUMENTS = 8
 

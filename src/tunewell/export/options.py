@@ -12,7 +12,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.presets import is_preset
 
 if TYPE_CHECKING:
-    from tunewell.inference.chat_model import ModelRef
+    from tunewell.inference.model_ref import ModelRef
 
 _OLLAMA_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:/-]*")
 _NOT_IN_OLLAMA_NAME = re.compile(r"[^a-z0-9._-]+")

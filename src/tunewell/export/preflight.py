@@ -17,8 +17,8 @@ from tunewell.data.masking.masker import Masker
 from tunewell.data.text_pipeline import TextPipeline
 from tunewell.export.chat_template import saved_template
 from tunewell.export.targets.base import ExportTarget, PreflightFacts, load_targets
-from tunewell.inference.chat_model import ModelRef
 from tunewell.inference.llama_cpp.library import find_llama
+from tunewell.inference.model_ref import ModelRef
 from tunewell.models.facts import find_key_map
 from tunewell.models.gguf import read_gguf_config
 from tunewell.models.pretrained import read_config

@@ -1,30 +1,31 @@
 """Verify an export from its files alone: load each artefact as users do, and compare it with the trained model.
 
-The verification runs in a new process, which cannot use anything in the memory of the process that wrote the files:
-
-parent  prove_in_new_process(folder)            reads parity.json, or raises the error in proof-error.json
-child   python -m tunewell.export.prove FOLDER [--allow-pickle]
+The verification runs in a new process, which cannot use anything in the memory of the process that wrote the files
+(`proof_process.py`).
 """
 
-import argparse
+import importlib
 import json
-import shlex
-import subprocess
 import sys
-from dataclasses import replace
+import time
+from contextlib import suppress
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
 from tunewell import __version__
+from tunewell.config.extensions import EXPORT_TARGETS
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener, silent, with_stage
 from tunewell.export.preflight import require_tools
 from tunewell.export.proof.checks import check_files, damaged_files
 from tunewell.export.proof.reference import ProofContext, ProofUnavailable, Reference
+from tunewell.export.proof_process import PROOF_ERROR
 from tunewell.export.targets.base import load_target
 from tunewell.hardware.facts import installed_versions
+from tunewell.inference.llama_cpp.library import find_llama
 from tunewell.records.parity import (
     PARITY,
     PROOF,
@@ -98,40 +99,52 @@ def _check_export(folder: Path, proof: Proof, reference: Reference) -> list[Link
     return [Link(artefact="export", path=".", checks=[Check(name="files", is_ok=False, words="; ".join(problems))])]
 
 
-# The new process.
+# The new process: `proof_process.py` starts it.
 
-_ERROR = "proof-error.json"
 _EXIT_ERROR = 2
-
-
-def prove_in_new_process(folder: Path, *, allow_pickle: bool = False) -> Parity:
-    """Verify an export and write its `parity.json`; raise UserError if the verification cannot run."""
-    flags = ["--allow-pickle"] if allow_pickle else []
-    command = [sys.executable, "-m", __name__, str(folder), *flags]
-    ended = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
-    if (folder / PARITY).is_file():
-        return Parity.model_validate_json((folder / PARITY).read_text(encoding="utf-8"))
-    error = json.loads((folder / _ERROR).read_text(encoding="utf-8")) if (folder / _ERROR).is_file() else {}
-    raise UserError(
-        ": ".join(["the export could not be verified", *([error["what"]] if error else [])]),
-        where=error.get("where") or f"`{shlex.join(command[1:])}` exited with code {ended.returncode}",
-        fix=error.get("fix"),
-    )
+_REPORT_SECONDS = 0.2
 
 
 def main() -> int:
-    """Verify the export named on the command line."""
-    parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name if __spec__ else __name__}")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--allow-pickle", action="store_true")
-    options = parser.parse_args()
+    """Import everything that a verification needs, wait for one line of JSON on stdin, and verify that export."""
+    _import_ahead()
+    request = sys.stdin.readline()
+    if not request:
+        return 0  # the export failed before there was something to verify
+    order = json.loads(request)
+    folder = Path(order["folder"])
     try:
-        write_record(options.folder / PARITY, prove_export(options.folder, allow_pickle=options.allow_pickle))
+        parity = prove_export(folder, allow_pickle=order["allow_pickle"], progress=_reporter())
+        write_record(folder / PARITY, parity)
     except UserError as error:
         message = {"what": error.what, "where": error.where, "fix": error.fix}
-        (options.folder / _ERROR).write_text(json.dumps(message), encoding="utf-8")
+        (folder / PROOF_ERROR).write_text(json.dumps(message), encoding="utf-8")
         return _EXIT_ERROR
     return 0
+
+
+def _import_ahead() -> None:
+    """Import the slowest libraries while the export is still being written. Problems are reported by the checks."""
+    with suppress(ImportError, UserError):
+        for kind in EXPORT_TARGETS.names():
+            load_target(kind)
+        importlib.import_module("gguf.quants")
+        find_llama()
+
+
+def _reporter() -> ProgressListener:
+    """Return a listener that writes progress as lines of JSON to stdout, a few per second."""
+    last_stage, last_time = "", 0.0
+
+    def report(progress: Progress) -> None:
+        nonlocal last_stage, last_time
+        if progress.stage == last_stage and time.monotonic() - last_time < _REPORT_SECONDS:
+            return
+        last_stage, last_time = progress.stage, time.monotonic()
+        sys.stdout.write(json.dumps(asdict(progress)) + "\n")
+        sys.stdout.flush()
+
+    return report
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
-from tunewell.config.load import LoadedConfig
 from tunewell.core.errors import UserError
 from tunewell.core.model_files import locate
 from tunewell.core.ollama import PREFIX as OLLAMA
@@ -24,65 +23,12 @@ from tunewell.inference.decoder import why_not_decoded
 from tunewell.inference.generate import corpus_stop_ids, stop_token_ids
 from tunewell.inference.llama_cpp.library import find_llama
 from tunewell.inference.llama_cpp.runtime import LlamaRuntime
+from tunewell.inference.model_ref import ModelRef
 from tunewell.inference.runtime import Runtime, TorchRuntime, fastest_threads
-from tunewell.methods.base import AdapterMethod, adapter_method, load_adapter
+from tunewell.methods.base import AdapterMethod, load_adapter
 from tunewell.models.attention import SDPA
 from tunewell.models.load import LoadedModel, LoadOptions, load_dequantized, load_model
-from tunewell.records.manifest import MANIFEST, read_manifest
-from tunewell.records.plan import Plan
-
-# A resolved reference to a run, an adapter or a model, with everything needed to load it.
-
-
-@dataclass(frozen=True)
-class ModelRef:
-    """A reference to a checkpoint of a run, an adapter or a model, on disk or on the hub."""
-
-    name: str
-    """The name shown to the user."""
-    kind: Literal["run", "adapter", "model"]
-    path: Path | None
-    """The folder of the run or adapter, or the model's path; None for a hub id."""
-    model: str
-    """The model to load first: the base model of an adapter, or the model itself."""
-    adapter: Path | None
-    base: str | None
-    """The base model; None if unknown."""
-    loaded: LoadedConfig
-    """The config of the run. For an adapter or a model, a config in which only the model is set."""
-    added_tokens: tuple[str, ...] = ()
-    """Tokens that were added to the model's tokenizer for the corpus."""
-    plan: Plan | None = None
-    start: Path | None = None
-    """The adapter from which the run went on training; None if it started from the base model itself."""
-    step: int | None = None
-    because: str = ""
-    """Why this checkpoint was chosen."""
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def corpus(self) -> Path | None:
-        """The corpus of the run; None if this is not a run or the corpus was deleted."""
-        folder = self.loaded.path(self.loaded.config.corpus)
-        return folder if self.kind == "run" and (folder / MANIFEST).is_file() else None
-
-    @property
-    def method(self) -> str:
-        """The name of the training method; empty if unknown."""
-        if self.plan is not None:
-            return self.plan.method.value
-        return (adapter_method(self.adapter) or "") if self.adapter is not None else ""
-
-    @property
-    def started_from(self) -> str | None:
-        """The model with which this one is compared: the adapter where the run started, or the base model."""
-        return self.base if self.start is None else str(self.start)
-
-    def base_ref(self) -> "ModelRef":
-        """Return a reference to the model where training started, with the same tokenizer and chat template."""
-        assert self.base is not None
-        return replace(self, name=self.started_from or "", model=self.base, adapter=self.start, base=None, start=None)
-
+from tunewell.records.manifest import read_manifest
 
 Backend = Literal["packed", "plain", "llama_cpp"]
 """`packed`: torch, several documents per forward pass. `plain`: torch, one text at a time, for any architecture.

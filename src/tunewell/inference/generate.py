@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.tokenizers.load import LoadedTokenizer
 from tunewell.inference.decoder import (
     GREEDY,
@@ -63,6 +64,7 @@ def generate(
     stop_ids: Sequence[int],
     decoding: Decoding = GREEDY,
     before_token: Callable[[], None] = lambda: None,
+    progress: ProgressListener = silent,
 ) -> list[Generated]:
     """Return one answer per prompt, in the same order. The model's train or eval mode is restored.
 
@@ -79,11 +81,20 @@ def generate(
             stop_ids=stop_ids,
             decoding=decoding,
             before_token=before_token,
+            progress=progress,
         )
     if not all(prompts):
         raise ValueError("a prompt has no tokens")
     with decoding_mode(model):
-        found = decode(model, prompts, limits=limits, stop_ids=stop_ids, decoding=decoding, before_token=before_token)
+        found = decode(
+            model,
+            prompts,
+            limits=limits,
+            stop_ids=stop_ids,
+            decoding=decoding,
+            before_token=before_token,
+            progress=progress,
+        )
     return [Generated(ids, ended) for ids, ended in found]
 
 
@@ -118,13 +129,19 @@ def decode(
     stop_ids: Collection[int],
     decoding: Decoding = GREEDY,
     before_token: Callable[[], None] = lambda: None,
+    progress: ProgressListener = silent,
 ) -> list[tuple[list[int], bool]]:
     """Return one answer per prompt, without the stop token, and whether a stop token ended it before its limit."""
     answers = [_Answer(index, limit) for index, limit in enumerate(limits)]
+
+    def step() -> None:
+        before_token()
+        progress(Progress("answers", sum(answer.is_complete for answer in answers), len(answers), "answers"))
+
     num_slots = _num_slots(model, max(map(sum, zip(map(len, prompts), limits, strict=True)), default=0), decoding)
     while unfinished := [answer for answer in answers if not answer.is_complete]:
         try:
-            _decode(model, prompts, unfinished, num_slots, stop_ids, decoding, before_token)
+            _decode(model, prompts, unfinished, num_slots, stop_ids, decoding, step)
         except torch.OutOfMemoryError:
             if num_slots == 1 or decoding.batch_tokens is not None:
                 raise

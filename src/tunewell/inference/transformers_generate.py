@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
+from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.inference.decoder import GREEDY, Decoding, Generated, context_limit
 from tunewell.models.attention import stock_attention
 from tunewell.models.support import quiet
@@ -24,6 +25,7 @@ def generate_with_transformers(
     stop_ids: Sequence[int],
     decoding: Decoding = GREEDY,
     before_token: Callable[[], None] = lambda: None,
+    progress: ProgressListener = silent,
 ) -> list[Generated]:
     """Return one answer per prompt, in the same order. The model's train or eval mode is restored."""
     if not all(prompts):
@@ -31,11 +33,13 @@ def generate_with_transformers(
     # A prompt that fills the context keeps this empty answer.
     answers = [Generated([], False)] * len(prompts)
     batch_tokens = decoding.batch_tokens or _BATCH_TOKENS
-    was_training = model.training
+    was_training, num_done = model.training, 0
     model.eval()
     try:
         with quiet(), stock_attention(model), _default_generation_config(model), _seeded(decoding.seed):
             for batch, num_new in _batches(prompts, max_new_tokens, context_limit(model), batch_tokens):
+                progress(Progress("answers", num_done, len(prompts), "answers"))
+                num_done += len(batch)
                 settings = _settings(num_new, stop_ids, decoding)
                 rows = _answer([prompts[index] for index in batch], model, settings, before_token)
                 for index, row in zip(batch, rows, strict=True):

@@ -22,8 +22,8 @@ from tunewell.config.extensions import METHODS
 from tunewell.config.schema import MethodSettings
 from tunewell.core.errors import UserError
 from tunewell.hardware.device import probe_device
-from tunewell.methods.peft_format import ADAPTER_CONFIG, read_adapter_config
 from tunewell.models.load import not_finite_names
+from tunewell.records.adapter import ADAPTER_CONFIG, read_adapter_config
 
 
 class MethodFiles(NamedTuple):

@@ -1,6 +1,6 @@
 """LoRA: low-rank adapters for frozen linear layers, and fully fine-tuned modules (`modules_to_save`)."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -14,8 +14,6 @@ from tunewell.config.schema import MethodSettings
 from tunewell.core.errors import UserError
 from tunewell.methods.base import AdapterLayer, AdapterMethod, MethodFiles, trainable_parameters
 from tunewell.methods.peft_format import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
     AdapterSpec,
     Selection,
     adapter_config,
@@ -26,9 +24,9 @@ from tunewell.methods.peft_format import (
     match_targets,
     peft_name,
     peft_targets,
-    read_adapter_config,
     require_supported_settings,
     saved_embeddings,
+    suggest_names,
     text_part_name,
     tied_names,
 )
@@ -41,6 +39,7 @@ from tunewell.methods.targets import (
     select_layers,
     with_embeddings,
 )
+from tunewell.records.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
 
 _TRAINED = (".lora_A", ".lora_B", ".lora_magnitude_vector")
 
@@ -193,7 +192,7 @@ class Lora(AdapterMethod):
                 f"the adapter does not fit this model: {len(wrong)} of its tensors are missing, unexpected or of a "
                 f"different shape; the first is `{wrong[0]}`",
                 where=where,
-                fix=_suggest_names(parameters, saved),
+                fix=suggest_names(parameters, saved),
             )
         for name, parameter in parameters.items():
             parameter.copy_(saved[name])
@@ -240,18 +239,6 @@ def _require_same_layers(model: PreTrainedModel, settings: MethodSettings, saved
             fix="remove `method.targets`, `method.layers` and `method.modules_to_save`: the adapter has its own; to "
             "train other layers, merge it first with `tunewell export --to merged`",
         )
-
-
-def _suggest_names(expected: Collection[str], found: Collection[str]) -> str:
-    """Return the fix for an adapter with other names: a prefix to remove, or the right base model."""
-    for name in found:
-        known = next((own for own in expected if name != own and name.endswith(own)), None)
-        if known is not None:
-            prefix = name.removesuffix(known)
-            return (
-                f"remove the prefix `{prefix}` from the names in the file; a wrapper of the model added it when saving"
-            )
-    return "use the base model that the adapter was trained on: `base_model_name_or_path` in `adapter_config.json`"
 
 
 def _require_same_vocabulary(model: PreTrainedModel, tensors: Mapping[str, Tensor], *, where: str) -> None:

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from tunewell.core.errors import UserError
 from tunewell.models.support import TEXT_PREFIX
 
-ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX, _MODEL = "base_model.model.", "model."
 _LAYER = re.compile(r"\.(?:layers|h|blocks|block)\.(\d+)\.")
 _EXPERT_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
@@ -103,14 +102,6 @@ def adapter_config(spec: AdapterSpec, base_model: str | None) -> str:
     if spec.parameters:
         config["target_parameters"] = sorted(spec.parameters)
     return json.dumps(config, indent=2, sort_keys=True) + "\n"
-
-
-def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Read `adapter_config.json`. Raise UserError if the file is missing."""
-    path = folder / ADAPTER_CONFIG
-    if not path.is_file():
-        raise UserError(f"`{folder}` does not contain an adapter", where=f"`{path}` not found")
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def require_supported_settings(config: dict[str, Any], path: Path) -> None:
@@ -258,3 +249,36 @@ def tied_names(model: PreTrainedModel) -> tuple[str, ...]:
         return ()
     names = {module: name for name, module in model.named_modules()}
     return names[embedding], names[head]
+
+
+def suggest_names(expected: Collection[str], found: Collection[str]) -> str:
+    """Return the fix for an adapter with other names: a prefix to remove, a part to rename, or the right base model."""
+    for name in found:
+        known = next((own for own in expected if name != own and name.endswith(own)), None)
+        if known is not None:
+            prefix = name.removesuffix(known)
+            return (
+                f"remove the prefix `{prefix}` from the names in the file; a wrapper of the model added it when saving"
+            )
+    if (renamed := _find_renaming(expected, found)) is not None:
+        return f"rename `{renamed[0]}` to `{renamed[1]}` in the names of the file; another tool changed them"
+    return "use the base model that the adapter was trained on: `base_model_name_or_path` in `adapter_config.json`"
+
+
+def _find_renaming(expected: Collection[str], found: Collection[str]) -> tuple[str, str] | None:
+    """Return a part of the names and its replacement, if that turns every unexpected name into an expected one."""
+    unknown, missing = sorted(set(found) - set(expected)), sorted(set(expected) - set(found))
+    for name in missing if unknown and len(unknown) == len(missing) else ():
+        parts, own = unknown[0].split("."), name.split(".")
+        fewest = min(len(parts), len(own))
+        start = next((at for at in range(fewest) if parts[at] != own[at]), fewest)
+        most = fewest - start
+        end = next((at for at in range(most) if parts[-1 - at] != own[-1 - at]), most)
+        if start + end == fewest:  # a part was added or left out: its neighbour names the place
+            start, end = (start, end - 1) if end else (max(0, start - 1), end)
+        old, new = (".".join(["", *names[start : len(names) - end], ""][not start :]) for names in (parts, own))
+        if not end:
+            old, new = old.removesuffix("."), new.removesuffix(".")
+        if old and {one.replace(old, new, 1) for one in unknown} <= set(expected):
+            return old, new
+    return None

@@ -2,7 +2,9 @@
 
 import math
 import re
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from tunewell.core.errors import UserError
 from tunewell.core.gguf import TensorEntry, read_header, read_tensor_table
 from tunewell.core.optional import import_optional
+from tunewell.hardware.facts import num_cores
 from tunewell.models.external import split_rotary_pairs
 from tunewell.models.support import quiet
 
@@ -57,7 +60,10 @@ def read_gguf_weights(path: Path, config: PreTrainedConfig) -> dict[str, Tensor]
     if unknown := [name for name, known in names.items() if known is None]:
         listed = ", ".join(f"`{name}`" for name in unknown[:5])
         raise unusable(path, f"{len(unknown):,} of the tensors are unknown: {listed}")
-    weights = {str(names[entry.name]): _dequantise(path, entry) for entry in entries}
+    # NumPy dequantises on one core and releases the GIL.
+    with ThreadPoolExecutor(num_cores()) as pool:
+        found = pool.map(partial(_dequantise, path), entries)
+        weights = {str(names[entry.name]): tensor for entry, tensor in zip(entries, found, strict=True)}
     # Only files of this architecture have interleaved rotary pairs.
     weights = split_rotary_pairs(weights, config) if config.model_type == "llama" else weights
     if config.tie_word_embeddings:

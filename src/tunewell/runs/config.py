@@ -17,7 +17,10 @@ from tunewell.config.schema import Config
 from tunewell.config.yaml_reader import parse_scalar
 from tunewell.core.errors import UserError
 from tunewell.core.files import is_url
+from tunewell.core.model_files import locate
+from tunewell.core.presets import is_preset
 from tunewell.core.redact import REDACTED, redact
+from tunewell.data.sources.local import LocalFile
 from tunewell.records.checkpoint import checkpoint_step
 from tunewell.records.manifest import MANIFEST
 from tunewell.records.plan import PLAN, Start
@@ -111,6 +114,17 @@ def require_training_data(loaded: LoadedConfig, *, is_resuming: bool) -> None:
     if config.model is None:
         raise UserError("`model` is not set in the config", fix=fix)
     require_no_open_points(loaded)
+
+
+def require_inputs(loaded: LoadedConfig, *, is_resuming: bool) -> None:
+    """Raise UserError for missing data, rows or a missing model. This needs no torch, so nobody waits for the error."""
+    require_training_data(loaded, is_resuming=is_resuming)
+    for source in loaded.config.data.sources:
+        if not is_url(source.path):
+            LocalFile.find(source.path, base=loaded.base)
+    model = loaded.config.model
+    if model is not None and not is_preset(model) and not loaded.path(model).exists():
+        locate(loaded.seen(model))
 
 
 def with_start(loaded: LoadedConfig) -> tuple[LoadedConfig, Start | None]:

@@ -15,21 +15,20 @@ from tunewell.core.errors import UserError
 from tunewell.core.model_files import locate
 from tunewell.core.presets import is_preset
 from tunewell.core.redact import REDACTED
-from tunewell.inference.chat_model import ModelRef
-from tunewell.methods.peft_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
+from tunewell.inference.model_ref import ModelRef
 from tunewell.models.facts import read_facts
+from tunewell.records.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
 from tunewell.records.checkpoint import checkpoint_name, checkpoint_step, saved_steps, verify
 from tunewell.records.manifest import MANIFEST, read_manifest
 from tunewell.records.plan import PLAN, Plan, read_plan
 from tunewell.records.rundir import RUN_CONFIG
-from tunewell.training.run import OPTIMIZER
-from tunewell.training.saved_checkpoints import Saved, find_best, find_newest
+from tunewell.training.find_checkpoints import OPTIMIZER, Saved, find_best, find_newest
 
 _CHECKPOINTS = "checkpoints"
 
 
 def resolve_model(
-    path_or_name: str | Path | None,
+    path_or_name: str | Path | ModelRef | None,
     *,
     checkpoint: str = "best",
     base: str | None = None,
@@ -41,6 +40,8 @@ def resolve_model(
     `checkpoint` is `best`, `last` or a step. `base` is the base model of an adapter or a fine-tuned model, if its files
     do not name it. Raises UserError if the model is not found.
     """
+    if isinstance(path_or_name, ModelRef):
+        return path_or_name  # resolved before torch was imported; its files are not hashed twice
     if path_or_name is None:
         path_or_name = _current_run()
     path = Path(path_or_name).expanduser()
@@ -59,7 +60,7 @@ def resolve_model(
     is_path = path.exists()
     model = str(path) if is_path else str(path_or_name)
     loaded = _model_config(model, template, sets, tokenizer=None)
-    name = path.name if is_path else model
+    name = path.resolve().name if is_path else model  # `.` has no name
     return ModelRef(name, "model", path if is_path else None, model, None, base, loaded)
 
 
@@ -185,7 +186,9 @@ def _resolve_adapter(folder: Path, base: str | None, template: str | None, sets:
     has_tokenizer = (folder / "tokenizer.json").is_file()
     loaded = _model_config(base_model, template, sets, tokenizer=str(folder) if has_tokenizer else None)
     added = _added_tokens(folder, base_model) if has_tokenizer else ()
-    return ModelRef(folder.name, "adapter", folder, base_model, folder, base_model, loaded, added_tokens=added)
+    return ModelRef(
+        folder.resolve().name, "adapter", folder, base_model, folder, base_model, loaded, added_tokens=added
+    )
 
 
 def _added_tokens(folder: Path, base: str) -> tuple[str, ...]:

@@ -11,10 +11,10 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_file
 from tunewell.core.model_files import locate
 from tunewell.core.presets import is_preset
-from tunewell.inference.chat_model import ModelRef
+from tunewell.inference.model_ref import ModelRef
 from tunewell.methods.base import adapter_method
-from tunewell.methods.peft_format import ADAPTER_WEIGHTS, read_adapter_config
 from tunewell.models.facts import fingerprint_weights
+from tunewell.records.adapter import ADAPTER_WEIGHTS, read_adapter_config
 from tunewell.records.base import read_record
 from tunewell.records.checkpoint import read_manifest as read_checkpoint
 from tunewell.records.manifest import read_manifest

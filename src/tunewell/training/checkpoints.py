@@ -36,17 +36,8 @@ from tunewell.records.checkpoint import (
     verify,
     write_manifest,
 )
-from tunewell.training.saved_checkpoints import (
-    PinnedMemory,
-    Saved,
-    Snapshot,
-    State,
-    find_best,
-    find_newest,
-    load_state,
-    newest_best_step,
-    safetensors_parts,
-)
+from tunewell.training.find_checkpoints import Saved, find_best, find_newest, newest_best_step
+from tunewell.training.saved_checkpoints import PinnedMemory, Snapshot, State, load_state, safetensors_parts
 
 _LIBRARIES = ("torch", "safetensors")
 

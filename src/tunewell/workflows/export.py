@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tunewell.export.merge_base import open_for_export
 from tunewell.export.options import ExportOptions
 from tunewell.export.preflight import preflight_facts, require_adapter, require_tools
 from tunewell.export.proof.reference import ANSWER_TOKENS, check_merge, complete_proof, find_stop_ids, make_reference
-from tunewell.export.prove import prove_in_new_process
+from tunewell.export.proof_process import ProofProcess
 from tunewell.export.staging import (
     ExistingExport,
     estimate_disk_space,
@@ -26,7 +27,7 @@ from tunewell.export.staging import (
 )
 from tunewell.export.targets.base import ExportContext, ExportTarget, NextStep, load_target, load_targets
 from tunewell.hardware.device import torch_threads
-from tunewell.inference.chat_model import ModelRef
+from tunewell.inference.model_ref import ModelRef
 from tunewell.records.parity import PROOF, REFERENCE, Artefact, Parity, Proof, write_record
 from tunewell.records.report import Report
 from tunewell.runs.resolve import resolve_model
@@ -62,12 +63,12 @@ class Exported:
 
 
 def export(
-    place: str | Path | None = None,
+    place: str | Path | ModelRef | None = None,
     *,
     order: ExportOptions | None = None,
     progress: ProgressListener = silent,
     announce: Announce | None = None,
-    prove: Callable[..., Parity] = prove_in_new_process,
+    prove: Callable[..., Parity] | None = None,
     answer_tokens: int = ANSWER_TOKENS,
     **fields: Any,
 ) -> Exported:
@@ -75,7 +76,8 @@ def export(
 
     `fields` are fields of ExportOptions: `export("run", to="gguf", gguf="q8_0,q4_k_m")`. An existing export in the
     folder is extended; only artefacts that are exported again are replaced. `announce` is called with the expected
-    sizes before anything is written. Raises UserError if the model cannot be exported or the verification cannot run.
+    sizes before anything is written. `prove` verifies the files, by default in a new process. Raises UserError if the
+    model cannot be exported or the verification cannot run.
     An export that does not match the trained model is removed; the result then has exit code 4 and names the artefact.
     """
     options = replace(order or ExportOptions(), **fields).checked()
@@ -87,12 +89,13 @@ def export(
     require_adapter(targets, ref)
     existing = find_existing(out, targets, options)
     require_tools([*targets, *(load_target(artefact.kind) for artefact in (existing.kept if existing else []))])
-    with open_staging(out) as staging:
+    with open_staging(out) as staging, ExitStack() as stack:
+        prove = prove or stack.enter_context(ProofProcess()).prove
         job = _Job(ref, options, targets, existing, progress, announce or (lambda message: progress(Progress(message))))
         # The model is released before the verification, which needs the memory.
         proof, notes = job.write(staging.folder, answer_tokens)
         progress(Progress("verifying in a new process"))
-        parity = prove(staging.folder, allow_pickle=options.allow_pickle)
+        parity = prove(staging.folder, allow_pickle=options.allow_pickle, progress=progress)
         if not parity.is_ok:
             removed = f"removed: the files do not match the trained model; see `{write_failed_parity(out, parity)}`"
             return Exported(out, parity, proof.artefacts, [*notes, *proof.notes, removed], "", EXIT_NOT_PROVEN)
@@ -159,10 +162,10 @@ class _Job:
         is_merged = False
         for target in sorted(self.targets, key=lambda target: target.requires.merged_weights):
             if target.requires.merged_weights and not is_merged:
-                self.progress(Progress("merging"))
                 if context.model.adapter is not None:
+                    self.progress(Progress("merging"))
                     context.model.adapter.merge()
-                check_merge(context.model, proof, context.reference)
+                check_merge(context.model, proof, context.reference, progress=self.progress)
                 is_merged = True
             context.artefacts += target.write(context)
 

@@ -9,7 +9,8 @@ from socket import socket
 from typing import Any
 
 from tunewell.core.optional import import_optional
-from tunewell.inference.chat_model import ModelRef, open_chat_model
+from tunewell.inference.chat_model import open_chat_model
+from tunewell.inference.model_ref import ModelRef
 from tunewell.training.signals import Signals
 
 _UNENCRYPTED = "connections are not encrypted: use a tunnel or a TLS proxy"

@@ -16,16 +16,9 @@ from tunewell.evaluation.compare import Comparison, compare
 from tunewell.evaluation.metrics import load_metrics
 from tunewell.evaluation.report.markdown import report_markdown
 from tunewell.evaluation.report.page import report_page
-from tunewell.evaluation.session import (
-    EvaluationSession,
-    EvaluationSet,
-    ValidateOptions,
-    held_out_rows,
-    rows_of_corpus,
-    rows_of_file,
-    shared_rows,
-)
-from tunewell.inference.chat_model import ModelRef
+from tunewell.evaluation.rows import EvaluationSet, held_out_rows, rows_of_corpus, rows_of_file, shared_rows
+from tunewell.evaluation.session import EvaluationSession, ValidateOptions
+from tunewell.inference.model_ref import ModelRef
 from tunewell.records.events import plain
 from tunewell.records.report import MARKDOWN, PAGE, Report, Validation, write_report
 from tunewell.runs.resolve import resolve_model
@@ -33,7 +26,7 @@ from tunewell.workflows.prepare import temporary_corpus
 
 
 def validate(
-    model: str | Path | None = None,
+    model: str | Path | ModelRef | None = None,
     *,
     options: ValidateOptions | None = None,
     progress: ProgressListener = silent,
@@ -118,21 +111,25 @@ class ValidationPair:
 
 
 def validate_against(
-    model: str | Path | None, other: str | Path, *, options: ValidateOptions, progress: ProgressListener
+    model: str | Path | ModelRef | None,
+    other: str | Path | ModelRef,
+    *,
+    options: ValidateOptions,
+    progress: ProgressListener,
 ) -> ValidationPair:
     """Evaluate two runs on the rows of the first run if both use the same tokens, otherwise each on its own rows."""
     this_ref = resolve_model(model, checkpoint=options.checkpoint, base=options.base, sets=options.sets)
     other_ref = resolve_model(other, sets=options.sets)
     if options.data is None and other_ref.kind != "run":
         raise UserError(
-            f"`{other}` is not a run and has no rows to compare on", fix="give a file of rows with `--data`"
+            f"`{other_ref.name}` is not a run and has no rows to compare on", fix="give a file of rows with `--data`"
         )
     corpus, notes = (None, []) if options.data is not None else shared_rows(this_ref, other_ref)
-    this = validate(model, options=options, progress=progress)
+    this = validate(this_ref, options=options, progress=progress)
     other_options = replace(
         options, corpus=corpus or options.corpus, checkpoint="best", base=None, out=this.folder / "against"
     )
-    validated = validate(other, options=other_options, progress=progress)
+    validated = validate(other_ref, options=other_options, progress=progress)
     comparison = compare(this.report, validated.report, configs=(_config(this_ref), _config(other_ref)))
     write_atomic(this.folder / "comparison.json", stable_json(comparison.as_json()))
     return ValidationPair(this, validated, comparison, notes)

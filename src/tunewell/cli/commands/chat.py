@@ -37,16 +37,18 @@ def command(
     is_piped = not sys.stdin.isatty()
     if json and prompt is None and not is_piped:
         raise UserError("`--json` needs a prompt", fix="add `--prompt TEXT`, or send prompts through a pipe")
+    from tunewell.runs.resolve import resolve_model
+
+    # Whatever is wrong with the model's name is reported before torch is imported.
+    ref = resolve_model(model, checkpoint=checkpoint, base=base)
+    if with_base and ref.base is None:
+        raise UserError("the base model is unknown", fix="set it with `--base MODEL`")
     with loading("loading the model"):
         # Importing torch takes seconds, so the status line is shown first.
         from tunewell.inference.chat import Chat, ChatOptions
         from tunewell.inference.chat_model import open_chat_model
-        from tunewell.runs.resolve import resolve_model
 
         options = ChatOptions(temperature, length, seed)
-        ref = resolve_model(model, checkpoint=checkpoint, base=base)
-        if with_base and ref.base is None:
-            raise UserError("the base model is unknown", fix="set it with `--base MODEL`")
         chat_model = open_chat_model(
             ref, device=device, with_base=with_base, allow_pickle=allow_pickle, backend="llama_cpp"
         )

@@ -8,8 +8,9 @@ import typer
 
 from tunewell.cli.options import AllowPickle, AsJson, RunArgument, Sets
 from tunewell.cli.progress import shown_stages
-from tunewell.cli.render import emit, hanging, json_text, table
+from tunewell.cli.render import emit, hanging, json_text
 from tunewell.cli.screens.export import parity_screen
+from tunewell.cli.screens.verdict import lined
 from tunewell.config.extensions import EXPORT_TARGETS, GgufFormat, MergedPrecision
 from tunewell.core.progress import Progress
 from tunewell.core.units import size_bytes
@@ -49,6 +50,9 @@ def command(
     Each export is compared with the trained model. Exit code 4: one does not match.
     """
     from tunewell.export.options import ExportOptions
+    from tunewell.export.proof_process import ProofProcess
+    from tunewell.planning.pace import export_seconds
+    from tunewell.runs.resolve import resolve_model
 
     options = ExportOptions(
         to=() if to is None else to,
@@ -62,11 +66,17 @@ def command(
         allow_pickle=allow_pickle,
         creates=not no_create,
     ).checked()
-    with shown_stages() as progress:
+    # Whatever is wrong with the run is reported before torch is imported.
+    ref = resolve_model(place, checkpoint=checkpoint, base=base, sets=set_ or ())
+    resolved = options.resolved(ref)
+    expected = export_seconds(ref.model, resolved.to or (), resolved.gguf or ())
+    with ProofProcess() as proof, shown_stages(expected) as progress:
         progress(Progress("importing torch"))
+        from tunewell.cli.startup import keep_memory_on_cpu
         from tunewell.workflows.export import export
 
-        exported = export(place, order=options, progress=progress, announce=announce)
+        keep_memory_on_cpu("cpu")
+        exported = export(ref, order=options, progress=progress, announce=announce, prove=proof.prove)
     emit(json_text(exported.as_json()) if json else f"{parity_screen(exported.parity)}\n{summary(exported)}")
     if exported.exit_code:
         raise typer.Exit(exported.exit_code)
@@ -81,7 +91,7 @@ def summary(exported: "Exported") -> str:
             for artefact in exported.artefacts
         ]
         rows.append(["wrote", f"`{exported.folder / 'parity.json'}`", "the verification; `tunewell verify` repeats it"])
-    parts = [table(rows)] if rows else []
+    parts = [lined(rows)] if rows else []
     parts += [hanging("note: ", note) for note in exported.notes]
     if exported.created:
         parts.append(f"created `{exported.created}` in Ollama")

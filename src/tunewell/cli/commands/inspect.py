@@ -8,7 +8,7 @@ import typer
 
 from tunewell.cli.options import AsJson, ConfigFile, Sets, TokenizerModel
 from tunewell.cli.progress import shown_progress
-from tunewell.cli.render import console, emit, folded_table, hanging, json_text, table, width
+from tunewell.cli.render import console, emit, folded_table, hanging, has_color, json_text, table, width
 from tunewell.cli.screens.corpus import corpus_rows
 from tunewell.core.units import count, percent, size_bytes
 
@@ -117,13 +117,13 @@ def _screen(inspection: "Inspection", out: "Console", *, as_list: bool, has_deta
         _show_pair(pair, out)
     for view in inspection.documents:
         size = f"{len(view.tokens)} tokens, {view.num_supervised} trained on"
-        out.print(f"\ndocument {view.index} ({view.source} row {view.row}): {size}")
+        out.print("\n" + hanging("", f"document {view.index} ({view.source} row {view.row}): {size}"))
         if as_list:
             _list_tokens(view, out)
         else:
             _show_tokens(view, out)
     if inspection.documents and not as_list:
-        mark = "on green" if out.color_system else "in [brackets]"
+        mark = "on green" if has_color(out) else "in [brackets]"
         legend = f"tokens {mark} are trained on, the others are context; `--tokens` lists them with their ids"
         out.print("\n" + hanging("", legend))
     if not inspection.is_corpus:
@@ -167,9 +167,10 @@ def _key_rows(keys: "Sequence[AnswerKey]") -> list[list[str]]:
 def _show_pair(view: "PairView", out: "Console") -> None:
     pair, held_out = view.pair, " (for testing)" if view.pair.kind == "near_held_out" else ""
     names = f"{pair.source} row {pair.row} and {pair.similar_source} row {pair.similar_row}{held_out}"
-    out.print(f"{percent(pair.similarity)} similar: {names}" + ("" if view.documents else "; dropped"), markup=False)
+    dropped = "" if view.documents else "; dropped"
+    out.print(hanging("", f"{percent(pair.similarity)} similar: {names}{dropped}"), markup=False)
     for text in view.excerpts() or ():
-        out.print("  ..." + _visible(text).replace("⏎\n", "⏎") + "...", markup=False)
+        out.print(hanging("  ", "..." + _visible(text).replace("⏎\n", "⏎") + "..."), markup=False)
 
 
 def _show_tokens(view: "DocumentView", out: "Console") -> None:
@@ -182,14 +183,15 @@ def _show_tokens(view: "DocumentView", out: "Console") -> None:
         shown = _visible(token.text)
         if not token.is_supervised:
             text.append(shown, style="dim")
-        elif out.color_system:
+        elif has_color(out):
             text.append(shown, style="bright_white on color(22)" if is_even else "bright_white on color(28)")
         else:
             lead = shown.rstrip("\n")
             text.append(f"[{lead}]{shown[len(lead) :]}")
         is_even = not is_even
     text.rstrip()
-    out.print(text)
+    # Not soft-wrapped like other output: a document is longer than a line, and a terminal would cut tokens in two.
+    out.print(text, soft_wrap=False, overflow="fold", width=width())
 
 
 def _list_tokens(view: "DocumentView", out: "Console") -> None:

@@ -47,13 +47,16 @@ def command(
     json: AsJson = False,
 ) -> None:
     """Serve a model over OpenAI's chat API."""
+    from tunewell.runs.resolve import resolve_model
+
+    # Whatever is wrong with the model's name is reported before torch is imported.
+    ref = resolve_model(model, checkpoint=checkpoint, base=base, template=template)
     with loading("loading the model"):
         # Importing torch takes seconds, so the status line is shown first.
-        from tunewell.runs.resolve import resolve_model
         from tunewell.workflows.serve import ListenOptions, open_server
 
         server = open_server(
-            resolve_model(model, checkpoint=checkpoint, base=base, template=template),
+            ref,
             options=ListenOptions(host, port, token_file, allow_origin or ()),
             device=device,
             name=name,

@@ -77,9 +77,10 @@ def command(
     if worker is None and not no_supervisor and not rehearse and can_supervise():
         raise typer.Exit(_supervise(load, context.obj))
     from tunewell.cli.screens.training import is_first_process, shown_training
-    from tunewell.runs.config import RunOptions
+    from tunewell.runs.config import RunOptions, require_inputs
 
     loaded = load()
+    require_inputs(loaded, is_resuming=resume)
     options = RunOptions(
         is_resuming=resume,
         allowed_changes=allow_change or (),

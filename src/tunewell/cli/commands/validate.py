@@ -12,6 +12,7 @@ from tunewell.cli.screens.verdict import comparison_screen, lined, verdict_lines
 from tunewell.core.progress import Progress
 
 if TYPE_CHECKING:
+    from tunewell.inference.model_ref import ModelRef
     from tunewell.records.report import Validation
 
 
@@ -36,11 +37,26 @@ def command(
 
     Exit codes: 0 PASS, 3 WEAK or UNPROVEN (too few rows to tell), 4 FAIL.
     """
-    with shown_stages() as progress:
-        progress(Progress("importing torch"))
-        from tunewell.cli.startup import import_libraries
+    from tunewell.data.sources.base import is_url, split_limit
+    from tunewell.data.sources.local import LocalFile
+    from tunewell.evaluation.rows import require_rows
+    from tunewell.runs.resolve import resolve_model
 
-        import_libraries(device=device)
+    # Whatever is wrong with the run or the rows is reported before torch is imported.
+    ref = resolve_model(model, checkpoint=checkpoint, base=base, template=template, sets=set_ or ())
+    other = None if against is None else resolve_model(against, sets=set_ or ())
+    if data is not None:
+        path, _ = split_limit(data)
+        if not is_url(path):
+            LocalFile.find(path, base=Path())
+    else:
+        require_rows(ref)
+    with shown_stages(_expected_seconds(ref, data, num_models=1 if against is None else 2)) as progress:
+        progress(Progress("importing torch"))
+        from tunewell.cli.startup import import_libraries, keep_memory_on_cpu
+
+        import_libraries(device=device, model=ref.model)
+        keep_memory_on_cpu(device)
         from tunewell.evaluation.session import ValidateOptions
         from tunewell.workflows.validate import validate, validate_against
 
@@ -55,8 +71,8 @@ def command(
             allow_pickle=allow_pickle,
             lm_eval=[task.strip() for task in lm_eval.split(",")] if lm_eval else (),
         )
-        both = None if against is None else validate_against(model, against, options=options, progress=progress)
-        result = validate(model, options=options, progress=progress) if both is None else both.this
+        both = None if other is None else validate_against(ref, other, options=options, progress=progress)
+        result = validate(ref, options=options, progress=progress) if both is None else both.this
     if json:
         payload = as_json(result)
         emit(json_text(payload if both is None else {**payload, "against": both.comparison.as_json()}))
@@ -66,6 +82,19 @@ def command(
         emit(f"{comparison_screen(both.comparison, both.notes)}\n\n{verdict_lines(result.report)}\n{closing(result)}")
     if result.exit_code:
         raise typer.Exit(result.exit_code)
+
+
+def _expected_seconds(ref: "ModelRef", data: str | None, *, num_models: int) -> dict[str, float]:
+    """Return the expected seconds of each stage on a CPU; empty if unknown, e.g. for rows that are not read yet."""
+    from tunewell.data.corpus.reader import open_corpus
+    from tunewell.hardware.machine import read_machine
+    from tunewell.planning.pace import validate_seconds
+
+    if data is not None or ref.corpus is None or num_models > 1 or read_machine().gpus:
+        return {}
+    rules, held_out = ref.loaded.config.verdict, open_corpus(ref.corpus).held_out
+    lengths = [int(length) for length in held_out.index["length"]][: rules.max_documents]
+    return validate_seconds(ref.model, held_out=lengths, questions=rules.questions, has_base=ref.base is not None)
 
 
 def closing(result: "Validation") -> str:

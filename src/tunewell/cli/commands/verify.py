@@ -22,6 +22,9 @@ def command(
 
     Compares token ids, logits, answers and tensors. Exit code 4: they do not match.
     """
+    from tunewell.records.parity import read_proof
+
+    read_proof(folder)  # a folder that is not an export is reported before torch is imported
     with shown_stages() as progress:
         progress(Progress("importing torch"))
         from tunewell.workflows.verify import EXIT_NOT_PROVEN, verify

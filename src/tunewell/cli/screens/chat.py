@@ -29,8 +29,9 @@ COMMANDS = {
     "/length": ("N", "maximum tokens of an answer"),
     "/seed": ("N", "random seed, for temperatures above 0"),
     "/help": ("", "show this list"),
-    "/quit": ("", "quit, like Ctrl-D; Ctrl-C stops an answer first"),
+    "/quit": ("", "quit, like /exit, /bye and Ctrl-D; Ctrl-C stops an answer first"),
 }
+_QUIT = frozenset({"/quit", "/exit", "/bye", "/q"})
 """Each command, its argument and its meaning."""
 Reply = Generator[str, None, None]
 """It must be closed when reading stops, because the adapter stays disabled while the base model answers."""
@@ -131,7 +132,7 @@ def converse(chat: "Chat", *, with_base: bool) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     while (text := _read_message()) is not None:
         command = split_command(text)
-        if command is not None and command[0] == "/quit":
+        if command is not None and command[0] in _QUIT:
             return
         try:
             if command is not None:

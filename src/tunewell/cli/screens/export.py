@@ -2,20 +2,23 @@
 
 from typing import TYPE_CHECKING
 
-from tunewell.cli.render import hanging, table
+from tunewell.cli.render import hanging, table, width
 from tunewell.config.extensions import EXPORT_TARGETS
 
 if TYPE_CHECKING:
     from tunewell.records.parity import Check, Link, Parity
 
 _NOT_COMPARED = "-"
+_NARROW = 72
+"""Columns that the table needs with wide gaps."""
 _LEGEND = "= identical, ~ equal within rounding"
 
 
 def parity_screen(parity: "Parity") -> str:
     """Return the screen: the figures of each artefact, the failed checks, and whether all match the trained model."""
-    header = ["", "ids", "top token", "KL", "same answers", "stops", ""]
-    parts = [table([header, *(_row(link) for link in parity.links)]), ""]
+    is_narrow = width() < _NARROW
+    header = ["", "ids", "top token", "KL", "answers" if is_narrow else "same answers", "stops", ""]
+    parts = [table([header, *(_row(link) for link in parity.links)], gap=2 if is_narrow else 3), ""]
     if any(_has_other_answers(link) for link in parity.links if link.is_ok):
         parts.append(
             hanging("answers: ", "token by token; with rounded weights (~) they may differ, and only the KL is limited")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 
+from tunewell.cli.progress import StageText
 from tunewell.core.progress import Progress
 from tunewell.records.healing import HealingEntry
 from tunewell.training.events import Evaluated, Event, Healed, Note, Rewound, RunStarted, Sample, StepTaken
@@ -36,12 +37,15 @@ class RunState:
     def __post_init__(self) -> None:
         self.started = self.last_event = self.stage_started = self.clock()
         self._evaluation_seconds: deque[float] = deque(maxlen=_RECENT_EVALUATIONS)
+        self.stage_text = StageText(self.clock)
 
     def __call__(self, event: Event) -> None:
         """Record an event of the run."""
         match event:
             case Progress(stage):
-                self._begin_stage(stage)
+                if stage != self.stage or not stage:
+                    self._begin_stage(stage)
+                self.stage_text(event)
             case RunStarted():
                 self.start = event
                 self._begin_stage("")

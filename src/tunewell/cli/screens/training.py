@@ -104,6 +104,7 @@ class LogLines:
         self.run = RunState(clock)
         self._stream = stream
         self._wrote_at = -math.inf  # so that the first step is due
+        self._wrote_stage_at = -math.inf
         self._wrote_step = 0
         self._was_finite = True
 
@@ -112,8 +113,10 @@ class LogLines:
         last_stage = self.run.stage
         self.run(event)
         match event:
-            case Progress(stage) if stage and stage != last_stage and not self._is_between_steps():
-                self._write(one_line(stage))
+            case Progress(stage) if stage and not self._is_between_steps():
+                if stage != last_stage or self.run.clock() - self._wrote_stage_at >= _SHORTEST_WAIT:
+                    self._write(one_line(self.run.stage_text.text()))
+                    self._wrote_stage_at = self.run.clock()
             case RunStarted():
                 self._write_start(event)
             case StepTaken():

@@ -139,7 +139,9 @@ def _time_details(run: RunState) -> tuple[str, ...]:
 def _news(run: RunState, *, encoding: str) -> list[Row]:
     now = one_line(run.stage, encoding=encoding) or ("training" if run.start else "starting")
     waited = run.clock() - run.stage_started
-    if run.stage and waited >= 1:
+    if run.stage and run.stage_text.progress.total:
+        now = one_line(run.stage_text.text(), encoding=encoding)
+    elif run.stage and waited >= 1:
         now = f"{now}, {duration(waited)}"
     rows = [Row("now", now)]
     if run.healing:

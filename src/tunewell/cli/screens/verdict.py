@@ -203,7 +203,11 @@ def _perplexity(pair: "LossPair") -> str:
 def _growth(pair: "LossPair") -> str:
     if pair.base is None or not pair.base > 0 or not math.isfinite(pair.tuned):
         return ""
-    return f"{pair.tuned / pair.base - 1:+.0%}"
+    from tunewell.evaluation.report.view import perplexity_change
+
+    growth = f"{pair.tuned / pair.base - 1:+.0%}"
+    change = perplexity_change(pair)
+    return f"{growth}, perplexity {change}" if change else growth
 
 
 def _number(value: float | None, is_share: bool = False) -> str:

@@ -243,9 +243,16 @@ class ChatTemplate:
             raise TemplateFailed(shorten(f"{type(error).__name__}: {error}")) from error
 
     def question_in(self, prompt: str) -> str:
-        """Return the last message of the user in a decoded prompt, or the whole prompt if it cannot be found."""
+        """Return the last message of the user in a decoded prompt.
+
+        Some prompts have none, for example the second part of a document that was split, or a system message alone.
+        Their last text is returned, without the template's marks and role names.
+        """
         found = self._question_pattern and self._question_pattern.match(prompt)
-        return (found[1] if found else prompt).strip()
+        if found:
+            return found[1].strip()
+        texts = [_ROLE_LINE.sub("", text).strip() for text in _MARK.split(prompt)]
+        return next((text for text in reversed(texts) if text), prompt.strip())
 
     @cached_property
     def _question_pattern(self) -> re.Pattern[str] | None:
@@ -269,6 +276,11 @@ class ChatTemplate:
 def _spaced(text: str) -> str:
     """Return a pattern for a text of the template. Decoded tokens may have more or less white space."""
     return r"\s*".join(map(re.escape, re.findall(r"\w+|[^\w\s]", text)))
+
+
+_MARK = re.compile(r"<\|[^<>|\s]*\|>|</?s>|<(?:start|end)_of_turn>|\[/?(?:INST|SYSTEM_PROMPT)\]|<</?SYS>>")
+"""Marks with which chat templates begin and end messages."""
+_ROLE_LINE = re.compile(r"\A\s*(?:system|user|assistant|model|tool|developer|human)\s*(?:\n|\Z)", re.IGNORECASE)
 
 
 class _ThreadTemplate:

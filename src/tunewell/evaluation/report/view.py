@@ -21,6 +21,9 @@ FAULT_WORDS = {
 }
 
 
+_SMALL_RATIO = 1.5
+
+
 def answer_mark(answer: Answer) -> str:
     """Return `right`, `wrong` or `refused` for a judged answer."""
     return "right" if answer.right else "refused" if answer.is_refusal else "wrong"
@@ -123,7 +126,18 @@ def _loss(name: str, pair: LossPair, hint: str = "") -> MetricRow:
 
 
 def _perplexity(name: str, pair: LossPair) -> MetricRow:
-    return MetricRow(name=name, hint="lower is better", base=perplexity(pair.base), tuned=perplexity(pair.tuned))
+    texts = (perplexity(pair.base), perplexity(pair.tuned))
+    return MetricRow(name=name, hint="lower is better", base=texts[0], tuned=texts[1], change=perplexity_change(pair))
+
+
+def perplexity_change(pair: LossPair) -> str:
+    """Return how many times the perplexity has grown or shrunk, e.g. `4.1 times as high`; "" for a small change."""
+    if pair.base is None or not (math.isfinite(pair.base) and math.isfinite(pair.tuned)):
+        return ""
+    ratio = math.exp(min(abs(pair.tuned - pair.base), 100.0))
+    if ratio < _SMALL_RATIO:
+        return ""
+    return f"{ratio:.1f} times as {'high' if pair.tuned > pair.base else 'low'}"
 
 
 def _loss_change(pair: LossPair) -> str:

@@ -43,6 +43,14 @@ def choose_types(shapes: Mapping[str, Shape], meta: Mapping[str, Any], kind: str
     return dict.fromkeys(shapes, "F32") | types, num_fallbacks
 
 
+def can_quantize() -> bool:
+    """Return True if a build of llama.cpp is installed that quantises weights."""
+    try:
+        return find_llama().bindings.has_all("ggml_quantize_chunk")
+    except UserError:
+        return False
+
+
 def quantize_rows(numbers: np.ndarray, ggml_type: Any) -> np.ndarray:
     """Quantise rows [R, C] in fp32 with llama.cpp; ctypes releases the GIL."""
     from gguf import quant_shape_to_byte_shape

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from tunewell.core.errors import UserError
 from tunewell.core.optional import import_optional
 from tunewell.export.gguf.architecture import Settings
-from tunewell.export.gguf.quantize import quantize_rows
+from tunewell.export.gguf.quantize import can_quantize, quantize_rows
 from tunewell.hardware.facts import num_cores
 
 _MAX_SHOWN = 5
@@ -86,9 +86,43 @@ class WeightFiles:
         return self._opened[path]
 
 
-def open_weights(folder: Path, settings: Settings) -> WeightFiles:
-    """Open the weights of a folder; raise UserError if tensors are missing, unknown or of another shape."""
-    weights = WeightFiles(folder, settings.text_part.get("names", {}))
+class LoadedWeights(WeightFiles):
+    """The tensors of a loaded model, with the names of its files; nothing is read from disk."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], renames: dict[str, str]) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            for pattern, replacement in renames.items():
+                name = re.sub(pattern, replacement, name)
+            self._tensors[name] = tensor
+
+    def names(self) -> set[str]:
+        return set(self._tensors)
+
+    def drop(self, names: set[str]) -> None:
+        for name in names:
+            del self._tensors[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+def has_file_names(tensors: Mapping[str, Tensor], settings: Settings) -> bool:
+    """Return True if a loaded model's tensors can be written as they are; some are split or renamed when saved."""
+    try:
+        open_weights(Path(), settings, tensors)
+    except UserError:
+        return False
+    return True
+
+
+def open_weights(folder: Path, settings: Settings, tensors: Mapping[str, Tensor] | None = None) -> WeightFiles:
+    """Open the weights of a folder, or `tensors`; raise UserError if some are missing, unknown or of another shape."""
+    renames = settings.text_part.get("names", {})
+    weights = WeightFiles(folder, renames) if tensors is None else LoadedWeights(tensors, renames)
     if pattern := settings.text_part.get("dropped"):
         weights.drop({name for name in weights.names() if re.search(pattern, name)})
     weights.drop({name for name in weights.names() if _BUFFERS.search(name)})
@@ -204,7 +238,7 @@ _MAX_FP16, _Q8_STEPS = 65504.0, 127
 # Values converted at once: 4 MiB in fp32.
 _NUMBERS_AT_ONCE = 1 << 20
 _PYTHON_TYPES = frozenset({"F32", "F16", "BF16", "Q8_0"})
-"""Types that the `gguf` package encodes; llama.cpp encodes the others."""
+"""Types that the `gguf` package can encode; only llama.cpp encodes the others."""
 
 
 def storage_type(name: str, shape: tuple[int, ...], kind: str) -> str:
@@ -241,18 +275,21 @@ class LazyTensor:
         values = self.load()
         rows = values.reshape(-1, values.shape[-1])
         step = max(1, _NUMBERS_AT_ONCE // max(1, rows.shape[1]))
+        kind = self.ggml_type.name
+        # Both write the same bytes; llama.cpp is several times as fast.
+        uses_llama_cpp = kind not in _PYTHON_TYPES or (kind == "Q8_0" and can_quantize())
 
         def encode(start: int) -> bytes:
             part = np.ascontiguousarray(rows[start : start + step].to(torch.float32).numpy())
             self._require_range(part)
-            if self.ggml_type.name not in _PYTHON_TYPES:
+            if uses_llama_cpp:
                 return quantize_rows(part, self.ggml_type).tobytes()
             # Rows are whole blocks, so one long row has the same result; `gguf` would process only 16 rows at once.
             return quantize(part.reshape(1, -1), self.ggml_type).tobytes()
 
         with ThreadPoolExecutor(num_cores()) as pool:
             starts = range(0, len(rows), step)
-            parts = map(encode, starts) if self.ggml_type.name in _PYTHON_TYPES else pool.map(encode, starts)
+            parts = pool.map(encode, starts) if uses_llama_cpp else map(encode, starts)
             written = sum(file.write(part) for part in parts)
         assert written == self.nbytes, f"{self.source}: {written} bytes, not {self.nbytes}"
 

@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,14 +47,17 @@ def write_gguf(
     kind: str,
     name: str | None = None,
     license: str | None = None,
+    tensors: Mapping[str, torch.Tensor] | None = None,
     progress: ProgressListener = silent,
 ) -> GgufPlan:
     """Convert a Hugging Face model folder to a GGUF file; replace `target` only when the new file is complete.
 
+    `tensors` are the weights of a loaded model; the folder then needs only its settings and tokenizer.
+
     Raises UserError for a model or tokenizer that llama.cpp would read differently, for values that are not finite,
     and for a full disk.
     """
-    plan = plan_file(model_folder, kind)
+    plan = plan_file(model_folder, kind, tensors)
     require_disk_space(target.parent, plan.num_bytes)
     writer = _make_writer(plan, kind)
     _add_card(writer, plan, name or model_folder.name, license)
@@ -72,7 +75,7 @@ def write_gguf(
     return plan
 
 
-def plan_file(folder: Path, kind: str) -> GgufPlan:
+def plan_file(folder: Path, kind: str, weights: Mapping[str, torch.Tensor] | None = None) -> GgufPlan:
     """Return the plan of a GGUF file without writing it; raise UserError for a model that cannot be converted."""
     import_optional("gguf", extra="export", purpose="writing a GGUF file")
     config = locate(folder).read_object("config.json")
@@ -81,7 +84,7 @@ def plan_file(folder: Path, kind: str) -> GgufPlan:
     settings = read_settings(config)
     num_rows = settings.values["vocab_size"]
     vocabulary = read_vocabulary(folder, num_rows=num_rows, config=config.get("text_config", {}) | config)
-    tensors, num_fallbacks = _plan_tensors(open_weights(folder, settings), settings, kind)
+    tensors, num_fallbacks = _plan_tensors(open_weights(folder, settings, weights), settings, kind)
     texts, merges = vocabulary.tokens.texts, vocabulary.tokens.merges or []
     header_bytes = sum(len(text) + _TOKEN_BYTES for text in texts) + sum(map(len, merges)) + _HEADER_BYTES
     notes = [*settings.notes, *vocabulary.notes]

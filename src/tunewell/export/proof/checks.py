@@ -184,25 +184,33 @@ def compare_logits(reference: Sequence[Logits], found: Sequence[Logits], *, tie:
     that position. The found logits are not used for this: the worse they are, the more ties they would have.
     """
     width = min(rows.shape[1] for rows in (*reference, *found))
-    expected, got = (np.concatenate([part[:, :width] for part in own]).astype(np.float64) for own in (reference, found))
-    if not np.isfinite(got).all():
-        return LogitDifference(len(expected), float("inf"), float("inf"), 0.0, 0, float("inf"))
+    positions = sum(map(len, reference))
+    if not all(np.isfinite(rows[:, :width]).all() for rows in found):
+        return LogitDifference(positions, float("inf"), float("inf"), 0.0, 0, float("inf"))
+    # Text by text: the logits of one text fit into the processor's cache, those of all texts do not.
+    parts = [_compare_rows(one[:, :width], other[:, :width], tie) for one, other in zip(reference, found, strict=True)]
+    largest, sums, is_same, is_tie, kl = (np.concatenate(own) for own in zip(*parts, strict=True))
+    return LogitDifference(
+        positions=positions,
+        largest=float(largest.max()),
+        mean=float(sums.sum() / (positions * width)),
+        same_top=float(is_same.mean()),
+        near_ties=int((is_tie & ~is_same).sum()),
+        kl=float(kl.mean()),
+    )
+
+
+def _compare_rows(reference: Logits, found: Logits, tie: float) -> tuple[np.ndarray, ...]:
+    """Return, for each row: largest and summed difference, is the top token the same, is it a near tie, and the KL."""
+    expected, got = (rows.astype(np.float64) for rows in (reference, found))
     expected -= expected.mean(axis=1, keepdims=True)
     got -= got.mean(axis=1, keepdims=True)
     difference = np.abs(expected - got)
     every, top, found_top = np.arange(len(expected)), expected.argmax(axis=1), got.argmax(axis=1)
     is_tie = expected[every, top] - expected[every, found_top] < tie * expected.std(axis=1)
-    is_same = top == found_top
     log_expected, log_got = (rows - _log_sum_exp(rows) for rows in (expected, got))
     kl = (np.exp(log_expected) * (log_expected - log_got)).sum(axis=1)
-    return LogitDifference(
-        positions=len(expected),
-        largest=float(difference.max()),
-        mean=float(difference.mean()),
-        same_top=float(is_same.mean()),
-        near_ties=int((is_tie & ~is_same).sum()),
-        kl=float(kl.mean()),
-    )
+    return difference.max(axis=1), difference.sum(axis=1), top == found_top, is_tie, kl
 
 
 def check_logits(name: str, reference: Sequence[Logits], found: Sequence[Logits]) -> Check:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from tunewell.core.gguf import read_metadata, read_tensor_table
 from tunewell.core.optional import import_optional
-from tunewell.core.progress import Progress, ProgressListener
+from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.export.gguf.architecture import Settings, ignored_window, metadata_fields, read_settings, rope_tables
 from tunewell.export.gguf.quantize import quantize_rows
@@ -30,6 +31,7 @@ from tunewell.export.proof.checks import (
 )
 from tunewell.export.proof.reference import ProofContext
 from tunewell.export.proof.tensors import UNBLOCKED_TYPES, Compared, Rounding, Rows, Sketch, check_tensors, sketch
+from tunewell.hardware.facts import num_cores
 from tunewell.inference.llama_cpp.library import find_llama
 from tunewell.inference.llama_cpp.model import LlamaModel
 from tunewell.records.parity import Artefact, Check, ModelFacts, Probe
@@ -58,7 +60,7 @@ def prove_gguf(artefact: Artefact, context: ProofContext) -> list[Check]:
         window = ignored_window(settings)
         file_checks += [
             check_gguf_fields(path, settings, proof.model, proof.stop_ids),
-            check_gguf_tensors(path, settings, reference.sketches, reference.rounded),
+            check_gguf_tensors(path, settings, reference.sketches, reference.rounded, progress=context.progress),
         ]
     tokenizer = load_tokenizer(path)
     file_checks.append(check_template(proof, tokenizer.chat_template, tokenizer.special_tokens))
@@ -77,12 +79,16 @@ def prove_gguf(artefact: Artefact, context: ProofContext) -> list[Check]:
             model.generate(question.ids, max_new_tokens=context.answer_tokens, stop_ids=stops)
             for question in proof.questions
         ]
-        answer_ids = [list(answer) for answer in answers]
+        answer_ids = []
+        for index, answer in enumerate(answers):
+            context.progress(Progress("answers", index, len(answers), "answers"))
+            answer_ids.append(list(answer))
         ended = [answer.ended == "end" for answer in answers]
         ids_check = check_ids(proof, lambda probe: _tokenize(model, probe), library="llama.cpp")
-    # Each long probe has its own context, because a longer context makes some models compute short texts differently.
-    for probe in (probe for probe, _ in pairs if probe.is_long):
-        with _open_model(path, len(probe.ids)) as model:
+        # Each long probe has its own context, because a longer context makes some models compute short texts
+        # differently. The weights are loaded once.
+        for probe in (probe for probe, _ in pairs if probe.is_long):
+            model.set_context(len(probe.ids) + _SPARE_TOKENS)
             found += _last_logits(model, [probe], proof.num_positions, context.progress)
     is_finite = all(bool(np.isfinite(rows).all()) for rows in found)
     message = "all logits are finite" if is_finite else "some logits are NaN or infinite"
@@ -128,20 +134,30 @@ def check_gguf_fields(path: Path, settings: Settings, facts: ModelFacts, stop_id
 
 
 def check_gguf_tensors(
-    path: Path, settings: Settings, sketches: Mapping[str, Sketch], rounded: Mapping[str, Rows]
+    path: Path,
+    settings: Settings,
+    sketches: Mapping[str, Sketch],
+    rounded: Mapping[str, Rows],
+    *,
+    progress: ProgressListener = silent,
 ) -> Check:
     """Dequantise every tensor of a file with the `gguf` package, and compare it with the trained tensor."""
     expected = _expected_tensors(settings, sketches, rounded)
     names = [entry.name for entry in read_tensor_table(path)]
     return check_tensors(
-        _compare_file(path, expected),
+        _compare_file(path, expected, progress),
         missing=[name for name in expected if name not in names],
         unknown=[name for name in names if name not in expected],
     )
 
 
 def quantized_sketches(
-    files: Iterable[Path], model: PreTrainedModel, settings: Settings, sketches: Mapping[str, Sketch]
+    files: Iterable[Path],
+    model: PreTrainedModel,
+    settings: Settings,
+    sketches: Mapping[str, Sketch],
+    *,
+    progress: ProgressListener = silent,
 ) -> dict[str, Rows]:
     """Quantise the merged weights to the types of these files, and return the sketch rows by `type/tensor`.
 
@@ -155,16 +171,26 @@ def quantized_sketches(
         if not tensor.is_stacked
     }
     weights = dict(model.named_parameters())
-    rows: dict[str, Rows] = {}
+    jobs: dict[str, tuple[str, Rounding]] = {}
     for path in files:
         for entry in read_tensor_table(path):
             kind, source = gguf.GGMLQuantizationType(entry.type_number).name, sources.get(entry.name)
-            key = f"{kind}/{source}"
-            if source is None or source not in weights or kind in UNBLOCKED_TYPES or key in rows:
+            if source is None or source not in weights or kind in UNBLOCKED_TYPES:
                 continue
             if (rounding := _find_rounding(kind)) is not None:
-                rows[key] = sketch(weights[source], sketches[source].direction, rounding=rounding).rows
-    return rows
+                jobs[f"{kind}/{source}"] = (source, rounding)
+
+    def round_rows(job: tuple[str, Rounding]) -> Rows:
+        source, rounding = job
+        return sketch(weights[source], sketches[source].direction, rounding=rounding).rows
+
+    with ThreadPoolExecutor(num_cores()) as pool:
+        found = zip(jobs, pool.map(round_rows, jobs.values()), strict=True)
+        rows = {}
+        for index, (key, own) in enumerate(found, start=1):
+            rows[key] = own
+            progress(Progress("rounding", index, len(jobs), "tensors"))
+        return rows
 
 
 class _SketchedWeights(WeightFiles):
@@ -221,17 +247,25 @@ def _interleave(rows: Rows, settings: Settings) -> Rows:
     return rows.reshape(-1, 2, half, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def _compare_file(path: Path, expected: Mapping[str, tuple[Sketch, dict[str, Rows]]]) -> Iterator[Compared]:
+def _compare_file(
+    path: Path, expected: Mapping[str, tuple[Sketch, dict[str, Rows]]], progress: ProgressListener
+) -> Iterator[Compared]:
     gguf = import_optional("gguf", extra="export", purpose="verifying a GGUF file")
     from gguf.quants import dequantize
 
-    for tensor in gguf.GGUFReader(path).tensors:
-        if tensor.name in expected:
-            values = np.array(dequantize(tensor.data, tensor.tensor_type), np.float32)
-            own, rounded = expected[tensor.name]
-            found = torch.from_numpy(values.reshape(own.shape) if values.size == np.prod(own.shape) else values)
-            kind = tensor.tensor_type.name
-            yield Compared(tensor.name, kind, own, sketch(found, own.direction), rounded.get(kind))
+    def compare(tensor: Any) -> Compared:
+        values = np.array(dequantize(tensor.data, tensor.tensor_type), np.float32)
+        own, rounded = expected[tensor.name]
+        found = torch.from_numpy(values.reshape(own.shape) if values.size == np.prod(own.shape) else values)
+        kind = tensor.tensor_type.name
+        return Compared(tensor.name, kind, own, sketch(found, own.direction), rounded.get(kind))
+
+    tensors = [tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name in expected]
+    # NumPy dequantises on one core and releases the GIL.
+    with ThreadPoolExecutor(num_cores()) as pool:
+        for index, pair in enumerate(pool.map(compare, tensors), start=1):
+            progress(Progress("tensors", index, len(tensors), "tensors"))
+            yield pair
 
 
 def _is_same(found: Any, expected: Any) -> bool:

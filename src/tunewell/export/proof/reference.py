@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from tunewell import __version__
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_file, sha256_text
-from tunewell.core.progress import Progress, ProgressListener, with_stage
+from tunewell.core.progress import Progress, ProgressListener, silent, with_stage
 from tunewell.core.units import percent
 from tunewell.data.corpus.reader import open_corpus
 from tunewell.data.templates.chat_template import TemplateFailed
@@ -31,9 +31,9 @@ from tunewell.export.proof.tensors import (
     sketch_model,
 )
 from tunewell.inference.chat_model import ChatModel
+from tunewell.inference.generate import generate
 from tunewell.inference.prompt import prompt_ids
 from tunewell.inference.runtime import last_logits
-from tunewell.inference.transformers_generate import generate_with_transformers
 from tunewell.records.manifest import read_manifest
 from tunewell.records.parity import PROOF_FILES, Artefact, ModelFacts, PlainText, Probe, Proof, Question
 from tunewell.training.evaluate import questions_of
@@ -95,16 +95,20 @@ def make_reference(model: ChatModel, *, answer_tokens: int, progress: ProgressLi
         number=num_positions,
         progress=with_stage(progress, "computing logits of the trained model"),
     )
-    progress(Progress("answering questions with the trained model"))
+    stage = "answering questions with the trained model"
+    progress(Progress(stage))
     prompts = _held_out_prompts(model) or [probe.ids for probe in probes[:4]]
     stop_ids = find_stop_ids(model)
-    answers = generate_with_transformers(model.model, prompts, max_new_tokens=answer_tokens, stop_ids=stop_ids)
+    answers = generate(
+        model.model, prompts, max_new_tokens=answer_tokens, stop_ids=stop_ids, progress=with_stage(progress, stage)
+    )
     questions = [
         Question(ids=list(ids), answer=answer.ids, ended=answer.ended, text=model.decode(answer.ids))
         for ids, answer in zip(prompts, answers, strict=True)
     ]
-    progress(Progress("sketching the trained tensors"))
-    sketches, tied = sketch_model(model.model)
+    stage = "sketching the trained tensors"
+    progress(Progress(stage))
+    sketches, tied = sketch_model(model.model, progress=with_stage(progress, stage))
     template = model.masker.template if model.masker else None
     share = read_manifest(model.ref.corpus).other_ids_share if model.ref.corpus is not None else None
     if share is not None and share > _MAX_OTHER_IDS_SHARE:
@@ -134,10 +138,11 @@ def make_reference(model: ChatModel, *, answer_tokens: int, progress: ProgressLi
     return proof, Reference(logits, sketches)
 
 
-def check_merge(model: ChatModel, proof: Proof, reference: Reference) -> None:
+def check_merge(model: ChatModel, proof: Proof, reference: Reference, *, progress: ProgressListener = silent) -> None:
     """Raise UserError if the merged weights differ from the trained model; later, rounding would hide a difference."""
     prompts = [probe.ids for probe in proof.probes]
-    logits = last_logits(model.model, prompts, number=proof.num_positions)
+    progress = with_stage(progress, "checking the merged weights")
+    logits = last_logits(model.model, prompts, number=proof.num_positions, progress=progress)
     weights = dict(model.model.named_parameters())
     checks = [
         check_logits("merged fp32", reference.logits, logits),

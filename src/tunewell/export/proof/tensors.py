@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import count
 from tunewell.export.proof.checks import bounds
 from tunewell.methods.base import AdapterLayer, adapter_layers
@@ -78,7 +79,9 @@ def sketch(tensor: Tensor, direction: Rows | None = None, *, rounding: Rounding 
 
 
 @torch.no_grad()
-def sketch_model(model: PreTrainedModel) -> tuple[dict[str, Sketch], dict[str, str]]:
+def sketch_model(
+    model: PreTrainedModel, *, progress: ProgressListener = silent
+) -> tuple[dict[str, Sketch], dict[str, str]]:
     """Return the sketch of every weight after the merge, and the other names of tied weights.
 
     The sketch of an adapter is added to the sketch of its layer. The weights themselves are not merged, so a bug in
@@ -88,7 +91,9 @@ def sketch_model(model: PreTrainedModel) -> tuple[dict[str, Sketch], dict[str, s
     sketches: dict[str, Sketch] = {}
     first_names: dict[int, str] = {}
     tied: dict[str, str] = {}
-    for name, weight in _named_weights(model):
+    weights = list(_named_weights(model))
+    for index, (name, weight) in enumerate(weights):
+        progress(Progress("sketching", index, len(weights), "tensors"))
         if id(weight) in first_names:
             tied[name] = first_names[id(weight)]
             continue
@@ -154,9 +159,14 @@ def _largest_direction(layer: AdapterLayer) -> Rows | None:
 def _named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight with its name after the merge; tied weights are yielded once for each name."""
     for name, weight in model.named_parameters(remove_duplicate=False):
-        if name.endswith((".lora_A", ".lora_B", ".lora_magnitude_vector")):
+        if is_adapter_tensor(name):
             continue
         yield name.replace(".base_layer.", "."), weight
+
+
+def is_adapter_tensor(name: str) -> bool:
+    """Return True for a parameter of an adapter, which does not exist after the merge."""
+    return name.endswith((".lora_A", ".lora_B", ".lora_magnitude_vector"))
 
 
 @cache

@@ -10,12 +10,14 @@ from typing import ClassVar
 from tunewell.core.progress import Progress, with_stage
 from tunewell.export.gguf.architecture import read_settings
 from tunewell.export.gguf.tokenizer import read_vocabulary
+from tunewell.export.gguf.weights import has_file_names
 from tunewell.export.gguf.write import write_gguf
 from tunewell.export.options import ExportOptions
 from tunewell.export.proof.gguf import prove_gguf, quantized_sketches
 from tunewell.export.proof.reference import ProofContext
+from tunewell.export.proof.tensors import is_adapter_tensor
 from tunewell.export.targets.base import DiskUse, ExportContext, ExportTarget, NextStep, PreflightFacts, Requirements
-from tunewell.export.targets.merged import num_weights, write_model
+from tunewell.export.targets.merged import num_weights, unique_tensors, write_model, write_settings
 from tunewell.records.parity import Artefact, Check
 
 _BITS_PER_WEIGHT = {
@@ -47,19 +49,23 @@ class GgufTarget(ExportTarget):
         adds_bos(facts)
 
     def disk_use(self, context: ExportContext) -> DiskUse:
-        """Return the size of each file, and of the temporary fp32 model from which they are converted."""
+        """Return the size of each file, and of the temporary fp32 model if they are converted from its files."""
         weights = num_weights(context)
         written = {f"{self.name} {name}": gguf_bytes(weights, name) for name in self.formats(context.options)}
-        return DiskUse(written, temporary_bytes=gguf_bytes(weights, "f32"))
+        return DiskUse(written, temporary_bytes=0 if _is_written_from_memory(context) else gguf_bytes(weights, "f32"))
 
     def write(self, context: ExportContext) -> list[Artefact]:
         """Convert the merged fp32 weights, so that they are rounded only once."""
         folder = context.staging_dir / self.name
         folder.mkdir(exist_ok=True)
         artefacts = []
+        in_memory = _is_written_from_memory(context)
         with tempfile.TemporaryDirectory(dir=context.staging_dir, prefix=".fp32-") as work:
             model_folder = Path(work) / "model"
-            write_model(context, model_folder, "fp32")
+            if in_memory:
+                write_settings(context, model_folder)
+            else:
+                write_model(context, model_folder, "fp32")
             for name in self.formats(context.options):
                 path = folder / f"{_file_name(context.card.name)}-{name}.gguf"
                 stage = f"writing {path.name}"
@@ -70,11 +76,13 @@ class GgufTarget(ExportTarget):
                     kind=name,
                     name=context.card.name,
                     license=context.card.license,
+                    tensors=unique_tensors(context.model.model) if in_memory else None,
                     progress=with_stage(context.progress, stage),
                 )
                 context.notes += [note for note in written.notes if note not in context.notes]
                 artefacts.append(context.artefact(self.name, name, path))
-        context.progress(Progress("rounding the trained tensors for the verification"))
+        stage = "rounding the trained tensors for the verification"
+        context.progress(Progress(stage))
         files = [own.path for own in (*context.artefacts, *artefacts) if own.kind == self.name]
         model = context.model.model
         rounded = quantized_sketches(
@@ -82,6 +90,7 @@ class GgufTarget(ExportTarget):
             model,
             read_settings(model.config.to_dict()),
             context.reference.sketches,
+            progress=with_stage(context.progress, stage),
         )
         context.reference = replace(context.reference, rounded=rounded)
         return artefacts
@@ -93,6 +102,18 @@ class GgufTarget(ExportTarget):
     def next_step(self, folder: Path, artefacts: Sequence[Artefact], options: ExportOptions) -> NextStep:
         """Return the command that starts a chat with the first file."""
         return NextStep(shlex.join(["tunewell", "chat", str(folder / artefacts[0].path)]))
+
+
+def _is_written_from_memory(context: ExportContext) -> bool:
+    """Return True if the GGUF files can be written from the loaded model, without a temporary fp32 copy on disk."""
+    model = context.model.model
+    # Before the merge, the weights of adapted layers have longer names.
+    weights = {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in unique_tensors(model).items()
+        if not is_adapter_tensor(name)
+    }
+    return has_file_names(weights, read_settings(model.config.to_dict()))
 
 
 def gguf_bytes(weights: int, name: str) -> int:

@@ -54,7 +54,7 @@ def write_model(context: ExportContext, folder: Path, precision: str) -> None:
     model: Any = context.model.model
     context.generation_config()
     dtype = _DTYPES[precision]
-    tensors = {name: tensor.to(dtype) for name, tensor in _without_tied(model.state_dict()).items()}
+    tensors = {name: tensor.to(dtype) for name, tensor in unique_tensors(model).items()}
     before = model.config.dtype
     model.config.dtype = dtype
     try:
@@ -65,11 +65,19 @@ def write_model(context: ExportContext, folder: Path, precision: str) -> None:
     context.text.tokenizer.save(folder, context.template.source)
 
 
-def _without_tied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors without the second names of tied tensors, which are tied again on loading."""
+def write_settings(context: ExportContext, folder: Path) -> None:
+    """Write the config and the tokenizer of a model in transformers format, without its weights."""
+    model: Any = context.model.model
+    context.generation_config().save_pretrained(folder)
+    model.config.save_pretrained(folder)
+    context.text.tokenizer.save(folder, context.template.source)
+
+
+def unique_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """Return a model's tensors without the second names of tied tensors, which are tied again on loading."""
     seen: set[tuple[int, torch.Size]] = set()
     unique = {}
-    for name, tensor in tensors.items():
+    for name, tensor in model.state_dict().items():
         key = (tensor.data_ptr(), tensor.shape)
         if key not in seen:
             seen.add(key)

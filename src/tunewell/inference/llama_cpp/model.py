@@ -54,15 +54,20 @@ class LlamaModel:
         self._free = weakref.finalize(self, _free_all, self._handles)
         self._vocabulary = self._api.llama_model_get_vocab(self._model)
         self.vocab_size: int = self._api.llama_vocab_n_tokens(self._vocabulary)
+        # One thread per physical core, as in llama.cpp, because its threads spin while they wait for each other.
+        self._num_threads = threads or min(physical_cores() or usable_cores(), usable_cores())
+        self._start_context()
+
+    def _start_context(self) -> None:
+        self._cached.clear()
+        self._text_number += 1
         try:
             self._context = self._open_context()
         except BaseException:
             self.close()
             raise
         self._memory = self._api.llama_get_memory(self._context)
-        # One thread per physical core, as in llama.cpp, because its threads spin while they wait for each other.
-        num_threads = threads or min(physical_cores() or usable_cores(), usable_cores())
-        self._api.llama_set_n_threads(self._context, num_threads, num_threads)
+        self._api.llama_set_n_threads(self._context, self._num_threads, self._num_threads)
 
     def _open_context(self) -> Any:
         if self._api.llama_model_has_encoder(self._model) or not self._api.llama_model_has_decoder(self._model):
@@ -145,14 +150,30 @@ class LlamaModel:
         text_number = self._begin_text(num_kept=0)
         for start in range(0, len(ids), _BATCH):
             self._require_current(text_number)
-            yield self._forward(ids[start : start + _BATCH], all_logits=True).copy()
+            block = ids[start : start + _BATCH]
+            yield self._forward(block, num_logits=len(block)).copy()
 
     def last_logits(self, ids: Sequence[int], number: int) -> np.ndarray:
-        """Return the logits of the last `number` positions of a text. A long text is computed in blocks."""
-        rows = np.empty((0, self.vocab_size), np.float32)
-        for block in self.logit_blocks(ids):
-            rows = np.concatenate([rows, block[-number:]])[-number:]
-        return rows
+        """Return the logits of the last `number` positions of a text. The head computes no other positions."""
+        self._require_tokens(ids)
+        self._require_fits(ids)
+        self._begin_text(num_kept=0)
+        rows = [np.empty((0, self.vocab_size), np.float32)]
+        for start in range(0, len(ids), _BATCH):
+            block = ids[start : start + _BATCH]
+            num_after = len(ids) - start - len(block)
+            num_logits = max(1, min(len(block), number - num_after))
+            rows.append(self._forward(block, num_logits=num_logits).copy())
+        return np.concatenate(rows)[-number:]
+
+    def set_context(self, context: int) -> None:
+        """Replace the context by one of `context` tokens. The weights stay loaded."""
+        self._open_model()
+        if context != self.context:
+            _free_all(self._handles[1:])
+            del self._handles[1:]
+            self.context = context
+            self._start_context()
 
     def generate(
         self, ids: Sequence[int], *, max_new_tokens: int, stop_ids: Collection[int], decoding: Decoding = GREEDY
@@ -198,11 +219,11 @@ class LlamaModel:
         del self._cached[num_kept:]
         return self._text_number
 
-    def _forward(self, ids: Sequence[int], *, all_logits: bool = False) -> np.ndarray:
-        """Append tokens to the KV cache. Return the logits of all or of the last one, in llama.cpp's memory."""
+    def _forward(self, ids: Sequence[int], *, num_logits: int = 1) -> np.ndarray:
+        """Append tokens to the KV cache. Return the logits of the last `num_logits`, in llama.cpp's memory."""
         num, start = len(ids), len(self._cached)
-        has_logits = np.full(num, all_logits, np.int8)
-        has_logits[-1] = 1
+        has_logits = np.zeros(num, np.int8)
+        has_logits[-num_logits:] = 1
         tokens, positions = np.asarray(ids, np.int32), np.arange(start, start + num, dtype=np.int32)
         batch = Batch(n_tokens=num)
         batch.token, batch.pos = (array.ctypes.data_as(POINTER(c_int32)) for array in (tokens, positions))
@@ -215,7 +236,7 @@ class LlamaModel:
             log = "; ".join(self._bindings.log.last(since=log_start))
             raise RuntimeError(f"llama_decode failed on {num:,} tokens (code {code}): {log}")
         self._cached.extend(ids)
-        return np.ctypeslib.as_array(found, (num if all_logits else 1, self.vocab_size))
+        return np.ctypeslib.as_array(found, (num_logits, self.vocab_size))
 
     # Checks before calls into C.
 

@@ -67,10 +67,12 @@ class LlamaRuntime:
         max_new_tokens: int,
         stop_ids: Sequence[int],
         batch_size: int | None = None,
+        progress: ProgressListener = silent,
     ) -> list[Generated]:
         """Return greedy answers, one prompt after the other. `batch_size` has no effect."""
         found = []
         for prompt in prompts:
+            progress(Progress("answers", len(found), len(prompts), "answers"))
             answer = self.stream(prompt, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
             ids = list(answer)
             found.append(Generated(ids, answer.ended == "end"))

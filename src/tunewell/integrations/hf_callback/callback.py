@@ -88,10 +88,14 @@ class HealthStop(RuntimeError):
         self.place = place
 
 
-def advice(name: str, place: str | None = None) -> str:
-    """Return the fix for a finding; `place` starts with the kind of tensor: weight, output or gradient."""
+def advice(name: str, place: str | None = None, *, is_fp32: bool = False) -> str:
+    """Return the fix for a finding; `place` starts with the kind of tensor: weight, output or gradient.
+
+    A run in fp32 is not told to train in fp32.
+    """
     kind = place.partition(" ")[0] if place else ""
-    return _ADVICE.get(name) or _ADVICE.get(kind) or _DEFAULT_ADVICE
+    found = _ADVICE.get(name) or _ADVICE.get(kind) or _DEFAULT_ADVICE
+    return found.replace(" or train in fp32", ", lengthen the warmup or lower `max_grad_norm`") if is_fp32 else found
 
 
 _ONLY_OWN_LOSS = frozenset({"initial-loss-high", "initial-loss-implausible", "loss-zero-collapse"})
@@ -125,6 +129,7 @@ class HealthCallback(TrainerCallback):
         self._possible_fault: Finding | None = None
         self._reported: set[str] = set()
         self._filtered_args: Any = None
+        self._is_fp32 = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **others: Any) -> None:
         """Open the logs and register the hooks."""
@@ -134,6 +139,7 @@ class HealthCallback(TrainerCallback):
         self._logs = HealthLog(folder, finished_steps=state.global_step, is_on=self._is_first, say=self._print)
         self._monitor = HealthMonitor(_run_context(args, model))
         self._loss = TrainedLoss(finished_steps=state.global_step)
+        self._is_fp32 = not (args.fp16 or args.bf16) and getattr(model, "dtype", None) == torch.float32
         self._signals = SignalRecorder(
             model,
             args.device,
@@ -285,7 +291,7 @@ class HealthCallback(TrainerCallback):
         self._raise(f"{found.words}; stopped after step {count(finished)}", found)
 
     def _raise(self, what: str, finding: Finding, *, place: str | None = None) -> None:
-        log, fix = self._logs.healing_path, advice(finding.name, place)
+        log, fix = self._logs.healing_path, advice(finding.name, place, is_fp32=self._is_fp32)
         self._finish()
         self._close()
         raise HealthStop(what, name=finding.name, step=finding.step, place=place, log=log, fix=fix)
