@@ -1,7 +1,10 @@
 """What tests of several folders share."""
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,16 @@ from examples_limit import examples
 # One torch thread per process: two workers with two threads each wait for each other on two cores, and tiny models
 # then take up to ten times as long. Set before torch is imported, and inherited by child processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Outputs of base models must not outlive the tests, which would then measure nothing. Other caches only save time.
+if "TUNEWELL_CACHE" not in os.environ:
+    _cache = Path(tempfile.mkdtemp(prefix="tunewell-test-cache-"))
+    _real = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tunewell"
+    for _name in ("compiled", "probes", "tokenizers"):
+        (_real / _name).mkdir(parents=True, exist_ok=True)
+        (_cache / _name).symlink_to(_real / _name)
+    os.environ["TUNEWELL_CACHE"] = str(_cache)
+    atexit.register(shutil.rmtree, _cache, ignore_errors=True)
 
 # A busy machine is slow at times; that is no failure of what is tested.
 settings.register_profile(

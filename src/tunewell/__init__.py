@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tunewell.library.doctor import doctor
     from tunewell.library.functions import export, plan, prepare, rehearse, train, validate
     from tunewell.library.model import load
+    from tunewell.library.sweep import sweep
 
     __version__: str
 
@@ -28,6 +29,7 @@ __all__ = [
     "plan",
     "prepare",
     "rehearse",
+    "sweep",
     "train",
     "validate",
 ]
@@ -43,6 +45,7 @@ _HOMES = {
     "plan": "tunewell.library.functions",
     "prepare": "tunewell.library.functions",
     "rehearse": "tunewell.library.functions",
+    "sweep": "tunewell.library.sweep",
     "train": "tunewell.library.functions",
     "validate": "tunewell.library.functions",
 }

@@ -10,8 +10,11 @@ from chromium import Page, address_of, chromium
 from hostile_texts import PAYLOADS
 from sample_reports import SAMPLES, report_of_everything, with_text
 
+from tunewell.evaluation.columns import column_of, compare_columns
+from tunewell.evaluation.report.comparison import comparison_page
 from tunewell.evaluation.report.page import report_page
 from tunewell.records.report import Report
+from tunewell.runs.curves import Line
 
 pytestmark = pytest.mark.slow
 
@@ -101,6 +104,24 @@ def test_payloads_in_every_text_do_nothing(browser, listener, tmp_path):
     assert browser.value_of("document.title").startswith(f"{report.verdict}: <script>")
     assert browser.value_of("document.querySelectorAll('script, iframe, img, object, embed, form, base').length") == 0
     assert _asked(browser, since) == [] and listener.calls == []
+
+
+def test_a_comparison_of_runs_runs_nothing_and_fits_the_screen(browser, listener, tmp_path):
+    """Names and settings of runs are shown too, and a table of many runs is wider than a phone."""
+    text = " ".join(PAYLOADS).replace("HOST", listener.host)
+    columns = []
+    for number, report in enumerate((_hostile(listener), report_of_everything(), report_of_everything())):
+        line = Line(f"{text} {number}", [(0, 2.0), (9, 1.0 + number)])
+        columns.append(column_of(report, f"{text} {number}", settings={"seed": number, text: number}, line=line))
+    html = comparison_page(compare_columns(columns, [text]))
+    since = len(browser.events)
+    browser.open(_written(tmp_path, html), width=360)
+    browser.value_of(_OPEN_ALL)
+    browser.wait(_SETTLE_SECONDS)
+    assert browser.value_of("document.title").endswith("(tunewell comparison)")
+    assert listener.calls == [] and _asked(browser, since) == []
+    assert browser.value_of(_OVERFLOW) <= 0
+    assert browser.value_of("document.querySelectorAll('figure svg path').length") > 3
 
 
 def test_the_policy_alone_stops_what_is_not_escaped(browser, listener, tmp_path):

@@ -1,6 +1,9 @@
 """A toy of each extension point, added as `docs/extending.md` says and run end to end: one file, one registry line."""
 
 import json
+import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +15,16 @@ from safetensors.torch import load_file
 import tunewell
 from corpora import row
 from tunewell.cli import main as command_line
-from tunewell.config.extensions import FORMATS, METHODS, OPTIMIZERS, FormatEntry, MethodEntry, OptimizerEntry
+from tunewell.config.extensions import (
+    FORMATS,
+    METHODS,
+    OPTIMIZERS,
+    TRACKERS,
+    FormatEntry,
+    MethodEntry,
+    OptimizerEntry,
+    TrackerEntry,
+)
 from tunewell.core.registry import Entry, Registry
 from tunewell.data.sources.base import SOURCES
 
@@ -30,7 +42,7 @@ def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Find the toy modules by name, and leave every registry as it was."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     monkeypatch.chdir(tmp_path)
-    registries: list[Registry] = [FORMATS, METHODS, OPTIMIZERS, SOURCES]
+    registries: list[Registry] = [FORMATS, METHODS, OPTIMIZERS, SOURCES, TRACKERS]
     before = [dict(registry._entries) for registry in registries]
     yield
     for registry, entries in zip(registries, before, strict=True):
@@ -71,6 +83,31 @@ def test_a_toy_optimizer_trains_and_resumes(tiny_model: Path) -> None:
     assert more.steps == 5
     state = load_file(max(Path("run/checkpoints").glob("step-*")) / "optimizer.safetensors")
     assert state["all/num_updates"] == 5, "the state went through the checkpoint"
+
+
+def test_a_toy_tracker_follows_a_run_and_a_hanging_one_costs_no_step(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tracker is a process of its own: the run ends with all its steps while the tracker still hangs."""
+    TRACKERS.add(TrackerEntry("toy", "a toy", "toy_tracker:ToyTracker"))
+    folders = [str(Path(__file__).parent), str(Path(tunewell.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
+    rows = [row(number) for number in range(30)]
+    monkeypatch.setenv("TOY_TRACKER", "hangs")
+    result = tunewell.train(_settings(tiny_model, track=["toy"]), data=rows, out="hung", progress=False)
+    assert (result.status, result.steps) == ("finished", 2)
+    assert not Path("hung/track/toy.jsonl").exists(), "the tracker hangs, and nobody waited for it"
+    monkeypatch.delenv("TOY_TRACKER")
+    tunewell.train(_settings(tiny_model, report_to="toy"), data=rows, out="run", progress=False)
+    deadline = time.monotonic() + 60
+    path = Path("run/track/toy.jsonl")
+    while not (path.is_file() and '"close"' in path.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    sent = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [entry["step"] for entry in sent if "loss" in entry.get("values", {})] == [1, 2]
+    assert sent[-1] == {"close": "finished"}
+    owner = json.loads(Path("hung/track/toy.lock").read_text())["pid"]
+    os.kill(owner, signal.SIGKILL)
 
 
 def test_a_toy_source_is_prepared(tiny_model: Path) -> None:

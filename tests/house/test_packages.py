@@ -30,7 +30,10 @@ TORCH_FREE = (
     "hardware/cards.py",
     "runs/probe.py",
     "workflows/models.py",
+    "runs/listing.py",
+    "runs/status.py",
     "workflows/plan.py",
+    "workflows/runs.py",
 )
 HEAVY = ("torch", "transformers", "datasets", "rich", "typer")
 _IMPORT_ALL = """

@@ -30,8 +30,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from tunewell.cli.main import main
 from tunewell.core.errors import UserError
 from tunewell.core.progress import silent
-from tunewell.evaluation.base_outputs import FILE as BASE_OUTPUTS
-from tunewell.evaluation.session import EvaluationSession, ValidateOptions
+from tunewell.evaluation.session import ValidateOptions
 from tunewell.records.report import Report, Validation, read_report
 from tunewell.runs.result import TrainResult
 from tunewell.workflows.prepare import prepare
@@ -554,31 +553,3 @@ def test_a_metric_that_cannot_be_loaded_is_told_before_anything_is_measured(lora
     with pytest.raises(UserError, match=r"like `metrics.py:exact`"):
         judged(lora.run, sets=["verdict.metrics=exact"], out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_second_evaluation_reads_the_outputs_of_the_base_model(
-    lora: TrainResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against a `validate` that measures the base model which the verdict of `train` has already measured.
-
-    The report must be the same, and anything that could change the outputs must be measured again.
-    """
-    measured: list[str] = []
-    measure = EvaluationSession._measure
-
-    def record(session: EvaluationSession, model: Any, runtime: Any, name: str) -> Any:
-        measured.append(name)
-        return measure(session, model, runtime, name)
-
-    monkeypatch.setattr(EvaluationSession, "_measure", record)
-    stored = lora.run / BASE_OUTPUTS
-    stored.write_bytes(b"damaged")
-    first = judged(lora.run, out=tmp_path / "first").report
-    assert measured == ["tuned", "base"] and stored.stat().st_size > 1000
-    second = judged(lora.run, out=tmp_path / "second").report
-    assert measured == ["tuned", "base", "tuned"]
-    assert any("measured before" in note for note in second.notes)
-    same = ("verdict", "held_out", "everyday", "base_tally", "tuned_tally", "exchanges", "change", "reasons")
-    assert {name: getattr(first, name) for name in same} == {name: getattr(second, name) for name in same}
-    judged(lora.run, out=tmp_path / "third", sets=["verdict.answer_tokens=5"])
-    assert measured[-2:] == ["tuned", "base"], "other answers were asked for"

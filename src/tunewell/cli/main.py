@@ -21,8 +21,8 @@ from tunewell.core.errors import SharedError, UserError, did_you_mean
 from tunewell.core.files import explain_os_error
 
 _NAMES = (
-    "models init inspect prepare plan train profile validate export verify notebook chat serve "
-    "diagnose doctor explain glossary schema"
+    "models init inspect prepare plan train sweep runs compare track profile validate export verify notebook chat "
+    "serve diagnose doctor explain glossary schema"
 )
 COMMANDS = tuple((name, f"tunewell.cli.commands.{name}") for name in _NAMES.split())
 """Each command, in the order of a typical project, and the module with its `command` function."""

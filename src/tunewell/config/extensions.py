@@ -1,6 +1,6 @@
-"""Registries of row formats, training methods, optimizers and export targets: names, descriptions and import paths.
+"""Registries of row formats, methods, optimizers, export targets and trackers: names, descriptions and import paths.
 
-The names are the values of `data.sources.format`, `method.kind`, `train.optimizer` and `export.to`. To add an
+The names are the values of `data.sources.format`, `method.kind`, `train.optimizer`, `export.to` and `track`. To add an
 implementation, write its file (see `docs/extending.md`) and add one line here. Import paths are strings, so listing the
 names does not import torch.
 """
@@ -206,3 +206,31 @@ EXPORT_TARGETS: Registry[Entry] = Registry(
 """Export targets in the order in which they are written: a target may use the files of an earlier one."""
 GgufFormat = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m"]
 MergedPrecision = Literal["bf16", "fp16", "fp32"]
+
+
+@dataclass(frozen=True)
+class TrackerEntry(Entry):
+    """A tracker, with the package that it needs in its environment."""
+
+    package: str = ""
+    """The name for `pip install`; empty if it needs none."""
+    module: str = ""
+    """The name for `import`."""
+
+
+_TRACKERS = "tunewell.integrations.trackers"
+TRACKERS: Registry[TrackerEntry] = Registry(
+    "tracker",
+    [
+        TrackerEntry(
+            "tensorboard",
+            "event files in `RUN/track/tensorboard`",
+            f"{_TRACKERS}.tensorboard:TensorBoardTracker",
+            "tensorboard",
+            "tensorboard",
+        ),
+        TrackerEntry("wandb", "Weights & Biases, or offline", f"{_TRACKERS}.wandb:WandbTracker", "wandb", "wandb"),
+        TrackerEntry("mlflow", "an MLflow server", f"{_TRACKERS}.mlflow:MlflowTracker", "mlflow-skinny", "mlflow"),
+    ],
+)
+"""Trackers. Their modules use the standard library and the package only, so that they run in another environment."""

@@ -35,7 +35,6 @@ _REFUSED = {
     "dataloader_num_workers": _WORKERS,
     "logging_steps": _LOGGED,
     "logging_strategy": _LOGGED,
-    "report_to": f"{_LOGGED}; trackers are not supported",
     "per_device_eval_batch_size": "evaluations use `train.micro_batch_tokens`; answers use `verdict.batch_size`",
     "eval_batch_size": "evaluations use `train.micro_batch_tokens`; answers use `verdict.batch_size`",
     "deepspeed": _SHARDED,
@@ -97,7 +96,7 @@ def translate(found: Mapping[str, Any]) -> Translation:
     _translate_strategy(found, result)
     _translate_choices(found, result)
     for name, value in found.items():
-        if name in _REFUSED and value in _HARMLESS_IF and name.startswith(("load_in", "group", "report_to", "tf32")):
+        if name in _REFUSED and value in _HARMLESS_IF and name.startswith(("load_in", "group", "tf32")):
             result.used.add(name)
         elif name in _REFUSED:
             result.refuse(name, _REFUSED[name])

@@ -91,6 +91,9 @@ class VerdictRules(Section):
     """Number of held-out documents for the loss, spread evenly over all of them. `null`: all."""
     batch_size: Annotated[Int, Field(ge=1)] | Auto = "auto"
     """Number of questions answered at once. `auto`: as many as fit into 8,192 tokens."""
+    reuse_base: Bool = True
+    """Reuse the losses and answers of the base model from an earlier evaluation on this machine, if weights, rows,
+    tokenizer, template, decoding settings and versions are the same. `false`: measure the base model again."""
     metrics: tuple[str, ...] = ()
     """Your own metric functions, each as `file.py:function`: `fn(question, answer, reference)` returns a number. The
     report shows the mean for the base and the tuned model. The functions run with your permissions and do not change

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from tunewell.config.extensions import FORMATS, METHODS, OPTIMIZERS
+from tunewell.config.extensions import FORMATS, METHODS, OPTIMIZERS, TRACKERS
 from tunewell.config.fields import Auto, Bool, Float, Int, MethodName, OneOf, OptimizerName, Section, Text
 from tunewell.config.rules import Export, Healing, PlanRules, VerdictRules
 
@@ -44,6 +44,7 @@ _OTHER_NAMES = {
     "checkpoints.every_steps": "save_steps",
     "checkpoints.keep": "save_total_limit",
     "run": "output_dir",
+    "track": "report_to",
 }
 OPEN = "?"
 """The value of a key that `init` could not decide. Such a config cannot be trained with."""
@@ -414,6 +415,13 @@ class Config(Section):
     """Device to train on: `cpu`, `cuda`, `cuda:1`, `mps`. `auto`: the fastest available."""
     seed: Annotated[Int, Field(ge=0, lt=2**32)] = 0
     """Random seed. Equal seeds and equal rows give equal results."""
+    track: tuple[Annotated[str, OneOf(TRACKERS)], ...] = Field(
+        default=(),
+        description=f"Trackers of the run. {OneOf(TRACKERS).doc()} Each is a process of its own that follows the run's "
+        "files, so the run never waits for it. `none`: no tracker.",
+    )
+    track_python: Text | None = None
+    """Python of another environment with the trackers' packages, e.g. `~/trackers/bin/python`."""
     data: Data = Data()
     template: Template = Template()
     packing: Packing = Packing()
@@ -425,3 +433,11 @@ class Config(Section):
     plan: PlanRules = PlanRules()
     verdict: VerdictRules = VerdictRules()
     export: Export = Export()
+
+    @field_validator("track", mode="before")
+    @classmethod
+    def _as_trackers(cls, value: Any) -> Any:
+        """Accept the forms of `report_to`: one name, `none`, or a list."""
+        if value is None or value == "none" or value == ["none"]:
+            return ()
+        return (value,) if isinstance(value, str) else value

@@ -315,13 +315,16 @@ class FolderLock:
         self.release()
 
 
-def lock_owner(path: Path) -> Owner | None:
-    """Return the process that holds a lock, or None. The lock itself is not touched."""
+def running_owner(path: Path) -> tuple[Owner | None, bool]:
+    """Return the owner named in a lock file, and whether it may still be running. The lock is not touched.
+
+    None means that the lock was released. An owner that has ended was killed: it had no time to release its lock.
+    """
     try:
         owner = _read_owner(path.read_text(encoding="utf-8", errors="replace"))
     except OSError:
-        return None
-    return owner if owner is not None and _may_be_running(owner) else None
+        return None, False
+    return owner, owner is not None and _may_be_running(owner)
 
 
 def _is_locked_by_other(file: TextIO) -> bool | None:

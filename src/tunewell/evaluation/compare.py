@@ -87,8 +87,8 @@ def compare(this: Report, other: Report, *, configs: tuple[Mapping[str, Any], Ma
         became_wrong=len(became_wrong),
         difference=_difference(pairs, (this.subject.name, other.subject.name)),
         changed=[_change(*pair) for pair in [*became_wrong, *became_right, *reworded][:_MAX_CHANGES]],
-        config=differences(_flat(configs[0]), _flat(configs[1])),
-        data=differences(_data(this), _data(other)),
+        config=differences(flat_settings(configs[0]), flat_settings(configs[1])),
+        data=differences(data_facts(this), data_facts(other)),
     )
 
 
@@ -120,12 +120,13 @@ def differences(this: Mapping[str, Any], other: Mapping[str, Any]) -> list[Diffe
 
 
 def _figures(this: Report, other: Report) -> list[MetricPair]:
-    now, before = _metrics(this), _metrics(other)
+    now, before = report_metrics(this), report_metrics(other)
     pairs = [MetricPair(name, before[name], now[name], name not in _HIGHER_IS_BETTER) for name in now]
     return [pair for pair in pairs if pair.other is not None or pair.this is not None]
 
 
-def _metrics(report: Report) -> dict[str, float | None]:
+def report_metrics(report: Report) -> dict[str, float | None]:
+    """Return the metrics of a report that are compared."""
     counts = report.tuned_tally
     num_faulty = sum(bool(question.tuned.faults) for question in report.exchanges)
     return {
@@ -143,7 +144,8 @@ def _change(before: AnsweredQuestion, now: AnsweredQuestion) -> AnswerChange:
     )
 
 
-def _data(report: Report) -> dict[str, Any]:
+def data_facts(report: Report) -> dict[str, Any]:
+    """Return hashes and row counts of the data of a report."""
     data: dict[str, Any] = {name: digest for name, digest in report.hashes.items() if "safetensors" not in name}
     counts = report.ledger
     if counts is not None:
@@ -153,11 +155,12 @@ def _data(report: Report) -> dict[str, Any]:
     return data
 
 
-def _flat(tree: Mapping[str, Any], front: str = "") -> dict[str, Any]:
+def flat_settings(tree: Mapping[str, Any], front: str = "") -> dict[str, Any]:
+    """Return a config tree by dotted keys."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{front}{key}.")
+            found |= flat_settings(value, f"{front}{key}.")
         else:
             found[f"{front}{key}"] = value
     return found

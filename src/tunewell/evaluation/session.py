@@ -8,7 +8,7 @@ import shlex
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -22,8 +22,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener, with_stage
 from tunewell.core.units import count
 from tunewell.data.corpus.reader import Split
-from tunewell.evaluation.base_outputs import FILE as BASE_OUTPUTS
-from tunewell.evaluation.base_outputs import outputs_key, read_base_outputs, write_base_outputs
+from tunewell.evaluation.base_cache import BaseCache, BaseQuestions
 from tunewell.evaluation.judge import contains_key
 from tunewell.evaluation.measurements import Measurements, cluster_numbers, count_answers, shorten
 from tunewell.evaluation.metrics import Metric, compute_metrics
@@ -128,6 +127,7 @@ class EvaluationSession:
         self.questions: list[Question] = []
         self.judged: JudgedQuestions | None = None
         self.answer_tokens = _answer_tokens(self.rules, 0)
+        self.base_measured_at: str | None = None
 
     def evaluate(self) -> Report:
         """Measure the tuned model and its base, and return the report."""
@@ -142,36 +142,34 @@ class EvaluationSession:
         if self.options.lm_eval:
             with self._timed("lm-eval"):
                 self._run_tasks(model)
-        if self.ref.base is not None:
-            base = self._measure_base(model)
-        return self._report(model, base, tuned, bad_weights)
+        return self._report(model, self._base_outputs(model), tuned, bad_weights)
 
-    def _measure_base(self, model: ChatModel) -> ModelOutputs:
-        """Measure the base model, or read its outputs from an earlier evaluation of this run on the same rows."""
-        is_own = self.ref.kind == "run" and self.rows.test_file is None and self.options.corpus is None
-        folder, key = self.ref.path, self._base_key(model) if is_own else None
-        if folder is not None and key is not None and (known := read_base_outputs(folder, key)) is not None:
-            self.notes.append(f"the base model was measured before on the same rows; see `{folder / BASE_OUTPUTS}`")
-            return known
+    def _base_outputs(self, model: ChatModel) -> ModelOutputs:
+        """Measure the base model, or return its outputs of an earlier evaluation with the same questions."""
+        if not model.can_disable_adapter and self.ref.base is None:
+            return ModelOutputs()
+        batch_size = None if self.rules.batch_size == "auto" else self.rules.batch_size
+        questions = BaseQuestions(
+            split=self.rows.split,
+            max_documents=self.rules.max_documents,
+            everyday=self.everyday,
+            prompts=[question.ids for question in self.questions],
+            num_compared=_NUM_COMPARED,
+            stop_ids=model.stop_ids,
+            answer_tokens=self.answer_tokens.value,
+            batch_size=batch_size,
+        )
+        cache = BaseCache.of(model, questions) if self.rules.reuse_base else BaseCache(None)
+        if (known := cache.read()) is not None:
+            base, self.base_measured_at = known
+            return base
         if model.can_disable_adapter:
             with model.base_runtime() as runtime:
                 base = self._measure(model, runtime, "base")
         else:
             base = self._measure_separate_base(model)
-        if folder is not None and key is not None and base.everyday is not None:
-            with suppress(OSError):  # a folder that cannot be written costs only time
-                write_base_outputs(folder, key, base)
+        cache.write(base)
         return base
-
-    def _base_key(self, model: ChatModel) -> str | None:
-        prompts = [question.ids for question in self.questions]
-        rules = {
-            "answer_tokens": self.answer_tokens.value,
-            "max_documents": self.rules.max_documents,
-            "batch_size": self.rules.batch_size,
-            "is_packed": bool(self.options.lm_eval),
-        }
-        return outputs_key(model, [self.rows.split, self.everyday], prompts, **rules)
 
     def _run_tasks(self, model: ChatModel) -> None:
         self.progress(Progress(f"lm-eval: {', '.join(self.options.lm_eval)}"))
@@ -321,6 +319,7 @@ class EvaluationSession:
             answer_tokens=self.answer_tokens if self.questions else None,
             metrics=metrics,
             seconds=self.seconds,
+            base_measured_at=self.base_measured_at,
             notes=[*model.notes, *self.notes, *failures],
             lm_eval=self.lm_eval,
             next=verdict.reasons[0].next if verdict.reasons else f"`tunewell chat {shlex.quote(measured.model_path)}`",

@@ -39,6 +39,7 @@ from tunewell.methods.targets import (
     select_layers,
     with_embeddings,
 )
+from tunewell.models.shared import own_trainable
 from tunewell.records.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
 
 _TRAINED = (".lora_A", ".lora_B", ".lora_magnitude_vector")
@@ -288,6 +289,7 @@ def _train_in_full(model: PreTrainedModel, name: str) -> None:
         )
     for part in [model.get_input_embeddings(), model.get_output_embeddings()] if is_tied else [module]:
         part.float().requires_grad_(True)
+        own_trainable(part)
         if dtype != torch.float32 and isinstance(part, nn.Embedding):
             part.__class__ = Fp32Embedding
             part.__dict__["output_dtype"] = dtype

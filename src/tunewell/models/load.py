@@ -15,6 +15,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.model_files import WEIGHT_SUFFIXES, hub_is_out_of_reach, locate
 from tunewell.core.presets import find_preset, is_preset, llama_settings
 from tunewell.models import attention as packed_attention
+from tunewell.models import shared
 from tunewell.models.external import fit_weights, read_external_weights, split_rotary_pairs
 from tunewell.models.facts import find_key_map
 from tunewell.models.gguf import quantization_of, read_gguf_config, read_gguf_weights
@@ -228,8 +229,12 @@ class LoadedModel:
     """Path of the text part within a multimodal model loaded by `AutoModelForCausalLM`; otherwise empty."""
 
 
-def load_model(options: LoadOptions) -> LoadedModel:
+def load_model(options: LoadOptions, *, may_share: bool = True) -> LoadedModel:
     """Load a model and verify its weights, device, dtype and vocabulary. Raise UserError if it cannot be used."""
+    return shared.load(options, _load_model) if may_share and shared.has(options.model) else _load_model(options)
+
+
+def _load_model(options: LoadOptions) -> LoadedModel:
     packed_attention.register()
     vocabulary = read_vocabulary(options.tokenizer_folder, options.added_tokens)
     with quiet():

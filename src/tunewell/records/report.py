@@ -251,6 +251,8 @@ class Report(Record):
     """Commands that repeat the training and the evaluation."""
     seconds: dict[str, float] = Field(default_factory=dict)
     """Duration of each stage."""
+    base_measured_at: str | None = None
+    """When the base model was measured, if its outputs are those of an earlier evaluation; else None."""
     lm_eval: dict[str, Any] = Field(default_factory=dict)
     healing: list[str] = Field(default_factory=list)
     """Problems during training, their remedies and the time lost, one per line."""
@@ -279,6 +281,8 @@ def read_report(folder: Path) -> Report:
 
 PAGE, MARKDOWN = "report.html", "report.md"
 EXIT_CODES = {"PASS": 0, "UNPROVEN": 3, "WEAK": 3, "FAIL": 4}
+EXIT_NOT_VALIDATED = 3
+"""The same as for WEAK, because nothing shows that the model is good."""
 
 
 @dataclass(frozen=True)

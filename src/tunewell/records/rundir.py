@@ -20,15 +20,17 @@ from tunewell.records.prediction import Measurement, Prediction
 
 LOCK = ".lock"
 """The lock of a run folder. Its text names the process that works in it."""
+PULSE = ".pulse"
+"""The file with the current activity of a running process, written about once a second."""
 RUN_CONFIG = "config.yaml"
 """The file with the settings of the last start of a run."""
 DOCUMENTS = "documents.tsv"
 """The file with a short hash of every training document."""
-_FIRST_FILES = (PLAN, RUN_CONFIG, DOCUMENTS, "events.jsonl", "samples.jsonl", HEALING)
+_FIRST_FILES = (PLAN, RUN_CONFIG, DOCUMENTS, "events.jsonl", "samples.jsonl", HEALING, PULSE)
 """Files that a run writes before its first step."""
 CRASH = "crash.log"
 """The traceback of the exception that ended a run; a later success removes it."""
-_NOT_OURS = frozenset({LOCK, ".DS_Store"})
+_NOT_OURS = frozenset({LOCK, PULSE, ".DS_Store"})
 
 
 class RunDir:

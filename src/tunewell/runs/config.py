@@ -1,6 +1,7 @@
 """The config of a run: check it, write it to the run folder, load it for `--resume`, and build the resume command."""
 
 import json
+import math
 import os
 import shlex
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from tunewell.core.redact import REDACTED, redact
 from tunewell.data.sources.local import LocalFile
 from tunewell.records.checkpoint import checkpoint_step
 from tunewell.records.manifest import MANIFEST
-from tunewell.records.plan import PLAN, Start
+from tunewell.records.plan import PLAN, Chosen, Plan, Start
 from tunewell.records.rundir import RUN_CONFIG, RunDir
 
 # Options of one `train` call that are not part of the config: resume, command line, process-wide settings.
@@ -43,9 +44,19 @@ class RunOptions:
     """File descriptors opened by the supervisor, `READ,WRITE,STACKS`; None without a supervisor."""
     owns_process: bool = False
     """True on the command line. The run may then set signal handlers, the number of threads and the allocator."""
+    is_alone: bool = True
+    """Whether the process has only this run. Otherwise its age, and on a CPU its memory, are not those of the run."""
+    measure_threads: Callable[[Sequence[Any]], Chosen[int]] | None = None
+    """Replaces the measurement of the fastest number of threads, which the runs of a sweep share."""
+    pause_share: float | None = None
+    """Share of the planned steps after which the run evaluates, saves and stops, to be resumed; None: never."""
     faults: str | None = None
     """Faults to inject in tests, for example `nan@gradients:step=7`."""
     allow_faults: bool = False
+
+    def pause_step(self, plan: Plan) -> int | None:
+        """Return the step after which the run pauses; None if it does not."""
+        return None if self.pause_share is None else max(1, math.ceil(self.pause_share * plan.num_steps.value))
 
 
 REPEAT_FIRST_COMMAND = "repeat the command that started the run and add `--resume`"

@@ -16,8 +16,8 @@ from tunewell.records.report import Curve
 Points = Sequence[tuple[int, float]]
 """(step, loss) pairs in order of steps. A loss may be NaN or infinite."""
 
-_MARGIN_LEFT, _MARGIN_RIGHT, _MARGIN_TOP, _MARGIN_BOTTOM = 52.0, 18.0, 10.0, 40.0
-_LOG_RATIO = 20.0
+MARGIN_LEFT, MARGIN_RIGHT, MARGIN_TOP, MARGIN_BOTTOM = 52.0, 18.0, 10.0, 40.0
+LOG_RATIO = 20.0
 """From this ratio of highest to lowest loss, a log scale is used. A linear one would show only the first steps."""
 _CEILING_FACTOR = 1.5
 _LARGEST = 1e100
@@ -107,7 +107,7 @@ def _linear(low: float, high: float, start: float, end: float) -> Callable[[floa
     return lambda value: start + (end - start) * (value - low) / (high - low)
 
 
-def _step_axis(steps: list[int], left: float, right: float) -> _Axis:
+def step_axis(steps: list[int], left: float, right: float) -> _Axis:
     """Map steps from left to right. A single step is in the middle."""
     low, high = min(steps), max(steps)
     if low == high:
@@ -115,7 +115,7 @@ def _step_axis(steps: list[int], left: float, right: float) -> _Axis:
     return _linear(low, high, left, right), _round_numbers(low, high, whole=True)
 
 
-def _linear_axis(values: list[float], bottom: float, top: float) -> _Axis:
+def linear_axis(values: list[float], bottom: float, top: float) -> _Axis:
     """Map losses to heights on a linear scale."""
     low, high = min(values), max(values)
     padding = (high - low) * 0.06 or abs(high) * 0.5 or 1.0
@@ -124,7 +124,7 @@ def _linear_axis(values: list[float], bottom: float, top: float) -> _Axis:
     return _linear(low, high, bottom, top), _round_numbers(low, high)
 
 
-def _log_axis(values: list[float], bottom: float, top: float) -> _Axis:
+def log_axis(values: list[float], bottom: float, top: float) -> _Axis:
     """Map losses to heights on a log scale. Losses of 0 and below are at the bottom."""
     logs = [_log10(value) for value in values if value > 0]
     low, high = min(logs) - 0.06, max(logs) + 0.06
@@ -163,7 +163,7 @@ class LossPlot:
         self._best_text = f"{format_loss(best[1])} at step {count(best[0])}" if best else ""
         self._window = smoothing_window(len(self._train))
         positive = [value for _, value in cut(self._known, self._limit) if value > 0]
-        self.is_log = bool(positive) and max(positive) / _LOG_RATIO >= min(positive)
+        self.is_log = bool(positive) and max(positive) / LOG_RATIO >= min(positive)
         """Whether a logarithmic scale is used, because the losses span a large range."""
 
     @property
@@ -211,35 +211,35 @@ class LossPlot:
         """Return axes, lines and points as SVG elements, or "" if no loss is finite. CSS classes set the colours."""
         if not self._known:
             return ""
-        left, right, bottom = _MARGIN_LEFT, width - _MARGIN_RIGHT, height - _MARGIN_BOTTOM
+        left, right, bottom = MARGIN_LEFT, width - MARGIN_RIGHT, height - MARGIN_BOTTOM
         train, held_out = cut(self._train, self._limit), cut(self._held_out, self._limit)
-        x, x_ticks = _step_axis([step for step, _ in (*train, *held_out)], left, right)
-        axis = _log_axis if self.is_log else _linear_axis
-        y, y_ticks = axis([value for _, value in cut(self._known, self._limit)], bottom, _MARGIN_TOP)
+        x, x_ticks = step_axis([step for step, _ in (*train, *held_out)], left, right)
+        axis = log_axis if self.is_log else linear_axis
+        y, y_ticks = axis([value for _, value in cut(self._known, self._limit)], bottom, MARGIN_TOP)
         parts = [
             f'<path class="grid" d="M{left:g} {at:g}H{right:g}"/>'
             f'<text class="tick end" x="{left - 7:g}" y="{at + 4:g}">{tick:,.6g}</text>'
-            for at, tick in ((_tenth(y(tick)), tick) for tick in y_ticks)
+            for at, tick in ((tenth(y(tick)), tick) for tick in y_ticks)
         ]
         parts.append(f'<path class="frame" d="M{left:g} {bottom:g}H{right:g}"/>')
         parts += [
             f'<path class="frame" d="M{at:g} {bottom:g}v4"/>'
             f'<text class="tick middle" x="{at:g}" y="{bottom + 17:g}">{count(round(tick))}</text>'
-            for at, tick in ((_tenth(x(tick)), tick) for tick in x_ticks)
+            for at, tick in ((tenth(x(tick)), tick) for tick in x_ticks)
         ]
         parts.append(f'<text class="tick end" x="{right:g}" y="{bottom + 34:g}">optimizer step</text>')
         gaps = sorted({float(round(x(step))) for step, value in (*train, *held_out) if not can_draw(value)})
         parts += [f'<path class="gap" d="M{at:g} {bottom:g}v-10"/>' for at in gaps]
-        smoothed = _path(smooth(train), x, y) if self._window > 1 else ""
-        lines = [("raw" if smoothed else "smooth", _path(train, x, y)), ("smooth", smoothed)]
-        lines.append(("evaluation", _path(held_out, x, y)))
+        smoothed = path_through(smooth(train), x, y) if self._window > 1 else ""
+        lines = [("raw" if smoothed else "smooth", path_through(train, x, y)), ("smooth", smoothed)]
+        lines.append(("evaluation", path_through(held_out, x, y)))
         parts += [f'<path class="{name}" d="{path}"/>' for name, path in lines if path]
-        dots = [(_tenth(x(step)), _tenth(y(value))) for step, value in drawable(held_out)]
+        dots = [(tenth(x(step)), tenth(y(value))) for step, value in drawable(held_out)]
         # At most one dot per three units of width, so that many evaluations do not overlap.
         dots = {round(across / 3): (across, down) for across, down in dots}.values()
         parts += [f'<circle class="dot" cx="{across:g}" cy="{down:g}" r="3.6"/>' for across, down in dots]
         for step, value in cut([self._best] if self._best else [], self._limit):
-            parts.append(f'<circle class="ring" cx="{_tenth(x(step)):g}" cy="{_tenth(y(value)):g}" r="8"/>')
+            parts.append(f'<circle class="ring" cx="{tenth(x(step)):g}" cy="{tenth(y(value)):g}" r="8"/>')
         return "\n".join(parts)
 
 
@@ -253,7 +253,7 @@ def _describe(name: str, points: Points) -> str:
     return f"{name} from {format_loss(began)} at step {count(first)} to {format_loss(ended)} at step {count(last)}."
 
 
-def _path(points: Points, x: Callable[[float], float], y: Callable[[float], float]) -> str:
+def path_through(points: Points, x: Callable[[float], float], y: Callable[[float], float]) -> str:
     """Return an SVG path through the extremes of each unit of width, with gaps at non-finite points."""
     columns: dict[int, list[tuple[float, float]]] = {}
     for step, value in points:
@@ -270,11 +270,11 @@ def _path(points: Points, x: Callable[[float], float], y: Callable[[float], floa
 def _stroke(line: list[tuple[float, float]]) -> str:
     # A single point has no line; a small circle is drawn instead.
     circle = "m-1.5 0a1.5 1.5 0 1 0 3 0a1.5 1.5 0 1 0-3 0"
-    first, *rest = (f"{_tenth(across):g} {_tenth(down):g}" for across, down in line)
+    first, *rest = (f"{tenth(across):g} {tenth(down):g}" for across, down in line)
     return f"M{first}{''.join(f'L{point}' for point in rest) or circle}"
 
 
-def _tenth(value: float) -> float:
+def tenth(value: float) -> float:
     return round(value, 1)
 
 
@@ -340,14 +340,14 @@ def loss_svg(curve: Curve, *, title: str) -> str:
 
 def _below_plot(plot: LossPlot) -> tuple[list[str], int]:
     """Return the wrapped legend and the remarks as SVG, and the height of the whole picture."""
-    x, y, parts = _MARGIN_LEFT, _HEADER_HEIGHT + _PLOT_HEIGHT + 10.0, []
+    x, y, parts = MARGIN_LEFT, _HEADER_HEIGHT + _PLOT_HEIGHT + 10.0, []
     for key, text in plot.legend:
         width = 34 + _CHAR_WIDTH * len(text) + 24
-        if x + width > _SVG_WIDTH and x > _MARGIN_LEFT:
-            x, y = _MARGIN_LEFT, y + _LINE_HEIGHT
+        if x + width > _SVG_WIDTH and x > MARGIN_LEFT:
+            x, y = MARGIN_LEFT, y + _LINE_HEIGHT
         parts.append(f'<g transform="translate({x:g} {y:g})">{key}<text x="34" y="11">{text}</text></g>')
         x += width
     for remark in plot.remarks:
         y += _LINE_HEIGHT
-        parts.append(f'<text class="remark" x="{_MARGIN_LEFT:g}" y="{y + 11:g}">{remark}</text>')
+        parts.append(f'<text class="remark" x="{MARGIN_LEFT:g}" y="{y + 11:g}">{remark}</text>')
     return parts, round(y + _LINE_HEIGHT + 12)

@@ -9,7 +9,7 @@ from typing import Any
 from tunewell.config.load import FILE_NAME, LoadedConfig, load_config
 from tunewell.config.open_points import open_points
 from tunewell.core.errors import UserError
-from tunewell.core.files import lock_owner
+from tunewell.core.files import running_owner
 from tunewell.core.units import count
 from tunewell.data.sources.base import detect_format
 from tunewell.records.base import read_record
@@ -119,8 +119,8 @@ def _read_run(run: Path, base: Path, loaded: LoadedConfig | None, found: Overvie
     except UserError as error:
         found.entries.append(("run", error.what))
         return
-    owner = lock_owner(run / LOCK)
-    if owner is not None:
+    owner, is_running = running_owner(run / LOCK)
+    if owner is not None and is_running:
         found.entries.append(("run", f"`{run}`: a process is working in it since {owner.since}"))
         found.next_step = "wait until it ends"
     elif outcome is None:

@@ -58,7 +58,7 @@ def plan_to_train(
     measures the size of its micro-batches in a child process first.
     """
     may_measure = options.owns_process and not options.is_resuming and world.size == 1
-    measure_once = cache(lambda shapes: measure_threads(shapes))
+    measure_once = cache(options.measure_threads or measure_threads)
 
     def threads(shapes: Sequence[Shape]) -> Chosen[int]:
         return measure_once(tuple(shapes))
@@ -99,7 +99,7 @@ def make_measurement(result: TrainResult, device: str) -> Measurement:
     for stage, spent in result.stages.items():
         name = PHASES.get(stage, stage)
         phases[name] = phases.get(name, 0.0) + spent
-    peak = peak_memory(torch.device(device))
+    peak = None if result.peak_memory_bytes is None else peak_memory(torch.device(device))
     if device.startswith("cuda") and peak is not None:
         peak += CONTEXT_BYTES
     seconds = result.seconds + (result.start_seconds or 0.0)

@@ -1,28 +1,33 @@
-"""The result of a training run, and the listener that records its metrics, notes and times."""
+"""The result of a training run, and the listeners that record its metrics, notes, times and current activity."""
 
+import json
 import math
+import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tunewell.config.load import LoadedConfig
 from tunewell.core.progress import Progress
+from tunewell.core.redact import redact
 from tunewell.core.units import count, duration
 from tunewell.hardware.facts import process_seconds
 from tunewell.records.events import plain
 from tunewell.records.healing import HealingEntry
 from tunewell.records.report import Validation
-from tunewell.records.rundir import Status
+from tunewell.records.rundir import PULSE, Status
 from tunewell.runs.config import RunOptions, resume_command
-from tunewell.training.events import Evaluated, Event, Healed, Listener, Note, Rewound, StepTaken
+from tunewell.runs.heartbeat import Heartbeat
+from tunewell.training.events import Evaluated, Event, Healed, Listener, Note, Rewound, RunStarted, StepTaken
 from tunewell.training.memory import peak_memory
 from tunewell.training.run import Ending, Run
 
 _NUM_SHOWN = 6
+_PULSE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,57 @@ class TrainResult:
         return plain(payload)
 
 
+class Pulse:
+    """A listener that writes the current activity of this run to `.pulse`, at most once a second.
+
+    With the descriptors of a supervisor, it also sends the heartbeat.
+    """
+
+    def __init__(self, fds: str | None = None) -> None:
+        self._heartbeat = Heartbeat(fds) if fds else None
+        self._path: Path | None = None
+        self._written_at = 0.0
+        self._activity: dict[str, Any] = {"stage": "starting", "step": 0, "passes": 0}
+
+    def open(self, folder: Path) -> None:
+        """Write to this run folder from now on."""
+        self._path = folder / PULSE
+        self._write()
+
+    def __call__(self, event: Event) -> None:
+        if self._heartbeat:
+            self._heartbeat(event)
+        match event:
+            case RunStarted(first_step=step):
+                self._activity = {"stage": "", "step": step, "passes": 0}
+            case Progress(stage):
+                self._activity |= {"stage": stage, "passes": 0}
+            case StepTaken(step=step):
+                self._activity = {"stage": "", "step": step, "passes": 0}
+            case _:
+                return
+        self._write_if_due()
+
+    def beat(self) -> None:
+        """Count a forward pass, and report that the run is alive."""
+        self._activity["passes"] += 1
+        self._write_if_due()
+        if self._heartbeat:
+            self._heartbeat.beat()
+
+    def _write_if_due(self) -> None:
+        if time.monotonic() - self._written_at >= _PULSE_SECONDS:
+            self._write()
+
+    def _write(self) -> None:
+        self._written_at = time.monotonic()
+        if self._path is None:
+            return
+        text = json.dumps(redact({"time": round(time.time(), 3), "pid": os.getpid(), **self._activity}))
+        with suppress(OSError):  # a full disk; the run itself reports it
+            self._path.write_text(text + "\n", encoding="utf-8")
+
+
 class MetricsRecorder:
     """A listener that records losses, notes and stage times, and forwards every event."""
 
@@ -174,6 +230,7 @@ def make_result(
     seconds = run.seconds["train"]
     tokens = run.progress.tokens - first_tokens
     newest, best = run.checkpoints.newest(), run.checkpoints.best()
+    is_own_memory = options.is_alone or run.learner.device.type == "cuda"
     artefacts = []
     if best is not None and newest is not None and best.step != newest.step:
         artefacts.append((str(best.path), f"the best checkpoint by held-out loss, step {best.step}"))
@@ -190,10 +247,10 @@ def make_result(
         tokens=run.progress.tokens,
         supervised_tokens=run.progress.supervised_tokens,
         seconds=recorder.total_seconds,
-        start_seconds=_start_seconds(recorder) if options.owns_process else None,
+        start_seconds=_start_seconds(recorder) if options.owns_process and options.is_alone else None,
         stages={**recorder.seconds, **run.seconds},
         tokens_per_second=tokens / seconds if seconds else 0.0,
-        peak_memory_bytes=peak_memory(run.learner.device),
+        peak_memory_bytes=peak_memory(run.learner.device) if is_own_memory else None,
         losses=recorder.losses,
         lacks_steps=recorder.lacks_steps,
         held_out=recorder.held_out,

@@ -262,7 +262,8 @@ def require_same_settings(parts: RunInputs, run: Run) -> None:
 
 def _load_weights(options: LoadOptions) -> dict[str, Tensor]:
     """Reload the initial weights of the model on the CPU."""
-    model = load_model(replace(options, device=torch.device("cpu"), attention=attention.SDPA)).model
+    options = replace(options, device=torch.device("cpu"), attention=attention.SDPA)
+    model = load_model(options, may_share=False).model  # shared weights may be the damaged ones
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 

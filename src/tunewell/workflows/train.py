@@ -18,14 +18,15 @@ from tunewell.evaluation.session import ValidateOptions
 from tunewell.export.preflight import require_exportable
 from tunewell.hardware.allocator import keep_freed_memory
 from tunewell.hardware.device import probe_device, torch_threads
+from tunewell.integrations.trackers.start import require_trackers, start_trackers
 from tunewell.records.plan import Plan, Start
+from tunewell.records.report import EXIT_NOT_VALIDATED
 from tunewell.runs.checklist import checklist, settings_without_effect, warnings
 from tunewell.runs.config import RunOptions, require_training_data, with_start
 from tunewell.runs.folder import RunFolder, keep_measured_settings, open_run_folder, require_known_changes, restore_run
-from tunewell.runs.heartbeat import Heartbeat
 from tunewell.runs.outcome import write_run_files
 from tunewell.runs.prediction import plan_to_train, update_measurement
-from tunewell.runs.result import MetricsRecorder, TrainResult, make_result
+from tunewell.runs.result import MetricsRecorder, Pulse, TrainResult, make_result
 from tunewell.training.build import RunInputs, build_run, check_packing, describe_start, require_same_settings
 from tunewell.training.distributed import World
 from tunewell.training.engine import train as take_steps
@@ -35,8 +36,6 @@ from tunewell.training.run import Run
 from tunewell.training.step import StepHooks
 from tunewell.workflows.prepare import prepare
 from tunewell.workflows.validate import validate
-
-_EXIT_NOT_VALIDATED = 3  # the same as for WEAK, because nothing shows that the model is good
 
 
 def run_training(loaded: LoadedConfig, options: RunOptions, listener: Listener = silent) -> TrainResult:
@@ -54,6 +53,7 @@ def require_trainable(loaded: LoadedConfig, options: RunOptions) -> tuple[Loaded
     require_known_changes(options.allowed_changes, is_resuming=options.is_resuming)
     loaded, start = with_start(loaded)
     require_training_data(loaded, is_resuming=options.is_resuming)
+    require_trackers(loaded.config.track, loaded.config.track_python)
     if loaded.config.export.to:
         require_exportable(loaded)
     if loaded.config.verdict.metrics:
@@ -66,8 +66,8 @@ class Training:
 
     def __init__(self, loaded: LoadedConfig, options: RunOptions, listener: Listener, start: Start | None) -> None:
         self.loaded, self.options, self.start = loaded, options, start
-        self.heartbeat = Heartbeat(options.supervisor_fds) if options.supervisor_fds else None
-        self.recorder = MetricsRecorder(*([self.heartbeat] if self.heartbeat else []), listener)
+        self.pulse = Pulse(options.supervisor_fds)
+        self.recorder = MetricsRecorder(self.pulse, listener)
         self.hooks = parse_faults(options.faults, is_allowed=options.allow_faults) if options.faults else StepHooks()
         World.select_gpu(loaded.config.device)
         self.device = probe_device(loaded.config.device)
@@ -77,6 +77,7 @@ class Training:
         """Train in the run folder. An error on one rank is raised on all of them (`failing_together`)."""
         world, options = self.world, self.options
         with open_run_folder(self.loaded, world, is_resuming=options.is_resuming) as folder:
+            self.pulse.open(folder.working_path)
             with world.failing_together():
                 self.prepare()
             with world.failing_together():
@@ -90,8 +91,9 @@ class Training:
                 first_tokens = run.progress.tokens
                 self.recorder(replace(describe_start(inputs, run), checklist=self.check(corpus, run)))
                 folder.keep()
+                start_trackers(folder.path, self.loaded.config if world.is_first else None, self.recorder.note)
                 with world.explaining_lost_ranks("resume from the newest checkpoint with `--resume` in all processes"):
-                    ending = take_steps(run, handle_signals=options.owns_process)
+                    ending = take_steps(run, handle_signals=options.owns_process, pause_at=options.pause_step(plan))
             result = make_result(
                 self.loaded, run, ending, recorder=self.recorder, first_tokens=first_tokens, options=options
             )
@@ -138,7 +140,7 @@ class Training:
                 listener=recorder,
                 allow_pickle=options.allow_pickle,
                 hooks=self.hooks,
-                heartbeat=self.heartbeat.beat if self.heartbeat else None,
+                heartbeat=self.pulse.beat,
             )
             run = build_run(inputs)
         if options.is_resuming:
@@ -163,10 +165,9 @@ class Training:
         """Return the check list before the first step; send what needs attention as notes."""
         # Each trainable parameter and AdamW's two states, which have its dtype; other optimizers have smaller ones.
         size = sum(3 * parameter.nbytes for parameter in run.learner.parameters.values())
-        folder, config = run.checkpoints.folder.parent, self.loaded.config
-        keep = config.checkpoints.keep
+        folder, keep = run.checkpoints.folder.parent, self.loaded.config.checkpoints.keep
         items = checklist(run.plan, corpus.manifest, self.device, folder=folder, checkpoint_bytes=size, keep=keep)
-        for message in [*settings_without_effect(config, len(corpus.held_out)), *warnings(items)]:
+        for message in [*settings_without_effect(self.loaded.config, len(corpus.held_out)), *warnings(items)]:
             self.recorder.note(message)
         return items
 
@@ -185,7 +186,7 @@ def _validated(result: TrainResult, training: Training) -> TrainResult:
     except Exception as error:  # noqa: BLE001  the model is trained and saved, however its validation fails
         recorder.note(f"the model is trained and saved, but its validation failed: {type(error).__name__}: {error}")
         command = f"tunewell validate {shlex.quote(str(result.run))}"
-        return replace(result, exit_code=result.exit_code or _EXIT_NOT_VALIDATED, next_command=command)
+        return replace(result, exit_code=result.exit_code or EXIT_NOT_VALIDATED, next_command=command)
     seconds = time.perf_counter() - started
     validated = replace(
         result,

@@ -1,9 +1,11 @@
 """Draw the loss curve in the terminal, with a line for training and marks for evaluations."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tunewell.core.units import count
+from tunewell.runs.curves import MAX_LINES, Line, letter
 from tunewell.runs.loss_curve import Points, ceiling, cut, drawable, smooth, smoothing_window
 
 _BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
@@ -30,6 +32,23 @@ def draw_curve(losses: Points, held_out: Points, *, width: int = 60, height: int
     canvas.draw_line(line)
     canvas.draw_marks(marks)
     return "\n".join([*canvas.rows(), *_legend(losses, held_out, limit=limit)])
+
+
+def draw_curves(lines: Sequence[Line], *, width: int = 60, height: int = 12, is_ascii: bool = False) -> str:
+    """Draw the held-out losses of several runs, each with the letter of the run at its evaluations."""
+    known = [point for line in lines for point in drawable(line.held_out)]
+    if not known:
+        return ""
+    limits = [limit for line in lines if (limit := ceiling((), line.held_out)) is not None]
+    limit = max(limits) if len(limits) == len(lines) else None
+    canvas = _Canvas(width, height, is_ascii=is_ascii).over(cut(known, limit))
+    for index, line in enumerate(lines[:MAX_LINES]):
+        points = cut(line.held_out, limit)
+        canvas.draw_line(points)
+        canvas.draw_marks(drawable(points), mark=letter(index))
+    rows = [f"{letter(index)} {line.name}" for index, line in enumerate(lines[:MAX_LINES])]
+    left_out = [f"not drawn: {count(len(lines) - MAX_LINES, 'more run')}"] if len(lines) > MAX_LINES else []
+    return "\n".join([*canvas.rows(), "held-out loss:", *rows, *left_out])
 
 
 @dataclass
@@ -84,13 +103,13 @@ class _Canvas:
             share = number / length
             self.dots.add((round(one[0] + share * (other[0] - one[0])), round(one[1] + share * (other[1] - one[1]))))
 
-    def draw_marks(self, points: Points) -> None:
-        """Mark each point with `o`, and the lowest with `*`."""
+    def draw_marks(self, points: Points, mark: str | None = None) -> None:
+        """Mark each point with `o`, and the lowest with `*`; or all of them with `mark`."""
         best = min(points, key=lambda point: point[1], default=None)
         for point in (*points, *([best] if best else [])):
             across, down = self._dot(*point)
             cell = (across * self.width // self._dots_across, down * self.height // self._dots_down)
-            self.marks[cell] = "*" if point == best else "o"
+            self.marks[cell] = mark or ("*" if point == best else "o")
 
     def rows(self) -> list[str]:
         """Return the grid as lines of text, with labels on both axes."""

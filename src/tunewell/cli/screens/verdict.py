@@ -84,7 +84,8 @@ def _head(report: "Report") -> str:
     model = report.subject
     rows = [["tested", model.name, model.because]]
     if model.base:
-        rows.append(["against", model.base, model.base_role])
+        reused = f", measured before ({report.base_measured_at[:10]})" if report.base_measured_at else ""
+        rows.append(["against", model.base, f"{model.base_role}{reused}"])
     took = ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in report.seconds.items())
     rows.append(["on", report.data, f"took {duration(sum(report.seconds.values()))}: {took}" if took else ""])
     return lined(rows)

@@ -1,0 +1,45 @@
+"""`tunewell runs`: list the runs in a folder, or look at one run from outside."""
+
+from typing import Annotated
+
+import typer
+
+from tunewell.cli.options import AsJson
+from tunewell.cli.render import emit, json_text
+
+
+def command(
+    folder: Annotated[str, typer.Argument(metavar="[FOLDER | RUN]", help="A folder with runs, or one run.")] = ".",
+    filter_: Annotated[
+        list[str] | None,
+        typer.Option("--filter", metavar="COLUMN=TEXT", help="Only runs whose column contains the text. Repeatable."),
+    ] = None,
+    sort: Annotated[
+        str, typer.Option(metavar="COLUMN", help="Sort by a column: `when`, `held_out`, `tokens_per_second`, ...")
+    ] = "when",
+    reverse: Annotated[bool, typer.Option("--reverse", help="Sort the other way round.")] = False,
+    columns: Annotated[str | None, typer.Option(metavar="NAMES", help="Columns, separated by commas.")] = None,
+    stacks: Annotated[
+        bool, typer.Option("--stacks", help="For a running run: the stack of each of its threads.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """List the runs in a folder, or show whether one run is alive."""
+    from tunewell.cli.screens.runs import runs_screen, status_screen
+    from tunewell.runs.listing import COLUMNS, require_column
+    from tunewell.workflows.runs import look_at, runs
+
+    names = [name.strip() for name in columns.split(",") if name.strip()] if columns else []
+    for name in names:
+        require_column(name, "--columns")
+    status = look_at(folder, with_stacks=stacks)
+    if status is not None:
+        emit(json_text(status.as_json()) if json else status_screen(status))
+        return
+    found = runs(folder, filters=filter_ or (), sort=sort, is_reversed=reverse)
+    if json:
+        kept = names or COLUMNS
+        rows = [run.as_json() for run in found]
+        emit(json_text([{name: row[name] for name in kept} for row in rows]))
+    else:
+        emit(runs_screen(found, folder=folder, columns=names, is_filtered=bool(filter_)))

@@ -1,0 +1,29 @@
+"""`tunewell track`: send the metrics of a run to a tracker."""
+
+from typing import Annotated
+
+import typer
+
+from tunewell.cli.options import AsJson
+from tunewell.cli.render import emit, json_text
+from tunewell.config.extensions import TRACKERS
+
+
+def command(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, finished or not.")] = "run",
+    to: Annotated[str, typer.Option(metavar="TRACKER", help=f"{', '.join(TRACKERS.names())}.")] = "tensorboard",
+    python: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Python of another environment with the tracker's package.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Send the metrics of a run to TensorBoard, W&B or MLflow."""
+    from tunewell.workflows.track import track
+
+    done = track(run, to=to, python=python)
+    if json:
+        emit(json_text({"run": str(done.run), "tracker": done.tracker, "messages": done.messages}))
+        return
+    emit(f"sent `{done.run}` to {done.tracker}")
+    if to == "tensorboard":
+        emit(f"next: `tensorboard --logdir {done.run / 'track' / 'tensorboard'}`")

@@ -1,0 +1,186 @@
+"""Keep the losses and answers of base models, so that each base answers the same questions only once per machine.
+
+The key covers everything that the outputs depend on: weight files, `config.json`, precision, device, versions and code,
+the documents, prompts and stop tokens as token ids (so the tokenizer and the chat template too), and the decoding
+settings. Only token ids and numbers are stored.
+"""
+
+import hashlib
+import io
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+
+from tunewell import __version__
+from tunewell.core.files import cache_folder, sha256_file, stable_json, write_atomic
+from tunewell.core.model_files import locate
+from tunewell.core.presets import is_preset
+from tunewell.data.batches import TokenizedDocuments, spread_evenly
+from tunewell.evaluation.scores import ModelOutputs
+from tunewell.hardware.facts import installed_versions
+from tunewell.inference.chat_model import ChatModel
+from tunewell.inference.decoder import Generated
+from tunewell.inference.runtime import DocumentLosses
+from tunewell.models.facts import fingerprint_weights, weight_files
+from tunewell.records.adapter import ADAPTER_WEIGHTS
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "llama-cpp-python", "bitsandbytes")
+_CODE = ("data", "evaluation", "inference", "methods", "models")
+"""Packages whose code can change an output."""
+_MAX_ENTRIES = 64
+"""An entry has some megabytes: the logits of eight prompts. The oldest entries are deleted."""
+
+
+@dataclass(frozen=True)
+class BaseQuestions:
+    """What is measured of a base model."""
+
+    split: TokenizedDocuments | None
+    max_documents: int | None
+    everyday: TokenizedDocuments
+    prompts: Sequence[Sequence[int]]
+    num_compared: int
+    stop_ids: Sequence[int]
+    answer_tokens: int
+    batch_size: int | None
+
+
+class BaseCache:
+    """The stored outputs of one base model for one set of questions."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    @classmethod
+    def of(cls, model: ChatModel, questions: BaseQuestions) -> "BaseCache":
+        """Return the cache entry of the base model of `model`; one that stores nothing if the base is not known."""
+        folder = cache_folder("base")
+        weights = _weights(model)
+        if folder is None or weights is None:
+            return cls(None)
+        plan = model.ref.plan
+        settings: dict[str, Any] = {
+            "weights": weights,
+            "quantized": plan.quantized.model_dump(exclude={"because"}) if plan and plan.quantized else None,
+            "added_tokens": [*model.ref.added_tokens, *model.tokenizer.added_by_us],
+            "precision": model.precision,
+            "device": model.device.label,
+            "computed_by": model.computed_by,
+            "versions": {"tunewell": __version__, **installed_versions(_PACKAGES)},
+            "code": _code_stamp(),
+            "questions": _digest(questions),
+            "stop_ids": list(questions.stop_ids),
+            "answer_tokens": questions.answer_tokens,
+            "batch_size": questions.batch_size,
+        }
+        key = hashlib.sha256(stable_json(settings).encode()).hexdigest()
+        return cls(folder / f"{key[:32]}.npz")
+
+    def read(self) -> tuple[ModelOutputs, str] | None:
+        """Return the stored outputs and the time of their measurement, or None. A damaged entry is ignored."""
+        if self._path is None or not self._path.is_file():
+            return None
+        try:
+            with np.load(self._path, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
+            outputs = ModelOutputs(
+                held_out=_losses(arrays, "held_out"),
+                everyday=_losses(arrays, "everyday"),
+                answers=_answers(arrays),
+                logits=arrays.get("logits"),
+            )
+            made_at = datetime.fromtimestamp(self._path.stat().st_mtime, UTC).isoformat(timespec="seconds")
+        except (OSError, ValueError, KeyError, EOFError, IndexError, BadZipFile):
+            return None
+        return outputs, made_at
+
+    def write(self, outputs: ModelOutputs) -> None:
+        """Store outputs. A full disk is no error: they are measured again next time."""
+        if self._path is None or outputs.everyday is None:
+            return
+        arrays: dict[str, Any] = {}
+        for name, losses in (("held_out", outputs.held_out), ("everyday", outputs.everyday)):
+            if losses is not None:
+                parts = (("documents", losses.documents), ("sums", losses.sums), ("tokens", losses.tokens))
+                arrays |= {f"{name}.{part}": value for part, value in parts}
+        if outputs.logits is not None:
+            arrays["logits"] = outputs.logits
+        ids = [token for answer in outputs.answers for token in answer.ids]
+        arrays["answers.ids"] = np.asarray(ids, dtype=np.int64)
+        arrays["answers.lengths"] = np.asarray([len(answer.ids) for answer in outputs.answers], dtype=np.int64)
+        arrays["answers.ended"] = np.asarray([answer.ended for answer in outputs.answers], dtype=bool)
+        buffer = io.BytesIO()
+        np.savez(buffer, **arrays)
+        with suppress(OSError):
+            write_atomic(self._path, buffer.getvalue())
+            _remove_oldest(self._path.parent)
+
+
+def _losses(arrays: dict[str, Any], name: str) -> DocumentLosses | None:
+    if f"{name}.sums" not in arrays:
+        return None
+    return DocumentLosses(arrays[f"{name}.documents"], arrays[f"{name}.sums"], arrays[f"{name}.tokens"])
+
+
+def _answers(arrays: dict[str, Any]) -> list[Generated]:
+    ends = np.cumsum(arrays["answers.lengths"]).tolist()
+    starts = [0, *ends[:-1]]
+    ids = arrays["answers.ids"].tolist()
+    ended = arrays["answers.ended"].tolist()
+    return [Generated(ids[start:end], has_ended) for start, end, has_ended in zip(starts, ends, ended, strict=True)]
+
+
+def _weights(model: ChatModel) -> list[Any] | None:
+    """Return what identifies the weights of the base model, or None if they are not known."""
+    ref = model.ref
+    if ref.base is None:
+        return None
+    if is_preset(ref.base):
+        return [ref.base, ref.loaded.config.seed]
+    files = weight_files(ref.base)
+    small = locate(ref.base).small
+    found: list[Any] = [fingerprint_weights(ref.base)]
+    # The fingerprint of a large file covers blocks of it, so its time counts too.
+    found += [[file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    found += [sha256_file(path) for name, path in sorted(small.items()) if name.endswith("config.json")]
+    if ref.start is not None:
+        found.append(sha256_file(ref.start / ADAPTER_WEIGHTS))
+    return found
+
+
+def _digest(questions: BaseQuestions) -> str:
+    digest = hashlib.sha256()
+    for split, most in ((questions.split, questions.max_documents), (questions.everyday, None)):
+        for ids, labels in _documents(split, most):
+            digest.update(len(ids).to_bytes(8, "little") + ids.tobytes() + labels.tobytes())
+        digest.update(b"end of a split")
+    digest.update(json.dumps([[int(token) for token in prompt] for prompt in questions.prompts]).encode())
+    digest.update(str(questions.num_compared).encode())
+    return digest.hexdigest()
+
+
+def _documents(split: TokenizedDocuments | None, most: int | None) -> Iterator[tuple[Any, Any]]:
+    if split is not None:
+        for index in spread_evenly(len(split), most):
+            yield split.arrays(int(index))
+
+
+def _code_stamp() -> str:
+    """Return a hash of the sizes and times of the code that measures a model, which changes with every upgrade."""
+    root = Path(__file__).parents[1]
+    files = [file for package in _CODE for file in sorted((root / package).rglob("*.py"))]
+    stamps = [(str(file.relative_to(root)), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(repr(stamps).encode()).hexdigest()
+
+
+def _remove_oldest(folder: Path) -> None:
+    entries = sorted(folder.glob("*.npz"), key=lambda entry: entry.stat().st_mtime)
+    for entry in entries[:-_MAX_ENTRIES]:
+        entry.unlink(missing_ok=True)

@@ -1,0 +1,200 @@
+"""Compare several runs or models as columns: each has a name and answers to the same questions.
+
+A column of a run also has settings, data, a curve, speed and memory. `compare_columns` needs only the answers, so that
+other kinds of columns can be added.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from tunewell.evaluation.compare import data_facts, flat_settings, report_metrics
+from tunewell.evaluation.intervals import LEVEL, compare_pair, holm
+from tunewell.evaluation.measurements import cluster_numbers
+from tunewell.records.events import plain
+from tunewell.records.report import Report
+from tunewell.runs.curves import Line
+
+MAX_CHANGES = 100
+_NOT_COMPARED = ("run", "corpus", "track", "track_python")
+
+
+@dataclass(frozen=True)
+class ColumnAnswer:
+    """The answer of one column to one question."""
+
+    text: str
+    right: bool | None
+    f1: float = 0.0
+
+
+@dataclass(frozen=True)
+class Column:
+    """One run or model in a comparison."""
+
+    name: str
+    answers: Mapping[Hashable, ColumnAnswer] = field(default_factory=dict)
+    """Key of a question -> answer. Questions with the same key in two columns are the same question."""
+    questions: Mapping[Hashable, tuple[str, str]] = field(default_factory=dict)
+    """Key of a question -> its text and reference."""
+    clusters: Mapping[Hashable, int] = field(default_factory=dict)
+    """Key of a question -> number of its cluster; without one, each question is its own."""
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    verdict: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    line: Line | None = None
+    resources: Mapping[str, float | None] = field(default_factory=dict)
+    """Speed, time and memory, by name with its unit."""
+
+
+def column_of(report: Report, name: str, *, settings: Mapping[str, Any], **more: Any) -> Column:
+    """Return the column of an evaluated run; `settings` is the config tree of the run."""
+    kept = {key: value for key, value in settings.items() if key not in _NOT_COMPARED}
+    keys = [(one.question, one.reference) for one in report.exchanges]
+    return Column(
+        name=name,
+        answers={
+            key: ColumnAnswer(one.tuned.text, one.tuned.right, one.tuned.f1)
+            for key, one in zip(keys, report.exchanges, strict=True)
+        },
+        questions={key: key for key in keys},
+        clusters=dict(zip(keys, cluster_numbers(report.exchanges), strict=True)),
+        metrics=report_metrics(report),
+        verdict=report.verdict,
+        settings=flat_settings(kept),
+        data=data_facts(report),
+        **more,
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a comparison: a value for each column; None if a column does not have it."""
+
+    name: str
+    values: list[Any]
+
+
+@dataclass(frozen=True)
+class ChangedAnswer:
+    """A question that the columns do not answer alike."""
+
+    question: str
+    reference: str
+    answers: list[str]
+    right: list[bool | None]
+
+
+@dataclass(frozen=True)
+class ColumnDifference:
+    """How much more often one column is right than another, on the questions that both were asked."""
+
+    first: str
+    second: str
+    difference: float = 0.0
+    """Share of right answers of the second minus that of the first."""
+    low: float = -1.0
+    high: float = 1.0
+    """95% interval of the difference. Questions on one fact count as one observation."""
+    p: float = 1.0
+    became_right: int = 0
+    became_wrong: int = 0
+    num_questions: int = 0
+    num_clusters: int = 0
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the columns differ by more than chance explains."""
+        return self.p <= LEVEL
+
+
+@dataclass(frozen=True)
+class ColumnComparison:
+    """The comparison of several columns. Only settings and data that differ are listed."""
+
+    names: list[str]
+    verdicts: list[str]
+    metrics: list[Row]
+    settings: list[Row]
+    data: list[Row]
+    resources: list[Row]
+    num_common: int
+    """Number of questions that all columns were asked."""
+    differences: list[ColumnDifference]
+    """Each later column against the first."""
+    changed: list[ChangedAnswer]
+    """At most 100; those that not all columns answer right, or wrong, come first."""
+    num_changed: int
+    lines: list[Line] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object that `compare --json` prints."""
+        return plain(asdict(self))
+
+
+def compare_columns(columns: Sequence[Column], notes: Sequence[str] = ()) -> ColumnComparison:
+    """Compare columns by the questions that all of them were asked, and by what they have in common."""
+    common = [key for key in columns[0].answers if all(key in column.answers for column in columns)]
+    changed = [key for key in common if len({column.answers[key].text for column in columns}) > 1]
+    changed.sort(key=lambda key: len({column.answers[key].right for column in columns}) == 1)
+    return ColumnComparison(
+        names=[column.name for column in columns],
+        verdicts=[column.verdict for column in columns],
+        metrics=[
+            row for row in _rows([column.metrics for column in columns]) if any(v is not None for v in row.values)
+        ],
+        settings=_differing([column.settings for column in columns]),
+        data=_differing([column.data for column in columns]),
+        resources=_rows([column.resources for column in columns]),
+        num_common=len(common),
+        differences=_differences(columns, common) if common else [],
+        changed=[
+            ChangedAnswer(
+                *columns[0].questions[key],
+                answers=[column.answers[key].text for column in columns],
+                right=[column.answers[key].right for column in columns],
+            )
+            for key in changed[:MAX_CHANGES]
+        ],
+        num_changed=len(changed),
+        lines=[column.line for column in columns if column.line is not None],
+        notes=list(notes),
+    )
+
+
+def _rows(tables: Sequence[Mapping[str, Any]]) -> list[Row]:
+    names = dict.fromkeys(name for table in tables for name in table)
+    return [Row(name, [table.get(name) for table in tables]) for name in names]
+
+
+def _differing(tables: Sequence[Mapping[str, Any]]) -> list[Row]:
+    return [row for row in sorted(_rows(tables), key=lambda row: row.name) if len({str(v) for v in row.values}) > 1]
+
+
+def _difference(first: Column, second: Column, common: Sequence[Hashable]) -> ColumnDifference:
+    judged = [key for key in common if None not in (first.answers[key].right, second.answers[key].right)]
+    before, now = ([bool(column.answers[key].right) for key in judged] for column in (first, second))
+    if not judged:
+        return ColumnDifference(first.name, second.name)
+    clusters = [first.clusters.get(key, index) for index, key in enumerate(judged)]
+    found = compare_pair(now, before, clusters, names=(second.name, first.name))
+    return ColumnDifference(
+        first=first.name,
+        second=second.name,
+        difference=found.difference,
+        low=found.interval.low,
+        high=found.interval.high,
+        p=found.p,
+        became_right=sum(new and not old for old, new in zip(before, now, strict=True)),
+        became_wrong=sum(old and not new for old, new in zip(before, now, strict=True)),
+        num_questions=len(judged),
+        num_clusters=found.num_clusters,
+    )
+
+
+def _differences(columns: Sequence[Column], common: Sequence[Hashable]) -> list[ColumnDifference]:
+    """Compare each later column with the first. P-values are adjusted for the number of comparisons."""
+    found = [_difference(columns[0], column, common) for column in columns[1:]]
+    return [replace(one, p=p) for one, p in zip(found, holm([one.p for one in found]), strict=True)]

@@ -1,0 +1,64 @@
+"""Write `comparison.html`: several runs side by side, as one self-contained page without scripts or requests."""
+
+from typing import Any
+
+from markupsafe import Markup
+
+from tunewell.core.html import page_environment
+from tunewell.core.units import percent
+from tunewell.evaluation.columns import ColumnComparison, ColumnDifference
+from tunewell.runs.curves import curves_svg
+
+SHARES = ("right", "faulty answers")
+"""Metrics that are shares of the answers."""
+
+
+def comparison_page(comparison: ColumnComparison) -> str:
+    """Return a comparison as an HTML page; the output is deterministic."""
+    has_curves = any(line.best for line in comparison.lines)
+    return (
+        page_environment("tunewell.evaluation.report")
+        .get_template("comparison.html")
+        .render(
+            comparison=comparison,
+            metrics=[
+                (row.name, [format_metric(row.name, value) for value in row.values]) for row in comparison.metrics
+            ],
+            resources=[(row.name, [format_resource(value) for value in row.values]) for row in comparison.resources],
+            tables=[
+                (title, [(row.name, ["-" if value is None else value for value in row.values]) for row in rows])
+                for title, rows in (
+                    ("Settings that differ", comparison.settings),
+                    ("Data that differ", comparison.data),
+                )
+            ],
+            differences=[describe_difference(one) for one in comparison.differences],
+            curves=Markup(curves_svg(comparison.lines, title="held-out loss", is_page=True)) if has_curves else None,
+        )
+    )
+
+
+def format_metric(name: str, value: float | None) -> str:
+    """Format a metric: shares as percentages, losses with four decimals."""
+    if value is None:
+        return "-"
+    return percent(value) if name in SHARES else f"{value:.4f}"
+
+
+def format_resource(value: Any) -> str:
+    """Format a speed, a time or a size."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2f}"
+
+
+def describe_difference(one: ColumnDifference) -> str:
+    """Return how two columns differ in right answers, in one sentence."""
+    if not one.num_questions:
+        return f"{one.second}: no question in common with {one.first} has an answer that is right or wrong"
+    points = (
+        f"{100 * one.difference:+.1f} percentage points (95% interval {100 * one.low:+.1f} to {100 * one.high:+.1f})"
+    )
+    shown = "a difference" if one.is_shown else "no difference shown"
+    counts = f"{one.became_right} became right, {one.became_wrong} became wrong"
+    return f"{one.second} against {one.first}: {points}, {shown}; of {one.num_questions} questions, {counts}"

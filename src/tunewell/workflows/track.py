@@ -1,0 +1,35 @@
+"""`tunewell track`: send the metrics of a run to a tracker, now."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tunewell.config.extensions import TRACKERS
+from tunewell.core.errors import UserError
+from tunewell.integrations.trackers.start import require_trackers, send_run
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """What was sent to one tracker."""
+
+    run: Path
+    tracker: str
+    messages: str
+    """What the tracker printed to stderr."""
+
+
+def track(run: str | Path, *, to: str, python: str | None = None) -> Tracked:
+    """Send what was not sent yet. Raise UserError if there is no run, or the tracker's program does not take it."""
+    folder = Path(run).expanduser()
+    TRACKERS.entry(to)
+    if not (folder / "events.jsonl").is_file():
+        raise UserError(f"there is no run in `{folder}`", where=f"expected `{folder / 'events.jsonl'}`")
+    require_trackers([to], python)
+    code, messages = send_run(folder, to, python)
+    if code:
+        raise UserError(
+            f"the run was not sent to `{to}`",
+            where=messages.splitlines()[-1] if messages else f"exit code {code}",
+            fix="when its server answers, run the same command again: it goes on where it stopped",
+        )
+    return Tracked(folder, to, messages)

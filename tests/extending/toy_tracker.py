@@ -1,0 +1,37 @@
+"""A tracker that writes JSON lines to `track/toy.jsonl`; it hangs or fails as the environment says."""
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from tunewell.integrations.trackers.base import Point, TrackedRun
+
+
+class ToyTracker:
+    def __init__(self) -> None:
+        self._path = Path()
+        while os.environ.get("TOY_TRACKER") == "hangs":
+            time.sleep(0.1)
+
+    def open(self, run: TrackedRun, state: dict[str, Any]) -> None:
+        self._path = run.track_folder / "toy.jsonl"
+        state["sessions"] = state.get("sessions", 0) + 1
+        self._write({"open": run.name, "settings": run.settings})
+
+    def log(self, points: list[Point]) -> None:
+        refusal = Path(os.environ.get("TOY_REFUSES", "/nowhere"))
+        if refusal.is_file():
+            raise ConnectionError("the server does not answer")
+        for point in points:
+            values = {name: value if math.isfinite(value) else str(value) for name, value in point.values.items()}
+            self._write({**point.__dict__, "values": values})
+
+    def close(self, status: str) -> None:
+        self._write({"close": status})
+
+    def _write(self, row: dict[str, Any]) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
