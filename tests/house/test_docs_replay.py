@@ -36,6 +36,7 @@ def test_the_console_blocks_of_a_page_show_what_the_commands_print(
     """Guards against a manual that lies: every command must still run and, where output is shown, print it."""
     for name in ("train.jsonl", "held_out.jsonl"):
         shutil.copy(ROOT / "examples" / "college" / name, tmp_path / name)
+    shutil.copytree(ROOT / "examples" / "college" / "pages", tmp_path / "pages")
     monkeypatch.chdir(tmp_path)
     for name, value in (("NO_COLOR", "1"), ("COLUMNS", "120"), ("CI", "1")):
         monkeypatch.setenv(name, value)

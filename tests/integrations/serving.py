@@ -13,7 +13,7 @@ from openai import OpenAI
 from tunewell.core.errors import UserError
 from tunewell.inference.decoder import Decoding
 from tunewell.integrations.openai_server.access import listen, make_server
-from tunewell.integrations.openai_server.queue import ServedModel
+from tunewell.integrations.openai_server.queue import Prompt, ServedModel
 from tunewell.integrations.openai_server.server import AccessRules, build_app
 
 NAME = "tiny"
@@ -72,12 +72,12 @@ class Letters(ServedModel):
         self.num_begun = 0
         self.is_closed = threading.Event()
 
-    def encode(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode(self, messages: list[dict[str, str]], max_new_tokens: int) -> Prompt:
         """Take the number of letters as the prompt."""
         text = "".join(message["content"] for message in messages)
         if "refuse" in text:
             raise UserError("the template refuses this", fix="say something else")
-        return [1] * len(text)
+        return Prompt([1] * len(text))
 
     def generate(self, prompt_ids: Sequence[int], *, max_new_tokens: int, decoding: Decoding) -> Any:
         """Write the letters of the alphabet, again and again."""

@@ -1,6 +1,6 @@
 """Bottlenecks from recorded profiles: each planted one is named first, and its gain is what was then measured.
 
-`benchmarks/profile.py --record tests/runs/profiles` planted them in real runs on two cores, and recorded what
+`benchmarks/bottlenecks.py --record tests/runs/profiles` planted them in real runs on two cores, and recorded what
 `tunewell profile --apply --json` printed.
 """
 

@@ -22,7 +22,7 @@ from tunewell.core.files import explain_os_error
 
 _NAMES = (
     "models init inspect prepare plan train sweep runs compare track profile validate export verify notebook chat "
-    "serve diagnose doctor explain glossary schema"
+    "serve index ask diagnose doctor explain glossary schema"
 )
 COMMANDS = tuple((name, f"tunewell.cli.commands.{name}") for name in _NAMES.split())
 """Each command, in the order of a typical project, and the module with its `command` function."""

@@ -34,6 +34,9 @@ Checkpoint = Annotated[
 BaseModel = Annotated[
     str | None, typer.Option("--base", metavar="MODEL", help="Base model of an adapter, if it is not recorded.")
 ]
+IndexOption = Annotated[
+    str | None, typer.Option("--index", metavar="INDEX", help="Answer from this index, made by `tunewell index`.")
+]
 Device = Annotated[
     str, typer.Option("--device", metavar="NAME", help="Device: `auto`, `cpu`, `cuda`, `cuda:1` or `mps`.")
 ]

@@ -18,6 +18,9 @@ _MAX_WIDTH = 120
 _MIN_FOLD_WIDTH = 16
 _LONGEST_TEXT = 2000
 _ERROR_LEAD = re.compile(r"error: |  where: |  fix: +")
+_OBEYED = re.compile(r"[\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""Control characters beyond ASCII, and marks that change the direction of text."""
+_CONTROLS = re.compile(rf"[\x00-\x08\x0b-\x1f]|{_OBEYED.pattern}")
 
 
 def console(*, stderr: bool = False) -> "Console":
@@ -48,13 +51,14 @@ def is_utf8() -> bool:
 
 
 def json_text(value: Any) -> str:
-    """Return a value as JSON for stdout, with escapes if stdout is not UTF-8."""
-    return json.dumps(value, indent=2, ensure_ascii=not is_utf8(), allow_nan=False, default=str)
+    """Return a value as JSON for stdout. What a terminal would obey is escaped; without UTF-8, all but ASCII."""
+    text = json.dumps(value, indent=2, ensure_ascii=not is_utf8(), allow_nan=False, default=str)
+    return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def emit_error(error: UserError) -> None:
-    """Write a user error to stderr, folded to the width of a terminal."""
-    text = f"error: {error}"
+    """Write a user error to stderr, folded to the width of a terminal. What a terminal would obey is escaped."""
+    text = "error: " + _CONTROLS.sub(lambda found: repr(found[0])[1:-1], str(error))
     if sys.stderr.isatty():
         text = "\n".join(_folded(line) for line in text.splitlines())
     sys.stderr.write(text + "\n")

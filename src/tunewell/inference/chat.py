@@ -100,14 +100,16 @@ class Chat:
         """Return the prompt of a message in this conversation; raise UserError if it does not fit in the context."""
         return self._fitting_prompt([*self.messages, {"role": "user", "content": text}])[0]
 
-    def reply(self, text: str) -> Generator[str, None, None]:
+    def reply(self, text: str, *, sent: str | None = None) -> Generator[str, None, None]:
         """Send a message, yield the text of the answer as it is generated, and add both to the conversation.
 
+        `sent` is what the model gets instead of `text`: the message with passages, which later prompts do not repeat.
         Closing the iterator stops the answer and keeps the text so far. Raises UserError, without adding the message,
         if the message does not fit in the context.
         """
         question = {"role": "user", "content": text}
-        self._prompt, num_dropped = self._fitting_prompt([*self.messages, question])
+        sent_question = {"role": "user", "content": text if sent is None else sent}
+        self._prompt, num_dropped = self._fitting_prompt([*self.messages, sent_question])
         self.answer, self.base_answer = Answer(num_dropped=num_dropped), None
         return self._recorded(question)
 

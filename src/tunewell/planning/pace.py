@@ -1,6 +1,6 @@
 """Expected times of commands that load a finished model: `export`, `validate` and `verify`. No torch is imported.
 
-The constants were measured on two cores of a Xeon (2.8 GHz) with SmolLM2-135M. They only have to be roughly right: the
+The constants are rough fits on two cores of an AMD EPYC with SmolLM2-135M. They only have to be roughly right: the
 screen corrects the time left as stages end (`core.progress.Timetable`).
 """
 

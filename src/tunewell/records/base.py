@@ -28,11 +28,16 @@ R = TypeVar("R", bound=Record)
 
 def read_record(path: Path, kind: type[R]) -> R:
     """Read a record with a `format_version`; raise UserError if it is damaged or has a newer version."""
+    return parse_record(path.read_bytes(), kind, str(path))
+
+
+def parse_record(data: bytes | str, kind: type[R], name: str) -> R:
+    """Parse a record with a `format_version`; raise UserError if it is damaged or has a newer version."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(data)
         if raw.get("format_version", 0) > kind.model_fields["format_version"].default:
-            what = f"`{path}` was created by a newer version of tunewell"
+            what = f"`{name}` was created by a newer version of tunewell"
             raise UserError(what, fix="pip install --upgrade tunewell")
         return kind.model_validate(raw)
     except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"`{path}` is damaged", where=str(error).splitlines()[0]) from error
+        raise UserError(f"`{name}` is damaged", where=str(error).splitlines()[0]) from error

@@ -11,6 +11,8 @@ from typing import Any
 from tunewell.core.optional import import_optional
 from tunewell.inference.chat_model import open_chat_model
 from tunewell.inference.model_ref import ModelRef
+from tunewell.retrieval.answer import PassageFinder
+from tunewell.retrieval.search import open_retriever
 from tunewell.training.signals import Signals
 
 _UNENCRYPTED = "connections are not encrypted: use a tunnel or a TLS proxy"
@@ -76,6 +78,7 @@ def open_server(
     options: ListenOptions = LOOPBACK,
     device: str = "auto",
     name: str | None = None,
+    index: str | None = None,
     allow_pickle: bool = False,
 ) -> Server:
     """Open a port and load the model. Raise UserError before that for a public address without a token."""
@@ -91,7 +94,9 @@ def open_server(
     with ExitStack() as undo:
         undo.callback(address.listener.close)
         model = open_chat_model(subject, device=device, allow_pickle=allow_pickle, backend="llama_cpp")
-        served = ServedModel(model, name or api_name(subject))
+        finder = PassageFinder(open_retriever(index)) if index is not None else None
+        add_passages = finder.add_passages if finder is not None else None
+        served = ServedModel(model, name or api_name(subject), add_passages=add_passages)
         undo.pop_all()
     info = ServerInfo(
         url=address.url,

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tunewell.cli.options import AllowPickle, AsJson, BaseModel, Checkpoint, Device, ModelArgument
+from tunewell.cli.options import AllowPickle, AsJson, BaseModel, Checkpoint, Device, IndexOption, ModelArgument
 from tunewell.cli.render import emit, json_text
-from tunewell.cli.screens.chat import converse, loading, report_dropped, write_answers
+from tunewell.cli.screens.chat import converse, loading, print_aside, report_dropped, sources_text, write_answers
 from tunewell.core.errors import UserError
 
 if TYPE_CHECKING:
     from tunewell.inference.chat import Answer, Chat
+    from tunewell.retrieval.answer import Librarian
 
 
 def command(
@@ -27,6 +28,7 @@ def command(
     length: Annotated[int, typer.Option(metavar="N", help="Maximum tokens of an answer.")] = 512,
     seed: Annotated[int, typer.Option(metavar="N", help="Random seed.")] = 0,
     with_base: Annotated[bool, typer.Option("--with-base", help="Also show the answers of the base model.")] = False,
+    index: IndexOption = None,
     checkpoint: Checkpoint = "best",
     base: BaseModel = None,
     device: Device = "auto",
@@ -53,29 +55,47 @@ def command(
             ref, device=device, with_base=with_base, allow_pickle=allow_pickle, backend="llama_cpp"
         )
         chat = Chat(chat_model, system, options)
+        librarian = None
+        if index is not None:
+            from tunewell.retrieval.answer import Librarian
+            from tunewell.retrieval.search import open_retriever
+
+            librarian = Librarian(open_retriever(index), chat)
     if prompt is not None:
-        _answer_once(chat, sys.stdin.read().rstrip("\n") if prompt == "-" else prompt, with_base=with_base, json=json)
+        text = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
+        _answer_once(chat, text, with_base=with_base, json=json, librarian=librarian)
     elif is_piped:
         for line in sys.stdin:
             if line.strip():
-                _answer_once(chat, line.rstrip("\n"), with_base=with_base, json=json, is_line=True)
+                text = line.rstrip("\n")
+                _answer_once(chat, text, with_base=with_base, json=json, is_line=True, librarian=librarian)
     else:
-        converse(chat, with_base=with_base)
+        converse(chat, with_base=with_base, librarian=librarian)
 
 
-def _answer_once(chat: "Chat", text: str, *, with_base: bool, json: bool, is_line: bool = False) -> None:
+def _answer_once(
+    chat: "Chat",
+    text: str,
+    *,
+    with_base: bool,
+    json: bool,
+    is_line: bool = False,
+    librarian: "Librarian | None" = None,
+) -> None:
     """Answer one prompt of a script, and print only the answer, or JSON with all details."""
-    parts = chat.reply(text)
+    parts = chat.reply(text) if librarian is None else librarian.ask(text)
     if not json:
         report_dropped(chat)
         write_answers(chat, parts, with_base=with_base)
+        if librarian is not None:
+            print_aside(sources_text(librarian.answer).lstrip("\n"))
         return
     for _ in parts:
         pass
     if with_base:
         for _ in chat.base_reply():
             pass
-    payload = as_json(chat, text)
+    payload = as_json(chat, text) | (librarian.answer.as_json() if librarian is not None else {})
     emit(json_module.dumps(payload) if is_line else json_text(payload))
     sys.stdout.flush()
 

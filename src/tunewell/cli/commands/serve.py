@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunewell.cli.options import AllowPickle, AsJson, BaseModel, Checkpoint, Device, ModelArgument
+from tunewell.cli.options import AllowPickle, AsJson, BaseModel, Checkpoint, Device, IndexOption, ModelArgument
 from tunewell.cli.render import emit, folded_table
 from tunewell.cli.screens.chat import loading
 from tunewell.core.units import count
@@ -37,6 +37,7 @@ def command(
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the model in the API. Default: its folder.")
     ] = None,
+    index: IndexOption = None,
     checkpoint: Checkpoint = "best",
     base: BaseModel = None,
     template: Annotated[
@@ -60,6 +61,7 @@ def command(
             options=ListenOptions(host, port, token_file, allow_origin or ()),
             device=device,
             name=name,
+            index=index,
             allow_pickle=allow_pickle,
         )
     # On one line, so that a program can read it from a pipe while the server runs.

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunewell.cli.render import console, emit_error, folded_table, is_interactive, one_line, width
+from tunewell.cli.render import console, emit_error, folded_table, hanging, is_interactive, one_line, width
 from tunewell.cli.screens.numbers import format_speed
 from tunewell.core.errors import UserError, did_you_mean
 from tunewell.core.units import count
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tunewell.inference.chat import Answer, Chat
+    from tunewell.retrieval.answer import IndexAnswer, Librarian
 
 COMMANDS = {
     "/reset": ("", "start a new conversation with the same system prompt"),
@@ -124,7 +125,7 @@ def print_header(chat: "Chat", *, with_base: bool) -> None:
     print_aside("\n".join([*lines, "/help lists the commands, Ctrl-C stops an answer, Ctrl-D quits"]))
 
 
-def converse(chat: "Chat", *, with_base: bool) -> None:
+def converse(chat: "Chat", *, with_base: bool, librarian: "Librarian | None" = None) -> None:
     """Run a conversation in a terminal until the user quits."""
     print_header(chat, with_base=with_base)
     _enable_line_editing()
@@ -138,19 +139,40 @@ def converse(chat: "Chat", *, with_base: bool) -> None:
             if command is not None:
                 print_aside(run_command(chat, *command))
             elif text.strip():
-                answer_on_screen(chat, text.removeprefix("/") if text.startswith("//") else text, with_base=with_base)
+                message = text.removeprefix("/") if text.startswith("//") else text
+                answer_on_screen(chat, message, with_base=with_base, librarian=librarian)
         except UserError as error:
             sys.stdout.flush()
             emit_error(error)
 
 
-def answer_on_screen(chat: "Chat", text: str, *, with_base: bool) -> None:
+def answer_on_screen(chat: "Chat", text: str, *, with_base: bool, librarian: "Librarian | None" = None) -> None:
     """Show an answer and its statistics, with the base model's answer if requested. Ctrl-C stops the answer."""
-    parts = chat.reply(text)
+    parts = chat.reply(text) if librarian is None else librarian.ask(text)
     report_dropped(chat)
     with _stopping():
         write_answers(chat, parts, with_base=with_base)
-    print_aside(answer_statistics(chat.answer, chat.base_answer))
+    if librarian is not None:
+        print_aside(sources_text(librarian.answer).lstrip("\n"))
+    if librarian is None or librarian.answer.prompt:
+        print_aside(answer_statistics(chat.answer, chat.base_answer))
+
+
+def sources_text(answer: "IndexAnswer") -> str:
+    """Return the list of sources: those that the answer names, or the first that the model could read."""
+    cited = [source for source in answer.sources if source.is_cited]
+    if answer.refused:
+        lines = ["", f"refused: {answer.because}", "nearest passages:"]
+    else:
+        lines = ["", "sources:" if cited else "the answer names no source; the model read:"]
+    for source in cited or answer.sources[:3]:
+        place = ", ".join(part for part in (source.file, source.lines) if part)
+        lines.append(hanging(f"[{source.number}] ", escape_controls(one_line(f"{source.heading} ({place})"))))
+        lines.append(hanging("    ", f"“{escape_controls(one_line(source.quote))}”"))
+    if answer.num_left_out:
+        lines.append(f"{count(answer.num_left_out, 'passage')} did not fit in the model's context")
+    lines += [hanging("warning: ", escape_controls(one_line(warning))) for warning in answer.warnings]
+    return "\n".join(lines)
 
 
 def report_dropped(chat: "Chat") -> None:

@@ -2,10 +2,11 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from tunewell.core.errors import UserError
 from tunewell.inference.chat_model import ChatModel
@@ -13,12 +14,27 @@ from tunewell.inference.decoder import Decoding
 from tunewell.inference.prompt import prompt_ids
 from tunewell.inference.stream import StreamDecoder, TokenStream
 
+Turns = list[dict[str, str]]
+AddPassages = Callable[[Turns, Callable[[Turns], bool]], tuple[Turns, list[dict[str, Any]], str | None]]
+"""Return a conversation with passages in its last question, the sources, and the answer if it is refused."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """An encoded prompt, with the sources in it."""
+
+    ids: list[int]
+    sources: list[dict[str, Any]] | None = None
+    """The passages in the prompt; None without an index."""
+    refusal: str | None = None
+    """The answer to a question that the documents do not answer. Nothing is generated."""
+
 
 class ServedModel:
     """A chat model with its name in the API; prompts are encoded as in training, answers end at the stop token."""
 
-    def __init__(self, model: ChatModel, name: str) -> None:
-        """Wrap a model; raise UserError if it has no chat template."""
+    def __init__(self, model: ChatModel, name: str, *, add_passages: "AddPassages | None" = None) -> None:
+        """Wrap a model; raise UserError if it has no chat template. `add_passages` adds passages to questions."""
         if model.masker is None:
             raise UserError(
                 f"`{name}` cannot be served, because it has no chat template",
@@ -28,9 +44,17 @@ class ServedModel:
         self.context_length = model.runtime.context_length
         self._masker = model.masker
         self._model = model
+        self._add_passages = add_passages
 
-    def encode(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return the token ids of a prompt; raise UserError if the chat template rejects the messages."""
+    def encode(self, messages: list[dict[str, str]], max_new_tokens: int) -> "Prompt":
+        """Return a prompt; raise UserError if the chat template rejects the messages or no passage fits."""
+        if self._add_passages is None:
+            return Prompt(self._ids(messages))
+        num_free = self.context_length - min(max_new_tokens, self.context_length // 4)
+        messages, sources, refusal = self._add_passages(messages, lambda turns: len(self._ids(turns)) <= num_free)
+        return Prompt(self._ids(messages), sources, refusal)
+
+    def _ids(self, messages: list[dict[str, str]]) -> list[int]:
         return prompt_ids(self._masker, self._model.encoder, messages)
 
     def generate(self, prompt_ids: Sequence[int], *, max_new_tokens: int, decoding: Decoding) -> TokenStream:
@@ -48,10 +72,8 @@ class ServedModel:
 class Generation:
     """A running generation: the chunks of the answer, then its finish reason."""
 
-    def __init__(
-        self, prompt_ids: list[int], *, max_new_tokens: int, decoding: Decoding, stops: Sequence[str] = ()
-    ) -> None:
-        self.prompt_ids = prompt_ids
+    def __init__(self, prompt: Prompt, *, max_new_tokens: int, decoding: Decoding, stops: Sequence[str] = ()) -> None:
+        self.prompt_ids, self.sources, self._refusal = prompt.ids, prompt.sources, prompt.refusal
         self._max_new_tokens, self._decoding, self._stops = max_new_tokens, decoding, stops
         self.num_tokens = 0
         self._is_stopped = False
@@ -97,6 +119,9 @@ class Generation:
 
     def _generate(self, model: ServedModel) -> Generator[str]:
         """Yield one chunk of text for every token; chunks may be empty."""
+        if self._refusal is not None:
+            yield self._refusal
+            return
         decoder, text = model.decoder(), StopStringFilter(self._stops)
         tokens = model.generate(self.prompt_ids, max_new_tokens=self._max_new_tokens, decoding=self._decoding)
         with closing(tokens):

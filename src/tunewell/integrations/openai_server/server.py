@@ -62,6 +62,10 @@ class ReplyObjects:
         """Return the chunk with the token counts."""
         return self._chunk([], usage=usage)
 
+    def sources_chunk(self, sources: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the chunk with the passages that the model could read, a field of tunewell's own."""
+        return self._chunk([]) | {"sources": sources}
+
     def _chunk(self, choices: list[ChunkChoice], **more: Any) -> dict[str, Any]:
         return _json(ChatCompletionChunk(**self._shared, object="chat.completion.chunk", choices=choices, **more))
 
@@ -156,22 +160,22 @@ class _Handlers:
 
     async def _generation(self, body: ChatRequest) -> Generation:
         encoding = asyncio.get_running_loop().run_in_executor(
-            self._encoding_thread, self._model.encode, body.conversation()
+            self._encoding_thread, self._model.encode, body.conversation(), body.max_new_tokens
         )
         try:
-            prompt_ids = await encoding
+            prompt = await encoding
         except UserError as error:
             message = f"{error.what}; {error.fix}" if error.fix else error.what
             raise ApiError(400, message, code="invalid_value", param="messages") from error
-        num_free = self._model.context_length - len(prompt_ids)
+        num_free = self._model.context_length - len(prompt.ids)
         if num_free <= 0:
             message = (
-                f"the messages have {count(len(prompt_ids))} tokens, which leaves no space for an answer: "
+                f"the messages have {count(len(prompt.ids))} tokens, which leaves no space for an answer: "
                 f"the model's context length is {count(self._model.context_length)} tokens"
             )
             raise ApiError(400, message, code="context_length_exceeded", param="messages")
         limit = min(body.max_new_tokens, num_free)
-        return Generation(prompt_ids, max_new_tokens=limit, decoding=body.decoding, stops=body.stop)
+        return Generation(prompt, max_new_tokens=limit, decoding=body.decoding, stops=body.stop)
 
 
 class _Stream(StreamingResponse):
@@ -196,6 +200,8 @@ async def _events(generation: Generation, reply: ReplyObjects, *, with_usage: bo
         yield _event(_failed(generation.failure).body)
         raise generation.failure
     yield _event(reply.chunk(finish=generation.finish_reason))
+    if generation.sources is not None:
+        yield _event(reply.sources_chunk(generation.sources))
     if with_usage:
         yield _event(reply.usage_chunk(_usage(generation)))
     yield b"data: [DONE]\n\n"
@@ -209,7 +215,8 @@ async def _complete(request: Request, generation: Generation, reply: ReplyObject
         await asyncio.wait({text, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not text.done():
             raise ClientDisconnect
-        return JSONResponse(reply.completion(text.result(), generation.finish_reason, _usage(generation)))
+        body = reply.completion(text.result(), generation.finish_reason, _usage(generation))
+        return JSONResponse(body if generation.sources is None else body | {"sources": generation.sources})
     finally:
         generation.cancel()
         text.cancel()

@@ -1,7 +1,7 @@
 """Plant a bottleneck, ask `tunewell profile --apply` for it, and compare the predicted with the measured gain.
 
-python benchmarks/profile.py                 all seven, on the CPU (about ten minutes on two cores)
-python benchmarks/profile.py threads data    some of them
+python benchmarks/bottlenecks.py                 all seven, on the CPU (about ten minutes on two cores)
+python benchmarks/bottlenecks.py threads data    some of them
 """
 
 import argparse

@@ -1,0 +1,50 @@
+"""`tunewell ask`: answer a question from an index."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from tunewell.cli.options import AsJson, Device
+from tunewell.cli.render import emit, json_text
+from tunewell.cli.screens.chat import escape_controls, loading, sources_text
+
+
+def command(
+    question: Annotated[str, typer.Argument(metavar="QUESTION", help="The question.")],
+    index: Annotated[str, typer.Option("--index", metavar="INDEX", help="Index made by `tunewell index`.")] = "index",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="A run, an adapter, a model, a `.gguf` file or `URL#MODEL`. Default: the run here.",
+        ),
+    ] = None,
+    passages: Annotated[
+        int | None, typer.Option(min=1, max=50, metavar="N", help="Passages to read. Default: the index's own number.")
+    ] = None,
+    length: Annotated[int, typer.Option(metavar="N", help="Maximum tokens of the answer.")] = 256,
+    show: Annotated[bool, typer.Option("--show", help="Also print the exact message that the model gets.")] = False,
+    device: Device = "auto",
+    json: AsJson = False,
+) -> None:
+    """Answer a question from your documents, with the sources."""
+    with loading("opening the index and the model"):
+        from tunewell.inference.chat import ChatOptions
+        from tunewell.workflows.ask import open_librarian
+
+        librarian = open_librarian(index, model, ChatOptions(length=length), device=device, num_passages=passages)
+    parts = librarian.ask(question)
+    if json:
+        for _ in parts:
+            pass
+        payload = librarian.answer.as_json() | ({"prompt": librarian.answer.prompt} if show else {})
+        emit(json_text(payload))
+        return
+    for part in parts:
+        sys.stdout.write(escape_controls(part))
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    emit(sources_text(librarian.answer))
+    if show:
+        emit("\nThe model got this message:\n\n" + escape_controls(librarian.answer.prompt))

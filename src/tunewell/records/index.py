@@ -1,0 +1,76 @@
+"""`index.json`: the passages of a document index, how they were embedded, and how they are searched."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from tunewell.core.errors import UserError
+from tunewell.core.files import stable_json, write_atomic
+from tunewell.records.base import FileRecord, Record, read_record
+from tunewell.records.plan import Chosen
+
+INDEX = "index.json"
+
+
+class EmbedderRecord(Record):
+    """The embedder of an index. Vectors of different embedders cannot be compared."""
+
+    name: str
+    sha256: str
+    dimension: int
+    max_tokens: int
+
+
+class SearchSettings(Record):
+    """How an index is searched."""
+
+    vector_weight: Chosen[float]
+    """Weight of the vector search in the score of a passage; the word search has the rest."""
+    num_passages: Chosen[int]
+    """Number of passages that a model gets to read."""
+    refusal: Chosen[list[float]]
+    """Coefficients of the score below which a question counts as not answered by the documents."""
+
+
+class DocumentCounts(Record):
+    """What became of the files and the passages: files = indexed + skipped, cut = kept + duplicates."""
+
+    files: int = 0
+    indexed: int = 0
+    skipped: dict[str, int] = Field(default_factory=dict[str, int])
+    examples: dict[str, str] = Field(default_factory=dict[str, str])
+    passages: int = 0
+    duplicates: int = 0
+    embedded: int = 0
+    """Number of passages that were embedded; the other vectors were in the old index."""
+
+
+class IndexManifest(Record):
+    """The manifest of an index. It is written last: an index without it is incomplete."""
+
+    format_version: int = 1
+    made_by: str
+    created: str
+    embedder: EmbedderRecord
+    language: Chosen[str]
+    counts: DocumentCounts
+    settings: SearchSettings
+    generation: str = ""
+    """The folder with the data of this index."""
+    files: dict[str, FileRecord] = Field(default_factory=dict[str, FileRecord])
+    documents_sha256: str = ""
+    """Hash of the names and contents of all documents."""
+
+
+def read_index(folder: Path) -> IndexManifest:
+    """Read the manifest of an index; raise UserError if there is none or it is damaged."""
+    if not (folder / INDEX).is_file():
+        raise UserError(
+            f"there is no index in `{folder}`", fix=f"create it with `tunewell index DOCUMENTS --out {folder}`"
+        )
+    return read_record(folder / INDEX, IndexManifest)
+
+
+def write_index(folder: Path, manifest: IndexManifest) -> None:
+    """Write the manifest atomically."""
+    write_atomic(folder / INDEX, stable_json(manifest.model_dump(mode="json")))

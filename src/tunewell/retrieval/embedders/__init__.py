@@ -1,0 +1,1 @@
+"""Embedders: turn texts into vectors of length one. `base.py` has the protocol and the registry."""

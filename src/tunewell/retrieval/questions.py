@@ -1,0 +1,38 @@
+"""Read questions with their answers from rows, and find the answers in passages."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from tunewell.core.errors import UserError
+from tunewell.data.rows.conversation import Rejected
+from tunewell.data.rows.formats import Converter
+from tunewell.data.sources.base import find_files
+from tunewell.data.sources.blocks import ReadOptions, parsed_rows
+
+_READ = ReadOptions(max_row_bytes=1 << 20, max_nesting=64)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question and its reference answer."""
+
+    text: str
+    reference: str
+
+
+def read_questions(path: str) -> list[Question]:
+    """Return the first question of each row with its answer; raise UserError if no row has one."""
+    converter, found = Converter(), list[Question]()
+    for row in parsed_rows(find_files(path, base=Path()), _READ):
+        try:
+            messages = converter.convert(row)[0].messages
+        except Rejected:
+            continue
+        pairs = pairwise(messages)
+        asked = next((pair for pair in pairs if [one["role"] for one in pair] == ["user", "assistant"]), None)
+        if asked is not None and all(isinstance(one["content"], str) for one in asked):
+            found.append(Question(asked[0]["content"], asked[1]["content"]))
+    if not found:
+        raise UserError(f"`{path}` has no questions with answers", fix="give rows like those for training")
+    return found

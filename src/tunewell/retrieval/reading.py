@@ -1,0 +1,83 @@
+"""The prompt with which a model reads passages. Training with `--index`, `ask`, `chat` and `serve` use the same one.
+
+Passages are data: they go into the text of the user's message, where a marker of the chat template stays text.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tunewell.retrieval.passages import Passage
+
+NOT_FOUND = "Not in the documents."
+FORM = 1
+"""Version of the prompt. An export of a model that was trained with passages records it."""
+_TASK = (
+    "Answer the question with the passages below. Use only what they say, and keep it short. "
+    "Put the number of the passage after the answer, like [1]. "
+    f'If the passages do not answer the question, reply: "{NOT_FOUND}"'
+)
+_FORGED = re.compile(r"^[ \t]*\[(\d{1,3})\]", re.MULTILINE)
+_CITATION = re.compile(r"\[(\d{1,3})\]")
+_QUOTE = re.compile(r"[\"“„»]([^\"“”„«»\n]{12,400})[\"”«]")
+_MIN_QUOTED_WORDS = 3
+_SENTENCE = re.compile(r"(?<=[.!?。！？])\s+|\n\s*\n|\n(?=\s*(?:[-*+•|]|\d+[.)]|\w+:) )")
+
+
+def reading_prompt(question: str, passages: Sequence[Passage]) -> str:
+    """Return the message for a model: the task, numbered passages with their headings, and the question."""
+    shown = "\n\n".join(
+        f"[{number}] {' '.join(passage.path.split())}\n{_text(passage)}" for number, passage in enumerate(passages, 1)
+    )
+    return f"{_TASK}\n\n{shown}\n\nQuestion: {question.strip()}"
+
+
+def _text(passage: Passage) -> str:
+    """Return the text of a passage. A number at the start of a line would look like the next passage: `(2)` instead."""
+    return _FORGED.sub(r"(\1)", passage.text.strip())
+
+
+@dataclass(frozen=True)
+class Claims:
+    """The sources that an answer names, and what is wrong with them."""
+
+    cited: tuple[int, ...]
+    """Numbers of shown passages that the answer names."""
+    unknown: tuple[int, ...]
+    """Numbers that the answer names but no passage has."""
+    false_quotes: tuple[str, ...]
+    """Words in quotation marks that are in no shown passage."""
+
+
+def check_claims(answer: str, passages: Sequence[Passage]) -> Claims:
+    """Compare the citations and quotes of an answer with the passages that were shown."""
+    numbers = list(dict.fromkeys(int(found) for found in _CITATION.findall(answer)))
+    texts = [_squashed(passage.searched) for passage in passages]
+    quotes = [quote for quote in _QUOTE.findall(answer) if len(quote.split()) >= _MIN_QUOTED_WORDS]
+    return Claims(
+        tuple(number for number in numbers if 1 <= number <= len(passages)),
+        tuple(number for number in numbers if not 1 <= number <= len(passages)),
+        tuple(quote for quote in quotes if not any(_squashed(quote) in text for text in texts)),
+    )
+
+
+def is_refusal(answer: str) -> bool:
+    """Return True if the model says that the passages do not answer the question."""
+    return _squashed(answer).strip(" .!\"'").startswith(_squashed(NOT_FOUND).rstrip("."))
+
+
+def best_sentence(passage: Passage, answer: str, question: str) -> str:
+    """Return the sentence or line of a passage that shares most words with the answer, to be quoted as evidence."""
+    wanted = set(re.findall(r"\w+", answer.lower()))
+    asked = set(re.findall(r"\w+", question.lower()))
+    sentences = [part.strip() for part in _SENTENCE.split(passage.text) if part.strip()] or [passage.text]
+
+    def overlap(sentence: str) -> tuple[float, float]:
+        words = set(re.findall(r"\w+", sentence.lower()))
+        return len(words & (wanted - asked)) + 0.25 * len(words & wanted & asked), -len(words)
+
+    return max(sentences, key=overlap)
+
+
+def _squashed(text: str) -> str:
+    return " ".join(text.lower().split())

@@ -1,0 +1,1 @@
+"""Stores: where the passages and vectors of an index lie. `base.py` is the extension point."""

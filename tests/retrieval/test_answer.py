@@ -1,0 +1,134 @@
+"""Answers from an index: passages that fit, follow-up questions, refusals, and sources that are checked."""
+
+import re
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+from toy_index import college_index
+
+from tunewell.core.errors import UserError
+from tunewell.records.plan import Chosen
+from tunewell.retrieval.answer import Librarian, PassageFinder
+from tunewell.retrieval.passages import Passage
+from tunewell.retrieval.reading import NOT_FOUND, best_sentence, check_claims, is_refusal, reading_prompt
+
+DEADLINE = "By when must an application reach Alderhollow College?"
+
+
+class Scripted:
+    """A reader that gives prepared answers and remembers what it got."""
+
+    def __init__(self, *answers: str, max_letters: int = 100_000) -> None:
+        self.messages: list[dict[str, str]] = []
+        self.sent: list[str] = []
+        self._answers, self._max_letters = list(answers), max_letters
+
+    def prompt_for(self, text: str) -> list[int]:
+        if len(text) > self._max_letters:
+            raise UserError("too long")
+        return []
+
+    def reply(self, text: str, *, sent: str | None = None) -> Generator[str, None, None]:
+        self.sent.append(sent or text)
+        answer = self._answers.pop(0)
+        yield from re.findall(r"\S+\s*", answer)
+        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+
+
+@pytest.fixture(scope="module")
+def retriever(tmp_path_factory):
+    return college_index(tmp_path_factory.mktemp("index"))
+
+
+def ask(librarian: Librarian, question: str):
+    return "".join(librarian.ask(question)), librarian.answer
+
+
+def test_an_answer_names_its_sources_with_file_heading_and_lines(retriever):
+    librarian = Librarian(retriever, Scripted("It is 15 January [1]."))
+    _, answer = ask(librarian, DEADLINE)
+    [cited] = [source for source in answer.sources if source.is_cited]
+    assert cited.file.endswith("pages/alderhollow-college.md") and cited.heading == "Alderhollow College > How to apply"
+    assert cited.lines == "lines 14-16" and "15 January" in cited.quote and not answer.warnings
+    page = Path(cited.file).read_text().splitlines()[13:16]
+    assert "\n".join(page) == cited.text
+
+
+def test_a_source_that_was_not_shown_and_a_quote_that_is_not_there_are_marked(retriever):
+    said = 'See [9]: "applications close on the second of May" and "The application deadline is 15 January" [1].'
+    _, answer = ask(Librarian(retriever, Scripted(said)), DEADLINE)
+    assert [warning.partition(" is ")[0] for warning in answer.warnings] == [
+        "[9]",
+        "the quote “applications close on the second of May”",
+    ]
+
+
+def test_passages_that_do_not_fit_are_left_out_and_counted(retriever):
+    reader = Scripted("yes", max_letters=1200)
+    _, answer = ask(Librarian(retriever, reader), DEADLINE)
+    assert answer.num_left_out == 5 - len(answer.sources) > 0 and len(reader.sent[0]) <= 1200
+    with pytest.raises(UserError, match="not even the best passage fits"):
+        ask(Librarian(retriever, Scripted("no", max_letters=50)), DEADLINE)
+
+
+def test_a_follow_up_question_finds_its_passages_by_the_question_before(retriever):
+    reader = Scripted("15 January", "31,400", "?")
+    librarian = Librarian(retriever, reader, num_passages=4)
+    ask(librarian, DEADLINE)
+    _, answer = ask(librarian, "And the costs?")
+    assert any(source.heading == "Alderhollow College > Costs" for source in answer.sources)
+    assert all(
+        source.heading != "Alderhollow College > Costs" for source in Librarian(retriever, reader).answer.sources
+    )
+    assert [turn["content"] for turn in reader.messages[::2]] == [DEADLINE, "And the costs?"], (
+        "history without passages"
+    )
+
+
+def test_a_question_that_the_documents_do_not_answer_is_refused_without_the_model(retriever, monkeypatch):
+    settings = retriever.store.manifest.settings
+    refusing = settings.model_copy(update={"refusal": Chosen[list[float]](value=[1, 0, 0, -0.4], because="test")})
+    monkeypatch.setattr(retriever.store, "manifest", retriever.store.manifest.model_copy(update={"settings": refusing}))
+    reader = Scripted()
+    text, answer = ask(Librarian(retriever, reader), "Who discovered penicillin in London?")
+    assert text == NOT_FOUND and answer.refused and not reader.sent and answer.sources
+    assert "close enough" in answer.because
+
+
+def test_a_refusal_of_the_model_counts_as_one(retriever):
+    _, answer = ask(Librarian(retriever, Scripted("Not in the documents")), DEADLINE)
+    assert answer.refused and "model" in answer.because
+    assert not is_refusal("It is not in the documents room but in the hall.")
+
+
+def test_a_server_gets_the_passages_in_the_last_question_only(retriever):
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": DEADLINE},
+        {"role": "assistant", "content": "15 January"},
+        {"role": "user", "content": "And the costs?"},
+    ]
+    messages, sources, refusal = PassageFinder(retriever).add_passages(turns, lambda _: True)
+    assert messages[:3] == turns[:3] and refusal is None
+    assert messages[3]["content"].endswith("Question: And the costs?") and "$31,400" in messages[3]["content"]
+    assert [source["number"] for source in sources] == [1, 2, 3, 4, 5]
+    with pytest.raises(UserError, match="last message"):
+        PassageFinder(retriever).add_passages(turns[:3], lambda _: True)
+
+
+def test_the_prompt_shows_passages_by_number_and_heading():
+    passages = [Passage("a.md", "A", ("B",), "One."), Passage("b.md", "C", (), "Two.")]
+    prompt = reading_prompt("Why?", passages)
+    assert prompt.endswith("[1] A > B\nOne.\n\n[2] C\nTwo.\n\nQuestion: Why?") and NOT_FOUND in prompt
+
+
+def test_a_quote_is_a_whole_sentence_of_wrapped_text():
+    text = "The office is red.\nThe deadline for all\napplications is 5 May. Ask us.\n- Fee: 20 dollars\n- Form: online"
+    passage = Passage("a.md", "A", (), text)
+    assert (
+        best_sentence(passage, "It is 5 May.", "When is the deadline?")
+        == "The deadline for all\napplications is 5 May."
+    )
+    assert best_sentence(passage, "20 dollars", "What is the fee?") == "- Fee: 20 dollars"
+    assert check_claims("“the deadline FOR all applications”", [passage]).false_quotes == ()

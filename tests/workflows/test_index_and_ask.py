@@ -1,0 +1,103 @@
+"""`index`, `ask`, `chat --index` and `serve --index` as commands."""
+
+import json
+from pathlib import Path
+
+import pytest
+from serving import NAME, client_of, send, served
+from toy_index import COLLEGE, HashedWords
+
+from parrots import write_parrot
+from tunewell.cli.main import main
+from tunewell.inference.chat_model import open_chat_model
+from tunewell.integrations.openai_server.queue import ServedModel
+from tunewell.retrieval.answer import PassageFinder
+from tunewell.retrieval.search import open_retriever
+from tunewell.runs.resolve import resolve_model
+
+
+@pytest.fixture(autouse=True)
+def embedder(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("tunewell.workflows.index", "tunewell.retrieval.search"):
+        monkeypatch.setattr(f"{module}.open_embedder", lambda name: HashedWords())
+
+
+@pytest.fixture
+def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with short notes, which fit in the context of a tiny model."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    (folder / "gate.md").write_text("# Gate\n\nIt opens at 7.\n")
+    (folder / "pool.txt").write_text("The pool is warm.\n")
+    (folder / "photo.png").write_bytes(b"\x89PNG")
+    return folder
+
+
+def test_index_says_what_became_of_each_file_and_the_next_command(notes, capsys):
+    assert main(["index", "notes"]) == 0
+    screen = capsys.readouterr().out
+    assert "2 of 3 indexed" in screen and "2 in index" in screen and "notes/photo.png" in screen
+    assert screen.rstrip().endswith('next: `tunewell ask --index index --model MODEL "QUESTION"`')
+    (notes / "gate.md").write_text("# Gate\n\nIt opens at 8.\n")
+    assert main(["index", "notes", "--json"]) == 0
+    payload = json.loads(capsys.readouterr().out)
+    assert payload["counts"]["embedded"] == 1 and payload["counts"]["skipped"] == {"unsupported": 1}
+
+
+def test_index_chooses_settings_on_questions(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [json.loads(line) for line in (COLLEGE / "train.jsonl").read_text().splitlines()]
+    facts = {fact["answer"]: fact["value"] for fact in map(json.loads, (COLLEGE / "facts.jsonl").open())}
+    with Path("short.jsonl").open("w") as file:
+        for row in rows:
+            file.write(json.dumps({"question": row["instruction"], "answer": facts[row["output"]]}) + "\n")
+    assert main(["index", str(COLLEGE / "pages"), "--questions", "short.jsonl"]) == 0
+    assert "of the answerable questions" in " ".join(capsys.readouterr().out.split())
+    assert main(["index", str(COLLEGE / "pages"), "--questions", "nowhere.jsonl"]) == 2
+
+
+def test_ask_prints_the_answer_and_its_sources(notes, tiny_model, tmp_path, capsys):
+    main(["index", "notes"])
+    model = write_parrot(tmp_path / "parrot", tiny_model, "seven [1]")
+    capsys.readouterr()
+    assert main(["ask", "When does the gate open?", "--model", str(model), "--show"]) == 0
+    screen = capsys.readouterr().out
+    assert screen.startswith("seven [1]\n\nsources:\n[1] Gate (notes/gate.md, line 3)\n    “It opens at 7.”")
+    assert "Question: When does the gate open?" in screen
+    assert main(["ask", "When does the gate open?", "--model", str(model), "--json"]) == 0
+    payload = json.loads(capsys.readouterr().out)
+    assert payload["answer"] == "seven [1]" and not payload["refused"]
+    assert payload["sources"][0] | {"score": 0} == {
+        "number": 1,
+        "file": "notes/gate.md",
+        "heading": "Gate",
+        "lines": "line 3",
+        "text": "It opens at 7.",
+        "quote": "It opens at 7.",
+        "cited": True,
+        "score": 0,
+    }
+    assert main(["chat", str(model), "--index", "index", "--prompt", "When does the gate open?"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "seven [1]\n" and "notes/gate.md" in printed.err
+    assert main(["ask", "When?", "--index", "nowhere", "--model", str(model)]) == 2
+    assert "tunewell index DOCUMENTS --out nowhere" in capsys.readouterr().err
+
+
+def test_a_server_returns_the_sources_in_a_field_of_its_own(notes, tiny_model, tmp_path):
+    main(["index", "notes"])
+    model = open_chat_model(resolve_model(write_parrot(tmp_path / "parrot", tiny_model, "seven")), device="cpu")
+    finder = PassageFinder(open_retriever("index"))
+    asked = [{"role": "user", "content": "When does the gate open?"}]
+    with served(ServedModel(model, NAME, add_passages=finder.add_passages)) as url:
+        status, body = send(url, {"model": NAME, "messages": asked})
+        assert status == 200 and body["choices"][0]["message"]["content"] == "seven"
+        assert [source["file"] for source in body["sources"]] == ["notes/gate.md"], "the other does not fit"
+        assert body["usage"]["prompt_tokens"] > 50, "the passages are part of the prompt"
+        stream = client_of(url).chat.completions.create(model=NAME, messages=asked, stream=True)
+        chunks = list(stream)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "seven"
+        assert [source["file"] for source in chunks[-1].sources] == ["notes/gate.md"]
+        status, body = send(url, {"model": NAME, "messages": [*asked, {"role": "assistant", "content": "x"}]})
+        assert status == 400 and "last message" in body["error"]["message"]
