@@ -87,7 +87,8 @@ def _known_report(run: Path, plan: Plan, first: Plan) -> Report | None:
 
 def _validated(run: Path, first: Path, out: Path, progress: ProgressListener) -> tuple[Report, list[str]]:
     """Validate a run on the rows of the first run, if both use the same tokens; else on its own."""
-    from tunewell.evaluation.session import ValidateOptions, shared_rows
+    from tunewell.evaluation.rows import shared_rows
+    from tunewell.evaluation.session import ValidateOptions
     from tunewell.runs.resolve import resolve_model
     from tunewell.workflows.validate import validate
 

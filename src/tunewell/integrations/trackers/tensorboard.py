@@ -1,5 +1,8 @@
 """Write event files for TensorBoard into `RUN/track/tensorboard`, without torch."""
 
+# pyright: reportMissingImports=false
+# TensorBoard may be installed in another environment.
+
 from pathlib import Path
 from typing import Any
 
