@@ -63,7 +63,9 @@ def test_a_full_model_and_an_adapter_share_the_base(run: TrainResult, measured: 
     """A fully fine-tuned model has a separate base, which is then not even loaded."""
     validate(run.run, out=tmp_path / "one")
     folder = run.run.parent
-    full = run_of(folder, folder / "base", out="full", sets={**SETS, "method.kind": "full", "corpus": "run-corpus"})
+    full = run_of(
+        folder, folder / "base", out="full", sets={**SETS, "method.kind": "full", "corpus": str(folder / "run-corpus")}
+    )
     again = validate(full.run, out=tmp_path / "two").report
     assert measured == ["tuned", "base", "tuned"]
     assert again.held_out is not None and again.held_out.base is not None

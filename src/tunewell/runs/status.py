@@ -66,11 +66,12 @@ def run_status(run: Path, *, with_stacks: bool = False) -> RunStatus:
     since = _age(run / "events.jsonl")
     here = owner if is_running and owner is not None and owner.host == socket.gethostname() else None
     cpu, share = _cpu(here.pid) if here else (None, None)
+    is_idle = here is not None and share is not None and share < _IDLE_SHARE and not _is_runnable(here.pid)
     if with_stacks and here is None:
         raise UserError(f"the run `{run}` has no running process on this machine", where=summary.note)
     return RunStatus(
         summary=summary,
-        state=_state(summary, owner if is_running else None, share, since=since, step_seconds=step_seconds),
+        state=_state(summary, owner if is_running else None, is_idle=is_idle, since=since, step_seconds=step_seconds),
         owner=str(owner) if owner else None,
         pid=here.pid if here else None,
         stage=_stage(run, events) if is_running else None,
@@ -104,8 +105,19 @@ def _cpu(pid: int) -> tuple[float | None, float | None]:
     return last, None if last is None else round((last - first) / (time.monotonic() - started), 2)
 
 
+def _is_runnable(pid: int) -> bool:
+    """Return whether a thread of a process computes or waits for a core. On a busy machine it may get none for long."""
+    for file in Path(f"/proc/{pid}/task").glob("*/stat"):
+        try:
+            if file.read_bytes().rpartition(b")")[2].split()[0] == b"R":
+                return True
+        except (OSError, IndexError):
+            continue
+    return False
+
+
 def _state(
-    summary: RunSummary, owner: Owner | None, share: float | None, *, since: float | None, step_seconds: float | None
+    summary: RunSummary, owner: Owner | None, *, is_idle: bool, since: float | None, step_seconds: float | None
 ) -> str:
     if owner is None:
         return f"{summary.status}: {summary.note}" if summary.note else summary.status
@@ -113,7 +125,7 @@ def _state(
         return f"running on {owner.host}, which cannot be checked from here"
     is_late = since is not None and step_seconds is not None and since > max(_SLOW_FACTOR * step_seconds, 5.0)
     ago = f"the last line in `events.jsonl` is {duration(since)} old" if since is not None else "no step yet"
-    if share is not None and share < _IDLE_SHARE:
+    if is_idle:
         if not is_late and since is not None:
             return "running"
         return f"running, but it uses no CPU time now, and {ago}: it may hang, or wait for a GPU, a disk or a download"

@@ -18,7 +18,7 @@ class TensorBoardTracker:
 
     def open(self, run: TrackedRun, state: dict[str, Any]) -> None:
         """Import TensorBoard, and write the settings as text the first time."""
-        from tensorboard.plugins.text.summary_v2 import text_pb
+        from tensorboard.plugins.text.summary_v2 import text_pb  # pyright: ignore[reportMissingImports]
 
         self._folder = run.track_folder / "tensorboard"
         if not state.get("has_settings"):
@@ -29,8 +29,8 @@ class TensorBoardTracker:
 
     def log(self, points: list[Point]) -> None:
         """Write scalars by their step, and problems as text."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.plugins.text.summary_v2 import text_pb
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportMissingImports]
+        from tensorboard.plugins.text.summary_v2 import text_pb  # pyright: ignore[reportMissingImports]
 
         for point in points:
             values = [Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()]
@@ -48,8 +48,8 @@ class TensorBoardTracker:
     def _add(self, segment: int, summary: Any, step: int, time: float | None) -> None:
         import time as clock
 
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportMissingImports]
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # pyright: ignore[reportMissingImports]
 
         if segment not in self._writers:
             folder = self._folder / f"rewind-{segment}" if segment else self._folder

@@ -1,5 +1,6 @@
 """Send metrics to Weights & Biases, online or offline (`WANDB_MODE=offline`)."""
 
+import importlib
 import os
 import secrets
 from typing import Any
@@ -15,8 +16,7 @@ class WandbTracker:
 
     def open(self, run: TrackedRun, state: dict[str, Any]) -> None:
         """Start a W&B run, or go on with it. Project and entity are those of `WANDB_PROJECT` and `WANDB_ENTITY`."""
-        import wandb  # pyright: ignore[reportMissingImports]  of the user's environment
-
+        wandb: Any = importlib.import_module("wandb")  # of the user's environment
         state.setdefault("id", secrets.token_hex(4))
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "tunewell"),
