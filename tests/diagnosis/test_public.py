@@ -1,7 +1,8 @@
-"""Sixty failures from public issues, labelled by a reader who had not seen the signatures.
+"""Failures from public issues, labelled by a reader who had not seen the signatures.
 
-The first answers on them are in `benchmarks/RESULTS.md`. Signatures were corrected afterwards, so this is no longer a
-measurement: it keeps what is named from being lost. Each row quotes a few lines, with the address of its source.
+The first answers on all sixty are in `benchmarks/RESULTS.md`. Signatures were corrected afterwards, so this is no
+longer a measurement: it keeps what is named from being lost. Each row has a few lines that programs printed, with the
+address of its source; those that are told only in a person's words are left out.
 """
 
 import json
