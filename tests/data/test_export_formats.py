@@ -508,12 +508,12 @@ def test_images_and_audio_are_refused_by_name_with_the_row(tiny_model, tmp_path,
     assert "cannot be trained on" in prepare(tmp_path, tiny_model, "only.jsonl", code=2)["error"]["fix"]
 
 
-def test_reading_is_lazy_about_formats(tiny_model, tmp_path):
+def test_reading_is_lazy_about_formats(tiny_model, tmp_path, monkeypatch):
     """Plain rows must not pay for the formats of others: none of their modules is imported."""
     write_jsonl(tmp_path / "rows.jsonl", [{"question": "q", "answer": "a"}])
     loaded = {name for name in sys.modules if "sources.exports" in name}
     for name in loaded:
-        del sys.modules[name]
+        monkeypatch.delitem(sys.modules, name)
     prepared(tmp_path, tiny_model, "rows.jsonl")
     assert not [name for name in sys.modules if "sources.exports" in name]
 

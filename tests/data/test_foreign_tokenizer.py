@@ -34,7 +34,7 @@ ORDINARY = {
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TUNEWELL_CACHE", str(tmp_path / "cache"))
 
 
 def spoiled(tiny_model, folder, parts):

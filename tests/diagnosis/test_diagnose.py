@@ -251,7 +251,7 @@ def test_a_long_log_states_how_many_steps_it_has_and_how_many_were_judged() -> N
     found = diagnose_text("\n".join(lines))
     assert found.status == "healthy" and found.num_steps == 9000 and 200 < found.num_judged < 700
     screen = diagnosis_screen(found, commands=())
-    assert "9,000 lines, about 9,000 logged steps" in screen
+    assert "9,000 lines, about 9,000 logged steps" in " ".join(screen.split())
     rising = [LINE.format(loss=1 + abs(4000 - step) / 2000, epoch=0) for step in range(4000)]
     broken = diagnose_text("\n".join([*rising, *(LINE.format(loss=3 + n, epoch=0) for n in range(3000))]))
     numbers = [int(word) for word in re.findall(r"at step (\d+)", broken.findings[0].evidence[0].note)]

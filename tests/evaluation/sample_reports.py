@@ -220,7 +220,10 @@ def report_of_everything() -> Report:
     ]
     refused = keyed[0].tuned.model_copy(update={"is_refusal": True})
     keyed[0] = keyed[0].model_copy(update={"tuned": refused})
-    return weak_report().model_copy(update={**update, **tallies, **healed, "exchanges": keyed, "judge": _judge()})
+    base = {"base_measured_at": "2026-11-17T12:00:00+00:00"}
+    return weak_report().model_copy(
+        update={**update, **tallies, **healed, **base, "exchanges": keyed, "judge": _judge()}
+    )
 
 
 def _judge() -> JudgeRecord:

@@ -265,7 +265,7 @@ def test_an_export_that_is_not_proven_leaves_nothing_that_looks_finished(
     with pytest.raises(UserError, match="differ from the trained model"):
         exported(whole / "adapter", tmp_path / "out", to=("gguf",), gguf=("q8_0",))
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr("tunewell.workflows.export.check_merge", lambda *_: None)
+    monkeypatch.setattr("tunewell.workflows.export.check_merge", lambda *_, **__: None)
     done = exported(whole / "adapter", tmp_path / "out", to=("merged",))
     assert done.exit_code == 4 and not done.parity.is_ok
     assert [path.name for path in tmp_path.iterdir()] == ["out-failed.json"]

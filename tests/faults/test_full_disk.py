@@ -11,6 +11,9 @@ from tunewell import open_corpus
 from tunewell.core.errors import UserError
 from tunewell.data.corpus import build
 
+HELD_OUT = "data.held_out=0.1"
+"""With `auto`, what an old corpus holds out stays held out, so that a corpus made elsewhere would be another one."""
+
 
 def no_space() -> OSError:
     return OSError(errno.ENOSPC, "No space left on device")
@@ -20,7 +23,7 @@ def no_space() -> OSError:
 def old(tiny_model, tmp_path):
     """A corpus of 30 rows in place, and rows for another one."""
     rows = rows_file(tmp_path / "rows.jsonl", 30)
-    prepare_in(tmp_path, tiny_model, rows)
+    prepare_in(tmp_path, tiny_model, rows, HELD_OUT)
     return tree(tmp_path / "corpus"), rows_file(rows, 40)
 
 
@@ -28,7 +31,7 @@ def test_wherever_the_disk_fills_up_the_old_corpus_stays_and_the_next_run_ends_w
     """Parts, staged tokens, shards, index, tokenizer, manifest: none may break what was there."""
     before, rows = old
     elsewhere = rows_file(tmp_path / "elsewhere" / "rows.jsonl", 40)
-    after = tree(prepare_in(elsewhere.parent, tiny_model, elsewhere).corpus)
+    after = tree(prepare_in(elsewhere.parent, tiny_model, elsewhere, HELD_OUT).corpus)
     # A move takes no room; one that fails all the same is tested with `publish_folder`.
     places = [place for place in WRITES if place[1] != "rename"]
     refused = []
@@ -36,7 +39,7 @@ def test_wherever_the_disk_fills_up_the_old_corpus_stays_and_the_next_run_ends_w
         for at in range(1_000):
             with failing(at, places, no_space):
                 try:
-                    prepare_in(tmp_path, tiny_model, rows)
+                    prepare_in(tmp_path, tiny_model, rows, HELD_OUT)
                     break
                 except UserError as error:
                     refused.append(error.what)
@@ -46,7 +49,7 @@ def test_wherever_the_disk_fills_up_the_old_corpus_stays_and_the_next_run_ends_w
                 break
     assert len(refused) > 50
     assert all(what.startswith("not enough disk space: about ") for what in refused)
-    assert tree(prepare_in(tmp_path, tiny_model, rows).corpus) == after
+    assert tree(prepare_in(tmp_path, tiny_model, rows, HELD_OUT).corpus) == after
 
 
 def test_too_little_room_is_found_before_the_first_shard_is_written(old, tiny_model, tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ LIMITS = {
     "lines of the longest workflow": 200,
     "lines of the longest file": 450,
     "files entered by one optimizer step": 20,
-    "files entered by `train` without a verdict": 107,
+    "files entered by `train` without a verdict": 110,
 }
 """Enforced by `test_packages.py`."""
 

@@ -8,7 +8,7 @@ from tests.corpora import prepare_in, rows_file
 from tunewell.config.load import load_config
 from tunewell.core.errors import UserError
 from tunewell.data.corpus.reader import open_corpus
-from tunewell.evaluation.session import rows_of_corpus
+from tunewell.evaluation.rows import rows_of_corpus
 from tunewell.records.manifest import MANIFEST, read_manifest
 from tunewell.workflows.inspect import inspect
 
