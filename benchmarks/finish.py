@@ -9,7 +9,7 @@ commands on the same run, in turn, as whole processes. The CPU time of a command
 machine, it is the better figure. Bar: at most half of the old version's time, in the median, on a quiet machine.
 
 `validate` is measured twice: `first` without the outputs of the base model, and `again` with those that the verdict of
-`train`, or the first `validate`, has left in the run.
+`train`, or the first `validate`, has left in the cache.
 """
 
 import argparse
@@ -33,6 +33,7 @@ def run(source: Path, folder: Path, *words: str) -> tuple[float, float]:
     line = [sys.executable, "-m", "tunewell", *words]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     env |= {"PYTHONPATH": str(source), "PYTHONPYCACHEPREFIX": str(folder / "bytecode")}
+    env["TUNEWELL_CACHE"] = str(folder / "cache")
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, check=False)
     seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -51,11 +52,11 @@ def train(source: Path, folder: Path) -> None:
 
 def commands(source: Path, folder: Path, *, is_new: bool) -> dict[str, tuple[float, float]]:
     """Run every command of one version once."""
-    outputs, found = folder / "run" / "base-outputs.npz", {}
+    found = {}
     for name in ("out", "report"):
         shutil.rmtree(folder / name, ignore_errors=True)
     found["export --to gguf,ollama"] = run(source, folder, "export", "run", "--to", "gguf,ollama", "--out", "out")
-    outputs.unlink(missing_ok=True)
+    shutil.rmtree(folder / "cache" / "base", ignore_errors=True)
     found["validate, first"] = run(source, folder, "validate", "run", "--out", "report")
     again = run(source, folder, "validate", "run", "--out", "report") if is_new else found["validate, first"]
     return found | {"validate, again": again}
