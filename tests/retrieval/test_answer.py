@@ -68,7 +68,7 @@ def test_passages_that_do_not_fit_are_left_out_and_counted(retriever):
     reader = Scripted("yes", max_letters=1200)
     _, answer = ask(Librarian(retriever, reader), DEADLINE)
     assert answer.num_left_out == 5 - len(answer.sources) > 0 and len(reader.sent[0]) <= 1200
-    with pytest.raises(UserError, match="not even the best passage fits"):
+    with pytest.raises(UserError, match="no passage fits in the model's context"):
         ask(Librarian(retriever, Scripted("no", max_letters=50)), DEADLINE)
 
 

@@ -142,6 +142,6 @@ def test_a_model_of_ollama_is_not_in_a_notebook(project: Path, capsys: pytest.Ca
 def test_nothing_suits_is_said(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(workflow, "recommend", lambda *_, **__: None)
     assert main(["models", "rows.jsonl"]) == 0
-    assert "no model of the list suits" in capsys.readouterr().out
+    assert "no model in the list is suitable" in capsys.readouterr().out
     assert main(["init", "rows.jsonl"]) == 2
     assert not Path("tunewell.yaml").exists()

@@ -25,7 +25,7 @@ ModelArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="A run, an adapter, a model folder, a `.gguf` file or a Hub id. Default: this folder's run.",
+        help="A run, an adapter, a model folder, a `.gguf` file or a hub id. Default: this folder's run.",
     ),
 ]
 Checkpoint = Annotated[

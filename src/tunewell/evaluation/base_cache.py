@@ -40,7 +40,7 @@ _MAX_ENTRIES = 64
 
 @dataclass(frozen=True)
 class BaseQuestions:
-    """What is measured of a base model."""
+    """The measured outputs of a base model."""
 
     split: TokenizedDocuments | None
     max_documents: int | None

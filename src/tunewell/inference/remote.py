@@ -76,10 +76,18 @@ class RemoteChat:
                             yield text
         except urllib.error.HTTPError as error:
             detail = error.read(500).decode("utf-8", "replace")
-            raise UserError(f"the server refuses the request: {error.code}", where=detail or self._url) from None
+            raise UserError(
+                f"the server refuses the request: {error.code}",
+                where=detail or self._url,
+                fix=f"check the name of the model after `#`; a key is read from {_KEY}",
+            ) from None
         except (urllib.error.URLError, OSError) as error:
             fix = f"check the address; a key is read from {_KEY}"
             what = f"the server does not answer: {getattr(error, 'reason', error)}"
             raise UserError(what, where=self._url, fix=fix) from None
         except (ValueError, AttributeError, IndexError) as error:
-            raise UserError("the server's answer is not in the format of OpenAI's API", where=self._url) from error
+            raise UserError(
+                "the server's answer is not in the format of OpenAI's API",
+                where=self._url,
+                fix="use the address of the API, such as `http://localhost:8080/v1#MODEL`",
+            ) from error

@@ -132,7 +132,7 @@ def _model_size_note(loaded: LoadedConfig) -> list[str]:
         return []
     files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
     size = size_bytes(sum(file.stat().st_size for file in files))
-    return [f"the model is a local file and must be uploaded too ({size}); use a Hub id to avoid that"]
+    return [f"the model is a local file and must be uploaded too ({size}); use a hub id to avoid that"]
 
 
 def _parse(text: str) -> Config:
@@ -171,7 +171,7 @@ def model_packages(loaded: LoadedConfig) -> list[str]:
         raise UserError(
             f"`{model}` is in Ollama's folder on this machine, which the notebook cannot access",
             where=loaded.origin("model"),
-            fix=did_you_mean(close_models(model), "set `model` to a Hub id: `tunewell models` lists some"),
+            fix=did_you_mean(close_models(model), "set `model` to a hub id: `tunewell models` lists some"),
         )
     named = [name for name in (loaded.config.model, loaded.config.tokenizer) if name and name.startswith(PACKAGE)]
     found, modules = [], importlib.metadata.packages_distributions() if named else {}

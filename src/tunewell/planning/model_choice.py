@@ -25,7 +25,7 @@ from tunewell.records.plan import Chosen
 
 _PATIENCE_SECONDS = (1800.0, 4 * 3600.0)
 """The recommended model trains in half an hour, because a first run shows mistakes in the rows, which the next run
-corrects; with more than 1,800 rows in one second per row, at most in four hours."""
+corrects. With more than 1,800 rows, the limit is one second per row, at most four hours."""
 _HELD_OUT = (20, 0.05, 0.25)
 """Rows kept for testing: at least 20 or 5%, at most 25%, as `data.held_out: auto` keeps them."""
 
@@ -203,8 +203,8 @@ def recommend(needs: list[ModelNeeds], rows: RowStatistics, *, is_online: bool) 
     """Return the recommended model and the reason; None if no model suits. `needs` are in the catalogue's order.
 
     It is the first model of the catalogue that suits the rows, fits with a margin, and trains in half an hour, or
-    longer with many rows. Models behind a login count only if they are on this disk, as do all if the hub cannot be
-    reached. If none of them can be had, it is the largest of the other models on this disk.
+    longer with many rows. Models that need a login are considered only if they are on this disk. The same holds for
+    all models if the hub cannot be reached. If no model is left, it is the largest other model on this disk.
     """
     suiting = [own for own in needs if not own.problem and own.method == "lora" and own.outlook is not None]
     listed = [own for own in suiting if own.model is not None and _suits(own, own.model, rows, is_online=is_online)]
@@ -217,7 +217,9 @@ def recommend(needs: list[ModelNeeds], rows: RowStatistics, *, is_online: bool) 
     quick = [own for own in certain if (own.seconds or 0.0) <= patience]
     best = quick[0] if quick else min(certain, key=lambda own: own.seconds or 0.0)
     which = ("strongest" if listed else "largest") if quick else "fastest"
-    where = "of the list" if listed else "on this disk; none of the list suits" if is_online else "on this disk"
+    where = (
+        "of the list" if listed else "on this disk; no model in the list is suitable" if is_online else "on this disk"
+    )
     goal = f"{patience / 60:.0f} minutes here" if patience < 7200 else f"{patience / 3600:.1f} hours here"
     first = f"the {which} {where}" + (f" that fits and trains in {goal}" if quick else f", as none trains in {goal}")
     return best, _reason(best, rows, first, is_online=is_online)

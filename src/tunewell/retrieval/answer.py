@@ -95,7 +95,7 @@ class Librarian:
     def ask(self, question: str) -> Generator[str, None, None]:
         """Yield the answer as it is generated. `answer` is complete when the generator has ended."""
         if not question.strip():
-            raise UserError("the question is empty")
+            raise UserError("the question is empty", fix="write a question in quotes")
         previous = next((turn["content"] for turn in reversed(self.reader.messages) if turn["role"] == "user"), "")
         found, is_answerable = self.finder.find(question, previous)
         self.answer = answer = IndexAnswer(question)
@@ -151,7 +151,7 @@ class PassageFinder:
         """Return a conversation with passages in its last question, the sources, and the answer if it is refused."""
         asked = [turn["content"] for turn in messages if turn["role"] == "user"]
         if not asked or messages[-1]["role"] != "user":
-            raise UserError("the last message must be a question of the user")
+            raise UserError("the last message is not from the user", fix="end `messages` with the role `user`")
         found, is_answerable = self.find(asked[-1], asked[-2] if len(asked) > 1 else "")
         if not is_answerable:
             return messages, source_rows(found), NOT_FOUND
@@ -171,7 +171,7 @@ def fit(question: str, found: list[Found], fits: Callable[[str], bool]) -> list[
             return found[:number]
     best = found[0].passage
     raise UserError(
-        "not even the best passage fits in the model's context",
+        "no passage fits in the model's context, not even the best one",
         where=f"{best.file}, {best.where or best.path}",
         fix="use a model with a longer context, or ask a shorter question",
     )

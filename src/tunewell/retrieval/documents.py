@@ -59,7 +59,7 @@ class FoundFile:
 
 @dataclass
 class DocumentLedger:
-    """What became of each file: files = indexed + skipped."""
+    """Counts of indexed and skipped files: files = indexed + skipped."""
 
     num_files: int = 0
     num_indexed: int = 0

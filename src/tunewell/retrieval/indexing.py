@@ -83,7 +83,11 @@ def build_index(
             notes += _read_all(files, spool, ledger, embedder, old, progress)
             if not len(spool):
                 skipped = ", ".join(f"{number} {reason}" for reason, number in ledger.skipped.items())
-                raise UserError("no document has any text", where=f"skipped: {skipped}")
+                raise UserError(
+                    "no document has any text",
+                    where=f"skipped: {skipped}",
+                    fix="scanned documents need OCR first; damaged ones must be saved again",
+                )
             chosen_language = _language(language, spool)
             embedded, seconds = _embed(spool, work, embedder, old, progress)
         if old is not None:
@@ -132,7 +136,7 @@ def _default_settings(embedder: Embedder) -> SearchSettings:
         return _SETTINGS
     refusal = Chosen[list[float]](
         value=[1.0, 0.0, 0.0, -embedder.unrelated_cosine],
-        because="only what has nothing to do with the documents is refused; `--questions` measures a threshold",
+        because="only unrelated questions are refused; `--questions` measures a threshold",
     )
     return _SETTINGS.model_copy(update={"refusal": refusal})
 
@@ -147,7 +151,9 @@ def _work_folder(address: str) -> Path:
     if "://" in address:
         folder = cache_folder("index")
         if folder is None:
-            raise UserError("the cache folder cannot be written", fix="set TUNEWELL_CACHE to a folder")
+            raise UserError(
+                "the cache folder cannot be written", fix="set TUNEWELL_CACHE to a folder that can be written"
+            )
         folder = folder / sha256_text(shown_address(address))[:16]
     else:
         folder = Path(address).expanduser() / ".work"

@@ -1,6 +1,6 @@
 """Cut documents into passages along their headings, lists and tables, none longer than the embedder reads.
 
-A passage carries the title of its document and the path of headings above it. Both are searched with the text: a page
+A passage has the title of its document and the path of headings above it. Both are searched with the text: a page
 about one college mentions the college's name in its title, and not in every section.
 """
 

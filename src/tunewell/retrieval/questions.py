@@ -34,5 +34,8 @@ def read_questions(path: str) -> list[Question]:
         if asked is not None and all(isinstance(one["content"], str) for one in asked):
             found.append(Question(asked[0]["content"], asked[1]["content"]))
     if not found:
-        raise UserError(f"`{path}` has no questions with answers", fix="give rows like those for training")
+        raise UserError(
+            f"`{path}` has no questions with answers",
+            fix="use a file with rows as for training, each with a question and its answer",
+        )
     return found

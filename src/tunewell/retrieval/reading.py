@@ -1,4 +1,4 @@
-"""The prompt with which a model reads passages. Training with `--index`, `ask`, `chat` and `serve` use the same one.
+"""The prompt with passages for a model. `ask`, `chat`, `serve` and the rows of `open_book.py` use the same one.
 
 Passages are data: they go into the text of the user's message, where a marker of the chat template stays text.
 """
@@ -11,7 +11,7 @@ from tunewell.retrieval.passages import Passage
 
 NOT_FOUND = "Not in the documents."
 FORM = 1
-"""Version of the prompt. An export of a model that was trained with passages records it."""
+"""Version of the prompt."""
 _TASK = (
     "Answer the question with the passages below. Use only what they say, and keep it short. "
     "Put the number of the passage after the answer, like [1]. "
@@ -33,13 +33,13 @@ def reading_prompt(question: str, passages: Sequence[Passage]) -> str:
 
 
 def _text(passage: Passage) -> str:
-    """Return the text of a passage. A number at the start of a line would look like the next passage: `(2)` instead."""
+    """Return the text of a passage. `[2]` at the start of a line, which looks like a new passage, becomes `(2)`."""
     return _FORGED.sub(r"(\1)", passage.text.strip())
 
 
 @dataclass(frozen=True)
 class Claims:
-    """The sources that an answer names, and what is wrong with them."""
+    """The sources and quotes in an answer, and those of them that do not exist."""
 
     cited: tuple[int, ...]
     """Numbers of shown passages that the answer names."""

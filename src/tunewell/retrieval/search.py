@@ -1,4 +1,4 @@
-"""Search an index: words and vectors together, with one score per passage and a measure of whether it answers."""
+"""Search an index by words and vectors: one score per passage, and whether the passages answer the question."""
 
 import math
 import re
@@ -93,7 +93,7 @@ class Retriever:
         return found, sum(c * s for c, s in zip(coefficients, (*signals, 1.0), strict=True)) >= 0
 
     def signals(self, question: str, found: Sequence[Found], *, without: Collection[str] = ()) -> tuple[float, ...]:
-        """Return three numbers that tell whether passages answer a question: near in meaning, in words, in names.
+        """Return three numbers that show whether passages answer a question: similarity of meaning, words and names.
 
         1. the highest cosine, 2. the share of the question's words in the best passage, rare words counting more,
         3. the share of its names and numbers there. "The deadline of Larkfell College" is near every page about

@@ -1,7 +1,7 @@
-"""Choose the search settings of an index on questions whose answers are known. Held-out questions are never used.
+"""Choose the search settings of an index on questions with known answers: training questions, not test ones.
 
 The right passage of a question contains its answer. A question is made unanswerable by hiding the document with the
-answer: what the search then finds shows how a question looks that the documents do not answer.
+answer: the passages that the search then finds are examples for questions that the documents do not answer.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +46,8 @@ def tune(
     if len(asked) < _MIN_QUESTIONS:
         raise UserError(
             f"the answers to only {count(len(asked))} of {count(len(questions), 'question')} are in the documents",
-            fix=f"give at least {_MIN_QUESTIONS} questions that the documents answer; the index works without them",
+            fix=f"use at least {_MIN_QUESTIONS} questions that the documents answer; the index "
+            "itself is complete and can be used",
         )
     weight, num_passages = _tune_search(retriever, asked, progress)
     refusal = _tune_refusal(retriever, asked, weight.value, num_passages.value, progress)

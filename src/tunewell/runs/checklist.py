@@ -92,7 +92,7 @@ def settings_without_effect(config: Config, num_held_out: int) -> Iterator[str]:
 
 
 def warnings(items: Sequence[CheckedItem]) -> Iterator[str]:
-    """Yield what is short of as notes, which stay in the run's log. The corpus has its own notes."""
+    """Yield a note if memory or disk space is short. Notes stay in the run's log. The corpus has its own notes."""
     for item in items:
         if item.state == "warn" and item.name in ("memory", "disk"):
             yield f"{item.name} space: {item.value}" if item.name == "disk" else f"{item.name}: {item.value}"

@@ -1,4 +1,4 @@
-"""Where a folder stands: its config, corpus, newest run, verdict and export, and the next command. No torch."""
+"""The state of a project folder: its config, corpus, newest run, verdict and export, and the next command. No torch."""
 
 import shlex
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Look at one run from outside: is it alive, what does it do, and when did it last make progress? Without torch."""
+"""The status of one run, read without torch: is it alive, what does it do, and when did it last make progress?"""
 
 import math
 import os
@@ -27,7 +27,7 @@ _IDLE_SHARE = 0.01
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What can be seen of a run from outside. Unknown values are None."""
+    """The state of a run and of its process. Unknown values are None."""
 
     summary: RunSummary
     state: str
@@ -68,7 +68,11 @@ def run_status(run: Path, *, with_stacks: bool = False) -> RunStatus:
     cpu, share = _cpu(here.pid) if here else (None, None)
     is_idle = here is not None and share is not None and share < _IDLE_SHARE and not _is_runnable(here.pid)
     if with_stacks and here is None:
-        raise UserError(f"the run `{run}` has no running process on this machine", where=summary.note)
+        raise UserError(
+            f"the run `{run}` has no running process on this machine",
+            where=summary.note,
+            fix="`tunewell runs RUN` shows its state",
+        )
     return RunStatus(
         summary=summary,
         state=_state(summary, owner if is_running else None, is_idle=is_idle, since=since, step_seconds=step_seconds),
@@ -179,7 +183,7 @@ def dump_stacks(pid: int) -> str:
         os.kill(pid, signal.SIGUSR2)
     except (OSError, StopIteration, IndexError) as error:
         raise UserError(
-            "the stacks of this run cannot be read: it has no supervisor, or not on Linux", fix=fix
+            "the stacks of this run cannot be read: it has no supervisor, or this system is not Linux", fix=fix
         ) from error
     deadline = time.monotonic() + _STACK_SECONDS
     text = ""

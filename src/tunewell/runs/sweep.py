@@ -65,11 +65,17 @@ def parse_sets(sets: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
             fixed.append(text)
             continue
         if "" in values:
-            raise UserError(f"an alternative of `{key.strip()}` is empty", where=f"--set {text}")
+            raise UserError(
+                f"an alternative of `{key.strip()}` is empty", where=f"--set {text}", fix="remove one comma"
+            )
         if key.strip() in alternatives:
-            raise UserError(f"`{key.strip()}` has alternatives twice", where=f"--set {text}")
+            raise UserError(
+                f"`{key.strip()}` has alternatives twice", where=f"--set {text}", fix="write all of them in one `--set`"
+            )
         if len(set(values)) < len(values):
-            raise UserError(f"an alternative of `{key.strip()}` is given twice", where=f"--set {text}")
+            raise UserError(
+                f"an alternative of `{key.strip()}` is given twice", where=f"--set {text}", fix="remove one of them"
+            )
         alternatives[key.strip()] = values
     return fixed, alternatives
 
@@ -101,9 +107,9 @@ def make_trials(alternatives: Mapping[str, Sequence[str]], *, tries: int | None,
             fix="separate them with commas: `--set train.learning_rate=1e-4,3e-4`",
         )
     if tries is not None and tries < 2:
-        raise UserError(f"`--tries {tries}` is too few to compare", fix="at least 2")
+        raise UserError(f"`--tries {tries}` is too few to compare", fix="use at least 2")
     if number > _MAX_RUNS and tries is None:
-        raise UserError(f"these are {count(number)} combinations", fix="choose some of them with `--tries 12`")
+        raise UserError(f"too many combinations: {count(number)}", fix="try some of them with `--tries 12`")
     combinations = list(itertools.islice(itertools.product(*alternatives.values()), 100_000))
     if tries is not None and tries < len(combinations):
         chosen = sorted(random.Random(seed).sample(range(len(combinations)), tries))
@@ -202,7 +208,9 @@ def read_sweep(folder: Path) -> tuple[SweepSpec, list[Trial]]:
         spec = SweepSpec(**{key: value for key, value in raw["spec"].items() if key in known})
         return spec, [Trial(entry["name"], dict(entry["settings"])) for entry in raw["runs"]]
     except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"`{path}` is damaged", where=str(error)) from error
+        raise UserError(
+            f"`{path}` is damaged", where=str(error), fix="start a new sweep in another folder with `--out`"
+        ) from error
 
 
 def require_same_sweep(folder: Path, spec: SweepSpec) -> list[Trial]:

@@ -42,14 +42,14 @@ def compare_runs(
     """
     paths = [Path(run).expanduser() for run in runs]
     if len(paths) < 2:
-        raise UserError("a comparison needs at least two runs", fix="tunewell compare RUN RUN ...")
+        raise UserError("a comparison needs at least two runs", fix="name them: `tunewell compare RUN RUN`")
     for path in paths:
         if not (path / PLAN).is_file():
             raise UserError(
                 f"there is no run in `{path}`", where=f"expected `{path / PLAN}`", fix="`tunewell runs` lists runs"
             )
     if len({path.resolve() for path in paths}) < len(paths):
-        raise UserError("a run is given twice")
+        raise UserError("a run is named twice", fix="name each run once")
     folder = Path(out)
     require_output_path(folder)
     plans = [read_plan(path) for path in paths]

@@ -100,8 +100,8 @@ def recommend_model(data: str, *, progress: ProgressListener = silent) -> tuple[
     result = models(data, progress=progress)
     if result.recommended is None:
         raise UserError(
-            "no model of the list suits these rows and this machine",
-            fix="`tunewell models` shows why; name one with `--model`, or train elsewhere: `tunewell notebook`",
+            "no model in the list is suitable for these rows and this machine",
+            fix="`tunewell models` shows why; name one with `--model`, or train in Colab: `tunewell notebook`",
         )
     return result.recommended.name, result.because
 

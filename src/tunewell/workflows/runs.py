@@ -1,4 +1,4 @@
-"""`tunewell runs`: list the runs in a folder, or look at one run from outside."""
+"""`tunewell runs`: list the runs in a folder, or show the state of one run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +16,11 @@ def runs(
     return list_runs(Path(folder).expanduser(), filters=filters, sort=sort, is_reversed=is_reversed)
 
 
-def look_at(path: str | Path, *, with_stacks: bool = False) -> RunStatus | None:
+def find_status(path: str | Path, *, with_stacks: bool = False) -> RunStatus | None:
     """Return the status of a run, or None if the path is a folder without a run of its own."""
     run = Path(path).expanduser()
     if not (run / PLAN).exists() and not (run / "events.jsonl").exists():
         if with_stacks:
-            raise UserError(f"`{run}` is not a run", fix="name a run folder to see its stacks")
+            raise UserError(f"`{run}` is not a run", fix="name a run folder; `tunewell runs` lists runs")
         return None
     return run_status(run, with_stacks=with_stacks)

@@ -58,7 +58,7 @@ def sweep(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("a sweep trains in one process", fix="start it without torchrun")
     if options.seeds < 1:
-        raise UserError(f"`--seeds {options.seeds}` is not a number of seeds", fix="at least 1")
+        raise UserError(f"`--seeds {options.seeds}` is not a number of seeds", fix="use at least 1")
     out = options.out.expanduser()
     fixed, alternatives = parse_sets(sets)
     name = str(config) if isinstance(config, str | Path) else None
@@ -91,7 +91,9 @@ def sweep(
 def _stored_spec(out: Path) -> SweepSpec:
     spec, _ = read_sweep(out)
     if spec.folder != str(Path.cwd()):
-        raise UserError("a sweep is resumed in the folder in which it was started", where=spec.folder)
+        raise UserError(
+            "the sweep was started in another folder", where=spec.folder, fix="run the command in that folder"
+        )
     return spec
 
 

@@ -19,17 +19,21 @@ class Tracked:
 
 
 def track(run: str | Path, *, to: str, python: str | None = None) -> Tracked:
-    """Send what was not sent yet. Raise UserError if there is no run, or the tracker's program does not take it."""
+    """Send the metrics that were not sent yet. Raise UserError if there is no run, or if the tracker failed."""
     folder = Path(run).expanduser()
     TRACKERS.entry(to)
     if not (folder / "events.jsonl").is_file():
-        raise UserError(f"there is no run in `{folder}`", where=f"expected `{folder / 'events.jsonl'}`")
+        raise UserError(
+            f"there is no run in `{folder}`",
+            where=f"expected `{folder / 'events.jsonl'}`",
+            fix="`tunewell runs` lists runs",
+        )
     require_trackers([to], python)
     code, messages = send_run(folder, to, python)
     if code:
         raise UserError(
             f"the run was not sent to `{to}`",
             where=messages.splitlines()[-1] if messages else f"exit code {code}",
-            fix="when its server answers, run the same command again: it goes on where it stopped",
+            fix="correct the problem, then run the same command again: it continues where it stopped",
         )
     return Tracked(folder, to, messages)

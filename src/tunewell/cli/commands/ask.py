@@ -17,11 +17,13 @@ def command(
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="A run, an adapter, a model, a `.gguf` file or `URL#MODEL`. Default: the run here.",
+            help="A run, an adapter, a model folder, a `.gguf` file, a hub id or `URL#MODEL`. "
+            "Default: this folder's run.",
         ),
     ] = None,
     passages: Annotated[
-        int | None, typer.Option(min=1, max=50, metavar="N", help="Passages to read. Default: the index's own number.")
+        int | None,
+        typer.Option(min=1, max=50, metavar="N", help="Number of passages to read. Default: set by the index."),
     ] = None,
     length: Annotated[int, typer.Option(metavar="N", help="Maximum tokens of the answer.")] = 256,
     show: Annotated[bool, typer.Option("--show", help="Also print the exact message that the model gets.")] = False,

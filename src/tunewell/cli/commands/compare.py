@@ -11,14 +11,14 @@ from tunewell.cli.render import emit, json_text
 
 
 def command(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN ...", help="Two or more runs.")],
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the page.")] = Path("comparison"),
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Two or more runs.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write the HTML page to.")] = Path("comparison"),
     fresh: Annotated[bool, typer.Option("--fresh", help="Validate every run again.")] = False,
     json: AsJson = False,
 ) -> None:
     """Compare runs: settings that differ, curves, answers, speed.
 
-    The verdict of each run is used if it is of the same rows; other runs are validated first.
+    An existing report is used if it has the same held-out rows; other runs are validated first.
     """
     from tunewell.cli.screens.compare import compare_screen
     from tunewell.workflows.compare import compare_runs

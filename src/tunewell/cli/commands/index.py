@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def command(
     documents: Annotated[
         list[str],
-        typer.Argument(metavar="DOCUMENTS...", help="Files and folders: md txt html pdf docx csv jsonl."),
+        typer.Argument(metavar="DOCUMENTS", help="Files and folders: md txt html pdf docx csv jsonl."),
     ],
     out: Annotated[
         str,
@@ -24,12 +24,12 @@ def command(
             "--out",
             "--store",
             metavar="INDEX",
-            help="Folder of the index, or `postgresql://USER@HOST/DB#NAME`; an old one is updated.",
+            help="Folder of the index, or `postgresql://USER@HOST/DB#NAME`. An existing index is updated.",
         ),
     ] = "index",
     questions: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Training rows: choose the search settings by their questions."),
+        typer.Option(metavar="FILE", help="Training rows, on whose questions the search settings are chosen."),
     ] = None,
     embedder: Annotated[
         str,
@@ -56,7 +56,7 @@ def command(
 
 
 def screen(result: "IndexResult") -> str:
-    """Return the screen: what became of the files and passages, the settings with their reasons, the next command."""
+    """Return the screen: counts of files and passages, the settings with their reasons, the next command."""
     from tunewell.retrieval.documents import SKIP_REASONS
 
     manifest, built = result.built.manifest, result.built

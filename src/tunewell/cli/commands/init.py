@@ -33,7 +33,7 @@ def command(
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="Model: a Hub id, a folder, a `.gguf` file, `ollama:NAME` or `package:NAME`. Default: the one that "
+            help="Model: a hub id, a folder, a `.gguf` file, `ollama:NAME` or `package:NAME`. Default: the one that "
             "`tunewell models` recommends.",
         ),
     ] = None,
@@ -55,7 +55,8 @@ def command(
         ),
     ] = None,
     encoding: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Character encoding of the rows, like `cp1252`. Default: found.")
+        str | None,
+        typer.Option(metavar="NAME", help="Character encoding of the rows, like `cp1252`. Default: detected."),
     ] = None,
     set_: Sets = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing config.")] = False,

@@ -1,4 +1,4 @@
-"""`tunewell runs`: list the runs in a folder, or look at one run from outside."""
+"""`tunewell runs`: list the runs in a folder, or show the state of one run."""
 
 from typing import Annotated
 
@@ -9,30 +9,32 @@ from tunewell.cli.render import emit, json_text
 
 
 def command(
-    folder: Annotated[str, typer.Argument(metavar="[FOLDER | RUN]", help="A folder with runs, or one run.")] = ".",
+    folder: Annotated[str, typer.Argument(metavar="FOLDER | RUN", help="A folder with runs, or one run.")] = ".",
     filter_: Annotated[
         list[str] | None,
-        typer.Option("--filter", metavar="COLUMN=TEXT", help="Only runs whose column contains the text. Repeatable."),
+        typer.Option(
+            "--filter", metavar="COLUMN=TEXT", help="Only runs whose column contains the text. Can be repeated."
+        ),
     ] = None,
     sort: Annotated[
         str, typer.Option(metavar="COLUMN", help="Sort by a column: `when`, `held_out`, `tokens_per_second`, ...")
     ] = "when",
-    reverse: Annotated[bool, typer.Option("--reverse", help="Sort the other way round.")] = False,
+    reverse: Annotated[bool, typer.Option("--reverse", help="Reverse the order.")] = False,
     columns: Annotated[str | None, typer.Option(metavar="NAMES", help="Columns, separated by commas.")] = None,
     stacks: Annotated[
-        bool, typer.Option("--stacks", help="For a running run: the stack of each of its threads.")
+        bool, typer.Option("--stacks", help="Print the stack of each thread of a run in progress.")
     ] = False,
     json: AsJson = False,
 ) -> None:
     """List the runs in a folder, or show whether one run is alive."""
     from tunewell.cli.screens.runs import runs_screen, status_screen
     from tunewell.runs.listing import COLUMNS, require_column
-    from tunewell.workflows.runs import look_at, runs
+    from tunewell.workflows.runs import find_status, runs
 
     names = [name.strip() for name in columns.split(",") if name.strip()] if columns else []
     for name in names:
         require_column(name, "--columns")
-    status = look_at(folder, with_stacks=stacks)
+    status = find_status(folder, with_stacks=stacks)
     if status is not None:
         emit(json_text(status.as_json()) if json else status_screen(status))
         return

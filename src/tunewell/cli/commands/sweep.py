@@ -24,7 +24,7 @@ def command(
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write the runs to.")] = Path("sweep"),
     tries: Annotated[int | None, typer.Option(metavar="N", help=_TRIES)] = None,
     seeds: Annotated[int, typer.Option(metavar="N", help="Train the two best settings with this many seeds.")] = 1,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the sweep in that folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the sweep in the `--out` folder.")] = False,
     no_validate: Annotated[bool, typer.Option("--no-validate", help="Do not test the models.")] = False,
     allow_pickle: AllowPickle = False,
     json: AsJson = False,

@@ -11,7 +11,9 @@ from tunewell.config.extensions import TRACKERS
 
 def command(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, finished or not.")] = "run",
-    to: Annotated[str, typer.Option(metavar="TRACKER", help=f"{', '.join(TRACKERS.names())}.")] = "tensorboard",
+    to: Annotated[
+        str, typer.Option(metavar="TRACKER", help=f"Tracker: {', '.join(TRACKERS.names())}.")
+    ] = "tensorboard",
     python: Annotated[
         str | None, typer.Option(metavar="PATH", help="Python of another environment with the tracker's package.")
     ] = None,

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from tunewell.runs.config import RunOptions
     from tunewell.runs.result import TrainResult
 
-_ROWS = "File, folder or glob of rows, for which `tunewell.yaml` is written first, as by `init`. Needs `--model`."
+_ROWS = "File, folder or glob of rows. Writes `tunewell.yaml` first, as `init` does. Needs `--model`."
 _REHEARSE = "Only train on a few rows, for two minutes at most: does the loss fall? No run is written."
 _RESUME = "Resume the run in that folder. Without a config, use the settings of the run."
 
 
 def command(
     context: typer.Context,
-    rows: Annotated[str | None, typer.Argument(metavar="[DATA]", help=_ROWS, show_default=False)] = None,
+    rows: Annotated[str | None, typer.Argument(metavar="DATA", help=_ROWS, show_default=False)] = None,
     config: ConfigFile = None,
     set_: Sets = None,
     model: Annotated[str | None, typer.Option(metavar="MODEL", help="Model to train.")] = None,
@@ -53,7 +53,10 @@ def command(
     no_validate: Annotated[bool, typer.Option("--no-validate", help="Do not test the model after training.")] = False,
     export: Annotated[
         str | None,
-        typer.Option(metavar="TARGETS", help="Export the model afterwards, unless it fails: `ollama`, `gguf,merged`."),
+        typer.Option(
+            metavar="TARGETS",
+            help="Export the model after training, unless the verdict is FAIL: `ollama`, `gguf,merged`.",
+        ),
     ] = None,
     json: AsJson = False,
 ) -> None:
@@ -134,7 +137,7 @@ def _write_first_config(
     is_worker: bool,
     json: bool,
 ) -> None:
-    """Write `tunewell.yaml` for these rows as `init` does, unless the one that is there is for them."""
+    """Write `tunewell.yaml` for these rows as `init` does, unless the existing one has these rows."""
     from tunewell.workflows.init import init_to_train
 
     if config is not None or data:

@@ -36,7 +36,9 @@ def compare_screen(found: "RunComparison") -> str:
         parts += ["", curves]
     parts.append("")
     parts += [hanging("", describe_difference(one)) for one in comparison.differences]
-    asked = f"{count(comparison.num_common, 'question')} asked in all runs, {comparison.num_changed} not answered alike"
+    asked = (
+        f"{count(comparison.num_common, 'question')} asked in all runs, {comparison.num_changed} answered differently"
+    )
     parts.append(hanging("", asked))
     for change in comparison.changed[:_MAX_EXAMPLES]:
         parts.append(_example(change, letters))

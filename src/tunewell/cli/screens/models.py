@@ -19,7 +19,7 @@ _ALWAYS = 4
 
 def models_screen(result: "ModelsResult") -> str:
     """Return the tables and the recommendation, as wide as the screen."""
-    lines = [_subject(result), ""]
+    lines = [_heading(result), ""]
     if result.local:
         lines += [_table(result.local, result, title="on this disk", place="where"), ""]
     if result.models:
@@ -29,7 +29,7 @@ def models_screen(result: "ModelsResult") -> str:
     return "\n".join([*lines, *_recommended(result)])
 
 
-def _subject(result: "ModelsResult") -> str:
+def _heading(result: "ModelsResult") -> str:
     rows, device = result.rows, result.machine.device("auto")
     language = f", {LANGUAGES[rows.language]}" if rows.language else ""
     about = f"{count(rows.num_rows, 'row')} of about {count(round(rows.num_tokens / max(1, rows.num_rows)))} tokens"
@@ -87,7 +87,7 @@ def _legend(result: "ModelsResult") -> list[str]:
     if reasons:
         marks.append(["x", "; ".join(dict.fromkeys(reasons))])
     if any(model.method == "qlora" and not model.problem for model in shown):
-        marks.append(["4", "fits with a base model in 4 bits: `tunewell init --method qlora`"])
+        marks.append(["4", "fits only with a base model in 4 bits: `tunewell init ROWS --model NAME --method qlora`"])
     return [folded_table(marks), ""] if marks else []
 
 
@@ -103,7 +103,7 @@ def rough_duration(seconds: float) -> str:
 def _recommended(result: "ModelsResult") -> list[str]:
     best = result.recommended
     if best is None:
-        return ["no model of the list suits", hanging("next: ", "train on a larger GPU: `tunewell notebook`")]
+        return ["no model in the list is suitable", hanging("next: ", "train on a larger GPU: `tunewell notebook`")]
     name, data = shlex.quote(best.name), f" {shlex.quote(result.data)}" if result.data else " ROWS"
     seconds = f"; about {rough_duration(best.seconds)}" if best.seconds is not None else ""
     rows = [["recommended", f"{best.name}: {result.because}{seconds}"]]

@@ -57,7 +57,7 @@ def _steps(run: "TrialResult") -> str:
 
 
 def _status(run: "TrialResult") -> str:
-    return "halved" if run.status == "interrupted" and str(run.note).startswith("paused") else run.status
+    return "dropped" if run.status == "interrupted" and str(run.note).startswith("paused") else run.status
 
 
 def _has_failed(run: "TrialResult") -> bool:

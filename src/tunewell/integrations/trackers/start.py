@@ -18,7 +18,11 @@ def require_trackers(names: Sequence[str], python: str | None) -> None:
     """Raise UserError if the package of a tracker is missing in this environment, or `python` does not exist."""
     if python is not None:
         if names and not Path(python).expanduser().is_file():
-            raise UserError(f"there is no Python `{python}`", where="`track_python`")
+            raise UserError(
+                f"there is no Python `{python}`",
+                where="`track_python` or `--python`",
+                fix="name the Python of an environment, like `~/trackers/bin/python`",
+            )
         return
     for name in names:
         module, package = TRACKERS.entry(name).module, TRACKERS.entry(name).package

@@ -94,14 +94,20 @@ class SentenceTransformer:
             )
         modules = [str(module.get("type", "")).rpartition(".")[2] for module in _read(folder / "modules.json", [])]
         if unknown := [module for module in modules if module not in _MODULES]:
-            raise UserError(f"`{name}` uses a `{unknown[0]}` layer, which is not supported", where=str(folder))
+            raise UserError(
+                f"`{name}` uses a `{unknown[0]}` layer, which is not supported",
+                where=str(folder),
+                fix="use a model with an encoder, pooling and normalisation only",
+            )
         pooling = _read(folder / "1_Pooling" / "config.json", {"pooling_mode_mean_tokens": True})
         used = [
             _POOLINGS.get(key) for key, value in pooling.items() if key.startswith("pooling_mode") and value is True
         ]
         if len(used) != 1 or used[0] is None:
             raise UserError(
-                f"the pooling of `{name}` is not supported", where=str(folder), fix="use mean or CLS pooling"
+                f"the pooling of `{name}` is not supported",
+                where=str(folder),
+                fix="use a model with mean or CLS pooling",
             )
         self._pooling = used[0]
         self._prompts: dict[str, str] = _read(folder / "config_sentence_transformers.json", {}).get("prompts") or {}
@@ -173,4 +179,6 @@ def _read(path: Path, default: Any) -> Any:
     except FileNotFoundError:
         return default
     except (OSError, ValueError) as error:
-        raise UserError(f"`{path.name}` cannot be read", where=str(path)) from error
+        raise UserError(
+            f"`{path.name}` cannot be read", where=str(path), fix="download the embedder again, or use another one"
+        ) from error

@@ -14,6 +14,7 @@ from tunewell.retrieval.embedders.base import OnBatch
 
 _BATCH = 64
 _KEY = "TUNEWELL_EMBEDDER_KEY"
+_CHECK_MODEL = "check that the model after `#` is an embedding model, and that the server has `/embeddings`"
 
 
 class EmbeddingServer:
@@ -62,9 +63,13 @@ class EmbeddingServer:
             fix = f"check the address; a key is read from {_KEY}"
             raise UserError(f"the embedding server does not answer: {reason}", where=self._url, fix=fix) from None
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError("the embedding server's answer has no vectors", where=self._url) from error
+            raise UserError(
+                "the embedding server's answer has no vectors", where=self._url, fix=_CHECK_MODEL
+            ) from error
         if len(vectors) != len(texts):
             raise UserError(
-                f"the embedding server returned {len(vectors)} vectors for {len(texts)} texts", where=self._url
+                f"the embedding server returned {len(vectors)} vectors for {len(texts)} texts",
+                where=self._url,
+                fix=_CHECK_MODEL,
             )
         return vectors

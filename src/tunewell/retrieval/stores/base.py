@@ -157,7 +157,7 @@ def store_class(address: str) -> type[Store]:
         return STORES.load(scheme)
     raise UserError(
         f"an index cannot be kept in `{scheme}://`",
-        fix="give a folder, or `postgresql://USER@HOST/DATABASE#NAME`",
+        fix="use a folder, or `postgresql://USER@HOST/DATABASE#NAME`",
     )
 
 

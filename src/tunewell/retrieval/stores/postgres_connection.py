@@ -27,9 +27,9 @@ class Address:
         self.name = name or _DEFAULT_NAME
         if not _NAME.fullmatch(self.name):
             raise UserError(
-                "the name of the index can have letters, digits, `_`, `-` and `.`, at most 40",
+                "the name of an index must have at most 40 letters, digits, `_`, `-` and `.`",
                 where=self.shown,
-                fix="put it at the end of the address: `postgresql://USER@HOST/DATABASE#NAME`",
+                fix="change the name at the end of the address: `postgresql://USER@HOST/DATABASE#NAME`",
             )
 
     def schema(self, manifest: IndexManifest) -> str:
@@ -75,7 +75,7 @@ def as_user_errors(address: Address) -> Generator[None, None, None]:
         yield
     except psycopg.errors.InsufficientPrivilege as error:
         raise UserError(
-            f"the database refuses: {_message(error)}",
+            f"the database refuses access: {_message(error)}",
             where=address.shown,
             fix="ask its owner for `GRANT CREATE ON DATABASE`, or use another user",
         ) from error
@@ -95,7 +95,11 @@ def as_user_errors(address: Address) -> Generator[None, None, None]:
             fix="run the command again: the old index is unchanged, and finished vectors are not computed again",
         ) from error
     except psycopg.Error as error:
-        raise UserError(f"the database reports an error: {_message(error)}", where=address.shown) from error
+        raise UserError(
+            f"the database reports an error: {_message(error)}",
+            where=address.shown,
+            fix="the log of the server has the details; the old index is unchanged",
+        ) from error
 
 
 def _message(error: Any) -> str:
