@@ -68,7 +68,8 @@ def test_a_comparison_says_what_it_shows_and_how_many_questions_would_tell():
     close = compare_pair([True, False] * 10 + [True], [True, False] * 10 + [False], range(21))
     assert (
         not close.is_shown
-        and close.describe() == f"no difference shown; about {close.more_questions} more questions would tell"
+        and close.describe()
+        == f"no difference shown; about {close.more_questions} more questions would show a difference of this size"
     )
     same = compare_pair([True] * 5, [True] * 5, range(5))
     assert (same.p, same.more_questions, same.describe()) == (1.0, None, "no difference shown")

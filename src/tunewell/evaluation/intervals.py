@@ -68,7 +68,7 @@ class PairedDifference:
             return f"{better} is better than {worse} by {100 * low:.0f} to {100 * high:.0f} percentage points"
         if self.more_questions is None:
             return "no difference shown"
-        return f"no difference shown; about {self.more_questions:,} more questions would tell"
+        return f"no difference shown; about {self.more_questions:,} more questions would show a difference of this size"
 
 
 def compare_systems(right: Mapping[str, Sequence[float | bool]], clusters: Sequence[int]) -> list[PairedDifference]:

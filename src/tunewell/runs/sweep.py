@@ -337,7 +337,7 @@ def conclude(
         key=lambda one: _loss_key(one.held_out),
     )
     if len(ranked) == 1:
-        only = "only one setting was trained to the end, so nothing compares with it"
+        only = "only one combination was trained to the end, so there is no margin"
         return replace(result, best=best, conclusion=only, exit_code=0)
     first, second = ranked[:2]
     margin = second.mean - first.mean

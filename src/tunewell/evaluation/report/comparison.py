@@ -59,6 +59,6 @@ def describe_difference(one: ColumnDifference) -> str:
     points = (
         f"{100 * one.difference:+.1f} percentage points (95% interval {100 * one.low:+.1f} to {100 * one.high:+.1f})"
     )
-    shown = "a difference" if one.is_shown else "no difference shown"
+    shown = "difference shown" if one.is_shown else "no difference shown"
     counts = f"{one.became_right} became right, {one.became_wrong} became wrong"
     return f"{one.second} against {one.first}: {points}, {shown}; of {one.num_questions} questions, {counts}"
