@@ -9,7 +9,7 @@ from toy_index import college_index
 
 from tunewell.core.errors import UserError
 from tunewell.records.plan import Chosen
-from tunewell.retrieval.answer import Librarian, PassageFinder
+from tunewell.retrieval.answer import PassageFinder, RetrievalChat
 from tunewell.retrieval.passages import Passage
 from tunewell.retrieval.reading import NOT_FOUND, best_sentence, check_claims, is_refusal, reading_prompt
 
@@ -41,13 +41,13 @@ def retriever(tmp_path_factory):
     return college_index(tmp_path_factory.mktemp("index"))
 
 
-def ask(librarian: Librarian, question: str):
-    return "".join(librarian.ask(question)), librarian.answer
+def ask(retrieval: RetrievalChat, question: str):
+    return "".join(retrieval.ask(question)), retrieval.answer
 
 
 def test_an_answer_names_its_sources_with_file_heading_and_lines(retriever):
-    librarian = Librarian(retriever, Scripted("It is 15 January [1]."))
-    _, answer = ask(librarian, DEADLINE)
+    retrieval = RetrievalChat(retriever, Scripted("It is 15 January [1]."))
+    _, answer = ask(retrieval, DEADLINE)
     [cited] = [source for source in answer.sources if source.is_cited]
     assert cited.file.endswith("pages/alderhollow-college.md") and cited.heading == "Alderhollow College > How to apply"
     assert cited.lines == "lines 14-16" and "15 January" in cited.quote and not answer.warnings
@@ -57,7 +57,7 @@ def test_an_answer_names_its_sources_with_file_heading_and_lines(retriever):
 
 def test_a_source_that_was_not_shown_and_a_quote_that_is_not_there_are_marked(retriever):
     said = 'See [9]: "applications close on the second of May" and "The application deadline is 15 January" [1].'
-    _, answer = ask(Librarian(retriever, Scripted(said)), DEADLINE)
+    _, answer = ask(RetrievalChat(retriever, Scripted(said)), DEADLINE)
     assert [warning.partition(" is ")[0] for warning in answer.warnings] == [
         "[9]",
         "the quote “applications close on the second of May”",
@@ -66,20 +66,20 @@ def test_a_source_that_was_not_shown_and_a_quote_that_is_not_there_are_marked(re
 
 def test_passages_that_do_not_fit_are_left_out_and_counted(retriever):
     reader = Scripted("yes", max_letters=1200)
-    _, answer = ask(Librarian(retriever, reader), DEADLINE)
+    _, answer = ask(RetrievalChat(retriever, reader), DEADLINE)
     assert answer.num_left_out == 5 - len(answer.sources) > 0 and len(reader.sent[0]) <= 1200
     with pytest.raises(UserError, match="no passage fits in the model's context"):
-        ask(Librarian(retriever, Scripted("no", max_letters=50)), DEADLINE)
+        ask(RetrievalChat(retriever, Scripted("no", max_letters=50)), DEADLINE)
 
 
 def test_a_follow_up_question_finds_its_passages_by_the_question_before(retriever):
     reader = Scripted("15 January", "31,400", "?")
-    librarian = Librarian(retriever, reader, num_passages=4)
-    ask(librarian, DEADLINE)
-    _, answer = ask(librarian, "And the costs?")
+    retrieval = RetrievalChat(retriever, reader, num_passages=4)
+    ask(retrieval, DEADLINE)
+    _, answer = ask(retrieval, "And the costs?")
     assert any(source.heading == "Alderhollow College > Costs" for source in answer.sources)
     assert all(
-        source.heading != "Alderhollow College > Costs" for source in Librarian(retriever, reader).answer.sources
+        source.heading != "Alderhollow College > Costs" for source in RetrievalChat(retriever, reader).answer.sources
     )
     assert [turn["content"] for turn in reader.messages[::2]] == [DEADLINE, "And the costs?"], (
         "history without passages"
@@ -91,13 +91,13 @@ def test_a_question_that_the_documents_do_not_answer_is_refused_without_the_mode
     refusing = settings.model_copy(update={"refusal": Chosen[list[float]](value=[1, 0, 0, -0.4], because="test")})
     monkeypatch.setattr(retriever.store, "manifest", retriever.store.manifest.model_copy(update={"settings": refusing}))
     reader = Scripted()
-    text, answer = ask(Librarian(retriever, reader), "Who discovered penicillin in London?")
+    text, answer = ask(RetrievalChat(retriever, reader), "Who discovered penicillin in London?")
     assert text == NOT_FOUND and answer.refused and not reader.sent and answer.sources
     assert "close enough" in answer.because
 
 
 def test_a_refusal_of_the_model_counts_as_one(retriever):
-    _, answer = ask(Librarian(retriever, Scripted("Not in the documents")), DEADLINE)
+    _, answer = ask(RetrievalChat(retriever, Scripted("Not in the documents")), DEADLINE)
     assert answer.refused and "model" in answer.because
     assert not is_refusal("It is not in the documents room but in the hall.")
 

@@ -14,7 +14,7 @@ from tunewell.cli.main import main
 from tunewell.data.templates.chat_template import builtin_template
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.inference.prompt import prompt_ids
-from tunewell.retrieval.answer import Librarian
+from tunewell.retrieval.answer import RetrievalChat
 from tunewell.retrieval.indexing import build_index
 from tunewell.retrieval.passages import Passage
 from tunewell.retrieval.reading import reading_prompt
@@ -117,7 +117,7 @@ class Echo:
 @pytest.mark.parametrize("more", [[], ["--json"], ["--show"], ["--json", "--show"]])
 def test_nothing_of_a_page_reaches_the_terminal_as_a_command(more, retriever, monkeypatch, capsys):
     """A page could clear the screen, write to the clipboard or hide its true source."""
-    monkeypatch.setattr("tunewell.workflows.ask.open_librarian", lambda *_, **__: Librarian(retriever, Echo()))
+    monkeypatch.setattr("tunewell.workflows.ask.open_retrieval_chat", lambda *_, **__: RetrievalChat(retriever, Echo()))
     monkeypatch.setattr(type(sys.stdout), "encoding", "utf-8", raising=False)
     for number in range(30):
         for question in (f"zebra{number}", f"yak{number}", "gnu"):

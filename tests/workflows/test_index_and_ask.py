@@ -55,6 +55,12 @@ def test_index_chooses_settings_on_questions(tmp_path, monkeypatch, capsys):
     assert main(["index", str(COLLEGE / "pages"), "--questions", "short.jsonl"]) == 0
     assert "of the answerable questions" in " ".join(capsys.readouterr().out.split())
     assert main(["index", str(COLLEGE / "pages"), "--questions", "nowhere.jsonl"]) == 2
+    assert main(["index", str(COLLEGE / "pages"), "--questions", "short.jsonl", "--open-book", "book", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["open_book"]
+    for name in ("train", "held_out"):
+        lines = Path("book", f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        assert len(lines) == told[name] and "Question: " in json.loads(lines[0])["messages"][0]["content"]
+    assert main(["index", str(COLLEGE / "pages"), "--open-book", "book"]) == 2
 
 
 def test_ask_prints_the_answer_and_its_sources(notes, tiny_model, tmp_path, capsys):

@@ -84,7 +84,7 @@ class IndexAnswer:
         }
 
 
-class Librarian:
+class RetrievalChat:
     """Answers questions from an index with a model, one after the other, with follow-up questions."""
 
     def __init__(self, retriever: Retriever, reader: Reader, *, num_passages: int | None = None) -> None:

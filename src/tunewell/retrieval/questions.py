@@ -19,6 +19,8 @@ class Question:
 
     text: str
     reference: str
+    answers: tuple[str, ...] = ()
+    """Accepted answers of the row, if it has some."""
 
 
 def read_questions(path: str) -> list[Question]:
@@ -26,13 +28,13 @@ def read_questions(path: str) -> list[Question]:
     converter, found = Converter(), list[Question]()
     for row in parsed_rows(find_files(path, base=Path()), _READ):
         try:
-            messages = converter.convert(row)[0].messages
+            conversation = converter.convert(row)[0]
         except Rejected:
             continue
-        pairs = pairwise(messages)
+        pairs = pairwise(conversation.messages)
         asked = next((pair for pair in pairs if [one["role"] for one in pair] == ["user", "assistant"]), None)
         if asked is not None and all(isinstance(one["content"], str) for one in asked):
-            found.append(Question(asked[0]["content"], asked[1]["content"]))
+            found.append(Question(asked[0]["content"], asked[1]["content"], conversation.answers))
     if not found:
         raise UserError(
             f"`{path}` has no questions with answers",

@@ -5,7 +5,7 @@ from tunewell.core.files import is_url
 from tunewell.inference.chat import Chat, ChatOptions
 from tunewell.inference.chat_model import open_chat_model
 from tunewell.inference.remote import RemoteChat
-from tunewell.retrieval.answer import Librarian
+from tunewell.retrieval.answer import RetrievalChat
 from tunewell.retrieval.search import open_retriever
 from tunewell.runs.resolve import resolve_model
 
@@ -23,9 +23,9 @@ def open_reader(model: str | None, options: ChatOptions, *, device: str = "auto"
     return Chat(chat_model, options=options)
 
 
-def open_librarian(
+def open_retrieval_chat(
     address: str, model: str | None, options: ChatOptions, *, device: str = "auto", num_passages: int | None = None
-) -> Librarian:
+) -> RetrievalChat:
     """Open an index and a model."""
     retriever = open_retriever(address)
-    return Librarian(retriever, open_reader(model, options, device=device), num_passages=num_passages)
+    return RetrievalChat(retriever, open_reader(model, options, device=device), num_passages=num_passages)

@@ -1,14 +1,19 @@
 """`tunewell index`: make documents searchable, and choose the search settings on questions."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from tunewell.core.errors import UserError
+from tunewell.core.files import write_atomic
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.evaluation.answer_keys import ReferenceRow, answer_keys
 from tunewell.evaluation.judge import contains_key
 from tunewell.retrieval.embedders.base import open_embedder
 from tunewell.retrieval.indexing import BuiltIndex, build_index
+from tunewell.retrieval.open_book import OpenBookRows, open_book_rows
 from tunewell.retrieval.questions import read_questions
 from tunewell.retrieval.search import Retriever
 from tunewell.retrieval.stores.base import open_store, shown_address
@@ -21,11 +26,24 @@ class IndexResult:
 
     address: str
     built: BuiltIndex
+    open_book: OpenBookRows | None = None
+    open_book_folder: Path | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `index --json` prints."""
         manifest = self.built.manifest.model_dump(mode="json", exclude={"files"})
-        return {"index": self.address, **manifest, "notes": self.built.notes, "seconds": round(self.built.seconds, 3)}
+        found = {"index": self.address, **manifest, "notes": self.built.notes, "seconds": round(self.built.seconds, 3)}
+        if (rows := self.open_book) is None:
+            return found
+        return found | {
+            "open_book": {
+                "folder": str(self.open_book_folder),
+                "train": len(rows.train),
+                "held_out": len(rows.held_out),
+                "held_out_documents": rows.held_out_documents,
+                "without_answer": rows.num_without_answer,
+            }
+        }
 
 
 def index(
@@ -35,22 +53,35 @@ def index(
     embedder: str = "minilm",
     language: str = "auto",
     questions: str | None = None,
+    open_book: Path | None = None,
     progress: ProgressListener = silent,
 ) -> IndexResult:
-    """Index documents, or update an index. Raise UserError if there is nothing to index; the old index stays."""
+    """Index documents, or update an index. Raise UserError if there is nothing to index; the old index stays.
+
+    `open_book` is a folder for training rows in which the questions have passages.
+    """
+    if open_book is not None and questions is None:
+        raise UserError("`--open-book` needs questions with answers", fix="add `--questions train.jsonl`")
     asked = read_questions(questions) if questions is not None else []
     opened = open_embedder(embedder)
     built = build_index(list(paths), address, opened, language=language, progress=progress)
+    rows = None
     if asked:
         store = open_store(address)
-        keys = answer_keys([ReferenceRow(question.text, question.reference) for question in asked])
-        settings, notes = tune(
-            Retriever(store, opened),
-            [question.text for question in asked],
-            lambda number, text: contains_key(text, keys[number]),
-            progress=progress,
-        )
+        retriever = Retriever(store, opened)
+        keys = answer_keys([ReferenceRow(question.text, question.reference, question.answers) for question in asked])
+
+        def has_answer(number: int, text: str) -> bool:
+            return contains_key(text, keys[number])
+
+        settings, notes = tune(retriever, [question.text for question in asked], has_answer, progress=progress)
         store.set_settings(settings)
         built.manifest = store.manifest
         built.notes += notes
-    return IndexResult(shown_address(address), built)
+        if open_book is not None:
+            rows = open_book_rows(retriever, asked, has_answer, progress=progress)
+            open_book.mkdir(parents=True, exist_ok=True)
+            for name, part in (("train", rows.train), ("held_out", rows.held_out)):
+                lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in part)
+                write_atomic(open_book / f"{name}.jsonl", "".join(lines))
+    return IndexResult(shown_address(address), built, rows, open_book)

@@ -33,20 +33,20 @@ def command(
     """Answer a question from your documents, with the sources."""
     with loading("opening the index and the model"):
         from tunewell.inference.chat import ChatOptions
-        from tunewell.workflows.ask import open_librarian
+        from tunewell.workflows.ask import open_retrieval_chat
 
-        librarian = open_librarian(index, model, ChatOptions(length=length), device=device, num_passages=passages)
-    parts = librarian.ask(question)
+        retrieval = open_retrieval_chat(index, model, ChatOptions(length=length), device=device, num_passages=passages)
+    parts = retrieval.ask(question)
     if json:
         for _ in parts:
             pass
-        payload = librarian.answer.as_json() | ({"prompt": librarian.answer.prompt} if show else {})
+        payload = retrieval.answer.as_json() | ({"prompt": retrieval.answer.prompt} if show else {})
         emit(json_text(payload))
         return
     for part in parts:
         sys.stdout.write(escape_controls(part))
         sys.stdout.flush()
     sys.stdout.write("\n")
-    emit(sources_text(librarian.answer))
+    emit(sources_text(retrieval.answer))
     if show:
-        emit("\nThe model got this message:\n\n" + escape_controls(librarian.answer.prompt))
+        emit("\nThe model got this message:\n\n" + escape_controls(retrieval.answer.prompt))

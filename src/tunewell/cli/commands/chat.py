@@ -13,7 +13,7 @@ from tunewell.core.errors import UserError
 
 if TYPE_CHECKING:
     from tunewell.inference.chat import Answer, Chat
-    from tunewell.retrieval.answer import Librarian
+    from tunewell.retrieval.answer import RetrievalChat
 
 
 def command(
@@ -55,22 +55,22 @@ def command(
             ref, device=device, with_base=with_base, allow_pickle=allow_pickle, backend="llama_cpp"
         )
         chat = Chat(chat_model, system, options)
-        librarian = None
+        retrieval = None
         if index is not None:
-            from tunewell.retrieval.answer import Librarian
+            from tunewell.retrieval.answer import RetrievalChat
             from tunewell.retrieval.search import open_retriever
 
-            librarian = Librarian(open_retriever(index), chat)
+            retrieval = RetrievalChat(open_retriever(index), chat)
     if prompt is not None:
         text = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
-        _answer_once(chat, text, with_base=with_base, json=json, librarian=librarian)
+        _answer_once(chat, text, with_base=with_base, json=json, retrieval=retrieval)
     elif is_piped:
         for line in sys.stdin:
             if line.strip():
                 text = line.rstrip("\n")
-                _answer_once(chat, text, with_base=with_base, json=json, is_line=True, librarian=librarian)
+                _answer_once(chat, text, with_base=with_base, json=json, is_line=True, retrieval=retrieval)
     else:
-        converse(chat, with_base=with_base, librarian=librarian)
+        converse(chat, with_base=with_base, retrieval=retrieval)
 
 
 def _answer_once(
@@ -80,22 +80,22 @@ def _answer_once(
     with_base: bool,
     json: bool,
     is_line: bool = False,
-    librarian: "Librarian | None" = None,
+    retrieval: "RetrievalChat | None" = None,
 ) -> None:
     """Answer one prompt of a script, and print only the answer, or JSON with all details."""
-    parts = chat.reply(text) if librarian is None else librarian.ask(text)
+    parts = chat.reply(text) if retrieval is None else retrieval.ask(text)
     if not json:
         report_dropped(chat)
         write_answers(chat, parts, with_base=with_base)
-        if librarian is not None:
-            print_aside(sources_text(librarian.answer).lstrip("\n"))
+        if retrieval is not None:
+            print_aside(sources_text(retrieval.answer).lstrip("\n"))
         return
     for _ in parts:
         pass
     if with_base:
         for _ in chat.base_reply():
             pass
-    payload = as_json(chat, text) | (librarian.answer.as_json() if librarian is not None else {})
+    payload = as_json(chat, text) | (retrieval.answer.as_json() if retrieval is not None else {})
     emit(json_module.dumps(payload) if is_line else json_text(payload))
     sys.stdout.flush()
 

@@ -1,5 +1,6 @@
 """`tunewell index`: make documents searchable."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -31,6 +32,10 @@ def command(
         str | None,
         typer.Option(metavar="FILE", help="Training rows, on whose questions the search settings are chosen."),
     ] = None,
+    open_book: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Also write training rows in which the questions have passages."),
+    ] = None,
     embedder: Annotated[
         str,
         typer.Option(metavar="NAME", help="`minilm`, `wordllama`, a sentence-transformers folder, or `URL#MODEL`."),
@@ -50,6 +55,7 @@ def command(
             embedder=embedder,
             language=language,
             questions=questions,
+            open_book=open_book,
             progress=progress,
         )
     emit(json_text(result.as_json()) if json else screen(result))
@@ -86,5 +92,12 @@ def screen(result: "IndexResult") -> str:
     lines += [hanging("note: ", one_line(note)) for note in built.notes[:10]]
     if len(built.notes) > 10:
         lines.append(f"and {count(len(built.notes) - 10, 'more note')}: see `--json`")
-    lines += ["", hanging("next: ", f'`tunewell ask --index {result.address} --model MODEL "QUESTION"`')]
+    ask = f'`tunewell ask --index {result.address} --model MODEL "QUESTION"`'
+    if (written := result.open_book) is not None and (folder := result.open_book_folder) is not None:
+        held_out = f"{count(len(written.held_out))} about {count(len(written.held_out_documents), 'other document')}"
+        lines.append(
+            hanging("wrote ", f"`{folder}`: {count(len(written.train), 'row')} with passages for training, {held_out}")
+        )
+        ask += f"; `tunewell init {folder / 'train.jsonl'}` to train a model to read"
+    lines += ["", hanging("next: ", ask)]
     return "\n".join(lines)

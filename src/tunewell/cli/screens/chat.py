@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tunewell.inference.chat import Answer, Chat
-    from tunewell.retrieval.answer import IndexAnswer, Librarian
+    from tunewell.retrieval.answer import IndexAnswer, RetrievalChat
 
 COMMANDS = {
     "/reset": ("", "start a new conversation with the same system prompt"),
@@ -125,7 +125,7 @@ def print_header(chat: "Chat", *, with_base: bool) -> None:
     print_aside("\n".join([*lines, "/help lists the commands, Ctrl-C stops an answer, Ctrl-D quits"]))
 
 
-def converse(chat: "Chat", *, with_base: bool, librarian: "Librarian | None" = None) -> None:
+def converse(chat: "Chat", *, with_base: bool, retrieval: "RetrievalChat | None" = None) -> None:
     """Run a conversation in a terminal until the user quits."""
     print_header(chat, with_base=with_base)
     _enable_line_editing()
@@ -140,21 +140,21 @@ def converse(chat: "Chat", *, with_base: bool, librarian: "Librarian | None" = N
                 print_aside(run_command(chat, *command))
             elif text.strip():
                 message = text.removeprefix("/") if text.startswith("//") else text
-                answer_on_screen(chat, message, with_base=with_base, librarian=librarian)
+                answer_on_screen(chat, message, with_base=with_base, retrieval=retrieval)
         except UserError as error:
             sys.stdout.flush()
             emit_error(error)
 
 
-def answer_on_screen(chat: "Chat", text: str, *, with_base: bool, librarian: "Librarian | None" = None) -> None:
+def answer_on_screen(chat: "Chat", text: str, *, with_base: bool, retrieval: "RetrievalChat | None" = None) -> None:
     """Show an answer and its statistics, with the base model's answer if requested. Ctrl-C stops the answer."""
-    parts = chat.reply(text) if librarian is None else librarian.ask(text)
+    parts = chat.reply(text) if retrieval is None else retrieval.ask(text)
     report_dropped(chat)
     with _stopping():
         write_answers(chat, parts, with_base=with_base)
-    if librarian is not None:
-        print_aside(sources_text(librarian.answer).lstrip("\n"))
-    if librarian is None or librarian.answer.prompt:
+    if retrieval is not None:
+        print_aside(sources_text(retrieval.answer).lstrip("\n"))
+    if retrieval is None or retrieval.answer.prompt:
         print_aside(answer_statistics(chat.answer, chat.base_answer))
 
 
