@@ -630,6 +630,20 @@ def test_test_questions_of_a_growing_corpus_are_never_trained_on(tiny_model, tmp
     assert len(alone.held_out) < len(tested), "the corpus kept nothing, so this test shows nothing"
 
 
+@pytest.mark.parametrize("sets", [(), ("data.held_out=0.05",)])
+def test_a_test_question_that_was_removed_and_comes_back_is_not_trained_on(tiny_model, tmp_path, sets):
+    """Only the questions of the last build were kept: a row that was left out once came back as a training row."""
+    path = rows_file(tmp_path / "rows.jsonl", 80)
+    tested = {document.row for document in open_corpus(prepare_in(tmp_path, tiny_model, path).corpus).held_out}
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    path.write_text("".join(line for number, line in enumerate(lines, 1) if number not in tested), encoding="utf-8")
+    prepare_in(tmp_path, tiny_model, path, *sets)
+    path.write_text("".join(lines[:3]), encoding="utf-8")
+    prepare_in(tmp_path, tiny_model, path)
+    corpus = open_corpus(prepare_in(tmp_path, tiny_model, rows_file(path, 240)).corpus)
+    assert tested <= {document.row for document in corpus.held_out}
+
+
 def test_removed_rows_never_leave_mostly_test_questions(tiny_model, tmp_path):
     """Someone who keeps only the held-out rows of a corpus still trains on some of them."""
     path = rows_file(tmp_path / "rows.jsonl", 100)

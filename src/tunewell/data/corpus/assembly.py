@@ -104,8 +104,8 @@ class Assembly:
     def __init__(self, folder: Path, config: Data, held_out_before: Hashes | None = None) -> None:
         self.folder = folder
         self.num_questions = 0
-        self.held_out_questions: Hashes = np.zeros(0, dtype=np.uint64)
-        """The questions that `auto` holds out; empty for a share or a file."""
+        self.known_questions: Hashes = np.zeros(0, dtype=np.uint64) if held_out_before is None else held_out_before
+        """The questions that `auto` holds out now or held out before, also those of rows that were removed since."""
         self.sources: list[SourceLedger] = []
         self.notes: Counter[str] = Counter()
         self.unknown_characters: Counter[str] = Counter()
@@ -114,7 +114,6 @@ class Assembly:
         self.num_tokens = 0
         self._is_auto = config.held_out == "auto"
         self._held_out_share = 0.0 if isinstance(config.held_out, str) else config.held_out
-        self._held_out_before = self.held_out_questions if held_out_before is None else held_out_before
         self._clean = config.clean
         self._has_held_out_file = False
         self._open = ExitStack()
@@ -232,8 +231,9 @@ class Assembly:
         questions = np.unique(documents.question[:, 0][is_used])
         self.num_questions = len(questions)
         if self._is_auto:
-            self.held_out_questions = choose_auto(questions, self._held_out_before)
-            self._hold_out(documents, self.held_out_questions)
+            chosen = choose_auto(questions, self.known_questions)
+            self.known_questions = np.union1d(self.known_questions, chosen)
+            self._hold_out(documents, chosen)
         elif self._held_out_share and not self._has_held_out_file:
             num_rows = int((documents.is_held_out & is_used).sum())
             if not _MIN_HELD_OUT <= num_rows <= int(is_used.sum()) // 2:  # chance may choose none or all of a few rows

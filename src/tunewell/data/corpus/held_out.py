@@ -38,7 +38,7 @@ def num_auto(num_questions: int) -> int:
 def choose_auto(questions: Hashes, held_out_before: Hashes) -> Hashes:
     """Return the held-out questions: the smallest of these distinct hashes, and those that were held out before.
 
-    If rows were removed until earlier test questions are most of the data, the choice starts anew.
+    If rows were removed until earlier test questions are most of the data, those are not held out again.
     """
     in_share = int((questions / _TWO_64 < AUTO_SHARE).sum())
     number = min(max(MIN_AUTO, in_share), int(len(questions) * MAX_AUTO_SHARE))
@@ -56,13 +56,14 @@ def choose_share(questions: Hashes, share: float) -> Hashes:
 
 
 def write_questions(corpus: Path, questions: Hashes) -> None:
-    """Write the hashes of the held-out questions to the corpus, for the next build."""
+    """Write the hashes of all questions that were ever held out to the corpus, for the next build."""
     if len(questions):
+        (corpus / QUESTIONS).parent.mkdir(exist_ok=True)
         (corpus / QUESTIONS).write_bytes(np.sort(questions).astype("<u8").tobytes())
 
 
 def read_questions(corpus: Path) -> Hashes:
-    """Return the questions that `auto` held out of the corpus in this folder; none if it is missing or damaged."""
+    """Return the questions that were held out of the corpora in this folder; none if it is missing or damaged."""
     nothing = np.zeros(0, dtype=np.uint64)
     try:
         record = read_manifest(corpus).files.get(QUESTIONS)

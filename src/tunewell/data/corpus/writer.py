@@ -312,8 +312,7 @@ class CorpusWriter:
         self._space.tokens = sum(int(some.length.sum(dtype=np.int64)) for some in units.values())
         require_disk_space(self._corpus, self._space.shard_bytes())
         splits = {name: self._write_split(name, some, context) for name, some in units.items() if len(some)}
-        if "held_out" in splits:
-            write_questions(self._corpus, self._assembly.held_out_questions)
+        write_questions(self._corpus, self._assembly.known_questions)
         self._assembly.close()
         (self._assembly.folder / DROPPED).rename(self._corpus / DROPPED)
         (self._corpus / "dataset_dict.json").write_text(stable_json({"splits": list(splits)}), encoding="utf-8")
