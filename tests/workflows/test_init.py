@@ -1,13 +1,15 @@
 """`tunewell init`: the config it writes can be used as it is."""
 
 import json
+import re
+import shlex
 
 import pytest
 
 from tunewell.cli.main import main
 from tunewell.config.load import load_config
 from tunewell.core.errors import UserError
-from tunewell.workflows.init import init
+from tunewell.workflows.init import init, init_to_train
 from tunewell.workflows.prepare import prepare
 
 
@@ -298,3 +300,61 @@ def test_paths_are_relative_to_the_folder_of_the_config(folder, tiny_model, monk
     assert main(["prepare", "--config", "first.yaml"]) == 0
     loaded = load_config(folder / "configs" / "first.yaml")
     assert (loaded.config.data.held_out, loaded.config.model) == ("../data/valid.jsonl", "../model")
+
+
+@pytest.mark.parametrize(
+    ("sender", "columns"),
+    [("O'Brien", ("Prompt, Teil 1", "Text $HOME")), ("123", ("A=B", 'x"y')), ("[Bob]", ("a 1", "b 1"))],
+)
+def test_the_command_that_decides_works_as_pasted(folder, tiny_model, capsys, sender, columns):
+    """Names with quotes, commas or `$`, or like numbers, made a command that a shell or `--set` read otherwise."""
+    said = [(day, who) for day in range(1, 10) for who in (sender, "Ann", sender)]
+    turns = [f"[0{day}/02/2024, 10:15:32] {who}: Hi {day}\n" for day, who in said]
+    (folder / "_chat.txt").write_text("".join(turns), encoding="utf-8")
+    rows = "".join(f"where is thing number {n}?;it is over there {n};x\n" for n in range(9))
+    quoted = ";".join('"' + name.replace('"', '""') + '"' for name in columns)
+    (folder / "rows.csv").write_text(f"{quoted};n\n{rows}", encoding="utf-8")
+    found = []
+    for name in ("_chat.txt", "rows.csv"):
+        given = ["--model", str(tiny_model), "--method", "dora", "--set", "seed=5", "--encoding", "utf-8", "--force"]
+        assert main(["init", name, *given]) == 2
+        command = re.search(r"for example: `(tunewell .*)`$", " ".join(capsys.readouterr().out.split()))
+        assert command is not None
+        assert main(shlex.split(command[1])[1:]) == 0
+        found.append(load_config().config)
+        assert (found[-1].seed, found[-1].method.kind, found[-1].data.sources[0].encoding) == (5, "dora", "utf-8")
+    assert found[0].data.sources[0].assistant == sender
+    assert found[1].data.sources[0].columns == dict(zip(("question", "answer"), columns, strict=True))
+
+
+def test_a_limit_that_is_set_is_kept(folder, tiny_model):
+    """`--set data.sources[0].limit=5` was ignored without a word."""
+    _rows(folder / "rows.jsonl")
+    assert init("rows.jsonl", model=str(tiny_model), sets=["data.sources[0].limit=5"]).num_rows == 5
+    assert load_config().config.data.sources[0].limit == 5
+
+
+@pytest.mark.parametrize(("first", "fix"), [(0, "labels=[negative, positive]"), (1, 'labels=["1", "2"]')])
+def test_labels_that_are_numbers_get_a_command_that_works(folder, tiny_model, capsys, first, fix):
+    """Names were asked for without the option, and ratings from 1 on could not be given names at all."""
+    rows = "".join(f"film {n} was so and so,{first + n % 2}\n" for n in range(20))
+    (folder / "rows.csv").write_text("text,label\n" + rows, encoding="utf-8")
+    arguments = ["init", "rows.csv", "--model", str(tiny_model), "--set", "data.sources[0].format=classification"]
+    assert main(arguments) == 2
+    option = re.search(r"add `(--set [^`]*)`", capsys.readouterr().err)
+    assert option is not None and fix in option[1]
+    assert main([*arguments, *shlex.split(option[1])]) == 0
+    assert prepare(load_config()).manifest.dropped == {}
+
+
+def test_rows_of_the_config_are_recognised_however_they_are_written(folder, tiny_model):
+    """`train ./rows.jsonl` was refused as other rows, and `train rows.jsonl#5` trained on all rows."""
+    _rows(folder / "rows.jsonl")
+    sets = ["data.sources[0].system=Be brief."]
+    assert init_to_train("rows.jsonl", model=str(tiny_model), sets=sets) is not None
+    assert load_config().config.data.sources[0].system == "Be brief."
+    for same in ("./rows.jsonl", str(folder / "rows.jsonl")):
+        assert init_to_train(same, model=str(tiny_model)) is None
+    for other in ("rows.jsonl#5", "others.jsonl"):
+        with pytest.raises(UserError, match="other rows"):
+            init_to_train(other, model=str(tiny_model))

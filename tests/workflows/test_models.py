@@ -145,3 +145,16 @@ def test_nothing_suits_is_said(project: Path, monkeypatch: pytest.MonkeyPatch, c
     assert "no model in the list is suitable" in capsys.readouterr().out
     assert main(["init", "rows.jsonl"]) == 2
     assert not Path("tunewell.yaml").exists()
+
+
+def test_init_without_a_model_reads_the_rows_as_with_one(project: Path, capsys: pytest.CaptureFixture[str]):
+    """A chat was refused before anybody could say whose messages count, and `rows.jsonl#5` was not found."""
+    turns = [(day, who) for day in range(1, 10) for who in ("Ann", "Bob", "Ann")]
+    (project / "_chat.txt").write_text("".join(f"[0{day}/02/2024, 10:15:32] {who}: Hi\n" for day, who in turns))
+    assert _json(capsys, "models", "_chat.txt")["rows"]["number"] == 9
+    assert main(["init", "_chat.txt"]) == 2
+    assert load_config().config.data.sources[0].assistant == "?"
+    assert main(["init", "_chat.txt", "--force", "--set", "data.sources[0].assistant=Bob"]) == 0
+    assert load_config().config.data.sources[0].assistant == "Bob"
+    assert main(["init", "rows.jsonl#5", "--force"]) == 0
+    assert load_config().config.data.sources[0].limit == 5

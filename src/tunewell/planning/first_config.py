@@ -91,6 +91,8 @@ class InitResult:
         """How many rows are held out, in words."""
         if self.held_out:
             return f"{count(self.num_held_out, 'row')} of `{self.held_out}`, found beside the data"
+        if not self.num_held_out:
+            return f"none of {count(self.num_rows, 'row')}: they are too few"
         about = "about " if self.num_held_out > MIN_AUTO else ""  # 5% of the hashes are not exactly 5% of the rows
         return f"{about}{count(self.num_held_out)} of {count(self.num_rows, 'row')}, always the same ones"
 

@@ -14,7 +14,7 @@ from tunewell.config.load import FILE_NAME, LoadedConfig, load_config
 from tunewell.config.schema import Config
 from tunewell.config.yaml_reader import read_value
 from tunewell.core.errors import UserError
-from tunewell.core.files import write_atomic
+from tunewell.core.files import is_url, write_atomic
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.core.questions import Asker, Question
 from tunewell.data.sources.base import find_files, split_limit
@@ -64,10 +64,11 @@ def init(
     template = given.template.name
     if template == "auto":
         template = _fitting_template(load_tokenizer(given.tokenizer or base))
-    source_sets = wanted.config.data.sources[0].model_dump(exclude_unset=True, exclude={"path", "limit"})
+    first = wanted.config.data.sources[0]
+    source_sets, limit = first.model_dump(exclude_unset=True, exclude={"path", "limit"}), limit or first.limit
     with _naming_the_option():
         source = recognise(files, source_sets, limit=limit, ask=ask)
-        sample = _sample(wanted, data, template, source, progress)
+        sample = _sample(wanted, (plain, limit), template, source, progress)
     facts, held_out = read_facts(base), held_out_beside(files)
     num_rows = min(count_rows(files, source), limit or 1 << 62)
     start = starting_point(num_rows, facts.num_parameters, method=recipe.kind, optimizer=recipe.optimizer)
@@ -90,7 +91,7 @@ def init(
         method=method,
         num_rows_in_file=tested,
     )
-    text = config_text(result, data, model)
+    text = config_text(result, f"{plain}#{limit}" if limit else data, model)
     for key, value in _other_sets(sets):
         text = set_key(text, key, value, comment="as you said")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,29 +100,42 @@ def init(
 
 
 def init_to_train(
-    data: str, *, model: str | None, ask: Asker | None = None, progress: ProgressListener = silent
+    data: str,
+    *,
+    model: str | None,
+    sets: Sequence[str] = (),
+    ask: Asker | None = None,
+    progress: ProgressListener = silent,
 ) -> InitResult | None:
     """Write `tunewell.yaml` for `tunewell train DATA`. Return None if the one that is there has this data and model."""
-    command = f"tunewell init {shlex.quote(data)} --model {shlex.quote(model or 'MODEL')}"
+    options = [part for text in sets for part in ("--set", text)]
+    command = shlex.join(["tunewell", "init", data, "--model", model or "MODEL", *options])
     if Path(FILE_NAME).exists():
-        known = load_config()
-        if [own.path for own in known.config.data.sources] == [split_limit(data)[0]] and model in (
-            None,
-            known.config.model,
-        ):
+        known = load_config().config
+        if _is_for(known, data) and model in (None, known.model):
             return None
+        paths = ", ".join(f"`{own.path}`" for own in known.data.sources) or "no rows"
         raise UserError(
             f"`{FILE_NAME}` is here already, for other rows or another model",
+            where=f"it names {paths} and the model `{known.model}`",
             fix=f"`tunewell train` uses it as it is; `{command} --force` replaces it",
         )
     if model is None:
         raise UserError("no model is named", fix=f"add `--model`: `tunewell train {shlex.quote(data)} --model MODEL`")
-    result = init(data, model=model, ask=ask, progress=progress)
+    result = init(data, model=model, sets=sets, ask=ask, progress=progress)
     if result.source.open_points:
         questions = "; ".join(f"`{key}`: {question}" for key, question in result.source.open_points.items())
         flags = " ".join(result.source.flags.values())
         raise UserError(questions, fix=f"decide, for example: `{command} --force {flags}`; then `tunewell train`")
     return result
+
+
+def _is_for(config: Config, data: str) -> bool:
+    """Return True if a config in this folder reads these rows and no others, however their path is written."""
+    path, limit = split_limit(data)
+    known = [own.path if is_url(own.path) else Path(own.path).expanduser().resolve() for own in config.data.sources]
+    is_same = known == [path if is_url(path) else Path(path).expanduser().resolve()]
+    return is_same and limit in (None, config.data.sources[0].limit)
 
 
 def _other_sets(sets: Sequence[str]) -> list[tuple[str, Any]]:
@@ -154,9 +168,15 @@ def _fitting_template(tokenizer: LoadedTokenizer) -> str:
     return "auto"
 
 
-def _sample(wanted: LoadedConfig, data: str, template: str, source: Recognised, progress: ProgressListener) -> Manifest:
+def _sample(
+    wanted: LoadedConfig,
+    data: tuple[str, int | None],
+    template: str,
+    source: Recognised,
+    progress: ProgressListener,
+) -> Manifest:
     """Prepare the first rows in a temporary folder, and return the manifest."""
-    plain, limit = split_limit(data)
+    plain, limit = data
     own = {**source.settings, "path": plain, "limit": min(limit or _SAMPLE_ROWS, _SAMPLE_ROWS)}
     tree = wanted.config.model_dump(exclude_unset=True)
     values = {

@@ -1,5 +1,6 @@
 """`tunewell models`: compare models for your rows on this machine, and recommend one."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from tunewell.core.catalogue import CatalogueModel, catalogue, find_in_catalogue
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.row_statistics import RowStatistics, read_statistics
+from tunewell.data.sources.base import find_files, split_limit
+from tunewell.data.sources.recognise import recognise
 from tunewell.environment.local_models import LocalModel, find_local_models
 from tunewell.environment.machine import hub_problem
 from tunewell.environment.model_files import hub_cache
@@ -67,6 +70,7 @@ def models(
     data: str | None = None,
     *,
     names: tuple[str, ...] = (),
+    sets: Sequence[str] = (),
     system: System | None = None,
     is_online: bool | None = None,
     progress: ProgressListener = silent,
@@ -74,12 +78,12 @@ def models(
     """Compare the models of the catalogue and of this disk, or only `names`, for some rows.
 
     `data` is a file, folder or glob of rows. Without it, the rows of the config in this folder are used, or some are
-    assumed. `is_online` says whether the hub can be reached; None: it is tried. Raises UserError if there are no rows
-    or a named model does not exist.
+    assumed. `sets` are `KEY=VALUE` of a config for `data`, as for `init`. `is_online` says whether the hub can be
+    reached; None: it is tried. Raises UserError if there are no rows or a named model does not exist.
     """
     system = system or System()
     progress(Progress("reading rows"))
-    rows, source = _rows(data)
+    rows, source = _rows(data, sets)
     machine = read_machine(system)
     local = {} if names else {model.name: model for model in find_local_models(Path.cwd())}
     progress(Progress("comparing models"))
@@ -95,9 +99,9 @@ def models(
     return ModelsResult(rows, source, machine, compared, on_disk, *(found or (None, "")))
 
 
-def recommend_model(data: str, *, progress: ProgressListener = silent) -> tuple[str, str]:
+def recommend_model(data: str, *, sets: Sequence[str] = (), progress: ProgressListener = silent) -> tuple[str, str]:
     """Return the recommended model for some rows on this machine, and the reason; raise UserError if none suits."""
-    result = models(data, progress=progress)
+    result = models(data, sets=sets, progress=progress)
     if result.recommended is None:
         raise UserError(
             "no model in the list is suitable for these rows and this machine",
@@ -106,9 +110,9 @@ def recommend_model(data: str, *, progress: ProgressListener = silent) -> tuple[
     return result.recommended.name, result.because
 
 
-def _rows(data: str | None) -> tuple[RowStatistics, str | None]:
+def _rows(data: str | None, sets: Sequence[str]) -> tuple[RowStatistics, str | None]:
     if data is not None:
-        rows = read_statistics(Data.model_validate({"sources": [{"path": data}]}), Path())
+        rows = read_statistics(_as_init_reads(data, sets), Path())
     elif Path(FILE_NAME).is_file():
         loaded = load_config()
         if not loaded.config.data.sources:
@@ -118,8 +122,18 @@ def _rows(data: str | None) -> tuple[RowStatistics, str | None]:
     else:
         return _ASSUMED, None
     if not rows.num_rows:
-        raise UserError(f"`{data}` has no rows", fix="`tunewell inspect` shows what was read")
+        raise UserError(f"`{data}` has no rows", fix="the files are empty; name a file with rows")
     return rows, data
+
+
+def _as_init_reads(data: str, sets: Sequence[str]) -> Data:
+    """Return the source as `init` reads it: encoding, columns and the sender of the replies, the likeliest if open."""
+    plain, limit = split_limit(data)
+    given = load_config({"data": {"sources": [{"path": plain}]}}, sets).config.data.sources[0]
+    known = given.model_dump(exclude_unset=True, exclude={"path", "limit"})
+    limit = limit or given.limit
+    found = recognise(find_files(plain, base=Path()), known, limit=limit)
+    return Data.model_validate({"sources": [{**found.settings, "path": plain, "limit": limit}]})
 
 
 def _compare(

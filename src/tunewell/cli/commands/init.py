@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,12 +75,13 @@ def command(
         if model is None:
             from tunewell.workflows.models import recommend_model
 
-            model, because = recommend_model(data, progress=progress)
+            model, because = recommend_model(data, sets=sets, progress=progress)
             sys.stderr.write(hanging("model: ", f"{model}: {because} (`tunewell models` compares others)") + "\n")
         result = init(
             data, model=model, method=method, out=out, sets=sets, is_overwriting=force, ask=ask, progress=progress
         )
-    emit(json_text(result.as_json()) if json else _screen(result, data, model, set_ or ()))
+    given = ["--model", model, *(["--method", method] if method != "lora" else []), *as_options(sets)]
+    emit(json_text(result.as_json()) if json else _screen(result, data, given, set_ or ()))
     if result.source.open_points:
         raise typer.Exit(EXIT_OPEN)
 
@@ -96,8 +98,13 @@ def source_sets(columns: str | None, encoding: str | None) -> list[str]:
                 f"`--columns {columns}` is not a list of names", fix="write `--columns question=Frage,answer=Antwort`"
             )
         named = {ours.strip(): theirs.strip() for ours, theirs in pairs.items()}
-        sets.append(f"data.sources[0].columns={json_text(named)}")
+        sets.append(f"data.sources[0].columns={dumps(named, ensure_ascii=False)}")
     return sets
+
+
+def as_options(sets: "Sequence[str]") -> list[str]:
+    """Return `KEY=VALUE` settings as arguments of a command line."""
+    return [part for text in sets for part in ("--set", text)]
 
 
 def config_table(result: "InitResult", data: str, sets: "Sequence[str]" = ()) -> str:
@@ -142,7 +149,7 @@ def config_table(result: "InitResult", data: str, sets: "Sequence[str]" = ()) ->
     return folded_table(rows)
 
 
-def _screen(result: "InitResult", data: str, model: str, sets: "Sequence[str]") -> str:
+def _screen(result: "InitResult", data: str, options: "Sequence[str]", sets: "Sequence[str]") -> str:
     from tunewell.config.load import FILE_NAME
 
     open_points = result.source.open_points
@@ -151,7 +158,7 @@ def _screen(result: "InitResult", data: str, model: str, sets: "Sequence[str]") 
     marked = ""
     if open_points:
         flags = " ".join(result.source.flags.values())
-        given = shlex.join(["tunewell", "init", data, "--model", model])
+        given = shlex.join(["tunewell", "init", data, *options])
         out = f" --out {shlex.quote(str(result.path))}" if config else ""
         next_step = f"decide, for example: `{given}{out} --force {flags}`"
         marked = f" with {count(len(open_points), 'open point')}, marked `?`"

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,7 +65,7 @@ def command(
     from tunewell.runs.supervisor import can_supervise
 
     if rows is not None:
-        _write_first_config(rows, model, config, data, is_worker=worker is not None, json=json)
+        _write_first_config(rows, model, config, data, sets=set_ or (), can_ask=worker is None and not json)
 
     def load() -> "LoadedConfig":
         from tunewell.config.load import as_sets
@@ -74,7 +75,7 @@ def command(
         if no_validate:
             sets.append("verdict.after_training=false")
         if export is not None:
-            sets.append(f"export.to={json_text([name.strip() for name in export.split(',')])}")
+            sets.append(f"export.to={dumps([name.strip() for name in export.split(',')])}")
         return load_for_run(config, sets, is_resuming=resume, model=model, data=data, seed=seed)
 
     if worker is None and not no_supervisor and not rehearse and can_supervise():
@@ -134,16 +135,16 @@ def _write_first_config(
     config: Path | None,
     data: list[str] | None,
     *,
-    is_worker: bool,
-    json: bool,
+    sets: "Sequence[str]",
+    can_ask: bool,
 ) -> None:
     """Write `tunewell.yaml` for these rows as `init` does, unless the existing one has these rows."""
     from tunewell.workflows.init import init_to_train
 
     if config is not None or data:
         raise UserError("the rows are named twice", fix="leave out `--config` and `--data`, or the first argument")
-    with progress_and_questions(can_ask=not is_worker and not json) as (progress, ask):
-        result = init_to_train(rows, model=model, ask=ask, progress=progress)
+    with progress_and_questions(can_ask=can_ask) as (progress, ask):
+        result = init_to_train(rows, model=model, sets=sets, ask=ask, progress=progress)
     if result is not None:
         from tunewell.cli.commands.init import config_table
 

@@ -1,5 +1,6 @@
 """Classification sets: a text and its label become a question that names all labels, and the label as the answer."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -48,9 +49,11 @@ def collect_labels(rows: Iterable[Any], columns: Mapping[str, str], source: str)
             f"`{source}` has no label column", fix=f"name it: `columns: {{label: YOURS}}` (known: {', '.join(LABELS)})"
         )
     if all(label.lstrip("-").isdigit() for label in labels):
+        numbers = sorted(labels, key=int)
+        own = "[negative, positive]" if numbers == ["0", "1"] else json.dumps(numbers)
         raise UserError(
             f"the {count(len(labels), 'label')} of `{source}` are numbers; their names are not known",
-            fix="list the names in their order on the source: `labels: [negative, positive]`",
+            fix=f"list their names, that of 0 first, or the numbers themselves: set `labels: {own}` on the source",
         )
     return tuple(sorted(labels))
 

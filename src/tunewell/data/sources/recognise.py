@@ -4,12 +4,16 @@ What is certain is written down without a question. Without somebody to ask, wha
 writes `?`, and the sample is read with the likeliest value.
 """
 
+import json
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 from tunewell.config.schema import OPEN
+from tunewell.config.yaml_reader import parse_scalar
 from tunewell.core.errors import UserError
 from tunewell.core.questions import Asker, Question
 from tunewell.core.units import count
@@ -156,7 +160,7 @@ def _first_rows(
                 "assistant",
                 f"whose messages shall the model learn to write? Senders: {named}",
                 likeliest=senders[0],
-                flag=f"--set 'data.sources[0].assistant={senders[0]}'",
+                flag=_set_flag("assistant", senders[0]),
             )
         return list(islice(parsed_rows(files, _options(found, number)), number))
 
@@ -178,9 +182,23 @@ def _find_columns(rows: list[dict[str, Any]], name: str, found: Recognised, ask:
         found.set("columns", certain, "our name: the name in your rows")
         return
     names = ", ".join(map(str, plain[0]))
-    flag = ",".join(f"{ours}={theirs}" for ours, theirs in guess.columns.items())
     question = f"which column is the question, which the answer? Your columns: {names}"
-    found.leave_open("columns", question, likeliest=guess.columns, flag=f'--columns "{flag}"')
+    found.leave_open("columns", question, likeliest=guess.columns, flag=_columns_flag(guess.columns))
+
+
+def _set_flag(key: str, value: Any) -> str:
+    """Return `--set` for a key of the source, as a shell reads it. A name like `123` or `[x]` is quoted as text."""
+    is_plain = isinstance(value, str) and parse_scalar(value) == value and not value.startswith(("[", "{", '"', "'"))
+    text = value if is_plain else json.dumps(value, ensure_ascii=False)
+    return f"--set {shlex.quote(f'data.sources[0].{key}={text}')}"
+
+
+def _columns_flag(columns: Mapping[str, str]) -> str:
+    """Return `--columns` for these names; `--set` for names that contain a comma, which separates names."""
+    if any("," in name for name in columns.values()):
+        return _set_flag("columns", dict(columns))
+    text = ",".join(f"{ours}={theirs}" for ours, theirs in columns.items())
+    return f"--columns {shlex.quote(text)}" if re.search(r'["$`\\!]', text) else f'--columns "{text}"'
 
 
 def _ask_columns(
