@@ -46,10 +46,10 @@ def test_each_stage_names_the_next_command(folder, capsys):
     (folder / "run" / "outcome.json").unlink(missing_ok=True)
     write_config(folder)
     assert "not finished" in dict(read_overview().entries)["run"]
-    assert read_overview().next_step == "`tunewell train --resume`"
+    assert read_overview().next_step == "`tunewell train --resume --config run/config.yaml --out run`"
     with FolderLock.take(folder / "run" / LOCK, doing="training"):
         assert "a process is working in it" in dict(read_overview().entries)["run"]
-        assert read_overview().next_step == "wait until it ends"
+        assert read_overview().next_step == "wait until it ends; `tunewell runs run` shows how far it is"
     shutil.rmtree(folder / "run")
     (folder / "tunewell.yaml").unlink()
     shutil.copytree(WRITTEN / "run_finished", folder / "run")
@@ -66,6 +66,27 @@ def test_a_config_that_changed_after_the_run_is_trained_in_a_new_folder(folder):
     shutil.copytree(WRITTEN / "run_finished", folder / "run")
     write_config(folder)
     assert read_overview().next_step == "`tunewell train --out run2` with the changed config"
+    (folder / "run2").mkdir()
+    assert read_overview().next_step == "`tunewell train --out run3` with the changed config"
+
+
+@pytest.mark.parametrize(
+    ("first", "run", "command"),
+    [
+        ("# tunewell train --out run2", "run2", "--resume --out run2"),
+        ("# tunewell train rows.csv --model m", "run", "--resume"),
+        ("# tunewell train --set seed=3", "run", "--resume --config run/config.yaml --out run"),
+        ("model: m", "run", "--resume --config run/config.yaml --out run"),
+    ],
+)
+def test_a_run_is_resumed_with_its_own_settings(folder, first, run, command):
+    """A run with `--set` that was killed before its first checkpoint began anew with the settings of the config."""
+    write_config(folder)
+    shutil.copytree(WRITTEN / "run_lora", folder / run)
+    (folder / run / "outcome.json").unlink(missing_ok=True)
+    text = (folder / run / "config.yaml").read_text(encoding="utf-8")
+    (folder / run / "config.yaml").write_text(f"{first}\n{text}", encoding="utf-8")
+    assert read_overview().next_step == f"`tunewell train {command}`"
 
 
 def test_problems_are_entries_and_not_errors(folder):

@@ -3,11 +3,13 @@
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count as count_from
 from pathlib import Path
 from typing import Any
 
 from tunewell.config.load import FILE_NAME, LoadedConfig, load_config
 from tunewell.config.open_points import open_points
+from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
 from tunewell.core.files import running_owner
 from tunewell.core.units import count
@@ -17,7 +19,7 @@ from tunewell.records.manifest import MANIFEST, read_manifest
 from tunewell.records.parity import PROOF, read_proof
 from tunewell.records.plan import PLAN, read_plan
 from tunewell.records.report import REPORT, read_report
-from tunewell.records.rundir import LOCK, OUTCOME, Outcome
+from tunewell.records.rundir import LOCK, OUTCOME, RUN_CONFIG, Outcome
 
 _SHOWN_FILES = 3
 _DECIDE = f"replace `?` in `{FILE_NAME}`, then `tunewell train`"
@@ -111,8 +113,7 @@ def _folders(path: Path) -> Iterator[Path]:
 
 
 def _read_run(run: Path, base: Path, loaded: LoadedConfig | None, found: Overview) -> None:
-    name = shlex.quote(str(run))
-    resume = f"`tunewell train --resume{'' if run.name == 'run' else f' --out {name}'}`"
+    name, resume = shlex.quote(str(run)), f"`{_resume_command(run, base, loaded)}`"
     try:
         num_steps = read_plan(run).num_steps.value
         outcome = read_record(run / OUTCOME, Outcome) if (run / OUTCOME).is_file() else None
@@ -122,7 +123,7 @@ def _read_run(run: Path, base: Path, loaded: LoadedConfig | None, found: Overvie
     owner, is_running = running_owner(run / LOCK)
     if owner is not None and is_running:
         found.entries.append(("run", f"`{run}`: a process is working in it since {owner.since}"))
-        found.next_step = "wait until it ends"
+        found.next_step = f"wait until it ends; `tunewell runs {name}` shows how far it is"
     elif outcome is None:
         found.entries.append(("run", f"`{run}`: not finished, {count(num_steps, 'step')} planned"))
         found.next_step = resume
@@ -139,10 +140,38 @@ def _read_run(run: Path, base: Path, loaded: LoadedConfig | None, found: Overvie
     if loaded is not None and config.stat().st_mtime > (run / PLAN).stat().st_mtime:
         found.entries.append(("note", f"`{config}` was changed after the start of this run"))
         if outcome is not None and outcome.status != "interrupted":
-            wanted = loaded.path(loaded.config.run)
-            new = "" if not wanted.exists() else f" --out {shlex.quote(loaded.config.run + '2')}"
+            names = (f"{loaded.config.run}{number if number > 1 else ''}" for number in count_from(1))
+            free = next(own for own in names if not loaded.path(own).exists())
+            new = "" if free == loaded.config.run else f" --out {shlex.quote(free)}"
             is_open = any(True for _ in open_points(loaded))
             found.next_step = _DECIDE if is_open else f"`tunewell train{new}` with the changed config"
+
+
+def _resume_command(run: Path, base: Path, loaded: LoadedConfig | None) -> str:
+    """Return the command that resumes a run with its own settings.
+
+    A config in the folder takes precedence over that of the run, so a run that was started with other settings names
+    its own. Otherwise, the run would go on with other settings, or not at all.
+    """
+    is_usual = run == (base / Config().run if loaded is None else loaded.path(loaded.config.run))
+    words = ["tunewell", "train", "--resume"]
+    has_own = loaded is not None and _has_options(run / RUN_CONFIG)
+    words += ["--config", str(run / RUN_CONFIG)] if has_own else []
+    return shlex.join([*words, *(["--out", str(run)] if has_own or not is_usual else [])])
+
+
+def _has_options(config: Path) -> bool:
+    """Return True if a run was started with options that change its settings; its command is in the first line."""
+    try:
+        first, *_ = config.read_text(encoding="utf-8").split("\n", 1)
+        words = shlex.split(first.removeprefix("# "))
+    except (OSError, ValueError):
+        return False
+    options = {word.partition("=")[0] for word in words if word.startswith("--")}
+    harmless = {"--out", "--resume", "--no-supervisor", "--json"}
+    if not words[2:3] or not words[2].startswith("-"):
+        harmless.add("--model")  # `tunewell train DATA --model MODEL` has written it to the config
+    return not first.startswith("# tunewell") or bool(options - harmless)
 
 
 def _read_verdict(run: Path, found: Overview) -> None:
