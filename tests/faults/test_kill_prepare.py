@@ -80,15 +80,19 @@ def leftovers(folder: Path) -> list[str]:
     ]
 
 
-def make_start(folder: Path, model: Path, number: int) -> tuple[dict[str, bytes], dict[str, bytes]]:
+HELD_OUT = "data.held_out=0.1"
+"""With `auto`, what an old corpus holds out stays held out, so that a corpus without an old one is another one."""
+
+
+def make_start(folder: Path, model: Path, number: int, *sets: str) -> tuple[dict[str, bytes], dict[str, bytes]]:
     """Lay an old corpus and the rows for a new one into `folder / "start"`; give both corpora's files."""
     start = folder / "start"
     rows = rows_file(start / "rows.jsonl", number // 2, first=number)
-    old = tree(prepare_in(start, model, rows).corpus)
+    old = tree(prepare_in(start, model, rows, *sets).corpus)
     shutil.rmtree(start / ".tunewell")  # so that all of it has to be tokenised
     rows_file(rows, number)
     undisturbed = shutil.copytree(start, folder / "undisturbed")
-    return old, tree(prepare_in(undisturbed, model, undisturbed / "rows.jsonl").corpus)
+    return old, tree(prepare_in(undisturbed, model, undisturbed / "rows.jsonl", *sets).corpus)
 
 
 def kill_at_random_moments(preparer: Preparer, folder: Path, *, rows: int, moments: int, seconds: float) -> None:
@@ -140,7 +144,7 @@ def test_kill_9_at_twenty_random_moments_of_a_longer_prepare(preparer, tmp_path)
 @pytest.mark.parametrize(("has_old", "step"), [(True, 1), (False, 3)])
 def test_ended_at_any_touch_of_the_disk_the_next_run_ends_as_if_nothing_was(tiny_model, tmp_path, has_old, step):
     """Random moments miss the short ones: here every write, flush, move and removal is the last one once."""
-    old, new = make_start(tmp_path, tiny_model, 24)
+    old, new = make_start(tmp_path, tiny_model, 24, HELD_OUT)
     if not has_old:
         shutil.rmtree(tmp_path / "start" / "corpus")
     rows, place, seen = tmp_path / "start" / "rows.jsonl", tmp_path / "place", []
@@ -149,14 +153,14 @@ def test_ended_at_any_touch_of_the_disk_the_next_run_ends_as_if_nothing_was(tiny
             shutil.copytree(tmp_path / "start", place)
             with failing(at, WRITES + REMOVALS, Killed):
                 try:
-                    prepare_in(place, tiny_model, rows)
+                    prepare_in(place, tiny_model, rows, HELD_OUT)
                     break
                 except Killed:
                     pass
             found = whole_corpus(place)
             assert found in ((old, new, None) if has_old else (new, None)), at
             seen.append("none" if found is None else "new" if found == new else "old")
-            assert tree(prepare_in(place, tiny_model, rows).corpus) == new, at
+            assert tree(prepare_in(place, tiny_model, rows, HELD_OUT).corpus) == new, at
             assert leftovers(place) == [], at
             shutil.rmtree(place)
     assert len(seen) * step > 60
