@@ -137,7 +137,7 @@ class DifferenceRecord(Record):
 
 
 class JudgeRecord(Record):
-    """How right and wrong answers were told apart."""
+    """The judge of a report: how it decided whether an answer is right."""
 
     name: str
     """The judge and its version."""

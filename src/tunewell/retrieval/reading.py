@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from tunewell.retrieval.passages import Passage
 
 NOT_FOUND = "Not in the documents."
-FORM = 1
-"""Version of the prompt."""
 _TASK = (
     "Answer the question with the passages below. Use only what they say, and keep it short. "
     "Put the number of the passage after the answer, like [1]. "
