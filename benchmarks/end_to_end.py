@@ -28,6 +28,7 @@ from setting import ROOT, setting, table, tunewell_command
 
 TRL = "TRL script, packing, flash, Liger"
 FULL = ["--set=method.kind=full", "--set=train.learning_rate=2e-5", "--set=evaluate.samples=0"]
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 MAX_STEPS = {"8b": 60}
 """Steps of larger cases, where an epoch would take too long; TRL takes as many."""
 
@@ -41,6 +42,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("demo/end_to_end"), help="folder to work in")
     parser.add_argument("--without", nargs="*", default=[], choices=["trl", "validate", "second"])
     parser.add_argument("--kind", choices=["short", "long", "full"], default="short")
+    parser.add_argument("--masters", nargs="+", choices=DTYPES, default=list(DTYPES), help="of full fine-tuning")
     parser.add_argument("--max-steps", type=int, default=None, help="steps of each run; by default one epoch")
     parser.add_argument("--set", nargs="*", default=[], help="more settings for `tunewell train`")
     wanted = parser.parse_args()
@@ -94,6 +96,7 @@ def make_model(case: str, folder: str, tokenizer: str) -> None:
 def measure(case: str, folder: Path, wanted: argparse.Namespace) -> list[dict[str, Any]]:
     """Time every command in a new process."""
     command, results = tunewell_command(), []
+    masters = wanted.masters if wanted.kind == "full" else ["bf16"]
     steps = wanted.max_steps or MAX_STEPS.get(case)
     limit = f"train.max_steps={steps}" if steps else "train.epochs=1"
     (folder / "tunewell.yaml").unlink(missing_ok=True)
@@ -103,7 +106,7 @@ def measure(case: str, folder: Path, wanted: argparse.Namespace) -> list[dict[st
     more = [] if is_plain else ["--no-validate"]
     sets = [f"--set={text}" for text in [limit, *wanted.set]]
     if wanted.kind == "full":
-        variants = [[f"--set=train.masters={kind}", *FULL] for kind in ("bf16", "bf16", "fp32", "fp32")]
+        variants = [[f"--set=train.masters={kind}", *FULL] for kind in wanted.masters for _ in range(2)]
     else:
         variants = [[]] * (1 if "second" in wanted.without else 2)
     for number, own in enumerate(variants, 1):
@@ -116,7 +119,7 @@ def measure(case: str, folder: Path, wanted: argparse.Namespace) -> list[dict[st
             shutil.rmtree(folder / f"run-{number}")
     if "validate" not in wanted.without and is_plain:
         results.append(run([*command, "validate", "run-1"], folder, "tunewell validate, base and tuned"))
-    for dtype in () if "trl" in wanted.without else ("bfloat16", "float32") if wanted.kind == "full" else ("bfloat16",):
+    for dtype in () if "trl" in wanted.without else [DTYPES[kind] for kind in masters]:
         script = [sys.executable, __file__, "--trl", case, "rows.jsonl", "model", wanted.kind, dtype, str(steps or -1)]
         name = TRL if dtype == "bfloat16" else f"{TRL}, weights in {dtype}"
         results.append(run(script, folder, name, environment=_with_flash()))

