@@ -25,7 +25,7 @@ COMMANDS = {"plan", "doctor", "prepare", "train", "validate", "export", "inspect
 def sample_of(pattern: str) -> str:
     """Return a text that matches a pattern."""
     while found := re.search(r"\{([^{}]*)\}", pattern):
-        first = found[1].split("|")[0]
+        first = re.split(r"(?<!<)\|(?!>)", found[1])[0]
         first = load_phrases()[first[1:]][0] if first.startswith("@") else first
         pattern = pattern[: found.start()] + first + pattern[found.end() :]
     for token, text in (("<**>", " x "), ("<*>", " x "), ("<#>", "12"), ("<w>", "name"), ("<~>", ""), ("<b>", "{")):
@@ -114,6 +114,8 @@ def test_patterns_survive_long_repeats_of_their_own_parts() -> None:
         ("was set to 'no'", "was set to `'no'`", True),
         ("babbl<~>", "it babbles", True),
         ("{bf16|bfloat16} is off", "BFloat16 is off", True),
+        ("{<|im_end|>|<s>} is left", "<|im_end|> is left", True),
+        ("{<|im_end|>|<s>} is left", "> is left", False),
         ("art", "start", False),
         ("out of mem", "out of memory", False),
         ("== <b><b>", "ds[0] == {}", True),

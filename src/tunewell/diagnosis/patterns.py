@@ -8,7 +8,7 @@
     babbl<~>                                        <~>   the rest of a word
     <%>                                             <%>   the percentage of a progress bar that has begun
     == <b><b>                                       <b>   a brace
-    {bf16|bfloat16}                                 one of several texts
+    {bf16|bfloat16}                                 one of several texts; the bars of `<|im_end|>` do not separate them
     {@never-stops}                                  one of the texts of a list in `phrases.toml`
 
 Every wildcard is bounded and atomic, so a pattern never backtracks. Texts are compared in the form of `fold`. A pattern
@@ -129,9 +129,9 @@ def compile_pattern(text: str, phrases: dict[str, list[str]]) -> Pattern:
 def _alternatives(text: str, phrases: dict[str, list[str]]) -> list[str]:
     """Return the texts between the braces of `{a|b}`; a list of phrases is replaced by its phrases."""
     options, depth = [""], 0
-    for character in text[1:-1]:
+    for at, character in enumerate(text[1:-1], start=1):
         depth += (character == "{") - (character == "}")
-        if character == "|" and not depth:
+        if character == "|" and not depth and text[at - 1] != "<" and text[at + 1] != ">":
             options.append("")
         else:
             options[-1] += character

@@ -1,5 +1,6 @@
 """Decide what a reading means: complete signatures become findings, ranked so that causes come before consequences."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,9 @@ _WARNING_PENALTY = 0.2
 _EQUAL = 0.05
 _PER_LINE, _MOST_LINES = 0.03, 10
 """In a written report of several problems, the one that most lines are about is named first."""
+_NEAR, _LOOSE = 3, 0.65
+"""Lines between an error and the evidence that explains it, and the most confidence of evidence that is not near."""
+_FRAME = re.compile(r'\W{0,6}File "[^"]+", line\b|\s*at \S+:\d+\b')
 _MAX_EVIDENCE = 4
 _WHOLE_CONFIG = 8
 """Known keys from which a text is a whole config, and not a few lines that a person comments on."""
@@ -80,9 +84,27 @@ def find_candidates(reading: Reading) -> list[Candidate]:
         if best is not None and _is_comment(best, reading):
             continue
         if best is not None:
+            best = _doubted(best, reading)
             lines = 1 + _lines_about(failure, reading) if reading.is_report else 0
             found.append(replace(best, num_lines=lines))
     return _with_guess(found, reading) if reading.prose else found
+
+
+def _doubted(candidate: Candidate, reading: Reading) -> Candidate:
+    """Lower the confidence of a candidate that matches loosely: beside the error of the text, not in it.
+
+    Its evidence is only frames of a traceback, or sentences and settings far from every error.
+    """
+    if candidate.confidence < LIKELY or candidate.failure.severity == "harmless" or not candidate.evidence:
+        return candidate
+    is_frame = all(_FRAME.match(shown.text) for shown in candidate.evidence)
+    errors = [error.line for error in reading.errors]
+    is_beside = bool(errors) and not any(
+        abs(shown.line - line) <= _NEAR for shown in candidate.evidence for line in errors
+    )
+    if is_frame or (is_beside and not candidate.is_series):
+        return replace(candidate, confidence=_LOOSE)
+    return candidate
 
 
 def _is_comment(candidate: Candidate, reading: Reading) -> bool:
