@@ -6,7 +6,8 @@
     python benchmarks/diagnose.py --speed               100 MB: seconds, memory, growth
 
 A row has `id`, `source`, `kind`, `evidence` and `class`. Leave-one-source-out repeats the table without the signatures
-that no library prints (`printed_by`) and that fit rows of that one source only.
+that no library prints (`printed_by`) and that fit rows of that one source only. Leave-one-class-out diagnoses each
+failure without its own class: a confident name is then wrong, unless it is a related class.
 """
 
 import argparse
@@ -24,9 +25,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tunewell.diagnosis import ranking
+from tunewell.diagnosis import ranking, similarity
 from tunewell.diagnosis.diagnose import diagnose_text
-from tunewell.diagnosis.findings import HEALTHY, UNKNOWN, Diagnosis
+from tunewell.diagnosis.findings import HEALTHY, LIKELY, UNKNOWN, Diagnosis
 from tunewell.diagnosis.knowledge import Signature, load_classes
 from tunewell.diagnosis.matcher import complete
 
@@ -120,6 +121,29 @@ def leave_one_source_out(rows: Sequence[Row], plot: Path | None) -> None:
     if plot is not None:
         plot.write_text(calibration_plot(by_confidence), encoding="utf-8")
         print(f"wrote {plot}")
+
+
+def leave_one_class_out(rows: Sequence[Row]) -> None:
+    """Print how often a failure whose class does not exist gets a confident name of another one."""
+    classes = load_classes()
+    counts: Counter[str] = Counter()
+    for row in rows:
+        own = classes.get(row["class"])
+        if own is None or own.id in (HEALTHY, UNKNOWN):
+            continue
+        others = {name: failure for name, failure in classes.items() if name != own.id}
+        ranking.load_classes = similarity.load_classes = lambda others=others: others
+        similarity.index_classes.cache_clear()
+        findings = diagnose_text(row["evidence"]).findings
+        counts["rows"] += 1
+        if not findings or findings[0].id == UNKNOWN or findings[0].confidence < LIKELY:
+            continue
+        is_related = findings[0].id in own.explains or own.id in classes[findings[0].id].explains
+        counts["related" if is_related else "wrong"] += 1
+    ranking.load_classes = similarity.load_classes = load_classes
+    similarity.index_classes.cache_clear()
+    related = f"and {counts['related']} a more general one or a consequence"
+    print(f"\nleave one class out: {counts['wrong']} of {counts['rows']} get a confident wrong name, {related}")
 
 
 def print_confidence(by_confidence: dict[float, Counter[bool]]) -> None:
@@ -276,6 +300,7 @@ def main() -> None:
     else:
         table(rows, is_detailed=options.classes)
         leave_one_source_out(rows, options.plot)
+        leave_one_class_out(rows)
 
 
 if __name__ == "__main__":

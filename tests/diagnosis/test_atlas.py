@@ -52,7 +52,7 @@ def test_the_labelled_rows_are_named() -> None:
         ("003", "mps-nan-fp16", {"loss-zero-collapse", "initial-loss-implausible"}),
         (
             "004",
-            None,
+            "batch-too-large-slow",
             {
                 "batch-too-large-slow",
                 "runtime-preprocessing-stall",

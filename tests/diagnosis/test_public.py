@@ -1,8 +1,9 @@
 """Failures from public issues, labelled by a reader who had not seen the signatures.
 
-The first answers on all sixty are in `benchmarks/RESULTS.md`. Signatures were corrected afterwards, so this is no
+The first answers on all of them are in `benchmarks/RESULTS.md`. Signatures were corrected afterwards, so this is no
 longer a measurement: it keeps what is named from being lost. Each row has a few lines that programs printed, with the
-address of its source; those that are told only in a person's words are left out.
+address of its source; those that are told only in a person's words are left out. `unknown` rows have no class: a
+confident name for one of them is wrong.
 """
 
 import json
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from tunewell.diagnosis.diagnose import diagnose_text
-from tunewell.diagnosis.findings import LIKELY
+from tunewell.diagnosis.findings import LIKELY, UNKNOWN
 
 FILE = Path(__file__).with_name("data") / "public.jsonl"
 ROWS: list[dict[str, Any]] = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
@@ -27,5 +28,6 @@ def test_a_public_failure_is_named(row: dict[str, Any]) -> None:
 
 def test_most_of_them_are_named_with_confidence() -> None:
     """An answer that is right but never likely helps nobody."""
-    sure = [row["id"] for row in ROWS if diagnose_text(row["evidence"]).findings[0].confidence >= LIKELY]
-    assert len(sure) >= 0.9 * len(ROWS)
+    named = [row for row in ROWS if row["class"] != UNKNOWN]
+    sure = [row["id"] for row in named if diagnose_text(row["evidence"]).findings[0].confidence >= LIKELY]
+    assert len(sure) >= 0.9 * len(named)

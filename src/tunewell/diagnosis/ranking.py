@@ -20,8 +20,9 @@ _CLOSE, _DOUBT = 0.08, 0.12
 _WARNING_PENALTY = 0.2
 """A warning must be this much surer than a failure to be named before it."""
 _EQUAL = 0.05
-_PER_LINE, _MOST_LINES = 0.03, 10
-"""In a written report of several problems, the one that most lines are about is named first."""
+_PER_LINE, _MOST_LINES, _MEASURED = 0.03, 10, 0.3
+"""In a written report of several problems, one that its numbers show is named first, then the one that most lines are
+about."""
 _NEAR, _LOOSE = 3, 0.65
 """Lines between an error and the evidence that explains it, and the most confidence of evidence that is not near."""
 _FRAME = re.compile(r'\W{0,6}File "[^"]+", line\b|\s*at \S+:\d+\b')
@@ -43,13 +44,16 @@ class Candidate:
     cause: str | None
     num_lines: int = 0
     """Number of lines about it in a written report; 0 in a log."""
+    is_measured: bool = False
+    """Whether a rule computed it from numbers, and not only from words."""
 
     @property
     def score(self) -> float:
         """The order among findings that do not explain each other."""
         is_report = self.num_lines > 0
         penalty = _WARNING_PENALTY if self.failure.severity == "warning" and not is_report else 0.0
-        return self.confidence - penalty + _PER_LINE * min(self.num_lines, _MOST_LINES)
+        measured = _MEASURED if self.is_measured and is_report else 0.0
+        return self.confidence - penalty + measured + _PER_LINE * min(self.num_lines, _MOST_LINES)
 
     @property
     def line(self) -> int:
@@ -73,7 +77,13 @@ def find_candidates(reading: Reading) -> list[Candidate]:
             evidence = [*evidence, *(shown for fact in signature.facts for shown in reading.facts[fact])]
             series = any(fact.startswith("series:") for fact in signature.facts)
             one = Candidate(
-                failure, signature.confidence, tuple(evidence), signature.is_sentence, series, signature.cause
+                failure,
+                signature.confidence,
+                tuple(evidence),
+                signature.is_sentence,
+                series,
+                signature.cause,
+                is_measured=bool(signature.facts),
             )
             if best is None:
                 best = one
@@ -99,8 +109,10 @@ def _doubted(candidate: Candidate, reading: Reading) -> Candidate:
         return candidate
     is_frame = all(_FRAME.match(shown.text) for shown in candidate.evidence)
     errors = [error.line for error in reading.errors]
-    is_beside = bool(errors) and not any(
-        abs(shown.line - line) <= _NEAR for shown in candidate.evidence for line in errors
+    is_beside = (
+        bool(errors)
+        and not reading.is_report
+        and not any(abs(shown.line - line) <= _NEAR for shown in candidate.evidence for line in errors)
     )
     if is_frame or (is_beside and not candidate.is_series):
         return replace(candidate, confidence=_LOOSE)

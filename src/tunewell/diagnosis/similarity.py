@@ -30,7 +30,7 @@ def guess_class(text: str) -> tuple[FailureClass, float] | None:
     words = Counter(_stems(text))
     if len(words) < _LEAST_WORDS:
         return None
-    vectors, weights = _index()
+    vectors, weights = index_classes()
     unseen = max(weights.values()) / 2  # words of no page make the text less similar to all of them
     query = {word: (1 + math.log(count)) * weights.get(word, unseen) for word, count in words.items()}
     norm = math.sqrt(sum(value * value for value in query.values())) or 1.0
@@ -56,7 +56,7 @@ def _stems(text: str) -> list[str]:
 
 
 @lru_cache(maxsize=1)
-def _index() -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+def index_classes() -> tuple[dict[str, dict[str, float]], dict[str, float]]:
     """Return the vector of each class, of length 1, and the weight of each word."""
     bags: dict[str, dict[str, float]] = {}
     for failure in load_classes().values():
