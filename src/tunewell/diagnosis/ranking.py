@@ -26,6 +26,7 @@ about."""
 _NEAR, _LOOSE = 3, 0.65
 """Lines between an error and the evidence that explains it, and the most confidence of evidence that is not near."""
 _FRAME = re.compile(r'\W{0,6}File "[^"]+", line\b|\s*at \S+:\d+\b')
+_ERROR = re.compile(r"(?i)error|exception|fail|fatal|assert|abort|cannot|could not|unable")
 _MAX_EVIDENCE = 4
 _WHOLE_CONFIG = 8
 """Known keys from which a text is a whole config, and not a few lines that a person comments on."""
@@ -112,6 +113,7 @@ def _doubted(candidate: Candidate, reading: Reading) -> Candidate:
     is_beside = (
         bool(errors)
         and not reading.is_report
+        and not any(_ERROR.search(shown.text) for shown in candidate.evidence)
         and not any(abs(shown.line - line) <= _NEAR for shown in candidate.evidence for line in errors)
     )
     if is_frame or (is_beside and not candidate.is_series):
