@@ -157,7 +157,8 @@ def test_older_runs_are_sent_by_the_command(
     run.steps(5, 6)
     capsys.readouterr()
     assert main(["track", str(run.folder), "--to", "toy"]) == 2
-    assert "does not answer" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "does not answer" in shown and "sending" in shown
     for words in (["nowhere", "--to", "toy"], [str(run.folder), "--to", "toi"]):
         assert main(["track", *words]) == 2
 

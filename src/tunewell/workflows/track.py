@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tunewell.config.extensions import TRACKERS
 from tunewell.core.errors import UserError
+from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.integrations.trackers.start import require_trackers, send_run
 
 
@@ -18,7 +19,7 @@ class Tracked:
     """What the tracker printed to stderr."""
 
 
-def track(run: str | Path, *, to: str, python: str | None = None) -> Tracked:
+def track(run: str | Path, *, to: str, python: str | None = None, progress: ProgressListener = silent) -> Tracked:
     """Send the metrics that were not sent yet. Raise UserError if there is no run, or if the tracker failed."""
     folder = Path(run).expanduser()
     TRACKERS.entry(to)
@@ -29,6 +30,7 @@ def track(run: str | Path, *, to: str, python: str | None = None) -> Tracked:
             fix="`tunewell runs` lists runs",
         )
     require_trackers([to], python)
+    progress(Progress(f"sending {folder} to {to}"))
     code, messages = send_run(folder, to, python)
     if code:
         raise UserError(

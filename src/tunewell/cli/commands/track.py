@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from tunewell.cli.options import AsJson
+from tunewell.cli.progress import shown_stages
 from tunewell.cli.render import emit, json_text
 from tunewell.config.extensions import TRACKERS
 
@@ -22,7 +23,8 @@ def command(
     """Send the metrics of a run to TensorBoard, W&B or MLflow."""
     from tunewell.workflows.track import track
 
-    done = track(run, to=to, python=python)
+    with shown_stages() as progress:
+        done = track(run, to=to, python=python, progress=progress)
     if json:
         emit(json_text({"run": str(done.run), "tracker": done.tracker, "messages": done.messages}))
         return
