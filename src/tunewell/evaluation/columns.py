@@ -142,9 +142,7 @@ def compare_columns(columns: Sequence[Column], notes: Sequence[str] = ()) -> Col
     return ColumnComparison(
         names=[column.name for column in columns],
         verdicts=[column.verdict for column in columns],
-        metrics=[
-            row for row in _rows([column.metrics for column in columns]) if any(v is not None for v in row.values)
-        ],
+        metrics=_rows([column.metrics for column in columns]),
         settings=_differing([column.settings for column in columns]),
         data=_differing([column.data for column in columns]),
         resources=_rows([column.resources for column in columns]),
@@ -165,7 +163,8 @@ def compare_columns(columns: Sequence[Column], notes: Sequence[str] = ()) -> Col
 
 
 def _rows(tables: Sequence[Mapping[str, Any]]) -> list[Row]:
-    names = dict.fromkeys(name for table in tables for name in table)
+    """Return a row for each name that has a value in some table."""
+    names = dict.fromkeys(name for table in tables for name, value in table.items() if value is not None)
     return [Row(name, [table.get(name) for table in tables]) for name in names]
 
 
