@@ -46,6 +46,11 @@ def open_documents(paths: Sequence[Path], notes: list[str]) -> Iterator[Reading]
     for path in paths:
         if not path.exists():
             raise UserError(f"there is no file or folder `{path}`", fix="give a log, a run folder, a config or `-`")
+        if path.is_fifo():  # `tunewell diagnose <(command)`
+            with path.open("rb") as file:
+                yield read_stream(file, name=path.name)
+            num_read += 1
+            continue
         for file, name in _files(path, notes):
             for reading in _readings(file, name, refused, notes):
                 num_read += 1

@@ -48,7 +48,8 @@ def _headline(diagnosis: "Diagnosis") -> str:
 
 def _finding(finding: "Finding", commands: Collection[str], *, has_files: bool) -> str:
     certainty = f"{finding.certainty} ({finding.confidence:.2f})"
-    rows = [["id", f"{finding.id}, {finding.family}, {certainty}"], ["why", finding.cause], ["fix", finding.fix]]
+    family = "" if finding.family == finding.id else f"{finding.family}, "
+    rows = [["id", f"{finding.id}, {family}{certainty}"], ["why", finding.cause], ["fix", finding.fix]]
     if finding.next:
         rows.append(["next", finding.next])
     caught = [f"`tunewell {name}`" for name in finding.caught_by if name in commands]
