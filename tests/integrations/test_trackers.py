@@ -148,8 +148,9 @@ def test_older_runs_are_sent_by_the_command(
     with (run.folder / "events.jsonl").open("a") as log:
         log.write('{"kind": "step", "st\n{"kind": "step", "step": 5, "loss": 1')  # damaged, and half-written
     run.end("stopped")
-    assert main(["track", str(run.folder), "--to", "toy"]) == 0
-    assert main(["track", str(run.folder), "--to", "toy"]) == 0
+    for words in ("sent 4 new points", "nothing new to send"):
+        assert main(["track", str(run.folder), "--to", "toy"]) == 0
+        assert words in capsys.readouterr().out
     assert [step for step, _ in run.sent()] == [1, 2, 3, 4]
     assert run.rows()[-1] == {"close": "stopped"}
     (tmp_path / "down").touch()

@@ -6,6 +6,7 @@ from pathlib import Path
 from tunewell.config.extensions import TRACKERS
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener, silent
+from tunewell.integrations.trackers.follow import num_points
 from tunewell.integrations.trackers.start import require_trackers, send_run
 
 
@@ -17,6 +18,8 @@ class Tracked:
     tracker: str
     messages: str
     """What the tracker printed to stderr."""
+    num_sent: int
+    """Number of points: steps, evaluations and problems that were not sent before."""
 
 
 def track(run: str | Path, *, to: str, python: str | None = None, progress: ProgressListener = silent) -> Tracked:
@@ -31,6 +34,7 @@ def track(run: str | Path, *, to: str, python: str | None = None, progress: Prog
         )
     require_trackers([to], python)
     progress(Progress(f"sending {folder} to {to}"))
+    before = num_points(folder, to)
     code, messages = send_run(folder, to, python)
     if code:
         raise UserError(
@@ -38,4 +42,4 @@ def track(run: str | Path, *, to: str, python: str | None = None, progress: Prog
             where=messages.splitlines()[-1] if messages else f"exit code {code}",
             fix="correct the problem, then run the same command again: it continues where it stopped",
         )
-    return Tracked(folder, to, messages)
+    return Tracked(folder, to, messages, num_points(folder, to) - before)

@@ -8,6 +8,7 @@ from tunewell.cli.options import AsJson
 from tunewell.cli.progress import shown_stages
 from tunewell.cli.render import emit, json_text
 from tunewell.config.extensions import TRACKERS
+from tunewell.core.units import count
 
 
 def command(
@@ -26,8 +27,9 @@ def command(
     with shown_stages() as progress:
         done = track(run, to=to, python=python, progress=progress)
     if json:
-        emit(json_text({"run": str(done.run), "tracker": done.tracker, "messages": done.messages}))
+        emit(json_text({**vars(done), "run": str(done.run)}))
         return
-    emit(f"sent `{done.run}` to {done.tracker}")
+    sent = f"sent {count(done.num_sent, 'new point')}" if done.num_sent else "nothing new to send"
+    emit(f"{sent}: `{done.run}` to {done.tracker}")
     if to == "tensorboard":
         emit(f"next: `tensorboard --logdir {done.run / 'track' / 'tensorboard'}`")

@@ -181,6 +181,11 @@ def _settings(run: Path) -> dict[str, Any]:
     return found
 
 
+def num_points(run: Path, name: str) -> int:
+    """Return the number of points that were sent to a tracker so far."""
+    return _read_progress(run / "track" / f"{name}.json").number
+
+
 def _read_progress(path: Path) -> Progress:
     with contextlib.suppress(OSError, ValueError, TypeError):
         return Progress(**json.loads(path.read_text(encoding="utf-8")))
