@@ -17,7 +17,7 @@ from tunewell.inference.prompt import prompt_ids
 from tunewell.retrieval.answer import RetrievalChat
 from tunewell.retrieval.indexing import build_index
 from tunewell.retrieval.passages import Passage
-from tunewell.retrieval.reading import reading_prompt
+from tunewell.data.reading_prompt import reading_prompt
 from tunewell.retrieval.search import Retriever
 from tunewell.retrieval.stores.base import open_store
 

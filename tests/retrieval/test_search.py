@@ -7,7 +7,7 @@ from toy_index import HashedWords, college_facts, college_index
 from tunewell.core.errors import UserError
 from tunewell.retrieval.open_book import open_book_rows
 from tunewell.retrieval.questions import Question
-from tunewell.retrieval.reading import NOT_FOUND
+from tunewell.data.reading_prompt import NOT_FOUND
 from tunewell.retrieval.search import fuse, open_retriever
 from tunewell.retrieval.tuning import tune
 

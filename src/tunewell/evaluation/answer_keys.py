@@ -46,6 +46,8 @@ _ENGLISH = "a i in is for on by and with as or from do if not no am im out up ea
 _NEGATION = "no not never none without neither nor cannot nicht kein keine pas aucun non não niet geen"
 _CONJUNCTIONS = frozenset({"and", "or", "und", "oder", "et", "ou", "y", "e", "o"})
 _NEGATIONS = frozenset(_NEGATION.split())
+_CITATION = re.compile(r"(?<=\S)\s*\[\d{1,3}\]\s*$")
+"""The number of a passage after an answer, which is no part of it."""
 _FINAL = re.compile(r"####\s*(\S[^\n]*?)\s*$|\\boxed\{([^{}]+)\}")
 _POLAR_START = re.compile(
     r"\s*(yes|no|maybe|ja|nein|oui|non|sí|sim|não|nee|да|нет)(?:\s*[.,;:!]+(?!\s*\d)|\s*$|\s*[-\n])", re.IGNORECASE
@@ -108,7 +110,8 @@ class AnswerKey:
 
 def answer_keys(rows: Sequence[ReferenceRow], *, others: Sequence[str] = ()) -> list[AnswerKey]:
     """Return the key of each row; `others` are more references of the same corpus, such as those of training rows."""
-    frames = _Frames([*(row.reference for row in rows), *others])
+    rows = [replace(row, reference=_CITATION.sub("", row.reference)) for row in rows]
+    frames = _Frames([*(row.reference for row in rows), *(_CITATION.sub("", text) for text in others)])
     keys = [_given_key(row) or _marked_key(row) or _derived_key(row, frames) for row in rows]
     texts = {frames.number(key.reference): key.accepted[0][0] for key in keys if _is_rival(key)}
     found = []

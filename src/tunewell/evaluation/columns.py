@@ -6,10 +6,11 @@ other kinds of columns can be added.
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 from tunewell.evaluation.compare import data_facts, flat_settings, report_metrics
-from tunewell.evaluation.intervals import LEVEL, compare_pair, holm
+from tunewell.evaluation.intervals import LEVEL, compare_pair, holm, share_interval
 from tunewell.evaluation.measurements import cluster_numbers
 from tunewell.records.events import plain
 from tunewell.records.report import Report
@@ -26,11 +27,15 @@ class ColumnAnswer:
     text: str
     right: bool | None
     f1: float = 0.0
+    refused: bool = False
+    """Whether the answer says that it is not known, or the search refused the question."""
+    has_passage: bool | None = None
+    """Whether the passage with the answer was in the prompt; None without an index, or if that cannot be told."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """One run or model in a comparison."""
+    """One run or model in a comparison, with or without an index."""
 
     name: str
     answers: Mapping[Hashable, ColumnAnswer] = field(default_factory=dict)
@@ -46,6 +51,10 @@ class Column:
     line: Line | None = None
     resources: Mapping[str, float | None] = field(default_factory=dict)
     """Speed, time and memory, by name with its unit."""
+    invented: tuple[int, int] | None = None
+    """Of the questions whose passages were removed from the index: those answered, not refused, and not right; all."""
+    needs: frozenset[str] = frozenset()
+    """What the column needs besides the base model: `training`, `index`."""
 
 
 def column_of(report: Report, name: str, *, settings: Mapping[str, Any], **more: Any) -> Column:
@@ -55,7 +64,7 @@ def column_of(report: Report, name: str, *, settings: Mapping[str, Any], **more:
     return Column(
         name=name,
         answers={
-            key: ColumnAnswer(one.tuned.text, one.tuned.right, one.tuned.f1)
+            key: ColumnAnswer(one.tuned.text, one.tuned.right, one.tuned.f1, one.tuned.is_refusal)
             for key, one in zip(keys, report.exchanges, strict=True)
         },
         questions={key: key for key in keys},
@@ -74,6 +83,31 @@ class Row:
 
     name: str
     values: list[Any]
+
+
+@dataclass(frozen=True)
+class ColumnCounts:
+    """The answers of one column to the common questions that can be judged: right + wrong + refused = judged."""
+
+    judged: int = 0
+    right: int = 0
+    wrong: int = 0
+    refused: int = 0
+    low: float = 0.0
+    high: float = 1.0
+    """95% interval of the share of right answers. Questions on one fact count as one observation."""
+    search_misses: int | None = None
+    """Questions without a right answer whose passage was not in the prompt; None without an index."""
+    reading_misses: int | None = None
+    """Questions without a right answer although the passage was in the prompt."""
+    invented: int | None = None
+    num_removed: int | None = None
+    """Number of questions that were asked again with their passages removed from the index."""
+
+    @property
+    def share(self) -> float:
+        """The share of right answers."""
+        return self.right / self.judged if self.judged else 0.0
 
 
 @dataclass(frozen=True)
@@ -102,11 +136,31 @@ class ColumnDifference:
     became_wrong: int = 0
     num_questions: int = 0
     num_clusters: int = 0
+    more_questions: int | None = None
+    """Estimated number of additional questions that would show a difference of this size."""
 
     @property
     def is_shown(self) -> bool:
         """Whether the columns differ by more than chance explains."""
         return self.p <= LEVEL
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """Which column to use, and why."""
+
+    column: str | None
+    """None if no column can be recommended."""
+    because: str
+
+
+@dataclass(frozen=True)
+class UsedKey:
+    """What the answers to one question are judged by."""
+
+    question: str
+    key: str
+    because: str
 
 
 @dataclass(frozen=True)
@@ -122,20 +176,31 @@ class ColumnComparison:
     num_common: int
     """Number of questions that all columns were asked."""
     differences: list[ColumnDifference]
-    """Each later column against the first."""
+    """Each later column against the first, or all pairs."""
     changed: list[ChangedAnswer]
     """At most 100; those that not all columns answer right, or wrong, come first."""
     num_changed: int
     lines: list[Line] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    counts: list[ColumnCounts] = field(default_factory=list)
+    needs: list[list[str]] = field(default_factory=list)
+    """What each column needs besides the base model: `training`, `index`."""
+    recommendation: Recommendation | None = None
+    keys: list[UsedKey] = field(default_factory=list)
+    """What answers are judged by, for some questions."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `compare --json` prints."""
         return plain(asdict(self))
 
 
-def compare_columns(columns: Sequence[Column], notes: Sequence[str] = ()) -> ColumnComparison:
-    """Compare columns by the questions that all of them were asked, and by what they have in common."""
+def compare_columns(
+    columns: Sequence[Column], notes: Sequence[str] = (), *, has_all_pairs: bool = False
+) -> ColumnComparison:
+    """Compare columns by the questions that all of them were asked, and by what they have in common.
+
+    Each later column is compared with the first; with `has_all_pairs`, each with each.
+    """
     common = [key for key in columns[0].answers if all(key in column.answers for column in columns)]
     changed = [key for key in common if len({column.answers[key].text for column in columns}) > 1]
     changed.sort(key=lambda key: len({column.answers[key].right for column in columns}) == 1)
@@ -147,7 +212,7 @@ def compare_columns(columns: Sequence[Column], notes: Sequence[str] = ()) -> Col
         data=_differing([column.data for column in columns]),
         resources=_rows([column.resources for column in columns]),
         num_common=len(common),
-        differences=_differences(columns, common) if common else [],
+        differences=_differences(columns, common, has_all_pairs=has_all_pairs) if common else [],
         changed=[
             ChangedAnswer(
                 *columns[0].questions[key],
@@ -159,6 +224,31 @@ def compare_columns(columns: Sequence[Column], notes: Sequence[str] = ()) -> Col
         num_changed=len(changed),
         lines=[column.line for column in columns if column.line is not None],
         notes=list(notes),
+        counts=[_counts(column, common) for column in columns],
+        needs=[sorted(column.needs) for column in columns],
+    )
+
+
+def _counts(column: Column, common: Sequence[Hashable]) -> ColumnCounts:
+    judged = [key for key in common if column.answers[key].right is not None]
+    answers = [column.answers[key] for key in judged]
+    right = [answer.right is True for answer in answers]
+    refused = sum(answer.refused and not answer.right for answer in answers)
+    located = [answer for answer in answers if answer.has_passage is not None]
+    misses = [answer for answer in located if not answer.right]
+    num_search = sum(not answer.has_passage for answer in misses)
+    low, high = share_interval(right, [column.clusters.get(key, index) for index, key in enumerate(judged)])
+    return ColumnCounts(
+        judged=len(judged),
+        right=sum(right),
+        wrong=len(judged) - sum(right) - refused,
+        refused=refused,
+        low=low,
+        high=high,
+        search_misses=num_search if located else None,
+        reading_misses=len(misses) - num_search if located else None,
+        invented=column.invented[0] if column.invented else None,
+        num_removed=column.invented[1] if column.invented else None,
     )
 
 
@@ -190,10 +280,18 @@ def _difference(first: Column, second: Column, common: Sequence[Hashable]) -> Co
         became_wrong=sum(old and not new for old, new in zip(before, now, strict=True)),
         num_questions=len(judged),
         num_clusters=found.num_clusters,
+        more_questions=found.more_questions,
     )
 
 
-def _differences(columns: Sequence[Column], common: Sequence[Hashable]) -> list[ColumnDifference]:
-    """Compare each later column with the first. P-values are adjusted for the number of comparisons."""
-    found = [_difference(columns[0], column, common) for column in columns[1:]]
-    return [replace(one, p=p) for one, p in zip(found, holm([one.p for one in found]), strict=True)]
+def _differences(
+    columns: Sequence[Column], common: Sequence[Hashable], *, has_all_pairs: bool
+) -> list[ColumnDifference]:
+    """Compare each later column with the first, or all pairs. P-values are adjusted for their number (Holm)."""
+    pairs = list(combinations(columns, 2)) if has_all_pairs else [(columns[0], column) for column in columns[1:]]
+    found = [_difference(first, second, common) for first, second in pairs]
+    adjusted = holm([one.p for one in found])
+    return [
+        replace(one, p=p, more_questions=one.more_questions if p > LEVEL else None)
+        for one, p in zip(found, adjusted, strict=True)
+    ]

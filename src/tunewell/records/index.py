@@ -60,6 +60,8 @@ class IndexManifest(Record):
     files: dict[str, FileRecord] = Field(default_factory=dict[str, FileRecord])
     documents_sha256: str = ""
     """Hash of the names and contents of all documents."""
+    seconds: float | None = None
+    """Time to read and embed the documents, updates included; None if unknown."""
 
 
 def read_index(folder: Path) -> IndexManifest:

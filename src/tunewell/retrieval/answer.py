@@ -6,9 +6,10 @@ from typing import Any, Protocol
 
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
+from tunewell.data.reading_prompt import NOT_FOUND, reading_prompt
 from tunewell.data.rows.conversation import Message
 from tunewell.retrieval.passages import Passage
-from tunewell.retrieval.reading import NOT_FOUND, best_sentence, check_claims, is_refusal, reading_prompt
+from tunewell.retrieval.reading import best_sentence, check_claims, is_refusal
 from tunewell.retrieval.search import Found, Retriever
 
 _FOLLOW_UP_WORDS = 4
@@ -104,7 +105,7 @@ class RetrievalChat:
             answer.sources = _sources(found, answer)
             yield NOT_FOUND
             return
-        fitting = fit(question, found, self._fits)
+        fitting = found[: len(fit(question, [one.passage for one in found], self._fits))]
         answer.num_left_out = len(found) - len(fitting)
         answer.prompt = reading_prompt(question, [one.passage for one in fitting])
         try:
@@ -159,17 +160,18 @@ class PassageFinder:
         def with_passages(message: str) -> list[dict[str, str]]:
             return [*messages[:-1], {"role": "user", "content": message}]
 
-        fitting = fit(asked[-1], found, lambda message: fits(with_passages(message)))
+        passages = [one.passage for one in found]
+        fitting = found[: len(fit(asked[-1], passages, lambda message: fits(with_passages(message))))]
         prompt = reading_prompt(asked[-1], [one.passage for one in fitting])
         return with_passages(prompt), source_rows(fitting), None
 
 
-def fit(question: str, found: list[Found], fits: Callable[[str], bool]) -> list[Found]:
+def fit(question: str, passages: Sequence[Passage], fits: Callable[[str], bool]) -> Sequence[Passage]:
     """Return as many of the best passages as fit in the context together with an answer; raise UserError if none."""
-    for number in range(len(found), 0, -1):
-        if fits(reading_prompt(question, [one.passage for one in found[:number]])):
-            return found[:number]
-    best = found[0].passage
+    for number in range(len(passages), 0, -1):
+        if fits(reading_prompt(question, passages[:number])):
+            return passages[:number]
+    best = passages[0]
     raise UserError(
         "no passage fits in the model's context, not even the best one",
         where=f"{best.file}, {best.where or best.path}",

@@ -108,6 +108,7 @@ def build_index(
             ),
             settings=old.manifest.settings if old is not None else _default_settings(embedder),
             documents_sha256=sha256_text(*(part for entry in spool.documents for part in (entry.name, entry.sha256))),
+            seconds=((old.manifest.seconds or 0.0) if old is not None else 0.0) + time.perf_counter() - began,
         )
         manifest = store.write(address, spool, manifest, progress=progress)
         shutil.rmtree(work, ignore_errors=True)

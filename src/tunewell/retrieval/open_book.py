@@ -14,8 +14,8 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_text
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import count
+from tunewell.data.reading_prompt import NOT_FOUND, reading_prompt
 from tunewell.retrieval.questions import Question
-from tunewell.retrieval.reading import NOT_FOUND, reading_prompt
 from tunewell.retrieval.search import Found, Retriever
 
 UNANSWERABLE_SHARE = 0.25

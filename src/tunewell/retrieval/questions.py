@@ -1,15 +1,17 @@
 """Read questions with their answers from rows, and find the answers in passages."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
+from tunewell.config.schema import SourceConfig
 from tunewell.core.errors import UserError
 from tunewell.data.rows.conversation import Rejected
 from tunewell.data.rows.formats import Converter
 from tunewell.data.sources.base import find_files
 from tunewell.data.sources.blocks import ReadOptions, parsed_rows
 
+_HERE = Path()
 _READ = ReadOptions(max_row_bytes=1 << 20, max_nesting=64)
 
 
@@ -23,10 +25,23 @@ class Question:
     """Accepted answers of the row, if it has some."""
 
 
-def read_questions(path: str) -> list[Question]:
-    """Return the first question of each row with its answer; raise UserError if no row has one."""
-    converter, found = Converter(), list[Question]()
-    for row in parsed_rows(find_files(path, base=Path()), _READ):
+def read_questions(rows: str | SourceConfig, *, base: Path = _HERE) -> list[Question]:
+    """Return the first question of each row with its answer; raise UserError if no row has one.
+
+    `rows` is a path, or a source of a config with its column names; paths are relative to `base`.
+    """
+    source = SourceConfig.model_validate(rows) if isinstance(rows, str) else rows
+    path, found = source.path, list[Question]()
+    converter = Converter(format_name=source.format, columns=source.columns, system=source.system)
+    read = replace(
+        _READ,
+        text_rows=source.text_rows,
+        encoding=source.encoding,
+        limit=source.limit,
+        format=source.format,
+        separator=source.separator,
+    )
+    for row in parsed_rows(find_files(path, base=base), read):
         try:
             conversation = converter.convert(row)[0]
         except Rejected:

@@ -1,38 +1,16 @@
-"""The prompt with passages for a model. `ask`, `chat`, `serve` and the rows of `open_book.py` use the same one.
-
-Passages are data: they go into the text of the user's message, where a marker of the chat template stays text.
-"""
+"""Check an answer against the passages that were shown: citations, quotes, refusals, and the sentence to quote."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tunewell.data.reading_prompt import NOT_FOUND
 from tunewell.retrieval.passages import Passage
 
-NOT_FOUND = "Not in the documents."
-_TASK = (
-    "Answer the question with the passages below. Use only what they say, and keep it short. "
-    "Put the number of the passage after the answer, like [1]. "
-    f'If the passages do not answer the question, reply: "{NOT_FOUND}"'
-)
-_FORGED = re.compile(r"^[ \t]*\[(\d{1,3})\]", re.MULTILINE)
 _CITATION = re.compile(r"\[(\d{1,3})\]")
 _QUOTE = re.compile(r"[\"“„»]([^\"“”„«»\n]{12,400})[\"”«]")
 _MIN_QUOTED_WORDS = 3
 _SENTENCE = re.compile(r"(?<=[.!?。！？])\s+|\n\s*\n|\n(?=\s*(?:[-*+•|]|\d+[.)]|\w+:) )")
-
-
-def reading_prompt(question: str, passages: Sequence[Passage]) -> str:
-    """Return the message for a model: the task, numbered passages with their headings, and the question."""
-    shown = "\n\n".join(
-        f"[{number}] {' '.join(passage.path.split())}\n{_text(passage)}" for number, passage in enumerate(passages, 1)
-    )
-    return f"{_TASK}\n\n{shown}\n\nQuestion: {question.strip()}"
-
-
-def _text(passage: Passage) -> str:
-    """Return the text of a passage. `[2]` at the start of a line, which looks like a new passage, becomes `(2)`."""
-    return _FORGED.sub(r"(\1)", passage.text.strip())
 
 
 @dataclass(frozen=True)

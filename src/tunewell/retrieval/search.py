@@ -44,6 +44,10 @@ def fuse(by_words: Hits, by_vectors: Hits, vector_weight: float) -> list[tuple[i
     return sorted(scores.items(), key=lambda item: (-item[1], item[0]))
 
 
+def _without(hits: Hits, gone: Collection[int]) -> Hits:
+    return [hit for hit in hits if hit[0] not in gone] if gone else hits
+
+
 class Retriever:
     """An open index with its embedder."""
 
@@ -61,25 +65,22 @@ class Retriever:
         vector_weight: float | None = None,
         vector: np.ndarray | None = None,
         without: Collection[str] = (),
+        hidden: Collection[int] = (),
     ) -> list[Found]:
-        """Return the best passages for a question, except those of the documents in `without`."""
+        """Return the best passages, as if the documents `without` and the passages `hidden` were gone."""
         if vector_weight is None:
             vector_weight = self.store.manifest.settings.vector_weight.value
         asked = vector if vector is not None else self.embedder.embed([question], is_query=True)[0]
-        hidden = sum(self._documents[name].num_passages for name in without)
-        by_words = self.store.search_words(words(question, self._language), CANDIDATES + hidden)
-        by_vectors = self.store.search_vectors(asked, CANDIDATES + hidden)
+        gone = self._gone(without, hidden)
+        depth = CANDIDATES + len(gone)
+        by_words = _without(self.store.search_words(words(question, self._language), depth), gone)
+        by_vectors = _without(self.store.search_vectors(asked, depth), gone)
         cosines, bm25 = dict(by_vectors), dict(by_words)
-        found: list[Found] = []
-        fused = fuse(by_words, by_vectors, vector_weight)
-        for start in range(0, len(fused), limit + hidden):
-            part = fused[start : start + limit + hidden]
-            for (number, score), passage in zip(part, self.store.passages([n for n, _ in part]), strict=True):
-                if passage.file not in without:
-                    found.append(Found(number, passage, score, cosines.get(number, 0.0), bm25.get(number, 0.0)))
-            if len(found) >= limit:
-                break
-        return found[:limit]
+        best = fuse(by_words, by_vectors, vector_weight)[:limit]
+        return [
+            Found(number, passage, score, cosines.get(number, 0.0), bm25.get(number, 0.0))
+            for (number, score), passage in zip(best, self.store.passages([n for n, _ in best]), strict=True)
+        ]
 
     def find(self, question: str, limit: int, **options: Any) -> tuple[list[Found], bool]:
         """Return the best passages for a question, and whether they seem to answer it."""
@@ -89,10 +90,13 @@ class Retriever:
         coefficients = self.store.manifest.settings.refusal.value
         if not coefficients:
             return found, True
-        signals = self.signals(question, found, without=options.get("without", ()))
+        gone = {name: options[name] for name in ("without", "hidden") if name in options}
+        signals = self.signals(question, found, **gone)
         return found, sum(c * s for c, s in zip(coefficients, (*signals, 1.0), strict=True)) >= 0
 
-    def signals(self, question: str, found: Sequence[Found], *, without: Collection[str] = ()) -> tuple[float, ...]:
+    def signals(
+        self, question: str, found: Sequence[Found], *, without: Collection[str] = (), hidden: Collection[int] = ()
+    ) -> tuple[float, ...]:
         """Return three numbers that show whether passages answer a question: similarity of meaning, words and names.
 
         1. the highest cosine, 2. the share of the question's words in the best passage, rare words counting more,
@@ -104,7 +108,7 @@ class Retriever:
         asked = sorted(set(words(question, self._language)))
         names = {word for name in _NAME.findall(question) for word in words(name, self._language)}
         total = self.store.manifest.counts.passages
-        numbers = self._num_passages_with(asked, without)
+        numbers = self._num_passages_with(asked, self._gone(without, hidden))
         weights = [math.log(1 + (total - number + 0.5) / (number + 0.5)) for number in numbers]
         covered = sum(weight for weight, word in zip(weights, asked, strict=True) if word in present)
         return (
@@ -113,18 +117,16 @@ class Retriever:
             sum(name in present for name in names) / len(names) if names else 1.0,
         )
 
-    def _num_passages_with(self, asked: list[str], without: Collection[str]) -> list[int]:
+    def _num_passages_with(self, asked: list[str], gone: Collection[int]) -> list[int]:
         numbers = self.store.num_passages_with(asked)
-        for name in without:
-            for passage in self.passages_of(name):
-                present = set(words(passage.searched, self._language))
-                numbers = [number - (word in present) for number, word in zip(numbers, asked, strict=True)]
+        for passage in self.store.passages(sorted(gone)):
+            present = set(words(passage.searched, self._language))
+            numbers = [number - (word in present) for number, word in zip(numbers, asked, strict=True)]
         return numbers
 
-    def passages_of(self, document: str) -> list[Passage]:
-        """Return the passages of a document."""
-        entry = self._documents[document]
-        return self.store.passages(range(entry.first, entry.first + entry.num_passages))
+    def _gone(self, without: Collection[str], hidden: Collection[int]) -> set[int]:
+        entries = [self._documents[name] for name in without]
+        return {*hidden, *(entry.first + place for entry in entries for place in range(entry.num_passages))}
 
 
 def open_retriever(address: str) -> Retriever:

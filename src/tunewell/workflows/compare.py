@@ -1,7 +1,7 @@
-"""`tunewell compare`: several runs side by side, on the same held-out rows."""
+"""`tunewell compare`: runs side by side, or models with and without an index, on the same held-out questions."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +10,32 @@ from tunewell.core.files import require_output_path, stable_json, write_atomic
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.evaluation.columns import Column, ColumnComparison, column_of, compare_columns
 from tunewell.evaluation.report.comparison import comparison_page
+from tunewell.records.index import INDEX
 from tunewell.records.plan import PLAN, Plan, read_plan
 from tunewell.records.report import REPORT, Report, read_report
 from tunewell.records.rundir import OUTCOME
 from tunewell.runs.curves import line_of_run
 from tunewell.runs.listing import read_object, summarise
 
-PAGE, DATA = "comparison.html", "comparison.json"
+PAGE, DATA = "compare.html", "compare.json"
 OUT = Path("comparison")
+DEFAULT_INDEX = "index"
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """The options of a comparison."""
+
+    indexes: Sequence[str] = ()
+    """Indexes from which each model also answers."""
+    data: str | Path | Sequence[str | Path] | None = None
+    """File of questions with answers; by default the held-out rows of the first run."""
+    out: str | Path = OUT
+    is_fresh: bool = False
+    """Validate every run again. Only for a comparison of runs."""
+    num_questions: int = 100
+    num_passages: int | None = None
+    device: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -32,6 +50,49 @@ class RunComparison:
         return self.folder / PAGE
 
 
+def compare(
+    subjects: Sequence[str | Path] = (),
+    *,
+    options: CompareOptions | None = None,
+    progress: ProgressListener = silent,
+    **fields: Any,
+) -> RunComparison:
+    """Compare runs and models, with and without indexes, and write the page. `fields` are fields of CompareOptions.
+
+    Runs alone are compared by their reports, settings and curves. With an index, with rows or with a model that is not
+    a run, all are asked the same questions. Raises UserError if there is nothing to compare.
+    """
+    options = replace(options or CompareOptions(), **fields)
+    require_output_path(Path(options.out))
+    is_runs = len(subjects) > 1 and all((Path(one).expanduser() / PLAN).is_file() for one in subjects)
+    if is_runs and not options.indexes and options.data is None:
+        return compare_runs(subjects, out=options.out, is_fresh=options.is_fresh, progress=progress)
+    from tunewell.workflows.compare_answers import compare_answers
+
+    return _written(compare_answers(subjects, _with_index(subjects, options), progress), Path(options.out))
+
+
+def _with_index(subjects: Sequence[str | Path], options: CompareOptions) -> CompareOptions:
+    """Return the options with this folder's index if none is named; raise UserError if there is only one column."""
+    if options.indexes or len(subjects) > 1:
+        return options
+    if (Path(DEFAULT_INDEX) / INDEX).is_file():
+        return replace(options, indexes=(DEFAULT_INDEX,))
+    raise UserError(
+        "there is nothing to compare with: no index, and no second run",
+        where=f"there is no index in `{DEFAULT_INDEX}`",
+        fix="make an index of your documents with `tunewell index DOCUMENTS --questions train.jsonl`, then run "
+        "`tunewell compare` again; or name two runs: `tunewell compare RUN RUN`",
+    )
+
+
+def _written(comparison: ColumnComparison, folder: Path) -> RunComparison:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / DATA, stable_json(comparison.as_json()))
+    write_atomic(folder / PAGE, comparison_page(comparison))
+    return RunComparison(comparison, folder)
+
+
 def compare_runs(
     runs: Sequence[str | Path], *, out: str | Path = OUT, is_fresh: bool = False, progress: ProgressListener = silent
 ) -> RunComparison:
@@ -41,19 +102,11 @@ def compare_runs(
     Raises UserError for a folder without a run, and for fewer than two runs.
     """
     paths = [Path(run).expanduser() for run in runs]
-    if len(paths) < 2:
-        raise UserError("a comparison needs at least two runs", fix="name them: `tunewell compare RUN RUN`")
-    for path in paths:
-        if not (path / PLAN).is_file():
-            raise UserError(
-                f"there is no run in `{path}`", where=f"expected `{path / PLAN}`", fix="`tunewell runs` lists runs"
-            )
     if len({path.resolve() for path in paths}) < len(paths):
         raise UserError("a run is named twice", fix="name each run once")
     folder = Path(out)
-    require_output_path(folder)
     plans = [read_plan(path) for path in paths]
-    names, notes = _names(paths), []
+    names, notes = column_names(paths), []
     columns = []
     for path, plan, name in zip(paths, plans, names, strict=True):
         report = None if is_fresh else _known_report(path, plan, plans[0])
@@ -61,14 +114,10 @@ def compare_runs(
             report, found = _validated(path, paths[0], folder / name, progress)
             notes += [f"{name}: {note}" for note in found if f"{name}: {note}" not in notes]
         columns.append(_column(path, plan, report, name))
-    comparison = compare_columns(columns, notes)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / DATA, stable_json(comparison.as_json()))
-    write_atomic(folder / PAGE, comparison_page(comparison))
-    return RunComparison(comparison, folder)
+    return _written(compare_columns(columns, notes), folder)
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
+def column_names(paths: Sequence[Path]) -> list[str]:
     """Return the names of the folders, or their paths if two have the same name."""
     names = [path.resolve().name for path in paths]
     return names if len(set(names)) == len(names) else [str(path).strip("/").replace("/", "_") for path in paths]
@@ -102,9 +151,16 @@ def _column(run: Path, plan: Plan, report: Report, name: str) -> Column:
     peak = measured.get("peak_bytes")
     resources = {
         "tokens per second": summary.tokens_per_second,
-        "seconds": measured.get("seconds") or outcome.get("seconds"),
+        "seconds": training_seconds(run),
         "peak memory, MiB": peak / 2**20 if isinstance(peak, int) else None,
         "steps": summary.steps,
     }
     line = line_of_run(run, name)
     return column_of(report, name, settings={**plan.config, "model": plan.model}, line=line, resources=resources)
+
+
+def training_seconds(run: Path) -> float | None:
+    """Return how long a run took, or None if that is not known."""
+    outcome = read_object(run / OUTCOME) or {}
+    measured: dict[str, Any] = outcome.get("measured") or {}
+    return measured.get("seconds") or outcome.get("seconds")

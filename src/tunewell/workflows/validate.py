@@ -52,7 +52,7 @@ def validate(
                 f"the metric `{name}` is not a function but {type(metric).__name__}",
                 fix="give a function of a question, an answer and a reference that returns a number",
             )
-    with _evaluation_set(ref, options) as rows:
+    with evaluation_set(ref, options) as rows:
         report = EvaluationSession(ref, options, rows, metrics=metrics, progress=progress).evaluate()
     # Rows and answers may also contain secrets, and reports are shared.
     report = Report.model_validate(plain(report.model_dump(mode="python")))
@@ -75,7 +75,7 @@ def _require_writable(folder: Path) -> None:
 
 
 @contextmanager
-def _evaluation_set(ref: ModelRef, options: ValidateOptions) -> Iterator[EvaluationSet]:
+def evaluation_set(ref: ModelRef, options: ValidateOptions) -> Iterator[EvaluationSet]:
     """Yield the rows to test on: held-out rows, or rows of a file (`FILE` or `FILE#LIMIT`) in a temporary corpus."""
     if options.data is None:
         yield rows_of_corpus(options.corpus) if options.corpus is not None else held_out_rows(ref)

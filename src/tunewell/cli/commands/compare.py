@@ -1,28 +1,60 @@
-"""`tunewell compare`: several runs side by side."""
+"""`tunewell compare`: runs, models and indexes side by side."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tunewell.cli.options import AsJson
+from tunewell.cli.options import AsJson, Device
 from tunewell.cli.progress import shown_stages
 from tunewell.cli.render import emit, json_text
 
 
 def command(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Two or more runs.")],
+    columns: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="Runs, adapters, model folders, `.gguf` files, hub ids or `URL#MODEL`. Default: this folder's run.",
+        ),
+    ] = None,
+    index: Annotated[
+        list[str] | None,
+        typer.Option("--index", metavar="INDEX", help="Also answer from this index. Can be repeated."),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", metavar="PATH", help="Questions with answers. Default: the run's held-out rows."),
+    ] = None,
+    questions: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of questions.")] = 100,
+    passages: Annotated[
+        int | None,
+        typer.Option(min=1, max=50, metavar="N", help="Number of passages to read. Default: set by the index."),
+    ] = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write the HTML page to.")] = Path("comparison"),
-    fresh: Annotated[bool, typer.Option("--fresh", help="Validate every run again.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Validate every run again (runs alone).")] = False,
+    device: Device = "auto",
     json: AsJson = False,
 ) -> None:
-    """Compare runs: settings that differ, curves, answers, speed.
+    """Compare runs and models, with and without documents.
 
-    An existing report is used if it has the same held-out rows; other runs are validated first.
+    With an index: base model, base + retrieval, tuned, tuned + retrieval on the same held-out questions, and which of
+    them to use. Runs alone: settings that differ, curves, answers, speed; an existing report is used if it has the same
+    held-out rows.
     """
     from tunewell.cli.screens.compare import compare_screen
-    from tunewell.workflows.compare import compare_runs
+    from tunewell.workflows.compare import compare
 
     with shown_stages() as progress:
-        found = compare_runs(runs, out=out, is_fresh=fresh, progress=progress)
+        found = compare(
+            columns or (),
+            indexes=index or (),
+            data=data,
+            out=out,
+            is_fresh=fresh,
+            num_questions=questions,
+            num_passages=passages,
+            device=device,
+            progress=progress,
+        )
     emit(json_text({**found.comparison.as_json(), "page": str(found.page)}) if json else compare_screen(found))

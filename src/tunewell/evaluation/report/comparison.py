@@ -1,12 +1,12 @@
-"""Write `comparison.html`: several runs side by side, as one self-contained page without scripts or requests."""
+"""Write `compare.html`: several columns side by side, as one self-contained page without scripts or requests."""
 
 from typing import Any
 
 from markupsafe import Markup
 
 from tunewell.core.html import page_environment
-from tunewell.core.units import percent
-from tunewell.evaluation.columns import ColumnComparison, ColumnDifference
+from tunewell.core.units import count, percent
+from tunewell.evaluation.columns import ColumnComparison, ColumnCounts, ColumnDifference
 from tunewell.runs.curves import curves_svg
 
 SHARES = ("right", "faulty answers")
@@ -21,6 +21,7 @@ def comparison_page(comparison: ColumnComparison) -> str:
         .get_template("comparison.html")
         .render(
             comparison=comparison,
+            answers=answer_rows(comparison),
             metrics=[
                 (row.name, [format_metric(row.name, value) for value in row.values]) for row in comparison.metrics
             ],
@@ -36,6 +37,32 @@ def comparison_page(comparison: ColumnComparison) -> str:
             curves=Markup(curves_svg(comparison.lines, title="held-out loss", is_page=True)) if has_curves else None,
         )
     )
+
+
+def answer_rows(comparison: ColumnComparison) -> list[tuple[str, list[str]]]:
+    """Return the lines of the table of answers: how many are right, wrong, refused and invented, and which miss why.
+
+    Lines that no column has are left out.
+    """
+    counts = comparison.counts
+    rows: list[tuple[str, list[str]]] = [
+        (f"right of {count(counts[0].judged)}", [count(own.right) for own in counts]),
+        ("  95% interval", [_range(own) for own in counts]),
+        ("wrong", [count(own.wrong) for own in counts]),
+        ("refused", [count(own.refused) for own in counts]),
+    ]
+    if any(own.num_removed is not None for own in counts):
+        most = max(own.num_removed or 0 for own in counts)
+        rows += [
+            (f"invented of {count(most)}", ["-" if own.invented is None else count(own.invented) for own in counts]),
+            ("search misses", ["-" if own.search_misses is None else count(own.search_misses) for own in counts]),
+            ("reading misses", ["-" if own.reading_misses is None else count(own.reading_misses) for own in counts]),
+        ]
+    return rows
+
+
+def _range(own: ColumnCounts) -> str:
+    return f"{100 * own.low:.0f}-{100 * own.high:.0f}%" if own.judged else "-"
 
 
 def format_metric(name: str, value: float | None) -> str:
@@ -60,5 +87,7 @@ def describe_difference(one: ColumnDifference) -> str:
         f"{100 * one.difference:+.1f} percentage points (95% interval {100 * one.low:+.1f} to {100 * one.high:+.1f})"
     )
     shown = "difference shown" if one.is_shown else "no difference shown"
+    if one.more_questions is not None:
+        shown += f" (about {count(one.more_questions, 'more question')} would tell)"
     counts = f"{one.became_right} became right, {one.became_wrong} became wrong"
     return f"{one.second} against {one.first}: {points}, {shown}; of {one.num_questions} questions, {counts}"

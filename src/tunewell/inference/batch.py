@@ -1,0 +1,96 @@
+"""Answer many messages, each in a conversation of its own: with a loaded model in batches, or with a server."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tunewell.core.errors import UserError
+from tunewell.core.progress import Progress, ProgressListener, silent
+from tunewell.inference.chat import Chat, ChatOptions
+from tunewell.inference.chat_model import ChatModel
+from tunewell.inference.remote import RemoteChat
+from tunewell.inference.runtime import Runtime
+
+Message = str | Sequence[int]
+"""The text of the user's message, or the token ids of the whole prompt."""
+
+
+@dataclass(frozen=True)
+class Replies:
+    """The answers to some messages."""
+
+    texts: list[str]
+    num_tokens: list[int]
+    """Tokens of each answer; empty if they are unknown."""
+    num_prompt_tokens: list[int]
+    seconds: float
+
+
+class Answerer(Protocol):
+    """A model that answers many messages."""
+
+    def fits(self, message: str) -> bool:
+        """Return whether a message fits in the context with an answer."""
+        ...
+
+    def answer(self, messages: Sequence[Message], progress: ProgressListener = silent) -> Replies:
+        """Return greedy answers, in the order of the messages."""
+        ...
+
+
+class ModelAnswerer:
+    """A loaded model, or its base model, with one system prompt for all messages."""
+
+    def __init__(self, model: ChatModel, runtime: Runtime, *, length: int, system: str | None = None) -> None:
+        if model.masker is None:
+            raise UserError(
+                f"`{model.ref.name}` has no chat template, so it cannot be asked",
+                fix="use a chat model, or train this one first",
+            )
+        self._model, self._runtime, self._length = model, runtime, length
+        self._chat = Chat(model, system, ChatOptions(length=length))
+
+    def fits(self, message: str) -> bool:
+        try:
+            self._chat.prompt_for(message)
+        except UserError:
+            return False
+        return True
+
+    def answer(self, messages: Sequence[Message], progress: ProgressListener = silent) -> Replies:
+        prompts = [self._chat.prompt_for(one) if isinstance(one, str) else list(one) for one in messages]
+        began = time.perf_counter()
+        found = self._runtime.generate(
+            prompts, max_new_tokens=self._length, stop_ids=self._model.stop_ids, progress=progress
+        )
+        seconds = time.perf_counter() - began
+        return Replies(
+            [self._model.decode(one.ids).strip() for one in found],
+            [len(one.ids) for one in found],
+            [len(prompt) for prompt in prompts],
+            seconds,
+        )
+
+
+class ServerAnswerer:
+    """A model behind an OpenAI-compatible address. It answers one message after the other."""
+
+    def __init__(self, address: str, *, length: int) -> None:
+        self._address, self._options = address, ChatOptions(length=length)
+        self._chat = RemoteChat(address, self._options)
+
+    def fits(self, message: str) -> bool:
+        try:
+            self._chat.prompt_for(message)
+        except UserError:
+            return False
+        return True
+
+    def answer(self, messages: Sequence[Message], progress: ProgressListener = silent) -> Replies:
+        began, texts = time.perf_counter(), list[str]()
+        for number, message in enumerate(messages):
+            progress(Progress("answers", number, len(messages), "questions"))
+            assert isinstance(message, str)
+            texts.append("".join(RemoteChat(self._address, self._options).reply(message)).strip())
+        return Replies(texts, [], [], time.perf_counter() - began)
