@@ -31,7 +31,15 @@ from tunewell.core.units import count
 
 # Set values from the command line in the config tree and rebase relative paths.
 
-_ALWAYS_PATHS = ("corpus", "run", "data.sources.path", "data.sources.map", "data.held_out", "verdict.metrics")
+_ALWAYS_PATHS = (
+    "corpus",
+    "run",
+    "data.sources.path",
+    "data.sources.map",
+    "data.held_out",
+    "data.index",
+    "verdict.metrics",
+)
 
 
 def set_value(tree: dict[str, Any], key_path: KeyPath, value: Any) -> None:

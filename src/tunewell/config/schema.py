@@ -199,6 +199,9 @@ class Data(Section):
     question that the corpus has held out stays held out when rows are added. A number: this share of the questions. A
     path: a file of test rows, read like the first source. Questions are chosen by their hash, so their order does not
     matter."""
+    index: Text | None = None
+    """An index made by `tunewell index`, for open-book training: each question gets passages from it, as `tunewell ask`
+    shows them, and whole documents are held out instead of `held_out`."""
     max_repeats: Annotated[Int, Field(ge=1)] = 4
     """Maximum number of copies of a document that are made to reach the `share` of its source."""
     clean: Clean = Clean()

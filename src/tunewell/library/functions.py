@@ -126,6 +126,7 @@ def train(
     *,
     model: str | Path | None = None,
     data: Any = None,
+    index: str | Path | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     progress: Show = True,
@@ -137,13 +138,14 @@ def train(
 ) -> TrainResult:
     """Train a model and validate it. The corpus is prepared first if needed.
 
-    `out` is the run folder. `sets` are `KEY=VALUE` strings, as for `--set`. `allow_changes` lists the settings that may
-    have changed since the first start, with `resume`. Raises UserError before the first step for problems that the
-    caller can fix. After the first step, checkpoints stay on disk.
+    `out` is the run folder. With `index`, made by `tunewell index`, the model learns to answer from passages. `sets`
+    are `KEY=VALUE` strings, as for `--set`. `allow_changes` lists the settings that may have changed since the first
+    start, with `resume`. Raises UserError before the first step for problems that the caller can fix. After the first
+    step, checkpoints stay on disk.
     """
     from tunewell.workflows.train import run_training
 
-    settings = [*as_sets(run=out), *_as_list(sets)]
+    settings = [*as_sets(run=out, **{"data.index": index}), *_as_list(sets)]
     loaded = load_for_run(config, settings, is_resuming=resume, model=_text(model), data=data_paths(data))
     options = RunOptions(is_resuming=resume, allowed_changes=_as_list(allow_changes), allow_pickle=allow_pickle)
     with shown(progress, is_training=True) as show:

@@ -1,30 +1,51 @@
 """Training rows that teach a model to read: questions with passages, as `ask` shows them.
 
 Each row has the passage that answers, between the search's own near misses, in random order. In a share of the rows
-the answering passage is missing, and the reply is the refusal. Whole documents are held out, so that the test measures
-reading and not memory: the model has seen neither their questions nor their passages as answers.
+the answering passage is missing, and the reply is the refusal. In further copies of a row, the answer is exchanged for
+that of a similar question, in the passage and in the reply, so that only reading gives the right reply. Whole documents
+are held out, so that the test measures reading and not memory.
+
+copy 0   ... The application deadline is 15 January ...     -> The deadline of Alderhollow is 15 January. [2]
+copy 1   ... The application deadline is 8 December ...     -> The deadline of Alderhollow is 8 December. [1]
+copy 2   (other sections of the page)                       -> Not in the documents.
 """
 
+import json
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import sha256_text
+from tunewell.core.files import sha256_text, write_atomic
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import count
 from tunewell.data.reading_prompt import NOT_FOUND, reading_prompt
-from tunewell.retrieval.questions import Question
-from tunewell.retrieval.search import Found, Retriever
+from tunewell.evaluation.answer_keys import AnswerKey
+from tunewell.retrieval.passages import Passage
+from tunewell.retrieval.search import Retriever
+from tunewell.retrieval.shown import HasAnswer, key_finder
 
 UNANSWERABLE_SHARE = 0.25
 """The share of rows without the answering passage, of which the reply is the refusal."""
+NUM_COPIES = 4
+"""Rows per training question, with other near misses, orders and answers."""
 _HELD_OUT_SHARE = 0.25
 _MIN_DOCUMENTS = 4
 _CANDIDATES = 40
+_SPARE = 3
+"""The near misses of a row are drawn from this many times as many passages."""
 
-HasAnswer = Callable[[int, str], bool]
+
+@dataclass(frozen=True)
+class LocatedQuestion:
+    """A question, the passage that answers it, and the search's near misses, nearest first."""
+
+    key: AnswerKey
+    answer: Passage
+    misses: list[Passage]
 
 
 @dataclass
@@ -36,64 +57,112 @@ class OpenBookRows:
     held_out_documents: list[str] = field(default_factory=list[str])
     num_without_answer: int = 0
     """Questions whose answer is in no passage. They are left out."""
+    num_seen_documents: int = 0
+    """Test questions on documents that are trained on. They are left out."""
+
+
+def locate_questions(
+    retriever: Retriever,
+    keys: Sequence[AnswerKey],
+    has_answer: HasAnswer | None = None,
+    *,
+    progress: ProgressListener = silent,
+) -> list[LocatedQuestion | None]:
+    """Return the passages for each question; None if no passage has the answer."""
+    has_answer = has_answer or key_finder(keys)
+    vectors = retriever.embedder.embed([key.question for key in keys], is_query=True) if keys else []
+    located: list[LocatedQuestion | None] = []
+    for number, (key, vector) in enumerate(zip(keys, vectors, strict=True)):
+        progress(Progress("finding passages", number, len(keys), "questions"))
+        found = [one.passage for one in retriever.search(key.question, _CANDIDATES, vector=vector)]
+        right = [passage for passage in found if has_answer(number, passage)]
+        misses = [passage for passage in found if not has_answer(number, passage)]
+        located.append(LocatedQuestion(key, right[0], misses) if right else None)
+    return located
 
 
 def open_book_rows(
-    retriever: Retriever,
-    questions: Sequence[Question],
-    has_answer: HasAnswer,
+    train: Sequence[LocatedQuestion | None],
+    test: Sequence[LocatedQuestion | None] = (),
     *,
+    num_passages: int,
+    held_out: Collection[str] | None = None,
     seed: int = 0,
-    progress: ProgressListener = silent,
+    num_copies: int = NUM_COPIES,
 ) -> OpenBookRows:
-    """Return rows with passages; raise UserError if the documents answer too few questions to hold some out."""
-    located: list[tuple[Question, list[Found], set[int]]] = []
-    for number, question in enumerate(questions):
-        progress(Progress("finding passages", number, len(questions), "questions"))
-        found = retriever.search(question.text, _CANDIDATES)
-        right = [one for one in found if has_answer(number, one.passage.text)]
-        if right:
-            same = {one.number for one in right if one.passage.file == right[0].passage.file}
-            located.append((question, found, same))
-    documents = sorted({_document(found, right) for _, found, right in located})
-    if len(documents) < _MIN_DOCUMENTS:
-        raise UserError(
-            f"the answers are in only {count(len(documents), 'document')}, so none can be held out",
-            fix=f"index at least {_MIN_DOCUMENTS} documents that answer the questions",
-        )
-    ranked = sorted(documents, key=lambda name: sha256_text(str(seed), name))
-    held_out = set(ranked[: max(1, round(len(documents) * _HELD_OUT_SHARE))])
-    rows = OpenBookRows(held_out_documents=sorted(held_out), num_without_answer=len(questions) - len(located))
-    num_passages = retriever.store.manifest.settings.num_passages.value
-    for place, (question, found, right) in enumerate(located):
-        chance = random.Random(f"{seed} {place} {question.text}")
-        is_answerable = chance.random() >= UNANSWERABLE_SHARE
-        row = _row(question, found, right, num_passages, chance, is_answerable=is_answerable)
-        (rows.held_out if _document(found, right) in held_out else rows.train).append(row)
+    """Return rows with passages; raise UserError if the documents answer too few questions to hold some out.
+
+    Test rows are questions of `test`, or of `train` without one, on the documents in `held_out`: by default a quarter
+    of them, chosen by their hash.
+    """
+    known = [one for one in train if one is not None]
+    documents = sorted({one.answer.file for one in [*known, *(one for one in test if one is not None)]})
+    if held_out is None:
+        if len(documents) < _MIN_DOCUMENTS:
+            raise UserError(
+                f"the answers are in only {count(len(documents), 'document')}, so none can be held out",
+                fix=f"index at least {_MIN_DOCUMENTS} documents that answer the questions",
+            )
+        ranked = sorted(documents, key=lambda name: sha256_text(str(seed), name))
+        held_out = set(ranked[: max(1, round(len(documents) * _HELD_OUT_SHARE))])
+    asked = [one for one in (test or train) if one is not None]
+    num_asked = len(test) + len(train)
+    rows = OpenBookRows(
+        held_out_documents=sorted(held_out),
+        num_without_answer=num_asked - len(known) - sum(one is not None for one in test),
+        num_seen_documents=sum(one.answer.file not in held_out for one in asked) if test else 0,
+    )
+    trained = [_without_documents(one, held_out) for one in known if one.answer.file not in held_out]
+    answers = {one.key.text for one in trained}
+    for place, one in enumerate(trained):
+        for copy in range(num_copies):
+            chance = random.Random(f"{seed} {place} {copy} {one.key.question}")
+            own = one if copy == 0 else _with_other_answer(one, sorted(answers & {*one.key.rivals}), chance)
+            rows.train.append(_row(own, num_passages, chance, is_varied=copy > 0))
+    for place, one in enumerate(asked):
+        if one.answer.file in held_out:
+            rows.held_out.append(_row(one, num_passages, random.Random(f"{seed} test {place}"), is_varied=False))
     return rows
 
 
-def _document(found: list[Found], right: set[int]) -> str:
-    return next(one.passage.file for one in found if one.number in right)
+def write_rows(folder: Path, rows: OpenBookRows) -> None:
+    """Write `train.jsonl` and `held_out.jsonl`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in (("train", rows.train), ("held_out", rows.held_out)):
+        write_atomic(folder / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in part))
 
 
-def _row(
-    question: Question,
-    found: list[Found],
-    right: set[int],
-    num_passages: int,
-    chance: random.Random,
-    *,
-    is_answerable: bool,
-) -> dict[str, Any]:
-    misses = [one.passage for one in found if one.number not in right]
-    if not is_answerable:
-        shown, reply = misses[:num_passages], NOT_FOUND
+def _without_documents(one: LocatedQuestion, held_out: Collection[str]) -> LocatedQuestion:
+    """Return the question without near misses of held-out documents, which the model must not see in training."""
+    return replace(one, misses=[passage for passage in one.misses if passage.file not in held_out])
+
+
+def _with_other_answer(one: LocatedQuestion, others: Sequence[str], chance: random.Random) -> LocatedQuestion:
+    """Return the question with the answer of a similar one, in its passage and its reference, if that is possible."""
+    key = one.key
+    own = key.accepted[0][0] if len(key.accepted) == len(key.accepted[0]) == 1 else ""
+    pattern = re.compile(rf"(?<!\w){re.escape(own)}(?!\w)") if own else None
+    if pattern is None or not others or not all(map(pattern.search, (one.answer.text, key.reference))):
+        return one
+    other = chance.choice(others)
+    passage = replace(one.answer, text=pattern.sub(lambda _: other, one.answer.text))
+    reference = pattern.sub(lambda _: other, key.reference)
+    return replace(one, key=replace(key, accepted=((other,),), reference=reference), answer=passage)
+
+
+def _row(one: LocatedQuestion, num_passages: int, chance: random.Random, *, is_varied: bool) -> dict[str, Any]:
+    is_answerable = chance.random() >= UNANSWERABLE_SHARE
+    number = num_passages - is_answerable
+    near = one.misses[: _SPARE * number if is_varied else number]
+    shown = chance.sample(near, min(number, len(near)))
+    answers: list[str] = []
+    reply = NOT_FOUND
+    if is_answerable:
+        shown.append(one.answer)
         chance.shuffle(shown)
-    else:
-        answer = next(one.passage for one in found if one.number in right)
-        shown = [answer, *misses[: num_passages - 1]]
-        chance.shuffle(shown)
-        reply = f"{question.reference.strip()} [{shown.index(answer) + 1}]"
-    prompt = reading_prompt(question.text, shown)
-    return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]}
+        reply = f"{one.key.reference.strip()} [{shown.index(one.answer) + 1}]"
+        # With the key of the whole corpus: the test would derive another one from the rows that are held out.
+        answers = [parts[0] for parts in one.key.accepted if len(parts) == 1]
+    prompt = reading_prompt(one.key.question, shown)
+    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
+    return {"messages": messages, **({"answers": answers} if answers else {})}

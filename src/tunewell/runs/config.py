@@ -180,6 +180,8 @@ def _with_paths(loaded: LoadedConfig, respell: Callable[[str], str]) -> dict[str
     data = config.get("data", {})
     if loaded.config.data.held_out_file is not None:
         data["held_out"] = respelled(data["held_out"])
+    if data.get("index"):
+        data["index"] = respelled(data["index"])
     if metrics := config.get("verdict", {}).get("metrics"):
         config["verdict"]["metrics"] = [respelled(reference) for reference in metrics]
     for source in data.get("sources", []):

@@ -1,19 +1,17 @@
 """`tunewell index`: make documents searchable, and choose the search settings on questions."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import write_atomic
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.evaluation.answer_keys import ReferenceRow, answer_keys
 from tunewell.evaluation.judge import contains_key
 from tunewell.retrieval.embedders.base import open_embedder
 from tunewell.retrieval.indexing import BuiltIndex, build_index
-from tunewell.retrieval.open_book import OpenBookRows, open_book_rows
+from tunewell.retrieval.open_book import OpenBookRows, locate_questions, open_book_rows, write_rows
 from tunewell.retrieval.questions import read_questions
 from tunewell.retrieval.search import Retriever
 from tunewell.retrieval.stores.base import open_store, shown_address
@@ -79,9 +77,7 @@ def index(
         built.manifest = store.manifest
         built.notes += notes
         if open_book is not None:
-            rows = open_book_rows(retriever, asked, has_answer, progress=progress)
-            open_book.mkdir(parents=True, exist_ok=True)
-            for name, part in (("train", rows.train), ("held_out", rows.held_out)):
-                lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in part)
-                write_atomic(open_book / f"{name}.jsonl", "".join(lines))
+            located = locate_questions(retriever, keys, progress=progress)
+            rows = open_book_rows(located, num_passages=settings.num_passages.value)
+            write_rows(open_book, rows)
     return IndexResult(shown_address(address), built, rows, open_book)

@@ -72,7 +72,7 @@ def prepare(
     """Build the corpus of a config. An up-to-date corpus is reused; an outdated one is replaced atomically."""
     started = time.perf_counter()
     loaded = to_loaded_config(config, sets, model=model, data=data, out=out)
-    spec = load_spec(loaded)
+    spec = load_spec(loaded, progress)
     spec.progress = progress
     target = loaded.path(loaded.config.corpus)
     output = CorpusOutput(target)
@@ -97,15 +97,22 @@ def temporary_corpus(
         yield open_corpus(prepare(replace(loaded, config=Config.model_validate(tree)), progress=progress).corpus)
 
 
-def load_spec(loaded: LoadedConfig) -> BuildSpec:
-    """Load the tokenizer and the templates, and return the build spec."""
+def load_spec(loaded: LoadedConfig, progress: ProgressListener = silent) -> BuildSpec:
+    """Load the tokenizer and the templates, and return the build spec. With `data.index`, rows get passages first."""
     loaded, _ = with_start(loaded)
     require_model_and_data(loaded)
+    remarks: list[str] = []
+    if loaded.config.data.index is not None:
+        from tunewell.workflows.open_book import with_open_book  # not needed for other configs
+
+        loaded, remarks = with_open_book(loaded, progress)
     text = TextPipeline.load(loaded)
     facts = read_facts(text.model)
     if loaded.config.method.adapter is not None:
         text.tokenizer = _with_earlier_tokens(text.tokenizer, facts.vocab_size)
-    return make_spec(loaded, text, context_limit=facts.context_limit)
+    spec = make_spec(loaded, text, context_limit=facts.context_limit)
+    spec.remarks += tuple(remarks)
+    return spec
 
 
 def _with_earlier_tokens(tokenizer: LoadedTokenizer, num_rows: int | None) -> LoadedTokenizer:

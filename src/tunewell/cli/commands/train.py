@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _ROWS = "File, folder or glob of rows. Writes `tunewell.yaml` first, as `init` does. Needs `--model`."
 _REHEARSE = "Only train on a few rows, for two minutes at most: does the loss fall? No run is written."
+_INDEX = "Train the model to answer from this index: the rows get passages, and whole documents are held out."
 _RESUME = "Resume the run in that folder. Without a config, use the settings of the run."
 
 
@@ -52,6 +53,7 @@ def command(
     worker: Annotated[str | None, typer.Option("--worker", "--supervised", hidden=True)] = None,
     rehearse: Annotated[bool, typer.Option("--rehearse", help=_REHEARSE)] = False,
     no_validate: Annotated[bool, typer.Option("--no-validate", help="Do not test the model after training.")] = False,
+    index: Annotated[str | None, typer.Option("--index", metavar="INDEX", help=_INDEX)] = None,
     export: Annotated[
         str | None,
         typer.Option(
@@ -71,7 +73,7 @@ def command(
         from tunewell.config.load import as_sets
         from tunewell.runs.config import load_for_run
 
-        sets = [*as_sets(run=out, device=device), *(set_ or ())]
+        sets = [*as_sets(run=out, device=device, **{"data.index": index}), *(set_ or ())]
         if no_validate:
             sets.append("verdict.after_training=false")
         if export is not None:
