@@ -336,6 +336,7 @@ def train_job(job: Job, rows: Path, model: str, place: Path, *, is_smoke: bool) 
         "method": {"kind": recipe.kind},
         "train": train,
         "evaluate": {"samples": 0},
+        "checkpoints": {"every_steps": 100_000},
         "verdict": {"after_training": False},
         "plan": {"memory": "warn"},
         "seed": job.seed,

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tunewell.diagnosis.diagnose import diagnose
     from tunewell.integrations.hf_callback.callback import HealthCallback
     from tunewell.library.doctor import doctor
+    from tunewell.library.documents import ask, compare, index
     from tunewell.library.functions import export, plan, prepare, rehearse, train, validate
     from tunewell.library.model import load
     from tunewell.library.sweep import sweep
@@ -21,9 +22,12 @@ __all__ = [
     "HealthCallback",
     "UserError",
     "__version__",
+    "ask",
+    "compare",
     "doctor",
     "diagnose",
     "export",
+    "index",
     "load",
     "open_corpus",
     "plan",
@@ -37,9 +41,12 @@ __all__ = [
 _HOMES = {
     "HealthCallback": "tunewell.integrations.hf_callback.callback",
     "UserError": "tunewell.core.errors",
+    "ask": "tunewell.library.documents",
+    "compare": "tunewell.library.documents",
     "doctor": "tunewell.library.doctor",
     "diagnose": "tunewell.diagnosis.diagnose",
     "export": "tunewell.library.functions",
+    "index": "tunewell.library.documents",
     "load": "tunewell.library.model",
     "open_corpus": "tunewell.data.corpus.reader",
     "plan": "tunewell.library.functions",

@@ -105,7 +105,7 @@ def test_the_command_compares_the_reports_of_three_runs(
     assert main(["compare", *runs]) == 0
     screen = capsys.readouterr().out
     assert max(map(len, screen.splitlines())) <= 60, screen
-    assert Path("comparison/comparison.html").is_file()
+    assert Path("comparison/compare.html").is_file()
     for words in (["run-0"], ["run-0", "nothing"], ["run-0", "run-0"]):
         assert main(["compare", *words]) == 2
 

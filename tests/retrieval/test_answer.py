@@ -8,10 +8,10 @@ import pytest
 from toy_index import college_index
 
 from tunewell.core.errors import UserError
+from tunewell.data.reading_prompt import NOT_FOUND, reading_prompt
 from tunewell.records.plan import Chosen
 from tunewell.retrieval.answer import PassageFinder, RetrievalChat
 from tunewell.retrieval.passages import Passage
-from tunewell.data.reading_prompt import NOT_FOUND, reading_prompt
 from tunewell.retrieval.reading import best_sentence, check_claims, is_refusal
 
 DEADLINE = "By when must an application reach Alderhollow College?"

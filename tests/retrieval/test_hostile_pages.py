@@ -11,13 +11,13 @@ from hostile_pages import PAGES
 from toy_embedder import ToyEmbedder
 
 from tunewell.cli.main import main
+from tunewell.data.reading_prompt import reading_prompt
 from tunewell.data.templates.chat_template import builtin_template
 from tunewell.data.tokenizers.load import load_tokenizer
 from tunewell.inference.prompt import prompt_ids
 from tunewell.retrieval.answer import RetrievalChat
 from tunewell.retrieval.indexing import build_index
 from tunewell.retrieval.passages import Passage
-from tunewell.data.reading_prompt import reading_prompt
 from tunewell.retrieval.search import Retriever
 from tunewell.retrieval.stores.base import open_store
 

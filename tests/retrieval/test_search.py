@@ -5,9 +5,6 @@ import pytest
 from toy_index import HashedWords, college_facts, college_index
 
 from tunewell.core.errors import UserError
-from tunewell.retrieval.open_book import open_book_rows
-from tunewell.retrieval.questions import Question
-from tunewell.data.reading_prompt import NOT_FOUND
 from tunewell.retrieval.search import fuse, open_retriever
 from tunewell.retrieval.tuning import tune
 
@@ -85,21 +82,14 @@ def test_an_index_of_another_embedder_is_refused(tmp_path, monkeypatch):
         open_retriever(str(tmp_path))
 
 
-def test_open_book_rows_hold_out_whole_documents_and_teach_refusals(retriever, facts):
-    """A model that has seen a page in training would answer from memory, which is not reading."""
-    questions = [Question(question, reference) for question, reference, _ in facts]
-    rows = open_book_rows(retriever, questions, lambda number, text: facts[number][2] in text, seed=3)
-    assert len(rows.train) + len(rows.held_out) + rows.num_without_answer == 150
-    assert 1 <= len(rows.held_out_documents) <= 3 and rows.held_out
-    replies = [row["messages"][1]["content"] for row in rows.train]
-    assert 0.15 < replies.count(NOT_FOUND) / len(replies) < 0.35
-    values = {reference: value for _, reference, value in facts}
-    for row in rows.train + rows.held_out:
-        prompt, reply = (turn["content"] for turn in row["messages"])
-        if reply == NOT_FOUND:
-            continue
-        reference, _, number = reply.rpartition(" [")
-        passage = prompt.split(f"\n[{number[:-1]}] ")[1].split("\n\n[")[0]
-        assert values[reference] in passage, "the cited passage contains the answer"
-    again = open_book_rows(retriever, questions, lambda number, text: facts[number][2] in text, seed=3)
-    assert again == rows
+def test_hidden_passages_are_not_found_and_do_not_count(retriever, facts):
+    """A search that only filters its result would still judge the question by the passage that is gone."""
+    question, _, value = facts[0]
+    best = retriever.search(question, 5)
+    gone = [one.number for one in best if value in one.passage.text]
+    left = retriever.search(question, 5, hidden=gone)
+    assert gone and not {one.number for one in left} & {*gone} and len(left) == 5
+    assert retriever.signals(question, left, hidden=gone) != retriever.signals(question, best)
+    whole = {one.number for one in retriever.search(question, 42) if one.passage.file == best[0].passage.file}
+    by_name = retriever.search(question, 5, without=[best[0].passage.file])
+    assert [one.number for one in by_name] == [one.number for one in retriever.search(question, 5, hidden=whole)]

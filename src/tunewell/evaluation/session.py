@@ -80,6 +80,10 @@ def run_tasks(model: PreTrainedModel, tokenizer_folder: Path, tasks: Sequence[st
     }
 
 
+_LOOK_UP = (
+    "if the answers are facts in documents, the model can look them up instead: `tunewell index DOCUMENTS`, then "
+    "`tunewell compare {run} --index index` measures which is better"
+)
 _NUM_COMPARED = 8
 """Number of prompts whose logits are compared with the base model's, to detect a training without effect."""
 _MIN_ANSWER_TOKENS, _MAX_ANSWER_TOKENS = 32, 512
@@ -299,6 +303,8 @@ class EvaluationSession:
             **_training_settings(self.ref, provenance["ledger"]),
         )
         verdict = decide_verdict(measured, self.rules)
+        if verdict.level == "FAIL" and questions:
+            self.notes.append(_LOOK_UP.format(run=shlex.quote(measured.model_path)))
         metrics, failures = compute_metrics(self.metrics, questions)
         return Report(
             **provenance,

@@ -15,11 +15,15 @@ from tunewell.core.gguf import read_metadata
 from tunewell.core.model_files import ModelFiles, hub_is_out_of_reach, locate
 from tunewell.core.redact import redact
 from tunewell.core.units import count
+from tunewell.data.reading_prompt import prompt_form
 from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.model_ref import ModelRef
 from tunewell.records.manifest import read_manifest
 from tunewell.records.plan import Chosen, Plan
 from tunewell.records.report import Report, read_report
+
+PROMPT_FORM = "reading_prompt.json"
+"""The file of an export with the form of the message with passages."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class CardFacts:
     report: Report | None
     made_by: str
     notes: list[str] = field(default_factory=list)
+    prompt_form: dict[str, Any] | None = None
+    """The form of the message with passages, for a model that was trained to answer from them."""
 
 
 def collect_card_facts(ref: ModelRef, model: ChatModel) -> CardFacts:
@@ -52,6 +58,7 @@ def collect_card_facts(ref: ModelRef, model: ChatModel) -> CardFacts:
         report=_read_report(ref.path) if ref.kind == "run" and ref.path else None,
         made_by=f"tunewell {__version__}",
         notes=list(model.notes),
+        prompt_form=prompt_form() if ref.is_open_book else None,
     )
 
 
@@ -72,6 +79,10 @@ def model_card(facts: CardFacts, *, library: str | None = None, example: str | N
     if facts.report is not None:
         lines += [f"**{facts.report.verdict}**: {facts.report.summary}", ""]
     lines += ["`parity.json` contains the comparison with the trained model: token ids, logits, answers, tensors.", ""]
+    if facts.prompt_form is not None:
+        form = json.dumps(facts.prompt_form, ensure_ascii=False, indent=2)
+        lines += [f"The model answers from passages. `{PROMPT_FORM}`, the form of its messages:", ""]
+        lines += ["```json", form, "```", ""]
     if example is not None:
         lines += ["```python", example, "```", ""]
     if facts.plan is not None:

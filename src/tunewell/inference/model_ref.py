@@ -53,6 +53,11 @@ class ModelRef:
         return adapter_method(self.adapter) or ""
 
     @property
+    def is_open_book(self) -> bool:
+        """Whether the run was trained to answer from passages (`data.index`)."""
+        return bool(self.plan and (self.plan.config.get("data") or {}).get("index"))
+
+    @property
     def started_from(self) -> str | None:
         """The model with which this one is compared: the adapter where the run started, or the base model."""
         return self.base if self.start is None else str(self.start)

@@ -97,8 +97,8 @@ _OPTIONS: dict[Choice, list[str]] = {
     "train": ["train here: `tunewell train`", "train on Colab: `tunewell notebook`"],
     "compare": [
         "train, then test on reworded questions: `tunewell train`",
-        "retrieve instead: keep the rows as documents, and let the model read them with each question",
-        "do both, and compare their answers to the held-out questions",
+        "retrieve instead: `tunewell index DOCUMENTS`, then `tunewell ask`",
+        "do both, and measure which is better: `tunewell compare`",
     ],
     "more rows": [
         "collect more rows, or write several wordings of each",
@@ -106,7 +106,7 @@ _OPTIONS: dict[Choice, list[str]] = {
         "put a few rows into the prompt as examples instead",
     ],
     "retrieve": [
-        "retrieve instead: keep the rows as documents, and let the model read them with each question",
+        "retrieve instead: `tunewell index DOCUMENTS`, then `tunewell ask`; `tunewell compare` measures it",
         "train on several wordings of each fact: one is rarely remembered",
         "train anyway: the verdict on the held-out rows shows whether it helped",
     ],

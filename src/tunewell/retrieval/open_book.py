@@ -118,7 +118,9 @@ def open_book_rows(
         for copy in range(num_copies):
             chance = random.Random(f"{seed} {place} {copy} {one.key.question}")
             own = one if copy == 0 else _with_other_answer(one, sorted(answers & {*one.key.rivals}), chance)
-            rows.train.append(_row(own, num_passages, chance, is_varied=copy > 0))
+            row = _row(own, num_passages, chance, is_varied=copy > 0)
+            if copy == 0 or row not in rows.train[-copy:]:  # short documents have few other passages
+                rows.train.append(row)
     for place, one in enumerate(asked):
         if one.answer.file in held_out:
             rows.held_out.append(_row(one, num_passages, random.Random(f"{seed} test {place}"), is_varied=False))

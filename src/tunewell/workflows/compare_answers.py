@@ -39,12 +39,6 @@ class _Subject:
     """None for a server."""
     address: str
 
-    @property
-    def is_open_book(self) -> bool:
-        """Whether the run was trained to answer from passages, so that it is not asked without them."""
-        config = self.ref.plan.config if self.ref and self.ref.plan else {}
-        return bool((config.get("data") or {}).get("index"))
-
 
 @dataclass
 class _Index:
@@ -178,7 +172,7 @@ class _Session:
             is_own=is_own,
             needs=needs,
             seconds=seconds,
-            is_open_book=subject.is_open_book,
+            is_open_book=ref.is_open_book,
         )
         model.unload()
 

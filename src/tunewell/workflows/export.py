@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.config.extensions import EXPORT_TARGETS
+from tunewell.core.files import stable_json
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.data.text_pipeline import TextPipeline
-from tunewell.export.card import collect_card_facts, model_card
+from tunewell.export.card import PROMPT_FORM, collect_card_facts, model_card
 from tunewell.export.merge_base import open_for_export
 from tunewell.export.options import ExportOptions
 from tunewell.export.preflight import preflight_facts, require_adapter, require_tools
@@ -148,6 +149,8 @@ class _Job:
         self._write_targets(context, proof)
         context.reference.save(folder / REFERENCE)
         (folder / "README.md").write_text(model_card(card), encoding="utf-8")
+        if card.prompt_form is not None:
+            (folder / PROMPT_FORM).write_text(stable_json(card.prompt_form), encoding="utf-8")
         old_notes = self.existing.proof.notes if self.existing and self.existing.kept else []
         notes = list(dict.fromkeys([*context.notes, *old_notes]))
         artefacts = sorted(context.artefacts, key=lambda artefact: EXPORT_TARGETS.names().index(artefact.kind))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from tunewell.planning.first_config import InitResult
 
+_LOOK_UP = "for facts in documents, `tunewell index DOCUMENTS`; `tunewell compare` shows whether to train or to look up"
 EXIT_OPEN = 2
 _LABELS = {"columns": "columns", "encoding": "encoding", "separator": "separator", "assistant": "replies of"}
 """Settings of the source that the screen shows."""
@@ -162,7 +163,10 @@ def _screen(result: "InitResult", data: str, options: "Sequence[str]", sets: "Se
         out = f" --out {shlex.quote(str(result.path))}" if config else ""
         next_step = f"decide, for example: `{given}{out} --force {flags}`"
         marked = f" with {count(len(open_points), 'open point')}, marked `?`"
-    return "\n".join([config_table(result, data, sets), f"wrote `{result.path}`{marked}", hanging("next: ", next_step)])
+    lines = [config_table(result, data, sets), f"wrote `{result.path}`{marked}"]
+    if not open_points:
+        lines.append(hanging("or: ", _LOOK_UP))
+    return "\n".join([*lines, hanging("next: ", next_step)])
 
 
 def _setting(value: Any) -> str:
