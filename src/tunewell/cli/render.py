@@ -18,6 +18,8 @@ _MAX_WIDTH = 120
 _MIN_FOLD_WIDTH = 16
 _LONGEST_TEXT = 2000
 _ERROR_LEAD = re.compile(r"error: |  where: |  fix: +")
+_COMMAND = re.compile(r"\(?`(?:\S*/)?(?:tunewell|python[\d.]*|pip|ollama|cd) ")
+"""A command in backticks, at the start of a line."""
 _OBEYED = re.compile(r"[\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """Control characters beyond ASCII, and marks that change the direction of text."""
 _CONTROLS = re.compile(rf"[\x00-\x08\x0b-\x1f]|{_OBEYED.pattern}")
@@ -104,7 +106,7 @@ def folded_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), 
 def hanging(lead: str, text: str) -> str:
     """Wrap a text at the width of the screen, with a hanging indent of the width of `lead`.
 
-    A command in backticks stays on one line if it fits.
+    A command in backticks stays on one line, so that it can be copied; the terminal itself wraps one that is longer.
     """
     indent = cell_width(lead)
     fold_width = max(width() - indent, _MIN_FOLD_WIDTH)
@@ -114,16 +116,16 @@ def hanging(lead: str, text: str) -> str:
             lines.append("")
         lines[-1] += f" {word}" if lines[-1] else word
         # A path, or text in a script without spaces, is broken at the edge of the screen.
-        while cell_width(lines[-1]) > fold_width:
+        while cell_width(lines[-1]) > fold_width and not _COMMAND.match(lines[-1]):
             head = fitting(lines[-1], fold_width)
             lines[-1:] = [head, lines[-1][len(head) :]]
     return (lead + f"\n{' ' * indent}".join(lines)).rstrip()
 
 
 def _words(text: str, fold_width: int) -> Iterator[str]:
-    """Split a text at spaces, but not inside backticks unless the quoted text does not fit on a line."""
+    """Split a text at spaces, but not inside a command, nor inside other text in backticks that fits on a line."""
     for word in re.findall(r"(?:[^\s`]|`[^`]*`|`)+", text):
-        yield from [word] if cell_width(word) <= fold_width else word.split()
+        yield from [word] if cell_width(word) <= fold_width or _COMMAND.match(word) else word.split()
 
 
 def one_line(text: str, *, encoding: str = "utf-8") -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 
-def import_libraries(*, device: str, model: str | Path | None = None) -> None:
-    """Import torch and transformers, while the system reads the weights and a thread initialises the GPU."""
+def import_libraries(*, device: str, model: str | Path | None = None, workflow: str = "train") -> None:
+    """Import torch, transformers and a workflow, while the system reads the weights and a thread initialises the GPU."""
     _read_ahead(model)
     gc.disable()  # imports create many objects and free few; collecting took a sixth of their time
     import torch
@@ -18,7 +18,7 @@ def import_libraries(*, device: str, model: str | Path | None = None) -> None:
         index = device.partition(":")[2] or os.environ.get("LOCAL_RANK", "0")
         threading.Thread(target=_initialise_gpu, args=[index], daemon=True).start()
     _import_transformers()
-    importlib.import_module("tunewell.workflows.train")
+    importlib.import_module(f"tunewell.workflows.{workflow}")
     gc.enable()
     gc.freeze()
 

@@ -97,7 +97,7 @@ def _machine(model: ChatModel) -> dict[str, str]:
     if device.memory_bytes:
         machine["memory"] = size_bytes(device.memory_bytes)
     if device.kind == "cpu":
-        machine["threads"] = f"{model.num_threads or torch.get_num_threads()} of {count(num_cores(), 'core')}"
+        machine["threads"] = f"{model.batch_threads or torch.get_num_threads()} of {count(num_cores(), 'core')}"
     return {**machine, "system": f"{platform.system()} {platform.machine()}"}
 
 

@@ -180,7 +180,7 @@ class EvaluationSession:
         with tempfile.TemporaryDirectory(prefix="tunewell-lm-eval-") as folder:
             # The tokenizer is saved without a chat template, because the tasks are plain text.
             model.tokenizer.save(Path(folder), None)
-            with torch_threads(model.num_threads):
+            with torch_threads(model.batch_threads):
                 self.lm_eval = run_tasks(model.model, Path(folder), self.options.lm_eval)
 
     def _open(self, ref: ModelRef) -> ChatModel:

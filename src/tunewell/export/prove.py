@@ -4,6 +4,7 @@ The verification runs in a new process, which cannot use anything in the memory 
 (`proof_process.py`).
 """
 
+import gc
 import importlib
 import json
 import sys
@@ -24,7 +25,8 @@ from tunewell.export.proof.checks import check_files, damaged_files
 from tunewell.export.proof.reference import ProofContext, ProofUnavailable, Reference
 from tunewell.export.proof_process import PROOF_ERROR
 from tunewell.export.targets.base import load_target
-from tunewell.hardware.facts import installed_versions
+from tunewell.hardware.allocator import keep_freed_memory
+from tunewell.hardware.facts import cpu_facts, installed_versions
 from tunewell.inference.llama_cpp.library import find_llama
 from tunewell.records.parity import (
     PARITY,
@@ -148,4 +150,8 @@ def _reporter() -> ProgressListener:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    keep_freed_memory(cpu_facts().free_bytes)  # every tensor is dequantised into new memory
+    exit_code = main()
+    # Python looks for cycles among all objects before it exits, which takes a second with torch and transformers.
+    gc.freeze()
+    sys.exit(exit_code)

@@ -26,6 +26,8 @@ from tunewell.models.packed_forward import PackedModel
 from tunewell.models.support import head_shape, quiet
 
 _THREADS_SECONDS, _MAX_MEASURED_WEIGHTS = 0.3, 64_000_000
+BATCH_TOKENS_MEASURED = 256
+"""Tokens for which the number of threads of a batch is measured: a batch of answers has fewer, of losses more."""
 _MAX_STRETCH, _MAX_GROUP_TOKENS = 1.25, 512
 """Texts whose logits are computed together: the longest has at most 1.25 times the tokens of the shortest."""
 _BATCH_TOKENS, _GPU_BATCH_TOKENS = 1024, 16_384
@@ -95,10 +97,18 @@ class Runtime(Protocol):
 class TorchRuntime:
     """A transformers model that runs in torch."""
 
-    def __init__(self, model: PreTrainedModel, precision: str, *, num_threads: int | None = None) -> None:
-        """Wrap a model. `num_threads` is set in torch only during a call."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        precision: str,
+        *,
+        num_threads: int | None = None,
+        batch_threads: int | None = None,
+    ) -> None:
+        """Wrap a model. `num_threads` is set in torch while one token is computed, `batch_threads` in other calls."""
         self.model = model
         self.num_threads = num_threads
+        self.batch_threads = batch_threads or num_threads
         self._precision = precision
         self._head: HeadShape | None = None
 
@@ -128,7 +138,7 @@ class TorchRuntime:
         """Return greedy answers, in batches of about `batch_size` prompts or of a size chosen by free memory."""
         longest = max((len(prompt) for prompt in prompts), default=0) + max_new_tokens
         decoding = GREEDY if batch_size is None else Decoding(batch_tokens=batch_size * longest)
-        with torch_threads(self.num_threads):
+        with torch_threads(self.batch_threads):
             return generate(
                 self.model,
                 prompts,
@@ -140,14 +150,14 @@ class TorchRuntime:
 
     def next_logits(self, prompts: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
         """Return the logits after the last token of each prompt."""
-        with torch_threads(self.num_threads):
+        with torch_threads(self.batch_threads):
             return np.concatenate(last_logits(self.model, prompts))
 
     def losses(
         self, split: TokenizedDocuments, *, most: int | None, progress: ProgressListener = silent
     ) -> DocumentLosses:
         """Return the losses of some documents, several of them packed into one forward pass."""
-        with torch_threads(self.num_threads), fastest_attention(self.model):
+        with torch_threads(self.batch_threads), fastest_attention(self.model):
             self._head = self._head or self._head_shape(split.arrays(0)[0].tolist())
             longest = int(split.index["length"].max())
             packed = PackedModel(self.model, self._precision, longest, head=self._head)
@@ -272,13 +282,14 @@ def _has_finite_range(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(least) and torch.isfinite(greatest))
 
 
-def fastest_threads(shapes: Iterable[tuple[int, ...]]) -> int:
-    """Return the fastest number of CPU threads, measured on one token at a time with weights of these shapes.
+def fastest_threads(shapes: Iterable[tuple[int, ...]], *, num_tokens: int = 1) -> int:
+    """Return the fastest number of CPU threads, measured on `num_tokens` at a time with weights of these shapes.
 
-    On a busy machine (two cores, load 5), two threads waiting for each other were ten times slower than one.
+    On a busy machine (two cores, load 5), two threads waiting for each other were ten times slower than one. On a
+    quiet one, a second thread gains nothing for one token, and a third to two thirds for 256.
     """
     matrices = {shape for shape in shapes if len(shape) == 2 and math.prod(shape) < _MAX_MEASURED_WEIGHTS}
-    products = [(1, inner, columns) for columns, inner in sorted(matrices)]
+    products = [(num_tokens, inner, columns) for columns, inner in sorted(matrices)]
     return measure_threads(products, seconds=_THREADS_SECONDS).value
 
 

@@ -133,7 +133,7 @@ class _Job:
             model, text, facts.template, folder, self.options, card, find_stop_ids(model), self.progress
         )
         context.notes += [*model.notes, *facts.template.notes]
-        with torch_threads(model.num_threads):
+        with torch_threads(model.batch_threads):
             return self._write(context, answer_tokens)
 
     def _write(self, context: ExportContext, answer_tokens: int) -> tuple[Proof, list[str]]:

@@ -72,10 +72,12 @@ def command(
     expected = export_seconds(ref.model, resolved.to or (), resolved.gguf or ())
     with ProofProcess() as proof, shown_stages(expected) as progress:
         progress(Progress("importing torch"))
-        from tunewell.cli.startup import keep_memory_on_cpu
+        from tunewell.cli.startup import import_libraries, keep_memory_on_cpu
+
+        import_libraries(device="cpu", model=ref.model, workflow="export")
+        keep_memory_on_cpu("cpu")
         from tunewell.workflows.export import export
 
-        keep_memory_on_cpu("cpu")
         exported = export(ref, order=options, progress=progress, announce=announce, prove=proof.prove)
     emit(json_text(exported.as_json()) if json else f"{parity_screen(exported.parity)}\n{summary(exported)}")
     if exported.exit_code:
