@@ -46,6 +46,7 @@ for _folder in (
     "models",
     "planning",
     "retrieval",
+    "storage",
     "training",
     "workflows",
 ):

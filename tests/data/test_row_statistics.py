@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tunewell.config.schema import Data
+from tunewell.config.schema import Config
 from tunewell.data.row_statistics import estimate_tokens, guess_language, read_statistics
 from tunewell.data.tokenizers.load import load_tokenizer
 
@@ -35,7 +35,7 @@ def test_lengths_of_rows_are_read_from_any_format(tmp_path: Path):
     rows = [{"question": ENGLISH, "answer": "Yes."} for _ in range(30)]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = read_statistics(Data.model_validate({"sources": [{"path": str(path)}]}), Path())
+    found = read_statistics(Config.model_validate({"data": {"sources": [{"path": str(path)}]}}), Path())
     assert found.num_rows == 30 and found.language == "en" and not found.is_plain_text
     assert found.longest == pytest.approx(estimate_tokens(ENGLISH) + 22, abs=3)
     assert 0.03 < found.supervised_share < 0.3
@@ -45,14 +45,14 @@ def test_unknown_columns_still_give_a_length(tmp_path: Path):
     """`models` is called before the columns are known."""
     path = tmp_path / "rows.csv"
     path.write_text("Frage;Antwort\n" + f"{GERMAN};Ja, das geht.\n" * 5, encoding="cp1252")
-    found = read_statistics(Data.model_validate({"sources": [{"path": str(path)}]}), Path())
+    found = read_statistics(Config.model_validate({"data": {"sources": [{"path": str(path)}]}}), Path())
     assert found.num_rows == 5 and found.language == "de" and found.longest > 20
 
 
 def test_texts_without_questions_are_plain(tmp_path: Path):
     path = tmp_path / "notes.txt"
     path.write_text(f"{ENGLISH}\n\n{ENGLISH} Again.\n")
-    found = read_statistics(Data.model_validate({"sources": [{"path": str(path)}]}), Path())
+    found = read_statistics(Config.model_validate({"data": {"sources": [{"path": str(path)}]}}), Path())
     assert found.num_rows == 2 and found.is_plain_text
 
 

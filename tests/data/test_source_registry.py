@@ -24,7 +24,7 @@ class MemoryFile:
         self.name = key
 
     @classmethod
-    def find(cls, path, *, base):
+    def find(cls, path, *, base, options):
         keys = [key for key in sorted(STORED) if key.startswith(path.removeprefix("memory://"))]
         if not keys:
             raise UserError(f"there is nothing at `{path}`")
@@ -80,9 +80,9 @@ def test_every_format_is_read_through_the_source(kind, memory, tmp_path):
 
 
 def test_an_unknown_scheme_is_an_error_with_the_known_ones(memory, tmp_path):
-    with pytest.raises(UserError, match="`gs://` is not a known data source") as caught:
-        find_files("gs://bucket/rows.jsonl", base=tmp_path)
-    assert "`file://`, `memory://`" in str(caught.value.fix)
+    with pytest.raises(UserError, match="`ftp://` is not a known data source") as caught:
+        find_files("ftp://bucket/rows.jsonl", base=tmp_path)
+    assert "`file://`, `s3://`" in str(caught.value.fix)
 
 
 def test_a_path_and_its_file_url_name_the_same_file(tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tunewell.core.errors import UserError
+from tunewell.data.sources.base import SourceOptions
 
 FILES: dict[str, bytes] = {}
 
@@ -18,7 +19,7 @@ class MemoryFile:
     name: str
 
     @classmethod
-    def find(cls, path: str, *, base: Path) -> list["MemoryFile"]:
+    def find(cls, path: str, *, base: Path, options: SourceOptions) -> list["MemoryFile"]:
         """Return the entry that the path names."""
         name = path.removeprefix("memory://")
         if name not in FILES:

@@ -43,4 +43,12 @@ Device = Annotated[
 AllowPickle = Annotated[
     bool, typer.Option("--allow-pickle", help="Load `.pt` or `.bin` weights, which can run code. Trusted files only.")
 ]
+Offline = Annotated[
+    bool, typer.Option("--offline", help="Send no request for remote rows: use the files of earlier downloads.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def with_offline(sets: list[str] | None, is_offline: bool) -> list[str]:
+    """Return the values of `--set`, with `storage.offline` for `--offline`."""
+    return [*(sets or ()), *(["storage.offline=true"] if is_offline else [])]

@@ -1,4 +1,4 @@
-"""Config sections for automatic recovery (`healing`), `plan`, `export` and the thresholds of the `verdict`."""
+"""Config sections for `storage`, evaluation, checkpoints, recovery (`healing`), `plan`, `export` and `verdict`."""
 
 import re
 from typing import Annotated, Any, Literal, cast
@@ -6,9 +6,60 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Field, field_validator
 
 from tunewell.config.extensions import EXPORT_TARGETS, GgufFormat, MergedPrecision
-from tunewell.config.fields import Auto, Bool, Float, Int, OneOf, Section
+from tunewell.config.fields import Auto, Bool, Float, Int, OneOf, Section, Text
 
 _MAX_PRICE = 1000
+
+
+class Storage(Section):
+    """Remote files: how they are reached and cached. Access keys are never part of the config: they are read from
+    environment variables, or from a profile in `~/.aws`."""
+
+    profile: Text | None = None
+    """Profile in `~/.aws/credentials` and `~/.aws/config`, instead of the access keys in environment variables."""
+    endpoint: Text | None = None
+    """Endpoint of the object storage, if it is not Amazon's, e.g. `https://ACCOUNT.r2.cloudflarestorage.com`. `null`:
+    AWS_ENDPOINT_URL, or that of the profile; for `r2://`, the endpoint of R2_ACCOUNT_ID."""
+    region: Text | None = None
+    """Region of the bucket. `null`: AWS_REGION, or that of the profile, or `us-east-1`; `auto` for `r2://`."""
+    cache_gb: Annotated[Float, Field(gt=0)] = 100.0
+    """Maximum size of the cache of downloaded files in GB (10^9 bytes), in `~/.cache/tunewell` or TUNEWELL_CACHE.
+    The least recently used files are removed first."""
+    offline: Bool = False
+    """Use downloaded files only, and send no request. Also set by `--offline`."""
+
+    @field_validator("endpoint")
+    @classmethod
+    def _require_plain_address(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"https?://[^\s/@?#]+/?", value):
+            raise ValueError(
+                "must be an address like `https://HOST` or `http://HOST:PORT`, without keys and without a path"
+            )
+        return value
+
+
+class Evaluate(Section):
+    """Evaluation on held-out rows during training."""
+
+    every_steps: Annotated[Int, Field(ge=1)] | Auto = "auto"
+    """Steps between two evaluations. `auto`: ten evaluations per run. The last step is always evaluated."""
+    max_documents: Annotated[Int, Field(ge=1)] | None = 200
+    """Held-out documents per evaluation, spread evenly over all of them. `null`: all."""
+    patience: Annotated[Int, Field(ge=1)] | None = None
+    """Early stopping: number of evaluations without a lower held-out loss after which training ends. `null`: never."""
+    samples: Annotated[Int, Field(ge=0)] = 4
+    """Held-out questions that the model answers at each evaluation, written to `samples.jsonl`."""
+    sample_tokens: Annotated[Int, Field(ge=1)] = 64
+    """Maximum length of a sample answer in tokens."""
+
+
+class Checkpoints(Section):
+    """Checkpoints: how often they are saved, and how many are kept."""
+
+    every_steps: Annotated[Int, Field(ge=1)] | Auto = "auto"
+    """Steps between two checkpoints. `auto`: at every evaluation, and at least every 10 steps."""
+    keep: Annotated[Int, Field(ge=1)] = 2
+    """Number of latest checkpoints to keep, at least two. The checkpoint with the best held-out loss is also kept."""
 
 
 class Healing(Section):

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from tunewell.config.extensions import FORMATS, METHODS, OPTIMIZERS, TRACKERS
 from tunewell.config.fields import Auto, Bool, Float, Int, MethodName, OneOf, OptimizerName, Section, Text
-from tunewell.config.rules import Export, Healing, PlanRules, VerdictRules
+from tunewell.config.rules import Checkpoints, Evaluate, Export, Healing, PlanRules, Storage, VerdictRules
 
 LearnFrom = Literal["responses", "last_response", "everything"]
 Role = Literal["system", "user", "assistant", "tool"]
@@ -71,11 +71,15 @@ class SourceConfig(Section):
     """One source of rows."""
 
     path: Text
-    """A file, a folder or a glob, relative to the config file. As a plain string it may end in a limit:
-    `rows.jsonl#500`."""
+    """A file, a folder or a glob, relative to the config file; an address (`s3://`, `r2://`, `https://`); or a data set
+    of the hub (`hf://datasets/ORG/NAME@REVISION`). As a plain string it may end in a limit: `rows.jsonl#500`."""
     format: Annotated[str, OneOf(FORMATS)] = Field(
         default="auto", description=f"Format of the rows. {OneOf(FORMATS).doc()} The detected format is printed."
     )
+    config: Text | None = None
+    """Configuration (subset) of a data set of the hub. `null`: its default, or its only one."""
+    split: Text | None = None
+    """Split of a data set of the hub. `null`: `train`."""
     columns: dict[str, str] = {}  # noqa: RUF012  pydantic copies it
     """Column names of your rows, e.g. `{question: Frage, answer: Antwort}`: the standard name, then yours."""
     labels: tuple[Text, ...] = ()
@@ -139,6 +143,14 @@ class SourceConfig(Section):
                 f"must be `auto` or an encoding of Python, like `utf-8` or `cp1252`, not {value!r}"
             ) from None
         return value
+
+    @model_validator(mode="after")
+    def _require_hub_for_splits(self) -> "SourceConfig":
+        if (self.config or self.split) and not self.path.startswith("hf://"):
+            raise ValueError(
+                "has `config` or `split`, which are keys of a data set of the hub: `hf://datasets/ORG/NAME`"
+            )
+        return self
 
     @model_validator(mode="after")
     def _require_map_for_batches(self) -> "SourceConfig":
@@ -377,30 +389,6 @@ class Train(Section):
     """CPU threads. `auto`: measured at the start, because more threads can be slower on a busy machine."""
 
 
-class Evaluate(Section):
-    """Evaluation on held-out rows during training."""
-
-    every_steps: Annotated[Int, Field(ge=1)] | Auto = "auto"
-    """Steps between two evaluations. `auto`: ten evaluations per run. The last step is always evaluated."""
-    max_documents: Annotated[Int, Field(ge=1)] | None = 200
-    """Held-out documents per evaluation, spread evenly over all of them. `null`: all."""
-    patience: Annotated[Int, Field(ge=1)] | None = None
-    """Early stopping: number of evaluations without a lower held-out loss after which training ends. `null`: never."""
-    samples: Annotated[Int, Field(ge=0)] = 4
-    """Held-out questions that the model answers at each evaluation, written to `samples.jsonl`."""
-    sample_tokens: Annotated[Int, Field(ge=1)] = 64
-    """Maximum length of a sample answer in tokens."""
-
-
-class Checkpoints(Section):
-    """Checkpoints: how often they are saved, and how many are kept."""
-
-    every_steps: Annotated[Int, Field(ge=1)] | Auto = "auto"
-    """Steps between two checkpoints. `auto`: at every evaluation, and at least every 10 steps."""
-    keep: Annotated[Int, Field(ge=1)] = 2
-    """Number of latest checkpoints to keep, at least two. The checkpoint with the best held-out loss is also kept."""
-
-
 class Config(Section):
     """All keys of `tunewell.yaml`."""
 
@@ -426,6 +414,7 @@ class Config(Section):
     track_python: Text | None = None
     """Python of another environment with the trackers' packages, e.g. `~/trackers/bin/python`."""
     data: Data = Data()
+    storage: Storage = Storage()
     template: Template = Template()
     packing: Packing = Packing()
     method: MethodSettings = MethodSettings()

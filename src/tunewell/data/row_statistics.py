@@ -13,8 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tunewell.config.schema import Data
-from tunewell.data.corpus.spec import read_options
+from tunewell.config.schema import Config
+from tunewell.data.corpus.spec import read_options, source_options
 from tunewell.data.rows.conversation import Conversation, Rejected, is_list, is_object
 from tunewell.data.rows.formats import Converter
 from tunewell.data.sources.arrow import count_parquet_rows
@@ -107,11 +107,13 @@ def guess_language(texts: Iterable[str]) -> str | None:
     return name if best >= 0.05 * words.total() and best > _CLEAR * second else None
 
 
-def read_statistics(data: Data, base: Path) -> RowStatistics:
+def read_statistics(config: Config, base: Path) -> RowStatistics:
     """Read the sources of a config and estimate the tokens of their rows. Raises UserError for missing files."""
+    data = config.data
     total, lengths, supervised, texts, num_plain = 0, list[int](), 0, list[str](), 0
     for number, source in enumerate(data.sources):
-        files, options = find_files(source.path, base=base), read_options(data, number)
+        found = find_files(source.path, base=base, options=source_options(config, number))
+        files, options = found, read_options(data, number)
         converter = Converter(format_name=source.format, columns=source.columns, system=source.system)
         items = (item for file in files for block in read_blocks(file, options) for item in block.items)
         for item in islice(items, _SAMPLE_ROWS - len(lengths)):

@@ -51,6 +51,8 @@ class SourceRecord(Record):
     formats: dict[str, int]
     unused: dict[str, int] = Field(default_factory=dict)
     """Number of documents by column that is not used."""
+    version: str = ""
+    """Version of a remote file: its ETag, or the commit of a data set of the hub."""
 
 
 class TokenCounts(Record):

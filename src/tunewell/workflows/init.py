@@ -17,6 +17,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import is_url, write_atomic
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.core.questions import Asker, Question
+from tunewell.data.corpus.spec import source_options
 from tunewell.data.sources.base import find_files, split_limit
 from tunewell.data.sources.recognise import Recognised, count_rows, held_out_beside, recognise
 from tunewell.data.templates.chat_template import builtin_template, required_markers
@@ -57,8 +58,8 @@ def init(
     if path.exists() and not is_overwriting:
         raise UserError(f"`{path}` already exists", fix="use `--force` to replace it, or `--out` for another name")
     plain, limit = split_limit(data)
-    files = find_files(plain, base=Path())
     wanted = load_config({"data": {"sources": [{"path": plain}]}}, sets, model=model)
+    files = find_files(plain, base=Path(), options=source_options(wanted.config, 0, progress))
     given = with_start(replace(wanted, config=wanted.config.model_copy(update={"data": Config().data})))[0].config
     base = given.model or model
     template = given.template.name

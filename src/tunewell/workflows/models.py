@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.config.load import FILE_NAME, load_config
-from tunewell.config.schema import Data
+from tunewell.config.schema import Config, Data
 from tunewell.core.catalogue import CatalogueModel, catalogue, find_in_catalogue
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress, ProgressListener, silent
+from tunewell.data.corpus.spec import source_options
 from tunewell.data.row_statistics import RowStatistics, read_statistics
 from tunewell.data.sources.base import find_files, split_limit
 from tunewell.data.sources.recognise import recognise
@@ -118,7 +119,7 @@ def _rows(data: str | None, sets: Sequence[str]) -> tuple[RowStatistics, str | N
         if not loaded.config.data.sources:
             return _ASSUMED, None
         data = ", ".join(source.path for source in loaded.config.data.sources)
-        rows = read_statistics(loaded.config.data, loaded.base)
+        rows = read_statistics(loaded.config, loaded.base)
     else:
         return _ASSUMED, None
     if not rows.num_rows:
@@ -126,14 +127,16 @@ def _rows(data: str | None, sets: Sequence[str]) -> tuple[RowStatistics, str | N
     return rows, data
 
 
-def _as_init_reads(data: str, sets: Sequence[str]) -> Data:
+def _as_init_reads(data: str, sets: Sequence[str]) -> Config:
     """Return the source as `init` reads it: encoding, columns and the sender of the replies, the likeliest if open."""
     plain, limit = split_limit(data)
-    given = load_config({"data": {"sources": [{"path": plain}]}}, sets).config.data.sources[0]
+    config = load_config({"data": {"sources": [{"path": plain}]}}, sets).config
+    given = config.data.sources[0]
     known = given.model_dump(exclude_unset=True, exclude={"path", "limit"})
     limit = limit or given.limit
-    found = recognise(find_files(plain, base=Path()), known, limit=limit)
-    return Data.model_validate({"sources": [{**found.settings, "path": plain, "limit": limit}]})
+    found = recognise(find_files(plain, base=Path(), options=source_options(config, 0)), known, limit=limit)
+    read = Data.model_validate({"sources": [{**found.settings, "path": plain, "limit": limit}]})
+    return config.model_copy(update={"data": read})
 
 
 def _compare(

@@ -73,7 +73,6 @@ def prepare(
     started = time.perf_counter()
     loaded = to_loaded_config(config, sets, model=model, data=data, out=out)
     spec = load_spec(loaded, progress)
-    spec.progress = progress
     target = loaded.path(loaded.config.corpus)
     output = CorpusOutput(target)
     manifest = None if output.has_leftovers() else output.find_current(spec)
@@ -110,7 +109,7 @@ def load_spec(loaded: LoadedConfig, progress: ProgressListener = silent) -> Buil
     facts = read_facts(text.model)
     if loaded.config.method.adapter is not None:
         text.tokenizer = _with_earlier_tokens(text.tokenizer, facts.vocab_size)
-    spec = make_spec(loaded, text, context_limit=facts.context_limit)
+    spec = make_spec(loaded, text, context_limit=facts.context_limit, progress=progress)
     spec.remarks += tuple(remarks)
     return spec
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunewell.cli.options import AsJson, ConfigFile, Sets, TokenizerModel
+from tunewell.cli.options import AsJson, ConfigFile, Offline, Sets, TokenizerModel, with_offline
 from tunewell.cli.progress import shown_progress
 from tunewell.cli.render import console, emit, folded_table, hanging, has_color, json_text, table, width
 from tunewell.cli.screens.corpus import corpus_rows
@@ -48,13 +48,14 @@ def command(
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write one HTML page about the corpus, with 200 sampled rows."),
     ] = None,
+    offline: Offline = False,
     json: AsJson = False,
 ) -> None:
     """Show your rows as the model sees them, token by token."""
     from tunewell.config.load import load_config
     from tunewell.workflows.inspect import inspect
 
-    loaded = load_config(config, set_ or (), model=model)
+    loaded = load_config(config, with_offline(set_, offline), model=model)
     if html is not None:
         _write_page(html, path, loaded, show=show, document=document or (), held_out=held_out, json=json)
         return

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunewell.cli.options import AsJson, ConfigFile, DataPaths, Sets
+from tunewell.cli.options import AsJson, ConfigFile, DataPaths, Offline, Sets, with_offline
 from tunewell.cli.progress import shown_stages
 from tunewell.cli.render import emit, hanging, json_text
 
@@ -37,6 +37,7 @@ def command(
     check: Annotated[
         str | None, typer.Option(metavar="RUN", help="Show what was predicted for a run beside what it needed.")
     ] = None,
+    offline: Offline = False,
     json: AsJson = False,
 ) -> None:
     """Predict whether a run fits, how long it takes and what it costs.
@@ -54,7 +55,7 @@ def command(
         raise UserError(f"`--ram {ram:g}` is not a size of main memory in GB", fix="like `--ram 16`")
     if rung is not None and not apply:
         raise UserError("`--rung` works only together with `--apply`")
-    loaded = load_config(config, set_ or (), model=model, data=data)
+    loaded = load_config(config, with_offline(set_, offline), model=model, data=data)
     names = [name.strip() for name in (gpu or "").split(",") if name.strip()]
     options = PlanOptions(not no_measure, names, None if ram is None else int(ram * 1e9))
     with shown_stages() as progress:

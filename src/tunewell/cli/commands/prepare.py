@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunewell.cli.options import AsJson, ConfigFile, DataPaths, Sets, TokenizerModel
+from tunewell.cli.options import AsJson, ConfigFile, DataPaths, Offline, Sets, TokenizerModel, with_offline
 from tunewell.cli.progress import shown_progress
 from tunewell.cli.render import emit, folded_table, hanging, json_text
 from tunewell.cli.screens.corpus import corpus_rows
@@ -27,6 +27,7 @@ def command(
     details: Annotated[
         bool, typer.Option("--details", help="Also show padding and near duplicates, even if there are none.")
     ] = False,
+    offline: Offline = False,
     json: AsJson = False,
 ) -> None:
     """Turn rows into a corpus for training: clean, tokenise, mask, pack."""
@@ -35,7 +36,7 @@ def command(
     from tunewell.config.load import load_config
     from tunewell.workflows.prepare import prepare
 
-    loaded = load_config(config, set_ or (), model=model, data=data, out=out)
+    loaded = load_config(config, with_offline(set_, offline), model=model, data=data, out=out)
     with shown_progress() as progress:
         result = prepare(loaded, progress=progress)
     emit(json_text(result.as_json()) if json else screen(result, has_details=details))

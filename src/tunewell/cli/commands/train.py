@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tunewell.cli.options import AllowPickle, AsJson, ConfigFile, DataPaths, Sets
+from tunewell.cli.options import AllowPickle, AsJson, ConfigFile, DataPaths, Offline, Sets, with_offline
 from tunewell.cli.prompt import progress_and_questions
 from tunewell.cli.render import BestEffortStream, emit, hanging, json_text
 from tunewell.core.errors import UserError
@@ -61,6 +61,7 @@ def command(
             help="Export the model after training, unless the verdict is FAIL: `ollama`, `gguf,merged`.",
         ),
     ] = None,
+    offline: Offline = False,
     json: AsJson = False,
 ) -> None:
     """Train the model and test it (prepares the data first if needed)."""
@@ -73,7 +74,7 @@ def command(
         from tunewell.config.load import as_sets
         from tunewell.runs.config import load_for_run
 
-        sets = [*as_sets(run=out, device=device, **{"data.index": index}), *(set_ or ())]
+        sets = [*as_sets(run=out, device=device, **{"data.index": index}), *with_offline(set_, offline)]
         if no_validate:
             sets.append("verdict.after_training=false")
         if export is not None:

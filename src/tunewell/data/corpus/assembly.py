@@ -58,6 +58,7 @@ class SourceLedger:
     formats: Counter[str] = field(default_factory=Counter[str])
     unused: Counter[str] = field(default_factory=Counter[str])
     """Number of documents by column that is not used."""
+    version: str = ""
     examples: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
     """The first dropped row of each reason, with its details."""
 
@@ -121,9 +122,9 @@ class Assembly:
         dropped = (folder / DROPPED).open("w", encoding="utf-8", errors="backslashreplace")
         self._dropped = self._open.enter_context(dropped)
 
-    def begin_source(self, name: str, sha256: str, num_bytes: int) -> None:
+    def begin_source(self, name: str, sha256: str, num_bytes: int, *, version: str = "") -> None:
         """Start a new source. The following blocks belong to it."""
-        self.sources.append(SourceLedger(name, sha256, num_bytes))
+        self.sources.append(SourceLedger(name, sha256, num_bytes, version=version))
 
     def add(self, block: TokenizedBlock, numbers: Sequence[int], *, is_held_out: bool = False) -> None:
         """Append a block; set `is_held_out` for rows of a held-out file, which must be added before all others."""

@@ -73,7 +73,7 @@ def _assemble(assembly: Assembly, spec: BuildSpec, cache: Path, space: SpaceEsti
     rows_of_source: Counter[int] = Counter()
     is_total_known = all(job.file.format == "jsonl" and not job.file.compression for job in spec.jobs)
     for job in spec.jobs:
-        assembly.begin_source(job.file.name, job.sha256, job.file.source.size())
+        assembly.begin_source(job.file.name, job.sha256, job.file.source.size(), version=job.file.version())
         for block, tokenized, name in _tokenized_blocks(job, cache, rows_of_source[job.source_index]):
             assembly.add(tokenized, block.numbers, is_held_out=job.is_held_out)
             used.add(name)

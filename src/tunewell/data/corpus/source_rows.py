@@ -10,13 +10,14 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
+from tunewell.config.rules import Storage
 from tunewell.config.schema import Data
 from tunewell.core.errors import UserError
 from tunewell.core.redact import hide_secrets
 from tunewell.data.corpus.spec import HELD_OUT_FILE, read_options
 from tunewell.data.rows.conversation import Rejected, map_leaves
 from tunewell.data.rows.json_rows import text_of
-from tunewell.data.sources.base import SourceFile, find_files
+from tunewell.data.sources.base import SourceFile, SourceOptions, find_files
 from tunewell.data.sources.blocks import ReadOptions, read_blocks
 from tunewell.records.manifest import Manifest
 
@@ -78,7 +79,10 @@ def _find_candidates(manifest: Manifest, data: Data, bases: Sequence[Path]) -> I
         for path in dict.fromkeys(path for path in paths if isinstance(path, str)):
             for base in dict.fromkeys(bases):
                 try:
-                    files = find_files(path, base=base)
+                    # Remote files are read from the cache only: examples are not worth a request.
+                    source = made_with.sources[max(index, 0)]
+                    options = SourceOptions(Storage(offline=True), source.config, source.split)
+                    files = find_files(path, base=base, options=options)
                 except (UserError, OSError):
                     continue
                 yield from ((file, read_options(made_with, index)) for file in files)

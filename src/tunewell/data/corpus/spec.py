@@ -9,7 +9,7 @@ from typing import Any
 from tunewell import __version__
 from tunewell.config.load import LoadedConfig
 from tunewell.config.open_points import require_no_open_points
-from tunewell.config.schema import Data, Packing, SourceConfig
+from tunewell.config.schema import Config, Data, Packing, SourceConfig
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_text, stable_json
 from tunewell.core.progress import ProgressListener, silent
@@ -17,7 +17,7 @@ from tunewell.core.units import count
 from tunewell.data.corpus.tokenized_block import PIPELINE_VERSION, RowPipeline
 from tunewell.data.rows.formats import Converter, FormatOptions
 from tunewell.data.rows.functions import load_row_function
-from tunewell.data.sources.base import UNREADABLE, SourceFile, detect_format, find_files, is_url
+from tunewell.data.sources.base import UNREADABLE, SourceFile, SourceOptions, detect_format, find_files, is_url
 from tunewell.data.sources.blocks import ReadOptions, parsed_rows
 from tunewell.data.sources.local import unread_files
 from tunewell.data.text_pipeline import TextPipeline
@@ -82,10 +82,12 @@ def require_model_and_data(loaded: LoadedConfig) -> None:
     require_no_open_points(loaded)
 
 
-def make_spec(loaded: LoadedConfig, text: TextPipeline, *, context_limit: int | None) -> BuildSpec:
-    """Find and hash the files of a config, and collect all settings, without parsing rows."""
+def make_spec(
+    loaded: LoadedConfig, text: TextPipeline, *, context_limit: int | None, progress: ProgressListener = silent
+) -> BuildSpec:
+    """Find, download and hash the files of a config, and collect all settings, without parsing rows."""
     config, base = loaded.config, loaded.base
-    jobs = _make_jobs(loaded, text)
+    jobs = _make_jobs(loaded, text, progress)
     settings = _portable(config.model_dump(mode="json", include={"data", "template", "packing", "seed"}), base)
     inputs = [str(PIPELINE_VERSION), stable_json(settings), str(context_limit), text.tokenizer.sha256]
     inputs += [f"{job.file.name} {job.sha256} {job.pipeline.cache_key()} {job.source_index}" for job in jobs]
@@ -110,6 +112,7 @@ def make_spec(loaded: LoadedConfig, text: TextPipeline, *, context_limit: int | 
         templates=[record.model_copy(update={"name": _portable_path(record.name, base)}) for record in text.records()],
         warnings=text.warnings,
         save_tokenizer=text.save,
+        progress=progress,
         remarks=tuple(remark for source in config.data.sources for remark in _file_remarks(source.path, base)),
     )
 
@@ -127,13 +130,22 @@ def _file_remarks(path: str, base: Path) -> list[str]:
     return ["; ".join([f"{count(len(names), 'file')} in `{path}` not read: {shown}{more}", *fixes])]
 
 
-def _make_jobs(loaded: LoadedConfig, text: TextPipeline) -> list[Job]:
-    data, base = loaded.config.data, loaded.base
-    found: list[tuple[int, SourceFile]] = []
-    if data.held_out_file is not None:
-        found += [(HELD_OUT_FILE, file) for file in find_files(data.held_out_file, base=base)]
-    for index, source in enumerate(data.sources):
-        found += [(index, file) for file in find_files(source.path, base=base)]
+def source_options(config: Config, index: int, progress: ProgressListener = silent) -> SourceOptions:
+    """Return what the files of one source are found with. The held-out file has the keys of the first source."""
+    source = config.data.sources[max(index, 0)]
+    return SourceOptions(config.storage, source.config, source.split, progress)
+
+
+def _make_jobs(loaded: LoadedConfig, text: TextPipeline, progress: ProgressListener) -> list[Job]:
+    config, base = loaded.config, loaded.base
+    data = config.data
+    paths = [(HELD_OUT_FILE, data.held_out_file)] if data.held_out_file is not None else []
+    paths += [(index, source.path) for index, source in enumerate(data.sources)]
+    found = [
+        (index, file)
+        for index, path in paths
+        for file in find_files(path, base=base, options=source_options(config, index, progress))
+    ]
     found = _with_distinct_names(found)
     files = {index: [file for other, file in found if other == max(index, 0)] for index, _ in found}
     pipelines = {index: _make_pipeline(loaded, text, index, files[index]) for index in files}
@@ -179,7 +191,9 @@ def _make_pipeline(loaded: LoadedConfig, text: TextPipeline, index: int, files: 
     if source.format == "classification" and not source.labels:
         options = replace(options, labels=_read_labels(source, files, read))
     settings = {
-        "source": source.model_dump(mode="json", exclude={"path", "share", "limit", "map", "template"}),
+        "source": source.model_dump(
+            mode="json", exclude={"path", "config", "split", "share", "limit", "map", "template"}
+        ),
         "clean": clean.model_dump(
             mode="json",
             include={"bad_text", "min_reply_chars", "drop_urls", "max_nesting", "bad_rows", "thinking", "secrets"},

@@ -1,21 +1,38 @@
 """The data source protocol: one file of rows that can be opened, wherever it is stored.
 
-To read rows from another storage (`s3://`, `gs://`, `https://`), write one class like `local.LocalFile` and add one
-line to `SOURCES`. Formats (JSONL, CSV, Parquet, ...) and compression are handled by the readers, not by the source.
+To read rows from another storage, write one class like `local.LocalFile` or `remote.RemoteFile` and add one line to
+`SOURCES`. Formats (JSONL, CSV, Parquet, ...) and compression are handled by the readers, not by the source.
 """
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, runtime_checkable
 
+from tunewell.config.rules import Storage
 from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_stream
+from tunewell.core.progress import ProgressListener, silent
 from tunewell.core.registry import Entry, Registry
 
 LOCAL = "file"
 """The scheme of paths without `://`."""
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """What a source may need to find its files, besides the path."""
+
+    storage: Storage = field(default_factory=Storage)
+    config: str | None = None
+    """The configuration of a data set of the hub."""
+    split: str | None = None
+    """The split of a data set of the hub."""
+    progress: ProgressListener = silent
+
+
+_DEFAULTS = SourceOptions()
 
 
 class Source(Protocol):
@@ -27,7 +44,7 @@ class Source(Protocol):
         ...
 
     @classmethod
-    def find(cls, path: str, *, base: Path) -> Sequence["Source"]:
+    def find(cls, path: str, *, base: Path, options: SourceOptions) -> Sequence["Source"]:
         """Return the files of a path, folder or pattern in a stable order; raise UserError if there are no files.
 
         Relative paths are resolved from `base`, the folder of the config.
@@ -47,6 +64,20 @@ class Source(Protocol):
         ...
 
 
+@runtime_checkable
+class VersionedSource(Protocol):
+    """A source whose content is known by its hash and by the version that the storage gives it."""
+
+    def sha256(self) -> str:
+        """Return the SHA-256 of the stored bytes."""
+        ...
+
+    def version(self) -> str:
+        """Return the version for the manifest: an ETag, or the commit of a data set."""
+        ...
+
+
+_REMOTE = "tunewell.data.sources.remote:RemoteFile"
 SOURCES = Registry(
     "data source",
     [
@@ -55,6 +86,12 @@ SOURCES = Registry(
             "Files on this machine: a path, a folder, a glob or a saved Hugging Face dataset.",
             "tunewell.data.sources.local:LocalFile",
         ),
+        Entry("s3", "Amazon S3 and storage that speaks its protocol: an object, a prefix or a glob.", _REMOTE),
+        Entry("r2", "Cloudflare R2: an object, a prefix or a glob.", _REMOTE),
+        Entry("https", "A file on a web server.", _REMOTE),
+        Entry("http", "A file on a web server, without encryption.", _REMOTE),
+        Entry("gs", "Google Cloud Storage (untested).", _REMOTE),
+        Entry("az", "Azure Blob Storage (untested).", _REMOTE),
     ],
 )
 
@@ -103,8 +140,14 @@ class SourceFile:
 
     def sha256(self) -> str:
         """Hash the stored bytes."""
+        if isinstance(self.source, VersionedSource):
+            return self.source.sha256()
         with self.open() as stream:
             return sha256_stream(stream)
+
+    def version(self) -> str:
+        """Return the version of a remote file, or an empty text."""
+        return self.source.version() if isinstance(self.source, VersionedSource) else ""
 
 
 def is_url(path: str) -> bool:
@@ -120,7 +163,7 @@ def split_limit(path: str) -> tuple[str, int | None]:
     return path, None
 
 
-def find_files(path: str, *, base: Path) -> list[SourceFile]:
+def find_files(path: str, *, base: Path, options: SourceOptions = _DEFAULTS) -> list[SourceFile]:
     """Return the files of one entry of `data.sources` in a stable order; raise UserError if there are no files."""
     url = _SCHEME.match(path)
     scheme = url[1].lower() if url else LOCAL
@@ -128,10 +171,10 @@ def find_files(path: str, *, base: Path) -> list[SourceFile]:
         known = ", ".join(f"`{name}://`" for name in SOURCES.names())
         raise UserError(
             f"cannot read `{path}`: `{scheme}://` is not a known data source",
-            fix=f"copy the file to this machine and give its path; known sources: {known}",
+            fix=f"copy the file to this machine and give its path; known: {known}",
         )
     source_class: type[Source] = SOURCES.load(scheme)
-    return [_source_file(source) for source in source_class.find(path, base=base)]
+    return [_source_file(source) for source in source_class.find(path, base=base, options=options)]
 
 
 def detect_format(name: str) -> tuple[str | None, str | None]:

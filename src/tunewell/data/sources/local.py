@@ -4,12 +4,14 @@ import glob as globbing
 import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO, TypeVar
 
 from tunewell.core.errors import UserError
 from tunewell.data.rows.conversation import is_list, is_object
-from tunewell.data.sources.base import READABLE, detect_format
+from tunewell.data.sources.base import READABLE, SourceOptions, detect_format
+
+P = TypeVar("P", bound=PurePath)
 
 _SPLITS, _STATE = "dataset_dict.json", "state.json"
 _NUM_SUGGESTED = 8
@@ -39,18 +41,18 @@ class LocalFile:
     name: str
 
     @classmethod
-    def find(cls, path: str, *, base: Path) -> list["LocalFile"]:
+    def find(cls, path: str, *, base: Path, options: SourceOptions) -> list["LocalFile"]:
         """Return the files of a path, folder or glob in a stable order; raise UserError if there are no files."""
         path = path.removeprefix("file://")
         full = base / Path(path).expanduser()
         if full.is_file():
             files = [full]
         elif full.is_dir():
-            files = _rows_of(_files_in(full))
+            files = select_row_files(_files_in(full))
             if not files:
                 raise UserError(f"the folder `{path}` contains no readable file", fix=f"put files there: {READABLE}")
         elif globbing.has_magic(path):
-            files = _rows_of(_files_matching(path, base))
+            files = select_row_files(_files_matching(path, base))
             if not files:
                 raise UserError(f"no file matches `{path}`", where=f"searched in `{base.resolve().name}`")
         else:
@@ -88,11 +90,11 @@ def unread_files(path: str, *, base: Path) -> list[str]:
     if full.is_file() or (full.is_dir() and _saved_dataset(full) is not None):
         return []
     files = _files_in(full, is_readable=False) if full.is_dir() else _files_matching(path, base)
-    known = {*_rows_of([file for file in files if detect_format(file.name)[0]]), full / _CONFIG}
+    known = {*select_row_files([file for file in files if detect_format(file.name)[0]]), full / _CONFIG}
     return [file.relative_to(full).as_posix() if full.is_dir() else file.name for file in files if file not in known]
 
 
-def _rows_of(files: list[Path]) -> list[Path]:
+def select_row_files(files: list[P]) -> list[P]:
     """Leave out files that describe the others: `manifest.json`, and `.md` files and `LICENSE.txt` beside row files."""
     formats = {file: detect_format(file.name)[0] for file in files}
     rows = [

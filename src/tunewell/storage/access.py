@@ -1,0 +1,159 @@
+"""Find the endpoint, region and access keys of a bucket: environment variables, then profiles in `~/.aws`.
+
+Access keys stay in `Access.options`, which is passed to the storage library and excluded from `repr`.
+"""
+
+import configparser
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from tunewell.config.schema import Storage
+from tunewell.core.errors import UserError, did_you_mean
+from tunewell.storage.address import Address
+
+_METADATA_SERVICE = ("169.254.169.254", 80)
+_METADATA_SECONDS = 0.3
+_KEY_PAIR = ("access_key_id", "secret_access_key")
+_KEY_NAMES = (*_KEY_PAIR, "session_token")
+_ROLE_VARIABLES = (
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)
+_R2_ACCOUNT = ("R2_ACCOUNT_ID", "CLOUDFLARE_ACCOUNT_ID")
+CLIENT_OPTIONS: dict[str, Any] = {
+    "connect_timeout": "5s",
+    "read_timeout": "30s",
+    "timeout": "6h",  # of a whole request; the default of 30 seconds ends a long download
+}
+RETRY_CONFIG: dict[str, Any] = {  # of one request; `fetch.py` repeats downloads for longer
+    "max_retries": 4,
+    "retry_timeout": timedelta(seconds=20),
+    "backoff": {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=5), "base": 2},
+}
+
+
+@dataclass(frozen=True)
+class Access:
+    """How a bucket is reached. The texts may be shown, the options may not."""
+
+    endpoint: str | None
+    """None: the default of the provider."""
+    region: str | None
+    origin: str
+    """Where the access keys come from, for errors: `environment variables`, `profile team`, or `none`."""
+    options: dict[str, Any] = field(repr=False, default_factory=dict[str, Any])
+
+    @property
+    def shown_endpoint(self) -> str:
+        return self.endpoint or "the default endpoint"
+
+
+def find_access(address: Address, settings: Storage, environ: Mapping[str, str] = os.environ) -> Access:
+    """Return the endpoint, region and keys of a bucket; raise UserError for a profile or account that is missing."""
+    if address.is_web:
+        return Access(f"{address.scheme}://{address.bucket}", None, "none")
+    if address.scheme in ("gs", "az"):  # the storage library reads their usual variables
+        return Access(None, None, "environment variables")
+    profile = _read_profile(settings.profile or environ.get("AWS_PROFILE"), environ)
+    keys, origin = _find_keys(address.scheme, settings, profile, environ)
+    endpoint = settings.endpoint or _environment_endpoint(address.scheme, environ) or profile.get("endpoint_url")
+    region = settings.region or environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or profile.get("region")
+    if address.scheme == "r2":
+        region = settings.region or "auto"
+        endpoint = endpoint or _r2_endpoint(address, environ)
+    options: dict[str, Any] = {"region": region or "us-east-1", **keys}
+    if endpoint:
+        options["endpoint"] = endpoint.rstrip("/")
+    if origin == "none":
+        options["skip_signature"] = True  # a public bucket
+    return Access(endpoint, region or "us-east-1", origin, options)
+
+
+def _find_keys(
+    scheme: str, settings: Storage, profile: Mapping[str, str], environ: Mapping[str, str]
+) -> tuple[dict[str, str], str]:
+    """Return the access keys and where they come from. A profile in the config comes before the environment."""
+    own = {name: profile[f"aws_{name}"] for name in _KEY_NAMES if profile.get(f"aws_{name}")}
+    has_profile = own.keys() >= {*_KEY_PAIR}
+    if settings.profile and has_profile:
+        return own, f"profile `{settings.profile}`"
+    for prefix in ("R2_", "AWS_") if scheme == "r2" else ("AWS_",):
+        variables = {name: environ.get(f"{prefix}{name.upper()}", "") for name in _KEY_NAMES}
+        found = {name: value for name, value in variables.items() if value}
+        missing = [f"{prefix}{name.upper()}" for name in _KEY_PAIR if name not in found]
+        if found and len(missing) == 1:
+            raise UserError(
+                f"the variable {missing[0]} is not set, although the other access key is",
+                where=f"the variables {prefix}ACCESS_KEY_ID and {prefix}SECRET_ACCESS_KEY belong together",
+                fix=f"set {missing[0]}, or unset the other one",
+            )
+        if not missing:
+            return found, f"the variables {prefix}ACCESS_KEY_ID and {prefix}SECRET_ACCESS_KEY"
+    if has_profile:
+        return own, f"profile `{environ.get('AWS_PROFILE', 'default')}`"
+    # A role of Amazon's cloud is of no use at another endpoint.
+    has_endpoint = settings.endpoint or _environment_endpoint(scheme, environ) or scheme == "r2"
+    if not has_endpoint and (any(environ.get(name) for name in _ROLE_VARIABLES) or _has_metadata_service(environ)):
+        return {}, "the role of this machine"
+    return {}, "none"
+
+
+def _environment_endpoint(scheme: str, environ: Mapping[str, str]) -> str | None:
+    if scheme == "r2":
+        return environ.get("R2_ENDPOINT_URL") or environ.get("R2_ENDPOINT")
+    return environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or environ.get("AWS_ENDPOINT")
+
+
+def _r2_endpoint(address: Address, environ: Mapping[str, str]) -> str:
+    account = next((environ[name] for name in _R2_ACCOUNT if environ.get(name)), None)
+    if account is None:
+        raise UserError(
+            "the account of `r2://` is not set",
+            where=str(address),
+            fix="set the variable R2_ACCOUNT_ID, or `storage.endpoint` to the endpoint of your account",
+        )
+    return f"https://{account}.r2.cloudflarestorage.com"
+
+
+def _read_profile(name: str | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings of a profile in `~/.aws/credentials` and `~/.aws/config`; of `default` if none is named."""
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for variable, default in (("AWS_CONFIG_FILE", "config"), ("AWS_SHARED_CREDENTIALS_FILE", "credentials")):
+        path = Path(environ.get(variable) or Path("~/.aws") / default).expanduser()
+        parser = configparser.ConfigParser(interpolation=None)
+        try:
+            parser.read(path, encoding="utf-8")
+        except (configparser.Error, UnicodeDecodeError):
+            # The text of the error quotes a line, which may be a key.
+            raise UserError(
+                f"`{path}` cannot be read", fix="correct the file: `[PROFILE]`, then `name = value`"
+            ) from None
+        names += [section.removeprefix("profile ") for section in parser.sections()]
+        for section in (f"profile {name or 'default'}", name or "default"):
+            if parser.has_section(section):
+                found |= dict(parser.items(section))
+    if name is not None and name not in names:
+        raise UserError(
+            f"there is no profile `{name}`",
+            where="~/.aws/credentials and ~/.aws/config",
+            fix=did_you_mean(dict.fromkeys(names), "add it with `aws configure --profile NAME`, or set access keys"),
+        )
+    return found
+
+
+def _has_metadata_service(environ: Mapping[str, str]) -> bool:
+    """Return whether this machine is in a cloud that gives it a role. Asking takes long elsewhere."""
+    if environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
+        return False
+    try:
+        socket.create_connection(_METADATA_SERVICE, timeout=_METADATA_SECONDS).close()
+    except OSError:
+        return False
+    return True
