@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunewell.core.errors import UserError
-from tunewell.core.gguf import read_metadata, tensor_count
+from tunewell.core.gguf import _BLOCKS, read_metadata, read_tensor_table, tensor_count
 
 
 def text(value: str) -> bytes:
@@ -111,3 +111,40 @@ def test_a_vocabulary_of_150_000_tokens_is_read_in_a_moment(written):
     start = time.perf_counter()
     assert read_metadata(path)["t"] == tokens
     assert time.perf_counter() - start < 1.0
+
+
+def tensor(name: str, *shape: int, kind: int = 0, offset: int = 0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+def table(*tensors: bytes) -> bytes:
+    return header(tensors=len(tensors)) + b"".join(tensors) + bytes(4096)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (table(tensor("a", 8), tensor("a", 8, offset=32)), "two tensors have the name `a`"),
+        (table(tensor("a", 8), tensor("b", 8, offset=16)), "`a` and `b` overlap"),
+        (table(tensor("b", 8, offset=16), tensor("a", 8)), "`a` and `b` overlap"),
+        (table(tensor("a", 8), tensor("b", 8)), "`a` and `b` overlap"),
+        (table(tensor("a", 32, kind=8), tensor("b", 8, offset=32)), "`a` and `b` overlap"),
+        (table(tensor("a", 8, kind=250), tensor("b", 8)), "`a` and `b` overlap"),
+        (table(tensor("a", 8, 0)), "`a` has a dimension of 0"),
+        (table(tensor("a", 2**32, 2**32)), "`a` has 18,446,744,073,709,551,616 values"),
+    ],
+)
+def test_tensors_that_share_a_name_or_bytes_or_are_empty_are_errors(written, data, says):
+    """Overlapping tensors and equal names were accepted; a dimension of 0 ended in a ValueError."""
+    with pytest.raises(UserError, match=says):
+        read_tensor_table(written(data))
+
+
+def test_tensors_side_by_side_are_read(written):
+    path = written(table(tensor("b", 8, offset=96), tensor("a", 32, 2, kind=8), tensor("c", offset=128)))
+    assert [(entry.name, entry.shape) for entry in read_tensor_table(path)] == [("b", (8,)), ("a", (2, 32)), ("c", ())]
+
+
+def test_the_sizes_of_all_number_formats_are_those_of_the_gguf_package():
+    gguf = pytest.importorskip("gguf")
+    assert {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()} == _BLOCKS

@@ -26,7 +26,7 @@ from tunewell.data.rows.formats import Converter
 from tunewell.data.sources.base import find_files, split_limit
 from tunewell.data.sources.blocks import ReadOptions, parse_item, read_blocks
 from tunewell.data.sources.lines import TooLong, detect_encoding, read_lines, split_lines
-from tunewell.data.sources.local import unread_files
+from tunewell.data.sources.local import outside_links, unread_files
 
 LIMITS = ReadOptions(max_row_bytes=1 << 20, max_nesting=64)
 ROWS = [
@@ -315,6 +315,63 @@ def test_outputs_of_ours_beside_the_rows_are_not_read_as_rows(tmp_path):
             (tmp_path / folder / name).write_text('{"splits": ["train"]}')
     assert [file.name for file in find_files(".", base=tmp_path)] == ["rows.jsonl"]
     assert unread_files(".", base=tmp_path) == []
+
+
+@pytest.mark.parametrize("pattern", ["in", "in/*.txt", "in/**/*.jsonl"])
+def test_links_that_leave_the_folder_are_skipped_and_named(tmp_path, pattern):
+    """Whoever writes a folder of rows must not choose files of the user who trains on it."""
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    (tmp_path / "secret.txt").write_text("a password\n")
+    write_jsonl(tmp_path / "secret.jsonl", ROWS)
+    write_jsonl(tmp_path / "in" / "rows.jsonl", ROWS)
+    (tmp_path / "in" / "notes.txt").write_text("a note\n")
+    (tmp_path / "in" / "stolen.txt").symlink_to(tmp_path / "secret.txt")
+    (tmp_path / "in" / "deep" / "stolen.jsonl").symlink_to("../../secret.jsonl")
+    (tmp_path / "in" / "deep" / "same.jsonl").symlink_to("../rows.jsonl")
+    found = {file.source.path.name for file in find_files(pattern, base=tmp_path)}
+    assert found and not {"stolen.txt", "stolen.jsonl"} & found
+    assert "same.jsonl" in found or pattern.endswith("*.txt")
+    skipped = outside_links(pattern, base=tmp_path)
+    assert len(skipped) == {"in": 2, "in/*.txt": 1, "in/**/*.jsonl": 1}[pattern]
+    assert not set(skipped) & set(unread_files(pattern, base=tmp_path))
+
+
+def test_a_folder_with_nothing_but_such_links_says_so(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "secret.txt").write_text("a password\n")
+    (tmp_path / "in" / "stolen.txt").symlink_to(tmp_path / "secret.txt")
+    for pattern in ("in", "in/*.txt"):
+        with pytest.raises(UserError) as refusal:
+            find_files(pattern, base=tmp_path)
+        assert "1 link" in str(refusal.value.where)
+
+
+def test_a_snapshot_in_the_cache_of_the_hub_is_read_through_its_links(tmp_path):
+    """There every file is a link to a blob outside the folder of the snapshot."""
+    snapshot = tmp_path / "datasets--me--rows" / "snapshots" / "abc"
+    blobs = tmp_path / "datasets--me--rows" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    write_jsonl(blobs / "0123", ROWS)
+    (snapshot / "rows.jsonl").symlink_to("../../blobs/0123")
+    assert len(find_files(str(snapshot), base=tmp_path)) == 1
+
+
+def test_a_file_that_is_named_may_be_a_link(tmp_path):
+    write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "link.jsonl").symlink_to(tmp_path / "rows.jsonl")
+    assert len(find_files("in/link.jsonl", base=tmp_path)) == 1
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.csv.gz", "rows.txt.gz", "rows.json.gz"])
+@pytest.mark.parametrize("blank", [b"\n", b" \r\n", "\n".encode("utf-16-le")], ids=["LF", "CRLF", "UTF-16"])
+def test_megabytes_of_blank_lines_are_refused(tmp_path, name, blank):
+    """300 million blank lines are 300 kB of `.gz`, and took more than a minute."""
+    (tmp_path / name).write_bytes(gzip.compress(blank * (6_000_000 // len(blank)), 1))
+    (file,) = find_files(name, base=tmp_path)
+    with pytest.raises(UserError, match=r"blank lines in a row|column names: it has at least"):
+        list(read_blocks(file, options()))
 
 
 # --- damaged containers

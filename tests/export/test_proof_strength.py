@@ -13,6 +13,7 @@ from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from tunewell.cli.screens.export import parity_screen
 from tunewell.core.errors import UserError
 from tunewell.export.gguf.architecture import read_settings
 from tunewell.export.proof.checks import check_settings, check_template
@@ -301,6 +302,22 @@ def test_a_folder_that_lacks_something_to_prove_is_not_proven(
     parity = verify(out)
     assert not parity.is_ok
     assert any(words in check.words for link in parity.links for check in link.checks if not check.is_ok), parity
+
+
+def test_an_adapter_that_names_another_base_is_proven_with_a_warning(whole: Path, tmp_path: Path) -> None:
+    """With `--base` the right model was loaded, and nobody was told that other programs would load another."""
+    out = Path(shutil.copytree(whole, tmp_path / "out"))
+    config = out / "adapter" / "adapter_config.json"
+    written = json.loads(config.read_text())
+    base = written["base_model_name_or_path"]
+    rehash(out, only="adapter fp32")
+    assert not [check for link in verify(out, base=base).links for check in link.checks if check.is_warning]
+    config.write_text(json.dumps(written | {"base_model_name_or_path": "evil/other-base"}))
+    rehash(out, only="adapter fp32")
+    parity = verify(out, base=base)
+    (warning,) = [check for link in parity.links for check in link.checks if check.is_warning]
+    assert parity.is_ok and warning.name == "base" and "evil/other-base" in warning.words
+    assert "WARNING" in parity_screen(parity) and "evil/other-base" in parity_screen(parity)
 
 
 def test_a_damaged_reference_is_said_to_be_so(whole: Path, tmp_path: Path) -> None:

@@ -150,6 +150,27 @@ def test_a_resume_without_the_log_does_not_invent_a_first_loss(project: Path, mo
     assert any("`events.jsonl` lacks 3 of 3 steps" in note for note in longer.notes)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [lambda log: log.replace(b'"loss": ', b'"loss": 1', 1), lambda log: log.replace(b"documents", b"Documents", 1)],
+    ids=["a digit", "a letter"],
+)
+def test_a_resume_with_an_edited_log_says_so(project: Path, monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """Guards the report: an edited loss was shown as the loss of the run."""
+    monkeypatch.chdir(project)
+    sets = [*SETTINGS, "device=cpu", "train.max_steps=2"]
+    tunewell.train(sets=sets)
+    log = project / "run" / "events.jsonl"
+    more = [*sets, "train.max_steps=3"]
+    unchanged = log.read_bytes()
+    log.write_bytes(change(unchanged))
+    assert log.read_bytes() != unchanged
+    resumed = tunewell.train(sets=more, resume=True, allow_changes="num_steps")
+    assert any("`events.jsonl` was changed after step 2" in note for note in resumed.notes), resumed.notes
+    again = tunewell.train(sets=[*more, "train.max_steps=4"], resume=True, allow_changes="num_steps")
+    assert not any("was changed" in note for note in again.notes), again.notes
+
+
 def test_a_disk_that_is_full_at_the_end_is_no_bug(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was trained is saved; the words about it are not."""
 

@@ -1,5 +1,6 @@
 """Read the header of a GGUF file: the metadata and the tensor table, but not the tensors."""
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -20,6 +21,15 @@ _MAX_ITEMS = 20_000_000
 _MAX_KEY_BYTES = 65_535
 _MAX_DEPTH = 4
 _MAX_DIMENSIONS = 8
+_MAX_VALUES = 1 << 42
+_BLOCKS = {
+    **{0: (1, 4), 1: (1, 2), 24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 30: (1, 2)},
+    **{2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 40), 20: (32, 18), 39: (32, 17)},
+    **{10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292), 16: (256, 66)},
+    **{17: (256, 74), 18: (256, 98), 19: (256, 50), 21: (256, 110), 22: (256, 82), 23: (256, 136), 29: (256, 56)},
+    **{34: (256, 54), 35: (256, 66), 40: (64, 36), 41: (128, 18)},
+}
+"""ggml type number -> values and bytes of a block. A test compares it with the `gguf` package."""
 _ALIGNMENT = 32
 """Default alignment of tensors in bytes."""
 
@@ -77,6 +87,16 @@ class _Damaged(Exception):
     """Raised for a damaged file. The message continues a sentence that begins with the file name."""
 
 
+def _require_no_overlap(table: list[tuple[str, tuple[int, ...], int, int]]) -> None:
+    """Raise _Damaged if two tensors share bytes. The size of an unknown type is taken as one byte."""
+    end, before = 0, ""
+    for name, shape, kind, offset in sorted(table, key=lambda entry: entry[3]):
+        if offset < end:
+            raise _Damaged(f"is damaged: the tensors `{before[:80]}` and `{name[:80]}` overlap")
+        num_values, num_bytes = _BLOCKS.get(kind, (math.prod(shape), 1))
+        end, before = offset + math.prod(shape) // num_values * num_bytes, name
+
+
 class _Reader:
     """Reads the header in one pass. Every length is compared with the rest of the file before it is used."""
 
@@ -109,17 +129,26 @@ class _Reader:
     def table(self, pairs: dict[str, Any], num_tensors: int) -> list[TensorEntry]:
         """Read the table after the metadata; the tensors begin at the next aligned offset."""
         found: list[tuple[str, tuple[int, ...], int, int]] = []
+        names: set[str] = set()
         for _ in range(num_tensors):
             name = self.strings(1, _MAX_KEY_BYTES)[0]
             num_dimensions = self.scalar("I")
             if num_dimensions > _MAX_DIMENSIONS:
                 raise _Damaged(f"is damaged: a tensor has {num_dimensions:,} dimensions")
             shape = tuple(self.scalar("Q") for _ in range(num_dimensions))[::-1]
+            if name in names:
+                raise _Damaged(f"is damaged: two tensors have the name `{name[:80]}`")
+            if 0 in shape:
+                raise _Damaged(f"is damaged: the tensor `{name[:80]}` has a dimension of 0")
+            if math.prod(shape) > _MAX_VALUES:
+                raise _Damaged(f"is damaged: the tensor `{name[:80]}` has {math.prod(shape):,} values")
+            names.add(name)
             found.append((name, shape, self.scalar("I"), self.scalar("Q")))
         alignment = pairs.get("general.alignment", _ALIGNMENT)
         if type(alignment) is not int or alignment < 1:
             raise _Damaged(f"is damaged: the alignment of the tensors is {alignment!r} bytes")
         start = -(-self.at // alignment) * alignment
+        _require_no_overlap(found)
         return [TensorEntry(name, shape, kind, start + offset) for name, shape, kind, offset in found]
 
     def take(self, num_bytes: int) -> int:

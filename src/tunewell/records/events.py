@@ -4,6 +4,7 @@
 {"step": 2, "loss": "nan", "grad_norm": "inf", ...}      strings, because JSON has no NaN
 """
 
+import hashlib
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import sync_folder, write_all, write_atomic
 from tunewell.core.redact import redact
 from tunewell.core.units import count
+from tunewell.records.base import FileRecord
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -34,8 +36,10 @@ class EventLog:
         self._guard = threading.Lock()  # the thread that saves checkpoints also logs
         self._handle = self._open()
         written = path.read_bytes()
-        if written and not written.endswith(b"\n"):  # after a partial line, the next event starts on a new line
-            os.ftruncate(self._handle, written.rfind(b"\n") + 1)
+        whole = written[: written.rfind(b"\n") + 1]
+        if len(whole) < len(written):  # after a partial line, the next event starts on a new line
+            os.ftruncate(self._handle, len(whole))
+        self._written = FilePrefix(whole)
 
     def append(self, event: dict[str, Any]) -> None:
         """Write an event. It survives a crash of the process and, after the next `sync`, a power failure."""
@@ -66,6 +70,11 @@ class EventLog:
         if not self._waiting:
             self._on_trouble(f"`{self.path.name}` {message.format(error.strerror)}")
 
+    def written(self) -> FileRecord:
+        """Return the size and the hash of everything written so far. Later events do not change these bytes."""
+        with self._guard:
+            return self._written.record()
+
     def truncate_to(self, step: int) -> int:
         """Delete damaged lines and the lines of later steps; return their number. Damaged lines are reported.
 
@@ -81,7 +90,9 @@ class EventLog:
                 if event is not None and at <= step:
                     kept.append(line)
             if len(kept) < len(lines):
-                write_atomic(self.path, b"".join(line + b"\n" for line in kept))
+                whole = b"".join(line + b"\n" for line in kept)
+                write_atomic(self.path, whole)
+                self._written = FilePrefix(whole)
                 self._waiting = b""
                 os.close(self._handle)
                 self._handle = self._open()
@@ -116,6 +127,29 @@ class EventLog:
         except OSError:
             os.ftruncate(self._handle, before)  # remove a partly written line
             raise
+        self._written.add(data)
+
+
+class FilePrefix:
+    """The size and the SHA-256 of the bytes written to a file, updated with every write."""
+
+    def __init__(self, data: bytes = b"") -> None:
+        self._num_bytes, self._digest = len(data), hashlib.sha256(data)
+
+    def add(self, data: bytes) -> None:
+        """Add bytes that were appended to the file."""
+        self._num_bytes += len(data)
+        self._digest.update(data)
+
+    def record(self) -> FileRecord:
+        """Return the size and the hash."""
+        return FileRecord(bytes=self._num_bytes, sha256=self._digest.hexdigest())
+
+
+def begins_as(path: Path, written: FileRecord) -> bool:
+    """Return whether the first bytes of a file are those that `EventLog.written` described."""
+    with path.open("rb") as file:
+        return hashlib.sha256(file.read(written.bytes)).hexdigest() == written.sha256
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

@@ -132,8 +132,12 @@ class Proof(Record):
 class Check(Record):
     """One comparison."""
 
-    name: Literal["files", "finite", "token ids", "logits", "answers", "stop", "template", "tensors", "settings"]
+    name: Literal[
+        "files", "base", "finite", "token ids", "logits", "answers", "stop", "template", "tensors", "settings"
+    ]
     is_ok: bool
+    is_warning: bool = False
+    """Whether users should know about this, although the artefact matches the trained model."""
     words: str
     figures: dict[str, Any] = Field(default_factory=dict)
     bound: str = ""

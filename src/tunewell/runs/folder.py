@@ -14,7 +14,8 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import write_atomic
 from tunewell.core.units import count
 from tunewell.data.corpus.reader import Corpus
-from tunewell.records.events import as_number, read_events
+from tunewell.records.base import FileRecord
+from tunewell.records.events import as_number, begins_as, read_events
 from tunewell.records.plan import Plan, read_plan, write_plan
 from tunewell.records.rundir import DOCUMENTS, RUN_CONFIG, RunDir
 from tunewell.runs.config import dump_config
@@ -196,6 +197,11 @@ def restore_run(run: Run, folder: Path, allowed: Sequence[str], *, recorder: Met
         recorder.lacks_steps = True
         missing = state.step - num_logged
         recorder.note(f"`events.jsonl` lacks {missing:,} of {state.step:,} steps: the first loss of the run is unknown")
+    elif (written := state.progress.get("events")) and not begins_as(run.events.path, FileRecord(**written)):
+        recorder.note(
+            f"`events.jsonl` was changed after step {state.step:,} was saved: its losses may not be those of the run; "
+            "the weights are not affected"
+        )
     return bool(changes)
 
 

@@ -98,6 +98,7 @@ def state_of(run: Run) -> State:
             **run.progress.__dict__,
             "scaler": _scaler_state(run.learner),
             "quarantine": {str(document): since for document, since in run.healing.quarantine.items()},
+            "events": run.events.written().model_dump(),
         },
         identity=run.identity,
     )

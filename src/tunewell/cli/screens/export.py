@@ -28,6 +28,8 @@ def parity_screen(parity: "Parity") -> str:
             if not check.is_ok:
                 allowed = f" (allowed: {check.bound})" if check.bound else ""
                 parts.append(hanging(f"{link.artefact}: ", f"{check.name}: {check.words}{allowed}"))
+            elif check.is_warning:
+                parts.append(hanging(f"WARNING  {link.artefact}: ", check.words))
     if parity.is_ok:
         chain = "".join(f" {'=' if _is_exact(link) else '~'} {link.artefact}" for link in parity.links)
         parts.append(hanging("PROVEN  ", f"trained{chain}   ({_LEGEND})"))

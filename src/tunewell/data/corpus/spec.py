@@ -19,7 +19,7 @@ from tunewell.data.rows.formats import Converter, FormatOptions
 from tunewell.data.rows.functions import load_row_function
 from tunewell.data.sources.base import UNREADABLE, SourceFile, SourceOptions, detect_format, find_files, is_url
 from tunewell.data.sources.blocks import ReadOptions, parsed_rows
-from tunewell.data.sources.local import unread_files
+from tunewell.data.sources.local import outside_links, unread_files
 from tunewell.data.text_pipeline import TextPipeline
 from tunewell.records.manifest import TemplateRecord, TokenizerRecord
 
@@ -118,16 +118,30 @@ def make_spec(
 
 
 def _file_remarks(path: str, base: Path) -> list[str]:
-    """Return a sentence about the files of a folder that are not read."""
-    names = [] if is_url(path) else unread_files(path, base=base)
+    """Return sentences about the files of a folder that are not read, and about links that lead out of it."""
+    if is_url(path):
+        return []
+    links = outside_links(path, base=base)
+    remarks = [
+        f"{count(len(links), 'link')} in `{path}` skipped, because the target is outside: {_listed(links)}; "
+        "to read a target, list it in `data.sources`"
+    ]
+    return [*(remarks if links else []), *_unread_remarks(path, base)]
+
+
+def _unread_remarks(path: str, base: Path) -> list[str]:
+    names = unread_files(path, base=base)
     if not names:
         return []
-    shown = ", ".join(f"`{name}`" for name in names[:_NUM_NAMED])
-    more = f" and {len(names) - _NUM_NAMED:,} more" if len(names) > _NUM_NAMED else ""
     fixes = ["to read a file, list it in `data.sources`"] if any(detect_format(name)[0] for name in names) else []
     kinds = {suffix: name for name in reversed(names) if (suffix := PurePath(name).suffix.lower()) in UNREADABLE}
     fixes += [f"`{name}`: {UNREADABLE[suffix]}" for suffix, name in sorted(kinds.items())[:_NUM_ADVISED]]
-    return ["; ".join([f"{count(len(names), 'file')} in `{path}` not read: {shown}{more}", *fixes])]
+    return ["; ".join([f"{count(len(names), 'file')} in `{path}` not read: {_listed(names)}", *fixes])]
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _NUM_NAMED:,} more" if len(names) > _NUM_NAMED else ""
+    return ", ".join(f"`{name}`" for name in names[:_NUM_NAMED]) + more
 
 
 def source_options(config: Config, index: int, progress: ProgressListener = silent) -> SourceOptions:

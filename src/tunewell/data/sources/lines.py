@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from typing import IO, BinaryIO, cast
 
 from tunewell.core.errors import UserError
+from tunewell.core.units import size_bytes
 from tunewell.data.sources.arrow import decompress_zstd
 from tunewell.data.sources.base import SourceFile
 
 _BLOCK_BYTES = 1 << 20
+MAX_BLANK_BYTES = 4 << 20
+"""Maximum size of white space in a row. A small `.gz` file can contain billions of blank lines."""
+_BLANK = b" \t\r\n\0"
 _BOMS = (  # UTF-32 first, because its little-endian mark begins with that of UTF-16
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
@@ -55,11 +59,20 @@ class TooLong:
 
 
 def read_bytes(file: SourceFile) -> Iterator[bytes]:
-    """Yield the decompressed bytes of a file in blocks; raise UserError for damaged or truncated compressed data."""
+    """Yield the decompressed bytes of a file in blocks.
+
+    Raises UserError for damaged or truncated compressed data, and for megabytes of white space.
+    """
     try:
         with file.open() as stored:
-            stream = _decompress(stored, file.compression)
+            stream, num_blank = _decompress(stored, file.compression), 0
             while block := stream.read(_BLOCK_BYTES):
+                num_blank = 0 if block.strip(_BLANK) else num_blank + len(block)
+                if num_blank > MAX_BLANK_BYTES:
+                    raise UserError(
+                        f"`{file.name}` has more than {size_bytes(MAX_BLANK_BYTES)} of blank lines in a row",
+                        fix="the file is damaged or has no rows; check it, and remove the blank lines",
+                    )
                 yield block
     except (EOFError, OSError, zlib.error) as error:
         if file.compression is None or (isinstance(error, OSError) and error.errno is not None):

@@ -1,6 +1,7 @@
 """Local files as a data source: a file, a folder, a glob, or a dataset written by `datasets.save_to_disk`."""
 
 import glob as globbing
+import itertools
 import json
 import os
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from pathlib import Path, PurePath
 from typing import Any, BinaryIO, TypeVar
 
 from tunewell.core.errors import UserError
+from tunewell.core.units import count
 from tunewell.data.rows.conversation import is_list, is_object
 from tunewell.data.sources.base import READABLE, SourceOptions, detect_format
 
@@ -48,13 +50,18 @@ class LocalFile:
         if full.is_file():
             files = [full]
         elif full.is_dir():
-            files = select_row_files(_files_in(full))
+            files = select_row_files(_inside(full, _files_in(full)))
             if not files:
-                raise UserError(f"the folder `{path}` contains no readable file", fix=f"put files there: {READABLE}")
+                raise UserError(
+                    f"the folder `{path}` contains no readable file",
+                    where=_skipped_links(path, base),
+                    fix=f"put files there: {READABLE}",
+                )
         elif globbing.has_magic(path):
-            files = select_row_files(_files_matching(path, base))
+            files = select_row_files(_inside(_glob_root(path, base), _files_matching(path, base)))
             if not files:
-                raise UserError(f"no file matches `{path}`", where=f"searched in `{base.resolve().name}`")
+                where = _skipped_links(path, base) or f"searched in `{base.resolve().name}`"
+                raise UserError(f"no file matches `{path}`", where=where)
         else:
             raise UserError(f"there is no file or folder `{path}`", fix=_suggest_names(full))
         return [cls._of(file, base) for file in files]
@@ -63,7 +70,8 @@ class LocalFile:
     def _of(cls, path: Path, base: Path) -> "LocalFile":
         if not os.access(path, os.R_OK):
             raise UserError(f"no permission to read `{path.name}`", fix="change its permissions")
-        resolved, home = path.resolve(), base.resolve()
+        # The name of a link, not of its target: in the cache of the hub the targets are hashes.
+        resolved, home = path.parent.resolve() / path.name, base.resolve()
         return cls(path, resolved.relative_to(home).as_posix() if resolved.is_relative_to(home) else path.name)
 
     def open(self) -> BinaryIO:
@@ -91,7 +99,39 @@ def unread_files(path: str, *, base: Path) -> list[str]:
         return []
     files = _files_in(full, is_readable=False) if full.is_dir() else _files_matching(path, base)
     known = {*select_row_files([file for file in files if detect_format(file.name)[0]]), full / _CONFIG}
+    known |= {*files} - {*_inside(full if full.is_dir() else _glob_root(path, base), files)}
     return [file.relative_to(full).as_posix() if full.is_dir() else file.name for file in files if file not in known]
+
+
+def outside_links(path: str, *, base: Path) -> list[str]:
+    """Return the names of the links in a folder or glob that lead out of it, which `LocalFile.find` leaves out."""
+    path = path.removeprefix("file://")
+    full = base / Path(path).expanduser()
+    if full.is_file():
+        return []
+    files = _files_in(full) if full.is_dir() else _files_matching(path, base)
+    inside = {*_inside(full if full.is_dir() else _glob_root(path, base), files)}
+    return [file.relative_to(full).as_posix() if full.is_dir() else file.name for file in files if file not in inside]
+
+
+def _skipped_links(path: str, base: Path) -> str | None:
+    links = outside_links(path, base=base)
+    return f"skipped {count(len(links), 'link')} that lead out of it; name their targets instead" if links else None
+
+
+def _inside(root: Path, files: list[Path]) -> list[Path]:
+    """Leave out links to files outside a folder: whoever wrote the folder must not choose files of its reader."""
+    home = root.resolve()
+    # In the cache of the hub, the files of a snapshot are links: models--x/snapshots/1/a.json -> models--x/blobs/2.
+    blobs = [parent.parent / "blobs" for parent in (home, *home.parents) if parent.name == "snapshots"]
+    resolved = {file: file.resolve() for file in files}
+    return [file for file in files if any(resolved[file].is_relative_to(folder) for folder in (home, *blobs))]
+
+
+def _glob_root(pattern: str, base: Path) -> Path:
+    """Return the folder that a glob names: the part before its first wildcard."""
+    parts = Path(pattern).expanduser().parts
+    return base.joinpath(*itertools.takewhile(lambda part: not globbing.has_magic(part), parts))
 
 
 def select_row_files(files: list[P]) -> list[P]:

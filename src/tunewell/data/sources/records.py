@@ -121,6 +121,7 @@ def too_large(num_bytes: int, max_bytes: int) -> Rejected:
 
 class _RecordTooLarge(Exception):
     def __init__(self, num_bytes: int) -> None:
+        super().__init__(f"it has at least {num_bytes:,} bytes")
         self.num_bytes = num_bytes
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tunewell.core.errors import UserError
-from tunewell.export.proof.checks import check_answers, check_ids, check_logits, check_settings, check_stop
+from tunewell.export.proof.checks import check_answers, check_ids, check_logits, check_settings, check_stop, shorten
 from tunewell.export.proof.reference import ProofContext, ProofUnavailable
 from tunewell.export.proof.tensors import Sketch, check_tensors, compare_weights
 from tunewell.inference.runtime import last_logits
@@ -44,7 +44,8 @@ def prove_adapter(artefact: Artefact, context: ProofContext) -> list[Check]:
         peft: Any = PeftModel.from_pretrained(base, path)
     checks = _prove_model(peft.get_base_model(), artefact, context, config=None)
     # Last, because PEFT's merge removes the adapter.
-    return checks + _prove_tensors(peft.merge_and_unload(), artefact, context) if checks[0].is_ok else checks
+    tensors = _prove_tensors(peft.merge_and_unload(), artefact, context) if checks[0].is_ok else []
+    return [*checks, *tensors, *_check_base(path, context)]
 
 
 def _prove_model(model: Any, artefact: Artefact, context: ProofContext, *, config: Any) -> list[Check]:
@@ -101,6 +102,22 @@ def _prove_tensors(model: Any, artefact: Artefact, context: ProofContext) -> lis
             unknown=[name for name in weights if name not in expected],
         )
     ]
+
+
+def _check_base(folder: Path, context: ProofContext) -> list[Check]:
+    """Return a warning if the adapter names another base model than the one that it was verified on."""
+    named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if context.base is None or named == context.base or _is_same_path(named, context.base):
+        return []
+    message = (
+        f"verified on `{context.base}` (`--base`), but `adapter_config.json` names {shorten(named)}, which other "
+        "programs will load; correct `base_model_name_or_path` there if that is another model"
+    )
+    return [Check(name="base", is_ok=True, is_warning=True, words=message)]
+
+
+def _is_same_path(named: Any, base: str) -> bool:
+    return isinstance(named, str) and Path(named).expanduser().resolve() == Path(base).expanduser().resolve()
 
 
 def _load_base(folder: Path, context: ProofContext) -> Any:

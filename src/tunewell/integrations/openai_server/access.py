@@ -1,12 +1,16 @@
 """Access control of the OpenAI server: listening address, API token and allowed web origins."""
 
+import asyncio
 import hmac
 import ipaddress
 import os
+import re
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import cast
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -14,16 +18,17 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tunewell.core.errors import UserError
+from tunewell.integrations.openai_server.connections import BACKLOG, LimitedProtocol, WaitingConnections
 from tunewell.integrations.openai_server.requests import ApiError
 
 TOKEN_VARIABLE = "TUNEWELL_TOKEN"
 _MIN_TOKEN_CHARS = 16
 """Minimum length of the token; shorter tokens could be guessed."""
 _MAKE_TOKEN = 'python -c "import secrets; print(secrets.token_urlsafe(32))" > token.txt'
-_MAX_CONNECTIONS = 128
-"""Maximum number of connections, each of which stores its request in memory; further clients get a 503."""
 _SHUTDOWN_SECONDS = 5
 """Grace period for running answers when the server stops."""
+_HOST = re.compile(r"(?:(?P<name>[a-z0-9._-]+)|\[(?P<ipv6>[0-9a-f:.]+)\])(?::[0-9]{1,5})?")
+"""A host and a port, nothing else: URL parsers also accept a user name, which other programs may take for the host."""
 _LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
 
 
@@ -83,10 +88,8 @@ def check_origin(origin: str) -> str:
 
 def _host_name(host: str) -> str | None:
     """Return the host name in a `Host` header without its port, or None if the header is invalid."""
-    try:
-        return urlsplit(f"//{host}").hostname
-    except ValueError:
-        return None
+    found = _HOST.fullmatch(host.lower())
+    return (found["name"] or found["ipv6"]) if found else None
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,7 @@ def make_server(app: ASGIApp) -> uvicorn.Server:
     config = uvicorn.Config(
         app,
         # Use the tested implementations, whatever else is installed.
-        http="h11",
+        http=cast(type[asyncio.Protocol], partial(LimitedProtocol, WaitingConnections())),
         loop="asyncio",
         ws="none",
         lifespan="on",
@@ -169,7 +172,9 @@ def make_server(app: ASGIApp) -> uvicorn.Server:
         server_header=False,
         # Otherwise a client could fake its address in a header.
         proxy_headers=False,
-        limit_concurrency=_MAX_CONNECTIONS,
+        backlog=BACKLOG,
+        # Below this level there is one line for every request that is not valid HTTP.
+        log_level="error",
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
     )
     return uvicorn.Server(config)

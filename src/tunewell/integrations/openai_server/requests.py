@@ -8,7 +8,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails
 from starlette.responses import JSONResponse
 
+from tunewell.core.units import count
 from tunewell.inference.decoder import Decoding
+
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}
+_MAX_SHOWN_CHARS = 200
+"""Maximum length of a client's text in an error message."""
 
 
 class ApiError(Exception):
@@ -22,8 +27,7 @@ class ApiError(Exception):
 
     def response(self) -> JSONResponse:
         """Return the HTTP response."""
-        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else None
-        return JSONResponse(self.body, self.status, headers)
+        return JSONResponse(self.body, self.status, _HEADERS.get(self.status))
 
 
 DEFAULT_NEW_TOKENS = 1024
@@ -67,7 +71,7 @@ def _join_parts(content: Any) -> Any:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"content part of type {kind!r}; only text is supported")
+            raise ValueError(f"content part of type {shortened(repr(kind))}; only text is supported")
     return "".join(part["text"] for part in content)
 
 
@@ -132,18 +136,33 @@ class ChatRequest(_Strict):
         ]
 
 
-def read_request(body: bytes) -> ChatRequest:
-    """Parse the body of a request; raise ApiError that names the invalid parameter."""
+def read_request(body: bytes, *, max_messages: int, max_chars: int) -> ChatRequest:
+    """Parse the body of a request; raise ApiError that names the invalid parameter, or for too long messages.
+
+    The limits bound the time for a request: many messages take long to validate, and long texts to tokenize.
+    """
     try:
         tree = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
     if not isinstance(tree, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_type")
+    messages = tree.get("messages")
+    if isinstance(messages, list) and len(messages) > max_messages:
+        raise _too_long(f"there are {count(len(messages), 'message')}, and this server accepts {count(max_messages)}")
     try:
-        return ChatRequest.model_validate(_effective_parameters(tree))
+        request = ChatRequest.model_validate(_effective_parameters(tree))
     except ValidationError as error:
-        raise _api_error(error.errors()[0]) from error
+        # The values are left out: they would be copied for every error.
+        raise _api_error(error.errors(include_url=False, include_input=False)[0]) from error
+    num_chars = sum(len(turn.content) for turn in request.messages)
+    if num_chars > max_chars:
+        raise _too_long(f"they have {count(num_chars, 'character')}, and this server accepts {count(max_chars)}")
+    return request
+
+
+def _too_long(why: str) -> ApiError:
+    return ApiError(400, f"the messages are too long: {why}", code="context_length_exceeded", param="messages")
 
 
 def _effective_parameters(tree: dict[str, Any]) -> dict[str, Any]:
@@ -179,4 +198,9 @@ def _api_error(fault: ErrorDetails) -> ApiError:
 def _path(location: tuple[int | str, ...]) -> str | None:
     """Format a location as OpenAI does: `messages[0].content`."""
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in location)
-    return text.removeprefix(".") or None
+    return shortened(text.removeprefix(".")) or None
+
+
+def shortened(text: str) -> str:
+    """Return a client's text for an error message, which must not be as long as the request."""
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."

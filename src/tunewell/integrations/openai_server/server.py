@@ -3,9 +3,10 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakSet
@@ -30,10 +31,18 @@ from tunewell.core.errors import UserError
 from tunewell.core.units import count
 from tunewell.integrations.openai_server.access import BrowserGuard, TokenGuard
 from tunewell.integrations.openai_server.queue import Generation, ServedModel
-from tunewell.integrations.openai_server.requests import ApiError, ChatRequest, read_request
+from tunewell.integrations.openai_server.requests import ApiError, ChatRequest, read_request, shortened
 
 MAX_BODY_BYTES = 4 << 20
 """Maximum size of a request: about a million tokens of text, more than usual context lengths."""
+MAX_CHARS_PER_TOKEN = 16
+"""Texts with more characters than this per token of context are rejected unread; English has about four per token."""
+MAX_MESSAGES = 4096
+"""Maximum number of messages; the chat template needs about 70 microseconds for each."""
+MAX_REQUESTS = 128
+"""Maximum number of requests in the queue, the one being answered included."""
+MAX_REQUESTS_PER_CLIENT = 64
+"""Maximum per address, so that one client cannot fill the queue."""
 
 Finish = Literal["stop", "length"]
 
@@ -123,6 +132,9 @@ class _Handlers:
         self._encoding_thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
         self._generation_thread = ThreadPoolExecutor(1, thread_name_prefix="answers")
         self._generations: WeakSet[Generation] = WeakSet()
+        self._requests: Counter[str] = Counter()
+        # A chat template adds at least two tokens to a message.
+        self._max_messages = min(MAX_MESSAGES, model.context_length // 2)
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -143,19 +155,39 @@ class _Handlers:
         return JSONResponse(self._entry)
 
     async def chat(self, request: Request) -> Response:
-        body = read_request(await _read_body(request))
+        max_chars = self._model.context_length * MAX_CHARS_PER_TOKEN
+        body = read_request(await _read_body(request), max_messages=self._max_messages, max_chars=max_chars)
         self._check_name(body.model)
-        generation = await self._generation(body)
-        reply = ReplyObjects(self._model.name)
-        self._generations.add(generation)
-        generation.start(self._model, self._generation_thread)
-        if body.stream:
-            return _Stream(generation, _events(generation, reply, with_usage=body.stream_options.include_usage))
-        return await _complete(request, generation, reply)
+        with ExitStack() as undo:
+            undo.callback(self._enter_queue(request.client.host if request.client else ""))
+            generation = await self._generation(body)
+            reply = ReplyObjects(self._model.name)
+            self._generations.add(generation)
+            generation.start(self._model, self._generation_thread)
+            if not body.stream:
+                return await _complete(request, generation, reply)
+            events = _events(generation, reply, with_usage=body.stream_options.include_usage)
+            return _Stream(generation, events, on_end=undo.pop_all().close)
+
+    def _enter_queue(self, client: str) -> Callable[[], None]:
+        """Count a request, and return the function that ends it; raise ApiError if there are too many."""
+        if self._requests[client] >= MAX_REQUESTS_PER_CLIENT:
+            message = f"{count(MAX_REQUESTS_PER_CLIENT)} requests of this client are waiting; wait for an answer"
+            raise ApiError(429, message, code="too_many_requests")
+        if self._requests.total() >= MAX_REQUESTS:
+            raise ApiError(503, f"{count(MAX_REQUESTS)} requests are waiting; try again later", code="queue_full")
+        self._requests[client] += 1
+
+        def leave() -> None:
+            self._requests[client] -= 1
+            if not self._requests[client]:
+                del self._requests[client]
+
+        return leave
 
     def _check_name(self, name: str) -> None:
         if name != self._model.name:
-            message = f"unknown model `{name}`; this server has `{self._model.name}`"
+            message = f"unknown model `{shortened(name)}`; this server has `{self._model.name}`"
             raise ApiError(404, message, code="model_not_found", param="model")
 
     async def _generation(self, body: ChatRequest) -> Generation:
@@ -181,15 +213,16 @@ class _Handlers:
 class _Stream(StreamingResponse):
     """A streaming response that cancels the generation when the client disconnects."""
 
-    def __init__(self, generation: Generation, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, generation: Generation, events: AsyncIterator[bytes], *, on_end: Callable[[], None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._generation = generation
+        self._generation, self._on_end = generation, on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._generation.cancel()
+            self._on_end()
 
 
 async def _events(generation: Generation, reply: ReplyObjects, *, with_usage: bool) -> AsyncIterator[bytes]:
@@ -247,11 +280,15 @@ def _event(data: Any) -> bytes:
 async def _read_body(request: Request) -> bytes:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "the content type must be `application/json`", code="unsupported_media_type")
+    too_large = f"the request is larger than {count(MAX_BODY_BYTES)} bytes"
+    # h11 has checked that the length is a number.
+    if int(request.headers.get("content-length", 0)) > MAX_BODY_BYTES:
+        raise ApiError(413, too_large, code="request_too_large")
     body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the request is larger than {count(MAX_BODY_BYTES)} bytes", code="request_too_large")
+            raise ApiError(413, too_large, code="request_too_large")
     return bytes(body)
 
 
@@ -267,7 +304,7 @@ async def _api_error_response(_: Request, error: Exception) -> Response:
 
 async def _http_error_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"unknown URL `{request.method} {request.url.path}`; the base URL ends with `/v1`"
+    message = f"unknown URL `{shortened(f'{request.method} {request.url.path}')}`; the base URL ends with `/v1`"
     response = ApiError(error.status_code, message, code="unknown_url").response()
     response.headers.update(error.headers or {})
     return response
