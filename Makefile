@@ -6,6 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 SHARED := $(if $(TUNEWELL_SHARED),$(TUNEWELL_SHARED),../shared)
 WORKERS ?= 2
+MINUTES ?= 10
 DURATIONS := $(if $(CI),--durations=60,)
 
 OLD    := .venv-old
@@ -13,7 +14,7 @@ OLD_TRANSFORMERS := 5.17.0
 TRL    := .venv-trl
 TRL_PINS := transformers==4.57.3 trl==0.26.1
 
-.PHONY: help setup test test-all test-old faults check lint types contracts docs counts demo bench clean
+.PHONY: help setup test test-all test-old faults attacks fuzz soak release check lint types contracts docs counts demo bench clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +60,9 @@ test-old: setup ## the default tests with the oldest transformers, and HealthCal
 
 faults: setup ## every fault a run must survive: kills at each step and each write, full disks, damaged files
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "faults or not faults" tests/faults
+
+soak: setup ## train, kill, resume and evaluate in a loop with random faults; MINUTES=40 sets the length
+	$(BIN)/python tests/hardening/soak.py --minutes $(MINUTES) --out build/soak
 
 check: lint types contracts test ## lint, format, types, import contracts, tests
 

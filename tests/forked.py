@@ -21,7 +21,14 @@ class Command:
     A training goes without its supervisor, which would start it in a process of its own.
     """
 
-    def __init__(self, *arguments: str, cwd: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        cwd: Path,
+        env: dict[str, str] | None = None,
+        before: Callable[[], object] | None = None,
+    ) -> None:
+        """Start a command; `before` is called in the child first."""
         self._out, self._err = (tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(2))  # noqa: SIM115  kept open
         arguments = (*arguments, "--no-supervisor") if arguments[0] == "train" else arguments
         self.arguments = arguments
@@ -29,6 +36,8 @@ class Command:
         def act() -> None:
             os.chdir(cwd)
             os.environ.update({"CI": "1", **(env or {})})
+            if before:
+                before()
             _run(arguments, self._out.fileno(), self._err.fileno())
 
         self.pid = _fork(act)

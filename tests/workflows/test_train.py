@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -316,6 +317,18 @@ def test_the_library_does_the_same(project: Path, monkeypatch: pytest.MonkeyPatc
     result = tunewell.train(sets=[*SETTINGS, "train.max_steps=2", "device=cpu"])
     assert result.status == "finished" and result.steps == 2
     assert read_plan(project / "run").num_steps.value == 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts the open files of Linux")
+def test_the_library_leaves_no_file_or_thread_open(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards sweeps and notebooks: each run left `samples.jsonl` and a thread open."""
+    monkeypatch.chdir(project)
+    before = set(threading.enumerate())
+    for name in ("one", "two"):
+        tunewell.train(sets=[*SETTINGS, "device=cpu", "train.max_steps=2", f"run={name}"], progress=False)
+    targets = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    assert not [target for target in targets if target.startswith(str(project))]
+    assert not [thread.name for thread in set(threading.enumerate()) - before if "checkpoints" in thread.name]
 
 
 def test_the_library_leaves_threads_signals_and_the_allocator_alone(

@@ -170,6 +170,11 @@ class Checkpoints:
         if pending is not None:
             pending.result()
 
+    def close(self) -> None:
+        """Wait for the pending save, and end the writer thread."""
+        self.wait()
+        self._writer.shutdown()
+
     def newest(self) -> Saved | None:
         """Return the newest undamaged checkpoint, or None without checkpoints. Raise UserError if all are damaged."""
         self.wait()

@@ -73,6 +73,13 @@ class Run:
     """Times of the last steps."""
     seconds: dict[str, float] = field(default_factory=lambda: {"train": 0.0, "look": 0.0, "save": 0.0})
 
+    def close(self) -> None:
+        """Wait for the pending checkpoint, and close the logs and the thread that writes checkpoints."""
+        self.checkpoints.close()
+        self.events.close()
+        self.samples.close()
+        self.healing.close()
+
 
 @dataclass(frozen=True)
 class Ending:

@@ -56,8 +56,7 @@ def _probe(request: dict[str, Any]) -> dict[str, Any]:
             _, run = training.build(folder, corpus, plan, order)
             deadline = time.perf_counter() + request["seconds"]
             report = take_probe_steps(run, corpus, request, deadline)
-        run.events.close()
-        run.healing.close()
+        run.close()
     stages = training.recorder.seconds
     return report | {
         "start": start_seconds + stages.get("plan", 0.0),

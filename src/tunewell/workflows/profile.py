@@ -132,9 +132,7 @@ def measure(loaded: LoadedConfig, options: RunOptions, job: Job, listener: Progr
             _, run = training.build(opened, corpus, plan, order)
             opened.keep()
             result = _measure_padding(run, job, listener) if job.padded_to else _measure_steps(run, training, job)
-        run.checkpoints.wait()
-        run.events.close()
-        run.healing.close()
+        run.close()
     write_atomic(job.folder / _PROFILE, stable_json(result.model_dump(mode="json")))
 
 

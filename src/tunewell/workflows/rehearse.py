@@ -79,8 +79,7 @@ def _rehearse(training: Training, steps: list[StepTaken]) -> Rehearsal:
                 ending = _take_steps(run, until, is_owner=training.options.owns_process)
             with recorder.stage("after", "measuring the rows after training"):
                 after, later = measure_losses(run.learner, rows, most=None), run.ask(1, _ANSWER_BATCH_TOKENS)
-        run.events.close()
-        run.healing.close()
+        run.close()
         return Rehearsal(
             num_rows=len(rows),
             step_tokens=step_tokens,

@@ -99,8 +99,7 @@ class Training:
             )
             if world.is_first:
                 write_run_files(run, result, run.plan, corpus, allow_pickle=options.allow_pickle)
-            run.events.close()
-            run.healing.close()
+            run.close()
             world.shut_down()
             return result
 
