@@ -7,6 +7,7 @@ READY  := $(VENV)/.ready
 SHARED := $(if $(TUNEWELL_SHARED),$(TUNEWELL_SHARED),../shared)
 WORKERS ?= 2
 MINUTES ?= 10
+SECONDS ?= 180
 DURATIONS := $(if $(CI),--durations=60,)
 
 OLD    := .venv-old
@@ -60,6 +61,12 @@ test-old: setup ## the default tests with the oldest transformers, and HealthCal
 
 faults: setup ## every fault a run must survive: kills at each step and each write, full disks, damaged files
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "faults or not faults" tests/faults
+
+attacks: setup ## the attacks that were tried on tunewell, one line of JSON each
+	$(BIN)/python tests/hardening/attacks.py
+
+fuzz: setup ## random bytes for every parser of foreign data; SECONDS=180 for each
+	$(BIN)/python tests/hardening/fuzz.py --seconds $(SECONDS)
 
 soak: setup ## train, kill, resume and evaluate in a loop with random faults; MINUTES=40 sets the length
 	$(BIN)/python tests/hardening/soak.py --minutes $(MINUTES) --out build/soak

@@ -40,6 +40,7 @@ for _folder in (
     "evaluation",
     "export",
     "faults",
+    "hardening",
     "hardware",
     "inference",
     "integrations",

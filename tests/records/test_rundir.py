@@ -187,3 +187,13 @@ def test_texts_of_a_run_are_written_without_secrets(tmp_path, monkeypatch):
     with RunDir.begin(tmp_path / "run") as run:
         run.write("README.md", "logged in with s3cret-tracker\n")
         assert (run.path / "README.md").read_text() == "logged in with [redacted]\n"
+
+
+@pytest.mark.parametrize("name", [".probe.123", ".plan.json.123.tmp"])
+def test_a_folder_with_what_a_killed_process_left_can_be_used(tmp_path, name):
+    """A kill while the folder was tried left a file, and the folder was then said to be not empty."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").touch()
+    (tmp_path / "run" / name).write_text("half")
+    with RunDir.begin(tmp_path / "run"):
+        assert not (tmp_path / "run" / name).exists()

@@ -280,7 +280,7 @@ class Template(Section):
 class Packing(Section):
     """Packing: how documents are combined into sequences of equal length."""
 
-    context_length: Annotated[Int, Field(ge=2)] | Auto = "auto"
+    context_length: Annotated[Int, Field(ge=2, le=1 << 24)] | Auto = "auto"
     """Tokens per packed sequence. `auto`: the length of the longest document, rounded up to a multiple of 128, at least
     1,024 and at most the model's limit."""
     long_documents: Literal["error", "split", "drop"] = "error"

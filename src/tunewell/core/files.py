@@ -53,6 +53,14 @@ def sha256_text(*parts: str) -> str:
     return digest.hexdigest()
 
 
+def parse_json(data: str | bytes) -> Any:
+    """Return a JSON value. Raises ValueError also if it is nested too deeply (`json` raises RecursionError)."""
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("the JSON is nested too deeply") from None
+
+
 def stable_json(value: Any) -> str:
     """Return JSON that is byte-identical for equal values: sorted keys, indent of two spaces, final newline."""
     return json.dumps(value, ensure_ascii=False, sort_keys=True, indent=2) + "\n"
@@ -227,7 +235,9 @@ def explain_os_error(error: OSError) -> UserError | None:
 
 
 def require_output_path(path: Path) -> None:
-    """Raise UserError if a path cannot be an output folder: the root of a disk, or a name that is too long."""
+    """Raise UserError if a path cannot be an output folder: the root of a disk, or a name that no disk accepts."""
+    if "\0" in str(path):
+        raise UserError("the name of an output folder contains a NUL character", fix="choose a folder with `--out`")
     if not path.resolve().name:
         raise UserError(f"`{path}` is the root of a disk, not an output folder", fix="choose a folder with `--out`")
     try:

@@ -22,6 +22,7 @@ _MAX_KEY_BYTES = 65_535
 _MAX_DEPTH = 4
 _MAX_DIMENSIONS = 8
 _MAX_VALUES = 1 << 42
+_MAX_ALIGNMENT = 1 << 20
 _BLOCKS = {
     **{0: (1, 4), 1: (1, 2), 24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 30: (1, 2)},
     **{2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 40), 20: (32, 18), 39: (32, 17)},
@@ -145,7 +146,7 @@ class _Reader:
             names.add(name)
             found.append((name, shape, self.scalar("I"), self.scalar("Q")))
         alignment = pairs.get("general.alignment", _ALIGNMENT)
-        if type(alignment) is not int or alignment < 1:
+        if type(alignment) is not int or not 1 <= alignment <= _MAX_ALIGNMENT:
             raise _Damaged(f"is damaged: the alignment of the tensors is {alignment!r} bytes")
         start = -(-self.at // alignment) * alignment
         _require_no_overlap(found)

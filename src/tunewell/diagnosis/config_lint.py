@@ -5,7 +5,6 @@ pasted part of one is checked too. Each rule adds a fact `config:ID` with its li
 express are signatures instead.
 """
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tunewell.core.errors import UserError
+from tunewell.core.files import parse_json
 from tunewell.core.units import count, percent
 from tunewell.diagnosis.config_versions import Versions, version_hints, wrong_keys
 from tunewell.diagnosis.findings import Evidence
@@ -118,7 +118,7 @@ def _row_lengths(rows: Path) -> list[int]:
     try:
         with rows.open(encoding="utf-8", errors="replace") as file:
             texts = [line for line in islice(file, _MAX_ROWS) if line.strip()]
-        lengths = [_text_length(json.loads(line)) // _CHARS_PER_TOKEN for line in texts]
+        lengths = [_text_length(parse_json(line)) // _CHARS_PER_TOKEN for line in texts]
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"the rows in `{rows}` cannot be read: {error}", fix="give a JSONL file") from None
     if not lengths:

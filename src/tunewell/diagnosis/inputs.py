@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from tunewell.core.errors import UserError
+from tunewell.core.files import parse_json
 from tunewell.core.units import count, size_bytes
 from tunewell.diagnosis.notebook import notebook_text
 from tunewell.diagnosis.reading import EVENTS, SMALL_BYTES, Reading, read_document
@@ -194,7 +195,7 @@ def _as_text(data: bytes) -> str | None:
     if start != b"{" or not (b'"cells"' in data or b'"log_history"' in data):
         return None
     try:
-        found = json.loads(data)
+        found = parse_json(data)
     except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict):

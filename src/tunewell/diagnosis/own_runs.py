@@ -3,12 +3,12 @@
 Plan, config and report of a run are left out: they explain choices in words that look like messages.
 """
 
-import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from tunewell.core.errors import UserError
+from tunewell.core.files import parse_json
 from tunewell.core.units import count
 from tunewell.diagnosis.findings import Evidence
 from tunewell.diagnosis.matcher import Hits
@@ -79,7 +79,7 @@ def _lines_by_step(folder: Path) -> dict[int, tuple[int, str]]:
     found: dict[int, tuple[int, str]] = {}
     for number, line in enumerate((folder / EVENTS).read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            event: dict[str, Any] = json.loads(line)
+            event: dict[str, Any] = parse_json(line)
         except ValueError:  # the last line of a run that was killed
             continue
         shown = ", ".join(
@@ -91,6 +91,6 @@ def _lines_by_step(folder: Path) -> dict[int, tuple[int, str]]:
 
 def _outcome(folder: Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
+        return parse_json((folder / OUTCOME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}

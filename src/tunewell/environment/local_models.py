@@ -1,13 +1,13 @@
 """Models on this disk: in the hub cache, Ollama's and LM Studio's folders, installed packages and the project."""
 
 import importlib.metadata
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from tunewell.core.files import parse_json
 from tunewell.core.model_files import WEIGHT_SUFFIXES
 from tunewell.core.ollama import PREFIX as OLLAMA
 from tunewell.core.ollama import list_ollama
@@ -120,7 +120,7 @@ def _folder(folder: Path, name: str, where: Where) -> LocalModel | None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value: Any = json.loads(path.read_bytes())
+        value: Any = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return {}
     return cast(dict[str, Any], value) if isinstance(value, dict) else {}

@@ -1,6 +1,5 @@
 """Find damaged weight files by their first bytes: Git LFS pointers, error pages, truncated or missing files."""
 
-import json
 import math
 import os
 import re
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tunewell.core.errors import UserError
+from tunewell.core.files import parse_json
 from tunewell.core.gguf import read_tensor_table
 from tunewell.core.model_files import WEIGHT_SUFFIXES
 from tunewell.environment.facts import ModelState
@@ -85,7 +85,7 @@ def _num_elements(path: Path) -> int:
         if path.suffix == ".gguf":
             return sum(math.prod(entry.shape) for entry in read_tensor_table(path))
         with path.open("rb") as file:
-            entries: Any = json.loads(file.read(_header_size(file.read(8))))
+            entries: Any = parse_json(file.read(_header_size(file.read(8))))
         return sum(math.prod(entry["shape"]) for name, entry in entries.items() if name != "__metadata__")
     except (OSError, UserError, ValueError, KeyError, TypeError, AttributeError):
         return 0
@@ -93,7 +93,7 @@ def _num_elements(path: Path) -> int:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return parse_json(path.read_bytes())
     except (OSError, ValueError):
         return None
 
@@ -118,7 +118,7 @@ def folder_damage(folder: Path, *, is_fast: bool = False) -> Iterator[tuple[str,
 
 def _indexed(index: Path) -> set[str] | None:
     try:
-        value: Any = json.loads(index.read_bytes())
+        value: Any = parse_json(index.read_bytes())
         return set(value["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -175,7 +175,7 @@ def _safetensors_problem(head: bytes, size: int, header: bytes) -> str | None:
     if len(header) < length:
         return f"is truncated: the header has {length:,} bytes, the file {size:,}"
     try:
-        entries: dict[str, Any] = json.loads(header)
+        entries: dict[str, Any] = parse_json(header)
         end = max((entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"), default=0)
     except (ValueError, KeyError, TypeError, AttributeError):
         return "is not a safetensors file: its header is damaged"

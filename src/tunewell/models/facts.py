@@ -1,7 +1,6 @@
 """Facts about a model, read without torch: sizes, context limit, number of parameters, weight fingerprint."""
 
 import hashlib
-import json
 import math
 import re
 from dataclasses import dataclass, replace
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.core.errors import UserError
+from tunewell.core.files import parse_json
 from tunewell.core.gguf import TensorEntry, read_header
 from tunewell.core.model_files import WEIGHT_SUFFIXES, ModelFiles, locate
 from tunewell.core.presets import PREFIX, find_preset, is_preset
@@ -48,7 +48,7 @@ def find_key_map(checkpoint: Path) -> KeyMap:
     if not path.is_file():
         return KeyMap()
     try:
-        return _key_map(json.loads(path.read_text(encoding="utf-8")))
+        return _key_map(parse_json(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise UserError(f"the key map cannot be read: {error.strerror}", where=str(path)) from None
     except (ValueError, RecursionError, re.error) as error:
@@ -83,6 +83,9 @@ def _key_map(raw: Any) -> KeyMap:
 
 # Attention with separate q, k, v and o, a gated feed-forward block, and two norms per layer.
 _LLAMA_SHAPED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+_LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
+_MAX_LAYERS = 10_000
+"""Maximum number of layers. transformers makes a list of them before anything else; real models have up to 130."""
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length")
 
 
@@ -129,6 +132,10 @@ def _from_config(files: ModelFiles, config: dict[str, Any]) -> ModelFacts:
     nested = config.get("text_config")
     # In a multimodal model, the sizes of the language model are in `text_config`.
     text = config | nested if isinstance(nested, dict) else config
+    for key in _LAYER_KEYS:
+        if (_count(text, key) or 0) > _MAX_LAYERS:
+            where = f"`{key}` in config.json is {text[key]:,}"
+            raise UserError(f"the config of `{_name(files)}` is not that of a model", where=where)
     architectures = config.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else config.get("model_type")
     return ModelFacts(
@@ -233,7 +240,7 @@ def weight_files(model: str) -> list[Path]:
         if (folder / name).is_file():
             return [folder / name]
         if index.is_file():
-            parts = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            parts = parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()
             return [folder / part for part in sorted(set(parts))]
     kinds = ("*.safetensors", "*.bin", "*.gguf")
     return next((found for kind in kinds if (found := sorted(folder.glob(kind)))), [])

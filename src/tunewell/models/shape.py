@@ -1,7 +1,7 @@
 """The shape of a model, read without torch: its linear layers, widths and number of weights."""
 
-import json
 import math
+import operator
 import re
 import struct
 from dataclasses import dataclass, replace
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.core.errors import UserError
+from tunewell.core.files import parse_json
 from tunewell.core.gguf import read_header
 from tunewell.core.model_files import WEIGHT_SUFFIXES, locate
 from tunewell.core.presets import find_preset, is_preset, llama_settings
@@ -195,9 +196,10 @@ def _safetensors_shapes(files: list[Path]) -> dict[str, tuple[int, ...]]:
         try:
             with file.open("rb") as opened:
                 [size] = struct.unpack("<Q", opened.read(8))
-                header = json.loads(opened.read(size)) if size <= _MAX_HEADER_BYTES else {}
-            shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-        except (OSError, ValueError, KeyError, TypeError, struct.error):
+                header = parse_json(opened.read(size)) if size <= _MAX_HEADER_BYTES else {}
+            entries = {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+            shapes |= {name: tuple(map(operator.index, sizes)) for name, sizes in entries.items()}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error):
             return {}
     return {name: shape for name, shape in shapes.items() if not _OTHER_MODALITIES.search(name)}
 

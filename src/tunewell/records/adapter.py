@@ -1,17 +1,23 @@
 """A PEFT adapter on disk: the names of its files, and its `adapter_config.json`."""
 
-import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tunewell.core.errors import UserError
+from tunewell.core.files import parse_json
 
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Read `adapter_config.json`. Raise UserError if the file is missing."""
+    """Read `adapter_config.json`. Raise UserError if the file is missing or damaged."""
     path = folder / ADAPTER_CONFIG
     if not path.is_file():
         raise UserError(f"`{folder}` does not contain an adapter", where=f"`{path}` not found")
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        config: object = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"`{path}` is damaged", where=str(error)) from error
+    if not isinstance(config, dict):
+        raise UserError(f"`{path}` is damaged", where="it is not a JSON object")
+    return cast(dict[str, Any], config)

@@ -1,12 +1,12 @@
 """The base class of records, and a function that reads a record from its JSON file."""
 
-import json
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
 from tunewell.core.errors import UserError
+from tunewell.core.files import parse_json
 
 
 class Record(BaseModel):
@@ -34,7 +34,7 @@ def read_record(path: Path, kind: type[R]) -> R:
 def parse_record(data: bytes | str, kind: type[R], name: str) -> R:
     """Parse a record with a `format_version`; raise UserError if it is damaged or has a newer version."""
     try:
-        raw = json.loads(data)
+        raw = parse_json(data)
         if raw.get("format_version", 0) > kind.model_fields["format_version"].default:
             what = f"`{name}` was created by a newer version of tunewell"
             raise UserError(what, fix="pip install --upgrade tunewell")

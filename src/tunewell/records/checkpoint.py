@@ -4,7 +4,6 @@ checkpoints/step-000123/   adapter_model.safetensors  optimizer.safetensors  sta
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import sha256_file, sha256_text, stable_json, write_synced
+from tunewell.core.files import parse_json, sha256_file, sha256_text, stable_json, write_synced
 from tunewell.core.units import count
 from tunewell.records.base import FileRecord, Record
 from tunewell.records.events import plain
@@ -87,7 +86,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     """Read the manifest of a checkpoint; raise DamagedCheckpoint if it changed after it was written."""
     data = _read(folder, MANIFEST)
     try:
-        record = json.loads(data)
+        record = parse_json(data)
         del record["sha256"]
         if record["format"] == FORMAT and record["format_version"] > FORMAT_VERSION:
             what = f"`{folder.name}` was created by a newer version of tunewell"

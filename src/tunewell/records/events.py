@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import sync_folder, write_all, write_atomic
+from tunewell.core.files import parse_json, sync_folder, write_all, write_atomic
 from tunewell.core.redact import redact
 from tunewell.core.units import count
 from tunewell.records.base import FileRecord
@@ -208,7 +208,7 @@ def _finite(value: object) -> Any:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        event = json.loads(line)
+        event = parse_json(line)
     except ValueError:
         return None
     return cast(dict[str, Any], event) if isinstance(event, dict) else None

@@ -1,6 +1,7 @@
 """The run folder: the paths of its files, a lock that allows only one process at a time, and `outcome.json`."""
 
 import os
+import re
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -31,6 +32,8 @@ _FIRST_FILES = (PLAN, RUN_CONFIG, DOCUMENTS, "events.jsonl", "samples.jsonl", HE
 CRASH = "crash.log"
 """The traceback of the exception that ended a run; a later success removes it."""
 _NOT_OURS = frozenset({LOCK, PULSE, ".DS_Store"})
+_LEFTOVER = re.compile(r"\.probe\.\d+|\..+\.\d+\.tmp")
+"""Files of `_check_writable` and `write_atomic` that a killed process leaves behind."""
 
 
 class RunDir:
@@ -84,6 +87,7 @@ class RunDir:
             path.mkdir(parents=True, exist_ok=True)
             lock = FolderLock.take(path / LOCK, doing=f"training in `{path}`")
             try:
+                _remove_leftovers(path)
                 _check_writable(path)
             except OSError:
                 lock.release()
@@ -140,7 +144,8 @@ def _parts_within(path: Path, corpus: Path | None) -> frozenset[str]:
 
 
 def _require_empty(path: Path, known: frozenset[str]) -> None:
-    names = sorted(entry.name for entry in path.iterdir() if entry.name not in known)
+    entries = (entry.name for entry in path.iterdir() if not _LEFTOVER.fullmatch(entry.name))
+    names = sorted(name for name in entries if name not in known)
     if not names:
         return
     has_run = PLAN in names
@@ -152,6 +157,13 @@ def _require_empty(path: Path, known: frozenset[str]) -> None:
         if has_run
         else "choose another folder with `--out` (the folder contains no run that `--resume` could continue)",
     )
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Delete what a killed process left. The caller holds the lock, so no other process writes here."""
+    for entry in path.iterdir():
+        if _LEFTOVER.fullmatch(entry.name) and entry.is_file():
+            entry.unlink(missing_ok=True)
 
 
 def _check_writable(path: Path) -> None:

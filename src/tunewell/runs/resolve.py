@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from tunewell.config.extensions import METHODS
 from tunewell.config.load import FILE_NAME, LoadedConfig, load_config
 from tunewell.core.errors import UserError
+from tunewell.core.files import parse_json
 from tunewell.core.model_files import locate
 from tunewell.core.presets import is_preset
 from tunewell.core.redact import REDACTED
@@ -174,12 +175,9 @@ def _resolve_adapter(folder: Path, base: str | None, template: str | None, sets:
             f"the adapter in `{folder}` has no `{ADAPTER_WEIGHTS}`",
             fix="an old adapter in pickle format: load it with PEFT and save it again",
         )
-    try:
-        saved_base = read_adapter_config(folder).get("base_model_name_or_path")
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"`{folder / ADAPTER_CONFIG}` is damaged", where=str(error)) from error
+    saved_base = read_adapter_config(folder).get("base_model_name_or_path")
     base_model = base or saved_base
-    if not base_model:
+    if not isinstance(base_model, str) or not base_model:
         raise UserError(f"the adapter in `{folder}` does not name its base model", fix="add `--base MODEL`")
     if base is None and not Path(base_model).exists() and (folder / base_model).exists():
         base_model = str(folder / base_model)
@@ -196,7 +194,7 @@ def _added_tokens(folder: Path, base: str) -> tuple[str, ...]:
     try:
         with safe_open(folder / ADAPTER_WEIGHTS, "np") as file:
             shapes = [file.get_slice(name).get_shape() for name in file.keys() if ".lora_" not in name]  # noqa: SIM118
-        added = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")).get("added_tokens") or []
+        added = parse_json((folder / "tokenizer.json").read_text(encoding="utf-8")).get("added_tokens") or []
     except (SafetensorError, ValueError):
         return ()  # loading the adapter reports the damage
     num_rows = max((shape[0] for shape in shapes if len(shape) == 2), default=0)

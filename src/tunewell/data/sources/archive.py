@@ -1,6 +1,8 @@
 """A `.zip` file as a source: the row file inside an export of ChatGPT, Claude, Telegram or WhatsApp."""
 
 import io
+import lzma
+import struct
 import zipfile
 import zlib
 from dataclasses import dataclass, replace
@@ -13,6 +15,9 @@ from tunewell.data.sources.base import Source, SourceFile, detect_format
 _CHATS = ("conversations.json", "result.json", "_chat.txt")
 """The file with the conversations in an export; everything else is pictures, accounts and settings."""
 _NUM_NAMED = 6
+_DAMAGE = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, ArithmeticError, LookupError, ValueError)
+_DAMAGE += (EOFError, RuntimeError)
+"""Errors of `zipfile` for damaged files, found by fuzzing. An unknown compression and a password are RuntimeErrors."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +49,11 @@ class _Member(io.RawIOBase):
 
     def __init__(self, stored: BinaryIO, name: str) -> None:
         self._stored = stored
-        self._archive = zipfile.ZipFile(stored)
-        self._member = self._archive.open(name)
+        try:
+            self._archive = zipfile.ZipFile(stored)
+            self._member = self._archive.open(name)
+        except _DAMAGE as error:
+            raise _damaged(error) from error
 
     def close(self) -> None:
         self._member.close()
@@ -59,10 +67,16 @@ class _Member(io.RawIOBase):
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
         try:
             data = self._member.read(len(buffer))
-        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-            raise UserError(f"the `.zip` file is damaged: {error}", fix="download the export again") from error
+        except _DAMAGE as error:
+            raise _damaged(error) from error
         buffer[: len(data)] = data
         return len(data)
+
+
+def _damaged(error: BaseException) -> UserError:
+    if isinstance(error, RuntimeError) and "encrypted" in str(error):
+        return UserError("the `.zip` file is encrypted", fix="unpack it with its password, and use the unpacked file")
+    return UserError(f"the `.zip` file is damaged: {error}", fix="download the export again")
 
 
 def open_archive(file: SourceFile) -> SourceFile:
@@ -70,7 +84,7 @@ def open_archive(file: SourceFile) -> SourceFile:
     try:
         with file.open() as stored, zipfile.ZipFile(stored) as archive:
             names = [info.filename for info in archive.infolist() if not info.is_dir()]
-    except zipfile.BadZipFile as error:
+    except _DAMAGE as error:
         raise UserError(
             f"`{file.name}` is not a complete `.zip` file", fix="copy or download the file again"
         ) from error

@@ -2,13 +2,13 @@
 
 import glob as globbing
 import itertools
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, TypeVar
 
 from tunewell.core.errors import UserError
+from tunewell.core.files import parse_json
 from tunewell.core.units import count
 from tunewell.data.rows.conversation import is_list, is_object
 from tunewell.data.sources.base import READABLE, SourceOptions, detect_format
@@ -217,7 +217,7 @@ def _saved_dataset(folder: Path) -> list[Path] | None:
 
 def _read_listing(path: Path, key: str) -> list[Any]:
     try:
-        listing: object = json.loads(path.read_text(encoding="utf-8"))[key]
+        listing: object = parse_json(path.read_text(encoding="utf-8"))[key]
         if not is_list(listing) or (key != "splits" and not all(is_object(entry) for entry in listing)):
             raise TypeError(f"`{key}` is not a list")
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -6,6 +6,7 @@ from typing import Any, cast
 from tokenizers import AddedToken, Tokenizer, models
 
 from tunewell.core.errors import UserError
+from tunewell.core.files import parse_json
 from tunewell.core.model_files import ModelFiles
 from tunewell.data.rows.conversation import is_list, is_object
 from tunewell.data.tokenizers.parts import TokenizerParts, add_tokens, load_table
@@ -121,7 +122,7 @@ def _open(text: str, files: ModelFiles) -> Tokenizer:
 def _require_safe(backend: Tokenizer, files: ModelFiles) -> None:
     """Try a tokenizer with regular expressions or growing replacements in a child process."""
     steps = (backend.normalizer, backend.pre_tokenizer)
-    if any(_may_crash(json.loads(step.__getstate__())) for step in steps if step is not None):
+    if any(_may_crash(parse_json(step.__getstate__())) for step in steps if step is not None):
         from tunewell.data.tokenizers.probe import require_safe
 
         require_safe(backend, files.small["tokenizer.json"])
@@ -159,7 +160,7 @@ def _adds_bos(backend: Tokenizer, special: dict[str, str]) -> bool:
 
 def _rebuilt_as_llama(text: str, config: dict[str, Any]) -> str:
     """Replace the pipeline as transformers 5 does: only the first text gets a prefix space."""
-    raw = json.loads(text)
+    raw = parse_json(text)
     if "ByteLevel" in json.dumps([raw["pre_tokenizer"], raw["decoder"]]):
         return text
     prefix_space = config.get("add_prefix_space")

@@ -7,6 +7,7 @@ sends its request at once waits for milliseconds, so slow clients cannot take it
 """
 
 import asyncio
+from http import HTTPStatus
 from typing import Any, Literal
 
 import h11
@@ -179,7 +180,8 @@ class LimitedProtocol(H11Protocol):
         if can_answer and not self.transport.is_closing():
             response = error.response()
             headers = [*response.raw_headers, (b"connection", b"close")]
-            head = h11.Response(status_code=response.status_code, headers=headers)
+            reason = HTTPStatus(response.status_code).phrase.encode()
+            head = h11.Response(status_code=response.status_code, headers=headers, reason=reason)
             for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()

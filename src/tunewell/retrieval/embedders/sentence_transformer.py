@@ -1,13 +1,12 @@
 """Embed texts with a sentence-transformers folder, through plain transformers: encoder, pooling, normalisation."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import sha256_file
+from tunewell.core.files import parse_json, sha256_file
 from tunewell.core.optional import import_optional
 from tunewell.retrieval.embedders.base import OnBatch
 
@@ -175,7 +174,7 @@ class SentenceTransformer:
 
 def _read(path: Path, default: Any) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return default
     except (OSError, ValueError) as error:

@@ -82,7 +82,7 @@ class _Walk:
             if isinstance(node, str):
                 self._leave(node)
                 continue
-            tag = node.tag
+            tag = _tag(node)
             if tag == "-text":
                 self._inline.append(node.text_content or "")
             elif tag == "br":
@@ -143,14 +143,19 @@ def _layout_tables(page: Any) -> set[int]:
     return around
 
 
+def _tag(node: Any) -> str:
+    """Return the name of a tag. A processing instruction such as `<?x>` has none."""
+    return node.tag or "-unknown"
+
+
 def _texts(root: Any) -> Iterator[str]:
     stack = [root]
     while stack:
         node = stack.pop()
-        if node.tag == "-text":
+        if _tag(node) == "-text":
             yield node.text_content or ""
-        elif not _LEFT_OUT.fullmatch(node.tag) or node is root:
-            if not _INLINE.fullmatch(node.tag) and node is not root:
+        elif not _LEFT_OUT.fullmatch(_tag(node)) or node is root:
+            if not _INLINE.fullmatch(_tag(node)) and node is not root:
                 yield "\n"
             stack.extend(reversed(list(node.iter(include_text=True))))
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from tunewell.core.files import parse_json
 from tunewell.retrieval.readers.blocks import Block, ParsedDocument, Unreadable, decode, split_lines
 
 _TITLE_KEYS = ("title", "heading", "name", "subject", "question")
@@ -69,7 +70,7 @@ def _rows(text: str) -> Iterator[tuple[int, Any]]:
 
 def _load(line: str) -> Any:
     try:
-        return json.loads(line)
+        return parse_json(line)
     except (ValueError, RecursionError):
         return None
 

@@ -4,7 +4,6 @@ A store is written in one go from a spool of passages and vectors (`StoredPassag
 or the new content, never a mixture. To keep indexes elsewhere, write one class and add one line to `STORES`.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit, urlunsplit
 import numpy as np
 
 from tunewell.core.errors import UserError
+from tunewell.core.files import parse_json
 from tunewell.core.progress import ProgressListener
 from tunewell.core.registry import Entry, Registry
 from tunewell.records.index import IndexManifest, SearchSettings
@@ -129,7 +129,7 @@ class Store(Protocol):
 
 def parse_passage(line: bytes | str) -> Passage:
     """Return the passage of one line of JSON."""
-    row = json.loads(line)
+    row = parse_json(line)
     lines = tuple(row["lines"]) if row["lines"] else None
     return Passage(row["file"], row["title"], tuple(row["headings"]), row["text"], lines, row["page"])
 

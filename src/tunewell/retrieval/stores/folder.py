@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import FolderLock, disk_full_as_user_error, sync_folder, sync_tree
+from tunewell.core.files import FolderLock, disk_full_as_user_error, parse_json, sync_folder, sync_tree
 from tunewell.core.optional import import_optional
 from tunewell.core.progress import Progress, ProgressListener
 from tunewell.records.base import FileRecord
@@ -174,7 +174,7 @@ class FolderStore:
     def documents(self) -> list[IndexedDocument]:
         """Return the documents in the order of their passages."""
         with (self._data / "documents.jsonl").open("rb") as lines:
-            return [IndexedDocument(**json.loads(line)) for line in lines]
+            return [IndexedDocument(**parse_json(line)) for line in lines]
 
     def keys(self) -> dict[bytes, int]:
         """Return the hash of each passage with its number."""

@@ -1,0 +1,23 @@
+"""Inputs on which a parser failed once, and good ones: each must be read or refused, without any other error."""
+
+from pathlib import Path
+
+import pytest
+from parsers import PARSERS, seeds
+
+CRASHES = Path(__file__).with_name("crashes")
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_good_inputs_are_read_or_refused(name):
+    """The fuzzer starts from these."""
+    for data in seeds(name):
+        PARSERS[name](data)
+        PARSERS[name](data[: len(data) // 2])
+        PARSERS[name](data + b"\xff\x00")
+    PARSERS[name](b"")
+
+
+@pytest.mark.parametrize("path", sorted(CRASHES.glob("*/*")), ids=lambda path: f"{path.parent.name}-{path.name[:24]}")
+def test_what_the_fuzzer_found_is_mended(path):
+    PARSERS[path.parent.name](path.read_bytes())
