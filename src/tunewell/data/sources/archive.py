@@ -15,8 +15,10 @@ from tunewell.data.sources.base import Source, SourceFile, detect_format
 _CHATS = ("conversations.json", "result.json", "_chat.txt")
 """The file with the conversations in an export; everything else is pictures, accounts and settings."""
 _NUM_NAMED = 6
-_DAMAGE = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, ArithmeticError, LookupError, ValueError)
-_DAMAGE += (EOFError, RuntimeError)
+_DAMAGE = (
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error),
+    *(ArithmeticError, LookupError, ValueError, EOFError, RuntimeError),
+)
 """Errors of `zipfile` for damaged files, found by fuzzing. An unknown compression and a password are RuntimeErrors."""
 
 

@@ -43,7 +43,7 @@ class LocalFile:
     name: str
 
     @classmethod
-    def find(cls, path: str, *, base: Path, options: SourceOptions) -> list["LocalFile"]:
+    def find(cls, path: str, *, base: Path, options: SourceOptions | None = None) -> list["LocalFile"]:
         """Return the files of a path, folder or glob in a stable order; raise UserError if there are no files."""
         path = path.removeprefix("file://")
         full = base / Path(path).expanduser()
