@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tunewell.cli.main import COMMANDS, main
-from tunewell.cli.render import cell_width, emit_error
+from tunewell.cli.render import cell_width, emit_error, hanging
 from tunewell.core.errors import UserError
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -65,3 +65,12 @@ def test_a_long_error_is_folded_in_a_terminal_and_stays_whole_in_a_pipe(
     emit_error(error)
     lines = capsys.readouterr().err.splitlines()
     assert max(map(len, lines)) <= 60 and " ".join(" ".join(lines).split()) == " ".join(f"error: {error}".split())
+
+
+def test_a_command_is_never_broken_inside_its_quotes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line break in a suggested command ended it when it was pasted."""
+    monkeypatch.setenv("COLUMNS", "60")
+    command = f"`tunewell export run --to ollama --out {'folder/' * 9} --set method.rank=8`"
+    lines = hanging("next: ", f"export it with {command} or look at {'words ' * 20}").splitlines()
+    assert sum(command in line for line in lines) == 1
+    assert all(cell_width(line) <= 60 for line in lines if command not in line)

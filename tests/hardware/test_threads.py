@@ -86,3 +86,13 @@ def test_many_cores_have_few_candidates(cores, physical, candidates):
 def test_one_core_needs_no_measuring():
     """Guards the smallest machines."""
     assert measure_threads(SMALL, candidates=[1]).because == "1 core available"
+
+
+@pytest.mark.parametrize(("text", "expected"), [("1", [1]), ("1,2", [1]), ("64", [1, 2]), ("many", [1, 2])])
+def test_no_more_threads_are_tried_than_the_environment_allows(text, expected, monkeypatch):
+    """`torchrun` and schedulers set `OMP_NUM_THREADS`; a second was spent on measuring what it forbids."""
+    monkeypatch.setattr(threads, "usable_cores", lambda: 2)
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    assert threads.useful_threads() == expected
+    if expected == [1]:
+        assert measure_threads(SMALL, seconds=60).because == "`OMP_NUM_THREADS` is 1"

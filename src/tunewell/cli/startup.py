@@ -9,7 +9,7 @@ from typing import Any
 
 
 def import_libraries(*, device: str, model: str | Path | None = None, workflow: str = "train") -> None:
-    """Import torch, transformers and a workflow, while the system reads the weights and a thread starts the GPU."""
+    """Import torch, transformers and a workflow; meanwhile, read the weights ahead and initialise the GPU."""
     _read_ahead(model)
     gc.disable()  # imports create many objects and free few; collecting took a sixth of their time
     import torch

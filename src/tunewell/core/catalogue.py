@@ -62,6 +62,18 @@ def find_in_catalogue(name: str) -> CatalogueModel | None:
     return next((model for model in catalogue() if model.name.lower() == name.lower()), None)
 
 
+def find_entry_of(name: str) -> CatalogueModel | None:
+    """Return the model of the catalogue from which a file or folder has its name, or None.
+
+    find_entry_of("SmolLM2-135M-Instruct.Q4_1.gguf").name = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    """
+    wanted = _plain(name)
+    ends = [(_plain(model.name.rpartition("/")[2]), model) for model in catalogue()]
+    ends += [(_plain(model.ollama), model) for model in catalogue() if model.ollama]
+    found = [(end, model) for end, model in ends if end in wanted]
+    return max(found, key=lambda pair: len(pair[0]))[1] if found else None
+
+
 def close_models(name: str, also: tuple[str, ...] = ()) -> list[str]:
     """Return at most three models with a similar name: of the catalogue, and of `also`.
 

@@ -1,5 +1,6 @@
 """Find the compute device (CPU, CUDA, MPS) and its memory, and measure which number of CPU threads is fastest."""
 
+import os
 import re
 import statistics
 import time
@@ -95,7 +96,9 @@ def measure_threads(
     """Time products of fp32 matrices (rows, inner, columns) for `seconds`; return the fastest number of threads."""
     counts = sorted(set(candidates or useful_threads()))
     if len(counts) == 1:
-        return Chosen[int](value=counts[0], because=f"{count(counts[0], 'core')} available")
+        is_limited = candidates is None and usable_cores() > counts[0]
+        because = f"`OMP_NUM_THREADS` is {counts[0]}" if is_limited else f"{count(counts[0], 'core')} available"
+        return Chosen[int](value=counts[0], because=because)
     with torch_threads(torch.get_num_threads()):
         return fastest(_rates(_products(shapes), counts, seconds))
 
@@ -114,8 +117,14 @@ def torch_threads(num_threads: int | None) -> Iterator[None]:
 
 
 def useful_threads() -> list[int]:
-    """Return the thread counts that are worth trying on this machine."""
-    return thread_candidates(usable_cores(), physical_cores())
+    """Return the thread counts that are worth trying on this machine, at most `OMP_NUM_THREADS`."""
+    return thread_candidates(min(usable_cores(), _thread_limit() or usable_cores()), physical_cores())
+
+
+def _thread_limit() -> int | None:
+    """Return the number of threads that the user, or a launcher of several processes, allows; None: any number."""
+    text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
 def thread_candidates(num_cores: int, num_physical: int | None) -> list[int]:

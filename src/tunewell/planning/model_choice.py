@@ -8,7 +8,7 @@ import numpy as np
 
 from tunewell.config.load import LoadedConfig
 from tunewell.config.schema import Config
-from tunewell.core.catalogue import CatalogueModel
+from tunewell.core.catalogue import CatalogueModel, find_entry_of
 from tunewell.core.errors import UserError
 from tunewell.core.units import count, size_bytes
 from tunewell.data.batches import DataOrder
@@ -44,6 +44,8 @@ class ModelNeeds:
     """Its entry in the catalogue; None for another model on this disk."""
     where: str = ""
     """Where it is on this disk; empty if it is not."""
+    file_name: str = ""
+    """The name of its file or folder, which says which model it is where `name` does not."""
     problem: str = ""
     """Why it does not suit; empty if it does."""
     method: str = "lora"
@@ -204,14 +206,20 @@ def recommend(needs: list[ModelNeeds], rows: RowStatistics, *, is_online: bool) 
 
     It is the first model of the catalogue that suits the rows, fits with a margin, and trains in half an hour, or
     longer with many rows. Models that need a login are considered only if they are on this disk. The same holds for
-    all models if the hub cannot be reached. If no model is left, it is the largest other model on this disk.
+    all models if the hub cannot be reached. If no model is left, it is the largest other model on this disk, one that
+    is not known to lack the language of the rows if there is one.
     """
     suiting = [own for own in needs if not own.problem and own.method == "lora" and own.outlook is not None]
     listed = [own for own in suiting if own.model is not None and _suits(own, own.model, rows, is_online=is_online)]
-    others = sorted((own for own in suiting if own.model is None), key=lambda own: -own.num_parameters)
+    others = sorted(
+        (own for own in suiting if own.model is None),
+        key=lambda own: (_lacks_language(own, rows), -own.num_parameters),
+    )
     candidates = listed or others
     if not candidates:
         return None
+    if not listed:
+        candidates = [own for own in others if _lacks_language(own, rows) == _lacks_language(others[0], rows)]
     certain = [own for own in candidates if _has_margin(own)] or candidates
     patience = min(max(_PATIENCE_SECONDS[0], float(rows.num_rows)), _PATIENCE_SECONDS[1])
     quick = [own for own in certain if (own.seconds or 0.0) <= patience]
@@ -230,6 +238,12 @@ def _suits(own: ModelNeeds, model: CatalogueModel, rows: RowStatistics, *, is_on
     return is_kind and (bool(own.where) or (is_online and not model.is_gated))
 
 
+def _lacks_language(own: ModelNeeds, rows: RowStatistics) -> bool:
+    """Return True if a model on this disk has the name of a model that was not trained on the language of the rows."""
+    entry = own.model or find_entry_of(f"{own.name} {own.file_name}")
+    return bool(rows.language and entry is not None and rows.language not in entry.languages)
+
+
 def _has_margin(needs: ModelNeeds) -> bool:
     assert needs.outlook is not None
     free = needs.outlook.prediction.memory.free_bytes
@@ -243,6 +257,8 @@ def _reason(needs: ModelNeeds, rows: RowStatistics, first: str, *, is_online: bo
     parts = [first, f"it needs {size_bytes(memory.peak_bytes)}{free} of memory"]
     if rows.language not in (None, "en") and needs.model is not None:
         parts.append(f"it knows {LANGUAGES[rows.language]}")
+    if rows.language and _lacks_language(needs, rows):
+        parts.append(f"it was not trained on {LANGUAGES[rows.language]}: a model of the list that was is better")
     if needs.download_bytes:
         parts.append(f"{size_bytes(needs.download_bytes)} to download")
     if not is_online:

@@ -1,7 +1,7 @@
 """`tunewell models`: compare models for your rows on this machine, and recommend one."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,7 @@ def _compare_local(model: LocalModel, rows: RowStatistics, machine: Machine) -> 
     except (UserError, OSError) as error:
         what = error.what if isinstance(error, UserError) else str(error)
         return ModelNeeds(model.name, 0, 0, None, where=model.where, problem=what)
-    return compare_model(model.name, shape, rows, machine, where=model.where)
+    return replace(compare_model(model.name, shape, rows, machine, where=model.where), file_name=model.path.name)
 
 
 def _is_offline(system: System) -> bool:

@@ -1,7 +1,7 @@
 """Classification sets: a text and its label become a question that names all labels, and the label as the answer."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from tunewell.core.errors import UserError
@@ -31,6 +31,23 @@ def convert_classification(row: dict[str, Any], options: FormatOptions) -> Conve
 
 def collect_labels(rows: Iterable[Any], columns: Mapping[str, str], source: str) -> tuple[str, ...]:
     """Return the labels of all rows, sorted; raise UserError if they are numbers or there are too many."""
+    labels = _distinct_labels(rows, columns, source)
+    if is_numeric(labels):
+        numbers = sorted(labels, key=int)
+        own = "[negative, positive]" if numbers == ["0", "1"] else json.dumps(numbers)
+        raise UserError(
+            f"the {count(len(labels), 'label')} of `{source}` are numbers; their names are not known",
+            fix=f"list their names, that of 0 first, or the numbers themselves: set `labels: {own}` on the source",
+        )
+    return tuple(sorted(labels))
+
+
+def is_numeric(labels: Collection[str]) -> bool:
+    """Return True if all labels are whole numbers, which say nothing about their meaning."""
+    return all(label.lstrip("-").isdigit() for label in labels)
+
+
+def _distinct_labels(rows: Iterable[Any], columns: Mapping[str, str], source: str) -> set[str]:
     labels: set[str] = set()
     for row in rows:
         if not is_object(row):
@@ -48,24 +65,18 @@ def collect_labels(rows: Iterable[Any], columns: Mapping[str, str], source: str)
         raise UserError(
             f"`{source}` has no label column", fix=f"name it: `columns: {{label: YOURS}}` (known: {', '.join(LABELS)})"
         )
-    if all(label.lstrip("-").isdigit() for label in labels):
-        numbers = sorted(labels, key=int)
-        own = "[negative, positive]" if numbers == ["0", "1"] else json.dumps(numbers)
-        raise UserError(
-            f"the {count(len(labels), 'label')} of `{source}` are numbers; their names are not known",
-            fix=f"list their names, that of 0 first, or the numbers themselves: set `labels: {own}` on the source",
-        )
-    return tuple(sorted(labels))
+    return labels
 
 
 def find_labels(first: Sequence[Any], rows: Iterable[Any]) -> tuple[str, ...]:
-    """Return the labels of all rows if the first ones have texts and named labels; empty for other rows."""
+    """Return the labels of all rows if the first ones have texts and labels, names or numbers; empty for other rows."""
     if not first or not all(is_object(row) and is_labelled_text(row) for row in first):
         return ()
     try:
-        labels = collect_labels(rows, {}, "")
+        found = _distinct_labels(rows, {}, "")
     except UserError:
         return ()
+    labels = tuple(sorted(found, key=int if is_numeric(found) else str))
     return labels if 1 < len(labels) <= len(first) / 2 else ()  # labels occur again and again; titles do not
 
 

@@ -17,7 +17,7 @@ from tunewell.config.yaml_reader import parse_scalar
 from tunewell.core.errors import UserError
 from tunewell.core.questions import Asker, Question
 from tunewell.core.units import count
-from tunewell.data.rows.classification import find_labels
+from tunewell.data.rows.classification import find_labels, is_numeric
 from tunewell.data.rows.column_names import find_candidates, is_labelled_text, match_ignoring_case, suggest_columns
 from tunewell.data.rows.conversation import is_object
 from tunewell.data.rows.headings import guess_columns
@@ -84,6 +84,9 @@ def recognise(
         found.labels = find_labels(rows, parsed_rows(files, read))
         if found.labels:
             found.set("format", "classification", f"{count(len(found.labels), 'label')}; the answer is the label")
+            if is_numeric(found.labels):
+                reason = "the labels are numbers; replace them by their names, in this order, if they have some"
+                found.set("labels", list(found.labels), reason)
         else:
             _find_columns([row for row in rows if is_object(row)], files[0].name, found, ask)
     return found
