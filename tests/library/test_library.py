@@ -158,6 +158,7 @@ def test_progress_can_be_a_function_and_runs_on_any_thread(base: str) -> None:
     assert {type(event).__name__ for event in events} >= {"Progress", "RunStarted", "StepTaken", "Evaluated"}
 
 
+@pytest.mark.slow  # the slowest default test: a Jupyter kernel that trains, validates and exports
 def test_the_example_of_the_readme_runs_in_a_notebook(base: str, tmp_path: Path) -> None:
     """The ten lines that sell the library must work where they will be pasted."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
