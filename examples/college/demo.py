@@ -30,6 +30,11 @@ STORY = (
         "export run --to gguf,ollama --gguf q8_0 --name colleges",
     ),
     ("Ask the file, through llama.cpp.", f'chat run/export/gguf/run-q8_0.gguf --prompt "{QUESTION}"'),
+    (
+        "The other way: make the same facts searchable as pages, without training.",
+        "index pages --questions train.jsonl",
+    ),
+    ("Train, look up, or both? Ask all of them the same questions.", "compare run --index index --questions 20"),
 )
 
 
@@ -43,6 +48,7 @@ def main() -> int:
     FOLDER.mkdir()
     for name in ("train.jsonl", "held_out.jsonl"):
         shutil.copy(HERE / name, FOLDER / name)
+    shutil.copytree(HERE / "pages", FOLDER / "pages")
     say("The demo teaches a small model 30 facts about invented colleges, and proves that it learned them.")
     seconds = []
     for number, (why, arguments) in enumerate(STORY, start=1):
@@ -64,7 +70,11 @@ def main() -> int:
     say(f"  {sum(took for _, took in seconds):6.1f} s  in all")
     report = json.loads((FOLDER / "run" / "report.json").read_text(encoding="utf-8"))
     say(f"\n{report['verdict']}: {report['summary']}")
-    say("\nOpen `demo/run/report.html` in a browser for the whole story. To talk with it: `cd demo`, then")
+    comparison = json.loads((FOLDER / "comparison" / "compare.json").read_text(encoding="utf-8"))
+    advice = comparison["recommendation"]
+    say(f"recommended: {advice['column'] or 'none'}: {advice['because']}")
+    say("\nOpen `demo/run/report.html` and `demo/comparison/compare.html` in a browser. To talk with it:")
+    say("`cd demo`, then")
     say(f"`{Path(sys.executable).parent / 'tunewell'} chat run`.")
     say("With Ollama, in `demo/run/export/ollama`: `ollama create colleges -f Modelfile`, then `ollama run colleges`.")
     return 0

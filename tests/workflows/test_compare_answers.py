@@ -128,6 +128,7 @@ def test_runs_are_compared_with_their_base_and_a_run_that_reads_only_with_passag
     found = json.loads(capsys.readouterr().out)
     assert found["names"] == ["base", "base + retrieval", "run", "run + retrieval", "book + retrieval"]
     assert found["needs"] == [[], ["index"], ["training"], ["index", "training"], ["index", "training"]]
+    assert any("about documents that book was trained on" in note for note in found["notes"])
     rows = {row["name"]: row["values"] for row in found["resources"]}
     made, cost = rows["preparation, seconds"], rows["preparation, cost"]
     assert made[0] == 0 and made[3] == pytest.approx(made[1] + made[2]) and cost[2] == pytest.approx(made[2] / 1000)

@@ -267,3 +267,10 @@ def _modified(run: Path) -> float:
         except OSError:
             continue
     return max(times, default=0.0)
+
+
+def training_seconds(run: Path) -> float | None:
+    """Return how long a run took, or None if that is not known."""
+    outcome = read_object(run / OUTCOME) or {}
+    measured: dict[str, Any] = outcome.get("measured") or {}
+    return measured.get("seconds") or outcome.get("seconds")

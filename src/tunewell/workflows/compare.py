@@ -15,7 +15,7 @@ from tunewell.records.plan import PLAN, Plan, read_plan
 from tunewell.records.report import REPORT, Report, read_report
 from tunewell.records.rundir import OUTCOME
 from tunewell.runs.curves import line_of_run
-from tunewell.runs.listing import read_object, summarise
+from tunewell.runs.listing import read_object, summarise, training_seconds
 
 PAGE, DATA = "compare.html", "compare.json"
 OUT = Path("comparison")
@@ -157,10 +157,3 @@ def _column(run: Path, plan: Plan, report: Report, name: str) -> Column:
     }
     line = line_of_run(run, name)
     return column_of(report, name, settings={**plan.config, "model": plan.model}, line=line, resources=resources)
-
-
-def training_seconds(run: Path) -> float | None:
-    """Return how long a run took, or None if that is not known."""
-    outcome = read_object(run / OUTCOME) or {}
-    measured: dict[str, Any] = outcome.get("measured") or {}
-    return measured.get("seconds") or outcome.get("seconds")

@@ -1,56 +1,32 @@
 """`tunewell compare --index`: ask models the same questions, with and without documents, and recommend one."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tunewell.core.errors import UserError
 from tunewell.core.files import is_url
 from tunewell.core.progress import Progress, ProgressListener, with_stage
 from tunewell.core.units import count
-from tunewell.evaluation.columns import Column, ColumnComparison, UsedKey, compare_columns
+from tunewell.evaluation.columns import ColumnComparison, UsedKey, compare_columns
 from tunewell.evaluation.measurements import shorten
 from tunewell.evaluation.recommendation import MIN_QUESTIONS, recommend
 from tunewell.evaluation.session import ValidateOptions
-from tunewell.inference.batch import Answerer, ModelAnswerer, ServerAnswerer
-from tunewell.inference.chat_model import ChatModel, open_chat_model, open_without_weights
+from tunewell.inference.chat_model import open_without_weights
 from tunewell.inference.degeneration import fold
 from tunewell.inference.model_ref import ModelRef
-from tunewell.retrieval.measure import Exam, measure_alone, measure_with_passages, read_exam
+from tunewell.retrieval.measure import Exam, read_exam
 from tunewell.retrieval.questions import read_questions
-from tunewell.retrieval.search import Retriever, open_retriever
-from tunewell.retrieval.shown import SearchedQuestions, key_finder, search_all
+from tunewell.retrieval.search import open_retriever
+from tunewell.retrieval.shown import key_finder, search_all
 from tunewell.retrieval.stores.base import shown_address
+from tunewell.retrieval.subjects import ColumnSession, SearchedIndex, Subject
 from tunewell.runs.resolve import resolve_model
-from tunewell.workflows.compare import CompareOptions, training_seconds
+from tunewell.workflows.compare import CompareOptions
+from tunewell.workflows.open_book import held_out_documents
 from tunewell.workflows.validate import evaluation_set
 
 _NUM_KEYS = 5
-TRAINING, INDEX = "training", "index"
-
-
-@dataclass(frozen=True)
-class _Subject:
-    """A run, an adapter, a model or a server that is compared."""
-
-    name: str
-    ref: ModelRef | None
-    """None for a server."""
-    address: str
-
-
-@dataclass
-class _Index:
-    """An index, and the passages it finds for the questions."""
-
-    name: str
-    retriever: Retriever
-    searched: SearchedQuestions
-
-    @property
-    def seconds(self) -> float | None:
-        return self.retriever.store.manifest.seconds
 
 
 def compare_answers(
@@ -67,8 +43,9 @@ def compare_answers(
         listen = with_stage(progress, f"searching {name}: {count(len(questions), 'question')}")
         finder = key_finder(exam.keys)
         found = search_all(retriever, questions, finder, num_passages=options.num_passages, progress=listen)
-        indexes.append(_Index(name, retriever, found))
-    session = _Session(exam, indexes, options, progress, subjects[0])
+        indexes.append(SearchedIndex(name, retriever, found))
+    notes += [note for subject in subjects for note in _book_notes(subject, indexes)]
+    session = ColumnSession(exam, indexes, subjects[0], device=options.device, progress=progress)
     columns = [column for subject in subjects for column in session.columns(subject)]
     notes += session.notes
     comparison = compare_columns(columns, notes, has_all_pairs=True)
@@ -76,17 +53,17 @@ def compare_answers(
     return replace(comparison, recommendation=recommend(comparison), keys=keys)
 
 
-def _subjects(names: Sequence[str | Path]) -> list[_Subject]:
+def _subjects(names: Sequence[str | Path]) -> list[Subject]:
     if len(set(map(str, names))) < len(names):
         raise UserError("a run or model is named twice", fix="name each once")
     subjects = []
     for name in names or [None]:
         if name is not None and is_url(str(name)):
-            subjects.append(_Subject(str(name).rpartition("#")[2] or str(name), None, str(name)))
+            subjects.append(Subject(str(name).rpartition("#")[2] or str(name), None, str(name)))
             continue
         ref = resolve_model(name)
         label = ref.path.resolve().name if ref.path is not None else ref.name
-        subjects.append(_Subject(label, ref, str(name)))
+        subjects.append(Subject(label, ref, str(name)))
     labels = [subject.name for subject in subjects]
     return [
         replace(subject, name=subject.name if labels.count(subject.name) == 1 else subject.address)
@@ -94,7 +71,7 @@ def _subjects(names: Sequence[str | Path]) -> list[_Subject]:
     ]
 
 
-def _exam(subjects: list[_Subject], options: CompareOptions, progress: ProgressListener) -> tuple[Exam, list[str]]:
+def _exam(subjects: list[Subject], options: CompareOptions, progress: ProgressListener) -> tuple[Exam, list[str]]:
     """Return the questions: those of the file, or the held-out rows of the first run."""
     refs = [subject.ref for subject in subjects if subject.ref is not None]
     ref = next((one for one in refs if one.kind == "run"), refs[0] if refs else None)
@@ -133,99 +110,21 @@ def _num_trained_on(ref: ModelRef, exam: Exam) -> int:
     return sum(fold(key.question).strip() in trained for key in exam.keys)
 
 
-class _Session:
-    """Measures the columns of each subject. The base model of several runs is measured once."""
-
-    def __init__(
-        self, exam: Exam, indexes: list[_Index], options: CompareOptions, progress: ProgressListener, first: _Subject
-    ) -> None:
-        self.exam, self.indexes, self.options, self.progress = exam, indexes, options, progress
-        self.first, self.notes = first, list[str]()
-        self._bases: dict[str, str] = {}
-        prices = first.ref.loaded.config.plan.prices if first.ref is not None else {}
-        self._price = prices.get("here")
-
-    def columns(self, subject: _Subject) -> Iterator[Column]:
-        """Yield the columns of a subject: its base model, unless it is measured already, and itself."""
-        if subject.ref is None:
-            server = ServerAnswerer(subject.address, length=self.exam.answer_tokens)
-            yield from self._asked(subject.name, server, is_own=False, needs=frozenset(), seconds=0.0)
-            return
-        ref = subject.ref
-        self.progress(Progress(f"loading {subject.name}"))
-        base = None if ref.kind == "model" else ref.started_from
-        is_new = base is not None and base not in self._bases
-        model = open_chat_model(ref, device=self.options.device, with_base=is_new, backend="llama_cpp")
-        self.notes += [f"{subject.name}: {note}" for note in model.notes]
-        is_own = self._has_tokens_of_exam(ref)
-        if is_new and base is not None and model.has_base:
-            self._bases[base] = "base" if not self._bases else f"base {Path(base).name}"
-            with model.base_runtime() as runtime:
-                answerer = self._answerer(model, runtime)
-                yield from self._asked(self._bases[base], answerer, is_own=is_own, needs=frozenset(), seconds=0.0)
-        is_trained = ref.kind != "model"
-        needs = frozenset({TRAINING} if is_trained else ())
-        seconds = training_seconds(ref.path) if ref.kind == "run" and ref.path else None if is_trained else 0.0
-        yield from self._asked(
-            subject.name,
-            self._answerer(model, model.runtime),
-            is_own=is_own,
-            needs=needs,
-            seconds=seconds,
-            is_open_book=ref.is_open_book,
-        )
-        model.unload()
-
-    def _has_tokens_of_exam(self, ref: ModelRef) -> bool:
-        first, plan = self.first.ref, ref.plan
-        if first is ref:
-            return True
-        if first is None or first.plan is None or plan is None:
-            return False
-        own, others = (plan.tokenizer_sha256, plan.template_sha256s), first.plan
-        return own == (others.tokenizer_sha256, others.template_sha256s)
-
-    def _answerer(self, model: ChatModel, runtime: Any) -> Answerer:
-        sources = model.ref.loaded.config.data.sources
-        return ModelAnswerer(
-            model, runtime, length=self.exam.answer_tokens, system=sources[0].system if sources else None
-        )
-
-    def _asked(
-        self,
-        name: str,
-        model: Answerer,
-        *,
-        is_own: bool,
-        needs: frozenset[str],
-        seconds: float | None,
-        is_open_book: bool = False,
-    ) -> Iterator[Column]:
-        if not (is_open_book and self.indexes):
-            resources = {"preparation, seconds": seconds}
-            column = measure_alone(
-                name, model, self.exam, is_own=is_own, needs=needs, resources=resources, progress=self.progress
-            )
-            yield self._with_cost(column)
-        for index in self.indexes:
-            total = None if seconds is None or index.seconds is None else seconds + index.seconds
-            column = measure_with_passages(
-                f"{name} + {index.name}",
-                model,
-                self.exam,
-                index.searched,
-                needs=needs | {INDEX},
-                resources={"preparation, seconds": total},
-                progress=self.progress,
-            )
-            yield self._with_cost(column)
-
-    def _with_cost(self, column: Column) -> Column:
-        if self._price is None:
-            return column
-        made, answer = (column.resources.get(name) for name in ("preparation, seconds", "seconds per answer"))
-        cost = {
-            "preparation, cost": None if made is None else self._price * made / 3600,
-            "1,000 answers, cost": None if answer is None else self._price * 1000 * answer / 3600,
-        }
-        return replace(column, resources={**column.resources, **cost})
+def _book_notes(subject: Subject, indexes: list[SearchedIndex]) -> list[str]:
+    """Return a note on the questions about documents that an open-book run was trained on."""
+    ref = subject.ref
+    unseen = held_out_documents(ref.loaded) if ref is not None and ref.is_open_book else None
+    if unseen is None:
+        return []
+    shown = [one for index in indexes[:1] for one in index.searched.found if one.right is not None]
+    seen = sum(
+        any(is_right and passage.file not in unseen for passage, is_right in zip(one.passages, one.right, strict=True))
+        for one in shown
+        if one.right is not None
+    )
+    if not seen:
+        return []
+    return [
+        f"{count(seen)} of {count(len(shown), 'question')} are about documents that {subject.name} was trained on; "
+        "only the others measure reading"
+    ]

@@ -40,8 +40,7 @@ def with_open_book(loaded: LoadedConfig, progress: ProgressListener = silent) ->
             )
     address = data.index if "://" in data.index else str(loaded.path(data.index))
     retriever = open_retriever(address)
-    corpus = loaded.path(loaded.config.corpus)
-    folder = corpus.with_name(f"{corpus.name}-open-book")
+    folder = _folder(loaded)
     inputs = _inputs(loaded, retriever)
     record = _read(folder)
     if record.get("inputs_sha256") != inputs:
@@ -55,6 +54,17 @@ def with_open_book(loaded: LoadedConfig, progress: ProgressListener = silent) ->
     clean = data.clean.model_copy(update=dict.fromkeys(unset, "keep"))
     changed = data.model_copy(update={"sources": (source,), "held_out": held_out, "index": None, "clean": clean})
     return replace(loaded, config=loaded.config.model_copy(update={"data": changed})), _remarks(record, folder)
+
+
+def held_out_documents(loaded: LoadedConfig) -> set[str] | None:
+    """Return the documents that an open-book run has not seen; None if its rows were deleted."""
+    found = _read(_folder(loaded)).get("held_out_documents")
+    return None if found is None else set(found)
+
+
+def _folder(loaded: LoadedConfig) -> Path:
+    corpus = loaded.path(loaded.config.corpus)
+    return corpus.with_name(f"{corpus.name}-open-book")
 
 
 def _read(folder: Path) -> dict[str, Any]:
