@@ -3,6 +3,7 @@
     python benchmarks/retrieval.py cranfield --anserini anserini-fatjar.jar
     python benchmarks/retrieval.py college
     python benchmarks/retrieval.py pubmedqa
+    python benchmarks/retrieval.py rate
     python benchmarks/retrieval.py speed --passages 100000 --embedder wordllama
 
 The jar is inside the wheel of PyPI `pyserini` 0.25.0 (Java 17). Data: `../shared/data` or TUNEWELL_SHARED.
@@ -182,6 +183,29 @@ def pubmedqa(args: argparse.Namespace) -> None:
     print(f"{len(rows)} questions, {built.manifest.counts.passages} passages: own abstract first {np.mean(first):.3f}")
 
 
+def rate(args: argparse.Namespace) -> None:
+    """`index` on some passages against the embedder's own rate on the same texts, in one run."""
+    texts = [text for _, text in read_cranfield()[0].values()]
+    pieces = [part.strip() for text in texts for part in text.split(" .") if len(part.split()) > 5]
+    embedder = open_embedder(args.embedder)
+    rows = [". ".join(pieces[4 * place : 4 * place + 4]) for place in range(min(2000, len(pieces) // 4))]
+    shares = []
+    for number in range(3):
+        with tempfile.TemporaryDirectory() as name:
+            (Path(name) / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+            began = time.perf_counter()
+            built = build_index([str(Path(name) / "rows.jsonl")], str(Path(name) / "index"), embedder)
+            whole = built.manifest.counts.passages / (time.perf_counter() - began)
+            store = open_store(Path(name) / "index")
+            searched = [one.searched for one in store.passages(range(built.manifest.counts.passages))]
+            began = time.perf_counter()
+            embedder.embed(searched)
+            alone = len(searched) / (time.perf_counter() - began)
+        shares.append(whole / alone)
+        print(f"round {number + 1}: {len(searched)} passages, index {whole:.1f}/s, embedder {alone:.1f}/s", flush=True)
+    print(f"index: {np.median(shares):.2f} of the embedder's own rate ({min(shares):.2f} to {max(shares):.2f})")
+
+
 def speed(args: argparse.Namespace) -> None:
     """A hybrid query without embedding, against tantivy and faiss called directly at the same recall."""
     import faiss
@@ -262,7 +286,7 @@ def speed(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("cranfield", "college", "pubmedqa", "speed"))
+    parser.add_argument("part", choices=("cranfield", "college", "pubmedqa", "rate", "speed"))
     parser.add_argument("--embedder", default="minilm")
     parser.add_argument("--anserini", metavar="JAR")
     parser.add_argument("--limit", type=int, default=1000)
@@ -270,7 +294,7 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=200)
     parser.add_argument("--random", action="store_true", help="random vectors instead of wordllama's")
     args = parser.parse_args()
-    {"cranfield": cranfield, "college": college, "pubmedqa": pubmedqa, "speed": speed}[args.part](args)
+    {"cranfield": cranfield, "college": college, "pubmedqa": pubmedqa, "rate": rate, "speed": speed}[args.part](args)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ other kinds of columns can be added.
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 from tunewell.evaluation.compare import data_facts, flat_settings, report_metrics
@@ -18,6 +19,22 @@ from tunewell.runs.curves import Line
 
 MAX_CHANGES = 100
 _NOT_COMPARED = ("run", "corpus", "track", "track_python")
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """The options of a comparison."""
+
+    indexes: Sequence[str] = ()
+    """Indexes from which each model also answers."""
+    data: str | Path | Sequence[str | Path] | None = None
+    """File of questions with answers; by default the held-out rows of the first run."""
+    out: str | Path = "comparison"
+    is_fresh: bool = False
+    """Validate every run again. Only for a comparison of runs."""
+    num_questions: int = 100
+    num_passages: int | None = None
+    device: str = "auto"
 
 
 @dataclass(frozen=True)

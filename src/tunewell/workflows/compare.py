@@ -8,7 +8,7 @@ from typing import Any
 from tunewell.core.errors import UserError
 from tunewell.core.files import require_output_path, stable_json, write_atomic
 from tunewell.core.progress import ProgressListener, silent
-from tunewell.evaluation.columns import Column, ColumnComparison, column_of, compare_columns
+from tunewell.evaluation.columns import Column, ColumnComparison, CompareOptions, column_of, compare_columns
 from tunewell.evaluation.report.comparison import comparison_page
 from tunewell.records.index import INDEX
 from tunewell.records.plan import PLAN, Plan, read_plan
@@ -20,22 +20,6 @@ from tunewell.runs.listing import read_object, summarise, training_seconds
 PAGE, DATA = "compare.html", "compare.json"
 OUT = Path("comparison")
 DEFAULT_INDEX = "index"
-
-
-@dataclass(frozen=True)
-class CompareOptions:
-    """The options of a comparison."""
-
-    indexes: Sequence[str] = ()
-    """Indexes from which each model also answers."""
-    data: str | Path | Sequence[str | Path] | None = None
-    """File of questions with answers; by default the held-out rows of the first run."""
-    out: str | Path = OUT
-    is_fresh: bool = False
-    """Validate every run again. Only for a comparison of runs."""
-    num_questions: int = 100
-    num_passages: int | None = None
-    device: str = "auto"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import is_url
 from tunewell.core.progress import Progress, ProgressListener, with_stage
 from tunewell.core.units import count
-from tunewell.evaluation.columns import ColumnComparison, UsedKey, compare_columns
+from tunewell.evaluation.columns import ColumnComparison, CompareOptions, UsedKey, compare_columns
 from tunewell.evaluation.measurements import shorten
 from tunewell.evaluation.recommendation import MIN_QUESTIONS, recommend
 from tunewell.evaluation.session import ValidateOptions
@@ -22,7 +22,6 @@ from tunewell.retrieval.shown import key_finder, search_all
 from tunewell.retrieval.stores.base import shown_address
 from tunewell.retrieval.subjects import ColumnSession, SearchedIndex, Subject
 from tunewell.runs.resolve import resolve_model
-from tunewell.workflows.compare import CompareOptions
 from tunewell.workflows.open_book import held_out_documents
 from tunewell.workflows.validate import evaluation_set
 
