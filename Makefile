@@ -71,6 +71,9 @@ fuzz: setup ## random bytes for every parser of foreign data; SECONDS=180 for ea
 soak: setup ## train, kill, resume and evaluate in a loop with random faults; MINUTES=40 sets the length
 	$(BIN)/python tests/hardening/soak.py --minutes $(MINUTES) --out build/soak
 
+release: setup ## build the wheel and the sdist of HEAD into dist/, the same bytes on every machine
+	$(BIN)/python tests/house/release.py --out dist
+
 check: lint types contracts test ## lint, format, types, import contracts, tests
 
 lint: setup

@@ -93,7 +93,7 @@ def tokenizer(data: bytes) -> None:
     from tunewell.data.tokenizers import hub
     from tunewell.data.tokenizers.load import load_tokenizer
 
-    hub.require_safe = lambda backend, where: None  # type: ignore[attr-defined]
+    hub._require_safe = lambda backend, files: None
     folder = _folder() / "tokenizer"
     if not folder.exists():
         from tiny import write_tiny_model

@@ -4,10 +4,12 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from release import build
 
 import tunewell
 
@@ -71,6 +73,40 @@ def test_the_wheel_brings_no_framework(bare, tmp_path):
     check = "import importlib.util as u; print([n for n in ('torch', 'transformers', 'datasets') if u.find_spec(n)])"
     assert call(bare / "python", "-c", check, cwd=tmp_path) == "[]\n"
     assert find_spec("torch"), "the developers' venv has torch, so its absence above means something"
+
+
+@pytest.fixture(scope="module")
+def releases(tmp_path_factory) -> list[Path]:
+    """The files of HEAD, built from two clones."""
+    folders = []
+    for name in ("one", "two"):
+        folder = tmp_path_factory.mktemp(name)
+        call("git", "clone", "--quiet", ROOT, folder / f"clone-{name}", cwd=folder)
+        build("HEAD", folder / "dist", root=folder / f"clone-{name}")
+        folders.append(folder / "dist")
+    return folders
+
+
+@pytest.mark.slow
+def test_two_clones_give_the_same_files(releases):
+    """Whoever doubts a release can build it again and compare."""
+    contents = [{path.name: path.read_bytes() for path in folder.glob("tunewell-*")} for folder in releases]
+    assert len(contents[0]) == 2 and contents[0] == contents[1]
+
+
+@pytest.mark.slow
+def test_the_sdist_installs_where_nothing_else_is_and_holds_no_private_file(releases, tmp_path):
+    (sdist,) = releases[0].glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = [name.partition("/")[2] for name in archive.getnames()]
+    assert {"SECURITY.md", "LICENSE", "src/tunewell/__init__.py", "tests/conftest.py"} <= set(names)
+    assert not [name for name in names if name.startswith((".venv", ".git/", "dist", ".fuzz"))]
+    call(UV, "venv", "--quiet", "--python", sys.executable, tmp_path / "venv", cwd=tmp_path)
+    python = tmp_path / "venv" / "bin" / "python"
+    pins = ("--constraint", ROOT / "constraints.txt")
+    call(UV, "pip", "install", "--quiet", "--python", python, *pins, sdist, cwd=tmp_path)
+    assert call(python.with_name("tunewell"), "--version", cwd=tmp_path).startswith("tunewell 0.")
+    assert '"$schema"' in call(python.with_name("tunewell"), "schema", cwd=tmp_path)
 
 
 IMPORT_ALL = """

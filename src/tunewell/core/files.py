@@ -66,6 +66,19 @@ def stable_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, sort_keys=True, indent=2) + "\n"
 
 
+def make_private(folder: Path) -> None:
+    """Create a folder for rows or answers that only its owner can open. An existing folder keeps its mode.
+
+    Windows ignores the mode; there, a new folder has the permissions of its parent.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+
+
 def sync_folder(folder: Path) -> None:
     """Flush the directory entries of a folder to disk (fsync). Does nothing on Windows, which cannot sync folders."""
     if os.name == "nt":
@@ -109,10 +122,15 @@ def write_all(handle: int, data: bytes | memoryview) -> None:
         rest = rest[os.write(handle, rest[:_WRITE_BLOCK_BYTES]) :]
 
 
-def write_atomic(path: Path, data: bytes | str) -> None:
-    """Replace a file atomically: a reader sees the old or the new content, never a partial file."""
+def write_atomic(path: Path, data: bytes | str, *, is_private: bool = False) -> None:
+    """Replace a file atomically: a reader sees the old or the new content, never a partial file.
+
+    With `is_private`, only the owner can read the file, where the system supports it.
+    """
     staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        if is_private:
+            staged.touch(mode=0o600)
         with staged.open("wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
@@ -173,7 +191,8 @@ def cache_folder(name: str) -> Path | None:
     root = os.environ.get("TUNEWELL_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "tunewell"
     folder = Path(root).expanduser() / name
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder.parent)
+        folder.mkdir(exist_ok=True)
     except (OSError, RuntimeError):
         return None
     return folder if os.access(folder, os.W_OK) else None

@@ -264,11 +264,14 @@ def _move(source: Path, target: Path, moves: list[tuple[Path, Path]]) -> None:
 
 
 def _set_permissions(folder: Path) -> None:
-    """Set default permissions on every file, because some libraries write files that only the owner can read."""
+    """Set default permissions on every file, because some libraries write files that only the owner can read.
+
+    The proof stays private: it contains questions and answers of the run.
+    """
     mode = (folder / PROOF).stat().st_mode & 0o777
     for path in folder.rglob("*"):
         if path.is_file() and path.stat().st_nlink == 1:
-            path.chmod(mode)
+            path.chmod(mode & 0o600 if path == folder / PROOF else mode)
 
 
 def _hidden_prefix(out: Path) -> str:

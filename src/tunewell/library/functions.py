@@ -17,7 +17,7 @@ import orjson
 
 from tunewell.config.load import as_sets
 from tunewell.core.errors import UserError
-from tunewell.core.files import write_atomic
+from tunewell.core.files import make_private, write_atomic
 from tunewell.core.progress import silent
 from tunewell.library.progress import Show, shown
 from tunewell.library.results import PlanResult, PrepareResult, TrainResult, Validation, as_result
@@ -67,7 +67,7 @@ def _save(rows: Iterable[Any]) -> Path:
 
 
 def _save_to(folder: Path, rows: Iterable[Any]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private(folder)
     digest, num_rows = hashlib.sha256(), 0
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp") as file:
         for number, row in enumerate(rows, start=1):

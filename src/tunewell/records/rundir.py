@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import FolderLock, require_output_path, stable_json, write_atomic, write_synced
+from tunewell.core.files import FolderLock, make_private, require_output_path, stable_json, write_atomic, write_synced
 from tunewell.core.redact import redact
 from tunewell.core.units import count
 from tunewell.records.base import Record, read_record
@@ -84,7 +84,7 @@ class RunDir:
     @classmethod
     def _hold(cls, path: Path) -> "RunDir":
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            make_private(path)
             lock = FolderLock.take(path / LOCK, doing=f"training in `{path}`")
             try:
                 _remove_leftovers(path)

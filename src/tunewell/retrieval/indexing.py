@@ -20,7 +20,7 @@ import numpy as np
 
 from tunewell import __version__
 from tunewell.core.errors import UserError
-from tunewell.core.files import cache_folder, disk_full_as_user_error, sha256_text
+from tunewell.core.files import cache_folder, disk_full_as_user_error, make_private, sha256_text
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.records.index import DocumentCounts, EmbedderRecord, IndexManifest, SearchSettings
 from tunewell.records.plan import Chosen
@@ -158,7 +158,8 @@ def _work_folder(address: str) -> Path:
         folder = folder / sha256_text(shown_address(address))[:16]
     else:
         folder = Path(address).expanduser() / ".work"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private(folder.parent)
+    make_private(folder)
     return folder
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import sha256_text, write_atomic
+from tunewell.core.files import make_private, sha256_text, write_atomic
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import count
 from tunewell.data.reading_prompt import NOT_FOUND, reading_prompt
@@ -129,7 +129,7 @@ def open_book_rows(
 
 def write_rows(folder: Path, rows: OpenBookRows) -> None:
     """Write `train.jsonl` and `held_out.jsonl`."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private(folder)
     for name, part in (("train", rows.train), ("held_out", rows.held_out)):
         write_atomic(folder / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in part))
 

@@ -12,6 +12,8 @@ from hashlib import sha256
 from tunewell.retrieval.documents import Document
 from tunewell.retrieval.readers.blocks import Block
 
+_MAX_CHARS_PER_TOKEN = 32
+"""Texts with more characters per token of space are split without counting; English has about four."""
 _MIN_TEXT_TOKENS = 32
 """Space for text that remains below a long heading path."""
 _SENTENCE = re.compile(r"(?<=[.!?。！？])[\"'”’)\]]*\s+|(?<=[。！？])")
@@ -139,13 +141,13 @@ def _is_row(block: Block) -> bool:
 
 def _pieces(block: Block, count_tokens: TokenCounter, space: int) -> Iterator[Block]:
     """Yield a block, or its parts if it is too long: lines of lists and tables, sentences, and at last words."""
-    if count_tokens([block.text])[0] <= space:
+    if _sizes([block.text], count_tokens, space)[0] <= space:
         yield block
         return
     header = block.header if block.header and count_tokens([block.header])[0] < space // 2 else ""
     units, joint = _units(block, len(header.split("\n")) if header else 0)
     room = space - (count_tokens([header + "\n"])[0] if header else 0)
-    sizes = count_tokens([text for text, _ in units])
+    sizes = _sizes([text for text, _ in units], count_tokens, room)
     taken: list[tuple[str, tuple[int, int] | None]] = []
     used = 0
     for unit, size in zip(units, sizes, strict=True):
@@ -160,6 +162,13 @@ def _pieces(block: Block, count_tokens: TokenCounter, space: int) -> Iterator[Bl
         used += size
     if taken:
         yield _joined(block, taken, joint, header)
+
+
+def _sizes(texts: list[str], count_tokens: TokenCounter, space: int) -> list[int]:
+    """Return the tokens of texts. A text that is much too long is not tokenized: it is split in any case."""
+    is_long = [len(text) > _MAX_CHARS_PER_TOKEN * max(space, 1) for text in texts]
+    counted = iter(count_tokens([text for text, too_long in zip(texts, is_long, strict=True) if not too_long]))
+    return [space + 1 if too_long else next(counted) for too_long in is_long]
 
 
 def _units(block: Block, skipped: int) -> tuple[list[tuple[str, tuple[int, int] | None]], str]:

@@ -159,7 +159,7 @@ def write_page(
         name = Path(opened.name).name if Path(opened.name).is_absolute() else opened.name
         page = CorpusPage(CorpusViews(opened.corpus, is_joined=True), rows, name=name, is_corpus=opened.is_corpus)
         text = page.render(wanted, num_rows=min(num_rows, MAX_ROWS), is_held_out=is_held_out)
-    write_atomic(file, text)
+    write_atomic(file, text, is_private=True)  # it shows rows
     return PageResult(file, file.stat().st_size)
 
 

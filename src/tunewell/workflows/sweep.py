@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tunewell.config.load import ConfigLike
 from tunewell.core.errors import UserError
-from tunewell.core.files import FolderLock, require_output_path
+from tunewell.core.files import FolderLock, make_private, require_output_path
 from tunewell.evaluation.session import ValidateOptions
 from tunewell.records.rundir import LOCK
 from tunewell.runs.config import RunOptions
@@ -106,7 +106,7 @@ def _locked(out: Path, *, is_resuming: bool) -> FolderLock:
     if out.is_dir() and not (out / SWEEP).exists() and {path.name for path in out.iterdir()} - {LOCK}:
         raise UserError(f"the folder `{out}` is not empty", fix="choose another folder with `--out`")
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        make_private(out)
     except OSError as error:
         raise UserError(
             f"the folder `{out}` cannot be written: {error.strerror}", fix="choose another `--out`"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import stable_json, write_atomic
+from tunewell.core.files import make_private, stable_json, write_atomic
 from tunewell.core.optional import import_optional
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.data.sources.base import is_url, split_limit
@@ -56,7 +56,7 @@ def validate(
         report = EvaluationSession(ref, options, rows, metrics=metrics, progress=progress).evaluate()
     # Rows and answers may also contain secrets, and reports are shared.
     report = Report.model_validate(plain(report.model_dump(mode="python")))
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private(folder)
     write_report(folder, report)
     write_atomic(folder / PAGE, report_page(report))
     write_atomic(folder / MARKDOWN, report_markdown(report))

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from tunewell.config.schema import Clean
 from tunewell.core.errors import UserError
-from tunewell.core.files import disk_full_as_user_error, publish_folder
+from tunewell.core.files import disk_full_as_user_error, make_private, publish_folder
 from tunewell.core.progress import Progress
 from tunewell.data.corpus.assembly import Assembly, Documents
 from tunewell.data.corpus.held_out import read_questions
@@ -49,7 +49,7 @@ def build(spec: BuildSpec, *, out: Path, work_dir: Path) -> Manifest:
     with disk_full_as_user_error(work_dir, space.bytes_for_retry):
         shutil.rmtree(staging, ignore_errors=True)
         cache.mkdir(parents=True, exist_ok=True)
-        (staging / "corpus").mkdir(parents=True)
+        make_private(staging / "corpus")
         try:
             with closing(Assembly(staging, spec.data, read_questions(out))) as assembly:
                 used = _assemble(assembly, spec, cache, space)

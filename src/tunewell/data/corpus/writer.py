@@ -17,6 +17,7 @@ from tunewell.core.files import (
     disk_full_as_user_error,
     has_unfinished_publish,
     is_disk_full,
+    make_private,
     recover_publish,
     require_disk_space,
     require_output_path,
@@ -235,7 +236,8 @@ class CorpusOutput:
 
     def _make_work_dir(self) -> None:
         try:
-            self.work_dir.mkdir(parents=True, exist_ok=True)
+            make_private(self.work_dir.parent)
+            make_private(self.work_dir)
             (self.work_dir.parent / ".gitignore").write_text("*\n", encoding="utf-8")
         except OSError as error:
             if is_disk_full(error):

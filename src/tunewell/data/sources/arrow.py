@@ -21,6 +21,7 @@ from tunewell.data.sources.base import SourceFile
 Lists = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]
 """Lists of numbers as (offsets, values): one offset per list, and a final offset at the end."""
 _BATCH_ROWS = 1024
+_MAX_EMPTY_ROWS = 10_000
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
@@ -29,7 +30,7 @@ def parquet_rows(file: SourceFile) -> Iterator[Any]:
     try:
         with file.open() as stream, pq.ParquetFile(stream) as parquet:
             _require_unique_columns(parquet.schema_arrow, file)
-            for batch in parquet.iter_batches(batch_size=_BATCH_ROWS):
+            for batch in _not_empty(parquet.iter_batches(batch_size=_BATCH_ROWS)):
                 yield from _batch_rows(batch)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last one: a column name
         raise _damaged(file, "Parquet", error) from error
@@ -45,12 +46,22 @@ def arrow_rows(file: SourceFile) -> Iterator[Any]:
     """Yield the rows of an Arrow file or stream; raise UserError if the file is damaged."""
     try:
         with file.open() as stream:
-            for batch in _arrow_batches(stream):
+            for batch in _not_empty(_arrow_batches(stream)):
                 _require_unique_columns(batch.schema, file)
                 for start in range(0, batch.num_rows, _BATCH_ROWS):
                     yield from _batch_rows(batch.slice(start, _BATCH_ROWS))
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last one: a column name
         raise _damaged(file, "Arrow", error) from error
+
+
+def _not_empty(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield batches; raise ArrowInvalid for many rows without data. A few bytes can claim any number of them."""
+    num_empty = 0
+    for batch in batches:
+        num_empty += batch.num_rows if batch.num_rows > 8 * batch.nbytes else 0
+        if num_empty > _MAX_EMPTY_ROWS:
+            raise pa.ArrowInvalid(f"{num_empty:,} of its rows contain no data")
+        yield batch
 
 
 def _arrow_batches(stream: BinaryIO) -> Iterator[pa.RecordBatch]:

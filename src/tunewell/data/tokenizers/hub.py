@@ -114,7 +114,11 @@ def load_tokenizer_json(files: ModelFiles) -> TokenizerParts:
 def _open(text: str, files: ModelFiles) -> Tokenizer:
     try:
         return Tokenizer.from_str(text)
-    except Exception as error:  # noqa: BLE001  the library raises no narrower type for a malformed file
+    except BaseException as error:
+        # The library raises no narrower type than Exception for a malformed file; a panic of its Rust code is not even
+        # an Exception, and has no public class.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         where = str(files.small["tokenizer.json"])
         raise UserError(f"`tokenizer.json` cannot be read: {str(error)[:200]}", where=where) from None
 

@@ -2,11 +2,16 @@
 
 import io
 import re
+import struct
 import zipfile
+import zlib
 
 from tunewell.core.optional import import_optional
 from tunewell.retrieval.readers.blocks import Block, ParsedDocument, Unreadable
 
+_DAMAGED = (zipfile.BadZipFile, zlib.error, LookupError, ValueError, OSError, SyntaxError, AttributeError, TypeError)
+_DAMAGED += (RuntimeError, EOFError, struct.error)
+"""Errors of zipfile, lxml and python-docx for damaged files. SyntaxError is lxml's for invalid XML."""
 _MAX_UNPACKED_BYTES = 512 << 20
 _LEVEL = re.compile(r"(?:heading|überschrift|titre|título)\s*(\d)", re.IGNORECASE)
 
@@ -19,11 +24,15 @@ def read_docx(data: bytes) -> ParsedDocument:
             if sum(entry.file_size for entry in archive.infolist()) > _MAX_UNPACKED_BYTES:
                 raise Unreadable("too_large")
         opened = docx.Document(io.BytesIO(data))
-    except (zipfile.BadZipFile, KeyError, ValueError, OSError, SyntaxError) as error:
+        title = opened.core_properties.title
+        is_document = hasattr(opened.element, "body")
+    except _DAMAGED as error:
         # A Word file with a password is not a zip archive.
         is_encrypted = data.startswith(b"\xd0\xcf\x11\xe0")
         raise Unreadable("encrypted" if is_encrypted else "broken", str(error)) from None
-    document = ParsedDocument(title=(opened.core_properties.title or "").strip() or None)
+    if not is_document:
+        raise Unreadable("broken", "it has no text")
+    document = ParsedDocument(title=(title or "").strip() or None)
     items: list[str] = []
 
     def flush() -> None:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import FolderLock, disk_full_as_user_error, parse_json, sync_folder, sync_tree
+from tunewell.core.files import FolderLock, disk_full_as_user_error, make_private, parse_json, sync_folder, sync_tree
 from tunewell.core.optional import import_optional
 from tunewell.core.progress import Progress, ProgressListener
 from tunewell.records.base import FileRecord
@@ -87,7 +87,7 @@ class FolderStore:
             raise UserError(f"`{folder}` is a file, not a folder", fix="choose another folder with `--out`")
         if folder.is_dir() and not (folder / INDEX).exists() and any(not _is_ours(path) for path in folder.iterdir()):
             raise UserError(f"`{folder}` is not empty and not an index", fix="choose another folder with `--out`")
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
         return FolderLock.take(folder / _LOCK, doing="writing this index")
 
     @classmethod
