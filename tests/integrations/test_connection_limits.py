@@ -36,7 +36,8 @@ def model():
 
 
 @pytest.fixture
-def url(model):
+def url(model, monkeypatch):
+    monkeypatch.setattr(connections, "max_files", lambda: 4 * connections.MAX_WAITING)
     with served(model) as url:
         yield url
 
@@ -73,7 +74,7 @@ def test_slow_clients_lock_nobody_out(url, num_clients, sent):
 
 
 def test_the_oldest_unfinished_request_is_told_why_it_is_closed(url, monkeypatch):
-    monkeypatch.setattr(connections, "MAX_WAITING_PER_CLIENT", 3)
+    monkeypatch.setattr(connections, "MAX_SHARE_PER_CLIENT", 3 / connections.MAX_WAITING)
     with ExitStack() as stack:
         first, *_ = [connect(url, HEAD[:60], stack=stack) for _ in range(4)]
         status, error = answer_of(first)
@@ -81,7 +82,7 @@ def test_the_oldest_unfinished_request_is_told_why_it_is_closed(url, monkeypatch
 
 
 def test_a_client_that_is_answered_is_never_closed_for_a_newer_one(url, monkeypatch, model):
-    monkeypatch.setattr(connections, "MAX_WAITING_PER_CLIENT", 2)
+    monkeypatch.setattr(connections, "MAX_SHARE_PER_CLIENT", 2 / connections.MAX_WAITING)
     while model.may_write.acquire(blocking=False):
         pass
     answers: list[int] = []

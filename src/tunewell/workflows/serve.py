@@ -85,9 +85,11 @@ def open_server(
     for module in ("starlette", "uvicorn", "openai"):
         import_optional(module, extra="serve", purpose="serving a model")
     from tunewell.integrations.openai_server.access import check_origin, listen, make_server, read_token
+    from tunewell.integrations.openai_server.connections import raise_max_files
     from tunewell.integrations.openai_server.queue import ServedModel
     from tunewell.integrations.openai_server.server import AccessRules, build_app
 
+    raise_max_files()
     token = read_token(options.token_file)
     origins = [check_origin(origin) for origin in options.origins]
     address = listen(options.host, options.port, has_token=token is not None)

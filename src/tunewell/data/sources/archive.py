@@ -5,6 +5,8 @@ import lzma
 import struct
 import zipfile
 import zlib
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import BinaryIO, cast
@@ -51,11 +53,9 @@ class _Member(io.RawIOBase):
 
     def __init__(self, stored: BinaryIO, name: str) -> None:
         self._stored = stored
-        try:
+        with _reporting_damage():
             self._archive = zipfile.ZipFile(stored)
             self._member = self._archive.open(name)
-        except _DAMAGE as error:
-            raise _damaged(error) from error
 
     def close(self) -> None:
         self._member.close()
@@ -67,18 +67,25 @@ class _Member(io.RawIOBase):
         return True
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        try:
+        with _reporting_damage():
             data = self._member.read(len(buffer))
-        except _DAMAGE as error:
-            raise _damaged(error) from error
         buffer[: len(data)] = data
         return len(data)
 
 
-def _damaged(error: BaseException) -> UserError:
-    if isinstance(error, RuntimeError) and "encrypted" in str(error):
-        return UserError("the `.zip` file is encrypted", fix="unpack it with its password, and use the unpacked file")
-    return UserError(f"the `.zip` file is damaged: {error}", fix="download the export again")
+@contextmanager
+def _reporting_damage() -> Generator[None]:
+    """Raise UserError for the errors of damaged files."""
+    try:
+        yield
+    except (*_DAMAGE, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk; bz2 raises OSError without a number
+            raise
+        if isinstance(error, RuntimeError) and "encrypted" in str(error):
+            raise UserError(
+                "the `.zip` file is encrypted", fix="unpack it with its password, and use the unpacked file"
+            ) from error
+        raise UserError(f"the `.zip` file is damaged: {error}", fix="download the export again") from error
 
 
 def open_archive(file: SourceFile) -> SourceFile:

@@ -7,6 +7,7 @@ sends its request at once waits for milliseconds, so slow clients cannot take it
 """
 
 import asyncio
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -28,17 +29,42 @@ READ_SECONDS = 30
 """Time in which a client must read a part of an answer that fills the send buffers."""
 MAX_HEAD_BYTES = 16 << 10
 """Maximum size of a head that arrives in parts, the default of h11."""
-MAX_WAITING = 256
-"""Maximum number of waiting connections. Each needs a file handle, of which a process often has 1,024."""
-MAX_WAITING_PER_CLIENT = 128
-"""Maximum per address: half of all, so that one address cannot close the connections of every other client."""
+MAX_WAITING = 2048
+"""Maximum number of waiting connections, but at most a quarter of the file handles of the process. A connection that
+waits costs a file handle and some kilobytes; closing it costs more, because its client connects again."""
+MAX_SHARE_PER_CLIENT = 0.75
+"""Maximum share of one address, so that it cannot close the connections of every other client."""
 MAX_WAITING_BYTES = 64 << 20
 """Maximum memory of all unfinished requests, 16 times the largest request."""
-BACKLOG = 512
+BACKLOG = 256
 """Connections accepted at once. With the waiting ones and the queue they stay below 1,024 file handles."""
+_WANTED_FILES = 4 * MAX_WAITING
+_DEFAULT_FILES = 1024
+"""File handles of a process whose limit is unknown, as on Windows."""
 
 
 Part = Literal["head", "body", "rest"]
+
+
+def max_files() -> int:
+    """Return the number of files and connections that this process may have open."""
+    try:
+        import resource  # Windows does not have it
+
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    except (ImportError, OSError):
+        return _DEFAULT_FILES
+
+
+def raise_max_files() -> None:
+    """Raise the limit on open files of this process, as far as the system allows; for a process that only serves."""
+    with suppress(ImportError, OSError, ValueError):
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(_WANTED_FILES, hard)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class WaitingConnections:
@@ -46,6 +72,7 @@ class WaitingConnections:
 
     def __init__(self) -> None:
         self._clients: dict[str, dict[LimitedProtocol, None]] = {}
+        self._limit = min(MAX_WAITING, max_files() // 4)
         self._num_waiting = 0
         self._num_bytes = 0
 
@@ -54,9 +81,9 @@ class WaitingConnections:
         client = self._clients.setdefault(connection.address, {})
         client[connection] = None
         self._num_waiting += 1
-        if len(client) > MAX_WAITING_PER_CLIENT:
+        if len(client) > MAX_SHARE_PER_CLIENT * self._limit:
             next(iter(client)).give_way()
-        elif self._num_waiting > MAX_WAITING:
+        elif self._num_waiting > self._limit:
             next(iter(max(self._clients.values(), key=len))).give_way()
 
     def discard(self, connection: "LimitedProtocol") -> None:
