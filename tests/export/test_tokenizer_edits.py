@@ -17,7 +17,7 @@ from tunewell.export.proof.checks import check_settings
 from tunewell.records.parity import read_proof
 
 NUM_TEXTS = 3_000
-PLAIN = "the answer is what it was when she asked him how many apples were left in the old basket".split()
+PLAIN = ["the", "answer", "is", "what", "it", "was", "when", "she", "asked", "him", "how", "many", "apples", "left"]
 
 
 def edit(tree: dict[str, Any], draw: random.Random) -> str:
