@@ -1,14 +1,23 @@
 """TRL trains on a corpus as it is, and its loss is the one that our own fields give."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
 from trl import SFTConfig, SFTTrainer
 
+import tunewell
 from corpora import prepare_in, row, rows_file, write_rows
 from tunewell import open_corpus
 from tunewell.data.corpus.reader import Corpus
@@ -126,3 +135,34 @@ def test_the_code_in_the_data_card_runs_as_it_stands(corpus, model, monkeypatch)
     num_documents = int((batch["position_ids"] == 0).sum())
     assert num_documents > batch["input_ids"].shape[0]
     assert torch.isfinite(model(input_ids=batch["input_ids"], labels=batch["labels"]).loss)
+
+
+def test_plain_trainer_and_our_engine_have_the_same_loss_on_padded_rows(corpus, model, tiny_model, tmp_path):
+    """One document per row with an attention mask: what `Trainer` needs, which knows nothing of packing."""
+    expected = loss_from_our_fields(model, corpus)
+    model.save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_model / name, tmp_path / "model" / name)
+    losses: list[float] = []
+    config = {
+        "model": str(tmp_path / "model"),
+        "corpus": str(corpus.path),
+        "method": {"kind": "full"},
+        "train": {"batch_documents": len(corpus), "max_steps": 1, "precision": "fp32", "in_memory": True},
+        "device": "cpu",
+        "verdict": {"after_training": False},
+    }
+    tunewell.train(config, out=tmp_path / "run", progress=False, on_step=lambda step: losses.append(step.loss))
+    dataset = corpus.as_dataset(padded=True)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "out"),
+        per_device_train_batch_size=len(dataset),
+        max_steps=1,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model, args=arguments, train_dataset=dataset, data_collator=default_data_collator)
+    assert first_loss(trainer) == pytest.approx(expected, abs=1e-5)
+    assert losses[0] == pytest.approx(expected, abs=1e-5)

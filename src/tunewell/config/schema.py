@@ -286,6 +286,8 @@ class Packing(Section):
     long_documents: Literal["error", "split", "drop"] = "error"
     """What to do with a document that is longer than a sequence. `error`: stop; `split`: cut it into pieces; `drop`:
     drop it as `too_long`."""
+    shard_tokens: Annotated[Int, Field(ge=1024)] = 1 << 22
+    """Tokens per file of the corpus. 4,194,304 tokens are 32 MiB."""
 
 
 class MethodSettings(Section):
@@ -385,6 +387,9 @@ class Train(Section):
     slower. `offload` also keeps the inputs of the layers in main memory."""
     read_ahead: Bool = False
     """Read the documents of the next step while this one is computed, for a corpus on a slow disk or network drive."""
+    in_memory: Bool = False
+    """Load the whole corpus into memory at the start, for disks on which memory-mapping is slow, like Windows drives
+    under WSL."""
     threads: Annotated[Int, Field(ge=1)] | Auto = "auto"
     """CPU threads. `auto`: measured at the start, because more threads can be slower on a busy machine."""
 

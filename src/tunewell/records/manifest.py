@@ -21,6 +21,9 @@ NEAR_DUPLICATES = "near_duplicates.jsonl"
 SECRETS = "secrets.jsonl"
 DROPPED = "dropped.jsonl"
 ANSWERS = "answers.jsonl"
+DIGESTS = "digests.npy"
+"""Digests of the conversation and of the question of each document in a split, and its boundary tokens: five unsigned
+64-bit integers. A corpus of an older version has none."""
 QUESTIONS = "held_out/questions.bin"
 """Hashes of the questions that `data.held_out: auto` holds out, as sorted little-endian 64-bit integers."""
 MIN_TO_JUDGE = 5

@@ -65,7 +65,7 @@ class Training:
     """One training run in this process, from the run folder to the result."""
 
     def __init__(self, loaded: LoadedConfig, options: RunOptions, listener: Listener, start: Start | None) -> None:
-        self.loaded, self.options, self.start = loaded, options, start
+        self.loaded, self.config, self.options, self.start = loaded, loaded.config, options, start
         self.pulse = Pulse(options.supervisor_fds)
         self.recorder = MetricsRecorder(self.pulse, listener)
         self.hooks = parse_faults(options.faults, is_allowed=options.allow_faults) if options.faults else StepHooks()
@@ -112,7 +112,9 @@ class Training:
     def plan(self, folder: RunFolder) -> tuple[Corpus, Plan, DataOrder]:
         """Open the corpus and plan the run. A resumed run keeps the measured settings of its first plan."""
         with self.recorder.stage("prepare"):
-            corpus = open_corpus(self.loaded.path(self.loaded.config.corpus), verify=True)
+            corpus = open_corpus(
+                self.loaded.path(self.config.corpus), verify=True, in_memory=self.config.train.in_memory
+            )
         with self.recorder.stage("plan"):
             plan, order = plan_to_train(self.loaded, corpus, self.device, self.recorder, self.options, self.world)
             plan = plan.model_copy(update={"start": self.start})

@@ -20,10 +20,10 @@ def folder(tiny_model, tmp_path_factory):
     """A corpus of 300 rows in many small shards of several batches each."""
     place = tmp_path_factory.mktemp("reader")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(shards, "SHARD_TOKENS", 3_000)
         patched.setattr(shards, "_BATCH_TOKENS", 1_000)
         data = rows_file(place / "rows.jsonl", 300)
-        return prepare_in(place, tiny_model, data, "packing.context_length=256", "data.held_out=0.1").corpus
+        sets = ("packing.context_length=256", "packing.shard_tokens=3000", "data.held_out=0.1")
+        return prepare_in(place, tiny_model, data, *sets).corpus
 
 
 @pytest.fixture

@@ -12,13 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import sha256_file
+from tunewell.core.files import sha256_file, sha256_text
 from tunewell.core.optional import import_optional
 from tunewell.data.sources.arrow import Lists, read_columns, read_lists
 from tunewell.records.base import Record
 from tunewell.records.manifest import (
     ANSWERS,
     COLUMNS,
+    DIGESTS,
     DROPPED,
     MANIFEST,
     NEAR_DUPLICATES,
@@ -101,6 +102,13 @@ class Split:
         return self._read(read_columns, "documents.arrow")
 
     @cached_property
+    def digests(self) -> npt.NDArray[np.uint64] | None:
+        """Return the digests of every document (see `DIGESTS`), or None in a corpus of an older version."""
+        if not (self.folder / DIGESTS).is_file():
+            return None
+        return self._read(_read_digests, DIGESTS)
+
+    @cached_property
     def _first_sequences(self) -> npt.NDArray[np.int64]:
         return _firsts([shard.sequences for shard in self._record.shards] if self._record else [])
 
@@ -125,15 +133,33 @@ class Split:
         split.__dict__["index"] = {name: column[chosen] for name, column in self.index.items()}
         return split
 
-    def as_dataset(self) -> Any:
-        """Return the packed sequences as a `datasets.Dataset` with `input_ids`, `labels`, `seq_lengths`."""
+    def as_dataset(self, *, padded: bool = False) -> Any:
+        """Return the packed sequences as a `datasets.Dataset` with `input_ids`, `labels`, `seq_lengths`.
+
+        With `padded=True`, return one document per row, padded to the longest, with `input_ids`, `attention_mask` and
+        `labels`. Every trainer can use such rows, for example `transformers.Trainer` with `default_data_collator`.
+        """
         datasets = import_optional("datasets", extra="datasets", purpose="opening a corpus as a dataset")
+        if padded:
+            return self._padded(datasets)
         if self._record is None:
             numbers = datasets.List(datasets.Value("int32"))
             features = datasets.Features(dict.fromkeys(COLUMNS, numbers))
             return datasets.Dataset.from_dict({name: [] for name in COLUMNS}, features=features)
         self._check()
         return datasets.load_from_disk(str(self.folder), keep_in_memory=self._is_in_memory)
+
+    def _padded(self, datasets: Any) -> Any:
+        length = int(self.index["length"].max()) if len(self) else 0
+        numbers = {name: datasets.Value(kind) for name, kind in _PADDED_COLUMNS.items()}
+        features = datasets.Features({name: datasets.List(value, length=length) for name, value in numbers.items()})
+        if not len(self):
+            return datasets.Dataset.from_dict({name: [] for name in _PADDED_COLUMNS}, features=features)
+        # `datasets` writes the rows to its cache on disk, under a hash of these arguments, and memory-maps them.
+        assert self._record is not None
+        version = sha256_text(*(shard.sha256 for shard in self._record.shards))
+        arguments = {"folder": str(self.folder.absolute()), "length": length, "version": version}
+        return datasets.Dataset.from_generator(_padded_rows, gen_kwargs=arguments, features=features)
 
     def find(self, source: str, row: int) -> int | None:
         """Return the index of the first document of a row, or None if the row is not in this split."""
@@ -151,6 +177,23 @@ class Split:
             _ = self.index
             for number in range(len(self._record.shards)):
                 self._shard(number)
+
+
+_PADDED_COLUMNS = {"input_ids": "int32", "attention_mask": "int8", "labels": "int32"}
+
+
+def _padded_rows(folder: str, length: int, version: str) -> Iterator[dict[str, npt.NDArray[Any]]]:
+    """Yield each document of a split with padding at its end: id 0, attention 0, label -100."""
+    corpus = open_corpus(Path(folder).parent)
+    split = corpus.held_out if Path(folder).name == "held_out" else corpus
+    for index in range(len(split)):
+        ids, labels = split.arrays(index)
+        rest = (0, length - len(ids))
+        yield {
+            "input_ids": np.pad(ids, rest),
+            "attention_mask": np.pad(np.ones(len(ids), dtype=np.int8), rest),
+            "labels": np.pad(labels, rest, constant_values=-100),
+        }
 
 
 class Corpus(Split):
@@ -218,6 +261,10 @@ def open_corpus(path: str | Path, *, verify: bool = False, in_memory: bool = Fal
         corpus.load_in_memory()
         corpus.held_out.load_in_memory()
     return corpus
+
+
+def _read_digests(path: Path, *, in_memory: bool) -> npt.NDArray[np.uint64]:
+    return np.load(path, mmap_mode=None if in_memory else "r", allow_pickle=False)
 
 
 _hashes: dict[Path, tuple[tuple[int, ...], str]] = {}

@@ -14,6 +14,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_text, stable_json
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.core.units import count
+from tunewell.data.corpus.prepared import find_prepared, require_same_text
 from tunewell.data.corpus.tokenized_block import PIPELINE_VERSION, RowPipeline
 from tunewell.data.rows.formats import Converter, FormatOptions
 from tunewell.data.rows.functions import load_row_function
@@ -119,7 +120,7 @@ def make_spec(
 
 def _file_remarks(path: str, base: Path) -> list[str]:
     """Return sentences about the files of a folder that are not read, and about links that lead out of it."""
-    if is_url(path):
+    if is_url(path) or find_prepared(path, base):
         return []
     links = outside_links(path, base=base)
     remarks = [
@@ -158,7 +159,8 @@ def _make_jobs(loaded: LoadedConfig, text: TextPipeline, progress: ProgressListe
     found = [
         (index, file)
         for index, path in paths
-        for file in find_files(path, base=base, options=source_options(config, index, progress))
+        for file in find_prepared(path, base)
+        or find_files(path, base=base, options=source_options(config, index, progress))
     ]
     found = _with_distinct_names(found)
     files = {index: [file for other, file in found if other == max(index, 0)] for index, _ in found}
@@ -199,6 +201,7 @@ def _make_pipeline(loaded: LoadedConfig, text: TextPipeline, index: int, files: 
         source = source.model_copy(update={"limit": None, "share": None})
     clean = data.clean
     masker = text.masker(source)
+    require_same_text(files, source, text.tokenizer, masker)
     read = read_options(data, index)
     marks_input = masker is not None and "has_input" in masker.template.source
     options = FormatOptions(labels=source.labels, marks_input=marks_input)

@@ -120,7 +120,9 @@ def _encoding_remarks(spec: BuildSpec) -> Iterator[str]:
     """Yield a sentence about each file whose encoding is a guess."""
     for job in spec.jobs:
         file = open_archive(job.file) if job.file.format == "zip" else job.file
-        if job.pipeline.read.encoding == "auto" and detect_encoding(file, "auto") == "cp1252":
+        if file.format == "corpus" or job.pipeline.read.encoding != "auto":
+            continue
+        if detect_encoding(file, "auto") == "cp1252":
             yield f"`{job.file.name}`: read as cp1252 (Windows, Excel); save it as UTF-8 if letters look wrong"
 
 

@@ -1,9 +1,6 @@
 """Write a corpus from its documents: apply the length policy, mix the sources, pack, write shards and the manifest."""
 
 import json
-import shutil
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,20 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import (
-    FolderLock,
-    disk_full_as_user_error,
-    has_unfinished_publish,
-    is_disk_full,
-    make_private,
-    recover_publish,
-    require_disk_space,
-    require_output_path,
-    sha256_file,
-    sha256_text,
-    stable_json,
-    sync_tree,
-)
+from tunewell.core.files import require_disk_space, sha256_file, sha256_text, stable_json, sync_tree
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import count
 from tunewell.data.corpus.assembly import Assembly, Documents
@@ -42,7 +26,6 @@ from tunewell.data.corpus.packing import (
     whole_units,
     without_unsupervised,
 )
-from tunewell.data.corpus.reader import open_corpus
 from tunewell.data.corpus.spec import NO_SHARE, BuildSpec
 from tunewell.data.corpus.summary import (
     WrittenSplit,
@@ -56,35 +39,37 @@ from tunewell.data.corpus.summary import (
 from tunewell.data.sources.arrow import Lists, write_columns, write_lists
 from tunewell.records.manifest import (
     COLUMNS,
-    CORPUS_NAMES,
+    DIGESTS,
     DROPPED,
-    MANIFEST,
-    DamagedManifest,
     Manifest,
     NearDuplicateRecord,
     ShardRecord,
     SplitRecord,
-    read_manifest,
     write_manifest,
 )
 from tunewell.records.plan import Chosen
 
 # Write packed sequences as Arrow shards that the `datasets` library can open.
 
-SHARD_TOKENS = 1 << 22
 _BATCH_TOKENS = 1 << 18
 BYTES_PER_TOKEN = 8
 """Bytes per token in a shard: an id and a label of 4 bytes each."""
 
 
 def write_split(
-    folder: Path, *, units: Units, packing: Packing, documents: Documents, progress: ProgressListener = silent
+    folder: Path,
+    *,
+    units: Units,
+    packing: Packing,
+    documents: Documents,
+    shard_tokens: int,
+    progress: ProgressListener = silent,
 ) -> SplitRecord:
     """Write the sequences of a split, the index of its documents and the metadata files of `datasets`."""
     folder.mkdir(parents=True)
     sequences = _Sequences(units, packing, documents)
     shards: list[ShardRecord] = []
-    per_shard = max(1, SHARD_TOKENS // packing.context_length)
+    per_shard = max(1, shard_tokens // packing.context_length)
     per_batch = max(1, _BATCH_TOKENS // packing.context_length)
     num_shards = max(1, -(-packing.num_sequences // per_shard))
     for shard in range(num_shards):
@@ -97,6 +82,7 @@ def write_split(
         )
         progress(Progress("writing", last, packing.num_sequences, "sequences"))
     sequences.write_index(folder / "documents.arrow")
+    sequences.write_digests(folder / DIGESTS)
     _write_dataset_files(folder, shards)
     return SplitRecord(
         documents=len(units),
@@ -153,6 +139,12 @@ class _Sequences:
         }
         write_columns(path, columns)
 
+    def write_digests(self, path: Path) -> None:
+        """Write the digests of every unit, so that corpora can be mixed as if they were prepared together."""
+        own = self._units.document
+        columns = (self._documents.whole[own], self._documents.question[own], self._documents.boundary[own, None])
+        np.save(path, np.hstack([column.astype("<u8") for column in columns]), allow_pickle=False)
+
 
 def _write_dataset_files(folder: Path, shards: list[ShardRecord]) -> None:
     """Write the files for `datasets.load_from_disk`, without features, so that any version can open the corpus."""
@@ -170,86 +162,6 @@ def _write_dataset_files(folder: Path, shards: list[ShardRecord]) -> None:
         json.dumps({"description": "Packed by tunewell.", "citation": "", "homepage": "", "license": ""}) + "\n",
         encoding="utf-8",
     )
-
-
-_CORPUS_MARKERS = frozenset({"dataset_dict.json", "dropped.jsonl", "train"})
-"""Files that identify a folder as a corpus if the manifest is missing."""
-_SMALL_FILES_BYTES = 4096
-
-
-class CorpusOutput:
-    """The folder of a corpus and its work folder. Both are on the same disk, so that the corpus can be moved."""
-
-    def __init__(self, target: Path) -> None:
-        require_output_path(target)
-        self.target = target
-        self.path = target.resolve()  # replace the folder that a symlink points to, not the symlink
-        self.work_dir = self.path.parent / ".tunewell" / f"prepare-{self.path.name}"
-
-    def find_current(self, spec: BuildSpec) -> Manifest | None:
-        """Return the manifest of the existing corpus if it is intact and was built from the same inputs."""
-        try:
-            manifest = read_manifest(self.path)
-            if manifest.inputs_sha256 != spec.inputs_sha256 or manifest.made_by != spec.made_by:
-                return None
-            return open_corpus(self.path, verify=True).manifest
-        except UserError:
-            return None  # missing or damaged; the corpus is rebuilt from the cached blocks
-
-    def require_replaceable(self) -> None:
-        """Raise UserError if the folder contains anything that `prepare` did not write."""
-        if self.path.exists() and not self.path.is_dir():
-            raise UserError(f"`{self.target}` is a file", fix="choose another folder with `--out`")
-        names = {entry.name for entry in self.path.iterdir()} - {".DS_Store"} if self.path.is_dir() else set[str]()
-        foreign = sorted(names - CORPUS_NAMES)
-        if foreign or (names and not self._is_corpus(names)):
-            raise UserError(
-                f"the folder `{self.target}` is not a corpus, so it will not be overwritten",
-                where=", ".join((foreign or sorted(names))[:5]),
-                fix="choose another folder with `--out`, or move those files away",
-            )
-
-    def _is_corpus(self, names: set[str]) -> bool:
-        if MANIFEST in names:
-            try:
-                read_manifest(self.path)
-                return True
-            except DamagedManifest:
-                pass
-        return names >= _CORPUS_MARKERS
-
-    def has_leftovers(self) -> bool:
-        """Return True if an interrupted `prepare` left unfinished files."""
-        return has_unfinished_publish(self.path) or self._staging_dir.exists()
-
-    @contextmanager
-    def locked(self) -> Generator[None]:
-        """Lock the work folder and clean up after an interrupted `prepare`; raise UserError if it is already locked."""
-        existing = next(folder for folder in self.work_dir.parents if folder.exists())
-        with disk_full_as_user_error(existing, lambda: _SMALL_FILES_BYTES):
-            self._make_work_dir()
-            with FolderLock.take(self.work_dir / "lock", doing=f"preparing `{self.target}`"):
-                recover_publish(self.path)
-                if self._staging_dir.exists():
-                    shutil.rmtree(self._staging_dir)
-                yield
-
-    def _make_work_dir(self) -> None:
-        try:
-            make_private(self.work_dir.parent)
-            make_private(self.work_dir)
-            (self.work_dir.parent / ".gitignore").write_text("*\n", encoding="utf-8")
-        except OSError as error:
-            if is_disk_full(error):
-                raise
-            raise UserError(
-                f"the folder `{self.target}` cannot be written: {error.strerror}",
-                fix="make its parent folder writable, or choose another folder with `--out`",
-            ) from error
-
-    @property
-    def _staging_dir(self) -> Path:
-        return self.work_dir / "staging"
 
 
 _SOURCE_BYTES_PER_TOKEN = 3
@@ -351,7 +263,14 @@ class CorpusWriter:
 
     def _write_split(self, name: str, units: Units, context: Chosen[int]) -> WrittenSplit:
         packing, folder, progress = pack(units.length, context.value), self._corpus / name, self._spec.progress
-        record = write_split(folder, units=units, packing=packing, documents=self._documents, progress=progress)
+        record = write_split(
+            folder,
+            units=units,
+            packing=packing,
+            documents=self._documents,
+            shard_tokens=self._spec.packing.shard_tokens,
+            progress=progress,
+        )
         return units, packing, record
 
     def _require_training_data(self) -> None:

@@ -1,0 +1,190 @@
+"""Prepared corpora as sources: their documents are mixed again without tokenising them.
+
+The result equals a corpus that was prepared from all rows at once, under these rules:
+
+- Documents keep their order: corpus by corpus, in each by source file and row.
+- Duplicates are dropped across corpora, and shares are reached as usual, by the digests that each corpus stores.
+- A document that a corpus holds out stays held out. The others are divided by `data.held_out`, by their question.
+- Copies that an earlier mix made count once. Pieces of long documents stay pieces.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from tunewell.config.schema import SourceConfig
+from tunewell.core.errors import UserError
+from tunewell.core.files import sha256_text
+from tunewell.data.corpus.reader import Corpus, Split, open_corpus
+from tunewell.data.corpus.tokenized_block import TokenizedBlock
+from tunewell.data.masking.masker import Masker
+from tunewell.data.rows.cleaning import DIGEST_BYTES
+from tunewell.data.sources.base import SourceFile, SourceOptions, is_url
+from tunewell.data.tokenizers.load import LoadedTokenizer
+from tunewell.records.manifest import FORMAT, MANIFEST
+
+_BLOCK_DOCUMENTS = 4096
+_PIECE = 0x9E3779B97F4A7C15
+"""An odd number: multiplied by the start of a piece, it makes the digests of the pieces of a document distinct."""
+_NOT_APPLIED = ("format", "columns", "map", "system", "labels", "learn_from", "learn_roles")
+
+
+@dataclass
+class PreparedBlock:
+    """Some documents of a corpus: their rows, tokens, and which of them are held out."""
+
+    numbers: list[int]
+    tokens: TokenizedBlock
+    is_held_out: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class PreparedPart:
+    """The documents of a prepared corpus that come from one of its source files."""
+
+    corpus: Corpus
+    number: int
+    name: str
+
+    @classmethod
+    def find(cls, path: str, *, base: Path, options: SourceOptions) -> list["PreparedPart"]:
+        """Not used: `find_prepared` returns the parts of a corpus."""
+        raise NotImplementedError
+
+    def open(self) -> BinaryIO:
+        raise UserError(f"`{self.name}` is part of a corpus, not a file of rows")
+
+    def size(self) -> int:
+        """Return the size of the rows from which the documents were made."""
+        return self.corpus.manifest.sources[self.number].bytes
+
+    def stamp(self) -> str:
+        """Return the hash of the corpus."""
+        return self.corpus.manifest.corpus_sha256
+
+    def sha256(self) -> str:
+        """Return a hash of the documents."""
+        return sha256_text(self.corpus.manifest.corpus_sha256, str(self.number))
+
+    def version(self) -> str:
+        """Return the hash of the corpus."""
+        return self.corpus.manifest.corpus_sha256
+
+    def blocks(self, limit: int | None = None) -> Iterator[PreparedBlock]:
+        """Yield the documents in the order of their rows."""
+        places = islice(self._places(), limit)
+        answers = {
+            row.row: (row.column, row.answers)
+            for row in self.corpus.answer_rows()
+            if row.source == self.corpus.manifest.sources[self.number].name
+        }
+        while chosen := list(islice(places, _BLOCK_DOCUMENTS)):
+            yield self._block(chosen, answers)
+
+    def _places(self) -> Iterator[tuple[Split, int]]:
+        """Yield the split and the index of every document, sorted by row; of copies only the first."""
+        splits = (self.corpus, self.corpus.held_out)
+        found = [np.flatnonzero(split.index["source"] == self.number) for split in splits if len(split)]
+        of_split = np.repeat([number for number, split in enumerate(splits) if len(split)], [len(own) for own in found])
+        own = np.concatenate([*found, np.zeros(0, dtype=np.int64)]).astype(np.int64)
+        keys = [
+            np.concatenate([split.index[name] for split in splits if len(split)])[_offsets(splits, of_split) + own]
+            for name in ("row", "piece_start")
+        ]
+        order = np.lexsort((own, keys[1], keys[0]))
+        last: tuple[int, int] | None = None
+        for place in order.tolist():
+            key = int(keys[0][place]), int(keys[1][place])
+            if key != last:
+                yield splits[int(of_split[place])], int(own[place])
+            last = key
+
+    def _block(self, places: list[tuple[Split, int]], answers: dict[int, tuple[str, list[str]]]) -> PreparedBlock:
+        arrays = [split.arrays(index) for split, index in places]
+        rows = [int(split.index["row"][index]) for split, index in places]
+        digests = np.stack([_digests(split, index) for split, index in places])
+        status = np.zeros(len(places), dtype=np.uint8)
+        block = TokenizedBlock(
+            status=status,
+            whole=_as_bytes(digests[:, 0:2]),
+            question=_as_bytes(digests[:, 2:4]),
+            lengths=np.asarray([len(ids) for ids, _ in arrays], dtype=np.int64),
+            boundary=digests[:, 4].astype(np.int64),
+            tokens=np.concatenate([ids for ids, _ in arrays]).astype(np.uint32),
+            supervised=np.concatenate([labels for _, labels in arrays]) != -100,
+            formats={"prepared": len(places)},
+            answers=[(at, *answers[row]) for at, row in enumerate(rows) if row in answers],
+        )
+        held_out = np.asarray([split is self.corpus.held_out for split, _ in places], dtype=bool)
+        return PreparedBlock(rows, block, held_out)
+
+
+def _offsets(splits: tuple[Split, Split], of_split: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return where the columns of each document's split begin in the joined columns."""
+    return np.where(of_split == 1, len(splits[0]), 0)
+
+
+def _digests(split: Split, index: int) -> npt.NDArray[np.uint64]:
+    """Return the stored digests of a document, or digests of its tokens in a corpus of an older version."""
+    stored = split.digests
+    if stored is not None:
+        found = np.array(stored[index], dtype=np.uint64)
+    else:
+        ids, labels = split.arrays(index)
+        supervised = np.flatnonzero(labels != -100)
+        # The question is everything before the last reply.
+        starts = supervised[np.flatnonzero(np.diff(supervised, prepend=-2) > 1)]
+        question = ids[: int(starts[-1])] if len(starts) else ids
+        parts = [hashlib.blake2b(part.tobytes(), digest_size=DIGEST_BYTES).digest() for part in (ids, question)]
+        found = np.concatenate([np.frombuffer(b"".join(parts), dtype="<u8"), np.zeros(1, dtype="<u8")])
+    found[0] ^= np.uint64(int(split.index["piece_start"][index]) * _PIECE % 2**64)
+    return found
+
+
+def _as_bytes(digests: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
+    return np.ascontiguousarray(digests, dtype="<u8").view(np.uint8).reshape(-1, DIGEST_BYTES)
+
+
+def find_prepared(path: str, base: Path) -> list[SourceFile] | None:
+    """Return the parts of a prepared corpus, or None if the path is not the folder of a corpus."""
+    folder = None if is_url(path) else base / Path(path).expanduser()
+    if folder is None or not (folder / MANIFEST).is_file() or FORMAT.encode() not in (folder / MANIFEST).read_bytes():
+        return None
+    corpus = open_corpus(folder, verify=True)
+    sources = corpus.manifest.sources
+    own = Path(path).name if Path(path).is_absolute() else path
+    names = [f"{own}: {source.name}" for source in sources] if len(sources) > 1 else [own]
+    return [SourceFile(PreparedPart(corpus, number, name), name, "corpus") for number, name in enumerate(names)]
+
+
+def require_same_text(
+    files: list[SourceFile], source: SourceConfig, tokenizer: LoadedTokenizer, masker: Masker | None
+) -> None:
+    """Raise UserError if a corpus has another tokenizer or chat template, or its source has settings for rows."""
+    for part in (file.source for file in files if isinstance(file.source, PreparedPart)):
+        manifest, name = part.corpus.manifest, source.path
+        unused = [key for key in _NOT_APPLIED if getattr(source, key) != SourceConfig(path="x").__dict__[key]]
+        if unused:
+            raise UserError(
+                f"`{unused[0]}` cannot apply to `{name}`, which is a prepared corpus",
+                fix="remove the key, or name the rows instead of the corpus",
+            )
+        if manifest.tokenizer.sha256 != tokenizer.sha256:
+            raise UserError(
+                f"the corpus `{name}` was prepared with another tokenizer (`{manifest.tokenizer.source}`)",
+                where=f"this config uses that of `{tokenizer.source}`; equal ids stand for other text",
+                fix="prepare it again with the tokenizer of this model: name its rows instead of the corpus",
+            )
+        others = {record.name for record in manifest.templates if masker and record.sha256 != masker.template.sha256}
+        if others:
+            raise UserError(
+                f"the corpus `{name}` was prepared with the chat template `{sorted(others)[0]}`",
+                where=f"this config uses `{masker.template.name if masker else 'none'}`",
+                fix="set `template` on this source, or prepare it again",
+            )
