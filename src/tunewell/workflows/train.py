@@ -65,7 +65,7 @@ class Training:
     """One training run in this process, from the run folder to the result."""
 
     def __init__(self, loaded: LoadedConfig, options: RunOptions, listener: Listener, start: Start | None) -> None:
-        self.loaded, self.config, self.options, self.start = loaded, loaded.config, options, start
+        self.loaded, self.options, self.start = loaded, options, start
         self.pulse = Pulse(options.supervisor_fds)
         self.recorder = MetricsRecorder(self.pulse, listener)
         self.hooks = parse_faults(options.faults, is_allowed=options.allow_faults) if options.faults else StepHooks()
@@ -75,7 +75,7 @@ class Training:
 
     def run(self) -> TrainResult:
         """Train in the run folder. An error on one rank is raised on all of them (`failing_together`)."""
-        world, options = self.world, self.options
+        world, options, recorder = self.world, self.options, self.recorder
         with open_run_folder(self.loaded, world, is_resuming=options.is_resuming) as folder:
             self.pulse.open(folder.working_path)
             with world.failing_together():
@@ -95,7 +95,7 @@ class Training:
                 with world.explaining_lost_ranks("resume from the newest checkpoint with `--resume` in all processes"):
                     ending = take_steps(run, handle_signals=options.owns_process, pause_at=options.pause_step(plan))
             result = make_result(
-                self.loaded, run, ending, recorder=self.recorder, first_tokens=first_tokens, options=options
+                self.loaded, run, ending, recorder=recorder, first_tokens=first_tokens, options=options
             )
             if world.is_first:
                 write_run_files(run, result, run.plan, corpus, allow_pickle=options.allow_pickle)
@@ -112,9 +112,8 @@ class Training:
     def plan(self, folder: RunFolder) -> tuple[Corpus, Plan, DataOrder]:
         """Open the corpus and plan the run. A resumed run keeps the measured settings of its first plan."""
         with self.recorder.stage("prepare"):
-            corpus = open_corpus(
-                self.loaded.path(self.config.corpus), verify=True, in_memory=self.config.train.in_memory
-            )
+            config = self.loaded.config
+            corpus = open_corpus(self.loaded.path(config.corpus), verify=True, in_memory=config.train.in_memory)
         with self.recorder.stage("plan"):
             plan, order = plan_to_train(self.loaded, corpus, self.device, self.recorder, self.options, self.world)
             plan = plan.model_copy(update={"start": self.start})
