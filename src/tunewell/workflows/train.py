@@ -88,15 +88,13 @@ class Training:
                 with world.failing_together():
                     inputs, run = self.build(folder, corpus, plan, order)
                 require_same_settings(inputs, run)
-                first_tokens = run.progress.tokens
+                tokens = run.progress.tokens
                 self.recorder(replace(describe_start(inputs, run), checklist=self.check(corpus, run)))
                 folder.keep()
                 start_trackers(folder.path, self.loaded.config if world.is_first else None, self.recorder.note)
                 with world.explaining_lost_ranks("resume from the newest checkpoint with `--resume` in all processes"):
                     ending = take_steps(run, handle_signals=options.owns_process, pause_at=options.pause_step(plan))
-            result = make_result(
-                self.loaded, run, ending, recorder=recorder, first_tokens=first_tokens, options=options
-            )
+            result = make_result(self.loaded, run, ending, recorder=recorder, first_tokens=tokens, options=options)
             if world.is_first:
                 write_run_files(run, result, run.plan, corpus, allow_pickle=options.allow_pickle)
             run.close()
