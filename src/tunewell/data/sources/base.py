@@ -90,6 +90,11 @@ SOURCES = Registry(
         Entry("r2", "Cloudflare R2: an object, a prefix or a glob.", _REMOTE),
         Entry("https", "A file on a web server.", _REMOTE),
         Entry("http", "A file on a web server, without encryption.", _REMOTE),
+        Entry(
+            "hf",
+            "A data set of the Hugging Face hub: `hf://datasets/ORG/NAME@REVISION`.",
+            "tunewell.data.sources.hub:HubFile",
+        ),
         Entry("gs", "Google Cloud Storage (untested).", _REMOTE),
         Entry("az", "Azure Blob Storage (untested).", _REMOTE),
     ],
