@@ -21,7 +21,7 @@ from tunewell.core.errors import SharedError, UserError, did_you_mean
 from tunewell.core.files import explain_os_error
 
 _NAMES = (
-    "models init inspect prepare plan train sweep runs compare track profile validate export verify notebook chat "
+    "models init inspect prepare plan train sweep runs compare track profile validate export verify push notebook chat "
     "serve index ask diagnose doctor explain glossary schema"
 )
 COMMANDS = tuple((name, f"tunewell.cli.commands.{name}") for name in _NAMES.split())

@@ -18,7 +18,7 @@ from tunewell.core.units import count
 from tunewell.data.reading_prompt import prompt_form
 from tunewell.inference.chat_model import ChatModel
 from tunewell.inference.model_ref import ModelRef
-from tunewell.records.manifest import read_manifest
+from tunewell.records.manifest import Manifest, read_manifest
 from tunewell.records.plan import Chosen, Plan
 from tunewell.records.report import Report, read_report
 
@@ -39,6 +39,8 @@ class CardFacts:
     plan: Plan | None
     report: Report | None
     made_by: str
+    ledger: str = ""
+    """How the rows of the corpus were used, in one sentence."""
     notes: list[str] = field(default_factory=list)
     prompt_form: dict[str, Any] | None = None
     """The form of the message with passages, for a model that was trained to answer from them."""
@@ -57,6 +59,7 @@ def collect_card_facts(ref: ModelRef, model: ChatModel) -> CardFacts:
         plan=ref.plan,
         report=_read_report(ref.path) if ref.kind == "run" and ref.path else None,
         made_by=f"tunewell {__version__}",
+        ledger=_ledger(manifest) if manifest else "",
         notes=list(model.notes),
         prompt_form=prompt_form() if ref.is_open_book else None,
     )
@@ -74,6 +77,8 @@ def model_card(facts: CardFacts, *, library: str | None = None, example: str | N
     lines += [f"Trained from {base}{earlier} by {facts.method or 'training'} with {facts.made_by}.", ""]
     if facts.documents is not None and facts.corpus_sha256:
         lines += [f"Trained on {count(facts.documents, 'document')}; corpus SHA-256 `{facts.corpus_sha256}`.", ""]
+    if facts.ledger:
+        lines += [facts.ledger, ""]
     if facts.license:
         lines += [f"Licence of the base model: {facts.license}.", ""]
     if facts.report is not None:
@@ -95,6 +100,17 @@ def model_card(facts: CardFacts, *, library: str | None = None, example: str | N
         lines += ["| | value | because |", "|---|---|---|", *rows, ""]
     lines += [f"- {note}" for note in facts.notes]
     return redact("\n".join(lines).rstrip() + "\n")
+
+
+def _ledger(manifest: Manifest) -> str:
+    """Return how the rows were used: trained on, held out and dropped, with the reasons."""
+    reasons = ", ".join(f"{count(number)} {reason}" for reason, number in manifest.dropped.items())
+    dropped = f"{count(sum(manifest.dropped.values()))} dropped ({reasons})" if reasons else "none dropped"
+    sources = count(len(manifest.sources), "source file")
+    return (
+        f"Of {count(manifest.rows_in, 'row')} in {sources}, {count(manifest.documents)} are trained on, "
+        f"{count(manifest.held_out)} held out and {dropped}."
+    )
 
 
 def _front_matter(facts: CardFacts, library: str | None) -> str:

@@ -1,10 +1,14 @@
 """`tunewell verify`: verify an export again, from the files in its folder."""
 
+import tempfile
 from pathlib import Path
 
+from tunewell.config.load import load_config
+from tunewell.core.files import is_url
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.export.prove import prove_export
 from tunewell.records.parity import PARITY, Parity, write_record
+from tunewell.storage.push import pull_folder
 
 EXIT_NOT_PROVEN = 4
 
@@ -17,7 +21,15 @@ def verify(
     progress: ProgressListener = silent,
     notes: list[str] | None = None,
 ) -> Parity:
-    """Compare every artefact of an export with the trained model. Write `parity.json`, or add a note if that fails."""
+    """Compare every artefact of an export with the trained model. Write `parity.json`, or add a note if that fails.
+
+    An export at an address, where `tunewell push` uploaded it, is downloaded first.
+    """
+    if is_url(str(folder)):
+        with tempfile.TemporaryDirectory(prefix="tunewell-verify-") as pulled:
+            settings = load_config().config.storage
+            pull_folder(str(folder), Path(pulled), settings=settings, progress=progress)
+            return prove_export(Path(pulled), base=base, allow_pickle=allow_pickle, progress=progress)
     folder = Path(folder).expanduser()
     parity = prove_export(folder, base=base, allow_pickle=allow_pickle, progress=progress)
     try:

@@ -37,7 +37,7 @@ def command(
 
     Exit codes: 0 PASS, 3 WEAK or UNPROVEN (too few rows to tell), 4 FAIL.
     """
-    from tunewell.data.sources.base import is_url, split_limit
+    from tunewell.data.sources.base import SourceOptions, is_url, split_limit
     from tunewell.data.sources.local import LocalFile
     from tunewell.evaluation.rows import require_rows
     from tunewell.runs.resolve import resolve_model
@@ -48,7 +48,7 @@ def command(
     if data is not None:
         path, _ = split_limit(data)
         if not is_url(path):
-            LocalFile.find(path, base=Path())
+            LocalFile.find(path, base=Path(), options=SourceOptions())
     else:
         require_rows(ref)
     with shown_stages(_expected_seconds(ref, data, num_models=1 if against is None else 2)) as progress:

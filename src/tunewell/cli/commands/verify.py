@@ -9,11 +9,15 @@ from tunewell.cli.options import AllowPickle, AsJson
 from tunewell.cli.progress import shown_stages
 from tunewell.cli.render import emit, hanging, json_text
 from tunewell.cli.screens.export import parity_screen
+from tunewell.core.files import is_url
 from tunewell.core.progress import Progress
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(metavar="EXPORT", help="A folder that `tunewell export` wrote.")],
+    folder: Annotated[
+        str,
+        typer.Argument(metavar="EXPORT", help="A folder that `tunewell export` wrote, or where `push` uploaded it."),
+    ],
     base: Annotated[str | None, typer.Option(help="The base model of an adapter, if it has moved.")] = None,
     allow_pickle: AllowPickle = False,
     json: AsJson = False,
@@ -24,7 +28,8 @@ def command(
     """
     from tunewell.records.parity import read_proof
 
-    read_proof(folder)  # a folder that is not an export is reported before torch is imported
+    if not is_url(folder):
+        read_proof(Path(folder))  # a folder that is not an export is reported before torch is imported
     with shown_stages() as progress:
         progress(Progress("importing torch"))
         from tunewell.workflows.verify import EXIT_NOT_PROVEN, verify
