@@ -40,4 +40,8 @@ def parse_record(data: bytes | str, kind: type[R], name: str) -> R:
             raise UserError(what, fix="pip install --upgrade tunewell")
         return kind.model_validate(raw)
     except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"`{name}` is damaged", where=str(error).splitlines()[0]) from error
+        raise UserError(
+            f"`{name}` is damaged",
+            where=str(error).splitlines()[0],
+            fix="restore it from a backup, or go on without its folder",
+        ) from error

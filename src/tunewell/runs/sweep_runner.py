@@ -301,6 +301,9 @@ def _naming(trial: Trial) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        with_trial = f"with {', '.join(trial.sets())}"
+        others = [text for text in trial.sets() if text not in (error.where or "")]
+        if not others:
+            raise
+        with_trial = f"with {', '.join(others)}"
         where = f"{error.where}; {with_trial}" if error.where else with_trial
         raise UserError(error.what, where=where, fix=error.fix) from error
