@@ -102,12 +102,12 @@ class RemoteApi:
                 where=detail or self.url,
                 fix=f"check the name of the model after `#`; a key is read from {self._key_variable}",
             ) from None
-        except http.client.HTTPException as error:
-            raise self._invalid(f"it is not valid HTTP ({type(error).__name__})") from None
         except (OSError, ValueError) as error:
             fix = f"check the address; a key is read from {self._key_variable}"
             reason = getattr(error, "reason", error)
             raise UserError(f"{self._what} does not answer: {reason}", where=self.url, fix=fix) from None
+        except http.client.HTTPException as error:
+            raise self._invalid(f"it is not valid HTTP ({type(error).__name__})") from None
 
     def _invalid(self, why: str) -> UserError:
         fix = "use the address of the API, such as `http://localhost:8080/v1#MODEL`"

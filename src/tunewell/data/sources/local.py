@@ -62,6 +62,8 @@ class LocalFile:
             if not files:
                 where = _skipped_links(path, base) or f"searched in `{base.resolve().name}`"
                 raise UserError(f"no file matches `{path}`", where=where)
+        elif full.exists():
+            raise UserError(f"`{path}` is neither a file nor a folder", fix="copy its content to a file, and name that")
         else:
             raise UserError(f"there is no file or folder `{path}`", fix=_suggest_names(full))
         return [cls._of(file, base) for file in files]

@@ -98,7 +98,9 @@ def _try(parts: dict[str, Any]) -> str:
         return slow
     if done.returncode == 0 or "ready" not in done.stdout:  # the child could not start: the tokenizer is not to blame
         return ""
-    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    # With RUST_BACKTRACE, a note and the stack follow the message.
+    lines = [line for line in done.stderr.strip().splitlines() if not line.startswith(("note:", " "))]
+    last = (lines or ["no message"])[-1]
     if "characters grows" in last:
         return last
     return f"encoding a short text ends the program ({last[:120]})"

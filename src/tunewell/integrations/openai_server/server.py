@@ -305,6 +305,9 @@ async def _api_error_response(_: Request, error: Exception) -> Response:
 async def _http_error_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"unknown URL `{shortened(f'{request.method} {request.url.path}')}`; the base URL ends with `/v1`"
+    if error.status_code == 405:
+        methods = (error.headers or {}).get("Allow", "another method")
+        message = f"`{request.url.path}` accepts {methods}, not {shortened(request.method)}"
     response = ApiError(error.status_code, message, code="unknown_url").response()
     response.headers.update(error.headers or {})
     return response
