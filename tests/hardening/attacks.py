@@ -71,6 +71,8 @@ def attack(case: dict[str, Any], scenes: Scenes, *, is_shown: bool) -> dict[str,
         outcome = scenes.run(case, base / "work")
         left = sorted(path.name for path in base.iterdir() if path.name not in ("work", *case.get("beside", {})))
         outcome.problems += [f"it writes `{name}` beside its folder" for name in left]
+        if any(base.rglob("hacked")):
+            outcome.problems.append("it ran a command of the attack")
         problems = judge(case, outcome)
     finally:
         shutil.rmtree(base, ignore_errors=True)
