@@ -17,7 +17,7 @@ from tunewell.data.sources.base import Source, SourceFile, detect_format
 _CHATS = ("conversations.json", "result.json", "_chat.txt")
 """The file with the conversations in an export; everything else is pictures, accounts and settings."""
 _NUM_NAMED = 6
-_DAMAGE = (
+_DAMAGE: tuple[type[Exception], ...] = (
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error),
     *(ArithmeticError, LookupError, ValueError, EOFError, RuntimeError),
 )

@@ -9,8 +9,10 @@ import zlib
 from tunewell.core.optional import import_optional
 from tunewell.retrieval.readers.blocks import Block, ParsedDocument, Unreadable
 
-_DAMAGED = (zipfile.BadZipFile, zlib.error, LookupError, ValueError, OSError, SyntaxError, AttributeError, TypeError)
-_DAMAGED += (RuntimeError, EOFError, struct.error)
+_DAMAGED: tuple[type[Exception], ...] = (
+    *(zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, SyntaxError),
+    *(LookupError, ValueError, AttributeError, TypeError, RuntimeError),
+)
 """Errors of zipfile, lxml and python-docx for damaged files. SyntaxError is lxml's for invalid XML."""
 _MAX_UNPACKED_BYTES = 512 << 20
 _LEVEL = re.compile(r"(?:heading|überschrift|titre|título)\s*(\d)", re.IGNORECASE)
