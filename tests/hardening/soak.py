@@ -219,7 +219,7 @@ def plot(lives: list[dict[str, Any]], path: Path) -> None:
     for row, (name, label, unit) in enumerate(panels):
         values = [life[name] / unit for life in lives]
         top, bottom = row * height + 14, (row + 1) * height - 10
-        limit = max(values) * 1.15 or 1
+        limit = max(values) * 1.5 or 1  # room for the label above the line
         step = (width - left - 20) / max(1, len(values) - 1)
         points = " ".join(
             f"{left + index * step:.1f},{bottom - value / limit * (bottom - top):.1f}"
