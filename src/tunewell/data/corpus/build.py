@@ -19,6 +19,7 @@ from tunewell.core.files import disk_full_as_user_error, make_private, publish_f
 from tunewell.core.progress import Progress
 from tunewell.data.corpus.assembly import Assembly, Documents
 from tunewell.data.corpus.held_out import read_questions
+from tunewell.data.corpus.old_shards import PackedShard
 from tunewell.data.corpus.prepared import PreparedPart
 from tunewell.data.corpus.similarity import SHINGLE_TOKENS, Indices, NearDuplicateSearch, NearPairs, TokenLists
 from tunewell.data.corpus.spec import BuildSpec, Job
@@ -75,7 +76,7 @@ def _assemble(assembly: Assembly, spec: BuildSpec, cache: Path, space: SpaceEsti
     is_total_known = all(job.file.format == "jsonl" and not job.file.compression for job in spec.jobs)
     for job in spec.jobs:
         assembly.begin_source(job.file.name, job.sha256, job.file.source.size(), version=job.file.version())
-        if isinstance(job.file.source, PreparedPart):
+        if isinstance(job.file.source, PreparedPart | PackedShard):
             num_rows += _add_prepared(assembly, job, job.file.source, spec, rows_of_source, num_rows)
             space.tokens = assembly.num_tokens
             continue
@@ -97,13 +98,19 @@ def _assemble(assembly: Assembly, spec: BuildSpec, cache: Path, space: SpaceEsti
 
 
 def _add_prepared(
-    assembly: Assembly, job: Job, part: PreparedPart, spec: BuildSpec, rows_of_source: Counter[int], rows_before: int
+    assembly: Assembly,
+    job: Job,
+    part: PreparedPart | PackedShard,
+    spec: BuildSpec,
+    rows_of_source: Counter[int],
+    rows_before: int,
 ) -> int:
     """Add the documents of a prepared corpus; return their number."""
     limit, total = job.pipeline.read.limit, 0
     if limit is not None:
         limit = max(0, limit - rows_of_source[job.source_index])
-    for block in part.blocks(limit):
+    blocks = part.blocks(job.pipeline, limit) if isinstance(part, PackedShard) else part.blocks(limit)
+    for block in blocks:
         assembly.add(block.tokens, block.numbers, is_held_out=job.is_held_out, stays_held_out=block.is_held_out)
         total += len(block.numbers)
         spec.progress(Progress("reading", rows_before + total, 0, "documents"))

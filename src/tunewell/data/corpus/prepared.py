@@ -136,15 +136,18 @@ def _digests(split: Split, index: int) -> npt.NDArray[np.uint64]:
     if stored is not None:
         found = np.array(stored[index], dtype=np.uint64)
     else:
-        ids, labels = split.arrays(index)
-        supervised = np.flatnonzero(labels != -100)
-        # The question is everything before the last reply.
-        starts = supervised[np.flatnonzero(np.diff(supervised, prepend=-2) > 1)]
-        question = ids[: int(starts[-1])] if len(starts) else ids
-        parts = [hashlib.blake2b(part.tobytes(), digest_size=DIGEST_BYTES).digest() for part in (ids, question)]
-        found = np.concatenate([np.frombuffer(b"".join(parts), dtype="<u8"), np.zeros(1, dtype="<u8")])
+        found = token_digests(*split.arrays(index))
     found[0] ^= np.uint64(int(split.index["piece_start"][index]) * _PIECE % 2**64)
     return found
+
+
+def token_digests(ids: npt.NDArray[np.int32], labels: npt.NDArray[np.integer]) -> npt.NDArray[np.uint64]:
+    """Return digests of the tokens of a document, and of those before its last reply."""
+    supervised = np.flatnonzero(labels != -100)
+    starts = supervised[np.flatnonzero(np.diff(supervised, prepend=-2) > 1)]
+    question = ids[: int(starts[-1])] if len(starts) else ids
+    parts = [hashlib.blake2b(part.tobytes(), digest_size=DIGEST_BYTES).digest() for part in (ids, question)]
+    return np.concatenate([np.frombuffer(b"".join(parts), dtype="<u8"), np.zeros(1, dtype="<u8")])
 
 
 def _as_bytes(digests: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:

@@ -14,6 +14,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_text, stable_json
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.core.units import count
+from tunewell.data.corpus.old_shards import find_old_shards
 from tunewell.data.corpus.prepared import find_prepared, require_same_text
 from tunewell.data.corpus.tokenized_block import PIPELINE_VERSION, RowPipeline
 from tunewell.data.rows.formats import Converter, FormatOptions
@@ -160,6 +161,7 @@ def _make_jobs(loaded: LoadedConfig, text: TextPipeline, progress: ProgressListe
         (index, file)
         for index, path in paths
         for file in find_prepared(path, base)
+        or find_old_shards(path, base)
         or find_files(path, base=base, options=source_options(config, index, progress))
     ]
     found = _with_distinct_names(found)

@@ -1,0 +1,164 @@
+"""Shards of earlier pipelines (2.0 and 3.0), made from their description, against the same rows prepared from text."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tiny import write_tiny_model
+from tokenizers import Tokenizer
+
+from corpora import prepare_in, row, write_rows
+from tunewell import open_corpus
+from tunewell.core.errors import UserError
+
+LENGTH = 512
+ROWS = [row(number) for number in range(60)]
+HELD_OUT = "data.held_out=0.0"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """The tiny tokenizer with an end token of its own, as a tokenizer made for a model from scratch has."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("old") / "tiny-model")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<|endoftext|>"}))
+    return folder
+
+
+def conversation(entry: dict[str, str]) -> str:
+    turns = (("user", entry["question"]), ("assistant", entry["answer"]))
+    return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
+
+
+def write_packed(folder: Path, model: Path, rows=ROWS, *, masked: bool = False, manifest=None, shift: int = 0) -> Path:
+    """Pack conversations with an end token between them, pad to one length; every token is supervised."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    end, packed, ids, labels = tokenizer.token_to_id("<|endoftext|>"), [], [], []
+
+    def flush() -> None:
+        rest = LENGTH - len(ids)
+        packed.append(
+            {
+                "input_ids": ids + [0] * rest,
+                "attention_mask": [1] * len(ids) + [0] * rest,
+                "labels": labels + [-100] * rest,
+            }
+        )
+
+    for entry in rows:
+        text = conversation(entry)
+        prompt = text[: text.index("assistant\n") + len("assistant\n")]
+        own = [min(number + shift, 500) if shift else number for number in tokenizer.encode(text).ids] + [end]
+        hidden = len(tokenizer.encode(prompt).ids) if masked else 0
+        if len(ids) + len(own) > LENGTH:
+            flush()
+            ids, labels = [], []
+        ids, labels = ids + own, labels + [-100] * hidden + own[hidden:]
+    flush()
+    half = len(packed) // 2
+    for name, part in (("shard_00000.jsonl", packed[:half]), ("shard_00001.jsonl", packed[half:])):
+        write_rows(folder / "train" / name, part)
+    described = {
+        "format_version": "3.0",
+        "packing_metadata": {"enabled": True, "packing_efficiency": 82.37, "avg_conversations_per_sequence": 4.53},
+        "shards": [{"file": "shard_00000.jsonl", "num_examples": half}],
+    }
+    (folder / "manifest.json").write_text(json.dumps(described | (manifest or {})))
+    return folder
+
+
+def labels_of(folder: Path) -> list[tuple[list[int], list[int]]]:
+    return [(document.input_ids, document.labels) for document in open_corpus(folder)]
+
+
+def test_packed_shards_give_the_documents_of_their_rows(model, tmp_path):
+    """Ids and masks are those of the rows: only the replies are supervised, which the old labels did not do."""
+    rows = write_rows(tmp_path / "rows.jsonl", ROWS)
+    expected = prepare_in(tmp_path / "text", model, rows, HELD_OUT).corpus
+    shards = write_packed(tmp_path / "shards", model)
+    converted = prepare_in(tmp_path / "old", model, shards, HELD_OUT)
+    assert labels_of(converted.corpus) == labels_of(expected)
+    assert converted.manifest.notes["converted_from_shards"] == 60
+
+
+def test_rows_of_version_2_are_read_without_the_validation_shards(model, tmp_path):
+    folder = tmp_path / "shards"
+    write_rows(folder / "train" / "shard_00000.jsonl", [{"text": conversation(entry)} for entry in ROWS[:40]])
+    write_rows(folder / "val" / "shard_00000.jsonl", [{"text": conversation(entry)} for entry in ROWS[40:]])
+    (folder / "manifest.json").write_text(json.dumps({"format_version": "2.0"}))
+    expected = prepare_in(tmp_path / "text", model, write_rows(tmp_path / "rows.jsonl", ROWS[:40]), HELD_OUT).corpus
+    assert labels_of(prepare_in(tmp_path / "old", model, folder, HELD_OUT).corpus) == labels_of(expected)
+
+
+def test_masks_that_are_there_are_kept(model, tmp_path):
+    shards = write_packed(tmp_path / "shards", model, masked=True)
+    stored = labels_of(prepare_in(tmp_path / "old", model, shards, HELD_OUT).corpus)
+    rows = write_rows(tmp_path / "rows.jsonl", ROWS)
+    text = labels_of(prepare_in(tmp_path / "text", model, rows, HELD_OUT).corpus)
+    assert [ids for ids, _ in stored] == [ids for ids, _ in text]
+    for (_, own), (_, other) in zip(stored, text, strict=True):
+        assert own.count(-100) <= other.count(-100) < len(own)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"manifest": {"format_version": "2.0"}}, "it says 2.0, but"),
+        ({"manifest": {"shards": [{"file": "shard_00009.jsonl"}]}}, "lists `shard_00009.jsonl`, which is missing"),
+        ({"manifest": {"shards": [{"file": "shard_00000.jsonl", "num_examples": 99}]}}, "and it lists 99"),
+        ({"manifest": {"shards": [{"file": "shard_00000.jsonl", "sha256": "0" * 64}]}}, "another hash"),
+        ({"manifest": {"packing_metadata": {"enabled": False}}}, "`packing_metadata.enabled` says otherwise"),
+    ],
+)
+def test_a_manifest_that_lies_is_refused(change, what, model, tmp_path):
+    with pytest.raises(UserError, match=what):
+        prepare_in(tmp_path, model, write_packed(tmp_path / "shards", model, **change), HELD_OUT)
+
+
+def test_ids_of_another_tokenizer_are_refused(model, tmp_path):
+    """The ids would stand for other text, and training would seem to work."""
+    with pytest.raises(UserError, match=r"are not those of the tokenizer|have no roles"):
+        prepare_in(tmp_path, model, write_packed(tmp_path / "shards", model, shift=3), HELD_OUT)
+
+
+def test_text_without_roles_is_refused(model, tmp_path, monkeypatch):
+    """Questions would be learned like answers."""
+    monkeypatch.setattr(f"{__name__}.conversation", lambda entry: f"{entry['question']} assistant\n {entry['answer']}")
+    with pytest.raises(UserError, match=r"every token is supervised, and .* have no roles"):
+        prepare_in(tmp_path, model, write_packed(tmp_path / "shards", model), HELD_OUT)
+
+
+def test_the_first_loss_is_that_of_the_rows(model, tmp_path):
+    """Converted shards train like the rows: the loss of the first step is the same."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import tunewell
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=512, max_position_embeddings=1024, **sizes))
+    llama.save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / name, tmp_path / "model" / name)
+    rows = write_rows(tmp_path / "rows.jsonl", ROWS)
+    text = tmp_path / "v2" / "train" / "shard.jsonl"
+    write_rows(text, [{"text": conversation(entry)} for entry in ROWS])
+    (tmp_path / "v2" / "manifest.json").write_text(json.dumps({"format_version": "2.0"}))
+    losses: dict[str, list[float]] = {}
+    for name, data in (("rows", rows), ("v3", write_packed(tmp_path / "shards", model)), ("v2", tmp_path / "v2")):
+        losses[name] = []
+        config = {
+            "model": str(tmp_path / "model"),
+            "corpus": str(tmp_path / name / "corpus"),
+            "data": {"sources": [str(data)], "held_out": 0.0},
+            "train": {"max_steps": 2, "batch_documents": len(ROWS), "precision": "fp32"},
+            "verdict": {"after_training": False},
+            "device": "cpu",
+        }
+        keep, run = losses[name], tmp_path / f"run-{name}"
+        tunewell.train(config, out=run, progress=False, on_step=lambda step, keep=keep: keep.append(step.loss))
+    assert losses["v3"][0] == pytest.approx(losses["rows"][0], abs=1e-6)
+    assert losses["v2"][0] == pytest.approx(losses["rows"][0], abs=1e-6)
+    assert len(losses["v3"]) == 2 and losses["v3"][1] < losses["v3"][0]
