@@ -108,9 +108,8 @@ def compare(kind: str, local: str, remote: str, model: Path, folder: Path, runs:
     for name in seconds:
         rate, ratio = size / 1e6 / statistics.median(seconds[name]), statistics.median(ratios[name])
         spread = f"{min(ratios[name]):.0%} to {max(ratios[name]):.0%}"
-        print(
-            f"| {kind}, {size / 1e6:,.0f} MB | {name} | {rate:,.0f} MB/s | {ratio:.0%} ({spread}) | {memory[name]:,.0f} MiB |"
-        )
+        figures = f"{rate:,.0f} MB/s | {ratio:.0%} ({spread}) | {memory[name]:,.0f} MiB"
+        print(f"| {kind}, {size / 1e6:,.0f} MB | {name} | {figures} |", flush=True)
 
 
 def main() -> None:

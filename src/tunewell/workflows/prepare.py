@@ -13,9 +13,9 @@ from tunewell.config.schema import Config
 from tunewell.core.errors import UserError
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.data.corpus.build import build
-from tunewell.data.corpus.output import CorpusOutput
 from tunewell.data.corpus.reader import Corpus, open_corpus
 from tunewell.data.corpus.spec import BuildSpec, make_spec, require_model_and_data
+from tunewell.data.corpus.writer import CorpusOutput
 from tunewell.data.text_pipeline import TextPipeline
 from tunewell.data.tokenizers.load import LoadedTokenizer
 from tunewell.models.facts import read_facts

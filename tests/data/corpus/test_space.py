@@ -1,6 +1,6 @@
 """How much room a build needs, before, while and after the rows are read."""
 
-from tunewell.data.corpus.writer import SpaceEstimate
+from tunewell.data.corpus.assembly import SpaceEstimate
 
 REST = 8 << 20
 

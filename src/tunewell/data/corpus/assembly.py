@@ -322,3 +322,39 @@ def _without_first_tokens(block: TokenizedBlock) -> npt.NDArray[np.bool_]:
 
 def _as_numbers(digests: npt.NDArray[np.uint8]) -> Digests:
     return np.ascontiguousarray(digests).view("<u8").reshape(-1, 2)
+
+
+BYTES_PER_TOKEN = 8
+"""Bytes per token in a shard: an id and a label of 4 bytes each."""
+_SOURCE_BYTES_PER_TOKEN = 3
+"""Bytes of a row file per token, until the first tokens are counted: a low estimate, as English chat has about four."""
+_CACHED_BYTES = 5
+"""Bytes per token in a cached block: the id and some overhead."""
+_STAGED_BYTES = 5
+"""Bytes per token in the staging files: the id and the mask."""
+_REST_BYTES = 8 << 20
+"""Bytes of all other files: tokenizer, index, data card."""
+
+
+@dataclass
+class SpaceEstimate:
+    """An estimate of the disk space of a build, based on the data read so far."""
+
+    source_bytes: int
+    read_bytes: int = 0
+    tokens: int = 0
+    is_read: bool = False
+
+    def shard_bytes(self) -> int:
+        """Return the size of all shards. It is exact after all tokens have been counted."""
+        return self.tokens * BYTES_PER_TOKEN
+
+    def bytes_for_retry(self) -> int:
+        """Estimate the bytes that a retry would write: missing cached blocks, staging files, shards and other files."""
+        total = float(self.tokens)
+        if not self.is_read:
+            share_read = self.read_bytes / self.source_bytes if self.source_bytes else 1.0
+            guess = self.source_bytes / _SOURCE_BYTES_PER_TOKEN
+            total = max(self.tokens / share_read if self.tokens else guess, total)
+        cached = (total - self.tokens) * _CACHED_BYTES
+        return int(cached + total * (_STAGED_BYTES + BYTES_PER_TOKEN)) + _REST_BYTES

@@ -17,10 +17,8 @@ from tunewell.config.schema import Clean
 from tunewell.core.errors import UserError
 from tunewell.core.files import disk_full_as_user_error, make_private, publish_folder
 from tunewell.core.progress import Progress
-from tunewell.data.corpus.assembly import Assembly, Documents
+from tunewell.data.corpus.assembly import Assembly, Documents, SpaceEstimate
 from tunewell.data.corpus.held_out import read_questions
-from tunewell.data.corpus.old_shards import PackedShard
-from tunewell.data.corpus.prepared import PreparedPart
 from tunewell.data.corpus.similarity import SHINGLE_TOKENS, Indices, NearDuplicateSearch, NearPairs, TokenLists
 from tunewell.data.corpus.spec import BuildSpec, Job
 from tunewell.data.corpus.tokenized_block import (
@@ -33,7 +31,8 @@ from tunewell.data.corpus.tokenized_block import (
     render_block,
     save_tokenized,
 )
-from tunewell.data.corpus.writer import CorpusWriter, SpaceEstimate
+from tunewell.data.corpus.writer import CorpusWriter
+from tunewell.data.sources.base import TOKENIZED
 from tunewell.data.sources.blocks import Block, read_blocks
 from tunewell.records.manifest import NEAR_DUPLICATES, Manifest, NearDuplicateRecord, NearPair
 
@@ -76,8 +75,8 @@ def _assemble(assembly: Assembly, spec: BuildSpec, cache: Path, space: SpaceEsti
     is_total_known = all(job.file.format == "jsonl" and not job.file.compression for job in spec.jobs)
     for job in spec.jobs:
         assembly.begin_source(job.file.name, job.sha256, job.file.source.size(), version=job.file.version())
-        if isinstance(job.file.source, PreparedPart | PackedShard):
-            num_rows += _add_prepared(assembly, job, job.file.source, spec, rows_of_source, num_rows)
+        if job.file.format == TOKENIZED:
+            num_rows += _add_tokenized(assembly, job, spec, rows_of_source, num_rows)
             space.tokens = assembly.num_tokens
             continue
         for block, tokenized, name in _tokenized_blocks(job, cache, rows_of_source[job.source_index]):
@@ -97,20 +96,18 @@ def _assemble(assembly: Assembly, spec: BuildSpec, cache: Path, space: SpaceEsti
     return used
 
 
-def _add_prepared(
-    assembly: Assembly,
-    job: Job,
-    part: PreparedPart | PackedShard,
-    spec: BuildSpec,
-    rows_of_source: Counter[int],
-    rows_before: int,
+def _add_tokenized(
+    assembly: Assembly, job: Job, spec: BuildSpec, rows_of_source: Counter[int], rows_before: int
 ) -> int:
-    """Add the documents of a prepared corpus; return their number."""
-    limit, total = job.pipeline.read.limit, 0
+    """Add the documents of a prepared corpus or of packed shards; return their number."""
+    from tunewell.data.corpus.old_shards import PackedShard  # not needed for rows
+    from tunewell.data.corpus.prepared import PreparedPart
+
+    part, limit, total = job.file.source, job.pipeline.read.limit, 0
+    assert isinstance(part, PackedShard | PreparedPart)
     if limit is not None:
         limit = max(0, limit - rows_of_source[job.source_index])
-    blocks = part.blocks(job.pipeline, limit) if isinstance(part, PackedShard) else part.blocks(limit)
-    for block in blocks:
+    for block in part.blocks(job.pipeline, limit) if isinstance(part, PackedShard) else part.blocks(limit):
         assembly.add(block.tokens, block.numbers, is_held_out=job.is_held_out, stays_held_out=block.is_held_out)
         total += len(block.numbers)
         spec.progress(Progress("reading", rows_before + total, 0, "documents"))

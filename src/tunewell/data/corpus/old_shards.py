@@ -22,7 +22,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_file
 from tunewell.data.corpus.prepared import PreparedBlock
 from tunewell.data.corpus.tokenized_block import RowPipeline, TokenizedBlock, join_tokens, render_block
-from tunewell.data.sources.base import SourceFile, SourceOptions, detect_format, is_url
+from tunewell.data.sources.base import TOKENIZED, SourceFile, SourceOptions, detect_format, is_url
 from tunewell.data.sources.blocks import Block, ReadOptions, read_parsed
 from tunewell.data.sources.local import LocalFile
 
@@ -236,7 +236,7 @@ def find_old_shards(path: str, base: Path) -> list[SourceFile] | None:
         file = SourceFile(shard, shard.name, str(kind), compression)
         _check_first_row(file, version)
         source = PackedShard(file, end_id if isinstance(end_id, int) else None)
-        found.append(file if version == _ROWS else SourceFile(source, shard.name, "corpus", None))
+        found.append(file if version == _ROWS else SourceFile(source, shard.name, TOKENIZED))
     return found
 
 

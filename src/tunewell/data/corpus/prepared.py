@@ -25,7 +25,7 @@ from tunewell.data.corpus.reader import Corpus, Split, open_corpus
 from tunewell.data.corpus.tokenized_block import TokenizedBlock
 from tunewell.data.masking.masker import Masker
 from tunewell.data.rows.cleaning import DIGEST_BYTES
-from tunewell.data.sources.base import SourceFile, SourceOptions, is_url
+from tunewell.data.sources.base import TOKENIZED, SourceFile, SourceOptions, is_url
 from tunewell.data.tokenizers.load import LoadedTokenizer
 from tunewell.records.manifest import FORMAT, MANIFEST
 
@@ -163,7 +163,7 @@ def find_prepared(path: str, base: Path) -> list[SourceFile] | None:
     sources = corpus.manifest.sources
     own = Path(path).name if Path(path).is_absolute() else path
     names = [f"{own}: {source.name}" for source in sources] if len(sources) > 1 else [own]
-    return [SourceFile(PreparedPart(corpus, number, name), name, "corpus") for number, name in enumerate(names)]
+    return [SourceFile(PreparedPart(corpus, number, name), name, TOKENIZED) for number, name in enumerate(names)]
 
 
 def require_same_text(

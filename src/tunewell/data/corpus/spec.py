@@ -14,16 +14,22 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import sha256_text, stable_json
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.core.units import count
-from tunewell.data.corpus.old_shards import find_old_shards
-from tunewell.data.corpus.prepared import find_prepared, require_same_text
 from tunewell.data.corpus.tokenized_block import PIPELINE_VERSION, RowPipeline
 from tunewell.data.rows.formats import Converter, FormatOptions
 from tunewell.data.rows.functions import load_row_function
-from tunewell.data.sources.base import UNREADABLE, SourceFile, SourceOptions, detect_format, find_files, is_url
+from tunewell.data.sources.base import (
+    TOKENIZED,
+    UNREADABLE,
+    SourceFile,
+    SourceOptions,
+    detect_format,
+    find_files,
+    is_url,
+)
 from tunewell.data.sources.blocks import ReadOptions, parsed_rows
 from tunewell.data.sources.local import outside_links, unread_files
 from tunewell.data.text_pipeline import TextPipeline
-from tunewell.records.manifest import TemplateRecord, TokenizerRecord
+from tunewell.records.manifest import MANIFEST, TemplateRecord, TokenizerRecord
 
 HELD_OUT_FILE = -1
 """Source index of the held-out file."""
@@ -121,7 +127,7 @@ def make_spec(
 
 def _file_remarks(path: str, base: Path) -> list[str]:
     """Return sentences about the files of a folder that are not read, and about links that lead out of it."""
-    if is_url(path) or find_prepared(path, base):
+    if is_url(path) or _find_tokenized(path, base):
         return []
     links = outside_links(path, base=base)
     remarks = [
@@ -160,8 +166,7 @@ def _make_jobs(loaded: LoadedConfig, text: TextPipeline, progress: ProgressListe
     found = [
         (index, file)
         for index, path in paths
-        for file in find_prepared(path, base)
-        or find_old_shards(path, base)
+        for file in _find_tokenized(path, base)
         or find_files(path, base=base, options=source_options(config, index, progress))
     ]
     found = _with_distinct_names(found)
@@ -178,6 +183,16 @@ def _make_jobs(loaded: LoadedConfig, text: TextPipeline, progress: ProgressListe
         )
         for index, file in found
     ]
+
+
+def _find_tokenized(path: str, base: Path) -> list[SourceFile] | None:
+    """Return the parts of a prepared corpus, or the shards of an earlier pipeline; None for rows."""
+    if is_url(path) or not (base / Path(path).expanduser() / MANIFEST).is_file():
+        return None
+    from tunewell.data.corpus.old_shards import find_old_shards  # not needed for rows
+    from tunewell.data.corpus.prepared import find_prepared
+
+    return _find_tokenized(path, base) or find_old_shards(path, base)
 
 
 def read_options(data: Data, index: int) -> ReadOptions:
@@ -203,7 +218,10 @@ def _make_pipeline(loaded: LoadedConfig, text: TextPipeline, index: int, files: 
         source = source.model_copy(update={"limit": None, "share": None})
     clean = data.clean
     masker = text.masker(source)
-    require_same_text(files, source, text.tokenizer, masker)
+    if any(file.format == TOKENIZED for file in files):
+        from tunewell.data.corpus.prepared import require_same_text  # not needed for rows
+
+        require_same_text(files, source, text.tokenizer, masker)
     read = read_options(data, index)
     marks_input = masker is not None and "has_input" in masker.template.source
     options = FormatOptions(labels=source.labels, marks_input=marks_input)

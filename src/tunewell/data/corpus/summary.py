@@ -15,6 +15,7 @@ from tunewell.data.corpus.spec import BuildSpec
 from tunewell.data.corpus.tokenized_block import PIPELINE_VERSION
 from tunewell.data.rows.column_names import LABELS, first_present, nearest_column
 from tunewell.data.sources.archive import open_archive
+from tunewell.data.sources.base import TOKENIZED
 from tunewell.data.sources.lines import detect_encoding
 from tunewell.records.manifest import (
     FileRecord,
@@ -120,7 +121,7 @@ def _encoding_remarks(spec: BuildSpec) -> Iterator[str]:
     """Yield a sentence about each file whose encoding is a guess."""
     for job in spec.jobs:
         file = open_archive(job.file) if job.file.format == "zip" else job.file
-        if file.format == "corpus" or job.pipeline.read.encoding != "auto":
+        if file.format == TOKENIZED or job.pipeline.read.encoding != "auto":
             continue
         if detect_encoding(file, "auto") == "cp1252":
             yield f"`{job.file.name}`: read as cp1252 (Windows, Excel); save it as UTF-8 if letters look wrong"

@@ -1,7 +1,9 @@
 """Write a corpus from its documents: apply the length policy, mix the sources, pack, write shards and the manifest."""
 
 import json
-from dataclasses import dataclass
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,23 @@ import numpy as np
 import numpy.typing as npt
 
 from tunewell.core.errors import UserError
-from tunewell.core.files import require_disk_space, sha256_file, sha256_text, stable_json, sync_tree
+from tunewell.core.files import (
+    FolderLock,
+    disk_full_as_user_error,
+    has_unfinished_publish,
+    is_disk_full,
+    make_private,
+    recover_publish,
+    require_disk_space,
+    require_output_path,
+    sha256_file,
+    sha256_text,
+    stable_json,
+    sync_tree,
+)
 from tunewell.core.progress import Progress, ProgressListener, silent
 from tunewell.core.units import count
-from tunewell.data.corpus.assembly import Assembly, Documents
+from tunewell.data.corpus.assembly import Assembly, Documents, SpaceEstimate
 from tunewell.data.corpus.held_out import write_questions
 from tunewell.data.corpus.packing import (
     Mix,
@@ -26,6 +41,7 @@ from tunewell.data.corpus.packing import (
     whole_units,
     without_unsupervised,
 )
+from tunewell.data.corpus.reader import open_corpus
 from tunewell.data.corpus.spec import NO_SHARE, BuildSpec
 from tunewell.data.corpus.summary import (
     WrittenSplit,
@@ -39,12 +55,16 @@ from tunewell.data.corpus.summary import (
 from tunewell.data.sources.arrow import Lists, write_columns, write_lists
 from tunewell.records.manifest import (
     COLUMNS,
+    CORPUS_NAMES,
     DIGESTS,
     DROPPED,
+    MANIFEST,
+    DamagedManifest,
     Manifest,
     NearDuplicateRecord,
     ShardRecord,
     SplitRecord,
+    read_manifest,
     write_manifest,
 )
 from tunewell.records.plan import Chosen
@@ -52,8 +72,6 @@ from tunewell.records.plan import Chosen
 # Write packed sequences as Arrow shards that the `datasets` library can open.
 
 _BATCH_TOKENS = 1 << 18
-BYTES_PER_TOKEN = 8
-"""Bytes per token in a shard: an id and a label of 4 bytes each."""
 
 
 def write_split(
@@ -164,38 +182,84 @@ def _write_dataset_files(folder: Path, shards: list[ShardRecord]) -> None:
     )
 
 
-_SOURCE_BYTES_PER_TOKEN = 3
-"""Bytes of a row file per token, until the first tokens are counted: a low estimate, as English chat has about four."""
-_CACHED_BYTES = 5
-"""Bytes per token in a cached block: the id and some overhead."""
-_STAGED_BYTES = 5
-"""Bytes per token in the staging files: the id and the mask."""
-_REST_BYTES = 8 << 20
-"""Bytes of all other files: tokenizer, index, data card."""
+_CORPUS_MARKERS = frozenset({"dataset_dict.json", "dropped.jsonl", "train"})
+"""Files that identify a folder as a corpus if the manifest is missing."""
+_SMALL_FILES_BYTES = 4096
 
 
-@dataclass
-class SpaceEstimate:
-    """An estimate of the disk space of a build, based on the data read so far."""
+class CorpusOutput:
+    """The folder of a corpus and its work folder. Both are on the same disk, so that the corpus can be moved."""
 
-    source_bytes: int
-    read_bytes: int = 0
-    tokens: int = 0
-    is_read: bool = False
+    def __init__(self, target: Path) -> None:
+        require_output_path(target)
+        self.target = target
+        self.path = target.resolve()  # replace the folder that a symlink points to, not the symlink
+        self.work_dir = self.path.parent / ".tunewell" / f"prepare-{self.path.name}"
 
-    def shard_bytes(self) -> int:
-        """Return the size of all shards. It is exact after all tokens have been counted."""
-        return self.tokens * BYTES_PER_TOKEN
+    def find_current(self, spec: BuildSpec) -> Manifest | None:
+        """Return the manifest of the existing corpus if it is intact and was built from the same inputs."""
+        try:
+            manifest = read_manifest(self.path)
+            if manifest.inputs_sha256 != spec.inputs_sha256 or manifest.made_by != spec.made_by:
+                return None
+            return open_corpus(self.path, verify=True).manifest
+        except UserError:
+            return None  # missing or damaged; the corpus is rebuilt from the cached blocks
 
-    def bytes_for_retry(self) -> int:
-        """Estimate the bytes that a retry would write: missing cached blocks, staging files, shards and other files."""
-        total = float(self.tokens)
-        if not self.is_read:
-            share_read = self.read_bytes / self.source_bytes if self.source_bytes else 1.0
-            guess = self.source_bytes / _SOURCE_BYTES_PER_TOKEN
-            total = max(self.tokens / share_read if self.tokens else guess, total)
-        cached = (total - self.tokens) * _CACHED_BYTES
-        return int(cached + total * (_STAGED_BYTES + BYTES_PER_TOKEN)) + _REST_BYTES
+    def require_replaceable(self) -> None:
+        """Raise UserError if the folder contains anything that `prepare` did not write."""
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"`{self.target}` is a file", fix="choose another folder with `--out`")
+        names = {entry.name for entry in self.path.iterdir()} - {".DS_Store"} if self.path.is_dir() else set[str]()
+        foreign = sorted(names - CORPUS_NAMES)
+        if foreign or (names and not self._is_corpus(names)):
+            raise UserError(
+                f"the folder `{self.target}` is not a corpus, so it will not be overwritten",
+                where=", ".join((foreign or sorted(names))[:5]),
+                fix="choose another folder with `--out`, or move those files away",
+            )
+
+    def _is_corpus(self, names: set[str]) -> bool:
+        if MANIFEST in names:
+            try:
+                read_manifest(self.path)
+                return True
+            except DamagedManifest:
+                pass
+        return names >= _CORPUS_MARKERS
+
+    def has_leftovers(self) -> bool:
+        """Return True if an interrupted `prepare` left unfinished files."""
+        return has_unfinished_publish(self.path) or self._staging_dir.exists()
+
+    @contextmanager
+    def locked(self) -> Generator[None]:
+        """Lock the work folder and clean up after an interrupted `prepare`; raise UserError if it is already locked."""
+        existing = next(folder for folder in self.work_dir.parents if folder.exists())
+        with disk_full_as_user_error(existing, lambda: _SMALL_FILES_BYTES):
+            self._make_work_dir()
+            with FolderLock.take(self.work_dir / "lock", doing=f"preparing `{self.target}`"):
+                recover_publish(self.path)
+                if self._staging_dir.exists():
+                    shutil.rmtree(self._staging_dir)
+                yield
+
+    def _make_work_dir(self) -> None:
+        try:
+            make_private(self.work_dir.parent)
+            make_private(self.work_dir)
+            (self.work_dir.parent / ".gitignore").write_text("*\n", encoding="utf-8")
+        except OSError as error:
+            if is_disk_full(error):
+                raise
+            raise UserError(
+                f"the folder `{self.target}` cannot be written: {error.strerror}",
+                fix="make its parent folder writable, or choose another folder with `--out`",
+            ) from error
+
+    @property
+    def _staging_dir(self) -> Path:
+        return self.work_dir / "staging"
 
 
 _NUM_NAMED = 5

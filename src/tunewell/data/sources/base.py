@@ -115,6 +115,8 @@ FORMATS = {
     **dict.fromkeys((".xlsx", ".xlsm", ".xlsb", ".xls", ".ods"), "excel"),
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+TOKENIZED = "corpus"
+"""The format of sources that have tokens: a prepared corpus, packed shards."""
 READABLE = "`.jsonl .json .csv .tsv .parquet .xlsx .txt .md .zip`, also compressed as `.gz` or `.zst`"
 _SAVE_AS_TEXT = "in the program that wrote it: File > Save As > Plain Text (.txt)"
 UNREADABLE = {
