@@ -29,8 +29,8 @@ def rooms(tmp_path, monkeypatch, capsys) -> Path:
     Path("rooms").mkdir()
     rows = []
     for number in range(NUM_ROOMS):
-        Path(f"rooms/{number}.md").write_text(f"# Room {number}\n\nThe code is {9000 + 17 * number}.\n")
-        rows.append({"question": f"What is the code of room {number}?", "answer": f"It is {9000 + 17 * number}."})
+        Path(f"rooms/{number}.md").write_text(f"# R{number}\n\nIt is {9000 + 17 * number}.\n")
+        rows.append({"question": f"R{number}?", "answer": f"It is {9000 + 17 * number}."})
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["index", "rooms"]) == 0
     capsys.readouterr()
@@ -38,16 +38,15 @@ def rooms(tmp_path, monkeypatch, capsys) -> Path:
 
 
 def test_each_model_is_asked_alone_and_with_the_index(rooms, tiny_model, capsys, monkeypatch):
-    """One room has the code that the first model always says; the second model refuses."""
+    """One room has the code that a model always says, whatever it reads."""
     says = write_parrot(rooms / "says", tiny_model, "9017")
-    refuses = write_parrot(rooms / "refuses", tiny_model, "Not in the documents.")
-    command = ["compare", str(says), str(refuses), "--index", "index", "--data", "rows.jsonl"]
+    other = write_parrot(rooms / "other", tiny_model, "9136")
+    command = ["compare", str(says), str(other), "--index", "index", "--data", "rows.jsonl"]
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["names"] == ["says", "says + retrieval", "refuses", "refuses + retrieval"]
-    counts = [(own["right"], own["wrong"], own["refused"]) for own in found["counts"]]
-    assert counts == [(1, 23, 0), (1, 23, 0), (0, 0, 24), (0, 0, 24)]
-    assert [own["invented"] for own in found["counts"]] == [None, 23, None, 0]
+    assert found["names"] == ["says", "says + retrieval", "other", "other + retrieval"]
+    assert [(own["right"], own["wrong"], own["refused"]) for own in found["counts"]] == [(1, 23, 0)] * 4
+    assert [own["invented"] for own in found["counts"]] == [None, 23, None, 23]
     for own in found["counts"][1::2]:
         assert own["search_misses"] + own["reading_misses"] + own["right"] == NUM_ROOMS
     assert len(found["differences"]) == 6 and found["recommendation"]["column"] is None
@@ -59,17 +58,17 @@ def test_each_model_is_asked_alone_and_with_the_index(rooms, tiny_model, capsys,
     assert main([*command, "--questions", "8"]) == 0
     screen = capsys.readouterr().out
     assert max(map(len, screen.splitlines())) <= 60, screen
-    assert "8 questions are few" in " ".join(screen.split())
+    assert "8 questions are too few to choose by" in " ".join(screen.split())
     result = tunewell.compare(says, index="index", data="rows.jsonl", progress=False)
     assert result.recommendation is None and "'says': '1/24'" in repr(result) and "invented" in result._repr_html_()
-    answer = tunewell.ask("What is the code of room 1?", index="index", model=says)
-    assert answer.answer == "9017" and "Room 1" in answer._repr_html_() and not answer.refused
+    answer = tunewell.ask("R1?", index="index", model=says)
+    assert answer.answer == "9017" and "R1" in answer._repr_html_() and not answer.refused
 
 
 def test_what_cannot_be_compared_is_named(rooms, tiny_model, capsys):
     model = str(write_parrot(rooms / "says", tiny_model, "9017"))
     Path("essays.jsonl").write_text(
-        "".join(json.dumps({"question": f"Why {n}?", "answer": "because of it " * 200}) + "\n" for n in range(5))
+        "".join(json.dumps({"question": f"Why {n}?", "answer": "so it " * 20}) + "\n" for n in range(5))
     )
     for words, what in (
         (["compare", model, "--index", "index"], "no questions to compare on"),
@@ -114,6 +113,7 @@ def test_a_server_can_be_a_column(rooms, tiny_model, capsys):
     assert tokens[2] is None and tokens[0] is not None
 
 
+@pytest.mark.slow
 def test_runs_are_compared_with_their_base_and_a_run_that_reads_only_with_passages(tmp_path, monkeypatch, capsys):
     """The base model of several runs is one column; a run trained on passages is not asked without them."""
     monkeypatch.chdir(tmp_path)
@@ -124,7 +124,7 @@ def test_runs_are_compared_with_their_base_and_a_run_that_reads_only_with_passag
     tunewell.train(out="run", sets=[*sets, "plan.prices={here: 3.6}"], **common)
     tunewell.train(out="book", index="index", sets=[*sets, "corpus=book-corpus"], **common)
     capsys.readouterr()
-    assert main(["compare", "run", "book", "--index", "index", "--questions", "4", "--passages", "1", "--json"]) == 0
+    assert main(["compare", "run", "book", "--index", "index", "--questions", "4", "--passages", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["names"] == ["base", "base + retrieval", "run", "run + retrieval", "book + retrieval"]
     assert found["needs"] == [[], ["index"], ["training"], ["index", "training"], ["index", "training"]]
@@ -133,7 +133,7 @@ def test_runs_are_compared_with_their_base_and_a_run_that_reads_only_with_passag
     made, cost = rows["preparation, seconds"], rows["preparation, cost"]
     assert made[0] == 0 and made[3] == pytest.approx(made[1] + made[2]) and cost[2] == pytest.approx(made[2] / 1000)
     assert rows["tokens per prompt"][1] > rows["tokens per prompt"][0]
-    assert main(["compare", "book", "--index", "index", "--questions", "4", "--passages", "1", "--json"]) == 0
+    assert main(["compare", "book", "--index", "index", "--questions", "4", "--passages", "3", "--json"]) == 0
     alone = json.loads(capsys.readouterr().out)
     assert alone["names"] == ["base", "base + retrieval", "book + retrieval"]
     assert all("passages below" not in one["question"] for one in alone["changed"])

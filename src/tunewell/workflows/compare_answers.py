@@ -10,7 +10,7 @@ from tunewell.core.progress import Progress, ProgressListener, with_stage
 from tunewell.core.units import count
 from tunewell.evaluation.columns import ColumnComparison, CompareOptions, UsedKey, compare_columns
 from tunewell.evaluation.measurements import shorten
-from tunewell.evaluation.recommendation import MIN_QUESTIONS, recommend
+from tunewell.evaluation.recommendation import recommend
 from tunewell.evaluation.session import ValidateOptions
 from tunewell.inference.chat_model import open_without_weights
 from tunewell.inference.degeneration import fold
@@ -86,8 +86,6 @@ def _exam(subjects: list[Subject], options: CompareOptions, progress: ProgressLi
         notes = list(rows.notes)
     shown = ", ".join(f'"{shorten(key.text, 40)}"' for key in exam.keys[:3] if key.text)
     progress(Progress(f"judging {count(len(exam.keys), 'answer')} by keys such as {shown}"))
-    if len(exam.keys) < MIN_QUESTIONS:
-        notes.append(f"{count(len(exam.keys), 'question')} are few: at least {MIN_QUESTIONS} are needed for a choice")
     for subject in subjects if options.data is not None else []:
         if subject.ref is not None and (known := _num_trained_on(subject.ref, exam)):
             notes.append(

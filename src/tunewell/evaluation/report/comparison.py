@@ -76,7 +76,7 @@ def format_resource(value: Any) -> str:
     """Format a speed, a time or a size."""
     if value is None:
         return "-"
-    return f"{value:,.0f}" if value >= 10 else f"{value:.2f}"
+    return f"{value:,.0f}" if value >= 10 or value == 0 else f"{value:.2f}"
 
 
 def describe_difference(one: ColumnDifference) -> str:
