@@ -113,6 +113,39 @@ def test_a_server_can_be_a_column(rooms, tiny_model, capsys):
     assert tokens[2] is None and tokens[0] is not None
 
 
+class Judge(Server):
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][-1]["content"]
+        said = b"Yes." if "R3?" in asked else b"no"
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'data: {"choices": [{"delta": {"content": "%s"}}]}\n\ndata: [DONE]\n\n' % said)
+
+
+def test_a_judge_model_is_measured_on_labelled_answers(rooms, tiny_model, capsys):
+    """Its judgements replace those by keys, and how far they can be trusted is shown."""
+    model = str(write_parrot(rooms / "says", tiny_model, "9017"))
+    labels = [{"question": f"R{n}?", "reference": "x", "answer": "y", "right": n < 5} for n in range(20)]
+    Path("labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in labels))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    command = ["compare", model, "--data", "rows.jsonl", "--index", "index", "--json", "--judge"]
+    command.append(f"http://127.0.0.1:{server.server_port}/v1#judge")
+    try:
+        assert main([*command, "--labels", "labels.jsonl"]) == 0
+    finally:
+        server.shutdown()
+        server.server_close()
+    found = json.loads(capsys.readouterr().out)
+    assert any("agrees with a person on 16 of 20 labelled answers (80%)" in note for note in found["notes"])
+    assert found["counts"][0]["right"] == 1
+    assert main(command) == 2 and "judged by a person" not in capsys.readouterr().out
+    Path("few.jsonl").write_text(json.dumps(labels[0]) + "\n")
+    assert main([*command, "--labels", "few.jsonl"]) == 2
+    Path("bad.jsonl").write_text('{"question": 1}\n')
+    assert main([*command, "--labels", "bad.jsonl"]) == 2
+
+
 @pytest.mark.slow
 def test_runs_are_compared_with_their_base_and_a_run_that_reads_only_with_passages(tmp_path, monkeypatch, capsys):
     """The base model of several runs is one column; a run trained on passages is not asked without them."""

@@ -35,6 +35,10 @@ class CompareOptions:
     num_questions: int = 100
     num_passages: int | None = None
     device: str = "auto"
+    judge: str | None = None
+    """A model that judges the answers instead of their keys, as `URL#MODEL`. It needs `labels`."""
+    labels: str | Path | None = None
+    """File of answers that a person has judged, on which the judge is measured."""
 
 
 @dataclass(frozen=True)

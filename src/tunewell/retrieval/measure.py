@@ -44,8 +44,8 @@ class Exam:
         return min(max(math.ceil(1.5 * self.longest_reference / 8) * 8, _MIN_ANSWER_TOKENS), _MAX_ANSWER_TOKENS)
 
 
-def read_exam(model: ChatModel, rows: EvaluationSet, *, number: int) -> Exam:
-    """Return at most `number` questions of an evaluation set; raise UserError if no answer could be judged."""
+def read_exam(model: ChatModel, rows: EvaluationSet, *, number: int, needs_keys: bool = True) -> Exam:
+    """Return at most `number` questions of an evaluation set; raise UserError if no answer could be judged by a key."""
     masker = model.masker
     if masker is None or rows.split is None:
         raise UserError("there are no questions with answers to compare on", fix="add `--data rows.jsonl`")
@@ -55,7 +55,7 @@ def read_exam(model: ChatModel, rows: EvaluationSet, *, number: int) -> Exam:
     if is_open_book:
         found = [replace(one, text=question_in(one.text)) for one in found if not is_refusal(one.reference)]
     judged = judged_questions(found, rows.split, rows.corpus, model)
-    if not any(key.is_judged for key in judged.keys):
+    if needs_keys and not any(key.is_judged for key in judged.keys):
         raise UserError(
             f"none of the {count(len(found), 'answer')} in the rows can be compared: they are too long, or empty",
             where=rows.name,

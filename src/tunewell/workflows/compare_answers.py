@@ -10,6 +10,7 @@ from tunewell.core.progress import Progress, ProgressListener, with_stage
 from tunewell.core.units import count
 from tunewell.evaluation.columns import ColumnComparison, CompareOptions, UsedKey, compare_columns
 from tunewell.evaluation.measurements import shorten
+from tunewell.evaluation.model_judge import ModelJudge, read_labels
 from tunewell.evaluation.recommendation import recommend
 from tunewell.evaluation.session import ValidateOptions
 from tunewell.inference.chat_model import open_without_weights
@@ -32,6 +33,7 @@ def compare_answers(
     names: Sequence[str | Path], options: CompareOptions, progress: ProgressListener
 ) -> ColumnComparison:
     """Ask every model every question, alone and with each index, and compare the answers."""
+    judge, judge_notes = _judge(options)
     subjects = _subjects(names)
     opened = [(shown_address(address), open_retriever(address)) for address in dict.fromkeys(options.indexes)]
     exam, notes = _exam(subjects, options, progress)
@@ -46,10 +48,25 @@ def compare_answers(
     notes += [note for subject in subjects for note in _book_notes(subject, indexes)]
     session = ColumnSession(exam, indexes, subjects[0], device=options.device, progress=progress)
     columns = [column for subject in subjects for column in session.columns(subject)]
-    notes += session.notes
+    if judge is not None:
+        columns = [judge.judged(column, progress) for column in columns]
+    notes += [*judge_notes, *session.notes]
     comparison = compare_columns(columns, notes, has_all_pairs=True)
     keys = [UsedKey(key.question, key.text, key.because) for key in exam.keys[:_NUM_KEYS]]
     return replace(comparison, recommendation=recommend(comparison), keys=keys)
+
+
+def _judge(options: CompareOptions) -> tuple[ModelJudge | None, list[str]]:
+    """Return the judge model and its agreement with labelled answers, measured before any other model is asked."""
+    if options.judge is None:
+        return None, []
+    if options.labels is None:
+        raise UserError(
+            "a judge model needs answers that a person has judged, to measure it by",
+            fix='add `--labels FILE` with lines like {"question", "reference", "answer", "right": true}',
+        )
+    judge = ModelJudge(options.judge)
+    return judge, [judge.agreement(read_labels(options.labels))]
 
 
 def _subjects(names: Sequence[str | Path]) -> list[Subject]:
@@ -82,7 +99,8 @@ def _exam(subjects: list[Subject], options: CompareOptions, progress: ProgressLi
         )
     progress(Progress("reading the questions"))
     with evaluation_set(ref, ValidateOptions(data=options.data)) as rows:
-        exam = read_exam(open_without_weights(ref, device=options.device), rows, number=options.num_questions)
+        model = open_without_weights(ref, device=options.device)
+        exam = read_exam(model, rows, number=options.num_questions, needs_keys=options.judge is None)
         notes = list(rows.notes)
     shown = ", ".join(f'"{shorten(key.text, 40)}"' for key in exam.keys[:3] if key.text)
     progress(Progress(f"judging {count(len(exam.keys), 'answer')} by keys such as {shown}"))

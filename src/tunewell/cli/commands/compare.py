@@ -31,6 +31,12 @@ def command(
         int | None,
         typer.Option(min=1, max=50, metavar="N", help="Number of passages to read. Default: set by the index."),
     ] = None,
+    judge: Annotated[
+        str | None, typer.Option(metavar="URL#MODEL", help="Judge answers by a model instead of by keys.")
+    ] = None,
+    labels: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Answers judged by a person, to measure `--judge` by.")
+    ] = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write the HTML page to.")] = Path("comparison"),
     fresh: Annotated[bool, typer.Option("--fresh", help="Validate every run again (runs alone).")] = False,
     device: Device = "auto",
@@ -55,6 +61,8 @@ def command(
             num_questions=questions,
             num_passages=passages,
             device=device,
+            judge=judge,
+            labels=labels,
             progress=progress,
         )
     emit(json_text({**found.comparison.as_json(), "page": str(found.page)}) if json else compare_screen(found))
