@@ -19,12 +19,17 @@ _BATCH = ("per_device_train_batch_size", "micro_batch_size", "train_batch_size")
 _ACCUMULATION = "gradient_accumulation_steps"
 _PACKED = "documents are packed without padding, so grouping by length saves nothing"
 _QUANTISED = "write `method.quantize: nf4` or `int8`"
+_NF4 = "remove it: `method.quantize: nf4` is NF4 in blocks of 64 with double quantisation, in the run's precision"
 _WORKERS = "tokenizing uses threads and is cached; there are no worker processes"
 _LOGGED = "every step is logged to `events.jsonl` in the run folder"
 _SHARDED = "sharding is not supported: each GPU holds the whole model"
 
 _REFUSED = {
     "quantization_config": _QUANTISED,
+    "quantization_bit": _QUANTISED,
+    "bnb_4bit_quant_type": _NF4,
+    "bnb_4bit_use_double_quant": _NF4,
+    "bnb_4bit_compute_dtype": _NF4,
     "group_by_length": _PACKED,
     "length_column_name": _PACKED,
     "sample_packing": "documents are always packed",
@@ -151,7 +156,8 @@ def _translate_strategy(found: Mapping[str, Any], result: Translation) -> None:
 
 def _translate_optimizer(found: Mapping[str, Any], result: Translation) -> None:
     """Translate transformers' names of optimizers. Nothing is paged here: paged states spill to the host unseen."""
-    name = found.get("optim")
+    given = found.get("optim")
+    name = given if isinstance(given, str) else ""
     if name in _GALORE:
         result.set("train.optimizer", "galore", "optim")
         if "8bit" in name:
@@ -162,9 +168,9 @@ def _translate_optimizer(found: Mapping[str, Any], result: Translation) -> None:
     elif name in _ADAMW | _PAGED:
         result.set("train.optimizer", "adamw", "optim")
     elif "optim" in found:
-        known = ", ".join(f"`{name}`" for name in OPTIMIZERS.names())
-        result.refuse("optim", f"{name!r} is not supported; write `train.optimizer` with one of {known}")
-    if name in _PAGED | _ADAMW8BIT and str(name).startswith("paged"):
+        known = ", ".join(f"`{own}`" for own in OPTIMIZERS.names())
+        result.refuse("optim", f"{given!r} is not supported; write `train.optimizer` with one of {known}")
+    if name in _PAGED | _ADAMW8BIT and name.startswith("paged"):
         result.notes.append(f"`optim: {name}`: the optimizer states stay on the device; nothing is paged")
 
 
@@ -190,8 +196,9 @@ def _translate_galore(found: Mapping[str, Any], result: Translation) -> None:
 
 def _translate_choices(found: Mapping[str, Any], result: Translation) -> None:
     _translate_optimizer(found, result)
+    is_4bit = found.get("load_in_4bit") is True or found.get("adapter") == "qlora"
     for name, kind in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
-        if found.get(name) is True:
+        if found.get(name) is True and not (kind == "int8" and is_4bit):
             result.set("method.quantize", kind, name)
         elif found.get(name, True) in _HARMLESS_IF:
             result.used.add(name)
