@@ -147,8 +147,8 @@ def test_an_offline_hub_without_the_model_is_broken(tmp_path, monkeypatch):
 
 def test_a_model_that_is_nothing_is_named():
     """A typo in a path is neither a folder nor a hub id."""
-    first = run_checks(sound(models=[ModelState("modle", None, True, "other")]))[0]
-    assert first.id == "model-not-found"
+    for models in ([ModelState("modle", None, True, "other")], read_models("./modle"), read_models("../models/modle")):
+        assert run_checks(sound(models=models))[0].id == "model-not-found"
 
 
 def test_a_model_that_is_larger_than_the_memory_gets_a_suggestion(tmp_path):

@@ -51,7 +51,7 @@ def _configured(name: str, base: Path, *, is_fast: bool) -> ModelState:
     if path.is_dir():
         damage = list(folder_damage(path, is_fast=is_fast))
         return _with_size(ModelState(name, str(path), True, "folder", damage), is_fast=is_fast)
-    if not _HUB_ID.fullmatch(name):
+    if not _HUB_ID.fullmatch(name) or name.startswith("."):
         return ModelState(name, None, True, "other")
     return _cached(name, hub_cache() / f"models--{name.replace('/', '--')}", is_configured=True)
 
