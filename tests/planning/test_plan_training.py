@@ -206,6 +206,16 @@ def test_a_model_saved_by_bitsandbytes_is_used_as_it_is(saved, kind):
     assert found.keep == saved.get("llm_int8_skip_modules", [])
     with pytest.raises(UserError, match="cannot be trained by full fine-tuning"):
         _plan(replace(_inputs(H200, method={"kind": "full"}), saved_quantization=saved))
+    with pytest.raises(UserError, match=r"`method\.keep` has no effect"):
+        _plan(replace(_inputs(H200, method={"keep": "auto"}), saved_quantization=saved))
+
+
+def test_a_model_saved_by_bitsandbytes_without_the_package_is_not_sent_to_int8(monkeypatch):
+    """`method.quantize: int8`, the way out for other models, is refused for a model that was saved in nf4."""
+    monkeypatch.setattr("tunewell.planning.compute.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="needs `bitsandbytes`") as caught:
+        _plan(replace(_inputs(H200), saved_quantization={"load_in_4bit": True}))
+    assert "[qlora]" in str(caught.value) and "int8" not in str(caught.value)
 
 
 def test_nf4_on_an_apple_gpu_names_what_works():

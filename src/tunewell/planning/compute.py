@@ -222,10 +222,17 @@ def choose_quantization(inputs: PlanInputs) -> QuantizedBase | None:
     if (kind == "nf4" or saved is not None) and find_spec("bitsandbytes") is None:
         raise UserError(
             f"{kind} on {inputs.device.label} needs `bitsandbytes`, which is not installed",
-            where=inputs.where("method.quantize"),
-            fix=f"{install_command('qlora')}; or set `method.quantize: int8`, which needs no other package",
+            where=inputs.where("method.quantize") if saved is None else "`quantization_config` in its `config.json`",
+            fix=install_command("qlora")
+            + ("" if saved else "; or set `method.quantize: int8`, which needs no other package"),
         )
     if saved is not None:
+        if inputs.config.method.keep:
+            raise UserError(
+                "`method.keep` has no effect: the model was saved quantised",
+                where=inputs.where("method.keep"),
+                fix="remove the setting, or use the unquantised model",
+            )
         keep: list[str] = saved.get("llm_int8_skip_modules") or []
         return QuantizedBase(kind=kind, keep=keep, because="the model was saved quantised", is_saved=True)
     chosen = inputs.config.method.keep
