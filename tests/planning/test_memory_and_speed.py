@@ -1,5 +1,7 @@
 """Computed memory and time, compared with the rows of `benchmarks/RESULTS.md` and with what must hold."""
 
+from dataclasses import replace
+
 import pytest
 from workloads import workload
 
@@ -49,6 +51,26 @@ def test_each_setting_that_saves_memory_saves_memory():
     assert full > plain
     assert peak(method={"kind": "full"}, train={"optimizer": "adamw8bit"}) < full
     assert peak(method={"kind": "full"}, train={"masters": "bf16"}) < full
+
+
+def test_offloading_on_a_cpu_is_recomputing():
+    """A CPU has no second memory, but the activations are recomputed; the plan counted them all."""
+    sizes = {
+        mode: compute_memory(
+            workload("135m", device=CPU, precision="fp32", compiling="off", train={"recompute": mode}),
+            is_compiled=False,
+        ).parts["activations"]
+        for mode in ("off", "on", "offload")
+    }
+    assert sizes["offload"] == sizes["on"] < sizes["off"]
+
+
+def test_names_of_layers_are_compared_with_the_weight_files():
+    """`plan --no-measure` said that a run fits whose `method.targets` has a typo."""
+    work = workload("135m", method={"targets": ["q_porj", "v_proj", "layers.0.k_proj"]})
+    assert work.unknown_layers == []  # the names that a config implies may differ from those of the model
+    counted = replace(work, shape=replace(work.shape, is_exact=True))
+    assert counted.unknown_layers == ["q_porj"]
 
 
 def test_full_fine_tuning_holds_sixteen_bytes_for_each_weight():

@@ -126,6 +126,8 @@ def test_apply_writes_a_config_that_fits(project: Path) -> None:
     assert "batch_tokens: 4096   # large" in (project / "tunewell.yaml").read_text()
     again = run_command(*line, cwd=project)
     assert again.returncode == 0 and again.stdout.startswith("FITS"), again.stdout
+    few = run_command("plan", "--no-measure", "--ram", "0.5", "--apply", "--rung", "1", cwd=project)
+    assert "the run still does not fit" in few.stdout, few.stdout
 
 
 def test_a_smaller_micro_batch_is_chosen_if_the_constant_does_not_fit(project: Path) -> None:
@@ -148,6 +150,39 @@ def test_other_cards_are_compared_with_prices(project: Path) -> None:
         _plan(options=PlanOptions(False, gpus=["h2000"]))
     with pytest.raises(UserError, match="price per hour"):
         _plan("plan.prices={t4: 1e9}")
+
+
+def test_a_price_is_found_by_every_name_of_a_card_and_a_typo_is_an_error(project: Path) -> None:
+    """A price that no card has was ignored without a word."""
+    [row] = _plan("plan.prices={RTX 4090: 0.5}", options=PlanOptions(False, gpus=["4090"])).cards
+    assert row.cost is not None
+    with pytest.raises(UserError, match="no GPU card `t44`") as caught:
+        _plan("plan.prices={t44: 0.5}")
+    assert "plan.prices" in (caught.value.where or "") and "`t4`" in (caught.value.fix or "")
+
+
+def test_json_has_the_quantised_base(project: Path) -> None:
+    payload = _plan("method.kind=lora", "method.quantize=int8").as_json()
+    assert payload["plan"]["quantized"]["kind"] == "int8"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [(["--gpu", ","], "names no card"), (["--gpu", "t4", "--ram", "16"], "different machines")]
+)
+def test_an_option_that_would_be_ignored_is_refused(project: Path, options: list[str], message: str) -> None:
+    done = run_command("plan", *options, cwd=project)
+    assert done.returncode == 2 and message in done.stderr
+
+
+def test_what_the_engine_refuses_is_an_error_of_the_plan(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A typo in `method.targets` was a note below FITS, and `train` stopped after it had loaded the model."""
+    report = {"error": "the model has no linear layer `q_porj`", "where": "`method.targets`", "fix": "`q_proj`"}
+    script = f"echo 'RESULT {json.dumps(report | {'is_refused': True})}'"
+    real = subprocess.Popen
+    monkeypatch.setattr(probe.subprocess, "Popen", lambda line, **options: real(["sh", "-c", script], **options))
+    with pytest.raises(UserError, match="no linear layer `q_porj`") as caught:
+        _plan(options=PlanOptions())
+    assert (caught.value.where, caught.value.fix) == (report["where"], report["fix"])
 
 
 @pytest.mark.parametrize(

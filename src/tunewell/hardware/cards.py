@@ -67,7 +67,7 @@ def parse_capability(text: str) -> tuple[int, int]:
     return int(major), int(minor or 0)
 
 
-def find_card(name: str) -> Card:
+def find_card(name: str, *, where: str = "--gpu") -> Card:
     """Return a card by its name, like `t4` or `RTX 4090`; raise UserError with the closest names."""
     cards, wanted = known_cards(), _plain(name)
     if wanted in cards:
@@ -78,7 +78,7 @@ def find_card(name: str) -> Card:
     guesses = did_you_mean(close, "")
     raise UserError(
         f"there is no GPU card `{name}` in the list",
-        where="--gpu",
+        where=where,
         fix=f"{guesses} known cards: {', '.join(cards)}".strip(),
     )
 

@@ -196,10 +196,10 @@ def _activation_bytes(work: Workload, tokens: int, *, is_compiled: bool) -> int:
     if work.has_casts:
         casts = 2 * shape.num_linear_weights
     stream = tokens * shape.hidden_size * (4 if work.has_casts else work.compute_bytes)
-    if mode == "on":
-        return int(shape.num_layers * stream + layer + casts)
-    if mode == "offload" and work.is_gpu:
+    if mode == "offload" and work.device.kind == "cuda":
         return int(3 * stream + layer + casts)
+    if mode != "off":  # elsewhere, `offload` has no second memory
+        return int(shape.num_layers * stream + layer + casts)
     lowest = 0
     if work.config.method.layers != "all" and not work.config.method.modules_to_save:
         lowest = min(work.config.method.layers, default=0)  # layers below save nothing

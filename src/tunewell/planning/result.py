@@ -8,7 +8,7 @@ from tunewell.hardware.cards import Card
 from tunewell.hardware.facts import DeviceFacts
 from tunewell.planning.advice import Advice
 from tunewell.planning.fit import Rung
-from tunewell.records.plan import Chosen, Plan
+from tunewell.records.plan import Chosen, Plan, QuantizedBase
 from tunewell.records.prediction import Prediction
 
 EXIT_DOES_NOT_FIT = 2
@@ -82,7 +82,9 @@ class PlanResult:
             "micro_batches": [{"tokens": tokens, "tokens_per_second": rate} for tokens, rate in self.sizes],
             "cost": self.cost,
             "device": self.device.label,
-            "plan": {name: value.model_dump() for name, value in self.plan if isinstance(value, Chosen)},
+            "plan": {
+                name: value.model_dump() for name, value in self.plan if isinstance(value, Chosen | QuantizedBase)
+            },
             "ladder": [rung.as_json() for rung in self.ladder],
             "fits_on": self.fitting_cards,
             "cards": [

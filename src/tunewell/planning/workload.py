@@ -71,6 +71,15 @@ class Workload:
             return chosen
         return [linear for linear in chosen if any(target.endswith(linear.name) for target in method.targets)]
 
+    @property
+    def unknown_layers(self) -> list[str]:
+        """Names in `method.targets` and `method.keep` that no linear layer in the weight files has."""
+        method, known = self.config.method, {linear.name for linear in self.shape.linears}
+        named = [names for names in (method.targets, method.keep) if not isinstance(names, str)]
+        # A path or a part of one (`layers.0`) is left to the loaded model.
+        names = dict.fromkeys(name for own in named for name in own if name.isidentifier())
+        return [name for name in names if self.shape.is_exact and name not in known]
+
     @cached_property
     def num_adapter_weights(self) -> int:
         """Weights of the added matrices."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from tunewell import __version__
 from tunewell.config.load import LoadedConfig
+from tunewell.core.errors import UserError
 from tunewell.core.files import cache_folder, sha256_text, stable_json, write_atomic
 from tunewell.core.progress import Progress, ProgressListener
 from tunewell.core.units import count
@@ -93,7 +94,10 @@ def sweep_sizes(outlook: Outlook) -> tuple[list[int], str]:
 def probe_run(
     loaded: LoadedConfig, plan: Plan, outlook: Outlook, progress: ProgressListener, *, is_sweeping: bool = True
 ) -> tuple[ProbeResult | None, str]:
-    """Measure a planned run, or return the cached result. Without a result, return the reason."""
+    """Measure a planned run, or return the cached result. Without a result, return the reason.
+
+    Raises UserError if the engine refuses the run, for example because no layer has a name of `method.targets`.
+    """
     sizes = sweep_sizes(outlook)[0] if is_sweeping else []
     key = _key(loaded, plan, outlook)
     if (known := _read_cache(key)) is not None and (known.get("sizes") or not sizes):
@@ -170,6 +174,8 @@ def _run_child(
     if line is None:
         return None, _how_it_died(child.returncode, err)
     report = json.loads(line.removeprefix(_RESULT))
+    if report.get("is_refused") and folder not in f"{report['error']} {report['where']}":
+        raise UserError(report["error"], where=report["where"], fix=report["fix"])  # `train` would raise it too
     return (None, report["error"]) if "error" in report else (report, "")
 
 

@@ -23,6 +23,9 @@ from tunewell.runs.config import require_training_data, with_start
 from tunewell.runs.probe import probe_run, with_probe
 from tunewell.workflows.prepare import prepare
 
+_HERE = "here"
+"""The name of this machine in `plan.prices`."""
+
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -44,6 +47,7 @@ def plan(
     """Predict a run. The corpus is prepared if needed. Raises UserError for a config that cannot be trained."""
     options = options or PlanOptions()
     cards = [find_card(name) for name in options.gpus]
+    prices = _prices(loaded)
     loaded, _ = with_start(loaded)
     require_training_data(loaded, is_resuming=False)
     if loaded.config.data.sources:
@@ -66,7 +70,6 @@ def plan(
         planner, reason = _measured(planner, progress)
     made, _, outlook = planner.first
     fits = outlook.prediction.fits
-    prices = loaded.config.plan.prices
     return PlanResult(
         plan=made,
         prediction=outlook.prediction,
@@ -79,13 +82,28 @@ def plan(
         fitting_cards=[] if fits else [card.name for card in planner.cards_that_fit()],
         notes=[
             *([reason] if reason else []),
+            *_layer_notes(outlook),
             *([few] if (few := corpus.manifest.too_few_to_judge) else []),
             *machine_notes(machine, made, outlook, corpus=corpus.path, run=run),
         ],
         advice=advise(corpus),
         sizes=planner.sizes,
-        price=prices.get("here"),
+        price=prices.get(_HERE),
     )
+
+
+def _layer_notes(outlook: Outlook) -> list[str]:
+    unknown, known = outlook.work.unknown_layers, dict.fromkeys(own.name for own in outlook.work.shape.linears)
+    if not unknown:
+        return []
+    names = ", ".join(f"`{name}`" for name in unknown)
+    return [f"`train` may refuse this config: no linear layer is named {names}; there are {', '.join(known)}"]
+
+
+def _prices(loaded: LoadedConfig) -> dict[str, float]:
+    """Return the prices by the names of `cards.json`; raise UserError for a name that no card has."""
+    prices, where = loaded.config.plan.prices, loaded.origin("plan.prices")
+    return {name if name == _HERE else find_card(name, where=where).name: price for name, price in prices.items()}
 
 
 def _measured(planner: Planner, progress: ProgressListener) -> tuple[Planner, str]:

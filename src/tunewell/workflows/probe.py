@@ -34,7 +34,7 @@ def main() -> None:
     try:
         report = _probe(request)
     except UserError as error:
-        report = {"error": error.what}
+        report = {"error": error.what, "where": error.where, "fix": error.fix, "is_refused": True}
     except (OutOfMemory, torch.OutOfMemoryError, MemoryError) as error:
         report = {"error": f"out of memory: {str(error).splitlines()[0] if str(error) else 'no memory is left'}"}
     sys.stdout.write(RESULT + json.dumps(report) + "\n")

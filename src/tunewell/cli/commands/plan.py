@@ -55,8 +55,12 @@ def command(
         raise UserError(f"`--ram {ram:g}` is not a size of main memory in GB", fix="like `--ram 16`")
     if rung is not None and not apply:
         raise UserError("`--rung` works only together with `--apply`")
-    loaded = load_config(config, with_offline(set_, offline), model=model, data=data)
     names = [name.strip() for name in (gpu or "").split(",") if name.strip()]
+    if gpu is not None and not names:
+        raise UserError("`--gpu` names no card", fix="like `--gpu t4,4090`")
+    if names and ram is not None:
+        raise UserError("`--gpu` and `--ram` plan for different machines", fix="use one of them at a time")
+    loaded = load_config(config, with_offline(set_, offline), model=model, data=data)
     options = PlanOptions(not no_measure, names, None if ram is None else int(ram * 1e9))
     with shown_stages() as progress:
         result = plan(loaded, options, progress=progress)
@@ -103,4 +107,8 @@ def _applied(loaded: "LoadedConfig", result: "PlanResult", number: int | None) -
         raise UserError("no change makes the run fit", fix="`tunewell plan` lists what was tried, and what would fit")
     path = edit_config(loaded, chosen.changes)
     written = ", ".join(f"`{key}: {value}`" for key, value in chosen.changes.items())
-    return "\n".join([hanging("wrote ", f"{written} into `{path}`"), hanging("next: ", "`tunewell train`")])
+    lines = [hanging("wrote ", f"{written} into `{path}`")]
+    if not chosen.prediction.fits:
+        lines += [hanging("note: ", "the run still does not fit"), hanging("next: ", "`tunewell plan`")]
+        return "\n".join(lines)
+    return "\n".join([*lines, hanging("next: ", "`tunewell train`")])

@@ -52,11 +52,9 @@ def _verdict(result: "PlanResult") -> list[str]:
 def _rows(result: "PlanResult") -> list[list[str]]:
     prediction, plan = result.prediction, result.plan
     memory, seconds = prediction.memory, prediction.seconds
-    size = (
-        f"{result.num_parameters / 1e6:,.0f} M"
-        if result.num_parameters < 1e9
-        else f"{result.num_parameters / 1e9:,.1f} B"
-    )
+    number = result.num_parameters
+    size = f"{number / 1e6:,.0f} M" if number < 1e9 else f"{number / 1e9:,.1f} B"
+    size = size if number >= 1e6 else count(number)
     quantized = f", base model in {plan.quantized.kind}" if plan.quantized else ""
     rows = [
         ["model", f"{result.model}: {size} weights, {plan.method.value} in {plan.precision.value}{quantized}"],
