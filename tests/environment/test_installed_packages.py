@@ -66,6 +66,15 @@ def test_two_versions_in_one_folder_are_found(site):
     assert first() == ("metadata-double", "broken")
 
 
+def test_one_version_in_two_formats_is_sound(site):
+    """Debian ships `cryptography` with a `.dist-info` and an `.egg-info`; the fix would remove files of dpkg."""
+    install(site, "cryptography", "38.0.4")
+    old = site / "cryptography.egg-info"
+    old.mkdir()
+    (old / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: cryptography\nVersion: 38.0.4\n")
+    assert first() is None
+
+
 def test_files_without_metadata_are_found_with_their_version(site):
     """transformers asks the metadata for the version of tokenizers and fails."""
     import shutil

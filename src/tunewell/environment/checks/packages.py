@@ -115,7 +115,8 @@ def metadata(facts: Environment) -> Iterator[Finding]:
         else:
             yield _broken_metadata(facts, package)
     for (name, _), packages in usable.items():
-        if len(packages) > 1:
+        # Debian writes the metadata of one version in two formats.
+        if len({package.version for package in packages}) > 1:
             versions = " and ".join(package.version for package in packages)
             yield Finding(
                 "metadata-double",
