@@ -126,6 +126,8 @@ def test_apply_writes_a_config_that_fits(project: Path) -> None:
     assert "batch_tokens: 4096   # large" in (project / "tunewell.yaml").read_text()
     again = run_command(*line, cwd=project)
     assert again.returncode == 0 and again.stdout.startswith("FITS"), again.stdout
+    done = run_command(*line, "--apply", "--json", cwd=project)
+    assert json.loads(done.stdout) == {"fits": True, "changes": {}}
     few = run_command("plan", "--no-measure", "--ram", "0.5", "--apply", "--rung", "1", cwd=project)
     assert "the run still does not fit" in few.stdout, few.stdout
 
@@ -201,6 +203,17 @@ def test_recorded_machines_get_their_notes(project: Path, name: str, texts: list
     notes = " ".join(result.notes)
     assert [text for text in texts if text not in notes] == []
     assert result.plan.precision.value == ("bf16" if name == "wsl" else "fp32")
+
+
+def test_a_device_that_is_not_here_is_refused_as_in_train(project: Path) -> None:
+    """A config with `device: cuda` was planned for the CPU without a word; other cards can still be compared."""
+    for name in ("cuda", "mps", "tpu"):
+        with pytest.raises(UserError, match=f"no device `{name}`"):
+            _plan(f"device={name}")
+    with pytest.raises(UserError, match="no device `cuda:7`"):
+        _plan("device=cuda:7", system=RecordedSystem("t4_busy"))
+    assert _plan("device=cuda", system=RecordedSystem("t4_busy")).device.kind == "cuda"
+    assert _plan("device=cuda", options=PlanOptions(False, gpus=["t4"])).cards
 
 
 def test_train_refuses_what_cannot_fit_before_it_loads_weights(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from tunewell.core.units import count
 from tunewell.data.corpus.reader import open_corpus
 from tunewell.hardware.cards import Card, find_card
 from tunewell.hardware.facts import DeviceFacts
-from tunewell.hardware.machine import read_machine
+from tunewell.hardware.machine import Machine, read_machine
 from tunewell.hardware.system import System
 from tunewell.planning.advice import advise
 from tunewell.planning.fit import Planner, on_card
@@ -55,7 +55,10 @@ def plan(
         prepare(loaded, progress=progress)
     corpus = open_corpus(loaded.path(loaded.config.corpus))
     machine = read_machine(system)
-    device = _with_ram(machine.device(loaded.config.device), options.ram_bytes)
+    device = machine.device(loaded.config.device)
+    if not cards:
+        _require_device(loaded, device, machine)
+    device = _with_ram(device, options.ram_bytes)
     run = loaded.path(loaded.config.run)
     planner = Planner(
         loaded,
@@ -115,6 +118,16 @@ def _measured(planner: Planner, progress: ProgressListener) -> tuple[Planner, st
     if found is None:
         return planner, f"no real steps were taken: {reason}"
     return with_probe(planner, found), ""
+
+
+def _require_device(loaded: LoadedConfig, device: DeviceFacts, machine: Machine) -> None:
+    asked = loaded.config.device
+    if asked not in ("auto", device.kind, device.name) and machine.gpu_problem is None:
+        raise UserError(
+            f"this machine has no device `{asked}`",
+            where=loaded.origin("device"),
+            fix="set `device: auto`, or plan for another machine: `tunewell plan --gpu t4`",
+        )
 
 
 def _with_ram(device: DeviceFacts, ram_bytes: int | None) -> DeviceFacts:

@@ -65,7 +65,7 @@ def command(
     with shown_stages() as progress:
         result = plan(loaded, options, progress=progress)
     if apply:
-        emit(_applied(loaded, result, rung))
+        emit(_applied(loaded, result, rung, json=json))
         return
     if json:
         emit(json_text(result.as_json()))
@@ -93,19 +93,21 @@ def _checked(run: str, *, json: bool) -> str:
     return check_screen(run, predicted, measured)
 
 
-def _applied(loaded: "LoadedConfig", result: "PlanResult", number: int | None) -> str:
+def _applied(loaded: "LoadedConfig", result: "PlanResult", number: int | None, *, json: bool) -> str:
     """Write a change of the ladder into the config, and return what was written."""
     from tunewell.config.edit import edit_config
     from tunewell.core.errors import UserError
 
     if result.fits:
-        return "the run fits: nothing is changed"
+        return json_text({"fits": True, "changes": {}}) if json else "the run fits: nothing is changed"
     if number is not None and not 1 <= number <= len(result.ladder):
         raise UserError(f"there is no change {number}", fix=f"`tunewell plan` lists {len(result.ladder)} of them")
     chosen = result.chosen if number is None else result.ladder[number - 1]
     if chosen is None:
         raise UserError("no change makes the run fit", fix="`tunewell plan` lists what was tried, and what would fit")
     path = edit_config(loaded, chosen.changes)
+    if json:
+        return json_text({"fits": chosen.prediction.fits, "changes": chosen.changes, "config": str(path)})
     written = ", ".join(f"`{key}: {value}`" for key, value in chosen.changes.items())
     lines = [hanging("wrote ", f"{written} into `{path}`")]
     if not chosen.prediction.fits:

@@ -97,19 +97,19 @@ def _parts(prediction: "Prediction") -> str:
 
 
 def _ladder(result: "PlanResult") -> list[str]:
-    rows = [["", "what would help", "memory", "time", "fits"]]
+    rows = [["", "fits", "memory", "time", "what would help"]]
     for number, rung in enumerate(result.ladder, 1):
         seconds = rung.prediction.seconds
         rows.append(
             [
                 str(number),
-                rung.name,
+                "yes" if rung.prediction.fits else "no",
                 size_bytes(rung.prediction.memory.peak_bytes),
                 f"{duration(seconds.low)} to {duration(seconds.high)}",
-                "yes" if rung.prediction.fits else "no",
+                rung.name,
             ]
         )
-    lines = [table(rows)]
+    lines = [folded_table(rows)]
     chosen = result.chosen
     if chosen is not None:
         sets = ", ".join(f"`{key}: {value}`" for key, value in chosen.changes.items())
