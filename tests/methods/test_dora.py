@@ -154,6 +154,18 @@ def test_the_merged_weight_is_what_the_layer_computes() -> None:
         assert found is not None and float((change.double() @ found).norm()) > 0.95 * float(largest), name
 
 
+def test_a_row_of_zeros_stays_finite_in_the_merge() -> None:
+    """Pruned models have such rows. They trained well, and the merge was refused because of NaN."""
+    linear = torch.nn.Linear(8, 4, bias=False).requires_grad_(False)
+    linear.weight[1] = 0
+    layer = DoraLinear(linear, rank=2, scale=1.0, dropout=0.0)
+    layer.reset_parameters(torch.Generator().manual_seed(0))
+    x = torch.randn(3, 8)
+    wanted = layer(x).detach()
+    assert wanted.isfinite().all() and layer.weight_change(slice(None)).isfinite().all()
+    assert torch.allclose(layer.merged()(x), wanted, atol=1e-6)
+
+
 def test_the_norms_follow_every_update() -> None:
     """Guards against norms of an earlier step: fused AdamW changes parameters without a new version."""
     learner, documents = lora_learner(method=SETTINGS), RandomDocuments()

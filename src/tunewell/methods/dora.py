@@ -71,7 +71,7 @@ class DoraLinear(LoraLinear):
     def merged(self) -> nn.Module:
         """Return the frozen layer with the weight magnitude / |V| * V, in fp32 to avoid rounding errors."""
         base: Any = super().merged()
-        base.weight.mul_((self.lora_magnitude_vector / _row_norms(base.weight))[:, None])
+        base.weight.mul_((self.lora_magnitude_vector / _row_norms(base.weight).clamp(min=_MIN_NORM))[:, None])
         return base
 
     @torch.no_grad()
@@ -79,7 +79,8 @@ class DoraLinear(LoraLinear):
         """Return rows of magnitude / |V| * V - W."""
         weight = self.base_layer.weight[rows].double().cpu()
         raised = weight + super().weight_change(rows)
-        factors = self.lora_magnitude_vector[rows].double().cpu() / raised.square().sum(1).sqrt()
+        norms = raised.square().sum(1).sqrt().clamp(min=_MIN_NORM)
+        factors = self.lora_magnitude_vector[rows].double().cpu() / norms
         return factors[:, None] * raised - weight
 
     def change_direction(self) -> Tensor | None:
@@ -95,6 +96,8 @@ class DoraLinear(LoraLinear):
 
 
 _POWER_STEPS = 32
+_MIN_NORM = torch.finfo(torch.float32).tiny ** 0.5
+"""A row of zeros, as pruned models have them, stays zero instead of becoming NaN."""
 
 
 class Dora(Lora):
