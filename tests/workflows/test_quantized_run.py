@@ -14,10 +14,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import tunewell
 from corpora import write_rows
 from tunewell.core.errors import UserError
+from tunewell.core.progress import silent
+from tunewell.evaluation.rows import EvaluationSet
+from tunewell.evaluation.session import EvaluationSession, ValidateOptions
 from tunewell.export.options import ExportOptions
 from tunewell.records.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tunewell.records.parity import PROOF, Parity
 from tunewell.records.plan import read_plan
+from tunewell.runs.resolve import resolve_model
 from tunewell.workflows.export import Exported, export
 from tunewell.workflows.verify import verify
 
@@ -71,7 +75,10 @@ def test_every_export_of_a_run_is_proven(project: Path, method: dict[str, Any]) 
     assert (base is not None) == ("method__quantize" in method)
     if base is not None:
         assert base.loss is not None and base.quantized_loss is not None and base.quantized_loss != base.loss
-        assert base.kind in (run / "README.md").read_text()
+        assert base.price in (run / "README.md").read_text()
+        rows = EvaluationSet(None, "held-out rows")
+        session = EvaluationSession(resolve_model(run), ValidateOptions(), rows, metrics={}, progress=silent)
+        assert base.price in session.notes[0]
     done = _exported(run, "out", to=("adapter", "merged", "gguf"), gguf=("f16",))
     assert done.parity.is_ok, [check for link in done.parity.links for check in link.checks if not check.is_ok]
     assert (base is None) or any("held-out loss with the adapter" in note for note in done.notes)

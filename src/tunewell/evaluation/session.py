@@ -127,6 +127,9 @@ class EvaluationSession:
         self.rules: VerdictRules = ref.loaded.config.verdict
         self.seconds: dict[str, float] = {}
         self.notes: list[str] = list(evaluation_set.notes)
+        quantized = ref.plan.quantized if ref.plan else None
+        if quantized is not None and quantized.price:
+            self.notes.append(f"the base model is in {quantized.kind}: before training, {quantized.price}")
         self.lm_eval: dict[str, Any] = {}
         self.questions: list[Question] = []
         self.judged: JudgedQuestions | None = None

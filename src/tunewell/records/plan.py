@@ -54,6 +54,14 @@ class QuantizedBase(Record):
         return None if not self.loss or self.quantized_loss is None else self.quantized_loss / self.loss - 1
 
     @property
+    def price(self) -> str:
+        """The losses of the base model without and with quantisation; empty if they were not measured."""
+        if self.loss is None or self.quantized_loss is None:
+            return ""
+        cost = f" ({self.cost:+.1%})" if self.cost is not None else ""
+        return f"loss {self.quantized_loss:.4f} instead of {self.loss:.4f}{cost}"
+
+    @property
     def loading_argument(self) -> str:
         """The argument of `from_pretrained` that quantises the base model in the same way, as Python code.
 

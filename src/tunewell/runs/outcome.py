@@ -164,9 +164,8 @@ class _Readme:
         base = self.plan.quantized
         if base is None:
             return []
-        losses = f": loss {base.quantized_loss:.4f} instead of {base.loss:.4f}" if base.loss is not None else ""
-        cost = f" ({base.cost:+.1%})" if base.cost is not None else ""
-        return [f"The base model is in {base.kind}{losses}{cost}; {base.because}.", ""]
+        price = f": {base.price}" if base.price else ""
+        return [f"The base model is in {base.kind}{price}; {base.because}.", ""]
 
     def _usage(self) -> list[str]:
         """Return code that loads the checkpoint in transformers, or tunewell commands if transformers cannot."""
