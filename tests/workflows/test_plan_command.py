@@ -1,9 +1,11 @@
 """`tunewell plan`: what it predicts, what it offers if a run does not fit, and what is left when measuring fails."""
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,26 @@ def test_a_measuring_process_that_dies_leaves_the_computed_plan(
     assert not result.prediction.is_measured
     assert reason in result.notes[0]
     assert not list((project / "cache").rglob("*.json"))
+
+
+def test_a_plan_that_is_terminated_leaves_nothing(project: Path) -> None:
+    """The measuring process went on for minutes, and its folder stayed in the temporary folder."""
+    script = (
+        "from tunewell.cli.main import main; from tunewell.runs import probe; real = probe.subprocess.Popen;"
+        "probe.subprocess.Popen = lambda line, **options: real(['sleep', '60'], **options); main(['plan'])"
+    )
+    temporary = project / "tmp"
+    temporary.mkdir()
+    options: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    command = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=project, env=os.environ | {"TMPDIR": str(temporary)}, **options
+    )
+    while not list(temporary.glob("tunewell-probe-*")):
+        assert command.poll() is None
+        time.sleep(0.05)
+    command.terminate()
+    assert command.wait(timeout=60) == 143
+    assert not list(temporary.iterdir())
 
 
 def test_a_run_that_does_not_fit_gets_a_ladder_and_exit_code_2(project: Path) -> None:

@@ -3,9 +3,21 @@
 import gc
 import importlib
 import os
+import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any
+
+
+def clean_up_when_terminated() -> None:
+    """End with an exception on SIGTERM, so that a child and temporary folders are removed; a second one is ignored."""
+
+    def end(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def import_libraries(*, device: str, model: str | Path | None = None, workflow: str = "train") -> None:

@@ -7,6 +7,7 @@ import typer
 from tunewell.cli.options import AsJson, ConfigFile, DataPaths, Offline, Sets, with_offline
 from tunewell.cli.progress import shown_stages
 from tunewell.cli.render import emit, hanging, json_text
+from tunewell.cli.startup import clean_up_when_terminated
 
 if TYPE_CHECKING:
     from tunewell.config.load import LoadedConfig
@@ -62,6 +63,7 @@ def command(
         raise UserError("`--gpu` and `--ram` plan for different machines", fix="use one of them at a time")
     loaded = load_config(config, with_offline(set_, offline), model=model, data=data)
     options = PlanOptions(not no_measure, names, None if ram is None else int(ram * 1e9))
+    clean_up_when_terminated()
     with shown_stages() as progress:
         result = plan(loaded, options, progress=progress)
     if apply:

@@ -1,8 +1,6 @@
 """`tunewell profile`: show where the time of a step goes, and what would make it faster."""
 
 import os
-import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +8,7 @@ import typer
 
 from tunewell.cli.options import AsJson, ConfigFile, DataPaths, Sets
 from tunewell.cli.render import emit, json_text
+from tunewell.cli.startup import clean_up_when_terminated
 from tunewell.core.errors import UserError
 from tunewell.core.progress import Progress
 
@@ -80,7 +79,7 @@ def command(
         job = Job(child, copies, steps or _DEFAULT_STEPS, padded_to, keeps_waits=is_trying_threads)
         _measure(loaded, job, allow_faults=enable_fault_injection)
         return
-    signal.signal(signal.SIGTERM, _end)
+    clean_up_when_terminated()
     try:
         if padded_to is not None:
             with shown_stages() as progress:
@@ -91,12 +90,6 @@ def command(
     except ChildFailed as failed:
         raise typer.Exit(failed.code) from None
     emit(json_text(result.as_json()) if json else profile_screen(result))
-
-
-def _end(number: int, _: object) -> None:
-    """End with an exception, so that the child and the temporary folders are removed; a second signal is ignored."""
-    signal.signal(number, signal.SIG_IGN)
-    sys.exit(128 + number)
 
 
 def _find_run(run: Path | None) -> Path:
