@@ -64,7 +64,7 @@ def test_the_key_does_not_follow_a_redirect(monkeypatch):
         (OK + b"[" * 50_000, "not valid JSON"),
         (OK + b"\xff\xfe", "not valid JSON"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n{", "not valid"),
-        (b"HTTP/1.1 404 No\r\nContent-Length: 4\r\n\r\nnope", "refuses the request: 404"),
+        (b"HTTP/1.1 404 No\r\nContent-Length: 4\r\n\r\nnope", "rejected the request: status 404"),
     ],
 )
 def test_a_hostile_answer_is_an_error_with_the_address(monkeypatch, answer, says):

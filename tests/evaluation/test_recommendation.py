@@ -26,17 +26,18 @@ def test_a_simpler_column_wins_if_the_best_is_not_shown_to_be_better():
         shares("run", 38, needs=["training"]),
         shares("run + retrieval", 39, needs=["training", "index"]),
     )
-    assert found.column == "run" and "not shown to be better" in found.because and "would tell" in found.because
+    assert found.column == "run"
+    assert "not shown to be better" in found.because and "would show a difference" in found.because
 
 
 def test_equal_effort_is_decided_by_right_answers_and_named():
     found = advice(shares("base", 2), shares("a", 30, needs=["index"]), shares("b", 31, needs=["training"]))
-    assert found.column == "b" and "no difference to a (30 right) is shown" in found.because
+    assert found.column == "b" and "a (30 right) is not shown to be worse" in found.because
 
 
 def test_there_is_no_recommendation_without_evidence_or_without_a_good_column():
     few = advice(shares("a", 1, of=10), shares("b", 9, of=10))
-    assert few.column is None and "10 questions are too few" in few.because
+    assert few.column is None and "only 10 questions" in few.because
     bad = advice(shares("a", 3), shares("b", 9))
     assert bad.column is None and "only 9 of 40" in bad.because
     unjudged = advice(column("a", None), column("b", None))
@@ -45,7 +46,7 @@ def test_there_is_no_recommendation_without_evidence_or_without_a_good_column():
 
 def test_an_inventing_column_is_named():
     found = advice(shares("a", 2), shares("b", 39, needs=["index"], invented=(30, 40)))
-    assert found.column == "b" and "invents an answer to 30 of 40 questions" in found.because
+    assert found.column == "b" and "invents 30 of 40 answers" in found.because
 
 
 def test_holm_adjusts_over_all_pairs_and_counts_add_up():

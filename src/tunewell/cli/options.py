@@ -43,9 +43,7 @@ Device = Annotated[
 AllowPickle = Annotated[
     bool, typer.Option("--allow-pickle", help="Load `.pt` or `.bin` weights, which can run code. Trusted files only.")
 ]
-Offline = Annotated[
-    bool, typer.Option("--offline", help="Send no request for remote rows: use the files of earlier downloads.")
-]
+Offline = Annotated[bool, typer.Option("--offline", help="Use earlier downloads of remote rows, and send no requests.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -106,7 +106,7 @@ def folded_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), 
 def hanging(lead: str, text: str) -> str:
     """Wrap a text at the width of the screen, with a hanging indent of the width of `lead`.
 
-    A command in backticks stays on one line, so that it can be copied; the terminal itself wraps one that is longer.
+    A command in backticks stays on one line, so that it can be copied. The terminal wraps it if it is longer.
     """
     indent = cell_width(lead)
     fold_width = max(width() - indent, _MIN_FOLD_WIDTH)
@@ -123,7 +123,7 @@ def hanging(lead: str, text: str) -> str:
 
 
 def _words(text: str, fold_width: int) -> Iterator[str]:
-    """Split a text at spaces, but not inside a command, nor inside other text in backticks that fits on a line."""
+    """Yield the words of a text. A command, or other text in backticks that fits on a line, is one word."""
     for word in re.findall(r"(?:[^\s`]|`[^`]*`|`)+", text):
         yield from [word] if cell_width(word) <= fold_width or _COMMAND.match(word) else word.split()
 

@@ -12,29 +12,27 @@ _MAX_PRICE = 1000
 
 
 class Storage(Section):
-    """Remote files: how they are reached and cached. Access keys are never part of the config: they are read from
-    environment variables, or from a profile in `~/.aws`."""
+    """Access to remote files, and their cache. Access keys are never part of the config: they are read from environment
+    variables, or from a profile in `~/.aws`."""
 
     profile: Text | None = None
     """Profile in `~/.aws/credentials` and `~/.aws/config`, instead of the access keys in environment variables."""
     endpoint: Text | None = None
     """Endpoint of the object storage, if it is not Amazon's, e.g. `https://ACCOUNT.r2.cloudflarestorage.com`. `null`:
-    AWS_ENDPOINT_URL, or that of the profile; for `r2://`, the endpoint of R2_ACCOUNT_ID."""
+    AWS_ENDPOINT_URL, or the endpoint of the profile; for `r2://`, the endpoint of R2_ACCOUNT_ID."""
     region: Text | None = None
-    """Region of the bucket. `null`: AWS_REGION, or that of the profile, or `us-east-1`; `auto` for `r2://`."""
+    """Region of the bucket. `null`: AWS_REGION, the region of the profile, or `us-east-1`; `auto` for `r2://`."""
     cache_gb: Annotated[Float, Field(gt=0)] = 100.0
     """Maximum size of the cache of downloaded files in GB (10^9 bytes), in `~/.cache/tunewell` or TUNEWELL_CACHE.
     The least recently used files are removed first."""
     offline: Bool = False
-    """Use downloaded files only, and send no request. Also set by `--offline`."""
+    """Use only files that were downloaded earlier, and send no requests. Also set by `--offline`."""
 
     @field_validator("endpoint")
     @classmethod
     def _require_plain_address(cls, value: str | None) -> str | None:
         if value is not None and not re.fullmatch(r"https?://[^\s/@?#]+/?", value):
-            raise ValueError(
-                "must be an address like `https://HOST` or `http://HOST:PORT`, without keys and without a path"
-            )
+            raise ValueError("must be an address like `https://HOST` or `http://HOST:PORT`, without keys or a path")
         return value
 
 

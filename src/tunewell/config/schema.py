@@ -71,15 +71,15 @@ class SourceConfig(Section):
     """One source of rows."""
 
     path: Text
-    """A file, a folder or a glob, relative to the config file; an address (`s3://`, `r2://`, `https://`); or a data set
+    """A file, a folder or a glob, relative to the config file; an address (`s3://`, `r2://`, `https://`); or a dataset
     of the hub (`hf://datasets/ORG/NAME@REVISION`). As a plain string it may end in a limit: `rows.jsonl#500`."""
     format: Annotated[str, OneOf(FORMATS)] = Field(
         default="auto", description=f"Format of the rows. {OneOf(FORMATS).doc()} The detected format is printed."
     )
     config: Text | None = None
-    """Configuration (subset) of a data set of the hub. `null`: its default, or its only one."""
+    """Configuration (subset) of a dataset of the hub. `null`: its default, or its only one."""
     split: Text | None = None
-    """Split of a data set of the hub. `null`: `train`."""
+    """Split of a dataset of the hub. `null`: `train`."""
     columns: dict[str, str] = {}  # noqa: RUF012  pydantic copies it
     """Column names of your rows, e.g. `{question: Frage, answer: Antwort}`: the standard name, then yours."""
     labels: tuple[Text, ...] = ()
@@ -148,7 +148,7 @@ class SourceConfig(Section):
     def _require_hub_for_splits(self) -> "SourceConfig":
         if (self.config or self.split) and not self.path.startswith("hf://"):
             raise ValueError(
-                "has `config` or `split`, which are keys of a data set of the hub: `hf://datasets/ORG/NAME`"
+                "has `config` or `split`, which apply only to a dataset of the hub: `hf://datasets/ORG/NAME`"
             )
         return self
 
@@ -212,8 +212,8 @@ class Data(Section):
     path: a file of test rows, read like the first source. Questions are chosen by their hash, so their order does not
     matter."""
     index: Text | None = None
-    """An index made by `tunewell index`, for open-book training: each question gets passages from it, as `tunewell ask`
-    shows them, and whole documents are held out instead of `held_out`."""
+    """Index made by `tunewell index`, for open-book training: passages from it are added to each question, as in
+    `tunewell ask`. Whole documents are held out, instead of the share in `held_out`."""
     max_repeats: Annotated[Int, Field(ge=1)] = 4
     """Maximum number of copies of a document that are made to reach the `share` of its source."""
     clean: Clean = Clean()

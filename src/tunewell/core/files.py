@@ -54,7 +54,7 @@ def sha256_text(*parts: str) -> str:
 
 
 def parse_json(data: str | bytes) -> Any:
-    """Return a JSON value. Raises ValueError also if it is nested too deeply (`json` raises RecursionError)."""
+    """Return a JSON value. Raise ValueError if it is invalid or nested too deeply (`json` raises RecursionError)."""
     try:
         return json.loads(data)
     except RecursionError:

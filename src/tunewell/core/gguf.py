@@ -89,7 +89,7 @@ class _Damaged(Exception):
 
 
 def _require_no_overlap(table: list[tuple[str, tuple[int, ...], int, int]]) -> None:
-    """Raise _Damaged if two tensors share bytes. The size of an unknown type is taken as one byte."""
+    """Raise _Damaged if two tensors share bytes. A tensor of an unknown type counts as one byte."""
     end, before = 0, ""
     for name, shape, kind, offset in sorted(table, key=lambda entry: entry[3]):
         if offset < end:

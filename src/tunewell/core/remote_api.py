@@ -1,6 +1,7 @@
-"""Requests to an OpenAI-compatible server that the user named: `http://HOST/v1#MODEL`. Its answers are not trusted.
+"""Send requests to an OpenAI-compatible server that the user named: `http://HOST/v1#MODEL`.
 
-A redirect is an error: it would send the texts, and the key, to another server. Sizes and times are limited.
+The answers are not trusted: their size and time are limited. A redirect is an error, because it would send the texts
+and the key to another server.
 """
 
 import http.client
@@ -75,7 +76,7 @@ class RemoteApi:
             raise self._invalid("it is not valid JSON") from error
 
     def invalid_format(self) -> UserError:
-        """Return the error for JSON that lacks what the API promises."""
+        """Return the error for JSON that does not have the format of the API."""
         return self._invalid("it is not in the format of OpenAI's API")
 
     @contextmanager
@@ -93,12 +94,12 @@ class RemoteApi:
             target = error.headers.get("Location")
             if target and 300 <= error.code < 400:
                 raise UserError(
-                    f"{self._what} redirects to another address, which is not followed",
+                    f"{self._what} redirects to another address; redirects are not followed",
                     where=f"{self.url} -> {target[:200]}",
-                    fix="if you trust that address, give it instead",
+                    fix="if you trust that address, use it instead",
                 ) from None
             raise UserError(
-                f"{self._what} refuses the request: {error.code}",
+                f"{self._what} rejected the request: status {error.code}",
                 where=detail or self.url,
                 fix=f"check the name of the model after `#`; a key is read from {self._key_variable}",
             ) from None

@@ -44,7 +44,7 @@ def _text(passage: ShownPassage) -> str:
 
 
 def question_in(message: str) -> str:
-    """Return the question in a message with passages; another message is returned as it is."""
+    """Return the question in a message with passages. Other messages are returned unchanged."""
     return message.rpartition(f"\n\n{_QUESTION}")[2] if message.startswith(_TASK) else message
 
 

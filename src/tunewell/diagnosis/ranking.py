@@ -21,10 +21,10 @@ _WARNING_PENALTY = 0.2
 """A warning must be this much surer than a failure to be named before it."""
 _EQUAL = 0.05
 _PER_LINE, _MOST_LINES, _MEASURED = 0.03, 10, 0.3
-"""In a written report of several problems, one that its numbers show is named first, then the one that most lines are
-about."""
+"""In a written report of several problems, a problem that its numbers show is named first, then the one that most lines
+describe."""
 _NEAR, _LOOSE = 3, 0.65
-"""Lines between an error and the evidence that explains it, and the most confidence of evidence that is not near."""
+"""Maximum number of lines between an error and its evidence, and the maximum confidence of evidence farther away."""
 _FRAME = re.compile(r'\W{0,6}File "[^"]+", line\b|\s*at \S+:\d+\b')
 _ERROR = re.compile(r"(?i)error|exception|fail|fatal|assert|abort|cannot|could not|unable")
 _MAX_EVIDENCE = 4
@@ -46,7 +46,7 @@ class Candidate:
     num_lines: int = 0
     """Number of lines about it in a written report; 0 in a log."""
     is_measured: bool = False
-    """Whether a rule computed it from numbers, and not only from words."""
+    """Whether a rule computed it from numbers, not only from text."""
 
     @property
     def score(self) -> float:
@@ -102,9 +102,9 @@ def find_candidates(reading: Reading) -> list[Candidate]:
 
 
 def _doubted(candidate: Candidate, reading: Reading) -> Candidate:
-    """Lower the confidence of a candidate that matches loosely: beside the error of the text, not in it.
+    """Return the candidate, with lower confidence if its evidence is not part of an error.
 
-    Its evidence is only frames of a traceback, or sentences and settings far from every error.
+    Such evidence is only frames of a traceback, or sentences and settings far from every error.
     """
     if candidate.confidence < LIKELY or candidate.failure.severity == "harmless" or not candidate.evidence:
         return candidate

@@ -75,7 +75,7 @@ def is_sentence(line: str) -> bool:
 _SETTING = re.compile(r"\s*(?:- )?[a-z_][a-z0-9_.]*:\s+\S+\s+#")
 """Matches a setting of a YAML file with a comment, which is a sentence about the setting and not about a run."""
 _PRINTED = re.compile(r"\W{0,6}(?:\[?rank\s?\d+\]?:\s)?[\w.]*(?:Error|Exception|Warning): ")
-"""Matches a line that Python prints for an exception, and not a person."""
+"""Matches a line that Python prints for an exception. A person did not write it."""
 _LOG_LINE = re.compile(r"(?m)^\s*[{<\[]|^\S+Error:|it/s\]|s/it\]|^\s*\w+_\w+: ")
 
 

@@ -47,7 +47,7 @@ _NEGATION = "no not never none without neither nor cannot nicht kein keine pas a
 _CONJUNCTIONS = frozenset({"and", "or", "und", "oder", "et", "ou", "y", "e", "o"})
 _NEGATIONS = frozenset(_NEGATION.split())
 _CITATION = re.compile(r"(?<=\S)\s*\[\d{1,3}\]\s*$")
-"""The number of a passage after an answer, which is no part of it."""
+"""The number of a passage after an answer. It is not part of the answer."""
 _FINAL = re.compile(r"####\s*(\S[^\n]*?)\s*$|\\boxed\{([^{}]+)\}")
 _POLAR_START = re.compile(
     r"\s*(yes|no|maybe|ja|nein|oui|non|sí|sim|não|nee|да|нет)(?:\s*[.,;:!]+(?!\s*\d)|\s*$|\s*[-\n])", re.IGNORECASE

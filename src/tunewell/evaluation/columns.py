@@ -49,9 +49,9 @@ class ColumnAnswer:
     right: bool | None
     f1: float = 0.0
     refused: bool = False
-    """Whether the answer says that it is not known, or the search refused the question."""
+    """Whether the answer is a refusal, or the search refused the question."""
     has_passage: bool | None = None
-    """Whether the passage with the answer was in the prompt; None without an index, or if that cannot be told."""
+    """Whether a passage with the answer was in the prompt; None without an index, or if it is unknown."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Column:
     resources: Mapping[str, float | None] = field(default_factory=dict)
     """Speed, time and memory, by name with its unit."""
     invented: tuple[int, int] | None = None
-    """Of the questions whose passages were removed from the index: those answered, not refused, and not right; all."""
+    """Number of invented answers, and number of questions whose passages were removed from the index."""
     needs: frozenset[str] = frozenset()
     """What the column needs besides the base model: `training`, `index`."""
 
@@ -118,9 +118,9 @@ class ColumnCounts:
     high: float = 1.0
     """95% interval of the share of right answers. Questions on one fact count as one observation."""
     search_misses: int | None = None
-    """Questions without a right answer whose passage was not in the prompt; None without an index."""
+    """Number of answers that are not right, without the answer in a passage of the prompt; None without an index."""
     reading_misses: int | None = None
-    """Questions without a right answer although the passage was in the prompt."""
+    """Number of answers that are not right, although a passage in the prompt contained the answer."""
     invented: int | None = None
     num_removed: int | None = None
     """Number of questions that were asked again with their passages removed from the index."""
@@ -177,7 +177,7 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class UsedKey:
-    """What the answers to one question are judged by."""
+    """The answer key of one question, and how it was derived."""
 
     question: str
     key: str
@@ -208,7 +208,7 @@ class ColumnComparison:
     """What each column needs besides the base model: `training`, `index`."""
     recommendation: Recommendation | None = None
     keys: list[UsedKey] = field(default_factory=list)
-    """What answers are judged by, for some questions."""
+    """The answer keys of some questions."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `compare --json` prints."""
@@ -220,7 +220,7 @@ def compare_columns(
 ) -> ColumnComparison:
     """Compare columns by the questions that all of them were asked, and by what they have in common.
 
-    Each later column is compared with the first; with `has_all_pairs`, each with each.
+    Each later column is compared with the first; with `has_all_pairs`, all pairs are compared.
     """
     common = [key for key in columns[0].answers if all(key in column.answers for column in columns)]
     changed = [key for key in common if len({column.answers[key].text for column in columns}) > 1]

@@ -23,7 +23,7 @@ def recommend(comparison: ColumnComparison) -> Recommendation:
     if not num_judged:
         return Recommendation(None, "no answer can be judged: the references are too long to compare")
     if num_judged < MIN_QUESTIONS:
-        because = f"{count(num_judged, 'question')} are too few to choose by; at least {MIN_QUESTIONS} are needed"
+        because = f"only {count(num_judged, 'question')}; a recommendation needs at least {MIN_QUESTIONS}"
         return Recommendation(None, because)
     best = max(range(len(names)), key=lambda index: (counts[index].right, -len(comparison.needs[index])))
     if counts[best].share < _FEW_RIGHT:
@@ -36,7 +36,7 @@ def recommend(comparison: ColumnComparison) -> Recommendation:
         parts.append(_more(comparison, chosen, best))
     elif others := [index for index in equal if index != best]:
         nearest = max(others, key=lambda index: counts[index].right)
-        parts.append(f"no difference to {names[nearest]} ({counts[nearest].right} right) is shown")
+        parts.append(f"{names[nearest]} ({counts[nearest].right} right) is not shown to be worse")
         parts.append(_more(comparison, best, nearest))
     else:
         parts.append("every other column is shown to be worse")
@@ -58,16 +58,13 @@ def _more(comparison: ColumnComparison, one: int, other: int) -> str:
     found = _between(comparison, one, other)
     if found is None or found.more_questions is None:
         return ""
-    return f"about {count(found.more_questions, 'more question')} would tell"
+    return f"about {count(found.more_questions, 'more question')} would show a difference of this size"
 
 
 def _invention(counts: ColumnCounts) -> str:
     if not counts.num_removed or counts.invented is None or counts.invented < _MANY_INVENTED * counts.num_removed:
         return ""
-    return (
-        f"but it invents an answer to {counts.invented} of {count(counts.num_removed, 'question')} whose passages are "
-        "missing"
-    )
+    return f"but with the passages removed, it invents {counts.invented} of {count(counts.num_removed, 'answer')}"
 
 
 def _none_is_good(name: str, counts: ColumnCounts) -> str:
@@ -75,8 +72,9 @@ def _none_is_good(name: str, counts: ColumnCounts) -> str:
     if counts.search_misses is not None and counts.reading_misses is not None:
         is_search = counts.search_misses > counts.reading_misses
         hint = (
-            "most misses are of the search: tune it with `tunewell index --questions`"
+            "most misses are search misses: tune the search with `tunewell index --questions`"
             if is_search
-            else "most misses are of reading: use a larger model, or teach this one with `tunewell train --index INDEX`"
+            else "most misses are reading misses: use a larger model, or train this one with "
+            "`tunewell train --index INDEX`"
         )
-    return f"the best, {name}, answers only {counts.right} of {count(counts.judged, 'question')} right; {hint}"
+    return f"the best column, {name}, has only {counts.right} of {count(counts.judged, 'answer')} right; {hint}"

@@ -81,8 +81,8 @@ def run_tasks(model: PreTrainedModel, tokenizer_folder: Path, tasks: Sequence[st
 
 
 _LOOK_UP = (
-    "if the answers are facts in documents, the model can look them up instead: `tunewell index DOCUMENTS`, then "
-    "`tunewell compare {run} --index index` measures which is better"
+    "if the answers are facts in documents, the model can look them up instead: run `tunewell index DOCUMENTS`, then "
+    "`tunewell compare {run} --index index` to measure which is better"
 )
 _NUM_COMPARED = 8
 """Number of prompts whose logits are compared with the base model's, to detect a training without effect."""

@@ -86,7 +86,7 @@ def model_card(facts: CardFacts, *, library: str | None = None, example: str | N
     lines += ["`parity.json` contains the comparison with the trained model: token ids, logits, answers, tensors.", ""]
     if facts.prompt_form is not None:
         form = json.dumps(facts.prompt_form, ensure_ascii=False, indent=2)
-        lines += [f"The model answers from passages. `{PROMPT_FORM}`, the form of its messages:", ""]
+        lines += [f"The model was trained to answer from passages. Its messages have the form in `{PROMPT_FORM}`:", ""]
         lines += ["```json", form, "```", ""]
     if example is not None:
         lines += ["```python", example, "```", ""]

@@ -45,7 +45,7 @@ class ModelAnswerer:
     def __init__(self, model: ChatModel, runtime: Runtime, *, length: int, system: str | None = None) -> None:
         if model.masker is None:
             raise UserError(
-                f"`{model.ref.name}` has no chat template, so it cannot be asked",
+                f"`{model.ref.name}` has no chat template, so it cannot answer questions",
                 fix="use a chat model, or train this one first",
             )
         self._model, self._runtime, self._length = model, runtime, length
@@ -74,7 +74,7 @@ class ModelAnswerer:
 
 
 class ServerAnswerer:
-    """A model behind an OpenAI-compatible address. It answers one message after the other."""
+    """A model behind an OpenAI-compatible address. It answers one message at a time."""
 
     def __init__(self, address: str, *, length: int) -> None:
         self._address, self._options = address, ChatOptions(length=length)

@@ -11,7 +11,7 @@ from tunewell.inference.chat import ChatOptions
 
 _KEY = "TUNEWELL_MODEL_KEY"
 _CONTEXT_TOKENS = 4096
-"""Assumed, because the API does not tell it."""
+"""Assumed, because the API does not report it."""
 _BYTES_PER_TOKEN = 3
 
 

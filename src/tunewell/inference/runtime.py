@@ -27,7 +27,7 @@ from tunewell.models.support import head_shape, quiet
 
 _THREADS_SECONDS, _MAX_MEASURED_WEIGHTS = 0.3, 64_000_000
 BATCH_TOKENS_MEASURED = 256
-"""Tokens for which the number of threads of a batch is measured: a batch of answers has fewer, of losses more."""
+"""Number of tokens to measure the threads of a batch with. Batches of answers have fewer tokens, of losses more."""
 _MAX_STRETCH, _MAX_GROUP_TOKENS = 1.25, 512
 """Texts whose logits are computed together: the longest has at most 1.25 times the tokens of the shortest."""
 _BATCH_TOKENS, _GPU_BATCH_TOKENS = 1024, 16_384
@@ -105,7 +105,7 @@ class TorchRuntime:
         num_threads: int | None = None,
         batch_threads: int | None = None,
     ) -> None:
-        """Wrap a model. `num_threads` is set in torch while one token is computed, `batch_threads` in other calls."""
+        """Wrap a model. torch uses `num_threads` to compute one token at a time, and `batch_threads` in other calls."""
         self.model = model
         self.num_threads = num_threads
         self.batch_threads = batch_threads or num_threads

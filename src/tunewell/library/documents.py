@@ -62,7 +62,7 @@ def index(
     language: str = "auto",
     progress: Show = True,
 ) -> IndexResult:
-    """Make documents searchable, or update an index. `questions` are training rows to choose the settings on."""
+    """Make documents searchable, or update an index. The search settings are chosen on `questions`, training rows."""
     from tunewell.workflows.index import index as run_index
 
     paths = [documents] if isinstance(documents, str | Path) else documents

@@ -134,8 +134,11 @@ def _from_config(files: ModelFiles, config: dict[str, Any]) -> ModelFacts:
     text = config | nested if isinstance(nested, dict) else config
     for key in _LAYER_KEYS:
         if (_count(text, key) or 0) > _MAX_LAYERS:
-            where = f"`{key}` in config.json is {text[key]:,}"
-            raise UserError(f"the config of `{_name(files)}` is not that of a model", where=where)
+            raise UserError(
+                f"the config of `{_name(files)}` is damaged: it has too many layers",
+                where=f"`{key}` in config.json is {text[key]:,}",
+                fix="download the model again, or use another one",
+            )
     architectures = config.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else config.get("model_type")
     return ModelFacts(

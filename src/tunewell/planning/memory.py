@@ -6,7 +6,7 @@
     weights + adapter + generation                                                  the verdict
 
 Saved activations were counted with autograd's hooks on our own forward pass (torch 2.13, 2026-11-17). The compiled ones
-were fitted to peaks on an H200 (`benchmarks/RESULTS.md`): 16.7 GiB (1.1B, LoRA) and 54.3 GiB (8B, NF4) are met to 2%.
+were fitted to peaks on an H200 (`benchmarks/RESULTS.md`): 16.7 GiB (1.1B, LoRA) and 54.3 GiB (8B, NF4) match to 2%.
 """
 
 from dataclasses import dataclass

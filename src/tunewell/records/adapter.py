@@ -7,6 +7,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.files import parse_json
 
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_FIX = "copy or download the adapter again"
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
@@ -17,7 +18,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     try:
         config: object = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"`{path}` is damaged", where=str(error)) from error
+        raise UserError(f"`{path}` is damaged", where=str(error), fix=_FIX) from error
     if not isinstance(config, dict):
-        raise UserError(f"`{path}` is damaged", where="it is not a JSON object")
+        raise UserError(f"`{path}` is damaged", where="it is not a JSON object", fix=_FIX)
     return cast(dict[str, Any], config)

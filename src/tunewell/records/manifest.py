@@ -54,7 +54,7 @@ class SourceRecord(Record):
     unused: dict[str, int] = Field(default_factory=dict)
     """Number of documents by column that is not used."""
     version: str = ""
-    """Version of a remote file: its ETag, or the commit of a data set of the hub."""
+    """Version of a remote file: its ETag, or the commit of a dataset of the hub."""
 
 
 class TokenCounts(Record):

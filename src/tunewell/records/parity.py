@@ -137,7 +137,7 @@ class Check(Record):
     ]
     is_ok: bool
     is_warning: bool = False
-    """Whether users should know about this, although the artefact matches the trained model."""
+    """Whether the screen shows a warning, although the artefact matches the trained model."""
     words: str
     figures: dict[str, Any] = Field(default_factory=dict)
     bound: str = ""

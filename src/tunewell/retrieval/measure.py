@@ -1,4 +1,4 @@
-"""Ask a model the questions of a test, with or without passages, and judge the answers: one column of `compare`."""
+"""Ask a model the questions of a test, with or without passages, and judge the answers, for a column of `compare`."""
 
 import math
 import re
@@ -29,7 +29,7 @@ _CITATION = re.compile(r"\s*\[\d{1,3}\]")
 
 @dataclass(frozen=True)
 class Exam:
-    """The questions of a test, with what their answers are judged by."""
+    """The questions of a test with their answer keys."""
 
     keys: list[AnswerKey]
     clusters: list[int]
@@ -57,7 +57,7 @@ def read_exam(model: ChatModel, rows: EvaluationSet, *, number: int, needs_keys:
     judged = judged_questions(found, rows.split, rows.corpus, model)
     if needs_keys and not any(key.is_judged for key in judged.keys):
         raise UserError(
-            f"none of the {count(len(found), 'answer')} in the rows can be compared: they are too long, or empty",
+            f"none of the {count(len(found), 'answer')} in the rows can be compared: they are empty or too long",
             where=rows.name,
             fix="add a column `answers` with what a right answer must contain, or compare runs without `--index`",
         )
@@ -69,7 +69,7 @@ def read_exam(model: ChatModel, rows: EvaluationSet, *, number: int, needs_keys:
 def measure_alone(
     name: str, model: Answerer, exam: Exam, *, is_own: bool, progress: ProgressListener = silent, **more: Any
 ) -> Column:
-    """Ask without passages. `is_own`: the prompts of the exam are in the tokens of this model."""
+    """Return a column of answers without passages. `is_own`: the exam's prompts are in the tokens of this model."""
     messages: list[Message] = [*exam.prompts] if is_own and exam.prompts else [key.question for key in exam.keys]
     replies = model.answer(messages, with_stage(progress, f"{name}: answering"))
     judged = [(text, judge(text, key)) for text, key in zip(replies.texts, exam.keys, strict=True)]
@@ -86,7 +86,7 @@ def measure_with_passages(
     progress: ProgressListener = silent,
     **more: Any,
 ) -> Column:
-    """Ask with the passages that were found, and again without those that contain the answers."""
+    """Return a column of answers with the passages found. Ask again without those that contain the answers."""
     texts, num_shown, replies = _ask(model, exam.keys, searched.found, with_stage(progress, f"{name}: answering"))
     answers = []
     for text, number, key, shown in zip(texts, num_shown, exam.keys, searched.found, strict=True):

@@ -1,7 +1,7 @@
 """Training rows that teach a model to read: questions with passages, as `ask` shows them.
 
 Each row has the passage that answers, between the search's own near misses, in random order. In a share of the rows
-the answering passage is missing, and the reply is the refusal. In further copies of a row, the answer is exchanged for
+the answering passage is missing, and the reply is the refusal. In further copies of a row, the answer is replaced by
 that of a similar question, in the passage and in the reply, so that only reading gives the right reply. Whole documents
 are held out, so that the test measures reading and not memory.
 
@@ -29,14 +29,14 @@ from tunewell.retrieval.search import Retriever
 from tunewell.retrieval.shown import HasAnswer, key_finder
 
 UNANSWERABLE_SHARE = 0.25
-"""The share of rows without the answering passage, of which the reply is the refusal."""
+"""The share of rows without the answering passage. Their reply is the refusal."""
 NUM_COPIES = 4
-"""Rows per training question, with other near misses, orders and answers."""
+"""Rows per training question. They differ in near misses, order and answer."""
 _HELD_OUT_SHARE = 0.25
 _MIN_DOCUMENTS = 4
 _CANDIDATES = 40
 _SPARE = 3
-"""The near misses of a row are drawn from this many times as many passages."""
+"""Near misses of a copy are drawn from a pool of this many times their number."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ def open_book_rows(
 ) -> OpenBookRows:
     """Return rows with passages; raise UserError if the documents answer too few questions to hold some out.
 
-    Test rows are questions of `test`, or of `train` without one, on the documents in `held_out`: by default a quarter
-    of them, chosen by their hash.
+    Test rows are the questions of `test`, or of `train` if `test` is empty, about the documents in `held_out`. By
+    default, a quarter of the documents is held out, chosen by hash.
     """
     known = [one for one in train if one is not None]
     documents = sorted({one.answer.file for one in [*known, *(one for one in test if one is not None)]})

@@ -67,7 +67,7 @@ class Retriever:
         without: Collection[str] = (),
         hidden: Collection[int] = (),
     ) -> list[Found]:
-        """Return the best passages, as if the documents `without` and the passages `hidden` were gone."""
+        """Return the best passages, except those of the documents in `without` and those in `hidden`."""
         if vector_weight is None:
             vector_weight = self.store.manifest.settings.vector_weight.value
         asked = vector if vector is not None else self.embedder.embed([question], is_query=True)[0]

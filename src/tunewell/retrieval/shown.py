@@ -1,7 +1,7 @@
-"""The passages that a model gets for many questions, once as the search finds them and once without the answer.
+"""Search the passages for many questions, once with and once without those that contain the answer.
 
 question 1   found: [A] [b] [c]    removed: [b] [c] [d]      A contains the answer
-question 2   found: [b] [c]        removed: none             no passage contains the answer: a miss of the search
+question 2   found: [b] [c]        removed: none             no passage contains the answer: a search miss
 """
 
 import time
@@ -17,7 +17,7 @@ from tunewell.retrieval.search import Retriever
 _CANDIDATES = 100
 
 HasAnswer = Callable[[int, Passage], bool | None]
-"""Return whether a passage answers a question, by the question's number; None if that cannot be told."""
+"""Return whether a passage answers a question, by the question's number; None if that is unknown."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Shown:
 
     passages: list[Passage]
     right: list[bool] | None
-    """Whether each of the passages answers the question; None if that cannot be told."""
+    """Whether each of the passages answers the question; None if that is unknown."""
     is_refused: bool = False
     """Whether the search refuses the question, so that no model is asked."""
 
@@ -37,7 +37,7 @@ class SearchedQuestions:
 
     found: list[Shown]
     removed: list[Shown | None]
-    """The passages as if those with the answer were gone; None if none has the answer, or if that cannot be told."""
+    """The passages found without those that have the answer; None if no passage has it, or if that is unknown."""
     seconds: float = 0.0
     """Time of all searches, without those for `removed`."""
 
@@ -61,7 +61,7 @@ def search_all(
     num_passages: int | None = None,
     progress: ProgressListener = silent,
 ) -> SearchedQuestions:
-    """Search the passages for all questions, with and without those that answer."""
+    """Return the passages for all questions, with and without those that contain the answer."""
     limit = num_passages or retriever.store.manifest.settings.num_passages.value
     began = time.perf_counter()
     vectors = retriever.embedder.embed(list(questions), is_query=True)
@@ -73,8 +73,8 @@ def search_all(
         found, is_answerable = retriever.find(question, limit, vector=vector)
         seconds += time.perf_counter() - began
         passages = [one.passage for one in found]
-        told = [has_answer(number, passage) for passage in passages]
-        right = None if None in told else [bool(one) for one in told]
+        matches = [has_answer(number, passage) for passage in passages]
+        right = None if None in matches else [bool(one) for one in matches]
         result.found.append(Shown(passages, right, not is_answerable))
         if right is None:
             result.removed.append(None)

@@ -40,7 +40,7 @@ RETRY_CONFIG: dict[str, Any] = {  # of one request; `fetch.py` repeats downloads
 
 @dataclass(frozen=True)
 class Access:
-    """How a bucket is reached. The texts may be shown, the options may not."""
+    """The endpoint, region and access keys of a bucket. `options` has the keys and must not be printed."""
 
     endpoint: str | None
     """None: the default of the provider."""
@@ -89,8 +89,8 @@ def _find_keys(
         missing = [f"{prefix}{name.upper()}" for name in _KEY_PAIR if name not in found]
         if found and len(missing) == 1:
             raise UserError(
-                f"the variable {missing[0]} is not set, although the other access key is",
-                where=f"the variables {prefix}ACCESS_KEY_ID and {prefix}SECRET_ACCESS_KEY belong together",
+                f"the variable {missing[0]} is not set, but the other one of the pair is",
+                where=f"{prefix}ACCESS_KEY_ID and {prefix}SECRET_ACCESS_KEY are needed together",
                 fix=f"set {missing[0]}, or unset the other one",
             )
         if not missing:
@@ -114,7 +114,7 @@ def _r2_endpoint(address: Address, environ: Mapping[str, str]) -> str:
     account = next((environ[name] for name in _R2_ACCOUNT if environ.get(name)), None)
     if account is None:
         raise UserError(
-            "the account of `r2://` is not set",
+            "the Cloudflare account for `r2://` is not set",
             where=str(address),
             fix="set the variable R2_ACCOUNT_ID, or `storage.endpoint` to the endpoint of your account",
         )
@@ -149,7 +149,7 @@ def _read_profile(name: str | None, environ: Mapping[str, str]) -> dict[str, str
 
 
 def _has_metadata_service(environ: Mapping[str, str]) -> bool:
-    """Return whether this machine is in a cloud that gives it a role. Asking takes long elsewhere."""
+    """Return whether this machine can have a role of Amazon's cloud. Without the service, requests for it take long."""
     if environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return False
     try:

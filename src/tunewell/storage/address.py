@@ -59,7 +59,7 @@ def parse_address(url: str) -> Address:
             fix="use `s3://BUCKET/KEY` with access keys from the environment, or download the file and give its path",
         )
     if not bucket:
-        raise UserError(f"`{url}` names no bucket", fix=f"write `{scheme}://BUCKET/KEY`")
+        raise UserError(f"`{url}` does not name a bucket", fix=f"write `{scheme}://BUCKET/KEY`")
     if not is_web and not _BUCKET.fullmatch(bucket):
         raise UserError(
             f"`{bucket}` is not a valid bucket name",
@@ -70,7 +70,7 @@ def parse_address(url: str) -> Address:
 
 
 def listing_prefix(pattern: str) -> str:
-    """Return the folder above the first `*`, `?` or `[` of a pattern: only its keys must be listed."""
+    """Return the folder above the first `*`, `?` or `[` of a pattern. Only its keys have to be listed."""
     magic = _MAGIC.search(pattern)
     return pattern[: magic.start()].rpartition("/")[0] if magic else pattern
 

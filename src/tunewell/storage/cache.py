@@ -4,7 +4,7 @@ objects/
   content/3f/3f2a...      the bytes of a file, read-only, named by their SHA-256
   files/91c0....json      an address: stamp of the server, size and SHA-256
   listings/77ab....json   what an address, folder or pattern matched, for `--offline`
-  partial/91c0...-5e1d    an unfinished download; the name has the stamp, so another version never continues it
+  partial/91c0...-5e1d    an unfinished download; its name contains the stamp, so versions are never mixed
 """
 
 import json
@@ -25,12 +25,12 @@ from tunewell.storage.store import RemoteObject
 _RESERVE_BYTES = 64 << 20
 """Bytes that stay free on the disk of the cache."""
 _TIME_NS = 1_000_000_000 * 10**9
-"""The time of all content in the cache. Content with another time was changed, and is not used."""
+"""Modification time of all content in the cache. Content with another time was changed, and is not used."""
 _MAX_PARTIAL_SECONDS = 7 * 24 * 3600.0
 
 
 def cache_key(address: Address) -> str:
-    """Return the name of an address in the cache. The endpoint is not part of it: stamps of other content differ."""
+    """Return the name of an address in the cache. The endpoint is not part of it: other content has another stamp."""
     return sha256_text(str(address))[:40]
 
 
@@ -104,8 +104,8 @@ class ObjectCache:
         """
         if wanted_bytes > self.max_bytes:
             raise UserError(
-                f"the remote files ({size_bytes(wanted_bytes)}) are larger than the cache may be "
-                f"({size_bytes(self.max_bytes)})",
+                f"the remote files ({size_bytes(wanted_bytes)}) do not fit in the cache "
+                f"(limit: {size_bytes(self.max_bytes)})",
                 where=f"`{self.folder}`",
                 fix=f"raise `storage.cache_gb` to at least {wanted_bytes / 1e9:.1f}",
             )

@@ -18,7 +18,7 @@ from tunewell.storage.problems import is_temporary
 from tunewell.storage.store import RemoteObject, RemoteStore
 
 _NUM_STREAMS = 8
-"""Parallel downloads. One stream from S3 carries less than 100 MB/s."""
+"""Number of parallel downloads. One stream from S3 transfers less than 100 MB/s."""
 _WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0, 15.0)
 """Seconds between attempts without a new byte. Every byte received starts the list again."""
 _REPORT_SECONDS = 0.2
@@ -123,20 +123,20 @@ def _checked_download(partial: Path, entry: RemoteObject, shared: _Download) -> 
     expected = (entry.etag or "").strip('"')
     if entry.address.is_web or len(expected) != hashlib.md5().digest_size * 2 or md5 == expected:
         return sha256
-    # The ETag of an encrypted object is no hash of its content. Then a second download gives the same bytes.
+    # The ETag of an encrypted object is not a hash of its content. Then a second download gives the same bytes.
     partial.unlink()
     again, _ = _download(partial, entry, shared)
     if again != sha256:
         partial.unlink()
         raise UserError(
-            f"two downloads of `{entry.name}` differ, and neither has the checksum of the server",
+            f"two downloads of `{entry.name}` differ, and neither matches the checksum of the server",
             fix="check the network and its proxies, and run the command again",
         )
     return sha256
 
 
 def _download(partial: Path, entry: RemoteObject, shared: _Download) -> tuple[str, str]:
-    """Write the rest of a file after what `partial` has; return the SHA-256 and the MD5 of the whole."""
+    """Append the missing bytes of a file to `partial`; return the SHA-256 and the MD5 of the whole file."""
     sha256, md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
     with partial.open("a+b") as file:
         size = _hash_start(file, entry.size, shared, sha256, md5)
@@ -150,7 +150,10 @@ def _download(partial: Path, entry: RemoteObject, shared: _Download) -> tuple[st
                     md5.update(chunk)
                     size += len(chunk)
                     shared.count(len(chunk))
-                problem: Exception = UserError(f"`{entry.name}` ended after {size:,} of {entry.size:,} bytes")
+                problem: Exception = UserError(
+                    f"the download of `{entry.name}` ended after {size:,} of {entry.size:,} bytes",
+                    fix="run the command again; it continues where it stopped",
+                )
             except (_Stopped, UserError, OSError):
                 file.flush()
                 raise
@@ -175,7 +178,7 @@ def _download(partial: Path, entry: RemoteObject, shared: _Download) -> tuple[st
 
 
 def _hash_start(file: Any, limit: int, shared: _Download, *digests: Any) -> int:
-    """Hash what an earlier attempt has downloaded; start again if it is longer than the file."""
+    """Hash the bytes of an earlier attempt and return their number. If there are too many, delete them."""
     size = file.seek(0, os.SEEK_END)
     if size > limit:
         file.truncate(0)

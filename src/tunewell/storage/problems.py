@@ -63,7 +63,7 @@ def explain(error: Exception, address: Address, access: Access) -> UserError:
         return UserError(f"there is no file `{address}`", where=access.shown_endpoint, fix="check the address")
     if code == "RequestTimeTooSkewed":
         return UserError(
-            "the clock of this machine is wrong, so the storage refuses its signatures",
+            "the clock of this machine is wrong, so the storage server rejects its signatures",
             where=where,
             fix="set the clock, for example with `timedatectl set-ntp true`",
         )
@@ -85,9 +85,9 @@ def explain(error: Exception, address: Address, access: Access) -> UserError:
     if status in (401, 403):
         if access.origin == "none" and not address.is_web:
             return UserError(f"no access keys were found for `{address}`", where=access.shown_endpoint, fix=keys)
-        who = "without a password" if address.is_web else f"with the access keys of {access.origin}"
+        who = "" if address.is_web else f" with the access keys of {access.origin}"
         return UserError(
-            f"access to `{address}` is denied {who}",
+            f"access to `{address}` is denied{who}",
             where=access.shown_endpoint,
             fix="ask its owner for permission to read it"
             if address.is_web
@@ -95,9 +95,9 @@ def explain(error: Exception, address: Address, access: Access) -> UserError:
         )
     if status is not None and is_temporary(error):
         return UserError(
-            f"the storage is overloaded or out of order (status {status}{f', {code}' if code else ''})",
+            f"the storage server is overloaded or has failed (status {status}{f', {code}' if code else ''})",
             where=where,
-            fix="run the command again later; it continues with what was transferred",
+            fix="run the command again later; it continues where it stopped",
         )
     if status is None and is_temporary(error):
         return UserError(
@@ -107,5 +107,7 @@ def explain(error: Exception, address: Address, access: Access) -> UserError:
         )
     text = redact(str(error).partition("\n")[0].partition("<?xml")[0].rpartition(" - ")[2].strip(" :")) or "no answer"
     return UserError(
-        f"`{address}` cannot be read: {text[:200]}{f' ({code})' if code else ''}", where=access.shown_endpoint
+        f"`{address}` cannot be read: {text[:200]}{f' ({code})' if code else ''}",
+        where=access.shown_endpoint,
+        fix="check the address and the endpoint",
     )

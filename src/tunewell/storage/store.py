@@ -20,7 +20,7 @@ from tunewell.storage.problems import explain, is_missing, is_temporary, status_
 T = TypeVar("T")
 
 _WAITS = (1.0, 2.0, 4.0, 8.0)
-"""Seconds between attempts of a request that the server throttles, after the storage library has given up."""
+"""Seconds between attempts of a throttled request, after the retries of the storage library."""
 _PART_BYTES = 16 << 20
 """Part of an upload. Larger files are uploaded in parts; the object appears when all parts are complete."""
 
@@ -41,7 +41,7 @@ class RemoteObject:
 
 
 class RemoteStore:
-    """A bucket or a web host, opened with the settings of the config and the access keys of the environment."""
+    """A bucket or a web host, with the settings of the config and the access keys that were found."""
 
     def __init__(self, address: Address, settings: Storage) -> None:
         self.address = address
@@ -108,7 +108,7 @@ class RemoteStore:
         try:
             return self._store.head(address.key)
         except Exception as error:
-            # The answer to HEAD has no body, so the reason of a refusal is known from GET only.
+            # The answer to HEAD has no body. Only the answer to GET contains the reason of the error.
             if status_of(error) in (400, 401, 403, 405, 501):
                 return self._store.get(address.key).meta
             raise
@@ -123,7 +123,7 @@ class RemoteStore:
             except Exception as error:  # noqa: BLE001  the library raises one class for most errors
                 if is_missing(error):
                     raise FileNotFoundError(str(address)) from None
-                # A server that answers is overloaded; one that does not was retried enough, and may be a typing error.
+                # A server that answers is overloaded. One that does not was retried; its name may be misspelled.
                 if wait is None or status_of(error) is None or not is_temporary(error):
                     raise self.explain(error, address) from None
                 time.sleep(wait)

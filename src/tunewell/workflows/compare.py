@@ -44,7 +44,7 @@ def compare(
     """Compare runs and models, with and without indexes, and write the page. `fields` are fields of CompareOptions.
 
     Runs alone are compared by their reports, settings and curves. With an index, with rows or with a model that is not
-    a run, all are asked the same questions. Raises UserError if there is nothing to compare.
+    a run, all models are asked the same questions. Raises UserError if there is nothing to compare.
     """
     options = replace(options or CompareOptions(), **fields)
     require_output_path(Path(options.out))
@@ -57,7 +57,7 @@ def compare(
 
 
 def _with_index(subjects: Sequence[str | Path], options: CompareOptions) -> CompareOptions:
-    """Return the options with this folder's index if none is named; raise UserError if there is only one column."""
+    """Return the options, with the index of this folder if none is named; raise UserError for only one column."""
     if options.indexes or len(subjects) > 1:
         return options
     if (Path(DEFAULT_INDEX) / INDEX).is_file():

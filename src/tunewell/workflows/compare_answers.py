@@ -108,13 +108,13 @@ def _exam(subjects: list[Subject], options: CompareOptions, progress: ProgressLi
         if subject.ref is not None and (known := _num_trained_on(subject.ref, exam)):
             notes.append(
                 f"{count(known)} of {count(len(exam.keys), 'question')} are in the training rows of {subject.name}, "
-                "which therefore looks too good"
+                "so its results are too optimistic"
             )
     return exam, notes
 
 
 def _num_trained_on(ref: ModelRef, exam: Exam) -> int:
-    """Return how many questions are in the training rows of a run, as far as its files are still there."""
+    """Return the number of questions in the training rows of a run. Files that no longer exist are skipped."""
     sources = ref.loaded.config.data.sources if ref.kind == "run" else ()
     trained: set[str] = set()
     for source in sources:

@@ -19,7 +19,7 @@ from tunewell.retrieval.questions import Question, read_questions
 from tunewell.retrieval.search import Retriever, open_retriever
 
 _VERSION = "1"
-"""Change it when the same questions and index give other rows."""
+"""Increase it when a code change gives other rows for the same questions and index."""
 _RECORD = "rows.json"
 
 
@@ -102,7 +102,7 @@ def _write(folder: Path, loaded: LoadedConfig, retriever: Retriever, progress: P
     num_passages = retriever.store.manifest.settings.num_passages.value
     rows = open_book_rows(train, test, num_passages=num_passages, seed=loaded.config.seed)
     if is_url(loaded.config.corpus):
-        raise UserError("the rows with passages cannot be written to an address", fix="set `corpus` to a folder")
+        raise UserError("rows with passages cannot be written to a remote address", fix="set `corpus` to a folder")
     write_rows(folder, rows)
     return {
         "train": len(rows.train),
@@ -118,13 +118,13 @@ def _remarks(record: dict[str, Any], folder: Path) -> list[str]:
     documents: Sequence[str] = record["held_out_documents"]
     found = [
         f"open book: {count(record['train'], 'row')} with passages in `{folder.name}`, {record['copies']} for each "
-        f"question; {count(record['held_out'], 'test row')} on {count(len(documents), 'document')} never trained on"
+        f"question; {count(record['held_out'], 'test row')} about {count(len(documents), 'document')} that are held out"
     ]
     if record["without_answer"]:
-        found.append(f"open book: {count(record['without_answer'], 'question')} have no answer in the index; left out")
+        found.append(f"open book: {count(record['without_answer'], 'question')} left out: the index lacks the answer")
     if record["on_trained_documents"]:
         found.append(
-            f"open book: {count(record['on_trained_documents'], 'test question')} on documents that are trained on; "
-            "left out"
+            f"open book: {count(record['on_trained_documents'], 'test question')} left out: their documents are not "
+            "held out"
         )
     return found

@@ -38,15 +38,15 @@ def command(
         Path | None, typer.Option(metavar="FILE", help="Answers judged by a person, to measure `--judge` by.")
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write the HTML page to.")] = Path("comparison"),
-    fresh: Annotated[bool, typer.Option("--fresh", help="Validate every run again (runs alone).")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Validate every run again. Only for runs alone.")] = False,
     device: Device = "auto",
     json: AsJson = False,
 ) -> None:
     """Compare runs and models, with and without documents.
 
-    With an index: base model, base + retrieval, tuned, tuned + retrieval on the same held-out questions, and which of
-    them to use. Runs alone: settings that differ, curves, answers, speed; an existing report is used if it has the same
-    held-out rows.
+    With an index, the base model and the tuned model answer the same held-out questions, with and without passages, and
+    one of them is recommended. Runs alone are compared by settings, curves, answers and speed; an existing report is
+    used if it has the same held-out rows.
     """
     from tunewell.cli.screens.compare import compare_screen
     from tunewell.workflows.compare import compare

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from tunewell.planning.first_config import InitResult
 
-_LOOK_UP = "for facts in documents, `tunewell index DOCUMENTS`; `tunewell compare` shows whether to train or to look up"
+_LOOK_UP = "if the answers are in documents, `tunewell index DOCUMENTS`; `tunewell compare` shows which works better"
 EXIT_OPEN = 2
 _LABELS = {"columns": "columns", "encoding": "encoding", "separator": "separator", "assistant": "replies of"}
 """Settings of the source that the screen shows."""

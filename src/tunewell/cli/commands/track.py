@@ -29,7 +29,7 @@ def command(
     if json:
         emit(json_text({**vars(done), "run": str(done.run)}))
         return
-    sent = f"sent {count(done.num_sent, 'new point')}" if done.num_sent else "nothing new to send"
-    emit(f"{sent}: `{done.run}` to {done.tracker}")
+    sent = f"sent {count(done.num_sent, 'new point')} of" if done.num_sent else "nothing new to send from"
+    emit(f"{sent} `{done.run}` to {done.tracker}")
     if to == "tensorboard":
         emit(f"next: `tensorboard --logdir {done.run / 'track' / 'tensorboard'}`")

@@ -57,7 +57,7 @@ def compare_screen(found: "RunComparison") -> str:
 
 
 def _important(comparison: "ColumnComparison") -> "list[ColumnDifference]":
-    """Return the differences that the screen shows: all if they are few, else those to the column with most right."""
+    """Return the differences to show: all if they are few, else those of the column with the most right answers."""
     if len(comparison.differences) <= _MAX_DIFFERENCES:
         return comparison.differences
     best = max(zip(comparison.counts, comparison.names, strict=True), key=lambda pair: pair[0].right)[1]

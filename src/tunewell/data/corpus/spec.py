@@ -126,12 +126,12 @@ def make_spec(
 
 
 def _file_remarks(path: str, base: Path) -> list[str]:
-    """Return sentences about the files of a folder that are not read, and about links that lead out of it."""
+    """Return remarks about the files of a folder that are not read, and about links to files outside of it."""
     if is_url(path) or _find_tokenized(path, base):
         return []
     links = outside_links(path, base=base)
     remarks = [
-        f"{count(len(links), 'link')} in `{path}` skipped, because the target is outside: {_listed(links)}; "
+        f"{count(len(links), 'link')} in `{path}` skipped, because the targets are outside of it: {_listed(links)}; "
         "to read a target, list it in `data.sources`"
     ]
     return [*(remarks if links else []), *_unread_remarks(path, base)]
@@ -153,7 +153,7 @@ def _listed(names: list[str]) -> str:
 
 
 def source_options(config: Config, index: int, progress: ProgressListener = silent) -> SourceOptions:
-    """Return what the files of one source are found with. The held-out file has the keys of the first source."""
+    """Return the options for finding the files of a source. The held-out file has those of the first source."""
     source = config.data.sources[max(index, 0)]
     return SourceOptions(config.storage, source.config, source.split, progress)
 

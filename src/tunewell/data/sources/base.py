@@ -22,13 +22,13 @@ LOCAL = "file"
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """What a source may need to find its files, besides the path."""
+    """Options for finding the files of a source."""
 
     storage: Storage = field(default_factory=Storage)
     config: str | None = None
-    """The configuration of a data set of the hub."""
+    """The configuration of a dataset of the hub."""
     split: str | None = None
-    """The split of a data set of the hub."""
+    """The split of a dataset of the hub."""
     progress: ProgressListener = silent
 
 
@@ -66,14 +66,14 @@ class Source(Protocol):
 
 @runtime_checkable
 class VersionedSource(Protocol):
-    """A source whose content is known by its hash and by the version that the storage gives it."""
+    """A source with the hash of its content and the version that the storage reports."""
 
     def sha256(self) -> str:
         """Return the SHA-256 of the stored bytes."""
         ...
 
     def version(self) -> str:
-        """Return the version for the manifest: an ETag, or the commit of a data set."""
+        """Return the version for the manifest: an ETag, or the commit of a dataset."""
         ...
 
 
@@ -86,7 +86,7 @@ SOURCES = Registry(
             "Files on this machine: a path, a folder, a glob or a saved Hugging Face dataset.",
             "tunewell.data.sources.local:LocalFile",
         ),
-        Entry("s3", "Amazon S3 and storage that speaks its protocol: an object, a prefix or a glob.", _REMOTE),
+        Entry("s3", "Amazon S3 and compatible storage: an object, a prefix or a glob.", _REMOTE),
         Entry("r2", "Cloudflare R2: an object, a prefix or a glob.", _REMOTE),
         Entry("https", "A file on a web server.", _REMOTE),
         Entry("http", "A file on a web server, without encryption.", _REMOTE),
@@ -146,7 +146,7 @@ class SourceFile:
         return self.source.open()
 
     def sha256(self) -> str:
-        """Hash the stored bytes."""
+        """Return the SHA-256 of the stored bytes."""
         if isinstance(self.source, VersionedSource):
             return self.source.sha256()
         with self.open() as stream:

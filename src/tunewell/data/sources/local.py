@@ -106,7 +106,7 @@ def unread_files(path: str, *, base: Path) -> list[str]:
 
 
 def outside_links(path: str, *, base: Path) -> list[str]:
-    """Return the names of the links in a folder or glob that lead out of it, which `LocalFile.find` leaves out."""
+    """Return the names of links to files outside of a folder or glob. `LocalFile.find` leaves them out."""
     path = path.removeprefix("file://")
     full = base / Path(path).expanduser()
     if full.is_file():
@@ -118,11 +118,11 @@ def outside_links(path: str, *, base: Path) -> list[str]:
 
 def _skipped_links(path: str, base: Path) -> str | None:
     links = outside_links(path, base=base)
-    return f"skipped {count(len(links), 'link')} that lead out of it; name their targets instead" if links else None
+    return f"skipped {count(len(links), 'link')} to files outside of it; name the targets instead" if links else None
 
 
 def _inside(root: Path, files: list[Path]) -> list[Path]:
-    """Leave out links to files outside a folder: whoever wrote the folder must not choose files of its reader."""
+    """Return the files without links to targets outside of a folder, which could expose other files of the reader."""
     home = root.resolve()
     # In the cache of the hub, the files of a snapshot are links: models--x/snapshots/1/a.json -> models--x/blobs/2.
     blobs = [parent.parent / "blobs" for parent in (home, *home.parents) if parent.name == "snapshots"]
@@ -131,7 +131,7 @@ def _inside(root: Path, files: list[Path]) -> list[Path]:
 
 
 def _glob_root(pattern: str, base: Path) -> Path:
-    """Return the folder that a glob names: the part before its first wildcard."""
+    """Return the folder of a glob: the part before its first wildcard."""
     parts = Path(pattern).expanduser().parts
     return base.joinpath(*itertools.takewhile(lambda part: not globbing.has_magic(part), parts))
 

@@ -117,7 +117,7 @@ def _list_pattern(store: RemoteStore, address: Address) -> list[RemoteObject]:
         named = ", ".join(entry.address.key for entry in listed[:_NUM_SUGGESTED])
         raise UserError(
             f"no object matches `{address}`",
-            where=f"searched in {len(listed):,} objects of `{prefix}`",
+            where=f"searched {len(listed):,} objects of `{prefix}`",
             fix=f"objects there: {named}" if named else "check the bucket and the prefix: there are no objects",
         )
     return _select(found)
@@ -145,7 +145,7 @@ def _num_shared(key: str, wanted: str) -> int:
 
 
 def _select(found: list[RemoteObject]) -> list[RemoteObject]:
-    """Leave out objects that describe the others, by the rules for local folders."""
+    """Return the objects without those that describe the others, by the rules for local folders."""
     chosen = set(select_row_files([PurePosixPath(entry.address.key) for entry in found]))
     return [entry for entry in found if PurePosixPath(entry.address.key) in chosen]
 

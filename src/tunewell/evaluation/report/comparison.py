@@ -40,9 +40,9 @@ def comparison_page(comparison: ColumnComparison) -> str:
 
 
 def answer_rows(comparison: ColumnComparison) -> list[tuple[str, list[str]]]:
-    """Return the lines of the table of answers: how many are right, wrong, refused and invented, and which miss why.
+    """Return the table of answers: the number of right, wrong, refused and invented answers, and of misses by kind.
 
-    Lines that no column has are left out.
+    Lines without a value in any column are left out.
     """
     counts = comparison.counts
     rows: list[tuple[str, list[str]]] = [
@@ -88,6 +88,6 @@ def describe_difference(one: ColumnDifference) -> str:
     )
     shown = "difference shown" if one.is_shown else "no difference shown"
     if one.more_questions is not None:
-        shown += f" (about {count(one.more_questions, 'more question')} would tell)"
+        shown += f" (about {count(one.more_questions, 'more question')} would show a difference of this size)"
     counts = f"{one.became_right} became right, {one.became_wrong} became wrong"
     return f"{one.second} against {one.first}: {points}, {shown}; of {one.num_questions} questions, {counts}"

@@ -105,7 +105,7 @@ def _prove_tensors(model: Any, artefact: Artefact, context: ProofContext) -> lis
 
 
 def _check_base(folder: Path, context: ProofContext) -> list[Check]:
-    """Return a warning if the adapter names another base model than the one that it was verified on."""
+    """Return a warning if the adapter does not name the base model that it was verified on."""
     named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
     if context.base is None or named == context.base or _is_same_path(named, context.base):
         return []

@@ -131,7 +131,7 @@ class LimitedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse received data, unless memory is short and this connection has to give way."""
+        """Parse received data, unless this connection was closed because memory is short."""
         if self._part == "rest":
             self._num_discarded += len(data)
             if self._num_discarded > MAX_REST_BYTES:
@@ -167,7 +167,7 @@ class LimitedProtocol(H11Protocol):
 
     def give_way(self) -> None:
         """Close this connection, because there are too many."""
-        message = "the server has too many unfinished requests, and this is the oldest; send the request again"
+        message = "the server has too many unfinished requests and closed this one; send the request again"
         self._refuse(ApiError(503, message, code="too_many_connections"))
 
     def pause_writing(self) -> None:

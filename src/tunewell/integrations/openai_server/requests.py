@@ -137,9 +137,9 @@ class ChatRequest(_Strict):
 
 
 def read_request(body: bytes, *, max_messages: int, max_chars: int) -> ChatRequest:
-    """Parse the body of a request; raise ApiError that names the invalid parameter, or for too long messages.
+    """Parse the body of a request. Raise ApiError for an invalid parameter, which it names, or too long messages.
 
-    The limits bound the time for a request: many messages take long to validate, and long texts to tokenize.
+    The limits bound the time of a request: many messages take long to validate, and long texts take long to tokenize.
     """
     try:
         tree = orjson.loads(body)
@@ -149,7 +149,9 @@ def read_request(body: bytes, *, max_messages: int, max_chars: int) -> ChatReque
         raise ApiError(400, "the body must be a JSON object", code="invalid_type")
     messages = tree.get("messages")
     if isinstance(messages, list) and len(messages) > max_messages:
-        raise _too_long(f"there are {count(len(messages), 'message')}, and this server accepts {count(max_messages)}")
+        raise _too_long(
+            f"there are {count(len(messages), 'message')}; the server accepts at most {count(max_messages)}"
+        )
     try:
         request = ChatRequest.model_validate(_effective_parameters(tree))
     except ValidationError as error:
@@ -157,7 +159,7 @@ def read_request(body: bytes, *, max_messages: int, max_chars: int) -> ChatReque
         raise _api_error(error.errors(include_url=False, include_input=False)[0]) from error
     num_chars = sum(len(turn.content) for turn in request.messages)
     if num_chars > max_chars:
-        raise _too_long(f"they have {count(num_chars, 'character')}, and this server accepts {count(max_chars)}")
+        raise _too_long(f"they have {count(num_chars, 'character')}; the server accepts at most {count(max_chars)}")
     return request
 
 

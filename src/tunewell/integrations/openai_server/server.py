@@ -36,11 +36,11 @@ from tunewell.integrations.openai_server.requests import ApiError, ChatRequest, 
 MAX_BODY_BYTES = 4 << 20
 """Maximum size of a request: about a million tokens of text, more than usual context lengths."""
 MAX_CHARS_PER_TOKEN = 16
-"""Texts with more characters than this per token of context are rejected unread; English has about four per token."""
+"""Maximum number of characters per token of context, checked before tokenizing. English has about four per token."""
 MAX_MESSAGES = 4096
 """Maximum number of messages; the chat template needs about 70 microseconds for each."""
 MAX_REQUESTS = 128
-"""Maximum number of requests in the queue, the one being answered included."""
+"""Maximum number of requests in the queue, including the one being answered."""
 MAX_REQUESTS_PER_CLIENT = 64
 """Maximum per address, so that one client cannot fill the queue."""
 

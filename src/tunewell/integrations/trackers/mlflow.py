@@ -9,7 +9,7 @@ _MAX_VALUE = 500
 _BATCH = 900
 """MLflow accepts at most 1,000 metrics and 100 parameters in one request."""
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
-"""MLflow's own defaults retry for four minutes without a word. `follow.py` retries, and reports each failure."""
+"""MLflow's defaults retry for four minutes without a message. `follow.py` retries and reports each failure."""
 
 
 class MlflowTracker:
@@ -20,7 +20,7 @@ class MlflowTracker:
         self._id = ""
 
     def open(self, run: TrackedRun, state: dict[str, Any]) -> None:
-        """Create an MLflow run, or go on with it. The experiment is that of `MLFLOW_EXPERIMENT_NAME`."""
+        """Create an MLflow run, or continue it. The experiment is that of `MLFLOW_EXPERIMENT_NAME`."""
         for key, value in _PATIENCE.items():
             os.environ.setdefault(key, value)
         from mlflow.entities import Param  # pyright: ignore[reportMissingImports]  of the user's environment
