@@ -236,7 +236,7 @@ def test_access_problems_are_named_with_their_fix_and_without_keys(change, what,
         ("s3://A_B/rows.jsonl", "not a valid bucket name"),
         ("https://user:secret-word@example.com/rows.jsonl", "contains a user name or a password"),
         ("https://example.com/rows.jsonl?X-Amz-Signature=abcdef", "has a query"),
-        ("r2://bucket/rows.jsonl", "account of `r2://` is not set"),
+        ("r2://bucket/rows.jsonl", "account for `r2://` is not set"),
     ],
 )
 def test_wrong_addresses_are_named(path, what, bucket, monkeypatch):
