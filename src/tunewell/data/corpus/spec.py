@@ -192,7 +192,7 @@ def _find_tokenized(path: str, base: Path) -> list[SourceFile] | None:
     from tunewell.data.corpus.old_shards import find_old_shards  # not needed for rows
     from tunewell.data.corpus.prepared import find_prepared
 
-    return _find_tokenized(path, base) or find_old_shards(path, base)
+    return find_prepared(path, base) or find_old_shards(path, base)
 
 
 def read_options(data: Data, index: int) -> ReadOptions:
