@@ -1,6 +1,7 @@
 """What attacks are aimed at: commands, readers, a server, and clients of a hostile server."""
 
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -33,6 +34,7 @@ from tunewell.integrations.openai_server.server import AccessRules
 
 TOKEN = "a-token-that-nobody-guesses"
 PAGE = "http://localhost:3000"
+_PRELOADED = ("docx", "pypdf", "selectolax.lexbor", "tantivy", "wordllama", "tunewell.retrieval.indexing")
 _TRAIN = ["train.max_steps=4", "train.batch_documents=4", "train.threads=1", "train.learning_rate=5e-3"]
 _TRAIN += ["evaluate.every_steps=2", "evaluate.samples=0", "checkpoints.every_steps=2", "data.held_out=0.2"]
 _TRAIN += ["verdict.after_training=false", "device=cpu"]
@@ -57,6 +59,8 @@ class Scenes:
         os.environ["TUNEWELL_CACHE"] = str(folder / "cache")
         torch.set_num_threads(1)
         self.model = write_tiny_model(folder / "model")
+        for name in _PRELOADED:  # imported once, not in every child
+            importlib.import_module(name)
         self._stack = ExitStack()
         self._servers: dict[str, str] = {}
 
