@@ -71,9 +71,8 @@ def make_private(folder: Path) -> None:
 
     Windows ignores the mode; there, a new folder has the permissions of its parent.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
     try:
-        folder.mkdir(mode=0o700)
+        folder.mkdir(mode=0o700, parents=True)  # its parents get the usual mode
     except FileExistsError:
         if not folder.is_dir():
             raise
