@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from tunewell.export.proof.checks import check_settings
 from tunewell.records.parity import read_proof
 
+os.environ["RUST_BACKTRACE"] = "0"  # the library panics on some edits, and a stack takes it seconds
 NUM_TEXTS = 3_000
 PLAIN = ["the", "answer", "is", "what", "it", "was", "when", "she", "asked", "him", "how", "many", "apples", "left"]
 
