@@ -38,7 +38,7 @@ def collect(place: Path) -> PushContent:
         return _export_content(place, run if (run / PLAN).is_file() and place.resolve().name == _EXPORT else None)
     if not (place / PLAN).is_file():
         raise UserError(
-            f"`{place}` is neither a run nor an export",
+            f"`{place}` is neither a run nor an export" if place.exists() else f"there is no folder `{place}`",
             fix="name a folder that `tunewell train` or `tunewell export` wrote",
         )
     if (place / _EXPORT / PROOF).is_file():

@@ -51,7 +51,7 @@ class Access:
 
     @property
     def shown_endpoint(self) -> str:
-        return self.endpoint or "the default endpoint"
+        return self.endpoint or "Amazon S3"
 
 
 def find_access(address: Address, settings: Storage, environ: Mapping[str, str] = os.environ) -> Access:

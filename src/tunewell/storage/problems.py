@@ -103,7 +103,8 @@ def explain(error: Exception, address: Address, access: Access) -> UserError:
         return UserError(
             f"{access.shown_endpoint} cannot be reached",
             where=str(address),
-            fix="check the address, the endpoint and your network; `--offline` uses the copy of an earlier download",
+            fix="check your network, the address and the endpoint (`storage.endpoint` or AWS_ENDPOINT_URL); "
+            "`--offline` uses the files of an earlier download",
         )
     text = redact(str(error).partition("\n")[0].partition("<?xml")[0].rpartition(" - ")[2].strip(" :")) or "no answer"
     return UserError(

@@ -3,6 +3,7 @@
 import glob as globbing
 import itertools
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, TypeVar
@@ -25,6 +26,8 @@ _NOTICES = frozenset(
     ["readme", "license", "licence", "notice", "changelog", "source", "contributing", "authors", "citation"]
 )
 """Names of text files that come with a folder of rows."""
+_MISTYPED = re.compile(r"(s3|r2|hf|https?|gs|az):?/{1,3}(?!/)", re.IGNORECASE)
+"""The start of an address without its colon or a slash."""
 _TEXTS = ("txt", "md")
 _CONFIG = "tunewell.yaml"
 _OUTPUTS = (
@@ -65,7 +68,9 @@ class LocalFile:
         elif full.exists():
             raise UserError(f"`{path}` is neither a file nor a folder", fix="copy its content to a file, and name that")
         else:
-            raise UserError(f"there is no file or folder `{path}`", fix=_suggest_names(full))
+            likely = _MISTYPED.match(path)
+            fix = f"did you mean `{likely[1]}://{path[likely.end() :]}`?" if likely else _suggest_names(full)
+            raise UserError(f"there is no file or folder `{path}`", fix=fix)
         return [cls._of(file, base) for file in files]
 
     @classmethod
