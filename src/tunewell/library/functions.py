@@ -21,7 +21,7 @@ from tunewell.core.files import make_private, write_atomic
 from tunewell.core.progress import silent
 from tunewell.library.progress import Show, shown
 from tunewell.library.results import PlanResult, PrepareResult, TrainResult, Validation, as_result
-from tunewell.runs.config import RunOptions, load_for_run
+from tunewell.runs.config import RunOptions, index_sets, load_for_run
 from tunewell.training.events import Evaluated, Event, StepTaken
 from tunewell.workflows.prepare import prepare as run_prepare
 
@@ -145,7 +145,7 @@ def train(
     """
     from tunewell.workflows.train import run_training
 
-    settings = [*as_sets(run=out, **{"data.index": index}), *_as_list(sets)]
+    settings = [*as_sets(run=out), *index_sets(index), *_as_list(sets)]
     loaded = load_for_run(config, settings, is_resuming=resume, model=_text(model), data=data_paths(data))
     options = RunOptions(is_resuming=resume, allowed_changes=_as_list(allow_changes), allow_pickle=allow_pickle)
     with shown(progress, is_training=True) as show:

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from tunewell.config.keys import parse_key, resolve_alias
-from tunewell.config.load import ConfigLike, LoadedConfig, load_config, relative_path, to_loaded_config
+from tunewell.config.load import ConfigLike, LoadedConfig, as_sets, load_config, relative_path, to_loaded_config
 from tunewell.config.open_points import require_no_open_points
 from tunewell.config.schema import Config
 from tunewell.config.yaml_reader import parse_scalar
@@ -59,10 +59,16 @@ class RunOptions:
         return None if self.pause_share is None else max(1, math.ceil(self.pause_share * plan.num_steps.value))
 
 
+OPEN_BOOK_CORPUS = "corpus-open-book"
 REPEAT_FIRST_COMMAND = "repeat the command that started the run and add `--resume`"
 _ADAPTER_CONFIG = "adapter_config.json"
 _FLAGS_OF_ONE_START = {"--resume": 0, "--allow-change": 1, "--worker": 1, "--supervised": 1}
 """Flags that a later resume must not repeat -> number of values of each flag."""
+
+
+def index_sets(index: str | Path | None) -> list[str]:
+    """Return the settings of `train --index`. The corpus is another one than that of runs on the same rows alone."""
+    return [] if index is None else as_sets(**{"data.index": index, "corpus": OPEN_BOOK_CORPUS})
 
 
 def load_for_run(given: ConfigLike, sets: Sequence[str] = (), *, is_resuming: bool, **flags: Any) -> LoadedConfig:

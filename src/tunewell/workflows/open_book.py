@@ -64,7 +64,7 @@ def held_out_documents(loaded: LoadedConfig) -> set[str] | None:
 
 def _folder(loaded: LoadedConfig) -> Path:
     corpus = loaded.path(loaded.config.corpus)
-    return corpus.with_name(f"{corpus.name}-open-book")
+    return corpus.with_name(f"{corpus.name}-rows")
 
 
 def _read(folder: Path) -> dict[str, Any]:

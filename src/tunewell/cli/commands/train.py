@@ -72,9 +72,9 @@ def command(
 
     def load() -> "LoadedConfig":
         from tunewell.config.load import as_sets
-        from tunewell.runs.config import load_for_run
+        from tunewell.runs.config import index_sets, load_for_run
 
-        sets = [*as_sets(run=out, device=device, **{"data.index": index}), *with_offline(set_, offline)]
+        sets = [*as_sets(run=out, device=device), *index_sets(index), *with_offline(set_, offline)]
         if no_validate:
             sets.append("verdict.after_training=false")
         if export is not None:
