@@ -174,3 +174,16 @@ def test_problems_of_the_hub_are_named(path, source, what, hub, tiny_model, tmp_
 def test_offline_without_a_download_is_an_error(hub, tiny_model, tmp_path):
     assert "not in the hub's cache" in run(tmp_path / "a", tiny_model, "hf://datasets/team/plain", "--offline", code=2)
     assert hub == []
+
+
+def test_a_part_of_a_commit_in_the_hubs_cache_is_not_taken_for_the_data_set(hub, tiny_model, tmp_path):
+    """Another tool had downloaded one of two files; the rows of the other one were missing without a word."""
+    folder = tmp_path / "hf" / "hub" / "datasets--team--carded" / "snapshots" / COMMIT / "easy"
+    folder.mkdir(parents=True)
+    (folder / "train-0.jsonl").write_text(lines(0, 40))
+    assert build(tmp_path, tiny_model, f"hf://datasets/team/carded@{COMMIT}").rows_in == 80
+
+
+def test_a_name_that_the_hub_does_not_allow_is_named(hub, tiny_model, tmp_path):
+    with pytest.raises(UserError, match="`team/a--b` is not the name of a data set"):
+        build(tmp_path, tiny_model, "hf://datasets/team/a--b")

@@ -5,6 +5,7 @@ Access keys stay in `Access.options`, which is passed to the storage library and
 
 import configparser
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -67,6 +68,7 @@ def find_access(address: Address, settings: Storage, environ: Mapping[str, str] 
     if address.scheme == "r2":
         region = settings.region or "auto"
         endpoint = endpoint or _r2_endpoint(address, environ)
+    _require_plain_endpoint(endpoint, address)
     options: dict[str, Any] = {"region": region or "us-east-1", **keys}
     if endpoint:
         options["endpoint"] = endpoint.rstrip("/")
@@ -108,6 +110,16 @@ def _environment_endpoint(scheme: str, environ: Mapping[str, str]) -> str | None
     if scheme == "r2":
         return environ.get("R2_ENDPOINT_URL") or environ.get("R2_ENDPOINT")
     return environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or environ.get("AWS_ENDPOINT")
+
+
+def _require_plain_endpoint(endpoint: str | None, address: Address) -> None:
+    """Raise UserError, without the endpoint, if it is not an address or contains a password: errors show endpoints."""
+    if endpoint is not None and not re.fullmatch(r"https?://[^\s/@?#]+(?:/[^\s@?#]*)?", endpoint):
+        raise UserError(
+            "the endpoint in AWS_ENDPOINT_URL, R2_ENDPOINT_URL or the profile is not valid",
+            where=str(address),
+            fix="write `https://HOST` or `http://HOST:PORT`, without a user name, a password or a query",
+        )
 
 
 def _r2_endpoint(address: Address, environ: Mapping[str, str]) -> str:

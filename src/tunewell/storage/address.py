@@ -40,7 +40,10 @@ class Address:
 
 def parse_address(url: str) -> Address:
     """Parse an address; raise UserError if it is incomplete or contains a password or a signature."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # brackets that do not enclose an IPv6 address
+        raise UserError("the address is not valid: its host has a `[` or `]`", fix="check the address") from None
     scheme = parts.scheme.lower()
     # A key may contain `?` and `#` as in a pattern. In a web address they begin the query and the fragment.
     is_web = scheme in WEB_SCHEMES
@@ -89,4 +92,9 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
         else:
             out += {"*": "[^/]*", "?": "[^/]"}.get(pattern[at], re.escape(pattern[at]))
             at += 1
-    return re.compile(out)
+    try:
+        return re.compile(out)
+    except re.error:
+        raise UserError(
+            f"`{pattern}` is not a valid pattern", fix="correct the characters in `[...]`, for example `[0-9]`"
+        ) from None

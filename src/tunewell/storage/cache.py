@@ -11,7 +11,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -64,7 +65,8 @@ class ObjectCache:
         except (OSError, ValueError, KeyError, TypeError):
             return None
         if path not in self._used:
-            os.utime(self.folder / "files" / f"{key}.json")  # the time of the last use
+            with suppress(OSError):  # another process removed it, or another user owns it
+                os.utime(self.folder / "files" / f"{key}.json")  # the time of the last use
             self._used.add(path)
         return path, record["sha256"]
 
@@ -77,9 +79,9 @@ class ObjectCache:
         path = self._content(sha256)
         path.parent.mkdir(exist_ok=True)
         self._used.add(path)
-        partial.chmod(0o444)
         os.utime(partial, ns=(_TIME_NS, _TIME_NS))
         partial.replace(path)
+        path.chmod(0o444)  # last: a process that is killed before leaves a partial file that the next one can continue
         record = {"address": entry.name, "stamp": entry.stamp, "bytes": entry.size, "sha256": sha256}
         write_atomic(self.folder / "files" / f"{key}.json", stable_json(record))
         return path
@@ -110,7 +112,7 @@ class ObjectCache:
                 fix=f"raise `storage.cache_gb` to at least {wanted_bytes / 1e9:.1f}",
             )
         self._remove_old_partials()
-        sizes = {path: path.stat().st_size for path in (self.folder / "content").glob("*/*")}
+        sizes = {path: stat.st_size for path, stat in _stats((self.folder / "content").glob("*/*"))}
         excess = sum(sizes.values()) + needed_bytes - self.max_bytes
         for path in self._least_used(sizes):
             if excess <= 0:
@@ -133,16 +135,23 @@ class ObjectCache:
                 path = self._content(json.loads(record.read_text(encoding="utf-8"))["sha256"])
                 if path in used:
                     used[path] = max(used[path], record.stat().st_mtime)
-                else:
+                elif not path.exists():  # else another process has added it since
                     record.unlink(missing_ok=True)
             except (OSError, ValueError, KeyError, TypeError):
                 record.unlink(missing_ok=True)
         return sorted((path for path in used if path not in self._used), key=lambda path: used[path])
 
     def _remove_old_partials(self) -> None:
-        for path in (self.folder / "partial").iterdir():
-            if time.time() - path.stat().st_mtime > _MAX_PARTIAL_SECONDS:
+        for path, stat in _stats((self.folder / "partial").iterdir()):
+            if time.time() - stat.st_ctime > _MAX_PARTIAL_SECONDS:  # `add` sets the other time
                 path.unlink(missing_ok=True)
 
     def _content(self, sha256: str) -> Path:
         return self.folder / "content" / sha256[:2] / sha256
+
+
+def _stats(paths: Iterable[Path]) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield paths with their sizes and times, without those that another process has just moved or removed."""
+    for path in paths:
+        with suppress(FileNotFoundError):
+            yield path, path.stat()

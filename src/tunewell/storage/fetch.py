@@ -125,14 +125,14 @@ def _checked_download(partial: Path, entry: RemoteObject, shared: _Download) -> 
         return sha256
     # The ETag of an encrypted object is not a hash of its content. Then a second download gives the same bytes.
     partial.unlink()
-    again, _ = _download(partial, entry, shared)
-    if again != sha256:
+    again, md5 = _download(partial, entry, shared)
+    if again != sha256 and md5 != expected:  # else the first one continued a damaged partial file
         partial.unlink()
         raise UserError(
             f"two downloads of `{entry.name}` differ, and neither matches the checksum of the server",
             fix="check the network and its proxies, and run the command again",
         )
-    return sha256
+    return again
 
 
 def _download(partial: Path, entry: RemoteObject, shared: _Download) -> tuple[str, str]:

@@ -13,7 +13,9 @@ _EXPECTED_REGION = re.compile(r"expecting '([\w-]+)'|<Region>([\w-]+)</Region>")
 _TEMPORARY_CODES = frozenset(
     {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "RequestLimitExceeded"}
 )
-_CONNECTION = re.compile(r"kind: (?:Connect|Interrupted|Timeout|Body|Decode|Request|IncompleteMessage)|HTTP error")
+_CONNECTION = re.compile(
+    r"kind: (?:Connect|Interrupted|Timeout|Body|Decode|Request|IncompleteMessage)|(?<!Generic )HTTP error"
+)
 _SET_KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or `storage.profile` to a profile in `~/.aws/credentials`"
 _SET_R2_KEYS = (
     "set R2_ACCESS_KEY_ID and R2_SECRET_ACCESS_KEY, or `storage.profile` to a profile in `~/.aws/credentials`"
@@ -41,6 +43,11 @@ def is_missing(error: Exception) -> bool:
     return isinstance(error, FileNotFoundError) or code_of(error) == "NoSuchKey"
 
 
+def is_range_refused(error: Exception) -> bool:
+    """Return True if a web server sends whole files only, as small ones do."""
+    return "Range request not supported" in str(error)
+
+
 def is_temporary(error: Exception) -> bool:
     """Return True if the same request may succeed later: throttling, server errors, lost connections."""
     status = status_of(error)
@@ -49,12 +56,17 @@ def is_temporary(error: Exception) -> bool:
     return status is None and _CONNECTION.search(str(error)) is not None
 
 
+def changed(address: Address) -> Changed:
+    """Return the error for an object that was replaced between listing and reading."""
+    return Changed(f"`{address}` changed while it was read", fix="run the command again when nothing writes to it")
+
+
 def explain(error: Exception, address: Address, access: Access) -> UserError:
     """Return the UserError for an error of the storage library."""
     status, code = status_of(error), code_of(error)
     where, keys = f"{address} at {access.shown_endpoint}", _SET_R2_KEYS if address.scheme == "r2" else _SET_KEYS
     if status == 412 or code == "PreconditionFailed":
-        return Changed(f"`{address}` changed while it was read", fix="run the command again when nothing writes to it")
+        return changed(address)
     if code == "NoSuchBucket" or (status == 404 and not address.key):
         return UserError(
             f"there is no bucket `{address.bucket}`", where=access.shown_endpoint, fix="check its name and the endpoint"
@@ -110,5 +122,5 @@ def explain(error: Exception, address: Address, access: Access) -> UserError:
     return UserError(
         f"`{address}` cannot be read: {text[:200]}{f' ({code})' if code else ''}",
         where=access.shown_endpoint,
-        fix="check the address and the endpoint",
+        fix="download the file, and give its path" if address.is_web else "check the address and the endpoint",
     )

@@ -100,6 +100,11 @@ def pull_folder(address: str, folder: Path, *, settings: Storage, progress: Prog
 
 def _open_prefix(to: str, settings: Storage) -> tuple[Address, RemoteStore]:
     """Return the address of a prefix with a slash at its end, and its store."""
+    if to.startswith("hf://"):
+        raise UserError(
+            f"`{to}` cannot be verified in place",
+            fix="download it with `hf download USER/NAME --local-dir FOLDER`, then `tunewell verify FOLDER`",
+        )
     address = parse_address(to)
     if address.is_web or address.is_pattern:
         raise UserError(f"`{to}` is not a prefix in a bucket", fix="write `s3://BUCKET/PREFIX` or `r2://BUCKET/PREFIX`")

@@ -15,7 +15,7 @@ from tunewell.core.errors import UserError
 from tunewell.core.optional import import_optional
 from tunewell.storage.access import CLIENT_OPTIONS, RETRY_CONFIG, Access, find_access
 from tunewell.storage.address import Address
-from tunewell.storage.problems import explain, is_missing, is_temporary, status_of
+from tunewell.storage.problems import changed, explain, is_missing, is_range_refused, is_temporary, status_of
 
 T = TypeVar("T")
 
@@ -34,6 +34,8 @@ class RemoteObject:
     stamp: str
     """A text that changes with the content: the ETag, or else the time of the last change and the size."""
     etag: str | None = None
+    has_stamp: bool = True
+    """False if the server gives neither: then the stamp is new at every listing, and the file is downloaded again."""
 
     @property
     def name(self) -> str:
@@ -85,9 +87,18 @@ class RemoteStore:
         Errors of the connection are raised as they are: the caller may continue from the last byte.
         """
         options: dict[str, Any] = {"if_match": entry.etag} if entry.etag else {}
-        if start:
-            options["range"] = {"offset": start}
-        yield from self._store.get(entry.address.key, options=options).stream(min_chunk_size=chunk_bytes)
+        ranged: dict[str, Any] = {"range": {"offset": start}} if start else {}
+        try:
+            answer, skipped = self._store.get(entry.address.key, options=options | ranged), 0
+        except Exception as error:
+            if not (ranged and is_range_refused(error)):
+                raise
+            answer, skipped = self._store.get(entry.address.key, options=options), start
+        if entry.has_stamp and self._object(answer.meta).stamp != entry.stamp:  # servers without If-Match
+            raise changed(entry.address)
+        for chunk in answer.stream(min_chunk_size=chunk_bytes):
+            yield memoryview(chunk)[skipped:] if skipped else chunk
+            skipped = max(0, skipped - len(chunk))
 
     def read_all(self, address: Address) -> bytes | None:
         """Return the content of a small file, or None if it does not exist."""
@@ -139,9 +150,11 @@ class RemoteStore:
         etag, changed = entry.get("e_tag"), entry.get("last_modified")
         time_text = changed.isoformat() if isinstance(changed, datetime) and changed.timestamp() > 0 else ""
         is_weak = bool(etag) and etag.startswith("W/")  # If-Match never matches a weak ETag
+        has_stamp = bool(etag or time_text)
         return RemoteObject(
             self.address.with_key(entry["path"]),
             int(entry["size"]),
-            etag or f"{time_text} {entry['size']}",
+            etag or f"{time_text if has_stamp else time.time_ns()} {entry['size']}",
             None if is_weak else etag,
+            has_stamp,
         )

@@ -124,7 +124,7 @@ def _open(name: str, revision: str, options: SourceOptions) -> _Repository:
     cache, is_offline = ObjectCache(options.storage), options.storage.offline or _hub_is_offline()
     commit = revision if _COMMIT.fullmatch(revision) else _cached_commit(name, revision) if is_offline else None
     if commit is not None:
-        files = _known_files(name, commit, cache)
+        files = _known_files(name, commit, cache, is_offline=is_offline)
         if files is not None:
             return _Repository(name, commit, files, is_offline)
     if is_offline:
@@ -153,12 +153,14 @@ def _listing_address(name: str, commit: str) -> Address:
     return Address("hf", "datasets", f"{name}@{commit}")
 
 
-def _known_files(name: str, commit: str, cache: ObjectCache) -> dict[str, int] | None:
-    """Return the files of a commit, from our listing or from what the hub's cache has of it."""
+def _known_files(name: str, commit: str, cache: ObjectCache, *, is_offline: bool) -> dict[str, int] | None:
+    """Return the files of a commit: from our listing, or offline from what the hub's cache has, which may be a part."""
     address = _listing_address(name, commit)
     listed = cache.load_listing(cache_key(address), address)
     if listed is not None:
         return {entry.address.key: entry.size for entry in listed}
+    if not is_offline:
+        return None
     folder = _cache_folder(name) / "snapshots" / commit
     files = sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files} or None
@@ -293,6 +295,7 @@ def _explained(name: str, revision: str) -> Generator[None]:
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
+        HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
@@ -314,6 +317,8 @@ def _explained(name: str, revision: str) -> Generator[None]:
             f"there is no data set `{name}` on the hub, or it is private",
             fix=f"check the name; for a private one, {sign_in}",
         ) from None
+    except HFValidationError:
+        raise UserError(f"`{name}` is not the name of a data set", fix="check it; the hub allows no `--`") from None
     except LocalEntryNotFoundError:
         raise UserError(
             f"a file of `{name}` is not in the hub's cache and cannot be downloaded",
