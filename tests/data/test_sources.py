@@ -193,7 +193,7 @@ def test_names_are_relative_and_never_absolute(tmp_path):
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("s3://bucket/rows.jsonl", "`s3://` is not a known data source"),
+        ("ftp://host/rows.jsonl", "`ftp://` is not a known data source"),
         ("nothing.jsonl", "no file or folder"),
         ("no/such/folder/x.jsonl", "no file or folder"),
         ("*.parquet", "no file matches"),
