@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, settings
 
 from examples_limit import examples
 
+os.environ["AWS_EC2_METADATA_DISABLED"] = "true"  # no test asks the metadata service of a cloud machine for keys
 # One torch thread per process: two workers with two threads each wait for each other on two cores, and tiny models
 # then take up to ten times as long. Set before torch is imported, and inherited by child processes.
-os.environ["AWS_EC2_METADATA_DISABLED"] = "true"  # no test asks the metadata service of a cloud machine for keys
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Outputs of base models must not outlive the tests, which would then measure nothing. Other caches only save time.
