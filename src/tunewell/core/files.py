@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -69,10 +70,13 @@ def stable_json(value: Any) -> str:
 def make_private(folder: Path) -> None:
     """Create a folder for rows or answers that only its owner can open. An existing folder keeps its mode.
 
-    Windows ignores the mode; there, a new folder has the permissions of its parent.
+    In a folder that a group shares (setgid), the group can open it too, as the umask says. Windows ignores the mode;
+    there, a new folder has the permissions of its parent.
     """
     try:
-        folder.mkdir(mode=0o700, parents=True)  # its parents get the usual mode
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        is_shared = folder.parent.stat().st_mode & stat.S_ISGID
+        folder.mkdir(mode=0o770 if is_shared else 0o700)
     except FileExistsError:
         if not folder.is_dir():
             raise
@@ -143,12 +147,15 @@ def write_atomic(path: Path, data: bytes | str, *, is_private: bool = False) -> 
 def publish_folder(staged: Path, final: Path) -> None:
     """Move a finished folder to its final path. An existing folder is moved aside first and deleted afterwards.
 
+    The new folder has the mode of the existing one, so that a team can go on sharing it.
     If anything fails, the existing folder is restored. After a crash between the two moves, `final` does not exist and
     readers report it as missing; `recover_publish` restores the old folder.
     """
     recover_publish(final)
     sync_folder(staged)
     if final.exists():
+        with suppress(OSError):  # some network disks have no modes
+            staged.chmod(stat.S_IMODE(final.stat().st_mode))
         final.rename(_aside(final))
     try:
         staged.rename(final)
