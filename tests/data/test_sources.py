@@ -357,6 +357,27 @@ def test_a_snapshot_in_the_cache_of_the_hub_is_read_through_its_links(tmp_path):
     assert len(find_files(str(snapshot), base=tmp_path)) == 1
 
 
+@pytest.mark.parametrize("store", [".git/annex/objects", ".dvc/cache"])
+def test_a_folder_of_a_git_annex_or_dvc_repository_is_read_through_its_links(tmp_path, store):
+    """There every large file is a link to a store at the top of the repository."""
+    (tmp_path / "repository" / "data").mkdir(parents=True)
+    (tmp_path / "repository" / store).mkdir(parents=True)
+    write_jsonl(tmp_path / "repository" / store / "0123", ROWS)
+    (tmp_path / "repository" / "data" / "rows.jsonl").symlink_to(f"../{store}/0123")
+    for pattern in ("repository/data", "repository/data/*.jsonl"):
+        assert len(find_files(pattern, base=tmp_path)) == 1 and not outside_links(pattern, base=tmp_path)
+
+
+def test_a_store_that_is_a_link_opens_nothing_else(tmp_path):
+    """Whoever writes a folder can also put a link named like a store into it."""
+    (tmp_path / "in" / ".git" / "annex").mkdir(parents=True)
+    (tmp_path / "secrets").mkdir()
+    write_jsonl(tmp_path / "secrets" / "secret.jsonl", ROWS)
+    (tmp_path / "in" / ".git" / "annex" / "objects").symlink_to(tmp_path / "secrets")
+    (tmp_path / "in" / "stolen.jsonl").symlink_to(".git/annex/objects/secret.jsonl")
+    assert outside_links("in", base=tmp_path) == ["stolen.jsonl"]
+
+
 def test_a_file_that_is_named_may_be_a_link(tmp_path):
     write_jsonl(tmp_path / "rows.jsonl", ROWS)
     (tmp_path / "in").mkdir()

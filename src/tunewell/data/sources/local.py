@@ -29,6 +29,8 @@ _NOTICES = frozenset(
 _MISTYPED = re.compile(r"(s3|r2|hf|https?|gs|az):?/{1,3}(?!/)", re.IGNORECASE)
 """The start of an address without its colon or a slash."""
 _TEXTS = ("txt", "md")
+_STORES = (".git/annex/objects", ".dvc/cache")
+"""Folders of a repository where git-annex (DataLad) and DVC keep the files that its links lead to."""
 _CONFIG = "tunewell.yaml"
 _OUTPUTS = (
     ("manifest.json", "dropped.jsonl", _SPLITS),
@@ -131,6 +133,8 @@ def _inside(root: Path, files: list[Path]) -> list[Path]:
     home = root.resolve()
     # In the cache of the hub, the files of a snapshot are links: models--x/snapshots/1/a.json -> models--x/blobs/2.
     blobs = [parent.parent / "blobs" for parent in (home, *home.parents) if parent.name == "snapshots"]
+    # So are the files of a repository with git-annex or DVC: repository/data/a.json -> repository/.git/annex/objects/2.
+    blobs += [parent / store for parent in (home, *home.parents) for store in _STORES if (parent / store).is_dir()]
     resolved = {file: file.resolve() for file in files}
     return [file for file in files if any(resolved[file].is_relative_to(folder) for folder in (home, *blobs))]
 
