@@ -205,6 +205,32 @@ def test_one_client_cannot_fill_the_queue(monkeypatch):
         assert statuses == [200, 200] and send(url, chat(max_tokens=1))[0] == 200
 
 
+def test_an_honest_client_that_sends_many_requests_at_once_is_answered(monkeypatch):
+    """An evaluation sends all its questions at once; 64 were the limit, and OpenAI's client gave up after 3 seconds."""
+    monkeypatch.setattr(server, "max_files", lambda: 8192)
+    model = Letters()
+    with served(model) as url:
+        statuses: list[int] = []
+        ask = lambda: statuses.append(send(url, chat(max_tokens=1))[0])  # noqa: E731
+        clients = [threading.Thread(target=ask) for _ in range(90)]
+        for client in clients:
+            client.start()
+        time.sleep(0.5)  # all of them wait
+        model.may_write.release(90)
+        for client in clients:
+            client.join(20)
+        assert statuses == [200] * 90
+
+
+@pytest.mark.parametrize("limit", [-1, 1024])
+def test_a_process_without_a_limit_on_files_serves(monkeypatch, limit):
+    """Linux reports no limit as -1, and every connection was closed."""
+    resource = pytest.importorskip("resource", reason="Windows has no such limits")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    with served(Ready()) as url:
+        assert send(url, chat(max_tokens=1))[0] == 200
+
+
 def test_streams_leave_the_queue(url, monkeypatch):
     monkeypatch.setattr(server, "MAX_REQUESTS_PER_CLIENT", 1)
     for _ in range(3):

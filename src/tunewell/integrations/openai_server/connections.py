@@ -51,7 +51,8 @@ def max_files() -> int:
     try:
         import resource  # Windows does not have it
 
-        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return _WANTED_FILES if soft == resource.RLIM_INFINITY else soft  # infinity is -1 on Linux
     except (ImportError, OSError):
         return _DEFAULT_FILES
 

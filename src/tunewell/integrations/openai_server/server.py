@@ -30,6 +30,7 @@ from starlette.types import Receive, Scope, Send
 from tunewell.core.errors import UserError
 from tunewell.core.units import count
 from tunewell.integrations.openai_server.access import BrowserGuard, TokenGuard
+from tunewell.integrations.openai_server.connections import max_files
 from tunewell.integrations.openai_server.queue import Generation, ServedModel
 from tunewell.integrations.openai_server.requests import ApiError, ChatRequest, read_request, shortened
 
@@ -39,10 +40,12 @@ MAX_CHARS_PER_TOKEN = 16
 """Maximum number of characters per token of context, checked before tokenizing. English has about four per token."""
 MAX_MESSAGES = 4096
 """Maximum number of messages; the chat template needs about 70 microseconds for each."""
-MAX_REQUESTS = 128
-"""Maximum number of requests in the queue, including the one being answered."""
-MAX_REQUESTS_PER_CLIENT = 64
-"""Maximum per address, so that one client cannot fill the queue."""
+MAX_REQUESTS = 1536
+"""Maximum number of requests in the queue, the one being answered included, but at most a quarter of the file handles
+of the process."""
+MAX_REQUESTS_PER_CLIENT = 1024
+"""Maximum per address, so that one client cannot fill the queue: two thirds, if the queue is smaller. OpenAI's client
+sends 1,000 requests at once and waits 10 minutes for an answer, but tries only twice more after a 429."""
 
 Finish = Literal["stop", "length"]
 
@@ -171,11 +174,13 @@ class _Handlers:
 
     def _enter_queue(self, client: str) -> Callable[[], None]:
         """Count a request, and return the function that ends it; raise ApiError if there are too many."""
-        if self._requests[client] >= MAX_REQUESTS_PER_CLIENT:
-            message = f"{count(MAX_REQUESTS_PER_CLIENT)} requests of this client are waiting; wait for an answer"
+        max_requests = min(MAX_REQUESTS, max_files() // 4)
+        max_per_client = min(MAX_REQUESTS_PER_CLIENT, max_requests * 2 // 3)
+        if self._requests[client] >= max_per_client:
+            message = f"{count(max_per_client)} requests of this client are waiting; wait for an answer"
             raise ApiError(429, message, code="too_many_requests")
-        if self._requests.total() >= MAX_REQUESTS:
-            raise ApiError(503, f"{count(MAX_REQUESTS)} requests are waiting; try again later", code="queue_full")
+        if self._requests.total() >= max_requests:
+            raise ApiError(503, f"{count(max_requests)} requests are waiting; try again later", code="queue_full")
         self._requests[client] += 1
 
         def leave() -> None:
