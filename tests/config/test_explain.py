@@ -15,7 +15,7 @@ def test_a_key_is_explained_with_type_default_doc_and_names():
     """The page must say all that the declaration knows."""
     found = explain("packing.context_length")
     assert found.key == "packing.context_length"
-    assert found.type == "a whole number (at least 2), or `auto`"
+    assert found.type == "a whole number (at least 2 and at most 16,777,216), or `auto`"
     assert found.default == "auto" and "longest document" in found.doc
     assert "cutoff_len" in found.aliases
 

@@ -217,7 +217,7 @@ def test_groups_left_empty_are_defaults():
         ),
         (
             "packing: {context_length: true}\n",
-            "must be a whole number (at least 2), or `auto`, not true",
+            "must be a whole number (at least 2 and at most 16,777,216), or `auto`, not true",
         ),
         ("packing: {context_length: 1.5}\n", "not 1.5"),
         ("packing: {context_length: 0}\n", "at least 2"),

@@ -22,7 +22,9 @@ def test_a_recorded_failure_is_named(name: str) -> None:
     """Guards the names of failures that a machine without a GPU cannot provoke."""
     [first, *_] = diagnose_source(RECORDED / f"{name}.log").findings
     assert first.id == FAILURES[name].expected and first.confidence >= LIKELY
-    place = {"oom-load": "while the model was being loaded", "oom-optimizer": "the optimizer states do not"}.get(name, "")
+    place = {"oom-load": "while the model was being loaded", "oom-optimizer": "the optimizer states do not"}.get(
+        name, ""
+    )
     assert place in first.cause
 
 

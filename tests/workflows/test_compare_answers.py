@@ -58,7 +58,7 @@ def test_each_model_is_asked_alone_and_with_the_index(rooms, tiny_model, capsys,
     assert main([*command, "--questions", "8"]) == 0
     screen = capsys.readouterr().out
     assert max(map(len, screen.splitlines())) <= 60, screen
-    assert "8 questions are too few to choose by" in " ".join(screen.split())
+    assert "8 questions; a recommendation needs at least 20" in " ".join(screen.split())
     result = tunewell.compare(says, index="index", data="rows.jsonl", progress=False)
     assert result.recommendation is None and "'says': '1/24'" in repr(result) and "invented" in result._repr_html_()
     answer = tunewell.ask("R1?", index="index", model=says)
