@@ -73,10 +73,10 @@ def make_private(folder: Path) -> None:
     In a folder that a group shares (setgid), the group can open it too, as the umask says. Windows ignores the mode;
     there, a new folder has the permissions of its parent.
     """
+    existing = next((parent for parent in folder.parents if parent.is_dir()), None)
+    is_shared = existing is not None and existing.stat().st_mode & stat.S_ISGID
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        is_shared = folder.parent.stat().st_mode & stat.S_ISGID
-        folder.mkdir(mode=0o770 if is_shared else 0o700)
+        folder.mkdir(mode=0o770 if is_shared else 0o700, parents=True)  # its parents get the usual mode
     except FileExistsError:
         if not folder.is_dir():
             raise
