@@ -427,7 +427,7 @@ def ladder(work: Work, *, is_smoke: bool, gigabytes: float = 16.0) -> tuple[list
                 rows.append([case.name, rung["name"], f"{rung['peak_bytes'] / GiB:.1f}", "does not fit", "-"])
     jobs = jobs[:2] if is_smoke else jobs
     # Several at once: each has its own limit, and only whether they run is asked.
-    results = _train_limited(work, jobs, gigabytes, at_once=1 if is_smoke else 4)
+    results = _train_limited(work, jobs, gigabytes, at_once=1 if is_smoke else 8)
     for (case, _, rung, _), result in zip(jobs, results, strict=True):
         rows.append([case.name, rung["name"], f"{rung['peak_bytes'] / GiB:.1f}", "fits", result])
         print(" | ".join(rows[-1]), flush=True)
@@ -452,6 +452,7 @@ def _train_limited(work: Work, jobs: list[Any], gigabytes: float, *, at_once: in
         for index, (process, own) in list(running.items()):
             if process.poll() is not None:
                 results[index] = _ladder_result(process.returncode, own, work.folder / f"ladder-{index}.log")
+                print(jobs[index][0].name, jobs[index][2]["name"], results[index], flush=True)
                 del running[index]
     return [results[index] for index in range(len(jobs))]
 

@@ -28,6 +28,7 @@ RATES = {
     "galore-torch": GALORE_RATES,  # first, because it takes longest
     "galore": GALORE_RATES,
     "adamw8bit": FULL_RATES,
+    "adamw-bf16": FULL_RATES,
     "adamw": FULL_RATES,
     "nf4-peft": ADAPTER_RATES,
     "nf4": ADAPTER_RATES,
@@ -42,6 +43,7 @@ TITLES = {
     "nf4-keep": "LoRA, base in NF4, `keep: auto`",
     "nf4-peft": "PEFT's layers on bitsandbytes' NF4",
     "adamw": "full, AdamW",
+    "adamw-bf16": "full, AdamW, `masters: bf16`",
     "adamw8bit": "full, `adamw8bit`",
     "galore": "full, `galore`",
     "galore-torch": "full, galore-torch",
@@ -220,6 +222,7 @@ def quality_verdicts(trainings: Trainings) -> None:
         ("int8", "lora", 0.005),
         ("nf4", "nf4-peft", 0.005),
         ("adamw8bit", "adamw", 0.005),
+        ("adamw-bf16", "adamw", 0.005),
         ("galore", "adamw", 0.03),
     ]
     for method, base, bar in [*bars, ("galore", "galore-torch", 0.0)]:

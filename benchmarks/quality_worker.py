@@ -185,12 +185,13 @@ def build(method: str, folder: Path, corpus: Corpus, *, rate: float, seed: int) 
         {
             "learning_rate": rate,
             "optimizer": optimizer,
+            "masters": "bf16" if method == "adamw-bf16" else "fp32",
             "galore_every": GALORE_EVERY,
             "galore_rank": min(128, width // 4),
         }
     )
-    if method in ("adamw", "adamw8bit", "galore", "galore-torch"):
-        model = _load(folder, corpus, is_fp32=True)
+    if method in ("adamw", "adamw-bf16", "adamw8bit", "galore", "galore-torch"):
+        model = _load(folder, corpus, is_fp32=method != "adamw-bf16")
         Full.apply(model, MethodSettings(kind="full"))
         learner = _packed(model, corpus, settings)
         if method == "galore-torch":

@@ -143,3 +143,12 @@ def test_a_dequantised_model_is_plain_and_equal() -> None:
     assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
     with attention.stock_attention(model):
         assert torch.allclose(model(ids).logits, before, atol=1e-6)
+
+
+def test_all_tensors_of_a_layer_are_on_one_device() -> None:
+    """Guards training on a GPU: a run is refused if a tensor of its model stays on the CPU."""
+    packed = torch.empty(4, 8, dtype=torch.int8, device="meta")
+    parts = {"packed": packed, "scales": torch.empty(4, device="meta")}
+    layer = QuantizedLinear("int8", (4, 8), parts, None, torch.bfloat16)
+    assert {buffer.device.type for buffer in layer.buffers()} == {"meta"}
+    assert layer.dtype == torch.bfloat16

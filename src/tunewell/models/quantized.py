@@ -46,7 +46,8 @@ class QuantizedLinear(nn.Module):
         for name, tensor in parts.items():
             self.register_buffer(name, tensor)
         self.register_buffer("bias", bias)
-        self.register_buffer("_dtype_holder", torch.empty(0, dtype=dtype), persistent=False)
+        device = next(iter(parts.values())).device
+        self.register_buffer("_dtype_holder", torch.empty(0, dtype=dtype, device=device), persistent=False)
         self._names = tuple(parts)
 
     @classmethod

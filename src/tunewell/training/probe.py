@@ -6,6 +6,7 @@
 import math
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +59,7 @@ def take_probe_steps(run: Run, corpus: Corpus, request: dict[str, Any], deadline
     run.held_out = corpus.held_out.select(spread_evenly(0, 0)) if len(corpus.held_out) else run.held_out
     run.checkpoints = NoCheckpoints(run.checkpoints.folder, keep=1, on_trouble=lambda text: None)
     mode, size = request["compile"], request["micro_batch_tokens"]
-    report: dict[str, Any] = {"sizes": []}
+    report: dict[str, Any] = {}
     eager = _measure_uncompiled(run, size, deadline)
     if eager is None:
         raise UserError("out of memory: a step with the planned micro-batch does not fit")
@@ -67,18 +68,29 @@ def take_probe_steps(run: Run, corpus: Corpus, request: dict[str, Any], deadline
         report["compiled"] = measure_size(run, size, "on", _COMPILED_STEPS)
     report["largest"] = _take_largest(run, size, known_tokens=eager["micro_tokens"])
     report |= _forward(run, corpus)
-    best = report.get("compiled") or eager
+    planned = report.get("compiled") or eager
     compiled = "on" if report.get("compiled") else "off"
-    for other in request["sizes"]:
-        if time.perf_counter() > deadline:
-            break
-        number = int(min(max(_SIZE_SECONDS / max(best["seconds"], 1e-9), 3), 20))
-        own = best if other == size else measure_size(run, other, compiled, number)
-        if own is None or own["rate"] < _CLIFF * max([best["rate"], *(known["rate"] for known in report["sizes"])]):
-            break  # out of memory, or memory of the host
-        report["sizes"].append({"tokens": other, "rate": own["rate"], "loss": own["loss"], "peak": own["reserved"]})
+    number = int(min(max(_SIZE_SECONDS / max(planned["seconds"], 1e-9), 3), 20))
+
+    def measure(other: int) -> dict[str, Any] | None:
+        return planned if other == size else measure_size(run, other, compiled, number)
+
+    report["sizes"] = compare_sizes(request["sizes"], measure, deadline)
     report["peak_rss"] = peak_memory_bytes()
     return report
+
+
+def compare_sizes(
+    sizes: Sequence[int], measure: Callable[[int], dict[str, Any] | None], deadline: float
+) -> list[dict[str, Any]]:
+    """Measure micro-batch sizes, the smallest first, until one runs out of memory or spills into main memory."""
+    found: list[dict[str, Any]] = []
+    for tokens in sorted(sizes):
+        own = measure(tokens) if time.perf_counter() <= deadline else None
+        if own is None or own["rate"] < _CLIFF * max((smaller["rate"] for smaller in found), default=0.0):
+            break
+        found.append({"tokens": tokens, "rate": own["rate"], "loss": own["loss"], "peak": own["reserved"]})
+    return found
 
 
 def _measure_uncompiled(run: Run, size: int, deadline: float) -> dict[str, Any] | None:
