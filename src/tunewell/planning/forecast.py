@@ -78,10 +78,11 @@ def predict(
     `flops` is the rate of the CPU of another machine; the default is this one's.
     """
     speed = compute_speed(work, flops or cpu_flops(), measured=measured.speed if measured else None)
-    memory = compute_memory(work, is_compiled=speed.is_compiled)
+    largest = work.halved() if speed.is_halved else work
+    memory = compute_memory(largest, is_compiled=speed.is_compiled)
     peak, needed, spread = memory.peak_bytes, memory.needed_bytes, _SPREAD[work.device.kind]
     if measured is not None:
-        peak, needed = _corrected(work, measured, memory, is_compiled=speed.is_compiled)
+        peak, needed = _corrected(largest, measured, memory, is_compiled=speed.is_compiled)
         spread = _MEASURED_SPREAD
     free = work.device.free_bytes
     basis = [measured.because if measured else _architecture(work), *speed.basis]
@@ -113,7 +114,8 @@ def predict(
 
 def _corrected(work: Workload, measured: Measured, memory: Memory, *, is_compiled: bool) -> tuple[int, int]:
     """Return peak and needed bytes: those of the real steps, and the computed difference to the whole run."""
-    if measured.is_compiled == is_compiled and measured.micro_tokens >= work.largest_micro_batch:
+    is_like_run = work.largest_micro_batch <= measured.micro_tokens <= work.micro_tokens
+    if measured.is_compiled == is_compiled and is_like_run:
         # On a CPU, the verdict after the steps needs more.
         later = max(0, memory.phases["verdict"] - memory.phases["steps"]) if work.device.kind == "cpu" else 0
         return measured.peak_bytes + later, measured.needed_bytes + later

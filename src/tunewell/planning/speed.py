@@ -9,6 +9,7 @@ to 71%). On other cards the rates of their makers are used, so the range is wide
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tunewell.hardware.cards import match_card
 from tunewell.planning.workload import Workload
@@ -30,21 +31,26 @@ _CPU_BANDWIDTH = 1.2e10
 _DECODE_SECONDS = 8e-3
 """Seconds per generated token on a GPU, for all answers together: 8.2 ms at 135M and 1.1B, 19 ms at 8B (H200)."""
 _CPU_DECODE_SECONDS = 1.5e-2
-_COMPILE_SECONDS, _SWITCH_SECONDS, _SAVED_SHARE = 20.0, 3.0, 0.35
-"""Compiling by a second process until the switch, the switch itself, and what compiled steps save of the time."""
+_COMPILE_SECONDS, _AHEAD_SECONDS, _SWITCH_SECONDS = 20.0, 35.0, 3.0
+"""Compiling, compiling by a second process beside the steps, and the switch to compiled steps (H200)."""
+_SAVED_SHARE = 0.3
+"""Share of the time that `training/compile.py` expects compiled steps to save."""
+CACHED_COMPILE_SECONDS = 4.5
+"""Seconds until the first compiled step with torch's cache filled: 4.5 s at 1.1B (H200)."""
 _MIN_SAVED_SECONDS = 5.0
 _MIN_FREE_SHARE = 0.2
 _START_SECONDS = {"cuda": 10.0, "mps": 6.0, "cpu": 5.0}
 """Imports of torch and transformers, and the start of the process."""
-_READ_BYTES, _WRITE_BYTES = 1.5e9, 5e8
-"""Bytes per second at which weights are read and checkpoints written."""
+_READ_BYTES, _CACHED_BYTES, _WRITE_BYTES = 1.5e9, 5e9, 5e8
+"""Bytes per second at which weights are read from disk, read from the file cache, and checkpoints written."""
 _DEQUANTISED_WEIGHTS = 6e7
 """Weights of a quantised GGUF file that are dequantised in a second: 135M took 2.2 s."""
 _EVALUATION_SHARE = 0.1
 _MIN_EVALUATION_SECONDS = 5.0
 _EVERYDAY_TOKENS = 6_000
 """Tokens of the bundled everyday text, which the verdict evaluates with both models."""
-_ANSWER_BATCH_TOKENS = 8192
+_ANSWER_BATCH_TOKENS = {"cpu": 8_192, "mps": 8_192, "cuda": 262_144}
+"""Tokens of prompts and answers that are decoded together."""
 _MACS = {"Max": 1.0e13, "Ultra": 2.0e13, "Pro": 5e12}
 """FLOP/s of Apple GPUs in fp32 by class; 2.6e12 for the others."""
 
@@ -71,6 +77,8 @@ class Speed:
     is_compiled: bool
     spread: float
     basis: list[str] = field(default_factory=list[str])
+    is_halved: bool = False
+    """Whether all steps use half the micro-batch, because compiling does not end before the run."""
 
     @property
     def seconds(self) -> float:
@@ -158,20 +166,23 @@ def compute_speed(work: Workload, cpu_flops: float, *, measured: "MeasuredSpeed 
     compiled = known.compiled_step or eager * min(
         1.0, step_seconds(work, rates, is_compiled=True) / step_seconds(work, rates, is_compiled=False)
     )
-    compile_seconds, is_compiled, steps = _steps(work, eager, compiled, known)
+    steps = _steps(work, rates, eager, compiled, known)
     phases = {"start": known.start or _START_SECONDS[work.device.kind], "prepare": 0.5}
     phases["load"] = known.load or _load_seconds(work)
     phases["check"] = known.check or _check_seconds(work, rates)
-    if compile_seconds:
-        phases["compile"] = compile_seconds
-    phases["steps"] = steps
-    phases["evaluation"] = _evaluation_seconds(work, rates, steps, known)
+    if steps.compile_seconds:
+        phases["compile"] = steps.compile_seconds
+    phases["steps"] = steps.seconds
+    phases["evaluation"] = _evaluation_seconds(work, rates, steps.seconds, known)
     phases["checkpoints"] = _checkpoint_seconds(work)
     if work.config.verdict.after_training and len(work.held_out_lengths):
-        phases["verdict"] = _verdict_seconds(work, rates, phases["load"], known)
-    tokens = work.mean_step_tokens / (compiled if is_compiled else eager)
+        # The weights are loaded again, from the file cache. What quantised ones cost is not measured again.
+        load = min(phases["load"], _load_seconds(work, _CACHED_BYTES))
+        phases["verdict"] = load + _verdict_seconds(work, rates, known)
+    tokens = work.mean_step_tokens / (compiled if steps.is_compiled else eager)
     basis = [known.because] if known.because else [rates.because]
-    return Speed(phases, eager, tokens, is_compiled, known.spread if measured else rates.spread, basis)
+    spread = known.spread if measured else rates.spread
+    return Speed(phases, eager, tokens, steps.is_compiled, spread, basis, is_halved=steps.is_halved)
 
 
 @dataclass(frozen=True)
@@ -194,25 +205,34 @@ class MeasuredSpeed:
     because: str = ""
 
 
-def _steps(work: Workload, eager: float, compiled: float, known: MeasuredSpeed) -> tuple[float, bool, float]:
-    """Return the seconds to compile, whether the layers are compiled, and the seconds of all steps."""
+class _Steps(NamedTuple):
+    """The duration of all steps."""
+
+    seconds: float
+    compile_seconds: float = 0.0
+    is_compiled: bool = False
+    is_halved: bool = False
+
+
+def _steps(work: Workload, rates: Rates, eager: float, compiled: float, known: MeasuredSpeed) -> _Steps:
     mode, number = work.plan.compile.value, work.num_steps
     if mode == "off" or work.device.kind != "cuda":
-        return 0.0, False, number * eager
+        return _Steps(number * eager)
     if mode == "on":
-        first = known.compile or _COMPILE_SECONDS
-        return first, True, eager + (number - 1) * compiled
+        return _Steps(eager + (number - 1) * compiled, known.compile or _COMPILE_SECONDS, is_compiled=True)
     # As in `training/compile.py`: steps of half the micro-batch, a second process compiles, then the switch.
-    slow = min(2.0, 1.2 if eager > 0.5 else 1.3) * eager
-    saved = number * eager * (1 - compiled / eager)
-    if known.compile and saved > known.compile:
-        return known.compile, True, 3 * slow + max(0, number - 3) * compiled
-    if saved <= _MIN_SAVED_SECONDS or not _has_room(work):
-        return 0.0, False, 3 * slow + max(0, number - 3) * eager
-    before = min(number, math.ceil(_COMPILE_SECONDS / slow) + 3)
-    if (number - before) * (eager - compiled) <= _SWITCH_SECONDS + 1:
-        return 0.0, False, before * slow + (number - before) * eager
-    return _SWITCH_SECONDS, True, before * slow + (number - before) * compiled
+    half = step_seconds(work.halved(), rates, is_compiled=False) / step_seconds(work, rates, is_compiled=False)
+    slow = max(1.2, half) * eager
+    if known.compile and number * (eager - compiled) > known.compile:
+        return _Steps(3 * slow + max(0, number - 3) * compiled, known.compile, is_compiled=True)
+    if number * slow * _SAVED_SHARE <= _MIN_SAVED_SECONDS or not _has_room(work):
+        return _Steps(min(number, 3) * slow + max(0, number - 3) * eager)
+    before = math.ceil(_AHEAD_SECONDS / slow) + 3
+    if before >= number:
+        return _Steps(number * slow, is_halved=True)
+    if (number - before) * slow * _SAVED_SHARE <= _SWITCH_SECONDS + 1:
+        return _Steps(before * slow + (number - before) * eager)
+    return _Steps(before * slow + (number - before) * compiled, _SWITCH_SECONDS, is_compiled=True)
 
 
 def _has_room(work: Workload) -> bool:
@@ -221,10 +241,10 @@ def _has_room(work: Workload) -> bool:
     return device.free_bytes is None or device.free_bytes - weights > _MIN_FREE_SHARE * (device.memory_bytes or 0)
 
 
-def _load_seconds(work: Workload) -> float:
+def _load_seconds(work: Workload, rate: float = _READ_BYTES) -> float:
     size = work.shape.file_bytes or 2 * work.shape.num_weights
     is_quantised = size < 1.5 * work.shape.num_weights
-    return 1.0 + size / _READ_BYTES + (work.shape.num_weights / _DEQUANTISED_WEIGHTS if is_quantised else 0.0)
+    return 1.0 + size / rate + (work.shape.num_weights / _DEQUANTISED_WEIGHTS if is_quantised else 0.0)
 
 
 def _check_seconds(work: Workload, rates: Rates) -> float:
@@ -250,7 +270,7 @@ def _answer_seconds(work: Workload, rates: Rates, *, questions: int, tokens: flo
     if not questions:
         return 0.0
     prompt = float(work.held_out_lengths.mean()) * 0.6 if len(work.held_out_lengths) else 64.0
-    at_once = max(1, min(questions, int(_ANSWER_BATCH_TOKENS / (prompt + tokens))))
+    at_once = max(1, min(questions, int(_ANSWER_BATCH_TOKENS[work.device.kind] / (prompt + tokens))))
     num_batches = math.ceil(questions / at_once)
     weights = 2.0 * (work.shape.num_active_weights + work.shape.num_table_weights)
     if known.answer_token:
@@ -292,8 +312,8 @@ def checkpoint_bytes(work: Workload) -> int:
     return int(model * size + work.num_trainable * states)
 
 
-def _verdict_seconds(work: Workload, rates: Rates, load: float, known: MeasuredSpeed) -> float:
-    """Return the seconds of the verdict: the model is loaded again, both models are evaluated and answer questions."""
+def _verdict_seconds(work: Workload, rates: Rates, known: MeasuredSpeed) -> float:
+    """Return the seconds of the verdict after loading: both models are evaluated and answer questions."""
     rules, lengths = work.config.verdict, work.held_out_lengths
     number = min(len(lengths), rules.max_documents or len(lengths))
     loss_tokens = 2 * (number * float(lengths.mean()) + _EVERYDAY_TOKENS)
@@ -301,4 +321,4 @@ def _verdict_seconds(work: Workload, rates: Rates, load: float, known: MeasuredS
     expected = float(lengths.mean()) * work.supervised_share
     longest = rules.answer_tokens if rules.answer_tokens != "auto" else min(512.0, max(32.0, 2.5 * expected))
     answers = 2 * _answer_seconds(work, rates, questions=questions, tokens=longest, known=known)
-    return load + 1.0 + _forward_seconds(work, rates, loss_tokens, known) + answers
+    return _forward_seconds(work, rates, loss_tokens, known) + answers

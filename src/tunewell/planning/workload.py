@@ -142,6 +142,11 @@ class Workload:
         """Return the workload with another limit of a micro-batch."""
         return replace(self, micro_tokens=tokens)
 
+    def halved(self) -> "Workload":
+        """Return the workload with half the micro-batch, as long as the run has not decided whether to compile."""
+        longest = int(self.lengths.max(initial=1))
+        return self.with_micro_tokens(max(self.micro_tokens // 2, min(longest, self.micro_tokens)))
+
 
 def make_workload(
     plan: Plan,

@@ -24,7 +24,7 @@ from tunewell.hardware.facts import installed_versions
 from tunewell.planning.fit import Planner
 from tunewell.planning.forecast import Measured, Outlook
 from tunewell.planning.memory import CONTEXT_BYTES
-from tunewell.planning.speed import MeasuredSpeed
+from tunewell.planning.speed import CACHED_COMPILE_SECONDS, MeasuredSpeed
 from tunewell.records.plan import Chosen, Plan
 
 _RESULT = "RESULT "
@@ -210,6 +210,7 @@ def _result(report: dict[str, Any], plan: Plan, outlook: Outlook) -> ProbeResult
         check=report["check"],
         eager_step=eager["seconds"] * step_tokens / max(1.0, eager["tokens"]),
         compiled_step=compiled["seconds"] * step_tokens / max(1.0, compiled["tokens"]) if compiled else 0.0,
+        compile=CACHED_COMPILE_SECONDS if compiled else 0.0,  # the probe filled torch's cache
         forward_token=report.get("forward_token", 0.0),
         answer_token=report["answer_seconds"] / work.config.evaluate.sample_tokens if answers else 0.0,
         because=f"speed from real steps: {shown['rate']:,.0f} tokens/s",

@@ -137,7 +137,6 @@ def measure_size(run: Run, micro_tokens: int, compiling: str, num_steps: int) ->
         "seconds": seconds / len(timed),
         "tokens": tokens / len(timed),
         "rate": tokens / max(seconds, 1e-9),
-        "first_seconds": steps.events[-num_steps - 1].seconds if len(steps.events) > num_steps else 0.0,
         "loss": steps.events[0].loss if math.isfinite(steps.events[0].loss) else None,
         "reserved": torch.cuda.max_memory_reserved(device) if is_cuda else peak_memory_bytes() or 0,
         "allocated": torch.cuda.max_memory_allocated(device) if is_cuda else peak_memory_bytes() or 0,
@@ -186,7 +185,8 @@ def _forward(run: Run, corpus: Corpus) -> dict[str, Any]:
     held_out_loss(run.learner, split, budget=budget, most=None)
     seconds = time.perf_counter() - started
     found: dict[str, Any] = {"forward_token": seconds / max(1, int(split.index["length"].sum()))}
-    if run.config.evaluate.samples:
+    # On a GPU, setting up takes longer than a few short answers, so these say little about the verdict's.
+    if run.config.evaluate.samples and run.learner.device.type != "cuda":
         started = time.perf_counter()
         samples = run.ask(0, 8192)
         seconds = time.perf_counter() - started
