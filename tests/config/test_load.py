@@ -371,3 +371,8 @@ def test_data_may_be_its_sources(text, paths):
     assert [source.path for source in loaded.config.data.sources] == [path for path, _ in paths]
     assert loaded.config.data.held_out == 0.2
     assert load_config({"data": Path("rows.csv")}).config.data.sources[0].path == "rows.csv"
+
+
+@pytest.mark.parametrize(("value", "mode"), [("true", "on"), ("off", "off"), ("unsloth", "offload")])
+def test_other_tools_values_of_gradient_checkpointing_are_accepted(value: str, mode: str) -> None:
+    assert load_config(None, [f"train.gradient_checkpointing={value}"], has_file=False).config.train.recompute == mode

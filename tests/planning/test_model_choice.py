@@ -40,9 +40,9 @@ def _recommended(machine: str, rows: RowStatistics) -> str | None:
         ("mac", FEW, "Qwen3-0.6B"),
         ("mac", SOME, "Qwen2.5-0.5B-Instruct"),
         ("mac", GERMAN, "Qwen2.5-0.5B-Instruct"),
-        ("colab_t4", FEW, "Qwen3-1.7B"),
-        ("colab_t4", SOME, "Qwen3-1.7B"),
-        ("colab_t4", MANY, "Qwen3-1.7B"),
+        ("colab_t4", FEW, "Qwen3-4B-Instruct-2507"),
+        ("colab_t4", SOME, "Qwen3-4B-Instruct-2507"),
+        ("colab_t4", MANY, "Qwen3-4B-Instruct-2507"),
         ("h200", FEW, "Qwen3-8B"),
         ("h200", SOME, "Qwen3-8B"),
     ],
@@ -75,7 +75,7 @@ def test_larger_models_need_more():
 def test_a_gpu_that_is_too_small_gets_four_bits_and_a_cpu_does_not():
     """`--method qlora` needs a GPU."""
     t4 = {own.name: own for own in _compare("colab_t4", SOME)}
-    assert t4["Qwen/Qwen3-4B-Instruct-2507"].method == "qlora" and t4["Qwen/Qwen3-4B-Instruct-2507"].fits
+    assert t4["Qwen/Qwen3-8B"].method == "qlora" and t4["Qwen/Qwen3-8B"].fits
     laptop = {own.name: own for own in _compare("laptop", SOME)}
     assert laptop["Qwen/Qwen3-8B"].problem.startswith("does not fit") and laptop["Qwen/Qwen3-8B"].method == "lora"
 

@@ -92,7 +92,7 @@ def test_every_value_says_why_and_survives_the_disk(device, tmp_path):
         (CPU, "fp32", "sdpa", "off"),
         (BF16_CPU, "fp32", "sdpa", "off"),
         (MPS, "fp32", "sdpa", "off"),
-        (T4, "fp32", "sdpa", "off"),
+        (T4, "fp16", "sdpa", "off"),
         (H200, "bf16", "flash", "auto"),
     ],
     ids=["cpu", "bf16 cpu", "mps", "T4", "H200"],

@@ -321,8 +321,10 @@ class MethodSettings(Section):
 
 
 def _recompute_mode(value: Any) -> Any:
-    """Accept `true` and `false`; YAML reads `on` and `off` as these too."""
-    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+    """Accept `true`, `false` and Unsloth's `unsloth`; YAML reads `on` and `off` as the first two."""
+    return (
+        {True: "on", False: "off", "unsloth": "offload"}.get(value, value) if isinstance(value, bool | str) else value
+    )
 
 
 Recompute = Annotated[Literal["off", "on", "offload"], BeforeValidator(_recompute_mode)]
@@ -372,8 +374,8 @@ class Train(Section):
     """Tokens per forward pass. A step is split into as many micro-batches as necessary (gradient accumulation), with
     the same result."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Precision of the forward and backward pass. `auto`: bf16 if the hardware supports it, else fp32. fp16 uses loss
-    scaling."""
+    """Precision of the forward and backward pass. `auto`: bf16 or fp16 on a GPU, whichever it has, else fp32.
+    fp16 uses loss scaling."""
     masters: Literal["fp32", "bf16"] = "fp32"
     """Precision of the stored trainable parameters and optimizer states (master weights). `bf16` halves their size in
     memory and in checkpoints; it requires full fine-tuning in bf16. Weights are updated with stochastic rounding."""

@@ -290,10 +290,10 @@ def _is_gguf(path: Path | None) -> bool:
 
 
 def _default_precision(ref: ModelRef, facts: DeviceFacts) -> str:
-    """Return the precision of the run if it used this kind of device, otherwise bf16 on a GPU that has it, or fp32."""
+    """Return the precision of the run if it used this kind of device, otherwise that of the GPU, or fp32 on others."""
     if ref.plan is not None and ref.plan.device.value.partition(":")[0] == facts.kind:
         return ref.plan.precision.value
-    return "bf16" if facts.kind == "cuda" and facts.has_bf16 else "fp32"
+    return "fp32" if facts.kind != "cuda" else "bf16" if facts.has_bf16 else "fp16"
 
 
 def _stop_ids(chat_model: ChatModel) -> list[int]:

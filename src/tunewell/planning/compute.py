@@ -94,7 +94,7 @@ def choose_precision(inputs: PlanInputs) -> Chosen[Precision]:
         raise _error(inputs, "train.precision", f"bf16 cannot be used on {device.label}", _WHY_NO_BF16[device.kind])
     if setting == "fp16" and device.kind == "mps":
         raise _error(inputs, "train.precision", "fp16 cannot be used on an Apple GPU", "losses became NaN there")
-    scaled = "; a loss scaler keeps small gradients from becoming zero" if setting == "fp16" else ""
+    scaled = f"; {_SCALED}" if setting == "fp16" else ""
     return Chosen[Precision](value=setting, because=why + scaled)
 
 
@@ -112,6 +112,7 @@ def _launcher_precision(inputs: PlanInputs, launched: str) -> tuple[Precision, s
     return launched, f"set by {option}"
 
 
+_SCALED = "a loss scaler keeps small gradients from becoming zero"
 _WHY_NO_BF16 = {
     "cpu": "this CPU has no bf16 units; emulation was measured 50 times slower than fp32",
     "cuda": "this GPU has no bf16 units, which came with the Ampere generation; it would emulate them",
@@ -125,8 +126,10 @@ def _automatic_precision(inputs: PlanInputs) -> Chosen[Precision]:
         return Chosen[Precision](
             value="bf16", because=f"{device.label} supports bf16, which has the range of fp32 in half the memory"
         )
+    if device.kind == "cuda":
+        because = f"{device.label} has fp16 units and no bf16 ones; {_SCALED}, and a run that overflows goes on in fp32"
+        return Chosen[Precision](value="fp16", because=because)
     reasons = {
-        "cuda": f"{device.label} has no bf16; `train.precision: fp16` is faster but less stable",
         "mps": "bf16 is not tested on Apple GPUs yet",
         "cpu": "the safest choice on a CPU; this one also supports `train.precision: bf16`"
         if device.has_bf16

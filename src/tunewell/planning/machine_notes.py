@@ -33,8 +33,8 @@ def machine_notes(machine: Machine, plan: Plan, outlook: Outlook, *, corpus: Pat
             notes.append(f"{size_bytes(used)} of {device.label} are used by other processes{users}")
     if device.kind == "cuda" and not device.has_bf16:
         notes.append(
-            f"{device.label} has no bf16 units: torch accepts bf16 there and emulates it, slower than fp32; this run "
-            f"uses {plan.precision.value}"
+            f"{device.label} has no bf16 units: torch accepts bf16 there and emulates it slowly; this run uses "
+            f"{plan.precision.value}"
         )
     if machine.is_wsl:
         notes += _wsl_notes(machine, corpus, run, is_gpu=device.kind == "cuda")
