@@ -51,9 +51,18 @@ def compare(
     is_runs = len(subjects) > 1 and all((Path(one).expanduser() / PLAN).is_file() for one in subjects)
     if is_runs and not options.indexes and options.data is None:
         return compare_runs(subjects, out=options.out, is_fresh=options.is_fresh, progress=progress)
-    from tunewell.workflows.compare_answers import compare_answers
+    return _written(_compare_answers(subjects, _with_index(subjects, options), progress), Path(options.out))
 
-    return _written(compare_answers(subjects, _with_index(subjects, options), progress), Path(options.out))
+
+def _compare_answers(
+    subjects: Sequence[str | Path], options: CompareOptions, progress: ProgressListener
+) -> ColumnComparison:
+    from tunewell.evaluation.session import ValidateOptions
+    from tunewell.retrieval.comparison import compare_answers
+    from tunewell.workflows.validate import evaluation_set
+
+    rows = ValidateOptions(data=options.data)
+    return compare_answers(subjects, options, lambda ref: evaluation_set(ref, rows), progress)
 
 
 def _with_index(subjects: Sequence[str | Path], options: CompareOptions) -> CompareOptions:

@@ -102,7 +102,7 @@ def load_spec(loaded: LoadedConfig, progress: ProgressListener = silent) -> Buil
     require_model_and_data(loaded)
     remarks: list[str] = []
     if loaded.config.data.index is not None:
-        from tunewell.workflows.open_book import with_open_book  # not needed for other configs
+        from tunewell.retrieval.open_book_config import with_open_book  # not needed for other configs
 
         loaded, remarks = with_open_book(loaded, progress)
     text = TextPipeline.load(loaded)

@@ -1,6 +1,7 @@
-"""`tunewell compare --index`: ask models the same questions, with and without documents, and recommend one."""
+"""Ask models the same questions, with and without documents, compare the answers, and recommend one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,31 +13,33 @@ from tunewell.evaluation.columns import ColumnComparison, CompareOptions, UsedKe
 from tunewell.evaluation.measurements import shorten
 from tunewell.evaluation.model_judge import ModelJudge, read_labels
 from tunewell.evaluation.recommendation import recommend
-from tunewell.evaluation.session import ValidateOptions
+from tunewell.evaluation.rows import EvaluationSet
 from tunewell.inference.chat_model import open_without_weights
 from tunewell.inference.degeneration import fold
 from tunewell.inference.model_ref import ModelRef
 from tunewell.retrieval.measure import Exam, read_exam
+from tunewell.retrieval.open_book_config import held_out_documents
 from tunewell.retrieval.questions import read_questions
 from tunewell.retrieval.search import open_retriever
 from tunewell.retrieval.shown import key_finder, search_all
 from tunewell.retrieval.stores.base import shown_address
 from tunewell.retrieval.subjects import ColumnSession, SearchedIndex, Subject
 from tunewell.runs.resolve import resolve_model
-from tunewell.workflows.open_book import held_out_documents
-from tunewell.workflows.validate import evaluation_set
 
 _NUM_KEYS = 5
 
+OpenRows = Callable[[ModelRef], AbstractContextManager[EvaluationSet]]
+"""Open the rows to test on: the held-out rows of a run, or those of a file, in the tokens of the model."""
+
 
 def compare_answers(
-    names: Sequence[str | Path], options: CompareOptions, progress: ProgressListener
+    names: Sequence[str | Path], options: CompareOptions, open_rows: OpenRows, progress: ProgressListener
 ) -> ColumnComparison:
     """Ask every model every question, alone and with each index, and compare the answers."""
     judge, judge_notes = _judge(options)
     subjects = _subjects(names)
     opened = [(shown_address(address), open_retriever(address)) for address in dict.fromkeys(options.indexes)]
-    exam, notes = _exam(subjects, options, progress)
+    exam, notes = _exam(subjects, options, open_rows, progress)
     questions = [key.question for key in exam.keys]
     indexes = []
     for address, retriever in opened:
@@ -87,7 +90,9 @@ def _subjects(names: Sequence[str | Path]) -> list[Subject]:
     ]
 
 
-def _exam(subjects: list[Subject], options: CompareOptions, progress: ProgressListener) -> tuple[Exam, list[str]]:
+def _exam(
+    subjects: list[Subject], options: CompareOptions, open_rows: OpenRows, progress: ProgressListener
+) -> tuple[Exam, list[str]]:
     """Return the questions: those of the file, or the held-out rows of the first run."""
     refs = [subject.ref for subject in subjects if subject.ref is not None]
     ref = next((one for one in refs if one.kind == "run"), refs[0] if refs else None)
@@ -98,7 +103,7 @@ def _exam(subjects: list[Subject], options: CompareOptions, progress: ProgressLi
             + ("; name at least one local model, whose tokenizer reads it" if ref is None else ""),
         )
     progress(Progress("reading the questions"))
-    with evaluation_set(ref, ValidateOptions(data=options.data)) as rows:
+    with open_rows(ref) as rows:
         model = open_without_weights(ref, device=options.device)
         exam = read_exam(model, rows, number=options.num_questions, needs_keys=options.judge is None)
         notes = list(rows.notes)

@@ -1,4 +1,4 @@
-"""`tunewell train --index`: rows with passages from an index, for a model that answers from documents."""
+"""Open-book training by config: with `data.index`, rows with passages are written beside the corpus and used."""
 
 import json
 from collections.abc import Sequence
