@@ -50,21 +50,17 @@ def _bar() -> Iterator[ProgressListener]:
 
 def _lines() -> ProgressListener:
     started = last = time.monotonic()
+    stage = StageText()
 
     def show(progress: Progress) -> None:
         nonlocal last
+        stage(progress)
         now = time.monotonic()
         if now - last < _LINE_SECONDS:
             return
         last = now
-        elapsed = now - started
-        parts = [progress.stage]
-        if progress.rows:
-            parts.append(f"{count(progress.rows)} rows, {count(int(progress.rows / elapsed))} rows/s")
-        if progress.total:
-            share = min(1.0, progress.done / progress.total)
-            parts.append(f"{share:.0%}, {duration(elapsed * (1 - share) / max(share, 1e-9))} left")
-        sys.stderr.write("  ".join(parts) + "\n")
+        rows = f"  {count(progress.rows)} rows, {count(int(progress.rows / (now - started)))} rows/s"
+        sys.stderr.write(f"{stage.text()}{rows if progress.rows else ''}\n")
 
     return show
 
