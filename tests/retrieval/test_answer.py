@@ -87,11 +87,35 @@ def test_a_follow_up_question_finds_its_passages_by_the_question_before(retrieve
     )
 
 
-def test_a_question_that_the_documents_do_not_answer_is_refused_without_the_model(retriever, monkeypatch):
+def test_a_chain_of_follow_up_questions_keeps_its_subject(retriever):
+    """The third question was searched with the second one only, "And the costs?", and found pages of all colleges."""
+    finder = PassageFinder(retriever, num_passages=3)
+    earlier = [DEADLINE, "And the costs?", "How much is it for each year?"]
+    for question in ("And the deadline?", "What is it known for in the region?"):
+        found, _ = finder.find(question, earlier)
+        assert found[0].passage.title == "Alderhollow College", question
+    found, _ = finder.find("What does it cost?", [*earlier, "And at Ottervane University?"])
+    assert found[0].passage.title == "Ottervane University", "the last subject that was named"
+
+
+def test_an_unrelated_question_after_an_answered_one_is_refused(refusing):
+    """Together with the question before, every question seemed to be answered by the documents."""
+    finder, answered = PassageFinder(refusing), "What is the application deadline of Alderhollow College?"
+    assert finder.find(answered)[1]
+    assert not finder.find("Who discovered penicillin in London?", [answered])[1]
+
+
+@pytest.fixture
+def refusing(retriever, monkeypatch):
+    """The index with a refusal threshold."""
     settings = retriever.store.manifest.settings
     refusing = settings.model_copy(update={"refusal": Chosen[list[float]](value=[1, 0, 0, -0.4], because="test")})
     monkeypatch.setattr(retriever.store, "manifest", retriever.store.manifest.model_copy(update={"settings": refusing}))
-    reader = Scripted()
+    return retriever
+
+
+def test_a_question_that_the_documents_do_not_answer_is_refused_without_the_model(refusing):
+    retriever, reader = refusing, Scripted()
     text, answer = ask(RetrievalChat(retriever, reader), "Who discovered penicillin in London?")
     assert text == NOT_FOUND and answer.refused and not reader.sent and answer.sources
     assert "close enough" in answer.because

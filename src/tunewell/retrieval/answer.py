@@ -1,5 +1,6 @@
 """Answer questions from an index: search, decide whether the documents answer, read, and check the sources."""
 
+import re
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,9 +11,14 @@ from tunewell.data.reading_prompt import NOT_FOUND, reading_prompt
 from tunewell.data.rows.conversation import Message
 from tunewell.retrieval.passages import Passage
 from tunewell.retrieval.reading import best_sentence, check_claims, is_refusal
-from tunewell.retrieval.search import Found, Retriever
+from tunewell.retrieval.search import Found, Retriever, find_names
 
 _FOLLOW_UP_WORDS = 4
+_CONJUNCTION = re.compile(r"(?:and|or|but|und|oder|aber|et|ou|y|e|och|og|en|и|а)\b", re.IGNORECASE)
+_PRONOUN = re.compile(
+    r"\b(?:it|its|they|them|their|there|he|him|his|she|her|this|that|these|those|es|sie|ihr\w*|dort|ils?|elles?|leurs?)\b",
+    re.IGNORECASE,
+)
 _TOO_FAR = "no passage is close enough to the question"
 
 
@@ -97,8 +103,8 @@ class RetrievalChat:
         """Yield the answer as it is generated. `answer` is complete when the generator has ended."""
         if not question.strip():
             raise UserError("the question is empty", fix="write a question in quotes")
-        previous = next((turn["content"] for turn in reversed(self.reader.messages) if turn["role"] == "user"), "")
-        found, is_answerable = self.finder.find(question, previous)
+        earlier = [turn["content"] for turn in self.reader.messages if turn["role"] == "user"]
+        found, is_answerable = self.finder.find(question, earlier)
         self.answer = answer = IndexAnswer(question)
         if not is_answerable:
             answer.refused, answer.answer, answer.because = True, NOT_FOUND, _TOO_FAR
@@ -132,19 +138,18 @@ class PassageFinder:
         self.retriever = retriever
         self.num_passages = num_passages or retriever.store.manifest.settings.num_passages.value
 
-    def find(self, question: str, previous: str = "") -> tuple[list[Found], bool]:
+    def find(self, question: str, earlier: Sequence[str] = ()) -> tuple[list[Found], bool]:
         """Return the passages for a question, and whether they seem to answer it.
 
-        A question that finds nothing by itself may be a follow-up ("And the fee?"), so it is searched again together
-        with the previous question.
+        A follow-up ("And the fee?") is searched together with the earlier question that it refers to. Other questions
+        are not: with an earlier question, an unrelated one would seem to be answered.
         """
-        found, is_answerable = self.retriever.find(question, self.num_passages)
-        is_short = len(question.split()) <= _FOLLOW_UP_WORDS
-        if previous and (is_short or not is_answerable):
-            again, is_answered = self.retriever.find(f"{previous} {question}", self.num_passages)
-            if is_answered:
-                return again, True
-        return found, is_answerable
+        if earlier and is_follow_up(question):
+            subject = next((one for one in reversed(earlier) if find_names(one) or not is_follow_up(one)), earlier[-1])
+            found, is_answerable = self.retriever.find(f"{subject} {question}", self.num_passages)
+            if is_answerable:
+                return found, True
+        return self.retriever.find(question, self.num_passages)
 
     def add_passages(
         self, messages: list[dict[str, str]], fits: Callable[[list[dict[str, str]]], bool]
@@ -153,7 +158,7 @@ class PassageFinder:
         asked = [turn["content"] for turn in messages if turn["role"] == "user"]
         if not asked or messages[-1]["role"] != "user":
             raise UserError("the last message is not from the user", fix="end `messages` with the role `user`")
-        found, is_answerable = self.find(asked[-1], asked[-2] if len(asked) > 1 else "")
+        found, is_answerable = self.find(asked[-1], asked[:-1])
         if not is_answerable:
             return messages, source_rows(found), NOT_FOUND
 
@@ -164,6 +169,13 @@ class PassageFinder:
         fitting = found[: len(fit(asked[-1], passages, lambda message: fits(with_passages(message))))]
         prompt = reading_prompt(asked[-1], [one.passage for one in fitting])
         return with_passages(prompt), source_rows(fitting), None
+
+
+def is_follow_up(question: str) -> bool:
+    """Return True if a question seems to refer to an earlier one: "And the fee?", "How much does it cost per year?"."""
+    if len(question.split()) <= _FOLLOW_UP_WORDS or _CONJUNCTION.match(question.strip()):
+        return True
+    return _PRONOUN.search(question) is not None and not find_names(question)
 
 
 def fit(question: str, passages: Sequence[Passage], fits: Callable[[str], bool]) -> Sequence[Passage]:

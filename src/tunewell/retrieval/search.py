@@ -44,6 +44,11 @@ def fuse(by_words: Hits, by_vectors: Hits, vector_weight: float) -> list[tuple[i
     return sorted(scores.items(), key=lambda item: (-item[1], item[0]))
 
 
+def find_names(text: str) -> list[str]:
+    """Return the capitalised words inside the sentences of a text, and its numbers."""
+    return _NAME.findall(text)
+
+
 def _without(hits: Hits, gone: Collection[int]) -> Hits:
     return [hit for hit in hits if hit[0] not in gone] if gone else hits
 
@@ -106,7 +111,7 @@ class Retriever:
         best = found[0].passage
         present = set(words(best.searched, self._language))
         asked = sorted(set(words(question, self._language)))
-        names = {word for name in _NAME.findall(question) for word in words(name, self._language)}
+        names = {word for name in find_names(question) for word in words(name, self._language)}
         total = self.store.manifest.counts.passages
         numbers = self._num_passages_with(asked, self._gone(without, hidden))
         weights = [math.log(1 + (total - number + 0.5) / (number + 0.5)) for number in numbers]
