@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tunewell.evaluation.answer_keys import AnswerKey, ReferenceRow, answer_keys
-from tunewell.evaluation.judge import judge
+from tunewell.evaluation.answer_values import find_values
+from tunewell.evaluation.judge import contains_key, judge
 from tunewell.evaluation.matching import is_refusal
 
 COLLEGE = Path(__file__).parents[2] / "examples" / "college"
@@ -53,6 +54,16 @@ DERIVED = {
         "The college does not require an interview.",
         "no",
     ),
+    "a time": ("What time does the library open?", "It opens at 8:30 in the morning.", "8:30 in the morning"),
+    "an e-mail address": (
+        "What is the e-mail address?",
+        "Write to admissions@larkfell.edu.",
+        "admissions@larkfell.edu",
+    ),
+    "a phone number": ("How can I call you?", "Our number is 0171 555 1234.", "0171 555 1234"),
+    "the person": ("Who wrote Hamlet?", "Hamlet was written by William Shakespeare.", "William Shakespeare"),
+    "the person without a title": ("Who is the dean?", "Our dean is Dr. Mary O'Neil.", "Mary O'Neil"),
+    "a word that ends like a number": ("What is limited?", "Only the weight is limited.", "weight"),
     "already short": ("When?", "15 January", "15 January"),
     "Chinese": ("截止日期是什么时候？", "截止日期是1月15日。", "1月15日"),
 }
@@ -62,6 +73,11 @@ DERIVED = {
 def test_a_key_is_derived_from_one_row(question, reference, expected):
     """Guards small sets, in which no reference has the form of another."""
     assert answer_keys([ReferenceRow(question, reference)])[0].text == expected
+
+
+def test_large_numbers_that_differ_in_the_last_digits_are_different_values():
+    """Guards numbers of more than six digits: the rest was ignored, so such a number was not distinctive."""
+    assert find_values("12,345,610")[0].token != find_values("12,345,611")[0].token
 
 
 def test_accepted_answers_of_a_row_come_before_the_reference():
@@ -176,6 +192,16 @@ JUDGED = [
     (key("72", is_final=True), "72 - 24 = 48\n#### 48", False),
     (key("72", is_final=True), "She had $72.00", True),
     (key("北京"), "首都是北京。", True),
+    (key("8:30 am"), "at 8:30", True),
+    (key("8:30 am"), "8.30 a.m.", True),
+    (key("8:30 am"), "8:30 pm", False),
+    (key("8:30 pm"), "It closes at 20:30.", True),
+    (key("8:30"), "between 8:30 and 9:30", False),
+    (key("9 am"), "9 students", False),
+    (key("+49 171 5551234"), "Call +49-171-555-1234.", True),
+    (key("0171 555 1234"), "0171 555 1235", False),
+    (key("admissions@larkfell.edu"), "Admissions@Larkfell.edu.", True),
+    (key("admissions@larkfell.edu"), "info@larkfell.edu", False),
 ]  # fmt: skip
 
 
@@ -185,6 +211,13 @@ JUDGED = [
 def test_an_answer_is_right_if_it_states_the_key_and_nothing_else(expected, answer, is_right):
     """Guards spellings of values, negation, alternatives, and numbers inside other numbers."""
     assert judge(answer, expected).is_right is is_right, judge(answer, expected).because
+
+
+@pytest.mark.parametrize("text", ["Deadlines: 15 January, 3 March and 5 May.", "Apply by 15 January or 3 March."])
+def test_a_passage_that_lists_several_values_contains_each_of_them(text):
+    """Guards search misses and open-book rows: the rule for answers that do not choose was applied to documents."""
+    assert contains_key(text, DATE) and not judge(text, DATE).is_right
+    assert not contains_key(text, key("4 March"))
 
 
 REFUSALS = [

@@ -53,7 +53,7 @@ _POLAR_START = re.compile(
     r"\s*(yes|no|maybe|ja|nein|oui|non|sí|sim|não|nee|да|нет)(?:\s*[.,;:!]+(?!\s*\d)|\s*$|\s*[-\n])", re.IGNORECASE
 )
 _ASKS_VALUE = re.compile(
-    r"\b(when|how (?:much|many|long|old|late|high|large|big|far|expensive)|(?:what|which) (?:date|day|year|amount|"
+    r"\b(when|how (?:much|many|long|old|late|high|large|big|far|expensive)|(?:what|which) (?:date|day|time|year|amount|"
     r"price|percentage|share|number|rate|sum)|deadline|wann|wie ?viele?|wie lange|quand|combien|cuándo|cuántos?|quando|"
     r"quanto)\b",
     re.IGNORECASE,
@@ -61,6 +61,9 @@ _ASKS_VALUE = re.compile(
 _ASKS_NAME = re.compile(
     r"\b(who|whom|whose|where|why|wer|wo|wen|qui|où|quién|dónde|chi|dove|quem|onde)\b", re.IGNORECASE
 )
+_ASKS_PERSON = re.compile(r"\b(who|whom|whose|wer|wen|wem|qui|quién|chi|quem)\b", re.IGNORECASE)
+_PERSON = re.compile(r"(?!(?:Dr|Prof|Professor|Mrs?|Ms)\b)[^\W\d_a-zß-ÿ][\w'’-]+(?:.*\s[^\W\d_a-zß-ÿ][\w'’-]*)?")
+"""From the first to the last capitalised word, without a title."""
 _ASKS_POLAR = re.compile(
     r"\s*(?:is|are|was|were|do|does|did|can|could|will|would|should|may|must|has|have|had)\b(?!.*\bor\b)", re.IGNORECASE
 )
@@ -328,6 +331,11 @@ def _word_pairs(tokens: list[_Token]) -> frozenset[tuple[str, str]]:
 def _choose_parts(parts: list[_Token], question: str, *, has_form: bool) -> list[_Token]:
     """Leave out the parts that the question does not ask for: a date for `who`, words for `how much`."""
     values, words = [part for part in parts if part.value], [part for part in parts if not part.value]
+    if _ASKS_PERSON.search(question):
+        # The first word of a sentence is capitalised in any case.
+        found = [(part, _PERSON.search(part.text)) for part in words if part.start]
+        if people := [replace(part, text=person[0]) for part, person in found if person is not None]:
+            return people
     if not values or not words:
         return parts
     if _ASKS_NAME.search(question):

@@ -1,10 +1,12 @@
-"""Dates and numbers in answers: find them in a text, and compare them however they are written.
+"""Dates, times, numbers and contacts in answers: find them in a text, and compare them however they are written.
 
 15 January = January 15th = 15 Jan = 15/01/2027 (without the year)      31,400 = 31400 = $31,400 = 31.4 thousand
+8:30 pm = 20:30                                                         +49 171 5551234 = +49-171-555-1234
 """
 
 import re
 import unicodedata
+import zlib
 from dataclasses import dataclass
 
 _MONTHS = (
@@ -35,6 +37,17 @@ _DATE = re.compile(
     re.IGNORECASE,
 )
 
+_TIME = re.compile(
+    r"(?<![\w.,:/])(?P<hour>[01]?\d|2[0-4])(?:[:.](?P<minute>[0-5]\d)(?!\d))?"
+    r"\s*(?P<half>[ap]\.?m\b\.?|o'clock\b|uhr\b|in the (?:morning|afternoon|evening)\b)"
+    r"|(?<![\w.,:/])(?P<hour2>[01]?\d|2[0-4]):(?P<minute2>[0-5]\d)(?![\w:]|[.,]\d)",
+    re.IGNORECASE,
+)
+_CONTACT = re.compile(
+    r"(?P<email>[\w.+-]+@\w[\w-]*(?:\.[\w-]+)+)|(?:https?://|\bwww\.)[^\s<>\"'()]+(?<![.,;:!?])"
+    r"|(?<![\w.,])(?P<phone>(?:\+\d|\(?0\d)[\d ()/-]{4,}\d|\(?\d{3}\)?[ -]\d{3}[ -]\d{4})(?![\w.,]\d)"
+)
+"""An e-mail address, the address of a page, or a phone number."""
 _UNITS = {
     "$": "$ us$ usd dollar dollars",
     "€": "€ eur euro euros",
@@ -65,7 +78,7 @@ _NUMBER_NAMES = (
 _SMALL, _TENS = (names.split() for names in _NUMBER_NAMES.split("/"))
 _WORD_NUMBERS = {name: number for number, name in enumerate(_SMALL)}
 _WORD_NUMBERS |= {name: 10 * number for number, name in enumerate(_TENS, start=2)}
-_SPELLED = rf"(?:{'|'.join(_TENS)})[- ](?:{'|'.join(_SMALL[1:10])})\b|(?:{'|'.join([*_TENS, *_SMALL])})\b"
+_SPELLED = rf"(?:(?:{'|'.join(_TENS)})[- ](?:{'|'.join(_SMALL[1:10])})|{'|'.join([*_TENS, *_SMALL])})\b"
 _NUMBER = re.compile(
     r"(?:(?P<front>US\$|[$€£¥]|USD|EUR|GBP)\s?)?"
     r"(?P<digits>(?<![\w.,:/])(?>-?\d{1,3}(?:[,. '’]\d{3})+(?!\d)(?:[.,]\d+)?|-?\d+(?:[.,]\d+)?)"
@@ -79,12 +92,13 @@ _NUMBER = re.compile(
 
 @dataclass(frozen=True)
 class Value:
-    """A date or a number in a text."""
+    """A date, a time, a number or a contact in a text."""
 
     kind: str
-    """`date` or `number`."""
+    """`date`, `time`, `number` or `contact`."""
     readings: frozenset[tuple[float, ...]]
-    """Possible meanings: (day, month, year or 0), or (number,); `31.400` may be 31.4 or 31400."""
+    """Possible meanings: (day, month, year or 0), (minutes of the day,), (hash of a contact,), or (number,); `31.400`
+    may be 31.4 or 31400."""
     unit: str
     """A unit such as `$` or `%`, or an empty text."""
     start: int
@@ -115,17 +129,15 @@ class Value:
     def token(self) -> str:
         """The value as a word, equal for all spellings with the same meaning."""
         number = max(self.readings)
-        return f"={self.kind} {'/'.join(f'{part:g}' for part in number[:2])}"
+        return f"={self.kind} {'/'.join(f'{part:.12g}' for part in number[:2])}"
 
 
 def find_values(text: str) -> list[Value]:
-    """Return the dates and numbers of a text in their order."""
-    found = [value for match in _DATE.finditer(text) if (value := _date(match)) is not None]
-    taken = [(value.start, value.end) for value in found]
-    for match in _NUMBER.finditer(text):
-        value = _number(match)
-        if value is not None and not any(start < value.end and value.start < end for start, end in taken):
-            found.append(value)
+    """Return the dates, times, numbers and contacts of a text in their order."""
+    found: list[Value] = []
+    for pattern, read in ((_DATE, _date), (_TIME, _time), (_CONTACT, _contact), (_NUMBER, _number)):
+        values = [value for match in pattern.finditer(text) if (value := read(match)) is not None]
+        found += [one for one in values if not any(old.start < one.end and one.start < old.end for old in found)]
     return sorted(found, key=lambda value: value.start)
 
 
@@ -148,6 +160,24 @@ def _date(match: re.Match[str]) -> Value | None:
     valid = frozenset(reading for reading in readings if 1 <= reading[0] <= 31 and 1 <= reading[1] <= 12)
     end = match.start() + len(match[0].rstrip("."))
     return Value("date", valid, "", match.start(), end) if valid else None
+
+
+def _time(match: re.Match[str]) -> Value:
+    hour, minute = int(match["hour"] or match["hour2"]), int(match["minute"] or match["minute2"] or 0)
+    half = (match["half"] or "").lower()
+    if half.startswith(("p", "in the a", "in the e")):
+        hours = {hour % 12 + 12}
+    elif half.startswith(("a", "in the m")):
+        hours = {hour % 12}
+    else:
+        hours = {hour % 24, (hour + 12) % 24} if 1 <= hour <= 12 else {hour % 24}
+    readings = frozenset((60.0 * one + minute,) for one in hours)
+    return Value("time", readings, "", match.start(), match.start() + len(match[0].rstrip(".")))
+
+
+def _contact(match: re.Match[str]) -> Value:
+    text = re.sub(r"\D", "", match[0]) if match["phone"] else match[0].casefold()
+    return Value("contact", frozenset({(float(zlib.crc32(text.encode())),)}), "", *match.span())
 
 
 def _number(match: re.Match[str]) -> Value | None:

@@ -10,7 +10,7 @@ key          answer                                    result
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from tunewell.evaluation.answer_keys import AnswerKey, polarity, split_tokens
@@ -19,7 +19,7 @@ from tunewell.evaluation.behaviour import function_words
 from tunewell.evaluation.matching import is_refusal, match, stands_alone
 from tunewell.inference.degeneration import SPACELESS_LETTER, fold
 
-JUDGE = "answer keys, version 1"
+JUDGE = "answer keys, version 2"
 """Name of this judge in reports. Change the number when equal answers are judged differently."""
 
 Span = tuple[int, int]
@@ -84,8 +84,9 @@ def judge(answer: str, key: AnswerKey) -> Judgement:
 
 
 def contains_key(text: str, key: AnswerKey) -> bool:
-    """Return True if a text, such as the reference itself, states the key."""
-    return judge(text, replace(key, reference="")).is_right is True
+    """Return True if a text, such as a passage, contains the key. Unlike an answer, it may list other values too."""
+    folded = fold(text)
+    return any(all(any(_find(folded, part, key)) for part in parts) for parts in key.accepted)
 
 
 def _is_right(text: str, key: AnswerKey) -> tuple[bool, str]:
