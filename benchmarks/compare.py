@@ -104,7 +104,6 @@ def write_exam(path: Path, keys: list[Any], clusters: list[int], searched: Any, 
 def prepare_college(folder: Path) -> None:
     from tunewell.evaluation.answer_keys import ReferenceRow, answer_keys
     from tunewell.evaluation.clusters import find_clusters
-    from tunewell.evaluation.judge import contains_key
     from tunewell.retrieval.embedders.base import open_embedder
     from tunewell.retrieval.indexing import build_index
     from tunewell.retrieval.open_book import locate_questions, open_book_rows
@@ -140,7 +139,7 @@ def prepare_college(folder: Path) -> None:
             settings, _ = tune(
                 retriever,
                 [key.question for key in chosen_keys],
-                lambda place, text, keys=chosen_keys: contains_key(text, keys[place]),
+                key_finder(chosen_keys),
             )
             retriever.store.manifest = retriever.store.manifest.model_copy(update={"settings": settings})
             questions = [test_keys[place].question for place in asked]
@@ -192,7 +191,7 @@ def prepare_pubmedqa(folder: Path, limit: int) -> None:
         settings, _ = tune(
             retriever,
             [rows[one]["QUESTION"] for one in train],
-            lambda place, text: " ".join(text.split()) in texts[place],
+            lambda place, passage: " ".join(passage.text.split()) in texts[place],
         )
         retriever.store.manifest = retriever.store.manifest.model_copy(update={"settings": settings})
         located = locate_questions(

@@ -23,11 +23,11 @@ from pathlib import Path
 import numpy as np
 
 from tunewell.evaluation.answer_keys import ReferenceRow, answer_keys
-from tunewell.evaluation.judge import contains_key
 from tunewell.retrieval.embedders.base import Embedder, open_embedder
 from tunewell.retrieval.indexing import build_index
 from tunewell.retrieval.passages import Passage
 from tunewell.retrieval.search import CANDIDATES, Retriever, fuse
+from tunewell.retrieval.shown import key_finder
 from tunewell.retrieval.stores.base import open_store
 from tunewell.retrieval.tuning import tune
 from tunewell.retrieval.words import words
@@ -148,7 +148,7 @@ def college(args: argparse.Namespace) -> None:
             others = [(question, fact) for question, fact in train if fact["college"] != school]
             keys = answer_keys([ReferenceRow(question, fact["answer"]) for question, fact in others])
             chosen = [question for question, _ in others]
-            settings, _ = tune(retriever, chosen, lambda n, text, keys=keys: contains_key(text, keys[n]))
+            settings, _ = tune(retriever, chosen, key_finder(keys))
             retriever.store.manifest = retriever.store.manifest.model_copy(update={"settings": settings})
             page = next(one.file for one in _all(retriever) if school.lower() in one.title.lower())
             for question, fact in held_out:

@@ -51,7 +51,9 @@ def test_words_of_hidden_documents_do_not_count_for_their_rarity(retriever):
 
 
 def test_settings_are_chosen_on_questions_and_say_what_they_achieve(retriever, facts):
-    settings, notes = tune(retriever, [fact[0] for fact in facts], lambda number, text: facts[number][2] in text)
+    settings, notes = tune(
+        retriever, [fact[0] for fact in facts], lambda number, passage: facts[number][2] in passage.text
+    )
     assert 0 <= settings.vector_weight.value <= 1 and 3 <= settings.num_passages.value <= 10 and not notes
     assert "150 questions" in settings.vector_weight.because and "%" in settings.refusal.because
     # The line refuses 97% of the questions whose document is hidden.

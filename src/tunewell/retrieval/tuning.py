@@ -4,7 +4,7 @@ The right passage of a question contains its answer. A question is made unanswer
 answer: the passages that the search then finds are examples for questions that the documents do not answer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from tunewell.core.units import count
 from tunewell.records.index import SearchSettings
 from tunewell.records.plan import Chosen
 from tunewell.retrieval.search import Retriever
+from tunewell.retrieval.shown import HasAnswer
 
 _WEIGHTS = [round(0.1 * step, 1) for step in range(11)]
 _MAX_PASSAGES = 10
@@ -23,9 +24,6 @@ _MIN_QUESTIONS = 20
 _REFUSED = 0.97
 """The share of unanswerable questions that the threshold refuses."""
 _RIDGE = 0.01
-
-HasAnswer = Callable[[int, str], bool]
-"""Return whether a text contains the answer to a question, by the question's number."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ def _locate_answers(
     for number, (question, vector) in enumerate(zip(questions, vectors, strict=True)):
         progress(Progress("finding the answers", number, len(questions), "questions"))
         found = retriever.search(question, 100, vector=vector)
-        with_answer = [one for one in found if has_answer(number, one.passage.text)]
+        with_answer = [one for one in found if has_answer(number, one.passage)]
         if with_answer:
             # Others may contain the same number or date by chance; the nearest document is the one that answers.
             document = with_answer[0].passage.file

@@ -8,12 +8,12 @@ from typing import Any
 from tunewell.core.errors import UserError
 from tunewell.core.progress import ProgressListener, silent
 from tunewell.evaluation.answer_keys import ReferenceRow, answer_keys
-from tunewell.evaluation.judge import contains_key
 from tunewell.retrieval.embedders.base import open_embedder
 from tunewell.retrieval.indexing import BuiltIndex, build_index
 from tunewell.retrieval.open_book import OpenBookRows, locate_questions, open_book_rows, write_rows
 from tunewell.retrieval.questions import read_questions
 from tunewell.retrieval.search import Retriever
+from tunewell.retrieval.shown import key_finder
 from tunewell.retrieval.stores.base import open_store, shown_address
 from tunewell.retrieval.tuning import tune
 
@@ -68,11 +68,7 @@ def index(
         store = open_store(address)
         retriever = Retriever(store, opened)
         keys = answer_keys([ReferenceRow(question.text, question.reference, question.answers) for question in asked])
-
-        def has_answer(number: int, text: str) -> bool:
-            return contains_key(text, keys[number])
-
-        settings, notes = tune(retriever, [question.text for question in asked], has_answer, progress=progress)
+        settings, notes = tune(retriever, [question.text for question in asked], key_finder(keys), progress=progress)
         store.set_settings(settings)
         built.manifest = store.manifest
         built.notes += notes
