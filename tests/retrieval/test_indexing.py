@@ -148,6 +148,18 @@ def test_only_changed_documents_are_read_and_embedded(tmp_path, monkeypatch):
     assert again.manifest.documents_sha256 == second.manifest.documents_sha256
 
 
+def test_documents_that_an_update_drops_are_named(tmp_path):
+    """Guards `index more`, which was meant to add documents, and replaced those of the index without a word."""
+    for name in ("old", "new"):
+        write_pages(tmp_path / name, 2)
+    build_index([str(tmp_path / "old")], str(tmp_path / "index"), ToyEmbedder())
+    built = build_index([str(tmp_path / "new")], str(tmp_path / "index"), ToyEmbedder())
+    [note] = built.notes
+    assert "no longer in the index: 2 documents" in note and "old/page-0000.md" in note
+    both = [str(tmp_path / "old"), str(tmp_path / "new")]
+    assert build_index(both, str(tmp_path / "index"), ToyEmbedder()).notes == []
+
+
 class Counted:
     """A token counter that counts the texts it gets."""
 

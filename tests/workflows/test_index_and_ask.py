@@ -63,6 +63,16 @@ def test_index_chooses_settings_on_questions(tmp_path, monkeypatch, capsys):
     assert main(["index", str(COLLEGE / "pages"), "--open-book", "book"]) == 2
 
 
+def test_the_questions_are_no_document(notes, capsys):
+    """With `index .`, the search found the questions themselves, and its settings were chosen on that."""
+    rows = [{"question": f"When does gate {n} open?", "answer": f"At {n} sharp."} for n in range(30)]
+    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["index", ".", "--questions", "./train.jsonl"]) == 2, "no document answers them"
+    assert "only 0 of 30 questions" in " ".join(capsys.readouterr().err.split())
+    assert main(["index", ".", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["counts"]["indexed"] == 3
+
+
 def test_ask_prints_the_answer_and_its_sources(notes, tiny_model, tmp_path, capsys):
     main(["index", "notes"])
     model = write_parrot(tmp_path / "parrot", tiny_model, "seven [1]")

@@ -30,6 +30,8 @@ class SearchSettings(Record):
     """Number of passages that a model gets to read."""
     refusal: Chosen[list[float]]
     """Coefficients of the score below which a question counts as not answered by the documents."""
+    questions: str | None = None
+    """The file with the questions on which the settings were chosen; None if they are the defaults."""
 
 
 class DocumentCounts(Record):

@@ -39,6 +39,7 @@ SKIP_REASONS = {
     "index": "an index of tunewell",
     "link": "a link that leaves the folder, leads nowhere or in a circle",
     "no_text": "no text; a scanned document needs OCR first",
+    "questions": "the file of `--questions`, which is not a document",
     "not_text": "binary data, or an unknown encoding",
     "too_large": "larger than 256 MiB; split it",
     "unreadable": "no permission, or not a file",
@@ -75,9 +76,10 @@ class DocumentLedger:
         self.examples.setdefault(reason, f"{name}: {detail}" if detail else name)
 
 
-def find_documents(paths: Sequence[str], ledger: DocumentLedger) -> list[FoundFile]:
+def find_documents(paths: Sequence[str], ledger: DocumentLedger, *, questions: str | None = None) -> list[FoundFile]:
     """Return the files of paths and folders in a stable order; count in the ledger what cannot be a document.
 
+    The file of `questions` is left out: the search would find the questions themselves, with their answers.
     Raises UserError if a path does not exist or if there is no document at all.
     """
     found: dict[Path, FoundFile] = {}
@@ -89,10 +91,13 @@ def find_documents(paths: Sequence[str], ledger: DocumentLedger) -> list[FoundFi
         for file in files:
             found.setdefault(file.resolve(), FoundFile(file, file.as_posix()))
     ledger.num_files = len(found) + sum(ledger.skipped.values())
+    asked = None if questions is None else Path(questions).expanduser().resolve()
     kept: list[FoundFile] = []
-    for file in sorted(found.values(), key=lambda file: file.name):
+    for resolved, file in sorted(found.items(), key=lambda item: item[1].name):
         suffix = file.path.suffix.lower()
-        if suffix in READERS.names():
+        if resolved == asked:
+            ledger.skip(file.name, "questions")
+        elif suffix in READERS.names():
             kept.append(file)
         else:
             ledger.skip(file.name, "archive" if suffix in _ARCHIVES else "unsupported")

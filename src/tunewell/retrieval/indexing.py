@@ -22,6 +22,7 @@ from tunewell import __version__
 from tunewell.core.errors import UserError
 from tunewell.core.files import cache_folder, disk_full_as_user_error, make_private, sha256_text
 from tunewell.core.progress import Progress, ProgressListener, silent
+from tunewell.core.units import count
 from tunewell.records.index import DocumentCounts, EmbedderRecord, IndexManifest, SearchSettings
 from tunewell.records.plan import Chosen
 from tunewell.retrieval.documents import DocumentLedger, FoundFile, find_documents, parse, read_bytes
@@ -65,16 +66,20 @@ def build_index(
     embedder: Embedder,
     *,
     language: str = "auto",
+    questions: str | None = None,
     progress: ProgressListener = silent,
 ) -> BuiltIndex:
-    """Index documents, or update an index; raise UserError, and keep the old index, if that fails."""
+    """Index documents, or update an index; raise UserError, and keep the old index, if that fails.
+
+    The file of `questions` is not indexed.
+    """
     began = time.perf_counter()
     if language not in ("auto", *LANGUAGES):
         known = ", ".join(f"`{name}`" for name in ("auto", *LANGUAGES))
         raise UserError(f"unknown language `{language}`", fix=f"use one of {known}")
     store = store_class(address)
     ledger = DocumentLedger()
-    files = find_documents(paths, ledger)
+    files = find_documents(paths, ledger, questions=questions)
     with store.lock(address):
         old, notes = _open_old(store, address, embedder)
         work = _work_folder(address)
@@ -232,6 +237,8 @@ def _read_all(
         dropped = spool.num_duplicates - duplicates
         spool.documents.append(IndexedDocument(file.name, sha256, first, len(spool) - first, dropped))
     progress(Progress("reading documents", len(files), len(files), "files"))
+    if gone := sorted(known.keys() - {file.name for file in files}):
+        notes.append(f"no longer in the index: {count(len(gone), 'document')}, such as `{gone[0]}`")
     return notes
 
 

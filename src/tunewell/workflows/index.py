@@ -62,13 +62,14 @@ def index(
         raise UserError("`--open-book` needs questions with answers", fix="add `--questions train.jsonl`")
     asked = read_questions(questions) if questions is not None else []
     opened = open_embedder(embedder)
-    built = build_index(list(paths), address, opened, language=language, progress=progress)
+    built = build_index(list(paths), address, opened, language=language, questions=questions, progress=progress)
     rows = None
     if asked:
         store = open_store(address)
         retriever = Retriever(store, opened)
         keys = answer_keys([ReferenceRow(question.text, question.reference, question.answers) for question in asked])
         settings, notes = tune(retriever, [question.text for question in asked], key_finder(keys), progress=progress)
+        settings = settings.model_copy(update={"questions": questions})
         store.set_settings(settings)
         built.manifest = store.manifest
         built.notes += notes

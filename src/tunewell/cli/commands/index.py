@@ -25,7 +25,8 @@ def command(
             "--out",
             "--store",
             metavar="INDEX",
-            help="Folder of the index, or `postgresql://USER@HOST/DB#NAME`. An existing index is updated.",
+            help="Folder of the index, or `postgresql://USER@HOST/DB#NAME`. "
+            "An existing index is updated, and keeps only these documents.",
         ),
     ] = "index",
     questions: Annotated[
